@@ -1,0 +1,332 @@
+"""The GPT: GPT-2's block with attention left open. Reads in one sitting.
+
+The block owns projections, rotary embedding and the order of things; the attention itself is an `Attention`
+(attention/base.py), handed in from outside, parameter-free, shared by all layers. Weight names are GPT-2's.
+
+Shapes: B batch, T tokens, C width, H query heads, Hkv key/value heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attention.base import Attention
+from model.kv_cache import KVCache
+
+IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Everything that fixes the shapes and the function of a GPT. Plain values: it travels in checkpoints."""
+
+    vocab_size: int
+    seq_len: int = 1024
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_kv_head: int | None = None  # None: as many as n_head (MHA); 1: MQA
+    position: str = "learned"  # learned | rope | alibi | none
+    rope_base: float = 10_000.0
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    mlp: str = "gelu"  # gelu | swiglu
+    qk_norm: bool = False
+    window: int | None = None  # keys a query looks back on besides its own; both ways when not causal
+    softcap: float | None = None
+    causal: bool = True
+    tie_embeddings: bool = True
+    bias: bool = True
+    dropout: float = 0.0
+    attn_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("model.position", self.position, ("learned", "rope", "alibi", "none"))
+        _one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
+        _one_of("model.mlp", self.mlp, ("gelu", "swiglu"))
+        for key in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}: it needs to be at least 1.")
+        if self.n_embd % self.n_head:
+            fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
+            near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:4])
+            raise ValueError(
+                f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads: "
+                f"choose n_head from {near} or another n_embd."
+            )
+        if self.kv_heads < 1 or self.n_head % self.kv_heads:
+            raise ValueError(
+                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
+                "every key/value head serves the same number of query heads."
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"model.position=rope needs an even head dim, n_embd / n_head is {self.head_dim}: "
+                "change model.n_head or model.n_embd."
+            )
+        for key in ("dropout", "attn_dropout"):
+            if not 0.0 <= getattr(self, key) < 1.0:
+                raise ValueError(f"model.{key}={getattr(self, key)}: it needs to be in [0, 1).")
+        if self.window is not None and self.window < 0:
+            raise ValueError(f"model.window={self.window}: it needs to be at least 0, or null for no window.")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"model.softcap={self.softcap}: it needs to be above 0, or null for none.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """V rounded up to a multiple of 64: full tiles for the tensor cores in the largest product of the model."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def mlp_hidden(self) -> int:
+        """4C; for SwiGLU 8C/3 rounded up to a multiple of 64, which keeps the parameter count of three matrices."""
+        return 4 * self.n_embd if self.mlp == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """The keyword arguments of the attention contract that the architecture fixes."""
+        window = None
+        if self.window is not None:
+            window = (self.window, 0 if self.causal else self.window)
+        return {"causal": self.causal, "window": window, "softcap": self.softcap}
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value}: choose one of {', '.join(allowed)}.")
+
+
+def alibi_slopes(n_head: int) -> Tensor:
+    """Slopes (H,) fp32 of ALiBi (Press et al. 2022): a geometric sequence that starts at 2^(-8/H); where H is no
+    power of two, the sequence of the power below, then every other one of the power above."""
+    power = 2 ** math.floor(math.log2(n_head))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(n_head - power)]
+    return torch.tensor(slopes)
+
+
+def rope_table(seq_len: int, head_dim: int, base: float) -> Tensor:
+    """Cosines and sines (2, T, D/2) fp32 of rotary embedding (Su et al. 2021, eq. 34)."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
+    return torch.stack((angles.cos(), angles.sin())).float()
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the halves of x (B, T, H, D) by rope (2, T, D/2), or (2, B, T, D/2) where rows differ; in fp32, as
+    bf16 angles lose the position after a few hundred tokens."""
+    cos, sin = rope[0].unsqueeze(-2), rope[1].unsqueeze(-2)  # ([B,] T, 1, D/2)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def make_norm(config: GPTConfig, width: int) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=1e-6)
+    return nn.LayerNorm(width, bias=config.bias)
+
+
+class CausalSelfAttention(nn.Module):
+    """Projections, QK-norm, rotary and cache around an `Attention`, which owns no parameters."""
+
+    def __init__(self, config: GPTConfig, attention: Attention):
+        super().__init__()
+        self.config = config
+        self.attention = attention
+        kv_width = config.kv_heads * config.head_dim
+        self.c_attn = nn.Linear(config.n_embd, config.n_embd + 2 * kv_width, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        slopes: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        B, T, C = x.shape
+        H, Hkv, D = self.config.n_head, self.config.kv_heads, self.config.head_dim
+        q, k, v = self.c_attn(x).split([H * D, Hkv * D, Hkv * D], dim=-1)
+        q = q.view(B, T, H, D)  # (B, T, H*D) -> (B, T, H, D)
+        k = k.view(B, T, Hkv, D)  # (B, T, Hkv*D) -> (B, T, Hkv, D)
+        v = v.view(B, T, Hkv, D)
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        # Under autocast, rotary and norms leave fp32 beside a bf16 v; the contract wants one dtype.
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D): views
+
+        kv_lengths, attention = None, self.attention
+        if cache is not None:
+            kv_lengths = cache.kv_lengths
+            k, v = cache.update(layer, k, v)
+            attention = cache.attention if kv_lengths is not None else attention
+        out = attention(
+            q,
+            k,
+            v,
+            alibi_slopes=slopes,
+            segments=segments,
+            kv_lengths=kv_lengths,
+            dropout_p=self.config.attn_dropout if self.training else 0.0,
+            **self.config.attention_options,
+        )
+        out = out.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, C)
+        return self.dropout(self.c_proj(out))
+
+
+class MLP(nn.Module):
+    """GELU (GPT-2) or SwiGLU (Shazeer 2020), whose gate and value share `c_fc`."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.swiglu = config.mlp == "swiglu"
+        hidden = config.mlp_hidden
+        self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.swiglu else hidden, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.c_fc(x)
+        if self.swiglu:
+            gate, value = x.chunk(2, dim=-1)
+            x = F.silu(gate) * value
+        else:
+            # the tanh form is GPT-2's own; in a compiled step it costs the same as erf
+            x = F.gelu(x, approximate="tanh")
+        return self.dropout(self.c_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig, attention: Attention):
+        super().__init__()
+        self.ln_1 = make_norm(config, config.n_embd)
+        self.attn = CausalSelfAttention(config, attention)
+        self.ln_2 = make_norm(config, config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        x = x + self.attn(self.ln_1(x), *args)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The decoder: `input_ids` (B, T) -> `logits` (B, T, V padded).
+
+    `attention` computes every layer; `checkpointing` recomputes each block in backward (activations of one
+    block instead of all)."""
+
+    def __init__(self, config: GPTConfig, attention: Attention, checkpointing: bool = False):
+        super().__init__()
+        self.config = config
+        self.checkpointing = checkpointing
+        modules: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
+        if config.position == "learned":
+            modules["wpe"] = nn.Embedding(config.seq_len, config.n_embd)
+        modules["drop"] = nn.Dropout(config.dropout)
+        modules["h"] = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
+        modules["ln_f"] = make_norm(config, config.n_embd)
+        self.transformer = nn.ModuleDict(modules)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
+        # Neither table is a weight: they follow from the config, and stay out of checkpoints.
+        rope = rope_table(config.seq_len, config.head_dim, config.rope_base) if config.position == "rope" else None
+        self.register_buffer("rope", rope, persistent=False)
+        slopes = alibi_slopes(config.n_head) if config.position == "alibi" else None
+        self.register_buffer("slopes", slopes, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation: N(0, 0.02), the projections back into the residual stream divided by
+        sqrt(2 * layers), as each block adds two of them."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                scaled = name.endswith("c_proj")
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if scaled else 0.02
+                nn.init.normal_(module.weight, std=std)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        segments: Tensor | None = None,
+        cache: KVCache | None = None,
+        last: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V padded) of `input_ids` (B, T).
+
+        segments: document ids (B, T) int32; tokens see their own document only.
+        cache: filled by a call on an empty one (prefill, T prompt tokens), extended by one token a call after.
+        last: (B,) positions; logits (B, 1, V padded) of these alone, as generation needs no others.
+        """
+        T = input_ids.shape[1]
+        if T > self.config.seq_len:
+            raise ValueError(
+                f"{T} tokens are more than the model's context of {self.config.seq_len}: "
+                "pass fewer, or train with a larger seq_len."
+            )
+        positions = cache.positions if cache is not None else None  # (B, 1) while decoding, else 0 .. T-1
+        x = self.transformer.wte(input_ids)  # (B, T, C)
+        if self.config.position == "learned":
+            wpe = self.transformer.wpe
+            x = x + (wpe.weight[:T] if positions is None else wpe(positions))
+        x = self.transformer.drop(x)
+        rope = self.rope
+        if rope is not None:
+            rope = rope[:, :T] if positions is None else rope[:, positions]  # (2, T, D/2) or (2, B, 1, D/2)
+        for i, block in enumerate(self.transformer.h):
+            if self.checkpointing and self.training:
+                x = checkpoint(block, x, rope, self.slopes, segments, use_reentrant=False)
+            else:
+                x = block(x, rope, self.slopes, segments, cache, i)
+        if cache is not None:
+            cache.advance(T)
+        x = self.transformer.ln_f(x)
+        if last is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)  # (B, T, C) -> (B, 1, C)
+        return self.lm_head(x)
+
+    def loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy in fp32, in nats per token, over the real vocabulary: the padding is not counted.
+
+        logits (B, T, V padded), targets (B, T) with IGNORE where nothing is to be predicted."""
+        logits = logits[..., : self.config.vocab_size].flatten(0, 1)  # (B, T, Vp) -> (B*T, V), a view
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+
+    def replace_attention(self, attention: Attention) -> None:
+        """Compute with another implementation from now on: no weight depends on the choice."""
+        for block in self.transformer.h:
+            block.attn.attention = attention
+
+
+def resized(config: GPTConfig, **changes: Any) -> GPTConfig:
+    """A copy of the config with some values changed, validated again."""
+    return replace(config, **changes)
