@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, C width, H query heads, Hkv key/value heads, D head d
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -277,11 +277,14 @@ class GPT(nn.Module):
         self,
         input_ids: Tensor,
         *,
+        targets: Tensor | None = None,
         segments: Tensor | None = None,
         cache: KVCache | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V padded) of `input_ids` (B, T).
+        """Logits (B, T, V padded) of `input_ids` (B, T); with `targets` (B, T), the sum of the token losses instead.
+
+        The loss is part of forward so that a compiled step fuses it and never holds the logits in fp32.
 
         segments: document ids (B, T) int32; tokens see their own document only.
         cache: filled by a call on an empty one (prefill, T prompt tokens), extended by one token a call after.
@@ -312,21 +315,17 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if last is not None:
             x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)  # (B, T, C) -> (B, 1, C)
-        return self.lm_head(x)
+        logits = self.lm_head(x)
+        return logits if targets is None else self.summed_loss(logits, targets)
 
-    def loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in fp32, in nats per token, over the real vocabulary: the padding is not counted.
-
-        logits (B, T, V padded), targets (B, T) with IGNORE where nothing is to be predicted."""
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy in fp32 over the real vocabulary (the padding is not counted), in nats, summed over the
+        targets (B, T) that are not IGNORE. A sum, because only the caller knows how many tokens a step has."""
         logits = logits[..., : self.config.vocab_size].flatten(0, 1)  # (B, T, Vp) -> (B*T, V), a view
-        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def replace_attention(self, attention: Attention) -> None:
         """Compute with another implementation from now on: no weight depends on the choice."""
         for block in self.transformer.h:
             block.attn.attention = attention
 
-
-def resized(config: GPTConfig, **changes: Any) -> GPTConfig:
-    """A copy of the config with some values changed, validated again."""
-    return replace(config, **changes)

@@ -1,0 +1,59 @@
+"""The attention calls a GPT is going to make, known before any tensor exists, so that what an implementation cannot
+do is refused at start-up with every reason."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.base import Attention, AttentionCall, UnsupportedAttention
+from model.gpt import GPTConfig
+
+
+def attention_call(
+    config: GPTConfig,
+    purpose: str,
+    *,
+    batch: int,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    segments: bool = False,
+) -> AttentionCall:
+    """The call of every layer for `purpose`: training | validation | prefill | decode.
+
+    tokens: T of the input; for decode, the capacity of the cache that one query token looks at."""
+    features = {
+        "window": config.window is not None,
+        "softcap": config.softcap is not None,
+        "alibi": config.position == "alibi",
+        "gqa": config.kv_heads != config.n_head,
+        "noncausal": not config.causal,
+        "segments": segments and purpose in ("training", "validation"),
+        "dropout": config.attn_dropout > 0 and purpose == "training",
+        "kv_lengths": purpose == "decode",
+        "rectangular": purpose == "decode",
+    }
+    return AttentionCall(
+        purpose=purpose,
+        device=device.type,
+        arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=dtype,
+        batch=batch,
+        heads=config.n_head,
+        kv_heads=config.kv_heads,
+        tq=1 if purpose == "decode" else tokens,
+        tk=tokens,
+        head_dim=config.head_dim,
+        causal=config.causal,
+        features=frozenset(name for name, used in features.items() if used),
+        backward=purpose == "training",
+    )
+
+
+def require(attention: Attention, calls: list[AttentionCall]) -> None:
+    """Raise UnsupportedAttention with the reasons of all calls that `attention` cannot make."""
+    reasons = []
+    for call in calls:
+        reasons += [f"{call.purpose}: {reason}" for reason in attention.unsupported_reasons(call)]
+    if reasons:
+        raise UnsupportedAttention(attention.name, reasons)

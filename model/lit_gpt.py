@@ -1,0 +1,216 @@
+"""One training step of a GPT under Lightning, in which the host never waits for the device.
+
+Optimisation is manual: one batch of the loader is one optimiser step, `accumulate` micro-batches of it, so that
+validation, checkpoints and resume fall on step boundaries and the loss is the mean of what the step has seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from model.gpt import GPT, IGNORE
+
+Schedule = Callable[[int, int], float]
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of everything random in one optimiser step of one rank, a pure function of three numbers: a resumed
+    run draws what the first one drew with no generator state to save, whatever happened between the steps."""
+    mixed = seed
+    for value in (step, rank):
+        mixed = (mixed * 0x9E3779B97F4A7C15 + value + 1) & (2**63 - 1)
+        mixed ^= mixed >> 29
+    return mixed
+
+
+class LateScalars:
+    """Scalars of a step that the host reads `lag` steps later, when they have long been computed.
+
+    `push` starts a copy into pinned memory and returns what has become due; waiting for the event of an older step
+    keeps the host at most `lag` steps ahead and costs the device nothing."""
+
+    def __init__(self, lag: int = 2):
+        self.lag = lag
+        self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, step: int, values: Tensor) -> list[tuple[int, list[float]]]:
+        event = None
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.pending.append((step, values, event))
+        return self.take(keep=self.lag if event is not None else 0)
+
+    def take(self, keep: int = 0) -> list[tuple[int, list[float]]]:
+        """All but the newest `keep` steps, oldest first."""
+        due = []
+        while len(self.pending) > keep:
+            step, values, event = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            due.append((step, values.tolist()))
+        return due
+
+
+class LitGPT(L.LightningModule):
+    """Trains `net`.
+
+    optimizer: parameter groups -> optimiser; an AdamW with `fused=True`, whose kernel clips and skips on the device
+    schedule: (step, max_steps) -> factor of the learning rate
+    accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
+    travel: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
+    """
+
+    def __init__(
+        self,
+        net: GPT,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        *,
+        seed: int = 1337,
+        accumulate: int = 1,
+        grad_clip: float | None = 1.0,
+        compile: bool = False,
+        travel: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = net
+        self.make_optimizer = optimizer
+        self.schedule = schedule
+        self.seed = seed
+        self.accumulate = accumulate
+        self.grad_clip = grad_clip
+        self.compile_net = compile
+        self.travel = travel or {}
+        self.late = LateScalars()
+        self.stop_requested = False  # set by a signal; travels with the step's scalars, so that all ranks agree
+        self.val_sums: Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Shard under FSDP2 and compile in place; `net.compile()` leaves every parameter's name alone."""
+        if getattr(self, "_configured", False):
+            return
+        self._configured = True
+        if self.device_mesh is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.net.transformer.h:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+        if self.compile_net:
+            self.net.compile(dynamic=False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Weight decay on matrices only: decaying gains and biases pulls norms towards zero for nothing."""
+        params = [p for p in self.net.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in params if p.dim() >= 2]},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return self.make_optimizer([group for group in groups if group["params"]])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        step, world = self.global_step, self.trainer.world_size
+        torch.manual_seed(step_seed(self.seed, step, self.global_rank))
+        counted = (batch["targets"] != IGNORE).sum()
+        if world > 1:
+            torch.distributed.all_reduce(counted)
+        # Every token of the global step weighs the same, also where micro-batches hold unequal numbers of them;
+        # times the ranks, as DDP and FSDP average gradients.
+        scale = world / counted
+        total = torch.zeros((), device=self.device)
+        for i, micro in enumerate(self._micro_batches(batch)):
+            with self._no_sync(i < self.accumulate - 1):
+                loss = self.net(**micro) * scale
+                self.manual_backward(loss)
+            total += loss.detach()
+        norm = self._update(self.schedule(step, self.trainer.max_steps))
+        scalars = torch.stack((total, norm, (~norm.isfinite()).float(), total.new_tensor(0.0)))
+        if self.stop_requested:
+            scalars[3] = 1.0
+        if world > 1:
+            torch.distributed.all_reduce(scalars)
+            scalars /= world
+        self.trainer.datamodule.consumed += batch["targets"].shape[0] * world
+        return {"due": self.late.push(step + 1, scalars)}
+
+    def _micro_batches(self, batch: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
+        parts = {key: value.chunk(self.accumulate) for key, value in batch.items()}  # (A*B, T) -> A of (B, T)
+        return ({key: part[i] for key, part in parts.items()} for i in range(self.accumulate))
+
+    def _no_sync(self, skip: bool) -> Any:
+        """Gradients of all but the last micro-batch stay on their rank."""
+        if not skip or self.trainer.world_size == 1:
+            return nullcontext()
+        if self.device_mesh is not None:
+            self.net.set_requires_gradient_sync(False)
+            return _Then(lambda: self.net.set_requires_gradient_sync(True))
+        return self.trainer.strategy.block_backward_sync()
+
+    def _update(self, lr_factor: float) -> Tensor:
+        """Clip and step; returns the gradient norm before clipping, a device scalar.
+
+        The fused AdamW kernel divides gradients by `grad_scale` as it reads them and does nothing where
+        `found_inf` is set, its step counters included: clipping costs no pass of its own, and an update with a
+        non-finite gradient is skipped without the host knowing."""
+        optimizer = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("base_lr", group["lr"]) * lr_factor
+        grads = [p.grad for p in self.net.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):  # FSDP2: a DTensor
+            norm = norm.full_tensor()
+        found_inf = (~norm.isfinite()).float()
+        grad_scale = torch.ones_like(norm)
+        if self.grad_clip is not None:
+            grad_scale = torch.clamp(norm / self.grad_clip, min=1.0)
+        inner = optimizer.optimizer
+        inner.found_inf, inner.grad_scale = self._as_replicated(found_inf), self._as_replicated(grad_scale)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _as_replicated(self, scalar: Tensor) -> Tensor:
+        if self.device_mesh is None:
+            return scalar
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(scalar, self.device_mesh["data_parallel"], [Replicate()], run_check=False)
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        counted = (batch["targets"] != IGNORE).sum()
+        self.val_sums += torch.stack((self.net(**batch).double(), counted.double()))
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(self.val_sums)
+        self.log("val/loss", (self.val_sums[0] / self.val_sums[1]).float(), rank_zero_only=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tilegpt"] = dict(self.travel)
+
+
+class _Then:
+    """A context that runs `then` on leaving."""
+
+    def __init__(self, then: Callable[[], None]):
+        self.then = then
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None:
+        self.then()
