@@ -1,0 +1,290 @@
+"""Corpora: where text comes from, who is in validation, and how to recognise the same source again.
+
+A corpus yields `Piece`s of documents in a fixed order. Nothing here tokenises; nothing holds a whole corpus in memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from platform import python_version
+from typing import Any, ClassVar
+
+import numpy as np
+
+PIECE_CHARS = 1 << 20  # a longer document comes in several pieces, so that memory stays bounded
+HASHED_WHOLE = 16 << 20  # bytes; a larger file is recognised by size, time and its two ends: a launch stays quick
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a document: `ends` says whether the document is complete after it."""
+
+    document: str
+    split: str  # "train" or "val"
+    text: str
+    ends: bool
+
+
+class Corpus:
+    """What `prepare` needs of a source of text.
+
+    `skipped` names the files left out by the last complete `pieces()`; `max_tokens` bounds the training split.
+    """
+
+    name: str
+    split_rule: str
+    max_tokens: int | None = None
+    skipped: list[str]
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-plain facts that identify the source and its split: they go into the key of the prepared folder."""
+        raise NotImplementedError
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every piece of every document, always in the same order."""
+        raise NotImplementedError
+
+    def size(self) -> int | None:
+        """About how many bytes of text there are, or None where only reading would tell."""
+        return None
+
+
+def unit_hash(text: str) -> float:
+    """A stable pseudo-random number in [0, 1) for a text: the same on every machine and in every run."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def hash_split(names: list[str], val_fraction: float) -> set[str]:
+    """The names in validation: about `val_fraction` of them, at least one, and never all of two or more."""
+    val = {name for name in names if unit_hash(name) < val_fraction}
+    by_hash = sorted(names, key=unit_hash)
+    if not val:
+        return {by_hash[0]}
+    return val - {by_hash[-1]} if len(val) == len(names) > 1 else val
+
+
+def content_hash(path: Path) -> str:
+    """sha256 of a file; of its size, time and ends where it is larger than `HASHED_WHOLE`."""
+    stat = path.stat()
+    with path.open("rb") as file:
+        if stat.st_size <= HASHED_WHOLE:
+            return hashlib.sha256(file.read()).hexdigest()
+        digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+        digest.update(file.read(1 << 20))
+        file.seek(-(1 << 20), 2)
+        digest.update(file.read())
+    return "ends:" + digest.hexdigest()
+
+
+def count_chars(path: Path) -> int:
+    """Characters of a UTF-8 text file as `read_pieces` reads it. ValueError says why a file is not text."""
+    decoder, count, last = codecs.getincrementaldecoder("utf-8-sig")(), 0, ""
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            if b"\0" in block:
+                raise ValueError("it holds NUL bytes, so it is binary")
+            try:
+                text = decoder.decode(block)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"it is not UTF-8 ({error.reason})") from error
+            # universal newlines: "\r\n" is one character, also where two blocks meet inside it
+            count += len(text) - (last + text).count("\r\n")
+            last = "\r" if text.endswith("\r") else "" if text else last
+        try:
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"it is not UTF-8 ({error.reason})") from error
+    return count
+
+
+def read_pieces(path: Path, name: str, n_chars: int, cut: int) -> Iterator[Piece]:
+    """A file's first `cut` characters as a training document and the others as a validation document."""
+    position = 0
+    with path.open(encoding="utf-8-sig") as file:
+        while position < n_chars:
+            stop = cut if position < cut else n_chars
+            text = file.read(min(PIECE_CHARS, stop - position))
+            if not text:
+                raise ValueError(f"{path} became shorter while it was being read: run again")
+            if text[-1] != "\n" and (room := stop - position - len(text)):
+                text += file.readline(min(room, 1 << 16))  # end at a line, not inside a word
+            split = "train" if position < cut else "val"
+            position += len(text)
+            yield Piece(name, split, text, ends=position == stop)
+
+
+@dataclass
+class FileCorpus(Corpus):
+    """Text files as documents; see `StdlibCorpus` and `TextCorpus` for where they lie.
+
+    val_fraction: about this share of the files is validation (a hash of the relative path decides); with fewer
+    than `MIN_FILES_TO_SPLIT` files, this share of the characters of each, taken from its end.
+    """
+
+    val_fraction: float = 0.1
+    on_bad_encoding: str = "refuse"
+    skipped: list[str] = field(default_factory=list, init=False, repr=False)
+    MIN_FILES_TO_SPLIT: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.val_fraction < 1:
+            raise ValueError(f"val_fraction is {self.val_fraction}; it has to lie between 0 and 1, such as 0.1")
+        if self.on_bad_encoding not in ("skip", "refuse"):
+            raise ValueError(f"on_bad_encoding is {self.on_bad_encoding!r}; it has to be 'skip' or 'refuse'")
+
+    def files(self) -> dict[str, Path]:
+        """Non-empty files by relative name, sorted by it."""
+        raise NotImplementedError
+
+    @property
+    def split_rule(self) -> str:  # type: ignore[override]
+        if len(self.files()) >= self.MIN_FILES_TO_SPLIT:
+            return f"by file: blake2b of the relative path below {self.val_fraction:g} is validation"
+        return f"by characters: the last {self.val_fraction:g} of each file is validation"
+
+    def describe(self) -> dict[str, Any]:
+        files = self.files()
+        listing = [[name, path.stat().st_size, content_hash(path)] for name, path in files.items()]
+        return {
+            "corpus": self.name,
+            "files": len(files),
+            "files_sha256": hashlib.sha256(repr(listing).encode()).hexdigest(),
+            "on_bad_encoding": self.on_bad_encoding,
+            "split_rule": self.split_rule,
+        }
+
+    def pieces(self) -> Iterator[Piece]:
+        files, skipped = self.files(), []
+        by_file = len(files) >= self.MIN_FILES_TO_SPLIT
+        val = hash_split(list(files), self.val_fraction) if by_file else set()
+        for name, path in files.items():
+            try:
+                n_chars = count_chars(path)
+            except ValueError as error:
+                if self.on_bad_encoding == "refuse":
+                    raise ValueError(
+                        f"{path} cannot be read as text: {error}. Give UTF-8 text files, or leave such files out "
+                        "with data.on_bad_encoding=skip"
+                    ) from error
+                skipped.append(name)
+                continue
+            # int(), as nanoGPT cuts: 1,003,854 of tinyshakespeare's 1,115,394 characters
+            cut = int(n_chars * (1 - self.val_fraction)) if not by_file else 0 if name in val else n_chars
+            yield from read_pieces(path, name, n_chars, cut)
+        self.skipped = skipped
+        if len(skipped) == len(files):
+            raise ValueError(f"none of the {len(files)} files is UTF-8 text, such as {skipped[0]}: give text files")
+
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.files().values())
+
+
+@dataclass
+class StdlibCorpus(FileCorpus):
+    """The running interpreter's standard library, its own .py files: Python source with no download."""
+
+    on_bad_encoding: str = "skip"
+    name: ClassVar[str] = "stdlib"
+    # tables of code points, generated help texts and test data teach a model no Python
+    LEFT_OUT: ClassVar[frozenset[str]] = frozenset(
+        "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
+    )
+
+    def files(self) -> dict[str, Path]:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = {path.relative_to(root): path for path in root.rglob("*.py")}
+        kept = {
+            relative.as_posix(): path
+            for relative, path in found.items()
+            if not self.LEFT_OUT.intersection(relative.parts[:-1]) and path.stat().st_size
+        }
+        if not kept:
+            raise ValueError(f"no .py files of the standard library in {root}: choose data=text data.path=<file>")
+        return dict(sorted(kept.items()))
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"python": python_version()}
+
+
+@dataclass
+class TextCorpus(FileCorpus):
+    """UTF-8 text of the user's own.
+
+    path: a file, a folder (searched recursively) or a glob such as "src/**/*.py".
+    pattern: which files of a folder; hidden files and folders are left out.
+    on_bad_encoding: "refuse" or "skip" (and count) files that are not UTF-8 text.
+    """
+
+    path: str = ""
+    pattern: str = "**/*.txt"
+    name: ClassVar[str] = "text"
+
+    def files(self) -> dict[str, Path]:
+        if not self.path:
+            raise ValueError("no path given: say which text, as in data=text data.path=book.txt")
+        path = Path(self.path).expanduser()
+        if path.is_file():
+            found = {path.name: path}
+        elif path.is_dir():
+            found = {p.relative_to(path).as_posix(): p for p in path.glob(self.pattern) if p.is_file()}
+        else:
+            found = {p: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
+            if not found:
+                raise ValueError(f"data.path={self.path}: no such file or folder, and as a glob it matches no file")
+        found = {name: p for name, p in found.items() if not self._hidden(name)}
+        if not found:
+            raise ValueError(f"{path} holds no file that matches {self.pattern!r}{self._what_there_is(path)}")
+        full = {name: p for name, p in sorted(found.items()) if p.stat().st_size}
+        if not full:
+            what = "is empty" if len(found) == 1 else f"all {len(found)} files are empty"
+            raise ValueError(f"data.path={self.path}: {what}; give a file with text in it")
+        return full
+
+    @staticmethod
+    def _hidden(name: str) -> bool:
+        return any(part.startswith(".") and part not in (".", "..") for part in Path(name).parts)
+
+    @staticmethod
+    def _what_there_is(folder: Path) -> str:
+        kinds = Counter(p.suffix for p in folder.rglob("*") if p.is_file() and p.suffix).most_common(3)
+        if not kinds:
+            return ": give a folder with text files"
+        listing = ", ".join(f"{n} {suffix}" for suffix, n in kinds)
+        return f" (there are: {listing}): choose the files with data.pattern='**/*{kinds[0][0]}'"
+
+
+@dataclass
+class SyntheticCorpus:
+    """Random tokens for benchmarks: no text, no tokenizer, no disk.
+
+    n_tokens: length of the training split; validation has a tenth, at least 2.
+    document_length: tokens a document, for measuring the document mask; None is one endless document.
+    """
+
+    vocab_size: int = 50304
+    n_tokens: int = 10_000_000
+    seed: int = 0
+    document_length: int | None = None
+    name: ClassVar[str] = "synthetic"
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "n_tokens", "document_length"):
+            value = getattr(self, key)
+            if value is not None and value < 2:
+                raise ValueError(f"synthetic data: {key} is {value}; it has to be at least 2")
+
+    def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) tokens, uniformly random, and the ends of the documents among them."""
+        n = self.n_tokens if split == "train" else max(2, self.n_tokens // 10)
+        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        stream = np.random.default_rng([self.seed, split == "val"])
+        length = self.document_length or n
+        ends = np.append(np.arange(length, n, length, dtype=np.int64), n)
+        return stream.integers(self.vocab_size, size=n, dtype=dtype), ends

@@ -1,0 +1,224 @@
+"""The LightningDataModule: text on one side, batches of token windows on the other."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from data.corpora import Corpus, SyntheticCorpus, TextCorpus
+from data.prepare import folder_of, prepare
+from data.storage import load_meta
+from data.tokenizers import Tokenizer, tokenizer_from_dict
+from data.tokens import TokenFile, TrainWindows, ValWindows, Windows
+
+Batch = dict[str, torch.Tensor]
+
+
+class Cursor:
+    """How many samples the run has consumed: shared by the data module and its stream."""
+
+    consumed: int = 0
+
+
+class TrainStream(IterableDataset):
+    """Endless micro-batches: row b of micro-step m on rank r of R is sample consumed + (m * R + r) * B + b.
+
+    `consumed` is read when an iterator is made. Worker w of W makes micro-steps w, w + W, ..., and the DataLoader takes
+    from its workers in turn: the order is that of no workers at all.
+    """
+
+    def __init__(self, windows: TrainWindows, cursor: Cursor, batch_size: int, rank: int, world_size: int) -> None:
+        self.windows, self.cursor, self.batch_size = windows, cursor, batch_size
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches(self.cursor.consumed)  # not a generator itself: that would read the cursor later
+
+    def _batches(self, consumed: int) -> Iterator[Batch]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for micro_step in itertools.count(first, step):
+            start = consumed + (micro_step * self.world_size + self.rank) * self.batch_size
+            yield _tensors(self.windows, np.arange(start, start + self.batch_size))
+
+
+class ValBatches(IterableDataset):
+    """Rank r of R reads windows r, r + R, ...; all ranks make as many batches, the last filled with ignored windows.
+
+    Iterable although it has a length: Lightning would give a map-style dataset a second, distributed, sampler.
+    """
+
+    def __init__(self, windows: ValWindows, batch_size: int, rank: int, world_size: int) -> None:
+        self.windows, self.batch_size, self.rank, self.world_size = windows, batch_size, rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.windows.n_windows // (self.world_size * self.batch_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for i in range(len(self)):
+            rows = np.arange(i * self.batch_size, (i + 1) * self.batch_size)
+            yield _tensors(self.windows, rows * self.world_size + self.rank)
+
+
+def _tensors(windows: Windows, indices: np.ndarray) -> Batch:
+    return {name: torch.from_numpy(array) for name, array in windows.batch(indices).items()}
+
+
+class TokenDataModule(lightning.LightningDataModule):
+    """Prepares a corpus once and serves windows of it.
+
+    corpus: one of data.corpora or data.hub. tokenizer: {"kind": ..., options}; not used by synthetic data.
+    seq_len: tokens a window. batch_size: rows of a micro-batch on each rank; eval_batch_size: the same for validation.
+    seed: names the order of the windows. document_mask: batches hold `segments` (see `data.tokens.Windows`).
+    max_val_tokens: validation reads at most about this many. pin_memory: None pins where there is a GPU.
+    prepare_workers: processes that tokenise. verify: hash large token files too when they are opened.
+
+    After `setup`: vocab_size, tokenizer (None for synthetic), train_tokens and val_tokens (counts), meta, fingerprint (a
+    hash of the tokens themselves). `consumed`, in samples over all ranks, is where the next `iter` of the training loader
+    starts; whoever trains advances it by world_size * batch_size after each micro-batch. It is the state that is saved.
+
+    Batches: {"input_ids": (B, T) int64, "targets": (B, T) int64, -1 to be ignored[, "segments": (B, T) int32]}. A
+    validation batch can hold no target at all, so sum the loss and divide by the count of targets over all batches.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus | SyntheticCorpus,
+        tokenizer: dict[str, Any] | str | None = None,
+        *,
+        seq_len: int,
+        batch_size: int = 16,
+        eval_batch_size: int | None = None,
+        seed: int = 0,
+        data_dir: str | Path = "data/prepared",
+        num_workers: int = 0,
+        document_mask: bool = False,
+        max_val_tokens: int | None = None,
+        pin_memory: bool | None = None,
+        prepare_workers: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"seq_len": seq_len, "batch_size": batch_size, "eval_batch_size": eval_batch_size or batch_size}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it has to be at least 1")
+        if num_workers < 0:
+            raise ValueError(f"data.num_workers is {num_workers}; it has to be 0 or more")
+        self.corpus, self.tokenizer_spec = corpus, tokenizer or "bpe"
+        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        self.eval_batch_size = sizes["eval_batch_size"]
+        self.data_dir, self.num_workers, self.document_mask = Path(data_dir), num_workers, document_mask
+        self.max_val_tokens, self.prepare_workers, self.verify = max_val_tokens, prepare_workers, verify
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.tokenizer: Tokenizer | None = None
+        self._cursor, self._files, self._restored = Cursor(), None, None
+
+    @property
+    def consumed(self) -> int:
+        return self._cursor.consumed
+
+    @consumed.setter
+    def consumed(self, samples: int) -> None:
+        self._cursor.consumed = int(samples)
+
+    def prepare_data(self) -> None:
+        if not isinstance(self.corpus, SyntheticCorpus):
+            prepare(self.corpus, self.tokenizer_spec, self.data_dir, self.prepare_workers)
+
+    def setup(self, stage: str | None = None) -> None:
+        if self._files is not None:
+            return
+        files = self._synthetic() if isinstance(self.corpus, SyntheticCorpus) else self._prepared()
+        self._train = TrainWindows(files["train"], self.seq_len, self.seed, self.document_mask)
+        self._val = ValWindows(files["val"], self.seq_len, self.document_mask, self.max_val_tokens)
+        self.train_tokens, self.val_tokens = len(files["train"]), len(files["val"])
+        self._files = files
+        if self._restored:
+            self._check_same(self._restored)
+
+    def _prepared(self) -> dict[str, TokenFile]:
+        folder, _ = folder_of(self.corpus, self.tokenizer_spec, self.data_dir)
+        self.meta = load_meta(folder, self.verify)
+        self.vocab_size = self.meta["vocab_size"]
+        self.tokenizer = tokenizer_from_dict(self.meta["tokenizer_state"])
+        splits = self.meta["splits"]
+        hashes = [facts["sha256"] for split in splits.values() for facts in split["files"].values()]
+        self.fingerprint = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+        return {
+            split: TokenFile(folder / f"{split}.bin", self.meta["dtype"], facts["tokens"], folder / f"{split}.docs.bin")
+            for split, facts in splits.items()
+        }
+
+    def _synthetic(self) -> dict[str, TokenFile]:
+        corpus = self.corpus
+        self.meta = {"corpus": corpus.name, **vars(corpus)}
+        self.vocab_size = corpus.vocab_size
+        self.fingerprint = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode()).hexdigest()
+        return {split: TokenFile.from_array(*corpus.tokens(split)) for split in ("train", "val")}
+
+    def _ranks(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _loader(self, dataset: IterableDataset, num_workers: int) -> DataLoader:
+        # a generator of its own: without one, every iter() draws from torch's global generator and so moves it
+        generator = torch.Generator().manual_seed(self.seed % 2**63)
+        return DataLoader(
+            dataset, batch_size=None, num_workers=num_workers, pin_memory=self.pin_memory, generator=generator
+        )
+
+    def train_dataloader(self) -> DataLoader:
+        self.setup()
+        stream = TrainStream(self._train, self._cursor, self.batch_size, *self._ranks())
+        return self._loader(stream, self.num_workers)
+
+    def val_dataloader(self) -> DataLoader:
+        self.setup()
+        return self._loader(ValBatches(self._val, self.eval_batch_size, *self._ranks()), num_workers=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self.consumed, **self._order()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues behind the samples consumed. ValueError where the data or its order is not that of the checkpoint."""
+        self._restored = dict(state_dict)
+        self.consumed = state_dict["consumed"]
+        if self._files is not None:
+            self._check_same(self._restored)
+
+    def _order(self) -> dict[str, Any]:
+        """What window i depends on, beside i."""
+        self.setup()
+        return {"fingerprint": self.fingerprint, "seed": self.seed, "seq_len": self.seq_len}
+
+    def _check_same(self, state: dict[str, Any]) -> None:
+        for name, here in self._order().items():
+            if state[name] != here:
+                what = "the tokens of the data (their fingerprint)" if name == "fingerprint" else f"{name}"
+                raise ValueError(
+                    f"the checkpoint was trained with another {what}: {state[name]} there, {here} here. Continue with the same "
+                    "data settings, or start a new run"
+                )
+
+
+def text_datamodule(
+    tokenizer: dict[str, Any] | str | None = None,
+    *,
+    path: str,
+    pattern: str = TextCorpus.pattern,
+    val_fraction: float = TextCorpus.val_fraction,
+    on_bad_encoding: str = "refuse",
+    **options: Any,
+) -> TokenDataModule:
+    """A `TokenDataModule` over the user's own text: `path` and its kin at the top, where a command line reaches them."""
+    corpus = TextCorpus(path=path, pattern=pattern, val_fraction=val_fraction, on_bad_encoding=on_bad_encoding)
+    return TokenDataModule(corpus, tokenizer, **options)

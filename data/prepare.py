@@ -1,0 +1,269 @@
+"""Text to token files, once: `prepare` writes a folder that `data.tokens` maps into memory.
+
+Long corpora are cut into chunks that a pool of processes tokenises into shards; the shards are then joined. Every file
+gets its name only when it is whole, `meta.json` last of all, so that a kill at any moment leaves either a prepared folder
+or one to be continued, and never one that merely looks prepared.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.corpora import Corpus, Piece, unit_hash
+from data.storage import SCHEMA, Progress, load_meta, locked, write_atomically
+from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, tokenizer_from_dict, tokenizer_spec
+
+SPLITS = ("train", "val")
+CHUNK_CHARS = (1 << 20, 8 << 20)  # the first chunks are small, to spread a small corpus over the pool; later ones large
+NAMES_LISTED = 2000  # documents: up to here the meta lists who is in validation, beyond it holds a hash
+POOL_FROM_BYTES = 4 << 20  # below, starting processes costs more than they save
+
+
+def folder_of(corpus: Corpus, tokenizer: dict[str, Any] | str, data_dir: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Where this corpus and tokenizer are prepared, and the identity that the folder's name is a hash of."""
+    spec = tokenizer_spec(tokenizer)
+    identity = {"schema": SCHEMA, "source": corpus.describe(), "tokenizer": spec}
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(data_dir) / f"{corpus.name}-{spec['kind']}-{key}", identity | {"key": key}
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: dict[str, Any] | str,
+    data_dir: str | Path = "data/prepared",
+    workers: int | None = None,
+    quiet: bool = False,
+) -> Path:
+    """The folder with `train.bin`, `val.bin`, their `.docs.bin` and `meta.json`; made now unless it is there already.
+
+    workers: processes that tokenise, one per available core by default; 1 works in this process. ValueError for bad input, a
+    damaged folder and a full disk. A second process that asks for the same waits for the first.
+    """
+    folder, identity = folder_of(corpus, tokenizer, data_dir)
+    if (folder / "meta.json").exists():
+        load_meta(folder)
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, quiet):
+            if not (folder / "meta.json").exists():
+                _build(corpus, identity, folder, workers, quiet)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(
+            f"the disk is full: {folder} could not be written ({error.strerror}). Free some space, or choose another place with "
+            "data.data_dir=<folder>, and run again: finished shards are kept and reused"
+        ) from error
+    load_meta(folder, verify=True)
+    return folder
+
+
+def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int | None, quiet: bool) -> None:
+    shards = folder / "shards"
+    shards.mkdir(exist_ok=True)
+    for leftover in (*folder.glob("*.tmp"), *shards.glob("*.tmp")):
+        leftover.unlink()
+    size = corpus.size()
+    if workers is None:
+        workers = 1 if (size or POOL_FROM_BYTES) < POOL_FROM_BYTES else len(os.sched_getaffinity(0))
+    with Progress(f"preparing {folder.name}", size, quiet) as progress:
+        tokenizer = _tokenizer(corpus, identity["tokenizer"], folder)
+        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        done = _tokenise(corpus, tokenizer, dtype, shards, workers, progress)
+        splits = {split: _join(split, done, shards, folder, np.dtype(dtype).itemsize) for split in SPLITS}
+        for split, facts in splits.items():
+            if facts["tokens"] < 2:
+                raise ValueError(
+                    f"the {split} split of {corpus.name} has {facts['tokens']} tokens and needs 2 or more: give more text, or "
+                    "raise max_documents or val_fraction"
+                )
+        names = [name for shard in done for name in shard["val_documents"]]
+        listed = sum(facts["documents"] for facts in splits.values()) <= NAMES_LISTED
+        meta = identity | {
+            "corpus": corpus.name,
+            "vocab_size": tokenizer.vocab_size,
+            "eot": tokenizer.eot,
+            "dtype": dtype,
+            "split_rule": corpus.split_rule,
+            "splits": splits,
+            "val_documents": names if listed else hashlib.sha256("\n".join(names).encode()).hexdigest(),
+            "skipped": {"count": len(corpus.skipped), "first": corpus.skipped[:20]},
+            "tokenizer_state": tokenizer.to_dict(),
+        }
+        write_atomically(folder / "meta.json", [json.dumps(meta, indent=1).encode()])
+        progress.finish(f"{splits['train']['tokens']:,} training and {splits['val']['tokens']:,} validation tokens")
+    shutil.rmtree(shards)
+    (folder / "tokenizer.json").unlink()
+
+
+def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
+    """Made once and kept beside the shards: those of a continued preparation have to come from the same one."""
+    saved = folder / "tokenizer.json"
+    if saved.exists():
+        return tokenizer_from_dict(json.loads(saved.read_bytes()))
+    kind = spec["kind"]
+    if kind == "char":  # of both splits, as nanoGPT does: validation may hold a character that training lacks
+        tokenizer: Tokenizer = CharTokenizer("".join(set().union(*(piece.text for piece in corpus.pieces()))))
+    elif kind == "bpe":
+        tokenizer = BPETokenizer.train(_sample(corpus, spec["sample_mb"]), spec["vocab_size"])
+    else:
+        tokenizer = ByteTokenizer() if kind == "byte" else tokenizer_from_dict(spec)
+    write_atomically(saved, [json.dumps(tokenizer.to_dict()).encode()])
+    return tokenizer
+
+
+def _sample(corpus: Corpus, sample_mb: float) -> Iterator[str]:
+    """At most about `sample_mb` of training text, spread over the corpus where its size is known, else its beginning."""
+    left = int(sample_mb * 1e6)
+    share = left / max(corpus.size() or 1, 1)
+    for i, piece in enumerate(corpus.pieces()):
+        if left <= 0:
+            return
+        if piece.split == "train" and unit_hash(f"{i} {piece.document}") < share:
+            left -= len(piece.text)
+            yield piece.text
+
+
+def _chunks(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive pieces, about 1 million characters at first and 8 million later: a function of the corpus alone."""
+    chunk, chars, n = [], 0, 0
+    for piece in pieces:
+        chunk.append(piece)
+        chars += len(piece.text)
+        if chars >= min(CHUNK_CHARS[0] << (n // 16), CHUNK_CHARS[1]):
+            yield chunk
+            chunk, chars, n = [], 0, n + 1
+    if chunk:
+        yield chunk
+
+
+def _tokenise(
+    corpus: Corpus, tokenizer: Tokenizer, dtype: str, shards: Path, workers: int, progress: Progress
+) -> list[dict[str, Any]]:
+    """Every chunk as a finished shard; the facts of each in order. Shards that a former run finished are reused."""
+    done: list[dict[str, Any]] = []
+    pending: deque[Future | dict[str, Any]] = deque()
+    train_tokens = 0
+
+    def collect() -> None:
+        nonlocal train_tokens
+        first = pending.popleft()
+        facts = first.result() if isinstance(first, Future) else first
+        done.append(facts)
+        train_tokens += facts["tokens"]["train"]
+        progress.advance(facts["bytes"]["train"] + facts["bytes"]["val"])
+
+    with _pool(workers, tokenizer, dtype) as pool:
+        try:
+            for index, chunk in enumerate(_chunks(corpus.pieces())):
+                marker = shards / f"{index:06d}.json"
+                if marker.exists():
+                    pending.append(json.loads(marker.read_bytes()))
+                else:
+                    pending.append(pool.submit(_make_shard, chunk, shards / f"{index:06d}"))
+                while len(pending) > workers + 1:  # bounds the memory: chunks in flight
+                    collect()
+                if corpus.max_tokens is not None and train_tokens >= corpus.max_tokens:
+                    break
+            while pending and (corpus.max_tokens is None or train_tokens < corpus.max_tokens):
+                collect()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process that tokenises was killed, most likely for want of memory: run again (finished shards are kept), with "
+                "fewer of them by data.prepare_workers=1"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return done
+
+
+class _Inline(Executor):
+    """The pool of one: works at submission, in this process."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _pool(workers: int, tokenizer: Tokenizer, dtype: str) -> Executor:
+    if workers <= 1:
+        _start_worker(tokenizer.to_dict(), dtype)
+        return _Inline()
+    # spawned, not forked: this process has threads (torch's, the tokenizer's), which a fork does not survive
+    arguments = (tokenizer.to_dict(), dtype)
+    return ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=arguments)
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(tokenizer: dict[str, Any], dtype: str) -> None:
+    _worker.update(tokenizer=tokenizer_from_dict(tokenizer), dtype=dtype)
+    if parent := parent_process():
+        # a worker whose parent is killed would wait for work for ever
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _make_shard(chunk: list[Piece], stem: Path) -> dict[str, Any]:
+    """Writes <stem>.<split>.bin and .docs.bin (ends of documents within the shard) and last <stem>.json, the facts."""
+    tokenizer, dtype = _worker["tokenizer"], _worker["dtype"]
+    facts: dict[str, Any] = {"tokens": {}, "bytes": {}, "val_documents": []}
+    for split in SPLITS:
+        arrays, ends, count, n_bytes = [], [], 0, 0
+        for piece in (p for p in chunk if p.split == split):
+            ids = tokenizer.encode_array(piece.text).astype(dtype)
+            if piece.ends and tokenizer.eot is not None:
+                ids = np.append(ids, np.array([tokenizer.eot], dtype=dtype))
+            arrays.append(ids)
+            count += len(ids)
+            n_bytes += len(piece.text.encode())
+            if piece.ends:
+                ends.append(count)
+                facts["val_documents"] += [piece.document] if split == "val" else []
+        write_atomically(stem.with_suffix(f".{split}.bin"), [array.tobytes() for array in arrays])
+        write_atomically(stem.with_suffix(f".{split}.docs.bin"), [np.array(ends, dtype="<i8").tobytes()])
+        facts["tokens"][split], facts["bytes"][split] = count, n_bytes
+    write_atomically(stem.with_suffix(".json"), [json.dumps(facts).encode()])
+    return facts
+
+
+def _join(split: str, done: list[dict[str, Any]], shards: Path, folder: Path, itemsize: int) -> dict[str, Any]:
+    """Joins the shards of a split; the facts for the meta."""
+    stems = [shards / f"{index:06d}" for index in range(len(done))]
+    tokens = sum(facts["tokens"][split] for facts in done)
+
+    def documents() -> Iterator[bytes]:
+        offset = 0
+        for stem, facts in zip(stems, done, strict=True):
+            ends = np.frombuffer(stem.with_suffix(f".{split}.docs.bin").read_bytes(), dtype="<i8")
+            yield (ends + offset).tobytes()
+            offset += facts["tokens"][split]
+
+    bodies = (stem.with_suffix(f".{split}.bin").read_bytes() for stem in stems)
+    files = {
+        f"{split}.bin": write_atomically(folder / f"{split}.bin", bodies),
+        f"{split}.docs.bin": write_atomically(folder / f"{split}.docs.bin", documents()),
+    }
+    assert files[f"{split}.bin"]["bytes"] == tokens * itemsize
+    return {
+        "tokens": tokens,
+        "documents": files[f"{split}.docs.bin"]["bytes"] // 8,
+        "bytes": sum(facts["bytes"][split] for facts in done),
+        "files": files,
+    }

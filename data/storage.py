@@ -1,0 +1,119 @@
+"""Files that are whole or absent, a lock, a progress line: what `prepare` stands on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SCHEMA = 1
+ALWAYS_HASHED = 64 << 20  # bytes: a file up to here is hashed whenever it is opened (0.1 s), a larger one on demand
+
+
+def _write(file: BinaryIO, block: bytes) -> None:
+    file.write(block)
+
+
+def write_atomically(path: Path, blocks: Iterable[bytes]) -> dict[str, Any]:
+    """Writes a file under a temporary name and renames it when it is on disk. Returns {"bytes", "sha256"}."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    digest, size = hashlib.sha256(), 0
+    try:
+        with temporary.open("wb") as file:
+            for block in blocks:
+                _write(file, block)
+                digest.update(block)
+                size += len(block)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+@contextmanager
+def locked(folder: Path, quiet: bool = False) -> Iterator[None]:
+    """Holds the folder's lock; waits, saying so, while another process has it. A killed holder frees it."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not quiet:
+                print(f"another process is preparing {folder}: waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
+    """The folder's meta.json, its files checked: sizes always, sha256 of small ones always and of all with `verify`.
+
+    ValueError names the file that is missing, cut short or altered, and what to do.
+    """
+    remedy = f"delete {folder} and run again: it will be prepared anew"
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is not prepared (no meta.json): run once with this data to prepare it") from None
+    except ValueError as error:
+        raise ValueError(f"{folder / 'meta.json'} is damaged ({error}): {remedy}") from error
+    if meta.get("schema") != SCHEMA:
+        raise ValueError(f"{folder} has schema {meta.get('schema')!r}, this version reads {SCHEMA}: {remedy}")
+    for facts in meta["splits"].values():
+        for name, expected in facts["files"].items():
+            path = folder / name
+            size = path.stat().st_size if path.exists() else None
+            if size != expected["bytes"]:
+                found = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
+                raise ValueError(f"{path} {found}: {remedy}")
+            if (verify or size <= ALWAYS_HASHED) and file_sha256(path) != expected["sha256"]:
+                raise ValueError(f"{path} was altered after its preparation (its sha256 differs): {remedy}")
+    return meta
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Progress:
+    """A bar with rate and estimate on a terminal; elsewhere one line at the end. `total` in bytes, or None."""
+
+    def __init__(self, title: str, total: int | None, quiet: bool = False) -> None:
+        self.title, self.total, self.quiet = title, total, quiet
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        self._started, self._bytes = time.perf_counter(), 0
+        if sys.stderr.isatty() and not self.quiet:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bar
+
+            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(self.title, total=self.total)
+            self._bar.start()
+        return self
+
+    def advance(self, n_bytes: int) -> None:
+        self._bytes += n_bytes
+        if self._bar:
+            self._bar.advance(self._task, n_bytes)
+
+    def finish(self, result: str) -> None:
+        """The one line that stays."""
+        if not self.quiet:
+            took = time.perf_counter() - self._started
+            print(f"{self.title}: {self._bytes / 1e6:,.1f} MB, {result}, in {took:.1f} s", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()

@@ -1,0 +1,192 @@
+"""Tokenizers behind one small interface: char, byte, bpe (trained here), gpt2.
+
+Each is rebuilt from a JSON-plain dictionary, so that a checkpoint travels with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+EOT_TEXT = "<|endoftext|>"
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "char": {},
+    "byte": {},
+    "bpe": {"vocab_size": 2048, "sample_mb": 16},
+    "gpt2": {},
+}
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    eot: the id that ends a document, or None. `encode` never produces it: text that happens to spell
+    "<|endoftext|>" is ordinary text. `decode` writes it as that text and invalid UTF-8 as U+FFFD.
+    """
+
+    name: str
+    vocab_size: int
+    eot: int | None
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """(n,) token ids, any integer dtype: the fast path."""
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_array(text).tolist()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts, start = [], 0
+        ids = [int(i) for i in ids]
+        for at, token in enumerate([*ids, self.eot]):
+            if token == self.eot or at == len(ids):
+                parts.append(self._decode_plain(ids[start:at]))
+                start = at + 1
+        return EOT_TEXT.join(parts)
+
+    def _decode_plain(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-plain; `tokenizer_from_dict` is its inverse."""
+        return {"kind": self.name}
+
+
+class CharTokenizer(Tokenizer):
+    """One id per character of the corpus, in code point order, as nanoGPT does; no end-of-text token."""
+
+    name, eot = "char", None
+
+    def __init__(self, chars: str) -> None:
+        self.chars = "".join(sorted(set(chars)))
+        self.vocab_size = len(self.chars)
+        self._codes = np.frombuffer(self.chars.encode("utf-32-le"), dtype="<u4")
+
+    def encode_array(self, text: str) -> np.ndarray:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        ids = np.searchsorted(self._codes, codes)
+        known = self._codes[np.minimum(ids, self.vocab_size - 1)] == codes
+        if not known.all():
+            unknown = sorted({chr(code) for code in codes[~known]})
+            shown = ", ".join(repr(char) for char in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
+            raise ValueError(
+                f"the char tokenizer does not know {shown}: it has only the {self.vocab_size} characters of its corpus. "
+                "Leave them out, or train with data.tokenizer.kind=byte or bpe"
+            )
+        return ids
+
+    def _decode_plain(self, ids: list[int]) -> str:
+        return "".join(self.chars[i] if 0 <= i < self.vocab_size else "\ufffd" for i in ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "char", "chars": self.chars}
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes, and 256 ends a document."""
+
+    name, vocab_size, eot = "byte", 257, 256
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def _decode_plain(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level BPE in the manner of GPT-2, trained on the corpus. The last id ends a document."""
+
+    name = "bpe"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._bpe = tokenizer
+        # outside the library's vocabulary: as its special token, text that spells it would be parsed
+        self.eot = tokenizer.get_vocab_size()
+        self.vocab_size = self.eot + 1
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        bpe = Library(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size - 1,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(texts, trainer)
+        return cls(bpe)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def _decode_plain(self, ids: list[int]) -> str:
+        return self._bpe.decode([i for i in ids if 0 <= i < self.eot], skip_special_tokens=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        import json
+
+        return {"kind": "bpe", "vocab_size": self.vocab_size, "tokenizer": json.loads(self._bpe.to_str())}
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's own 50,257 tokens through tiktoken, which downloads 1.5 MB once and keeps them."""
+
+    name, vocab_size, eot = "gpt2", 50257, 50256
+
+    def __init__(self) -> None:
+        from data.hub import load_gpt2_encoding
+
+        self._encoding = load_gpt2_encoding()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
+
+    def _decode_plain(self, ids: list[int]) -> str:
+        return self._encoding.decode([i for i in ids if 0 <= i < self.eot], errors="replace")
+
+
+def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
+    """The options that matter for this kind, with defaults filled in: what identifies a tokenizer beside its corpus.
+
+    Options of another kind are dropped (an override of `kind` alone leaves them behind); unknown ones are refused.
+    """
+    spec = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    kind = spec.pop("kind", None)
+    if kind not in DEFAULTS:
+        raise ValueError(f"data.tokenizer.kind is {kind!r}; it has to be one of {', '.join(DEFAULTS)}")
+    if unknown := sorted(set(spec) - {key for options in DEFAULTS.values() for key in options}):
+        raise ValueError(f"data.tokenizer has no option {', '.join(unknown)}; {kind} has {list(DEFAULTS[kind]) or 'none'}")
+    chosen = {"kind": kind} | {key: spec.get(key, value) for key, value in DEFAULTS[kind].items()}
+    if kind == "bpe" and not 258 <= chosen["vocab_size"] <= 1 << 20:
+        raise ValueError(
+            f"data.tokenizer.vocab_size is {chosen['vocab_size']}; bpe needs at least 258 (256 bytes, a merge, end of text) "
+            "and at most 1048576"
+        )
+    if kind == "bpe" and not chosen["sample_mb"] > 0:
+        raise ValueError(f"data.tokenizer.sample_mb is {chosen['sample_mb']}; it has to be above 0")
+    return chosen
+
+
+def tokenizer_from_dict(saved: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `to_dict` described. ValueError for an unknown kind."""
+    kind = saved.get("kind")
+    if kind == "char":
+        return CharTokenizer(saved["chars"])
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "bpe":
+        import json
+
+        from tokenizers import Tokenizer as Library
+
+        return BPETokenizer(Library.from_str(json.dumps(saved["tokenizer"])))
+    if kind == "gpt2":
+        return GPT2Tokenizer()
+    raise ValueError(f"a saved tokenizer has kind {kind!r}; this version knows {', '.join(DEFAULTS)}")

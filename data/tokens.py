@@ -1,0 +1,174 @@
+"""Token files and the windows read from them.
+
+Window i of the training data is a pure function of (seed, i): no state, no shuffle buffer, no memory in the
+size of the corpus. Epoch e = i // n_windows visits every window once, in an order that a small Feistel network keyed by
+(seed, e) gives, and shifts all window boundaries by a phase of its own, so that no token is always at the same position.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+IGNORE = -1  # the target that the loss ignores
+_ROUNDS = 6
+
+
+class TokenFile:
+    """Tokens in a memory-mapped file, opened at first use and again in every process.
+
+    path: plain little-endian `dtype` tokens. documents: int64 offsets, one past the last token of each document.
+    """
+
+    def __init__(self, path: str | Path, dtype: str, n_tokens: int, documents: str | Path | None = None) -> None:
+        self.path, self.dtype, self.n_tokens, self.documents = path, dtype, n_tokens, documents
+        self._tokens: np.ndarray | None = None
+        self._ends: np.ndarray | None = None
+
+    @classmethod
+    def from_array(cls, tokens: np.ndarray, document_ends: np.ndarray | None = None) -> TokenFile:
+        """Tokens in memory, for synthetic data and tests."""
+        file = cls("", str(tokens.dtype), len(tokens))
+        file._tokens = tokens
+        file._ends = np.array([len(tokens)], dtype=np.int64) if document_ends is None else document_ends
+        return file
+
+    def __len__(self) -> int:
+        return self.n_tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | ({"_tokens": None, "_ends": None} if self.path else {})
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(n_tokens,) a plain view: slicing an np.memmap itself costs several times more."""
+        if self._tokens is None:
+            self._tokens = np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.n_tokens,)))
+        return self._tokens
+
+    @property
+    def document_ends(self) -> np.ndarray:
+        """(n_documents,) int64."""
+        if self._ends is None:
+            self._ends = np.asarray(np.memmap(self.documents, dtype="<i8", mode="r"))
+        return self._ends
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64: uint64 -> uint64, element-wise, every output bit depends on every input bit."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(positions: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+    """Where `positions` of range(n) go under the pseudo-random permutation that each key names. All uint64, (B,).
+
+    A Feistel network permutes the next power of two; what lands outside range(n) walks on along its cycle until it is
+    inside, which keeps it a bijection. At most half the domain is outside: two steps on average.
+    """
+    bits = max(2, (n - 1).bit_length())
+    low = np.uint64(bits // 2)
+    low_mask, high_mask = (np.uint64((1 << b) - 1) for b in (bits // 2, bits - bits // 2))
+    round_keys = [mix(keys + np.uint64(r)) for r in range(_ROUNDS)]
+    out, walking = positions.copy(), np.arange(len(positions))
+    while len(walking):
+        x = out[walking]
+        high, rest = x >> low, x & low_mask
+        for r, key in enumerate(round_keys):
+            if r % 2:
+                rest = rest ^ (mix(high ^ key[walking]) & low_mask)
+            else:
+                high = high ^ (mix(rest ^ key[walking]) & high_mask)
+        out[walking] = (high << low) | rest
+        walking = walking[out[walking] >= n]
+    return out
+
+
+class Windows:
+    """Reads windows of T = seq_len tokens.
+
+    document_mask: batches also hold `segments` (B, T) int32, the documents numbered 0, 1, 2... within each window, and
+    the first token of a document is nobody's target: its predecessor sees another document. The end-of-text token
+    before it stays a target.
+    """
+
+    def __init__(self, file: TokenFile, seq_len: int, document_mask: bool = False) -> None:
+        self.file, self.seq_len, self.document_mask = file, seq_len, document_mask
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        """(B,) int64: the first token of each window."""
+        raise NotImplementedError
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """input_ids and targets, (B, T) int64, targets one token on; segments (B, T) int32 where asked for."""
+        starts, T, tokens = self.starts(np.asarray(indices, dtype=np.int64)), self.seq_len, self.file.tokens
+        x = np.zeros((len(starts), T), dtype=np.int64)
+        y = np.full((len(starts), T), IGNORE, dtype=np.int64)
+        for row, s in enumerate(starts.tolist()):
+            n = min(T, len(tokens) - 1 - s)  # less than T only in the last validation window
+            if n > 0:
+                x[row, :n] = tokens[s : s + n]
+                y[row, :n] = tokens[s + 1 : s + 1 + n]
+        batch = {"input_ids": x, "targets": y}
+        if self.document_mask:
+            batch["segments"] = self._segments(starts, y)
+        return batch
+
+    def _segments(self, starts: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        ends, T = self.file.document_ends, self.seq_len
+        first = np.searchsorted(ends, starts, side="right")
+        last = np.searchsorted(ends, starts + T, side="right")
+        new_document = np.zeros((len(starts), T + 1), dtype=np.int32)
+        for row, s in enumerate(starts.tolist()):
+            at = ends[first[row] : last[row]] - s  # 1..T: where, in this window, the next document starts
+            new_document[row, at] = 1
+            targets[row, at - 1] = IGNORE
+        return np.cumsum(new_document[:, :T], axis=1, dtype=np.int32)
+
+
+class TrainWindows(Windows):
+    """Endless: window i for every i >= 0. ValueError where the corpus is shorter than one window."""
+
+    def __init__(self, file: TokenFile, seq_len: int, seed: int, document_mask: bool = False) -> None:
+        super().__init__(file, seq_len, document_mask)
+        n = len(file)
+        if n < seq_len + 1:
+            raise ValueError(
+                f"the training split has {n} tokens, and one window of seq_len={seq_len} needs {seq_len + 1}: set seq_len to "
+                f"at most {max(n - 1, 1)}, or give more text"
+            )
+        self.n_windows = max(1, (n - seq_len) // seq_len)  # as many as fit at every phase
+        self.n_phases = min(seq_len, n - self.n_windows * seq_len)
+        self.seed = seed
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        epochs, positions = np.divmod(indices.astype(np.uint64), np.uint64(self.n_windows))
+        seed = mix(np.full(1, self.seed % 2**64, dtype=np.uint64))
+        keys = mix(seed ^ epochs)
+        phases = mix(~keys) % np.uint64(self.n_phases)
+        windows = permute(positions, self.n_windows, keys)
+        return (windows * np.uint64(self.seq_len) + phases).astype(np.int64)
+
+
+class ValWindows(Windows):
+    """Consecutive windows: every token of the split but the first is a target exactly once.
+
+    Indices beyond the last window give one with nothing to predict, so that all ranks can do as many batches.
+    """
+
+    def __init__(
+        self, file: TokenFile, seq_len: int, document_mask: bool = False, max_tokens: int | None = None
+    ) -> None:
+        super().__init__(file, seq_len, document_mask)
+        if len(file) < 2:
+            raise ValueError(f"the validation split has {len(file)} tokens and needs 2 or more: give more text")
+        self.n_windows = -(-(len(file) - 1) // seq_len)
+        if max_tokens is not None:
+            self.n_windows = min(self.n_windows, max(1, max_tokens // seq_len))
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        return np.where(indices < self.n_windows, indices * self.seq_len, len(self.file))
