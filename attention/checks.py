@@ -1,0 +1,143 @@
+"""The checks that every call passes through before an implementation sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def call_key(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
+    """All that the verdict about a call depends on, hashable; no device is asked for any value."""
+    given = [_kind(t) if isinstance(t, Tensor) else t for t in options.values()]
+    segments = options["segments"]
+    if isinstance(segments, (tuple, list)):
+        given.append(tuple(_kind(t) for t in segments))
+    # Lists (a window from a config, say) cannot be hashed; pairs of tensors must not be.
+    given = [tuple(g) if isinstance(g, list) else g for g in given if g is not segments]
+    return (torch.is_grad_enabled(), _kind(q), _kind(k), _kind(v), *given)
+
+
+def _kind(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.device, t.requires_grad, t.ndim > 0 and t.stride(-1)
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: Any,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    segments: Any,
+    kv_lengths: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+) -> None:
+    """Raises ValueError for a call that makes no sense for any implementation (shapes, dtypes, ranges)."""
+    _check_qkv(q, k, v)
+    (batch, heads, tq, _), tk = q.shape, k.shape[2]
+    if window is not None:
+        sane = isinstance(window, (tuple, list)) and len(window) == 2
+        sane = sane and all(w is None or (isinstance(w, int) and w >= -1) for w in window)
+        _need(
+            sane,
+            f"window is {window!r}; it needs (left, right), each an int >= 0, or -1 or None for unbounded",
+        )
+    _need(softcap is None or softcap > 0, f"softcap is {softcap}; it needs a number > 0, or None for off")
+    _need(0 <= dropout_p < 1, f"dropout_p is {dropout_p}; it needs 0 <= dropout_p < 1")
+    if alibi_slopes is not None:
+        _check_tensor("alibi_slopes", alibi_slopes, q, floating=True)
+        _need(
+            alibi_slopes.shape == (heads,),
+            f"alibi_slopes is {tuple(alibi_slopes.shape)}; it needs one slope per query head, ({heads},)",
+        )
+        _need(
+            not (alibi_slopes.requires_grad and torch.is_grad_enabled()),
+            "alibi_slopes has requires_grad, but slopes are constants; detach them, or pass a learned `bias`",
+        )
+    if bias is not None:
+        _check_tensor("bias", bias, q, floating=True)
+        full = (batch, heads, tq, tk)
+        fits = bias.ndim <= 4 and all(
+            n in (1, m) for n, m in zip(reversed(bias.shape), reversed(full), strict=False)
+        )
+        _need(
+            fits, f"bias is {tuple(bias.shape)}; it needs a shape that broadcasts to (B, Hq, Tq, Tk) = {full}"
+        )
+    if segments is not None:
+        _check_segments(segments, q, tk)
+    if kv_lengths is not None:
+        _check_tensor("kv_lengths", kv_lengths, q, floating=False)
+        _need(
+            kv_lengths.shape == (batch,),
+            f"kv_lengths is {tuple(kv_lengths.shape)}; it needs one length per sequence, ({batch},)",
+        )
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    _need(
+        q.ndim == k.ndim == v.ndim == 4,
+        f"{shapes}; attention needs 4 dimensions, q (B, Hq, Tq, D) and k, v (B, Hkv, Tk, D)",
+    )
+    _need(k.shape == v.shape, f"{shapes}; k and v need the same shape (B, Hkv, Tk, D)")
+    _need(
+        q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3],
+        f"{shapes}; q and k need the same batch (first) and head dim (last)",
+    )
+    _need(q.shape[3] > 0, f"{shapes}; the head dim needs to be at least 1")
+    _need(
+        k.shape[1] > 0 and q.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
+        f"{shapes}; the query heads ({q.shape[1]}) need to be a multiple of the key heads ({k.shape[1]})",
+    )
+    _need(
+        q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point,
+        f"got q {q.dtype}, k {k.dtype}, v {v.dtype}; they need one floating dtype (cast after rotary)",
+    )
+    _need(
+        q.device == k.device == v.device,
+        f"got q on {q.device}, k on {k.device}, v on {v.device}; they need one device",
+    )
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _need(
+            t.shape[3] == 1 or t.numel() == 0 or t.stride(3) == 1,
+            f"{name} has strides {t.stride()}; its last dimension needs to be contiguous (stride 1)",
+        )
+
+
+def _check_tensor(name: str, t: Tensor, q: Tensor, *, floating: bool) -> None:
+    _need(t.device == q.device, f"{name} is on {t.device}, q on {q.device}; move it there once, at start-up")
+    if floating:
+        _need(t.dtype.is_floating_point, f"{name} is {t.dtype}; it needs a floating-point dtype")
+    else:
+        _need(t.dtype == torch.int32, f"{name} is {t.dtype}; it needs torch.int32")
+
+
+def _check_segments(segments: Any, q: Tensor, tk: int) -> None:
+    batch, _, tq, _ = q.shape
+    if isinstance(segments, Tensor):
+        _need(
+            tq == tk,
+            f"segments is one tensor, but there are {tq} queries and {tk} keys; pass a pair for both",
+        )
+        segments = (segments, segments)
+    _need(
+        len(segments) == 2,
+        f"segments has {len(segments)} entries; it needs a tensor or a pair (queries, keys)",
+    )
+    for name, t, length in zip(("queries", "keys"), segments, (tq, tk), strict=True):
+        _check_tensor(f"segments of the {name}", t, q, floating=False)
+        _need(
+            t.shape == (batch, length),
+            f"segments of the {name} is {tuple(t.shape)}; it needs (B, T) = ({batch}, {length})",
+        )

@@ -1,0 +1,72 @@
+"""Which query sees which key: the arithmetic that implementations share. (naive.py writes its own out.)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def normalise_window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
+    """(left, right) with -1 for unbounded; None when both sides are."""
+    if window is None:
+        return None
+    left, right = (-1 if side is None else side for side in window)
+    return None if left < 0 and right < 0 else (left, right)
+
+
+def diagonal_band(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """`causal` and `window` as one band -left <= rel <= right around the diagonal; -1 is unbounded."""
+    left, right = window or (-1, -1)
+    return (left, 0) if causal else (left, right)
+
+
+def relative_positions(i: Tensor, j: Tensor, tq: int, tk: int, kv_lengths: Tensor | None) -> Tensor:
+    """rel = j - (i + Tk - Tq) for queries i and keys j (1-d): (1, 1, |i|, |j|), or (B, 1, |i|, |j|) with
+    `kv_lengths` (B,) in the place of Tk."""
+    keys = tk if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
+    return j.view(1, 1, 1, -1) - (i.view(1, 1, -1, 1) + (keys - tq))
+
+
+def visible(
+    rel: Tensor,
+    j: Tensor,
+    band: tuple[int, int],
+    kv_lengths: Tensor | None,
+    segments: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """True where a query sees a key, broadcastable to (B, Hq, |i|, |j|).
+
+    `rel` comes from `relative_positions`, `band` from `diagonal_band`, and `segments` is already cut to the
+    queries and keys in hand, (B, |i|) and (B, |j|).
+    """
+    left, right = band
+    seen = torch.ones_like(rel, dtype=torch.bool) if right < 0 else rel <= right
+    if left >= 0:
+        seen = seen & (rel >= -left)
+    if kv_lengths is not None:
+        seen = seen & (j.view(1, 1, 1, -1) < kv_lengths.view(-1, 1, 1, 1))
+    if segments is not None:
+        q_ids, k_ids = segments
+        seen = seen & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
+    return seen
+
+
+def blank_beyond(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
+    """k or v (B, Hkv, Tk, D) with zeros from `kv_lengths` on.
+
+    A mask does not do: what is parked there may be NaN, and 0 * NaN is NaN, in P V and in dS K.
+    """
+    if kv_lengths is None:
+        return x
+    j = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1)
+    return x.masked_fill(j >= kv_lengths.view(-1, 1, 1, 1), 0)
+
+
+def empty_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) where B, Tq or Tk is 0: zeros and -inf, with gradients of zero rather than an error."""
+    nothing = torch.ones((), dtype=torch.bool, device=q.device)
+    out = q.masked_fill(nothing, 0) + (k[..., :0].sum() + v[..., :0].sum())
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return out, torch.full(q.shape[:3], -torch.inf, dtype=lse_dtype, device=q.device)

@@ -1,0 +1,113 @@
+"""softmax(Q K^T) V written out: the specification that every other implementation is measured against.
+
+It makes the whole (Tq, Tk) matrix, so its memory grows as T^2. Nothing here is tuned, and fast code never
+imports it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import FEATURES, Attention, Capabilities
+from ops.dropout import keep_tile
+
+
+def attention_scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
+    kv_lengths: Tensor | None = None,
+) -> Tensor:
+    """What goes into the softmax: (B, Hq, Tq, Tk), -inf where a query does not see a key. Options as in
+    `Attention.forward`; the dtype is that of q and k."""
+    heads, tq, tk = q.shape[1], q.shape[2], k.shape[2]
+    i = torch.arange(tq, device=q.device).view(1, 1, tq, 1)
+    j = torch.arange(tk, device=q.device).view(1, 1, 1, tk)
+    # The number of keys, per sequence: (B or 1, 1, 1, 1)
+    keys = torch.full_like(i[:, :, :1], tk) if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
+    rel = j - (i + keys - tq)  # (B or 1, 1, Tq, Tk), 0 on the bottom-right diagonal
+
+    k = k.repeat_interleave(heads // k.shape[1], dim=1)  # (B, Hkv, Tk, D) -> (B, Hq, Tk, D)
+    scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(scores.dtype).view(1, heads, 1, 1) * rel.abs()
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+
+    hidden = j >= keys
+    if causal:
+        hidden = hidden | (rel > 0)
+    left, right = window or (-1, -1)
+    if left >= 0:
+        hidden = hidden | (rel < -left)
+    if right >= 0:
+        hidden = hidden | (rel > right)
+    if segments is not None:
+        q_ids, k_ids = segments
+        hidden = hidden | (q_ids[:, None, :, None] != k_ids[:, None, None, :])
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def attention_probs(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys, and its log-denominator: ((B, Hq, Tq, Tk), (B, Hq, Tq)).
+
+    A row of -inf gives zeros and -inf, in the gradients too, where torch.softmax would give NaN.
+    """
+    # The maximum only shifts, so it needs no gradient; a row without keys is shifted by 0.
+    m = scores.detach().amax(dim=-1, keepdim=True)
+    m = m.masked_fill(m == -torch.inf, 0)
+    p = torch.exp(scores - m)
+    total = p.sum(dim=-1, keepdim=True)
+    lse = (m + torch.log(total)).squeeze(-1).detach()
+    return p / total.masked_fill(total == 0, 1), lse
+
+
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, **options
+) -> tuple[Tensor, Tensor]:
+    """(out (B, Hq, Tq, D) in q's dtype, lse (B, Hq, Tq)), in fp32 inside, or fp64 for fp64 inputs.
+
+    `options` are those of `attention_scores`. `dropout_seed` is a 0-d int64 tensor, see ops/dropout.py.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, heads, tq, _ = q.shape
+    kv_heads, tk = k.shape[1:3]
+    kv_lengths = options.get("kv_lengths")
+    if kv_lengths is not None:
+        # What lies beyond may be anything, and 0 * NaN is NaN: in P V here, and in dS K in the backward.
+        beyond = torch.arange(tk, device=q.device).view(1, 1, tk, 1) >= kv_lengths.view(-1, 1, 1, 1)
+        k, v = k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
+    # Autocast would send the fp32 products back to 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        p, lse = attention_probs(attention_scores(q.to(dtype), k.to(dtype), **options))
+        if dropout_p > 0:
+            keep = keep_tile(dropout_seed, batch, heads, range(tq), range(tk), dropout_p)
+            p = p * keep / (1 - dropout_p)
+        v = v.to(dtype).repeat_interleave(heads // kv_heads, dim=1)  # (B, Hkv, Tk, D) -> (B, Hq, Tk, D)
+        return (p @ v).to(q.dtype), lse
+
+
+class NaiveAttention(Attention):
+    """The specification as a contestant: every option, memory O(T^2)."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset(FEATURES), devices=frozenset({"cpu", "cuda", "mps"}), deterministic=True
+    )
+
+    def __init__(self, name: str = "naive"):
+        super().__init__(name)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options):
+        return naive_attention(q, k, v, **options)

@@ -1,0 +1,159 @@
+"""torch.nn.functional.scaled_dot_product_attention, with PyTorch's own choice of kernel or a forced one.
+
+What SDPA does otherwise than the contract, and this adapter minds: its `is_causal` is aligned top-left (with
+one query and five keys it sees one key), it lets NaN through a mask, and it has no softcap and no lse. The
+flash kernel on CUDA takes no mask.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attention.base import FEATURES, FLOATS, LOW_PRECISION, Attention, AttentionCall, Capabilities
+from attention.geometry import blank_beyond, diagonal_band, relative_positions, visible
+
+_BACKENDS = {
+    "auto": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_ALL = frozenset(FEATURES) - {"softcap", "lse"}
+# These go through attn_mask; so does a causal rectangle with more than one query.
+_MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "segments", "kv_lengths"})
+
+
+def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch.dtype]) -> Capabilities:
+    return Capabilities(features=features, devices=frozenset({device}), dtypes=dtypes)
+
+
+# By backend and device; `auto` and `math` run everything everywhere. Tried on torch 2.13 (CPU).
+_ABLE = {
+    ("flash", "cpu"): _capabilities(_ALL - {"dropout", "bias_grad"}, "cpu", FLOATS),
+    ("flash", "cuda"): _capabilities(_ALL - _MASKED, "cuda", LOW_PRECISION),
+    ("efficient", "cuda"): _capabilities(_ALL - {"gqa"}, "cuda", LOW_PRECISION | {torch.float32}),
+    ("cudnn", "cuda"): _capabilities(_ALL - {"bias_grad"}, "cuda", LOW_PRECISION),
+}
+
+
+class SDPAAttention(Attention):
+    """F.scaled_dot_product_attention.
+
+    Args:
+        backend: auto (PyTorch chooses, and may take math), or one forced: flash, efficient, cudnn, math.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=_ALL, devices=frozenset({"cpu", "cuda", "mps"})
+    )
+    draws_seed: ClassVar[bool] = False
+
+    def __init__(self, backend: str = "auto", name: str = "sdpa"):
+        super().__init__(name)
+        if backend not in _BACKENDS:
+            raise ValueError(f"backend is {backend!r}; SDPA has {', '.join(_BACKENDS)}")
+        self.backend = backend
+        self._forced = _BACKENDS[backend]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        bias: Tensor | None,
+        segments: tuple[Tensor, Tensor] | None,
+        kv_lengths: Tensor | None,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, None]:
+        tq, tk = q.shape[2], k.shape[2]
+        # SDPA takes no symbolic bool, as a comparison of dynamic shapes would be; a branch is definite.
+        gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        extras = (window, alibi_slopes, bias, segments, kv_lengths)
+        if all(extra is None for extra in extras) and (not causal or tq == 1 or tq == tk):
+            # One query at the bottom right sees every key, where is_causal would show it only the first.
+            if tq == 1:
+                causal = False
+            return self._sdpa(q, k, v, None, dropout_p, causal, scale, gqa), None
+        i, j = torch.arange(tq, device=q.device), torch.arange(tk, device=q.device)
+        rel = relative_positions(i, j, tq, tk, kv_lengths)
+        mask = visible(rel, j, diagonal_band(causal, window), kv_lengths, segments)
+        # A row that sees no key may see them all, and its output is dropped: no NaN, not in gradients either.
+        blind = ~mask.any(dim=-1, keepdim=True)
+        mask = mask | blind
+        if alibi_slopes is not None or bias is not None:
+            added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
+            if alibi_slopes is not None:
+                wide = torch.promote_types(q.dtype, torch.float32)
+                added = added - (alibi_slopes.to(wide).view(1, -1, 1, 1) * rel.abs()).to(q.dtype)
+            mask = torch.where(mask, added, -torch.inf)
+        k, v = blank_beyond(k, kv_lengths), blank_beyond(v, kv_lengths)
+        return self._sdpa(q, k, v, mask, dropout_p, False, scale, gqa).masked_fill(blind, 0), None
+
+    def _sdpa(self, q, k, v, mask, dropout_p, is_causal, scale, gqa) -> Tensor:
+        if self._forced is None:
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
+        with sdpa_kernel(self._forced):
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
+
+    def unsupported_reasons(self, call: AttentionCall) -> list[str]:
+        reasons = super().unsupported_reasons(call)
+        if self.backend in ("auto", "math"):
+            return reasons
+        able = _ABLE.get((self.backend, call.device))
+        if able is None:
+            devices = sorted(device for backend, device in _ABLE if backend == self.backend)
+            return [
+                *reasons,
+                f"SDPA's {self.backend} kernel has no {call.device}: it runs on {', '.join(devices)}",
+            ]
+        # Both tables name softcap and lse.
+        reasons += [reason for reason in able.reasons(call) if reason not in reasons]
+        masked = bool(call.features & _MASKED) or (call.causal and 1 < call.tq != call.tk)
+        if masked and self.backend == "flash" and call.device == "cuda" and not call.features & _MASKED:
+            reasons.append("no causal mask for fewer or more queries than keys: needs Tq = Tk or Tq = 1")
+        if not reasons and call.device == "cuda" and torch.cuda.is_available():
+            reasons += _library_reasons(self.backend, call, masked)
+        return reasons
+
+
+def _library_reasons(backend: str, call: AttentionCall, masked: bool) -> list[str]:
+    """PyTorch's own words on why a CUDA kernel cannot run: it says them as warnings."""
+    group = call.heads // call.kv_heads  # one key head and its queries stand for all
+    like = {"dtype": call.dtype, "device": "cuda", "requires_grad": call.backward}
+    q = torch.empty(1, group, call.tq, call.head_dim, **like)
+    k = torch.empty(1, 1, call.tk, call.head_dim, **like)
+    mask = torch.ones((), dtype=torch.bool, device="cuda").expand(1, 1, call.tq, call.tk) if masked else None
+    if call.features & {"bias", "alibi"}:
+        mask = torch.zeros((), dtype=call.dtype, device="cuda").expand(1, group, call.tq, call.tk)
+        mask = mask.requires_grad_(call.backward and "bias_grad" in call.features)
+    is_causal = call.causal and call.tq > 1 and not masked
+    dropout = 0.1 if "dropout" in call.features else 0.0
+    params = torch.backends.cuda.SDPAParams(q, k, k, mask, dropout, is_causal, call.heads != call.kv_heads)
+    can_use = {
+        "flash": torch.backends.cuda.can_use_flash_attention,
+        "efficient": torch.backends.cuda.can_use_efficient_attention,
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+    }[backend]
+    with warnings.catch_warnings(record=True) as said, sdpa_kernel(_BACKENDS[backend]):
+        warnings.simplefilter("always")
+        if can_use(params, debug=True):
+            return []
+    words = [str(w.message).split(" (Triggered internally")[0] for w in said]
+    return [f"SDPA's {backend} kernel: {w}" for w in words] or [
+        f"SDPA's {backend} kernel refuses, without a word"
+    ]
