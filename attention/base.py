@@ -127,9 +127,10 @@ class AttentionCall:
         )
 
     def __str__(self) -> str:
+        kind = "the call" if self.purpose == "call" else f"the {self.purpose} call"
         arch = f" sm_{self.arch[0]}{self.arch[1]}" if self.arch else ""
         return (
-            f"the {self.purpose}{' call' * (self.purpose != 'call')} ({self.device}{arch}, {_dtype_name(self.dtype)}, "
+            f"{kind} ({self.device}{arch}, {_dtype_name(self.dtype)}, "
             f"q ({self.batch}, {self.heads}, {self.tq}, {self.head_dim}), "
             f"k and v ({self.batch}, {self.kv_heads}, {self.tk}, {self.head_dim}), "
             f"{'forward and backward' if self.backward else 'forward only'}, "
@@ -186,8 +187,7 @@ class Capabilities:
 class Attention(nn.Module):
     """Base of every implementation: checks, the dropout seed, empty inputs; the maths is in `attend`.
 
-    It has no parameters and no buffers, so that checkpoints never depend on the choice. Subclasses set
-    `capabilities` (the class's, or the instance's where options decide) and `attend`.
+    No parameters and no buffers: checkpoints never depend on the choice. Subclasses set `capabilities`, `attend`.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
