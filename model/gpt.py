@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, C width, H query heads, Hkv key/value heads, D head d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,6 +263,16 @@ class GPT(nn.Module):
         self.register_buffer("slopes", slopes, persistent=False)
         self.reset_parameters()
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GPT:
+        """`.to(dtype)` is for the weights. The tables stay fp32: bf16 keeps 8 bits of a sine or a slope."""
+        super()._apply(fn, recurse)
+        config = self.config
+        if self.rope is not None and self.rope.dtype != torch.float32:
+            self.rope = rope_table(config.seq_len, config.head_dim, config.rope_base).to(self.rope.device)
+        if self.slopes is not None and self.slopes.dtype != torch.float32:
+            self.slopes = alibi_slopes(config.n_head).to(self.slopes.device)
+        return self
+
     def reset_parameters(self) -> None:
         """GPT-2's initialisation: N(0, 0.02), the projections back into the residual stream divided by
         sqrt(2 * layers), as each block adds two of them."""
@@ -287,7 +298,7 @@ class GPT(nn.Module):
         The loss is part of forward so that a compiled step fuses it and never holds the logits in fp32.
 
         segments: document ids (B, T) int32; tokens see their own document only.
-        cache: filled by a call on an empty one (prefill, T prompt tokens), extended by one token a call after.
+        cache: extended by one token a row, or filled with the prompts that `cache.prefill` announced.
         last: (B,) positions; logits (B, 1, V padded) of these alone, as generation needs no others.
         """
         T = input_ids.shape[1]
@@ -311,7 +322,7 @@ class GPT(nn.Module):
             else:
                 x = block(x, rope, self.slopes, segments, cache, i)
         if cache is not None:
-            cache.advance(T)
+            cache.advance()
         x = self.transformer.ln_f(x)
         if last is not None:
             x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)  # (B, T, C) -> (B, 1, C)

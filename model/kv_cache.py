@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 class KVCache:
     """Keys and values of all layers for B rows of up to `capacity` tokens.
 
-    k, v:     (L, B, Hkv, capacity, D), kv-head sized: GQA and MQA shrink it by H / Hkv
-    lengths:  (B,) int32 on the device, the tokens each row holds; never read by the host
+    k, v:        a (B, Hkv, capacity, D) per layer, kv-head sized: GQA and MQA shrink it by H / Hkv
+    lengths:     (B,) int64 on the device, the tokens each row holds, which is where it writes next
+    next_lengths (B,) int32, one more: the keys that count once that token is written
 
-    An empty cache takes a right-padded prompt in one call (prefill: causal attention among the prompt's own keys,
-    so that nothing of the padding is ever seen), then one token a call (decode: attention over the whole
-    allocation, `kv_lengths` saying how much of it counts). Each row writes at its own length. `attention` is the
-    implementation that decodes, where it is not the one that trains.
+    Prompts come in by a right-padded call that `prefill` announces: causal attention among the prompt's own keys,
+    so that nothing of the padding is ever seen. Every other call decodes: one token a row, written at the row's own
+    length, attention over the whole allocation, `kv_lengths` saying how much of it counts. The host never reads
+    the lengths; whoever decodes knows them and keeps them below the capacity. `attention` is the implementation
+    that decodes, where it is not the one that trains.
     """
 
     def __init__(
@@ -35,51 +37,69 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        shape = (n_layer, batch, kv_heads, capacity, head_dim)
-        # zeros, not empty: an implementation that multiplies masked keys by zero must not meet a NaN
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        shape = (batch, kv_heads, capacity, head_dim)
+        # A tensor a layer: in views of a common one a compiled step would copy all of it for each layer's write.
+        # zeros, not empty: an implementation that multiplies masked keys by zero must not meet a NaN.
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.next_lengths = torch.ones(batch, dtype=torch.int32, device=device)
         self.rows = torch.arange(batch, device=device)
         self.attention = attention
-        self.filled = False
+        self._prompt: tuple[Tensor, Tensor] | None = (
+            None  # rows (R,) and lengths (R,) of the announced prefill
+        )
 
     @property
     def capacity(self) -> int:
-        return self.k.shape[3]
+        return self.k[0].shape[2]
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.k.numel() * self.k.element_size()
+        return 2 * len(self.k) * self.k[0].nbytes
 
     @property
     def positions(self) -> Tensor | None:
-        """(B, 1) int64 position of the token about to be decoded; None in prefill, whose positions are 0 .. T-1."""
-        return self.lengths.long().unsqueeze(1) if self.filled else None
+        """(B, 1) position of the token about to be decoded; None in prefill, whose positions are 0 .. T-1."""
+        return self.lengths.unsqueeze(1) if self._prompt is None else None
 
     @property
     def kv_lengths(self) -> Tensor | None:
         """(B,) int32 keys that count once the token about to be decoded is written; None in prefill."""
-        return self.lengths + 1 if self.filled else None
+        return self.next_lengths if self._prompt is None else None
+
+    def prefill(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        """Announce that the next call brings `rows` (all of them by default) anew: prompts of `lengths` (R,) tokens,
+        right-padded to one T. The other rows stay as they are."""
+        self._prompt = (self.rows if rows is None else rows, lengths)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v (B, Hkv, T, D) of a layer; return the keys and values to attend to: the prompt's own in
         prefill, the whole allocation (B, Hkv, capacity, D) while decoding."""
-        if not self.filled:
-            T = k.shape[2]
-            self.k[layer, :, :, :T] = k
-            self.v[layer, :, :, :T] = v
+        T = k.shape[2]
+        assert T <= self.capacity, f"{T} tokens do not fit into a cache of {self.capacity}"
+        if self._prompt is not None:
+            rows = self._prompt[0]
+            self.k[layer][rows, :, :T] = k.to(self.k[layer].dtype)
+            self.v[layer][rows, :, :T] = v.to(self.v[layer].dtype)
             return k, v
-        assert k.shape[2] == 1, "decoding takes one token a call"
-        at = self.lengths.long()
-        self.k[layer].index_put_((self.rows, slice(None), at), k[:, :, 0].to(self.k.dtype))
-        self.v[layer].index_put_((self.rows, slice(None), at), v[:, :, 0].to(self.v.dtype))
+        assert T == 1, f"decoding takes one token a call, not {T}; announce a prompt by prefill(lengths)"
+        # (B, Hkv, 1, D) -> (B, Hkv, D), to each row's own place: an index_put, which compiles to a write in place
+        self.k[layer][self.rows, :, self.lengths] = k[:, :, 0].to(self.k[layer].dtype)
+        self.v[layer][self.rows, :, self.lengths] = v[:, :, 0].to(self.v[layer].dtype)
         return self.k[layer], self.v[layer]
 
-    def advance(self, tokens: int) -> None:
-        """After a decoded token: one longer. After prefill the caller sets the prompts' own `lengths`."""
-        if self.filled:
-            self.lengths += 1
+    def advance(self) -> None:
+        """After a forward pass: rows hold their prompt, or one token more."""
+        if self._prompt is None:
+            self.lengths.add_(1)
+            self.next_lengths.add_(1)
         else:
-            self.lengths.fill_(tokens)
-            self.filled = True
+            self.set_lengths(self._prompt[1], self._prompt[0])
+            self._prompt = None
+
+    def set_lengths(self, lengths: Tensor, rows: Tensor | None = None) -> None:
+        """Say how many tokens `rows` hold (all of them by default); 0 forgets them."""
+        rows = self.rows if rows is None else rows
+        self.lengths[rows] = lengths.to(self.lengths.dtype)
+        self.next_lengths[rows] = (lengths + 1).to(self.next_lengths.dtype)
