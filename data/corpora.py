@@ -8,10 +8,12 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
+import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from platform import python_version
 from typing import Any, ClassVar
@@ -19,7 +21,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 PIECE_CHARS = 1 << 20  # a longer document comes in several pieces, so that memory stays bounded
-HASHED_WHOLE = 16 << 20  # bytes; a larger file is recognised by size, time and its two ends: a launch stays quick
+HASHED_WHOLE = (
+    16 << 20
+)  # bytes; a larger file is recognised by size, time and its two ends: a launch stays quick
 
 
 @dataclass(frozen=True)
@@ -135,22 +139,28 @@ class FileCorpus(Corpus):
 
     def __post_init__(self) -> None:
         if not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}; it has to lie between 0 and 1, such as 0.1")
+            raise ValueError(
+                f"val_fraction is {self.val_fraction}; it has to lie between 0 and 1, such as 0.1"
+            )
         if self.on_bad_encoding not in ("skip", "refuse"):
             raise ValueError(f"on_bad_encoding is {self.on_bad_encoding!r}; it has to be 'skip' or 'refuse'")
 
+    @cached_property
     def files(self) -> dict[str, Path]:
-        """Non-empty files by relative name, sorted by it."""
+        """Non-empty files by relative name, sorted by it: listed once, so that key, split and text agree."""
+        return dict(sorted(self._find().items()))
+
+    def _find(self) -> dict[str, Path]:
         raise NotImplementedError
 
     @property
     def split_rule(self) -> str:  # type: ignore[override]
-        if len(self.files()) >= self.MIN_FILES_TO_SPLIT:
+        if len(self.files) >= self.MIN_FILES_TO_SPLIT:
             return f"by file: blake2b of the relative path below {self.val_fraction:g} is validation"
         return f"by characters: the last {self.val_fraction:g} of each file is validation"
 
     def describe(self) -> dict[str, Any]:
-        files = self.files()
+        files = self.files
         listing = [[name, path.stat().st_size, content_hash(path)] for name, path in files.items()]
         return {
             "corpus": self.name,
@@ -161,7 +171,7 @@ class FileCorpus(Corpus):
         }
 
     def pieces(self) -> Iterator[Piece]:
-        files, skipped = self.files(), []
+        files, skipped = self.files, []
         by_file = len(files) >= self.MIN_FILES_TO_SPLIT
         val = hash_split(list(files), self.val_fraction) if by_file else set()
         for name, path in files.items():
@@ -180,10 +190,12 @@ class FileCorpus(Corpus):
             yield from read_pieces(path, name, n_chars, cut)
         self.skipped = skipped
         if len(skipped) == len(files):
-            raise ValueError(f"none of the {len(files)} files is UTF-8 text, such as {skipped[0]}: give text files")
+            raise ValueError(
+                f"none of the {len(files)} files is UTF-8 text, such as {skipped[0]}: give text files"
+            )
 
     def size(self) -> int:
-        return sum(path.stat().st_size for path in self.files().values())
+        return sum(path.stat().st_size for path in self.files.values())
 
 
 @dataclass
@@ -197,17 +209,18 @@ class StdlibCorpus(FileCorpus):
         "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
     )
 
-    def files(self) -> dict[str, Path]:
+    def _find(self) -> dict[str, Path]:
         root = Path(sysconfig.get_path("stdlib"))
-        found = {path.relative_to(root): path for path in root.rglob("*.py")}
-        kept = {
-            relative.as_posix(): path
-            for relative, path in found.items()
-            if not self.LEFT_OUT.intersection(relative.parts[:-1]) and path.stat().st_size
-        }
-        if not kept:
-            raise ValueError(f"no .py files of the standard library in {root}: choose data=text data.path=<file>")
-        return dict(sorted(kept.items()))
+        found = {}
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in self.LEFT_OUT]  # site-packages can be huge
+            paths = (Path(folder) / name for name in names if name.endswith(".py"))
+            found |= {path.relative_to(root).as_posix(): path for path in paths if path.stat().st_size}
+        if not found:
+            raise ValueError(
+                f"no .py files of the standard library in {root}: choose data=text data.path=<file>"
+            )
+        return found
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"python": python_version()}
@@ -226,7 +239,7 @@ class TextCorpus(FileCorpus):
     pattern: str = "**/*.txt"
     name: ClassVar[str] = "text"
 
-    def files(self) -> dict[str, Path]:
+    def _find(self) -> dict[str, Path]:
         if not self.path:
             raise ValueError("no path given: say which text, as in data=text data.path=book.txt")
         path = Path(self.path).expanduser()
@@ -237,11 +250,13 @@ class TextCorpus(FileCorpus):
         else:
             found = {p: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
             if not found:
-                raise ValueError(f"data.path={self.path}: no such file or folder, and as a glob it matches no file")
+                raise ValueError(
+                    f"data.path={self.path}: no such file or folder, and as a glob it matches no file"
+                )
         found = {name: p for name, p in found.items() if not self._hidden(name)}
         if not found:
             raise ValueError(f"{path} holds no file that matches {self.pattern!r}{self._what_there_is(path)}")
-        full = {name: p for name, p in sorted(found.items()) if p.stat().st_size}
+        full = {name: p for name, p in found.items() if p.stat().st_size}
         if not full:
             what = "is empty" if len(found) == 1 else f"all {len(found)} files are empty"
             raise ValueError(f"data.path={self.path}: {what}; give a file with text in it")

@@ -36,7 +36,9 @@ class TrainStream(IterableDataset):
     from its workers in turn: the order is that of no workers at all.
     """
 
-    def __init__(self, windows: TrainWindows, cursor: Cursor, batch_size: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, windows: TrainWindows, cursor: Cursor, batch_size: int, rank: int, world_size: int
+    ) -> None:
         self.windows, self.cursor, self.batch_size = windows, cursor, batch_size
         self.rank, self.world_size = rank, world_size
 
@@ -108,7 +110,11 @@ class TokenDataModule(lightning.LightningDataModule):
         verify: bool = False,
     ) -> None:
         super().__init__()
-        sizes = {"seq_len": seq_len, "batch_size": batch_size, "eval_batch_size": eval_batch_size or batch_size}
+        sizes = {
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "eval_batch_size": eval_batch_size or batch_size,
+        }
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it has to be at least 1")
@@ -155,7 +161,9 @@ class TokenDataModule(lightning.LightningDataModule):
         hashes = [facts["sha256"] for split in splits.values() for facts in split["files"].values()]
         self.fingerprint = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
         return {
-            split: TokenFile(folder / f"{split}.bin", self.meta["dtype"], facts["tokens"], folder / f"{split}.docs.bin")
+            split: TokenFile(
+                folder / f"{split}.bin", self.meta["dtype"], facts["tokens"], folder / f"{split}.docs.bin"
+            )
             for split, facts in splits.items()
         }
 
@@ -220,5 +228,7 @@ def text_datamodule(
     **options: Any,
 ) -> TokenDataModule:
     """A `TokenDataModule` over the user's own text: `path` and its kin at the top, where a command line reaches them."""
-    corpus = TextCorpus(path=path, pattern=pattern, val_fraction=val_fraction, on_bad_encoding=on_bad_encoding)
+    corpus = TextCorpus(
+        path=path, pattern=pattern, val_fraction=val_fraction, on_bad_encoding=on_bad_encoding
+    )
     return TokenDataModule(corpus, tokenizer, **options)

@@ -25,15 +25,27 @@ import numpy as np
 
 from data.corpora import Corpus, Piece, unit_hash
 from data.storage import SCHEMA, Progress, load_meta, locked, write_atomically
-from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, tokenizer_from_dict, tokenizer_spec
+from data.tokenizers import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    tokenizer_from_dict,
+    tokenizer_spec,
+)
 
 SPLITS = ("train", "val")
-CHUNK_CHARS = (1 << 20, 8 << 20)  # the first chunks are small, to spread a small corpus over the pool; later ones large
+CHUNK_CHARS = (
+    1 << 20,
+    8 << 20,
+)  # the first chunks are small, to spread a small corpus over the pool; later ones large
 NAMES_LISTED = 2000  # documents: up to here the meta lists who is in validation, beyond it holds a hash
-POOL_FROM_BYTES = 4 << 20  # below, starting processes costs more than they save
+BYTES_A_PROCESS = 4 << 20  # a process takes half a second to start, in which it could tokenise 2 MB
 
 
-def folder_of(corpus: Corpus, tokenizer: dict[str, Any] | str, data_dir: str | Path) -> tuple[Path, dict[str, Any]]:
+def folder_of(
+    corpus: Corpus, tokenizer: dict[str, Any] | str, data_dir: str | Path
+) -> tuple[Path, dict[str, Any]]:
     """Where this corpus and tokenizer are prepared, and the identity that the folder's name is a hash of."""
     spec = tokenizer_spec(tokenizer)
     identity = {"schema": SCHEMA, "source": corpus.describe(), "tokenizer": spec}
@@ -80,7 +92,8 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
         leftover.unlink()
     size = corpus.size()
     if workers is None:
-        workers = 1 if (size or POOL_FROM_BYTES) < POOL_FROM_BYTES else len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
+        workers = cores if size is None else min(cores, 1 + size // BYTES_A_PROCESS)
     with Progress(f"preparing {folder.name}", size, quiet) as progress:
         tokenizer = _tokenizer(corpus, identity["tokenizer"], folder)
         dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
@@ -106,7 +119,9 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
             "tokenizer_state": tokenizer.to_dict(),
         }
         write_atomically(folder / "meta.json", [json.dumps(meta, indent=1).encode()])
-        progress.finish(f"{splits['train']['tokens']:,} training and {splits['val']['tokens']:,} validation tokens")
+        progress.finish(
+            f"{splits['train']['tokens']:,} training and {splits['val']['tokens']:,} validation tokens"
+        )
     shutil.rmtree(shards)
     (folder / "tokenizer.json").unlink()
 
@@ -243,7 +258,9 @@ def _make_shard(chunk: list[Piece], stem: Path) -> dict[str, Any]:
     return facts
 
 
-def _join(split: str, done: list[dict[str, Any]], shards: Path, folder: Path, itemsize: int) -> dict[str, Any]:
+def _join(
+    split: str, done: list[dict[str, Any]], shards: Path, folder: Path, itemsize: int
+) -> dict[str, Any]:
     """Joins the shards of a split; the facts for the meta."""
     stems = [shards / f"{index:06d}" for index in range(len(done))]
     tokens = sum(facts["tokens"][split] for facts in done)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SCHEMA = 1
-ALWAYS_HASHED = 64 << 20  # bytes: a file up to here is hashed whenever it is opened (0.1 s), a larger one on demand
+ALWAYS_HASHED = (
+    64 << 20
+)  # bytes: a file up to here is hashed whenever it is opened (0.1 s), a larger one on demand
 
 
 def _write(file: BinaryIO, block: bytes) -> None:
@@ -61,7 +63,9 @@ def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{folder} is not prepared (no meta.json): run once with this data to prepare it") from None
+        raise ValueError(
+            f"{folder} is not prepared (no meta.json): run once with this data to prepare it"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{folder / 'meta.json'} is damaged ({error}): {remedy}") from error
     if meta.get("schema") != SCHEMA:
@@ -71,7 +75,9 @@ def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
             path = folder / name
             size = path.stat().st_size if path.exists() else None
             if size != expected["bytes"]:
-                found = "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
+                found = (
+                    "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
+                )
                 raise ValueError(f"{path} {found}: {remedy}")
             if (verify or size <= ALWAYS_HASHED) and file_sha256(path) != expected["sha256"]:
                 raise ValueError(f"{path} was altered after its preparation (its sha256 differs): {remedy}")
@@ -94,7 +100,13 @@ class Progress:
         self._started, self._bytes = time.perf_counter(), 0
         if sys.stderr.isatty() and not self.quiet:
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
             from rich.progress import Progress as Bar
 
             columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -112,7 +124,11 @@ class Progress:
         """The one line that stays."""
         if not self.quiet:
             took = time.perf_counter() - self._started
-            print(f"{self.title}: {self._bytes / 1e6:,.1f} MB, {result}, in {took:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"{self.title}: {self._bytes / 1e6:,.1f} MB, {result}, in {took:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __exit__(self, *_: object) -> None:
         if self._bar:

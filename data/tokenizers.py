@@ -5,6 +5,8 @@ Each is rebuilt from a JSON-plain dictionary, so that a checkpoint travels with 
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -120,18 +122,20 @@ class BPETokenizer(Tokenizer):
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
+        # trains on all cores; said explicitly, or every later fork (a DataLoader's workers) prints a warning
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         bpe.train_from_iterator(texts, trainer)
         return cls(bpe)
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.asarray(self._bpe.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.asarray(
+            self._bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64
+        )
 
     def _decode_plain(self, ids: list[int]) -> str:
         return self._bpe.decode([i for i in ids if 0 <= i < self.eot], skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
-        import json
-
         return {"kind": "bpe", "vocab_size": self.vocab_size, "tokenizer": json.loads(self._bpe.to_str())}
 
 
@@ -162,7 +166,9 @@ def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
     if kind not in DEFAULTS:
         raise ValueError(f"data.tokenizer.kind is {kind!r}; it has to be one of {', '.join(DEFAULTS)}")
     if unknown := sorted(set(spec) - {key for options in DEFAULTS.values() for key in options}):
-        raise ValueError(f"data.tokenizer has no option {', '.join(unknown)}; {kind} has {list(DEFAULTS[kind]) or 'none'}")
+        raise ValueError(
+            f"data.tokenizer has no option {', '.join(unknown)}; {kind} has {list(DEFAULTS[kind]) or 'none'}"
+        )
     chosen = {"kind": kind} | {key: spec.get(key, value) for key, value in DEFAULTS[kind].items()}
     if kind == "bpe" and not 258 <= chosen["vocab_size"] <= 1 << 20:
         raise ValueError(
@@ -182,8 +188,6 @@ def tokenizer_from_dict(saved: dict[str, Any]) -> Tokenizer:
     if kind == "byte":
         return ByteTokenizer()
     if kind == "bpe":
-        import json
-
         from tokenizers import Tokenizer as Library
 
         return BPETokenizer(Library.from_str(json.dumps(saved["tokenizer"])))

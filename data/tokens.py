@@ -22,7 +22,9 @@ class TokenFile:
     path: plain little-endian `dtype` tokens. documents: int64 offsets, one past the last token of each document.
     """
 
-    def __init__(self, path: str | Path, dtype: str, n_tokens: int, documents: str | Path | None = None) -> None:
+    def __init__(
+        self, path: str | Path, dtype: str, n_tokens: int, documents: str | Path | None = None
+    ) -> None:
         self.path, self.dtype, self.n_tokens, self.documents = path, dtype, n_tokens, documents
         self._tokens: np.ndarray | None = None
         self._ends: np.ndarray | None = None
@@ -45,7 +47,9 @@ class TokenFile:
     def tokens(self) -> np.ndarray:
         """(n_tokens,) a plain view: slicing an np.memmap itself costs several times more."""
         if self._tokens is None:
-            self._tokens = np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.n_tokens,)))
+            self._tokens = np.asarray(
+                np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.n_tokens,))
+            )
         return self._tokens
 
     @property
@@ -165,7 +169,9 @@ class ValWindows(Windows):
     ) -> None:
         super().__init__(file, seq_len, document_mask)
         if len(file) < 2:
-            raise ValueError(f"the validation split has {len(file)} tokens and needs 2 or more: give more text")
+            raise ValueError(
+                f"the validation split has {len(file)} tokens and needs 2 or more: give more text"
+            )
         self.n_windows = -(-(len(file) - 1) // seq_len)
         if max_tokens is not None:
             self.n_windows = min(self.n_windows, max(1, max_tokens // seq_len))
