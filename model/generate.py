@@ -1,14 +1,14 @@
 """Text from a GPT: a prefill of the prompts, then one token a step that never leaves the device.
 
-The context rule, a pure function of a row's own length: a row sees all of its tokens while they fit into `seq_len`;
-the token that would not fit cuts the window to the last `seq_len // 2` tokens, re-encoded in one prefill, and
-decoding goes on until it is full again. So text with and without the cache agrees past the context too, and no row
-depends on its batch mates. Half: a re-encoding every seq_len / 2 tokens, and never less than that to look back on.
+The context rule, a pure function of a row's own length: a row sees all of its tokens while they fit into
+`seq_len`; the token that would not fit cuts the window to the last `seq_len // 2` tokens, re-encoded in one
+prefill, and decoding goes on until it is full again. So text with and without the cache agrees past the
+context too, and no row depends on its batch mates. Half: a re-encoding every seq_len / 2 tokens, and never
+less than that to look back on. A prompt that is too long starts where the same rule has put the window.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,55 +19,22 @@ from torch import Tensor
 
 from attention.base import Attention
 from model.calls import attention_call, require
+from model.decode import Decoder, Rows, Sampling, compute_dtype, encode
 from model.gpt import GPT
-from model.kv_cache import KVCache
 
 OnToken = Callable[[int, int], bool | None]
 LAG = 8  # tokens that the host reads behind a GPU: it never waits for a step, and launches at most 8 in vain
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn: temperature 0 is greedy; top_k, then top_p cut the candidates."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: it needs to be at least 0; 0 is greedy.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: it needs to be at least 1, or null for all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: it needs to be in (0, 1], or null for all tokens.")
-
-    def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """The next token (B, 1) by logits (B, V) and, unless greedy, exponential noise (B, top_k or V).
-
-        argmax(p / E) with E ~ Exp(1) draws from p (the exponential race), and needs no host; in logarithms p need
-        not be normalised."""
-        if self.temperature == 0:
-            return logits.argmax(dim=-1, keepdim=True)
-        logits, tokens = logits.float() / self.temperature, None
-        if self.top_k is not None:
-            logits, tokens = logits.topk(noise.shape[1])  # (B, V) -> (B, k), descending
-        elif self.top_p is not None:
-            logits, tokens = logits.sort(descending=True)
-        if self.top_p is not None:
-            probs = logits.softmax(dim=-1)
-            # the smallest set that reaches top_p: a token stays while those before it have not reached it
-            logits = logits.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, -torch.inf)
-        # the CPU's exponential can give 0, whose logarithm would make a NaN of a token ruled out
-        choice = (logits - noise.clamp_min(1e-38).log()).argmax(dim=-1, keepdim=True)
-        return choice if tokens is None else tokens.gather(-1, choice)
-
-
-@dataclass(frozen=True)
 class Generated:
-    """tokens: the new ones of each row, up to and with the one it stopped at. seed: what gives the same again.
-    cut: prompts longer than the context; reencoded: windows cut while decoding. setup_s: allocation, compilation,
-    capture; outside both rates, which count the prompts' tokens and the kept ones (each row's first is prefill's)."""
+    """What came of it. The rates leave setup_s (allocation, compilation, capture) out; prefill counts the
+    prompts' tokens and ends with each row's first new one, decode counts the kept ones after it.
+
+    tokens: the new ones of each row, up to and with the one it stopped at
+    seed: what gives the same again
+    cut, reencoded: prompts longer than the context; windows cut while decoding
+    """
 
     tokens: list[list[int]]
     seed: int
@@ -103,153 +70,8 @@ def window_start(length: int, seq_len: int) -> int:
     return window_moves(length, seq_len) * window_stride(seq_len)
 
 
-class Rows:
-    """The text of B rows on the device, prompts included, each contiguous; grown by one token a row a step."""
-
-    def __init__(
-        self, prompts: list[list[int]], max_new_tokens: int, model: GPT, sampling: Sampling, seed: int | None
-    ):
-        self.vocab_size, self.sampling = model.config.vocab_size, sampling
-        device = model.lm_head.weight.device
-        batch, longest = len(prompts), max(map(len, prompts))
-        self.prompts = to_device([p + [0] * (longest - len(p)) for p in prompts], device)  # (B, longest)
-        self.prompt_lengths = to_device([len(p) for p in prompts], device)
-        self.text = torch.zeros(batch, longest + max_new_tokens, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros_like(self.prompt_lengths)
-        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the newest
-        self.index = torch.arange(batch, device=device)
-        # Its own generator: text drawn in the middle of a training run must not change the run.
-        self.generator = torch.Generator(device)
-        self.seed = self.generator.seed() if seed is None else seed
-        candidates = min(sampling.top_k or self.vocab_size, self.vocab_size)
-        self.noise = None if sampling.temperature == 0 else torch.empty(batch, candidates, device=device)
-        self.reset()
-
-    def reset(self) -> None:
-        """Back to the prompts, and the random numbers to their start."""
-        self.generator.manual_seed(self.seed)
-        self.text[:, : self.prompts.shape[1]] = self.prompts
-        self.lengths.copy_(self.prompt_lengths)
-
-    def draw(self) -> None:
-        """New noise. Apart from `append`, as Dynamo takes no generator into a compiled step."""
-        if self.noise is not None:
-            self.noise.exponential_(generator=self.generator)
-
-    def append(self, logits: Tensor) -> None:
-        """Choose by logits (B, 1, V padded). The padding is sliced off: it cannot be chosen."""
-        self.token.copy_(self.sampling.choose(logits[:, 0, : self.vocab_size], self.noise))
-        self.text[self.index, self.lengths] = self.token[:, 0]
-        self.lengths.add_(1)
-
-    def window(
-        self, rows: Sequence[int], starts: list[int], ends: list[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Right-padded tokens [start, end) of some rows: (R, T), their lengths (R,), the rows (R,)."""
-        device, lengths = self.text.device, [end - start for start, end in zip(starts, ends, strict=True)]
-        index, first, count = to_device([list(rows), starts, lengths], device)
-        columns = first.unsqueeze(1) + torch.arange(max(lengths), device=device)  # (R, T)
-        columns = columns.clamp_max(self.text.shape[1] - 1)  # padding: any token will do, causality hides it
-        return self.text[index.unsqueeze(1), columns], count, index
-
-
-def to_device(values: list, device: torch.device) -> Tensor:
-    """int64, without waiting for the device."""
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def decode_step(model: GPT, cache: KVCache, rows: Rows) -> None:
-    # `forward`, not the call: a model compiled for training is compiled for other shapes
-    rows.append(model.forward(rows.token, cache=cache))
-
-
-@functools.cache
-def compiled_decode_step(batch: int) -> Callable[[GPT, KVCache, Rows], None]:
-    # At batch 1 this also turns products with one row into reductions over the weights, as in gpt-fast.
-    options = {"coordinate_descent_tuning": True} if batch == 1 else None
-    return torch.compile(decode_step, fullgraph=True, dynamic=False, options=options)
-
-
-def encode(
-    model: GPT, rows: Rows, which: Sequence[int], starts: list[int], ends: list[int], cache: KVCache | None
-) -> Tensor:
-    """Logits (R, 1, V padded) after tokens [start, end) of the rows `which`; the cache forgets what it had of them
-    and holds these."""
-    tokens, lengths, index = rows.window(which, starts, ends)
-    if cache is not None:
-        cache.prefill(lengths, index)
-    return model.forward(tokens, cache=cache, last=lengths - 1)
-
-
-class Decoder:
-    """Prefill and decode over a static cache. A step is forward, choice and feeding back, all on the device: on
-    CUDA one graph, captured once and replayed for every token.
-
-    The graph attends to the whole allocation, made to measure: graphs for shorter parts of it would at best halve
-    the reads of an implementation that does not stop at `kv_lengths` by itself, at a compilation each."""
-
-    def __init__(self, model: GPT, rows: Rows, capacity: int, attention: Attention, compile: bool):
-        config, weight = model.config, model.lm_head.weight
-        device = weight.device
-        self.model, self.rows = model, rows
-        self.cache = KVCache(
-            config.n_layer,
-            len(rows.index),
-            config.kv_heads,
-            -(-capacity // 128) * 128,  # whole tiles, and masks aligned to 16 bytes
-            config.head_dim,
-            attention=attention,
-            dtype=compute_dtype(model),
-            device=device,
-        )
-        self.advance = compiled_decode_step(len(rows.index)) if compile else decode_step
-        self.graph = self.capture() if device.type == "cuda" else None
-        if compile and self.graph is None:
-            self.warm_up(1)
-
-    def _step(self) -> None:
-        self.rows.draw()
-        self.advance(self.model, self.cache, self.rows)
-
-    def warm_up(self, steps: int) -> None:
-        for _ in range(steps):
-            self._step()
-            self.cache.set_lengths(torch.zeros_like(self.cache.lengths))
-            self.rows.reset()
-
-    def capture(self) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.warm_up(
-                2
-            )  # compiles, loads modules, allocates workspaces: nothing of it may happen in the capture
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        if self.rows.noise is not None:
-            graph.register_generator_state(self.rows.generator)
-        with torch.cuda.graph(graph):
-            self._step()
-        self.rows.reset()  # the seed again: capturing may advance the generator
-        return graph
-
-    def step(self) -> None:
-        if self.graph is None:
-            self._step()
-        else:
-            self.graph.replay()
-
-    def move(self, which: list[int], starts: list[int], ends: list[int]) -> None:
-        """Re-encode the cut windows, all but the newest token, which the next step feeds as ever."""
-        if starts == ends:  # half of a context of up to 3 is the newest token alone
-            rows = to_device(which, self.rows.text.device)
-            self.cache.set_lengths(torch.zeros_like(rows), rows)
-        else:
-            encode(self.model, self.rows, which, starts, ends, self.cache)
-
-
 class Reader:
-    """Hands the tokens to the host, late on a GPU, where each is copied to pinned memory behind its own event."""
+    """Hands the tokens to the host: late on a GPU, which copies a step's to pinned memory before an event."""
 
     def __init__(
         self, batch: int, max_new_tokens: int, device: torch.device, eot: int | None, on_token: OnToken | None
@@ -280,14 +102,6 @@ class Reader:
                     self.tokens[row].append(token)
                     asked = self.on_token is not None and self.on_token(row, token)
                     self.stopped[row] = bool(asked) or token == self.eot
-
-
-def compute_dtype(model: GPT) -> torch.dtype:
-    """What attention runs in: autocast's dtype where it is on, the weights' else."""
-    weight = model.lm_head.weight
-    if torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
 
 
 def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int | None) -> list[list[int]]:
@@ -347,7 +161,7 @@ def generate(
     temperature: 0 is greedy. top_k, top_p: candidates, the former first.
     seed: of a generator of its own; None takes a fresh one. A row's draws depend on its place in the batch.
     eot: a row stops after it; an empty prompt starts from it.
-    on_token: called with (row, token) in order, a few steps late on a GPU; stops the row when it returns True.
+    on_token: called with (row, token) in order, a few steps late on a GPU; True stops the row.
     kv_cache: False computes the whole window for every token, to compare.
     decode_attention: decodes instead of the model's own attention.
     compile: compile the decoding step, with one compilation per batch size and cache capacity.
@@ -404,7 +218,7 @@ def generate(
 
 
 def advance(model: GPT, rows: Rows, decoder: Decoder | None, lengths: list[int], step: int) -> None:
-    """One token more for every row, whose prompts had `lengths` tokens. The host knows all lengths by counting."""
+    """One token more for every row. The prompts had `lengths` tokens: the host knows all others by counting."""
     seq_len = model.config.seq_len
     ends = [n + step for n in lengths]
     starts = [window_start(n, seq_len) for n in ends]

@@ -18,11 +18,11 @@ class KVCache:
     lengths:     (B,) int64 on the device, the tokens each row holds, which is where it writes next
     next_lengths (B,) int32, one more: the keys that count once that token is written
 
-    Prompts come in by a right-padded call that `prefill` announces: causal attention among the prompt's own keys,
-    so that nothing of the padding is ever seen. Every other call decodes: one token a row, written at the row's own
-    length, attention over the whole allocation, `kv_lengths` saying how much of it counts. The host never reads
-    the lengths; whoever decodes knows them and keeps them below the capacity. `attention` is the implementation
-    that decodes, where it is not the one that trains.
+    Prompts come in by a right-padded call that `prefill` announces: causal attention among the prompt's own
+    keys, so that nothing of the padding is ever seen. Every other call decodes: one token a row, written at
+    the row's own length, attention over the whole allocation, `kv_lengths` saying how much of it counts. The
+    host never reads the lengths; whoever decodes knows them and keeps them below the capacity. `attention` is
+    the implementation that decodes, where it is not the one that trains.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class KVCache:
         device: torch.device | str = "cpu",
     ):
         shape = (batch, kv_heads, capacity, head_dim)
-        # A tensor a layer: in views of a common one a compiled step would copy all of it for each layer's write.
+        # A tensor a layer: of views of one, a compiled step would copy the whole for each layer's write.
         # zeros, not empty: an implementation that multiplies masked keys by zero must not meet a NaN.
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
@@ -69,22 +69,22 @@ class KVCache:
         return self.next_lengths if self._prompt is None else None
 
     def prefill(self, lengths: Tensor, rows: Tensor | None = None) -> None:
-        """Announce that the next call brings `rows` (all of them by default) anew: prompts of `lengths` (R,) tokens,
-        right-padded to one T. The other rows stay as they are."""
+        """Announce that the next call brings `rows` (all of them by default) anew: prompts of `lengths` (R,)
+        tokens, right-padded to one T. The other rows stay as they are."""
         self._prompt = (self.rows if rows is None else rows, lengths)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v (B, Hkv, T, D) of a layer; return the keys and values to attend to: the prompt's own in
         prefill, the whole allocation (B, Hkv, capacity, D) while decoding."""
         T = k.shape[2]
-        assert T <= self.capacity, f"{T} tokens do not fit into a cache of {self.capacity}"
+        assert self.capacity >= T, f"{T} tokens do not fit into a cache of {self.capacity}"
         if self._prompt is not None:
             rows = self._prompt[0]
             self.k[layer][rows, :, :T] = k.to(self.k[layer].dtype)
             self.v[layer][rows, :, :T] = v.to(self.v[layer].dtype)
             return k, v
         assert T == 1, f"decoding takes one token a call, not {T}; announce a prompt by prefill(lengths)"
-        # (B, Hkv, 1, D) -> (B, Hkv, D), to each row's own place: an index_put, which compiles to a write in place
+        # (B, Hkv, 1, D) -> (B, Hkv, D), each to its row's place: index_put compiles to a write in place
         self.k[layer][self.rows, :, self.lengths] = k[:, :, 0].to(self.k[layer].dtype)
         self.v[layer][self.rows, :, self.lengths] = v[:, :, 0].to(self.v[layer].dtype)
         return self.k[layer], self.v[layer]

@@ -1,0 +1,206 @@
+"""The device's part of generation: the text of the rows, the choice of a token, a step as one CUDA graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention
+from model.gpt import GPT
+from model.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn: temperature 0 is greedy; top_k, then top_p cut the candidates."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: it needs to be at least 0; 0 is greedy.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: it needs to be at least 1, or null for all tokens.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: it needs to be in (0, 1], or null for all tokens.")
+
+    def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """The next token (B, 1) by logits (B, V) and, unless greedy, exponential noise (B, top_k or V).
+
+        argmax(p / E) with E ~ Exp(1) draws from p (an exponential race) without the host; in logarithms p
+        need not be normalised."""
+        if self.temperature == 0:
+            return logits.argmax(dim=-1, keepdim=True)
+        logits, tokens = logits.float() / self.temperature, None
+        if self.top_k is not None:
+            logits, tokens = logits.topk(noise.shape[1])  # (B, V) -> (B, k), descending
+        elif self.top_p is not None:
+            logits, tokens = logits.sort(descending=True)
+        if self.top_p is not None:
+            probs = logits.softmax(dim=-1)
+            # the smallest set that reaches top_p: a token stays while those before it have not reached it
+            logits = logits.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, -torch.inf)
+        # the CPU's exponential can give 0, whose logarithm would make a NaN of a token ruled out
+        choice = (logits - noise.clamp_min(1e-38).log()).argmax(dim=-1, keepdim=True)
+        return choice if tokens is None else tokens.gather(-1, choice)
+
+
+class Rows:
+    """The text of B rows on the device, prompts included, each contiguous; one token longer a step."""
+
+    def __init__(
+        self, prompts: list[list[int]], max_new_tokens: int, model: GPT, sampling: Sampling, seed: int | None
+    ):
+        self.vocab_size, self.sampling = model.config.vocab_size, sampling
+        device = model.lm_head.weight.device
+        batch, longest = len(prompts), max(map(len, prompts))
+        self.prompts = to_device([p + [0] * (longest - len(p)) for p in prompts], device)  # (B, longest)
+        self.prompt_lengths = to_device([len(p) for p in prompts], device)
+        # A compiled step knows the width, and is compiled again for another: few of them.
+        width = -(-(longest + max_new_tokens) // 1024) * 1024
+        self.text = torch.zeros(batch, width, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros_like(self.prompt_lengths)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the newest
+        self.index = torch.arange(batch, device=device)
+        # Its own generator: text drawn in the middle of a training run must not change the run.
+        self.generator = torch.Generator(device)
+        self.seed = self.generator.seed() if seed is None else seed
+        candidates = min(sampling.top_k or self.vocab_size, self.vocab_size)
+        self.noise = None if sampling.temperature == 0 else torch.empty(batch, candidates, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the prompts, and the random numbers to their start."""
+        self.generator.manual_seed(self.seed)
+        self.text[:, : self.prompts.shape[1]] = self.prompts
+        self.lengths.copy_(self.prompt_lengths)
+
+    def draw(self) -> None:
+        """New noise. Apart from `append`, as Dynamo takes no generator into a compiled step."""
+        if self.noise is not None:
+            self.noise.exponential_(generator=self.generator)
+
+    def append(self, logits: Tensor) -> None:
+        """Choose by logits (B, 1, V padded). The padding is sliced off: it cannot be chosen."""
+        self.token.copy_(self.sampling.choose(logits[:, 0, : self.vocab_size], self.noise))
+        self.text[self.index, self.lengths] = self.token[:, 0]
+        self.lengths.add_(1)
+
+    def window(
+        self, rows: Sequence[int], starts: list[int], ends: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Right-padded tokens [start, end) of some rows: (R, T), their lengths (R,), the rows (R,)."""
+        device, lengths = self.text.device, [end - start for start, end in zip(starts, ends, strict=True)]
+        index, first, count = to_device([list(rows), starts, lengths], device)
+        columns = first.unsqueeze(1) + torch.arange(max(lengths), device=device)  # (R, T)
+        columns = columns.clamp_max(self.text.shape[1] - 1)  # padding: any token will do, causality hides it
+        return self.text[index.unsqueeze(1), columns], count, index
+
+
+def to_device(values: list, device: torch.device) -> Tensor:
+    """int64, without waiting for the device."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def decode_step(model: GPT, cache: KVCache, rows: Rows) -> None:
+    # `forward`, not the call: a model compiled for training is compiled for other shapes
+    rows.append(model.forward(rows.token, cache=cache))
+
+
+@functools.cache
+def compiled_decode_step() -> Callable[[GPT, KVCache, Rows], None]:
+    # The option also turns products with one row (those of decoding attention; at batch 1 those with the weights)
+    # into reductions that fuse with what is around them, as in gpt-fast.
+    options = {"coordinate_descent_tuning": True}
+    return torch.compile(decode_step, fullgraph=True, dynamic=False, options=options)
+
+
+def encode(
+    model: GPT, rows: Rows, which: Sequence[int], starts: list[int], ends: list[int], cache: KVCache | None
+) -> Tensor:
+    """Logits (R, 1, V padded) after tokens [start, end) of the rows `which`; the cache forgets what it had of
+    them and holds these."""
+    tokens, lengths, index = rows.window(which, starts, ends)
+    if cache is not None:
+        cache.prefill(lengths, index)
+    return model.forward(tokens, cache=cache, last=lengths - 1)
+
+
+class Decoder:
+    """Decoding over a static cache. A step is forward, choice and feeding back, all on the device: on CUDA
+    one graph, captured once and replayed for every token.
+
+    The graph attends to the whole allocation, which is made to measure: graphs for shorter parts of it would
+    at best halve the reads of an implementation that does not stop at `kv_lengths`, at a compilation each."""
+
+    def __init__(self, model: GPT, rows: Rows, capacity: int, attention: Attention, compile: bool):
+        config, weight = model.config, model.lm_head.weight
+        device = weight.device
+        self.model, self.rows = model, rows
+        self.cache = KVCache(
+            config.n_layer,
+            len(rows.index),
+            config.kv_heads,
+            -(-capacity // 128) * 128,  # whole tiles, and masks aligned to 16 bytes
+            config.head_dim,
+            attention=attention,
+            dtype=compute_dtype(model),
+            device=device,
+        )
+        self.advance = compiled_decode_step() if compile else decode_step
+        self.graph = self.capture() if device.type == "cuda" else None
+        if compile and self.graph is None:
+            self.warm_up(1)
+
+    def _step(self) -> None:
+        self.rows.draw()
+        self.advance(self.model, self.cache, self.rows)
+
+    def warm_up(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+            self.cache.set_lengths(torch.zeros_like(self.cache.lengths))
+            self.rows.reset()
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.warm_up(2)  # compiling, loading modules, allocating workspaces: none may happen in a capture
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if self.rows.noise is not None:
+            graph.register_generator_state(self.rows.generator)
+        # thread_local: a loader that pins memory in a thread of its own must not break the capture
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._step()
+        self.rows.reset()  # the seed again: capturing may advance the generator
+        return graph
+
+    def step(self) -> None:
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+
+    def move(self, which: list[int], starts: list[int], ends: list[int]) -> None:
+        """Re-encode the cut windows, all but the newest token, which the next step feeds as ever."""
+        if starts == ends:  # half of a context of up to 3 is the newest token alone
+            rows = to_device(which, self.rows.text.device)
+            self.cache.set_lengths(torch.zeros_like(rows), rows)
+        else:
+            encode(self.model, self.rows, which, starts, ends, self.cache)
+
+
+def compute_dtype(model: GPT) -> torch.dtype:
+    """What attention runs in: autocast's dtype where it is on, the weights' else."""
+    weight = model.lm_head.weight
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
