@@ -187,7 +187,8 @@ class Capabilities:
 class Attention(nn.Module):
     """Base of every implementation: checks, the dropout seed, empty inputs; the maths is in `attend`.
 
-    No parameters and no buffers: checkpoints never depend on the choice. Subclasses set `capabilities`, `attend`.
+    No parameters, no buffers: checkpoints never depend on the choice. Subclasses set `capabilities`,
+    `attend`.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()

@@ -70,3 +70,24 @@ def empty_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = q.masked_fill(nothing, 0) + (k[..., :0].sum() + v[..., :0].sum())
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return out, torch.full(q.shape[:3], -torch.inf, dtype=lse_dtype, device=q.device)
+
+
+def tile_kind(rows: range, cols: range, offset: int, band: tuple[int, int]) -> str:
+    """What queries `rows` see of keys `cols`, for the diagonal rel = j - (i + offset) and a band around it.
+
+    past: every query sees every key, no mask needed; boundary: some do; future: none, the keys lie right of
+    the band; outside: none, they lie left of it (a sliding window has moved on).
+    """
+    left, right = band
+    first = cols.start - (rows.stop - 1 + offset)
+    last = cols.stop - 1 - (rows.start + offset)
+    if 0 <= right < first:
+        return "future"
+    if left >= 0 and last < -left:
+        return "outside"
+    return "past" if (right < 0 or last <= right) and (left < 0 or first >= -left) else "boundary"
+
+
+def tiles(length: int, block: int) -> list[range]:
+    """[0, length) in ranges of `block`, the last one shorter."""
+    return [range(start, min(start + block, length)) for start in range(0, length, block)]

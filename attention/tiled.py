@@ -1,0 +1,277 @@
+"""FlashAttention in plain PyTorch: the softmax computed online over tiles, the backward recomputed from lse.
+
+Dao et al. 2022, FlashAttention (algorithms 1 and 4), with the loop order of FlashAttention-2 (Dao 2023): the
+forward walks the keys for each tile of queries, the backward walks the queries for each tile of keys. What is
+kept for the backward is q, k, v, out, lse and the dropout seed, so that memory grows as T and not as T^2.
+Tiles that nobody sees (future, outside the window, other documents) are skipped, and only tiles on a boundary
+are masked.
+
+The document of a key is data. On a CPU it is read, once per call; on a GPU reading it would stop the queue,
+so that there all tiles that the band leaves are computed and masked. `kv_lengths` is never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import FEATURES, Attention, Capabilities
+from attention.geometry import blank_beyond, diagonal_band, relative_positions, tile_kind, tiles, visible
+from ops.dropout import keep_tile
+from ops.library import register_attention
+
+
+def online_softmax_step(
+    m: Tensor, total: Tensor, acc: Tensor, scores: Tensor, values: Tensor, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more tile of keys: the running row maximum m, row sum and unnormalised P V of all keys seen so far.
+
+    m, total (..., r, 1), starting at -inf and 0; acc (..., r, D), starting at 0; scores (..., r, c); values
+    (..., c, D); weight (..., r, c) multiplies what reaches acc (dropout). Milakov and Gimelshein 2018,
+    algorithm 3.
+    """
+    m_new = torch.maximum(m, scores.amax(dim=-1, keepdim=True))
+    # A row that has seen no key yet has m = -inf; shifted by 0 it gives exp(-inf) = 0, and not NaN.
+    shift = m_new.masked_fill(m_new == -torch.inf, 0)
+    p = (scores - shift).exp_()
+    rescale = (m - shift).exp_()
+    total = total * rescale + p.sum(dim=-1, keepdim=True)
+    acc = acc * rescale + (p if weight is None else p * weight) @ values
+    return m_new, total, acc
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A call without q, k and v: which tiles to visit and how scores come about.
+
+    Matrices hold the queries of a key head's whole group, (B, Hkv, G * rows, ...), so that K and V are never
+    repeated; masks and biases see them as (B, Hq, rows, ...).
+    """
+
+    q: Tensor
+    k: Tensor
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    q_segments: Tensor | None
+    k_segments: Tensor | None
+    kv_lengths: Tensor | None
+    dropout_seed: Tensor | None
+    scale: float
+    band: tuple[int, int]
+    softcap: float
+    dropout_p: float
+    blocks: tuple[int, int]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, *options) -> _Problem:
+        *tensors, scale, left, right, softcap, dropout_p, blocks = options
+        return cls(q, k, *tensors, scale, (left, right), softcap, dropout_p, tuple(blocks))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def visits(self) -> list[tuple[range, range, bool]]:
+        """(rows, cols, masked) of each tile that somebody may see, row by row."""
+        tq, tk = self.q.shape[2], self.k.shape[2]
+        row_tiles, col_tiles = tiles(tq, self.blocks[0]), tiles(tk, self.blocks[1])
+        shared = self._shared_documents(row_tiles, col_tiles)
+        found = []
+        for r, rows in enumerate(row_tiles):
+            for c, cols in enumerate(col_tiles):
+                if shared is not None and not shared[r][c]:
+                    continue
+                # Shorter sequences have their diagonal further left: their future only grows.
+                kind = tile_kind(rows, cols, tk - tq, self.band)
+                if kind == "future" or (kind == "outside" and self.kv_lengths is None):
+                    continue
+                data_masks = self.kv_lengths is not None or self.q_segments is not None
+                found.append((rows, cols, kind != "past" or data_masks))
+        return found
+
+    def _shared_documents(self, row_tiles: list[range], col_tiles: list[range]) -> list[list[bool]] | None:
+        """For each tile, whether the id ranges of its queries and keys overlap in any sequence."""
+        if self.q_segments is None or self.q.device.type != "cpu":
+            return None
+        (q_low, q_high), (k_low, k_high) = (
+            [
+                torch.stack([reduce(ids[:, t.start : t.stop], 1) for t in cut])
+                for reduce in (torch.amin, torch.amax)
+            ]
+            for ids, cut in ((self.q_segments, row_tiles), (self.k_segments, col_tiles))
+        )  # each (tiles, B)
+        overlap = (q_low[:, None] <= k_high[None]) & (
+            k_low[None] <= q_high[:, None]
+        )  # (row tiles, col tiles, B)
+        return overlap.any(dim=-1).tolist()
+
+    def queries(self, x: Tensor, rows: range) -> Tensor:
+        """The rows of q, out or lse: (B, Hq, Tq, n) -> (B, Hkv, G * rows, n), in the accumulation's dtype."""
+        x = x[:, :, rows.start : rows.stop].to(self.dtype)
+        return x.reshape(x.shape[0], self.k.shape[1], -1, x.shape[-1])
+
+    def keys(self, x: Tensor, cols: range) -> Tensor:
+        """The cols of k or v: (B, Hkv, Tk, D) -> (B, Hkv, cols, D)."""
+        x = x[:, :, cols.start : cols.stop].to(self.dtype)
+        return x if self.kv_lengths is None else blank_beyond(x, self.kv_lengths - cols.start)
+
+    def per_head(self, x: Tensor, rows: range) -> Tensor:
+        """(B, Hkv, G * rows, n) -> (B, Hq, rows, n)"""
+        return x.view(x.shape[0], self.q.shape[1], len(rows), x.shape[-1])
+
+    def scores(
+        self, qs: Tensor, ks: Tensor, rows: range, cols: range, masked: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(scores (B, Hkv, G * rows, cols), tanh of the softcap or None); `qs` carries the scale already."""
+        s, capped = qs @ ks.transpose(-2, -1), None
+        if self.softcap > 0:
+            capped = torch.tanh(s / self.softcap)
+            s = self.softcap * capped
+        if not masked and self.alibi_slopes is None and self.bias is None:
+            return s, capped
+        heads = self.per_head(s, rows)
+        i = torch.arange(rows.start, rows.stop, device=s.device)
+        j = torch.arange(cols.start, cols.stop, device=s.device)
+        rel = relative_positions(i, j, self.q.shape[2], self.k.shape[2], self.kv_lengths)
+        if self.alibi_slopes is not None:
+            heads = heads - self.alibi_slopes.to(s.dtype).view(1, -1, 1, 1) * rel.abs()
+        if self.bias is not None:
+            heads = heads + cut_bias(self.bias, rows, cols).to(s.dtype)
+        if masked:
+            segments = None
+            if self.q_segments is not None:
+                segments = (
+                    self.q_segments[:, rows.start : rows.stop],
+                    self.k_segments[:, cols.start : cols.stop],
+                )
+            heads = heads.masked_fill(~visible(rel, j, self.band, self.kv_lengths, segments), -torch.inf)
+        return heads.reshape(s.shape), capped
+
+    def dropout_weight(self, rows: range, cols: range) -> Tensor | None:
+        """0 or 1 / (1 - p) for each probability of the tile, (B, Hkv, G * rows, cols)."""
+        if self.dropout_p == 0:
+            return None
+        batch, heads = self.q.shape[:2]
+        keep = keep_tile(self.dropout_seed, batch, heads, rows, cols, self.dropout_p)
+        return keep.view(batch, self.k.shape[1], -1, len(cols)).to(self.dtype) / (1 - self.dropout_p)
+
+
+def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
+    """The tile of a bias that broadcasts to (B, Hq, Tq, Tk): a view of four dimensions."""
+    bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
+    if bias.shape[2] > 1:
+        bias = bias[:, :, rows.start : rows.stop]
+    return bias[..., cols.start : cols.stop] if bias.shape[3] > 1 else bias
+
+
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Tq, D) like q, lse (B, Hq, Tq); `options` as in ops/library.py, tuning = [block_q, block_k]."""
+    problem = _Problem.of(q, k, *options)
+    batch, heads, tq, head_dim = q.shape
+    out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=problem.dtype)
+    by_rows: dict[range, list[tuple[range, bool]]] = {}
+    for rows, cols, masked in problem.visits():
+        by_rows.setdefault(rows, []).append((cols, masked))
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, seen in by_rows.items():
+            qs = problem.queries(q, rows) * problem.scale
+            acc = torch.zeros_like(qs)
+            total = qs.new_zeros((*qs.shape[:3], 1))
+            m = torch.full_like(total, -torch.inf)
+            for cols, masked in seen:
+                scores, _ = problem.scores(qs, problem.keys(k, cols), rows, cols, masked)
+                weight = problem.dropout_weight(rows, cols)
+                m, total, acc = online_softmax_step(m, total, acc, scores, problem.keys(v, cols), weight)
+            at = slice(rows.start, rows.stop)
+            out[:, :, at] = problem.per_head(acc / total.masked_fill(total == 0, 1), rows)
+            lse[:, :, at] = problem.per_head(m + total.log(), rows).squeeze(-1)
+    return out, lse
+
+
+def tiled_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias. With P recomputed from lse, dS = P * (dP - rowsum(dO * O)) (FlashAttention, section B.2)."""
+    *options, bias_grad = options
+    problem = _Problem.of(q, k, *options)
+    by_cols: dict[range, list[tuple[range, bool]]] = {}
+    for rows, cols, masked in problem.visits():
+        by_cols.setdefault(cols, []).append((rows, masked))
+    dq = torch.zeros_like(q, dtype=problem.dtype)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dbias = torch.zeros_like(problem.bias, dtype=problem.dtype) if bias_grad else None
+    # A row without keys has lse = -inf and only scores of -inf: exp(-inf - 0) = 0.
+    lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
+    delta = (dout.to(problem.dtype) * out).sum(dim=-1, keepdim=True)  # (B, Hq, Tq, 1)
+    with torch.autocast(q.device.type, enabled=False):
+        for cols, seen in by_cols.items():
+            ks, vs = problem.keys(k, cols), problem.keys(v, cols)
+            dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
+            for rows, masked in seen:
+                qs, do = problem.queries(q, rows) * problem.scale, problem.queries(dout, rows)
+                scores, capped = problem.scores(qs, ks, rows, cols, masked)
+                p = (scores - problem.queries(lse, rows)).exp_()
+                dp = do @ vs.transpose(-2, -1)
+                weight = problem.dropout_weight(rows, cols)
+                if weight is not None:
+                    dp = dp * weight
+                dvs += (p if weight is None else p * weight).transpose(-2, -1) @ do
+                ds = p * (dp - problem.queries(delta, rows))
+                if bias_grad:
+                    part = cut_bias(dbias, rows, cols)
+                    part += problem.per_head(ds, rows).sum_to_size(part.shape)
+                if capped is not None:
+                    ds = ds * (1 - capped.square())
+                dks += ds.transpose(-2, -1) @ qs
+                dq[:, :, rows.start : rows.stop] += problem.per_head(ds @ ks, rows) * problem.scale
+            dk[:, :, cols.start : cols.stop] = dks
+            dv[:, :, cols.start : cols.stop] = dvs
+    return dq.to(q.dtype), dk, dv, dbias.to(problem.bias.dtype) if bias_grad else q.new_empty(0)
+
+
+_tiled = register_attention("tiled", tiled_forward, tiled_backward)
+
+
+class TiledAttention(Attention):
+    """FlashAttention in plain PyTorch: every option, memory O(T), on any device.
+
+    Args:
+        block_q, block_k: queries and keys in a tile.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(FEATURES), deterministic=True)
+
+    def __init__(self, block_q: int = 128, block_k: int = 256, name: str = "tiled"):
+        super().__init__(name)
+        if block_q < 1 or block_k < 1:
+            raise ValueError(
+                f"block_q = {block_q}, block_k = {block_k}; tiles need at least one query and one key"
+            )
+        self.block_q, self.block_k = block_q, block_k
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        bias: Tensor | None,
+        segments: tuple[Tensor, Tensor] | None,
+        kv_lengths: Tensor | None,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        q_segments, k_segments = segments or (None, None)
+        left, right = diagonal_band(causal, window)
+        tuning = [self.block_q, self.block_k]
+        tensors = (alibi_slopes, bias, q_segments, k_segments, kv_lengths, dropout_seed)
+        return _tiled(q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, tuning)

@@ -1,0 +1,93 @@
+"""How an attention implementation of our own becomes a pair of PyTorch ops.
+
+All share one schema, so that schema, fakes and autograd are written once, here:
+
+    tilegpt::<name>(q, k, v, <options>, tuning) -> (out, lse)
+    tilegpt::<name>_backward(dout, q, k, v, out, lse, <options>, tuning) -> (dq, dk, dv, dbias)
+
+torch.compile sees each as one opaque node. Registered with `Library.define` and `impl`, which costs 9 us a
+call where `torch.library.custom_op` costs 17 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# window_left and window_right are the band around the diagonal, -1 for unbounded: causal is window_right = 0.
+# softcap = 0 is off. `tuning` is the implementation's own (tile sizes, say).
+_OPTIONS = (
+    "Tensor? alibi_slopes, Tensor? bias, Tensor? q_segments, Tensor? k_segments, Tensor? kv_lengths, "
+    "Tensor? dropout_seed, float scale, int window_left, int window_right, float softcap, float dropout_p, "
+    "int[] tuning"
+)
+_N_OPTIONS = _OPTIONS.count(",") + 1
+_LIBRARY = torch.library.Library("tilegpt", "FRAGMENT")
+
+
+def register_attention(
+    name: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    key: str = "CompositeExplicitAutograd",
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op, to be called with all arguments.
+
+    `forward(q, k, v, *options)` gives out, made by `torch.empty_like(q)`, and lse (B, Hq, Tq), contiguous,
+    fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, *options, bias_grad)` gives dq, dk, dv and dbias,
+    made by `torch.empty_like` of q, k, v and bias; without `bias_grad` dbias is `q.new_empty(0)`.
+    `empty_like` keeps the order of the strides, so that a model that works in (B, T, H, D) need not copy.
+    Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels.
+    """
+    _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+    _LIBRARY.define(
+        f"{name}_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}, "
+        "bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    _LIBRARY.impl(name, forward, key)
+    _LIBRARY.impl(f"{name}_backward", backward, key)
+    qualified = f"tilegpt::{name}"
+    torch.library.register_fake(qualified, _fake_forward, lib=_LIBRARY)
+    torch.library.register_fake(f"{qualified}_backward", _fake_backward, lib=_LIBRARY)
+    forward_op = getattr(torch.ops.tilegpt, name).default
+    backward_op = getattr(torch.ops.tilegpt, f"{name}_backward").default
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *options = inputs
+        out, lse = output
+        ctx.mark_non_differentiable(lse)
+        tensors, ctx.plain = options[:6], options[6:]
+        ctx.bias_grad = ctx.needs_input_grad[4]
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+
+    def differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        dq, dk, dv, dbias = backward_op(dout, q, k, v, out, lse, *tensors, *ctx.plain, ctx.bias_grad)
+        grads = [None] * _N_OPTIONS
+        grads[1] = dbias if ctx.bias_grad else None
+        return dq, dk, dv, *grads
+
+    def refuse(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(
+            f"{qualified} has no second derivative (double backward); use attention=naive or attention=sdpa_math"
+        )
+
+    torch.library.register_autograd(qualified, differentiate, setup_context=save, lib=_LIBRARY)
+    torch.library.register_autograd(f"{qualified}_backward", refuse, lib=_LIBRARY)
+    return forward_op
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _fake_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bias, bias_grad = options[1], options[-1]
+    dbias = torch.empty_like(bias) if bias_grad else q.new_empty(0)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias
