@@ -168,9 +168,9 @@ def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Tq, D) like q, lse (B, Hq, Tq); `options` as in ops/library.py, tuning = [block_q, block_k]."""
+    """out (B, Hq, Tq, D), lse (B, Hq, Tq); `options` as in ops/library.py, tuning = [block_q, block_k]."""
     problem = _Problem.of(q, k, *options)
-    batch, heads, tq, head_dim = q.shape
+    batch, heads, tq, _ = q.shape
     out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=problem.dtype)
     by_rows: dict[range, list[tuple[range, bool]]] = {}
     for rows, cols, masked in problem.visits():
@@ -194,7 +194,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Te
 def tiled_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias. With P recomputed from lse, dS = P * (dP - rowsum(dO * O)) (FlashAttention, section B.2)."""
+    """dq, dk, dv, dbias: P from lse, dS = P * (dP - rowsum(dO * O)) (FlashAttention, section B.2)."""
     *options, bias_grad = options
     problem = _Problem.of(q, k, *options)
     by_cols: dict[range, list[tuple[range, bool]]] = {}
@@ -239,12 +239,14 @@ class TiledAttention(Attention):
     """FlashAttention in plain PyTorch: every option, memory O(T), on any device.
 
     Args:
-        block_q, block_k: queries and keys in a tile.
+        block_q, block_k: queries and keys in a tile. 128 x 128 on one CPU thread, forward and backward: 31 ms
+            (B=8 H=4 T=256 D=64), 84 ms (B=2 T=1024), 622 ms (B=1 T=4096; naive 6612 ms, SDPA 418 ms). Smaller
+            tiles lose at 4096 (64 x 64: 1386 ms), larger ones at 256 (256 x 256: 46 ms).
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(FEATURES), deterministic=True)
 
-    def __init__(self, block_q: int = 128, block_k: int = 256, name: str = "tiled"):
+    def __init__(self, block_q: int = 128, block_k: int = 128, name: str = "tiled"):
         super().__init__(name)
         if block_q < 1 or block_k < 1:
             raise ValueError(

@@ -34,7 +34,7 @@ def register_attention(
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
     key: str = "CompositeExplicitAutograd",
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op, to be called with all arguments.
+    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op (call it with all arguments).
 
     `forward(q, k, v, *options)` gives out, made by `torch.empty_like(q)`, and lse (B, Hq, Tq), contiguous,
     fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, *options, bias_grad)` gives dq, dk, dv and dbias,
@@ -72,7 +72,7 @@ def register_attention(
 
     def refuse(ctx: Any, *grads: Tensor) -> None:
         raise NotImplementedError(
-            f"{qualified} has no second derivative (double backward); use attention=naive or attention=sdpa_math"
+            f"{qualified} has no second derivative (double backward); attention=naive has"
         )
 
     torch.library.register_autograd(qualified, differentiate, setup_context=save, lib=_LIBRARY)
