@@ -1,11 +1,11 @@
 """Corpora: where text comes from, who is in validation, and how to recognise the same source again.
 
-A corpus yields `Piece`s of documents in a fixed order. Nothing here tokenises; nothing holds a whole corpus in memory.
+A corpus yields `Piece`s of documents in a fixed order. Nothing here tokenises; nothing holds a whole corpus
+in memory.
 """
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
 import os
@@ -20,10 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-PIECE_CHARS = 1 << 20  # a longer document comes in several pieces, so that memory stays bounded
-HASHED_WHOLE = (
-    16 << 20
-)  # bytes; a larger file is recognised by size, time and its two ends: a launch stays quick
+from data.textfiles import content_hash, count_chars, read_parts
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class Piece:
 
 class Corpus:
     """What `prepare` needs of a source of text.
-
-    `skipped` names the files left out by the last complete `pieces()`; `max_tokens` bounds the training split.
+    `skipped` names files that the last whole `pieces()` left out; `max_tokens` bounds the training split.
     """
 
     name: str
@@ -48,7 +44,7 @@ class Corpus:
     skipped: list[str]
 
     def describe(self) -> dict[str, Any]:
-        """JSON-plain facts that identify the source and its split: they go into the key of the prepared folder."""
+        """JSON-plain facts that identify source and split: they go into the key of the prepared folder."""
         raise NotImplementedError
 
     def pieces(self) -> Iterator[Piece]:
@@ -74,62 +70,12 @@ def hash_split(names: list[str], val_fraction: float) -> set[str]:
     return val - {by_hash[-1]} if len(val) == len(names) > 1 else val
 
 
-def content_hash(path: Path) -> str:
-    """sha256 of a file; of its size, time and ends where it is larger than `HASHED_WHOLE`."""
-    stat = path.stat()
-    with path.open("rb") as file:
-        if stat.st_size <= HASHED_WHOLE:
-            return hashlib.sha256(file.read()).hexdigest()
-        digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-        digest.update(file.read(1 << 20))
-        file.seek(-(1 << 20), 2)
-        digest.update(file.read())
-    return "ends:" + digest.hexdigest()
-
-
-def count_chars(path: Path) -> int:
-    """Characters of a UTF-8 text file as `read_pieces` reads it. ValueError says why a file is not text."""
-    decoder, count, last = codecs.getincrementaldecoder("utf-8-sig")(), 0, ""
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            if b"\0" in block:
-                raise ValueError("it holds NUL bytes, so it is binary")
-            try:
-                text = decoder.decode(block)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"it is not UTF-8 ({error.reason})") from error
-            # universal newlines: "\r\n" is one character, also where two blocks meet inside it
-            count += len(text) - (last + text).count("\r\n")
-            last = "\r" if text.endswith("\r") else "" if text else last
-        try:
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"it is not UTF-8 ({error.reason})") from error
-    return count
-
-
-def read_pieces(path: Path, name: str, n_chars: int, cut: int) -> Iterator[Piece]:
-    """A file's first `cut` characters as a training document and the others as a validation document."""
-    position = 0
-    with path.open(encoding="utf-8-sig") as file:
-        while position < n_chars:
-            stop = cut if position < cut else n_chars
-            text = file.read(min(PIECE_CHARS, stop - position))
-            if not text:
-                raise ValueError(f"{path} became shorter while it was being read: run again")
-            if text[-1] != "\n" and (room := stop - position - len(text)):
-                text += file.readline(min(room, 1 << 16))  # end at a line, not inside a word
-            split = "train" if position < cut else "val"
-            position += len(text)
-            yield Piece(name, split, text, ends=position == stop)
-
-
 @dataclass
 class FileCorpus(Corpus):
     """Text files as documents; see `StdlibCorpus` and `TextCorpus` for where they lie.
 
-    val_fraction: about this share of the files is validation (a hash of the relative path decides); with fewer
-    than `MIN_FILES_TO_SPLIT` files, this share of the characters of each, taken from its end.
+    val_fraction: about this share of the files is validation (a hash of the relative path decides); with
+    fewer than `MIN_FILES_TO_SPLIT` files, this share of the characters of each, taken from its end.
     """
 
     val_fraction: float = 0.1
@@ -180,14 +126,14 @@ class FileCorpus(Corpus):
             except ValueError as error:
                 if self.on_bad_encoding == "refuse":
                     raise ValueError(
-                        f"{path} cannot be read as text: {error}. Give UTF-8 text files, or leave such files out "
-                        "with data.on_bad_encoding=skip"
+                        f"{path} cannot be read as text: {error}. Give UTF-8 text files, or leave such files "
+                        "out with data.on_bad_encoding=skip"
                     ) from error
                 skipped.append(name)
                 continue
             # int(), as nanoGPT cuts: 1,003,854 of tinyshakespeare's 1,115,394 characters
             cut = int(n_chars * (1 - self.val_fraction)) if not by_file else 0 if name in val else n_chars
-            yield from read_pieces(path, name, n_chars, cut)
+            yield from (Piece(name, *part) for part in read_parts(path, n_chars, cut))
         self.skipped = skipped
         if len(skipped) == len(files):
             raise ValueError(
@@ -206,7 +152,16 @@ class StdlibCorpus(FileCorpus):
     name: ClassVar[str] = "stdlib"
     # tables of code points, generated help texts and test data teach a model no Python
     LEFT_OUT: ClassVar[frozenset[str]] = frozenset(
-        "test tests idle_test encodings pydoc_data site-packages dist-packages __pycache__".split()
+        (
+            "test",
+            "tests",
+            "idle_test",
+            "encodings",
+            "pydoc_data",
+            "site-packages",
+            "dist-packages",
+            "__pycache__",
+        )
     )
 
     def _find(self) -> dict[str, Path]:

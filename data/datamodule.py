@@ -32,8 +32,8 @@ class Cursor:
 class TrainStream(IterableDataset):
     """Endless micro-batches: row b of micro-step m on rank r of R is sample consumed + (m * R + r) * B + b.
 
-    `consumed` is read when an iterator is made. Worker w of W makes micro-steps w, w + W, ..., and the DataLoader takes
-    from its workers in turn: the order is that of no workers at all.
+    `consumed` is read when an iterator is made. Worker w of W makes micro-steps w, w + W, ..., and the
+    DataLoader takes from its workers in turn: the order is that of no workers at all.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class TrainStream(IterableDataset):
 
 
 class ValBatches(IterableDataset):
-    """Rank r of R reads windows r, r + R, ...; all ranks make as many batches, the last filled with ignored windows.
+    """Rank r of R reads windows r, r + R, ...; all make as many batches, filled up with ignored windows.
 
-    Iterable although it has a length: Lightning would give a map-style dataset a second, distributed, sampler.
+    Iterable although it has a length: to a map-style dataset Lightning would add a distributed sampler.
     """
 
     def __init__(self, windows: ValWindows, batch_size: int, rank: int, world_size: int) -> None:
@@ -78,18 +78,25 @@ def _tensors(windows: Windows, indices: np.ndarray) -> Batch:
 class TokenDataModule(lightning.LightningDataModule):
     """Prepares a corpus once and serves windows of it.
 
-    corpus: one of data.corpora or data.hub. tokenizer: {"kind": ..., options}; not used by synthetic data.
-    seq_len: tokens a window. batch_size: rows of a micro-batch on each rank; eval_batch_size: the same for validation.
-    seed: names the order of the windows. document_mask: batches hold `segments` (see `data.tokens.Windows`).
-    max_val_tokens: validation reads at most about this many. pin_memory: None pins where there is a GPU.
-    prepare_workers: processes that tokenise. verify: hash large token files too when they are opened.
+    corpus: one of data.corpora or data.hub.
+    tokenizer: {"kind": ..., options}, see `data.tokenizers.DEFAULTS`; not used by synthetic data.
+    seq_len: tokens a window.
+    batch_size: rows of a micro-batch on each rank; eval_batch_size: the same for validation.
+    seed: names the order of the windows.
+    document_mask: batches hold `segments`, see `data.tokens.Windows`.
+    max_val_tokens: validation reads at most about this many.
+    pin_memory: None pins where there is a GPU.
+    prepare_workers: processes that tokenise; None: one per core.
+    verify: hash large token files too when they are opened.
 
-    After `setup`: vocab_size, tokenizer (None for synthetic), train_tokens and val_tokens (counts), meta, fingerprint (a
-    hash of the tokens themselves). `consumed`, in samples over all ranks, is where the next `iter` of the training loader
-    starts; whoever trains advances it by world_size * batch_size after each micro-batch. It is the state that is saved.
+    After `setup`: vocab_size, tokenizer (None for synthetic), train_tokens and val_tokens (counts), meta, and
+    fingerprint, a hash of the tokens themselves. `consumed`, in samples over all ranks, is where the next
+    `iter` of the training loader starts; whoever trains advances it by world_size * batch_size after each
+    micro-batch. It is the state that is saved.
 
-    Batches: {"input_ids": (B, T) int64, "targets": (B, T) int64, -1 to be ignored[, "segments": (B, T) int32]}. A
-    validation batch can hold no target at all, so sum the loss and divide by the count of targets over all batches.
+    Batches: {"input_ids": (B, T) int64, "targets": (B, T) int64, -1 where ignored} and, with document_mask,
+    "segments": (B, T) int32. A validation batch can hold no target at all: sum the losses, and divide by the
+    number of targets of all batches.
     """
 
     def __init__(
@@ -178,7 +185,7 @@ class TokenDataModule(lightning.LightningDataModule):
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     def _loader(self, dataset: IterableDataset, num_workers: int) -> DataLoader:
-        # a generator of its own: without one, every iter() draws from torch's global generator and so moves it
+        # a generator of its own: without one, every iter() draws from torch's global generator
         generator = torch.Generator().manual_seed(self.seed % 2**63)
         return DataLoader(
             dataset, batch_size=None, num_workers=num_workers, pin_memory=self.pin_memory, generator=generator
@@ -197,7 +204,7 @@ class TokenDataModule(lightning.LightningDataModule):
         return {"consumed": self.consumed, **self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues behind the samples consumed. ValueError where the data or its order is not that of the checkpoint."""
+        """Continues behind the samples consumed. ValueError where the data or its order is another."""
         self._restored = dict(state_dict)
         self.consumed = state_dict["consumed"]
         if self._files is not None:
@@ -213,8 +220,8 @@ class TokenDataModule(lightning.LightningDataModule):
             if state[name] != here:
                 what = "the tokens of the data (their fingerprint)" if name == "fingerprint" else f"{name}"
                 raise ValueError(
-                    f"the checkpoint was trained with another {what}: {state[name]} there, {here} here. Continue with the same "
-                    "data settings, or start a new run"
+                    f"the checkpoint was trained with another {what}: {state[name]} there, {here} here. "
+                    "Continue with the same data settings, or start a new run"
                 )
 
 
@@ -227,7 +234,7 @@ def text_datamodule(
     on_bad_encoding: str = "refuse",
     **options: Any,
 ) -> TokenDataModule:
-    """A `TokenDataModule` over the user's own text: `path` and its kin at the top, where a command line reaches them."""
+    """A `TokenDataModule` over the user's own text, its options where a command line reaches them."""
     corpus = TextCorpus(
         path=path, pattern=pattern, val_fraction=val_fraction, on_bad_encoding=on_bad_encoding
     )

@@ -1,4 +1,4 @@
-"""What comes over the network: Hugging Face datasets, and GPT-2's vocabulary. Without it, an answer within seconds."""
+"""What comes over the network: Hugging Face datasets and GPT-2's vocabulary. Without it: a quick answer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,11 @@ def _reach(url: str) -> str | None:
 class HubCorpus(Corpus):
     """A text dataset of the Hugging Face Hub, streamed: nothing but the tokens stays on disk.
 
-    dataset, config, revision, column: as `datasets.load_dataset` names them. train, val: splits of the dataset; without
-    `val`, about `val_fraction` of the documents of `train`, chosen by a hash of their text.
-    max_documents: at most so many documents of each of these splits. max_tokens: stop after about so many training tokens,
-    at the end of a shard. joined: the documents are cuts through one text, so nothing separates them.
+    dataset, config, revision, column: as `datasets.load_dataset` names them.
+    train, val: splits of the dataset; without `val`, about `val_fraction` of the documents of `train`, chosen
+    by a hash of their text.
+    max_documents: at most so many documents of each of these splits.
+    max_tokens: stop after about so many training tokens, at the end of a shard.
 
     A preparation that was interrupted reads the stream anew but tokenises only what is missing.
     """
@@ -65,7 +67,6 @@ class HubCorpus(Corpus):
     val_fraction: float = 0.005
     max_documents: int | None = None
     max_tokens: int | None = None
-    joined: bool = False
     skipped: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,23 +95,9 @@ class HubCorpus(Corpus):
     def pieces(self) -> Iterator[Piece]:
         # validation first: `max_tokens` ends the training split early
         for split in (*self.val, *self.train):
-            texts = self._texts(split)
-            count = 0
-            held: Piece | None = (
-                None  # the last document of a joined text is known only when the next does not come
-            )
-            for text in texts:
-                if not text:
-                    continue
-                if held:
-                    yield held
-                held = Piece(f"{split}:{count}", self._side(split, text), text, ends=not self.joined)
-                count += 1
-                if count == self.max_documents:
-                    break
-            if held:
-                last = split in ((self.val or [None])[-1], self.train[-1])
-                yield Piece(held.document, held.split, held.text, ends=held.ends or last)
+            for index, text in enumerate(islice(self._texts(split), self.max_documents)):
+                if text:
+                    yield Piece(f"{split}:{index}", self._side(split, text), text, ends=True)
 
     def _side(self, split: str, text: str) -> str:
         if self.val:
@@ -122,14 +109,11 @@ class HubCorpus(Corpus):
         try:
             for row in _stream(self.dataset, self.config, self.revision, split):
                 yield row[self.column]
-        except KeyError as error:
-            raise ValueError(
-                f"{self.dataset} has no column {self.column!r}: set data.corpus.column"
-            ) from error
         except Exception as error:  # datasets raises whatever its transport raises
             raise ValueError(
-                f"reading {self.dataset} ({split}) from the Hugging Face Hub failed: {type(error).__name__}: {error}. Run again to "
-                f"continue (finished shards are kept), or work offline: {OFFLINE_CHOICES}"
+                f"reading {self.column!r} of {self.dataset} ({split}) from the Hugging Face Hub failed: "
+                f"{type(error).__name__}: {error}. Run again to continue (finished shards are kept), or work "
+                f"offline: {OFFLINE_CHOICES}"
             ) from error
 
     def _check_network(self) -> None:
@@ -142,8 +126,8 @@ class HubCorpus(Corpus):
         reason = f"{offline[0]} is set" if offline else _reach(endpoint)
         if reason:
             raise ValueError(
-                f"data={self.name} is streamed from the Hugging Face Hub, and {endpoint} cannot be reached ({reason}). "
-                f"Connect this machine, or work offline: {OFFLINE_CHOICES}"
+                f"data={self.name} is streamed from the Hugging Face Hub, and {endpoint} cannot be reached "
+                f"({reason}). Connect this machine, or work offline: {OFFLINE_CHOICES}"
             )
 
 
@@ -174,6 +158,7 @@ def load_gpt2_encoding() -> Any:
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise ValueError(
-        f"the gpt2 tokenizer needs a one-time download of 1.5 MB, which failed ({reason}). Connect this machine, or set "
-        "TIKTOKEN_CACHE_DIR to a folder that has the files, or work offline with data.tokenizer.kind=bpe, byte or char"
+        f"the gpt2 tokenizer needs a one-time download of 1.5 MB, which failed ({reason}). Connect this "
+        "machine, or set TIKTOKEN_CACHE_DIR to a folder that has the files, or work offline with "
+        "data.tokenizer.kind=bpe, byte or char"
     )

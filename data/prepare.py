@@ -1,8 +1,8 @@
 """Text to token files, once: `prepare` writes a folder that `data.tokens` maps into memory.
 
-Long corpora are cut into chunks that a pool of processes tokenises into shards; the shards are then joined. Every file
-gets its name only when it is whole, `meta.json` last of all, so that a kill at any moment leaves either a prepared folder
-or one to be continued, and never one that merely looks prepared.
+Long corpora are cut into chunks that a pool of processes tokenises into shards; the shards are then joined.
+Every file gets its name only when it is whole, `meta.json` last of all, so that a kill at any moment leaves
+either a prepared folder or one to be continued, and never one that merely looks prepared.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def prepare(
     workers: int | None = None,
     quiet: bool = False,
 ) -> Path:
-    """The folder with `train.bin`, `val.bin`, their `.docs.bin` and `meta.json`; made now unless it is there already.
+    """The folder with the token files and `meta.json`; made now unless it is there already.
 
-    workers: processes that tokenise, one per available core by default; 1 works in this process. ValueError for bad input, a
-    damaged folder and a full disk. A second process that asks for the same waits for the first.
+    workers: processes that tokenise, by default up to one per core; 1: this one. A second process
+    that asks for the same waits for the first. ValueError for bad input, a damaged folder and a full disk.
     """
     folder, identity = folder_of(corpus, tokenizer, data_dir)
     if (folder / "meta.json").exists():
@@ -78,8 +78,8 @@ def prepare(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(
-            f"the disk is full: {folder} could not be written ({error.strerror}). Free some space, or choose another place with "
-            "data.data_dir=<folder>, and run again: finished shards are kept and reused"
+            f"the disk is full: {folder} could not be written ({error.strerror}). Free some space, or choose "
+            "another place with data.data_dir=<folder>, and run again: finished shards are kept and reused"
         ) from error
     load_meta(folder, verify=True)
     return folder
@@ -102,8 +102,8 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
         for split, facts in splits.items():
             if facts["tokens"] < 2:
                 raise ValueError(
-                    f"the {split} split of {corpus.name} has {facts['tokens']} tokens and needs 2 or more: give more text, or "
-                    "raise max_documents or val_fraction"
+                    f"the {split} split of {corpus.name} has {facts['tokens']} tokens and needs 2 or more: "
+                    "give more text, or raise max_documents or val_fraction"
                 )
         names = [name for shard in done for name in shard["val_documents"]]
         listed = sum(facts["documents"] for facts in splits.values()) <= NAMES_LISTED
@@ -127,7 +127,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
 
 
 def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
-    """Made once and kept beside the shards: those of a continued preparation have to come from the same one."""
+    """Made once and kept beside the shards: all shards have to come from the same one."""
     saved = folder / "tokenizer.json"
     if saved.exists():
         return tokenizer_from_dict(json.loads(saved.read_bytes()))
@@ -143,7 +143,7 @@ def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
 
 
 def _sample(corpus: Corpus, sample_mb: float) -> Iterator[str]:
-    """At most about `sample_mb` of training text, spread over the corpus where its size is known, else its beginning."""
+    """At most about `sample_mb` of training text, spread over a corpus of known size, else its beginning."""
     left = int(sample_mb * 1e6)
     share = left / max(corpus.size() or 1, 1)
     for i, piece in enumerate(corpus.pieces()):
@@ -155,7 +155,7 @@ def _sample(corpus: Corpus, sample_mb: float) -> Iterator[str]:
 
 
 def _chunks(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Consecutive pieces, about 1 million characters at first and 8 million later: a function of the corpus alone."""
+    """Consecutive pieces, a million characters at first and 8 later: a function of the corpus alone."""
     chunk, chars, n = [], 0, 0
     for piece in pieces:
         chunk.append(piece)
@@ -170,7 +170,7 @@ def _chunks(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 def _tokenise(
     corpus: Corpus, tokenizer: Tokenizer, dtype: str, shards: Path, workers: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Every chunk as a finished shard; the facts of each in order. Shards that a former run finished are reused."""
+    """The facts of each chunk's shard, in order; a shard that a former run finished is reused."""
     done: list[dict[str, Any]] = []
     pending: deque[Future | dict[str, Any]] = deque()
     train_tokens = 0
@@ -199,8 +199,8 @@ def _tokenise(
                 collect()
         except BrokenProcessPool as error:
             raise ValueError(
-                "a process that tokenises was killed, most likely for want of memory: run again (finished shards are kept), with "
-                "fewer of them by data.prepare_workers=1"
+                "a process that tokenises was killed, most likely for want of memory: run again (finished "
+                "shards are kept), with fewer of them by data.prepare_workers=1"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -236,7 +236,7 @@ def _start_worker(tokenizer: dict[str, Any], dtype: str) -> None:
 
 
 def _make_shard(chunk: list[Piece], stem: Path) -> dict[str, Any]:
-    """Writes <stem>.<split>.bin and .docs.bin (ends of documents within the shard) and last <stem>.json, the facts."""
+    """Writes <stem>.<split>.bin and .docs.bin (ends within the shard) and last <stem>.json, the facts."""
     tokenizer, dtype = _worker["tokenizer"], _worker["dtype"]
     facts: dict[str, Any] = {"tokens": {}, "bytes": {}, "val_documents": []}
     for split in SPLITS:

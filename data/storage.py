@@ -55,7 +55,7 @@ def locked(folder: Path, quiet: bool = False) -> Iterator[None]:
 
 
 def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
-    """The folder's meta.json, its files checked: sizes always, sha256 of small ones always and of all with `verify`.
+    """The folder's meta.json, its files checked: sizes, and the sha256 of small ones, of all with `verify`.
 
     ValueError names the file that is missing, cut short or altered, and what to do.
     """
@@ -90,7 +90,7 @@ def file_sha256(path: Path) -> str:
 
 
 class Progress:
-    """A bar with rate and estimate on a terminal; elsewhere one line at the end. `total` in bytes, or None."""
+    """A bar with rate and estimate on a terminal, and one line at the end. `total` in bytes, or None."""
 
     def __init__(self, title: str, total: int | None, quiet: bool = False) -> None:
         self.title, self.total, self.quiet = title, total, quiet

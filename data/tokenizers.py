@@ -74,8 +74,8 @@ class CharTokenizer(Tokenizer):
             unknown = sorted({chr(code) for code in codes[~known]})
             shown = ", ".join(repr(char) for char in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
             raise ValueError(
-                f"the char tokenizer does not know {shown}: it has only the {self.vocab_size} characters of its corpus. "
-                "Leave them out, or train with data.tokenizer.kind=byte or bpe"
+                f"the char tokenizer does not know {shown}: it has only the {self.vocab_size} characters of "
+                "its corpus. Leave them out, or train with data.tokenizer.kind=byte or bpe"
             )
         return ids
 
@@ -157,9 +157,10 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
-    """The options that matter for this kind, with defaults filled in: what identifies a tokenizer beside its corpus.
+    """The options that matter for this kind, with defaults: what identifies a tokenizer beside its corpus.
 
-    Options of another kind are dropped (an override of `kind` alone leaves them behind); unknown ones are refused.
+    Options of another kind are dropped (an override of `kind` alone leaves them behind); unknown ones are
+    refused.
     """
     spec = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = spec.pop("kind", None)
@@ -172,8 +173,8 @@ def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
     chosen = {"kind": kind} | {key: spec.get(key, value) for key, value in DEFAULTS[kind].items()}
     if kind == "bpe" and not 258 <= chosen["vocab_size"] <= 1 << 20:
         raise ValueError(
-            f"data.tokenizer.vocab_size is {chosen['vocab_size']}; bpe needs at least 258 (256 bytes, a merge, end of text) "
-            "and at most 1048576"
+            f"data.tokenizer.vocab_size is {chosen['vocab_size']}; bpe needs at least 258 (256 bytes, a "
+            "merge, end of text) and at most 1048576"
         )
     if kind == "bpe" and not chosen["sample_mb"] > 0:
         raise ValueError(f"data.tokenizer.sample_mb is {chosen['sample_mb']}; it has to be above 0")

@@ -1,8 +1,9 @@
 """Token files and the windows read from them.
 
 Window i of the training data is a pure function of (seed, i): no state, no shuffle buffer, no memory in the
-size of the corpus. Epoch e = i // n_windows visits every window once, in an order that a small Feistel network keyed by
-(seed, e) gives, and shifts all window boundaries by a phase of its own, so that no token is always at the same position.
+size of the corpus. Epoch e = i // n_windows visits every window once, in an order that a small Feistel
+network keyed by (seed, e) gives, and shifts all window boundaries by a phase of its own, so that no token is
+always at the same position.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ _ROUNDS = 6
 
 class TokenFile:
     """Tokens in a memory-mapped file, opened at first use and again in every process.
-
-    path: plain little-endian `dtype` tokens. documents: int64 offsets, one past the last token of each document.
+    path: plain little-endian `dtype` tokens. documents: int64 offsets, one past each document's last token.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def permute(positions: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """Where `positions` of range(n) go under the pseudo-random permutation that each key names. All uint64, (B,).
+    """Where `positions` of range(n) go under the permutation that each key names; all (B,) uint64.
 
-    A Feistel network permutes the next power of two; what lands outside range(n) walks on along its cycle until it is
-    inside, which keeps it a bijection. At most half the domain is outside: two steps on average.
+    A Feistel network permutes the next power of two; what lands outside range(n) walks on along its cycle
+    until it is inside, which keeps it a bijection. At most half the domain is outside: two steps on average.
     """
     bits = max(2, (n - 1).bit_length())
     low = np.uint64(bits // 2)
@@ -95,9 +95,9 @@ def permute(positions: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
 class Windows:
     """Reads windows of T = seq_len tokens.
 
-    document_mask: batches also hold `segments` (B, T) int32, the documents numbered 0, 1, 2... within each window, and
-    the first token of a document is nobody's target: its predecessor sees another document. The end-of-text token
-    before it stays a target.
+    document_mask: batches also hold `segments` (B, T) int32, the documents numbered 0, 1, 2... within each
+    window, and the first token of a document is nobody's target: its predecessor sees another document. The
+    end-of-text token before it stays a target.
     """
 
     def __init__(self, file: TokenFile, seq_len: int, document_mask: bool = False) -> None:
@@ -108,7 +108,7 @@ class Windows:
         raise NotImplementedError
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """input_ids and targets, (B, T) int64, targets one token on; segments (B, T) int32 where asked for."""
+        """input_ids and targets, (B, T) int64, targets one token on; segments (B, T) int32 if asked for."""
         starts, T, tokens = self.starts(np.asarray(indices, dtype=np.int64)), self.seq_len, self.file.tokens
         x = np.zeros((len(starts), T), dtype=np.int64)
         y = np.full((len(starts), T), IGNORE, dtype=np.int64)
@@ -142,8 +142,8 @@ class TrainWindows(Windows):
         n = len(file)
         if n < seq_len + 1:
             raise ValueError(
-                f"the training split has {n} tokens, and one window of seq_len={seq_len} needs {seq_len + 1}: set seq_len to "
-                f"at most {max(n - 1, 1)}, or give more text"
+                f"the training split has {n} tokens, and one window of seq_len={seq_len} needs "
+                f"{seq_len + 1}: set seq_len to at most {max(n - 1, 1)}, or give more text"
             )
         self.n_windows = max(1, (n - seq_len) // seq_len)  # as many as fit at every phase
         self.n_phases = min(seq_len, n - self.n_windows * seq_len)
