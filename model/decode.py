@@ -115,7 +115,7 @@ def decode_step(model: GPT, cache: KVCache, rows: Rows) -> None:
 
 @functools.cache
 def compiled_decode_step() -> Callable[[GPT, KVCache, Rows], None]:
-    # The option also turns products with one row (those of decoding attention; at batch 1 those with the weights)
+    # The option turns products with one row (those of decoding attention; at batch 1 some with weights)
     # into reductions that fuse with what is around them, as in gpt-fast.
     options = {"coordinate_descent_tuning": True}
     return torch.compile(decode_step, fullgraph=True, dynamic=False, options=options)

@@ -218,7 +218,7 @@ def generate(
 
 
 def advance(model: GPT, rows: Rows, decoder: Decoder | None, lengths: list[int], step: int) -> None:
-    """One token more for every row. The prompts had `lengths` tokens: the host knows all others by counting."""
+    """One token more for every row; the prompts had `lengths` tokens, and the host counts on from there."""
     seq_len = model.config.seq_len
     ends = [n + step for n in lengths]
     starts = [window_start(n, seq_len) for n in ends]

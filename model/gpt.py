@@ -257,7 +257,11 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
         # Neither table is a weight: they follow from the config, and stay out of checkpoints.
-        rope = rope_table(config.seq_len, config.head_dim, config.rope_base) if config.position == "rope" else None
+        rope = (
+            rope_table(config.seq_len, config.head_dim, config.rope_base)
+            if config.position == "rope"
+            else None
+        )
         self.register_buffer("rope", rope, persistent=False)
         slopes = alibi_slopes(config.n_head) if config.position == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
@@ -339,4 +343,3 @@ class GPT(nn.Module):
         """Compute with another implementation from now on: no weight depends on the choice."""
         for block in self.transformer.h:
             block.attn.attention = attention
-

@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from attention.base import Attention
 from model.gpt import GPT, IGNORE
 
 Schedule = Callable[[int, int], float]
@@ -67,6 +68,7 @@ class LitGPT(L.LightningModule):
     optimizer: parameter groups -> optimiser; an AdamW with `fused=True`, whose kernel clips and skips on the device
     schedule: (step, max_steps) -> factor of the learning rate
     accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
+    decode_attention: the implementation that samples with a KV cache (None: the one that trains)
     travel: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
     """
 
@@ -80,6 +82,7 @@ class LitGPT(L.LightningModule):
         accumulate: int = 1,
         grad_clip: float | None = 1.0,
         compile: bool = False,
+        decode_attention: Attention | None = None,
         travel: dict[str, Any] | None = None,
     ):
         super().__init__()
@@ -91,9 +94,12 @@ class LitGPT(L.LightningModule):
         self.accumulate = accumulate
         self.grad_clip = grad_clip
         self.compile_net = compile
+        self.decode_attention = decode_attention
         self.travel = travel or {}
         self.late = LateScalars()
-        self.stop_requested = False  # set by a signal; travels with the step's scalars, so that all ranks agree
+        self.stop_requested = (
+            False  # set by a signal; travels with the step's scalars, so that all ranks agree
+        )
         self.val_sums: Tensor | None = None
 
     def configure_model(self) -> None:
@@ -118,7 +124,17 @@ class LitGPT(L.LightningModule):
             {"params": [p for p in params if p.dim() >= 2]},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        return self.make_optimizer([group for group in groups if group["params"]])
+        optimizer = self.make_optimizer([group for group in groups if group["params"]])
+        keys = ("lr", "betas", "eps", "weight_decay")
+        self.settings = [
+            {key: group[key] for key in keys if key in group} for group in optimizer.param_groups
+        ]
+        return optimizer
+
+    def on_train_start(self) -> None:
+        """A restored optimiser brings the settings it was saved with; the config of this run is what counts."""
+        for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
+            group.update(settings)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         step, world = self.global_step, self.trainer.world_size
@@ -136,7 +152,7 @@ class LitGPT(L.LightningModule):
                 self.manual_backward(loss)
             total += loss.detach()
         norm = self._update(self.schedule(step, self.trainer.max_steps))
-        scalars = torch.stack((total, norm, (~norm.isfinite()).float(), total.new_tensor(0.0)))
+        scalars = torch.stack((total, norm, (~norm.isfinite()).float(), torch.zeros_like(total)))
         if self.stop_requested:
             scalars[3] = 1.0
         if world > 1:
@@ -165,8 +181,8 @@ class LitGPT(L.LightningModule):
         `found_inf` is set, its step counters included: clipping costs no pass of its own, and an update with a
         non-finite gradient is skipped without the host knowing."""
         optimizer = self.optimizers()
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("base_lr", group["lr"]) * lr_factor
+        for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
+            group["lr"] = settings["lr"] * lr_factor
         grads = [p.grad for p in self.net.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         if hasattr(norm, "full_tensor"):  # FSDP2: a DTensor
@@ -198,7 +214,8 @@ class LitGPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(self.val_sums)
-        self.log("val/loss", (self.val_sums[0] / self.val_sums[1]).float(), rank_zero_only=False)
+        # logged by the Metrics callback: Lightning would log it one step early
+        self.log("val/loss", (self.val_sums[0] / self.val_sums[1]).float(), logger=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["tilegpt"] = dict(self.travel)

@@ -12,7 +12,9 @@ def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def cosine(step: int, max_steps: int, *, warmup_steps: int, min_factor: float, decay_steps: int | None = None) -> float:
+def cosine(
+    step: int, max_steps: int, *, warmup_steps: int, min_factor: float, decay_steps: int | None = None
+) -> float:
     """Linear warm-up, then a half cosine down to `min_factor` at `decay_steps` (None: the end of training)."""
     end = max_steps if decay_steps is None else decay_steps
     if step < warmup_steps:

@@ -1,0 +1,102 @@
+"""From a command line, or from a checkpoint and a command line, to a config; shared by train.py and the scripts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+
+CONF = Path(__file__).parent
+
+
+def user_errors(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+    """A user's mistake ends as one message and exit code 1; HYDRA_FULL_ERROR=1 shows the stack."""
+
+    @functools.wraps(main)
+    def wrapped(cfg: DictConfig) -> Any:
+        try:
+            return main(cfg)
+        except (ValueError, OSError, InstantiationException) as error:
+            if isinstance(error, InstantiationException):  # Hydra's wrapping of what a constructor said
+                if not isinstance(error.__cause__, ValueError | OSError):
+                    raise
+                error = error.__cause__
+            if os.environ.get("HYDRA_FULL_ERROR"):
+                raise
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+
+    return wrapped
+
+
+def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
+    """The chosen file of each of our groups, Hydra's own left out."""
+    return {group: choice for group, choice in hydra_choices.items() if not group.startswith("hydra")}
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values for a checkpoint, interpolations kept, every `_target_` left out: what code runs is
+    decided by the yaml of that name in this repository, never by a file."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: strip(v) for k, v in value.items() if k not in ("_target_", "_partial_", "_convert_")}
+        return [strip(v) for v in value] if isinstance(value, list) else value
+
+    return strip(OmegaConf.to_container(cfg, resolve=False))
+
+
+def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
+    """The config of a saved run, `{"choices": ..., "config": ...}`, with command-line overrides on top.
+
+    Groups named on the command line are taken from there; all others are composed by their saved names, then given
+    their saved values."""
+    from hydra import compose
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    groups = {p.key_or_group for p in parsed if (CONF / p.key_or_group).is_dir()}
+    values = [p for p in parsed if p.key_or_group not in groups]
+    saved_choices = [
+        f"{group}={'null' if choice is None else choice}"
+        for group, choice in saved["choices"].items()
+        if group not in groups and group != "experiment"
+    ]
+    chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
+    cfg = compose("config", overrides=[*saved_choices, *chosen])
+    keep = {key: value for key, value in saved["config"].items() if key not in groups}
+    OmegaConf.set_struct(cfg, False)
+    cfg = OmegaConf.merge(cfg, keep)
+    for p in values:
+        if p.is_delete():
+            raise ValueError(
+                f"{p.input_line} cannot be applied to a saved run; start a new one to leave a key out."
+            )
+        if not p.is_add() and OmegaConf.select(cfg, p.key_or_group, default=...) is ...:
+            raise ValueError(f"There is no key {p.key_or_group} in the config of that run.")
+        OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
+    OmegaConf.set_struct(cfg, True)
+    return cfg
+
+
+def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
+    """The `Attention` that the config chooses, or another one by its name in conf/attention."""
+    from hydra.utils import instantiate
+
+    node = cfg.attention
+    if name is not None and name != node.name:
+        path = CONF / "attention" / f"{name}.yaml"
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+            raise ValueError(f"There is no attention '{name}'. Choose one of {known}.")
+        node = OmegaConf.load(path)
+    return instantiate({key: value for key, value in node.items() if key != "decode"})

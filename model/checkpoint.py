@@ -1,0 +1,218 @@
+"""Checkpoints that are whole or absent: written beside their place, flushed, renamed; checked byte by byte when read.
+
+A checkpoint is one file, `runs/<run>/checkpoints/step-00000500.ckpt`: a zip archive of torch's own, whose CRCs catch
+truncation and bit rot, read with `weights_only=True`. What makes it ours is the key "tilegpt".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+RUNS = Path("runs")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, or could not be written; the message says what to do."""
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write atomically. On a full disk the half-written file goes, and what was there before stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the rename itself must survive a power cut
+        finally:
+            os.close(directory)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise CheckpointError(
+            f"{path} could not be written: {error}. Checkpoints written before are untouched: free some space, "
+            "then continue with ckpt=last."
+        ) from error
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def link(path: Path, name: Path) -> None:
+    """Make `name` another name of the file at `path`, atomically: a copy of gigabytes that costs nothing."""
+    partial = name.with_name(f"{name.name}.{os.getpid()}.partial")
+    try:
+        os.link(path, partial)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, partial)
+    os.replace(partial, name)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Verify and load to the CPU; CheckpointError on a truncated, damaged or foreign file."""
+    verify(path)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read safely (weights_only): {error}") from error
+    if not isinstance(checkpoint, dict) or "tilegpt" not in checkpoint:
+        raise CheckpointError(
+            f"{path} is no checkpoint of this project: it has no 'tilegpt' entry. Give ckpt= a file or a run that "
+            "train.py wrote."
+        )
+    return checkpoint
+
+
+def verify(path: Path) -> None:
+    """Read every byte against its CRC; CheckpointError where the file is missing, truncated or damaged."""
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise CheckpointError(f"{path} is truncated or no checkpoint ({error}). {_remedy(path)}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong. {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    others = [other.name for other in checkpoints_of(path.parent) if other != path]
+    if others:
+        return f"Beside it: {', '.join(others)}; ckpt=last takes the newest that is whole."
+    return "There is no other in its folder."
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """The step checkpoints of a folder, newest step first."""
+    return sorted(folder.glob("step-*.ckpt"), reverse=True)
+
+
+def resolve(ckpt: str, runs: Path = RUNS) -> Path:
+    """The file meant by `ckpt`: a path; a run's name (its newest whole checkpoint); `<run>/best`; `last` (the newest
+    whole checkpoint of the newest run that has one)."""
+    if Path(ckpt).is_file():
+        return Path(ckpt)
+    names = sorted(
+        (folder for folder in runs.glob("*") if (folder / "checkpoints").is_dir()),
+        key=lambda folder: folder.stat().st_mtime_ns,
+        reverse=True,
+    )
+    if ckpt == "last":
+        for folder in names:
+            if checkpoints_of(folder / "checkpoints"):
+                return _newest_whole(folder)
+        raise CheckpointError(
+            f"ckpt=last: no run under {runs}/ has a checkpoint yet. Train first: python train.py"
+        )
+    name, _, which = ckpt.removeprefix(f"{runs}/").rstrip("/").partition("/")
+    folder = runs / name
+    if which == "best":
+        best = folder / "checkpoints" / "best.ckpt"
+        verify(best)
+        return best
+    if which or folder not in names:
+        have = ", ".join(f.name for f in names[:5]) or "none"
+        raise CheckpointError(
+            f"ckpt={ckpt} is neither a file nor a run under {runs}/ with checkpoints. Runs, newest first: {have}."
+        )
+    return _newest_whole(folder)
+
+
+def _newest_whole(run: Path) -> Path:
+    """The newest checkpoint of a run that verifies, saying which were passed over."""
+    found = checkpoints_of(run / "checkpoints")
+    for path in found:
+        try:
+            verify(path)
+        except CheckpointError as error:
+            print(f"Passing over a bad checkpoint: {error}")
+            continue
+        return path
+    raise CheckpointError(
+        f"No checkpoint of {run} is whole; {len(found)} were tried. Start anew or give another ckpt=."
+    )
+
+
+class VerifiedCheckpointIO(CheckpointIO):
+    """Lightning's way to the two functions above."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_checkpoint(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return read_checkpoint(Path(path))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """FSDP2 over all ranks, full checkpoints in one verified file: Lightning's own loader for this strategy goes past
+    `CheckpointIO`, so loading is done here, from the same file format as on one device."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(save_distributed_checkpoint=False, tensor_parallel_size=1, **kwargs)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        path = Path(self.broadcast(str(checkpoint_path)))
+        checkpoint = read_checkpoint(path)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
+        if self.optimizers:
+            state = _rekeyed(checkpoint["optimizer_states"][0], self._names(self.optimizers[0]))
+            set_optimizer_state_dict(self.model, self.optimizers[0], state, options=options)
+        return checkpoint
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The full state on the CPU, numbered as on one device, so that a checkpoint moves between the two."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(self.model, optimizer, options=options)
+        if not state:  # every rank but the first
+            return {}
+        return _rekeyed(state, {name: i for i, name in self._names(optimizer).items()})
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+        """Number of a parameter in the optimiser -> its name."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {i: names[id(parameter)] for i, parameter in enumerate(ordered)}
+
+
+def _rekeyed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
+    """An optimiser state with its parameters called otherwise."""
+    return {
+        "state": {keys[key]: value for key, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]
+        ],
+    }

@@ -1,0 +1,138 @@
+"""Where metrics go: a CSV file that survives a resume, Weights & Biases that works without an account or a network."""
+
+from __future__ import annotations
+
+import csv
+import os
+import socket
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class MetricsCSV(Logger):
+    """`metrics.csv` with a row per logged step, flushed as it is written.
+
+    Lightning's CSVLogger deletes the file when it reopens a folder; here a resumed run cuts the rows after
+    `resume_step` and goes on. A metric that turns up later gets a column of its own."""
+
+    def __init__(self, path: str, resume_step: int | None = None):
+        super().__init__()
+        self.path = Path(path)
+        self.columns: list[str] = ["step"]
+        self._rewrite(resume_step)
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def _rewrite(self, upto: int | None) -> None:
+        rows: list[dict[str, str]] = []
+        if self.path.exists() and upto is not None:
+            with open(self.path, newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                # a row that a kill cut short has no value in its last columns
+                rows = [
+                    r
+                    for r in reader
+                    if r["step"].isdigit() and int(r["step"]) <= upto and None not in r.values()
+                ]
+                self.columns = list(reader.fieldnames or self.columns)
+        self._write(rows)
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        with open(partial, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(partial, self.path)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        row = {"step": step, **{key: float(value) for key, value in metrics.items() if key != "epoch"}}
+        new = [key for key in row if key not in self.columns]
+        if new:
+            with open(self.path, newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            self.columns += new
+            self._write(rows)
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.columns, restval="").writerow(row)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """The run's config.yaml holds them."""
+
+
+def csv_logger(run_dir: str, config: dict[str, Any], resume_step: int | None = None) -> Logger:
+    return MetricsCSV(f"{run_dir}/metrics.csv", resume_step)
+
+
+def tensorboard_logger(run_dir: str, config: dict[str, Any], resume_step: int | None = None) -> Logger:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(run_dir, name="tensorboard", version="")
+
+
+def wandb_logger(
+    run_dir: str,
+    config: dict[str, Any],
+    resume_step: int | None = None,
+    *,
+    project: str = "tilegpt",
+    entity: str | None = None,
+    offline: bool | None = None,
+    group: str | None = None,
+    tags: list[str] | None = None,
+) -> Logger:
+    """Weights & Biases, config and all. offline=None: offline where there is no key or the server cannot be reached,
+    saying how to upload the run later. A key that is not one raises ValueError before anything trains."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    if offline is None:
+        why = _why_offline()
+        offline = why is not None
+        if why:
+            print(f"W&B logs offline: {why}. Upload later with: wandb sync {run_dir}/wandb/offline-run-*")
+    name = Path(run_dir).name
+    import wandb
+
+    try:
+        logger = WandbLogger(
+            project=project, entity=entity, name=name, id=name, resume="allow", group=group, tags=tags,
+            save_dir=run_dir, offline=offline, config=config,
+        )  # fmt: skip
+        logger.experiment  # noqa: B018  starts the run now, so that a wrong key is found before training
+    except (wandb.errors.Error, ValueError) as error:
+        raise ValueError(
+            f"W&B refused to start: {error}. Check the key (wandb login), log offline (logger.offline=true), or log to "
+            "a file (logger=csv)."
+        ) from error
+    return logger
+
+
+def _why_offline() -> str | None:
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return f"WANDB_MODE is {os.environ['WANDB_MODE']}"
+    from wandb.util import app_url  # noqa: F401  only to fail early where wandb is broken
+    import wandb
+
+    if not wandb.api.api_key:
+        return "there is no API key (wandb login)"
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+    name, _, port = host.partition(":")
+    try:
+        socket.create_connection((name, int(port or 443)), timeout=3).close()
+    except OSError:
+        return f"{host} cannot be reached"
+    return None
