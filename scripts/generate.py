@@ -1,0 +1,286 @@
+"""Text from a trained run, as it comes:
+
+    python scripts/generate.py ckpt=last prompt="def main" max_new_tokens=200 temperature=0.8 top_k=50 seed=1
+
+Keys are those of conf/generate.yaml; every other override goes to the run's config, as in train.py:
+attention=tiled computes with another implementation, attention.decode=naive decodes with one. The text goes
+to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for `python scripts/generate.py` in a checkout that is not installed
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention.base import Attention
+    from model.gpt import GPT
+
+CONFIG = ROOT / "conf" / "generate.yaml"
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("ckpt", "prompt", "prompt_file", "device", "precision"), str),
+    **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
+    **dict.fromkeys(("temperature", "top_p"), float),
+    **dict.fromkeys(("kv_cache", "compile"), bool),
+    "stop": list,
+}
+
+
+def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of conf/generate.yaml with the command line's, and the overrides left for the run."""
+    import yaml
+
+    options, rest = yaml.safe_load(CONFIG.read_text()), []
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if key not in KINDS:
+            rest.append(argument)
+        elif not equals:
+            raise ValueError(f"{argument} has no value: write {argument}=...")
+        else:
+            options[key] = convert(key, text)
+    return options, rest
+
+
+def convert(key: str, text: str) -> Any:
+    """The value of a key as typed: strings word for word, all else as YAML."""
+    import yaml
+
+    kind = KINDS[key]
+    if text == "null" and key != "prompt":
+        return [] if kind is list else None
+    if kind is str:
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if kind is list:
+        value = value if isinstance(value, list) else [text]
+        if all(isinstance(item, str) and item for item in value):
+            return value
+        raise ValueError(
+            f'{key}={text}: it needs strings that are not empty, as in stop=\'["\\n\\n", "END"]\'.'
+        )
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        words = {int: "a whole number", float: "a number", bool: "true or false"}
+        raise ValueError(f"{key}={text}: it needs {words[kind]}.")
+    return kind(value)
+
+
+class TextStream:
+    """The text of tokens that come one by one, given out as soon as it is final: never half a UTF-8
+    character, and nothing that may yet begin a stop string, which ends the text and is left out of it."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+        self.decode, self.stops = decode, list(stops)
+        self.tokens: list[int] = []  # those whose last character is still open
+        self.taken = 0  # characters of their text that are in `text`
+        self.text = ""
+        self.given = 0
+        self.stopped = False
+
+    def feed(self, token: int) -> str:
+        """The text that has become final by this token."""
+        self.tokens.append(token)
+        text = self.decode(self.tokens)
+        if text.endswith("\ufffd"):  # bytes that are no character, or not yet: only the last can still change
+            fresh, self.taken = text[self.taken : -1], len(text) - 1
+        else:
+            fresh, self.taken = text[self.taken :], 0
+            self.tokens.clear()
+        return self._take(fresh, hold=True)
+
+    def finish(self) -> str:
+        """The text held back, once nothing more can come."""
+        fresh = self.decode(self.tokens)[self.taken :] if self.tokens else ""
+        self.tokens.clear()
+        return self._take(fresh, hold=False)
+
+    def _take(self, fresh: str, hold: bool) -> str:
+        if self.stopped:
+            return ""
+        longest = max(map(len, self.stops), default=0)
+        begin = max(0, len(self.text) - longest + 1)
+        self.text += fresh
+        found = [at for at in (self.text.find(stop, begin) for stop in self.stops) if at >= 0]
+        end = len(self.text)
+        if found:
+            self.stopped, end = True, min(found)
+            self.text = self.text[:end]
+        elif hold:
+            begun = [n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])]
+            end -= max(begun, default=0)
+        piece = self.text[self.given : end]
+        self.given = max(self.given, end)
+        return piece
+
+
+class Terminal:
+    """Writes rows one after the other: the first unfinished one as it comes, then those behind it."""
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str],
+        eot: int | None,
+    ):
+        self.streams = [TextStream(decode, stops) for _ in prompts]
+        self.waiting = list(prompts)  # per row the text not written yet, the prompt first
+        self.finished = [False] * len(prompts)
+        self.eot = eot
+        self.current = 0
+        self._write()
+
+    def on_token(self, row: int, token: int) -> bool:
+        """Take a token; True when the row's text has come to a stop string."""
+        stream = self.streams[row]
+        if token == self.eot:
+            self.finish(row)
+        else:
+            self.waiting[row] += stream.feed(token)
+            if stream.stopped:
+                self.finish(row)
+        self._write()
+        return stream.stopped
+
+    def finish(self, row: int) -> None:
+        if not self.finished[row]:
+            self.waiting[row] += self.streams[row].finish()
+            self.finished[row] = True
+
+    def close(self) -> None:
+        for row in range(len(self.streams)):
+            self.finish(row)
+        self._write()
+
+    def _write(self) -> None:
+        while self.current < len(self.streams):
+            sys.stdout.write(self.waiting[self.current])
+            self.waiting[self.current] = ""
+            if not self.finished[self.current]:
+                break
+            self.current += 1
+            sys.stdout.write("\n" if self.current == len(self.streams) else "\n" + "-" * 40 + "\n")
+        sys.stdout.flush()
+
+
+def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
+    """Where the model generates, and in which dtype."""
+    import torch
+
+    try:
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except RuntimeError:
+        raise ValueError(f"device={device}: choose auto, cpu, cuda, cuda:1 or mps.") from None
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={device}: PyTorch sees {torch.cuda.device_count()} CUDA devices; device=cpu works."
+        )
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if precision != "auto" and precision not in dtypes:
+        raise ValueError(f"precision={precision}: choose one of auto, {', '.join(dtypes)}.")
+    if precision == "auto":
+        able = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if able else "fp32"
+    return where, dtypes[precision]
+
+
+def decoding_attention(cfg: Any, model: GPT, batch: int, tokens: int) -> Attention:
+    """What decodes: `attention.decode`, else the run's own attention where it can, else auto's choice."""
+    from conf.compose import build_attention
+    from model.calls import attention_call
+
+    own, weight = model.transformer.h[0].attn.attention, model.lm_head.weight
+    if asked := cfg.attention.get("decode"):
+        return build_attention(cfg, asked)
+    call = attention_call(
+        model.config, "decode", batch=batch, tokens=tokens, device=weight.device, dtype=weight.dtype
+    )
+    reasons = own.unsupported_reasons(call)
+    if not reasons:
+        return own
+    other = build_attention(cfg, "auto")
+    say(
+        f"attention={own.name} cannot decode with a KV cache ({'; '.join(reasons)}): "
+        f"attention.decode={other.name} will."
+    )
+    return other
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def read_prompts(options: dict[str, Any]) -> list[str]:
+    texts = [options["prompt"]]
+    if options["prompt_file"]:
+        texts = [line for line in Path(options["prompt_file"]).read_text().splitlines() if line]
+        if not texts:
+            raise ValueError(
+                f"prompt_file={options['prompt_file']} has no line with text in it: give one prompt a line."
+            )
+    return [text for text in texts for _ in range(options["num_samples"])]
+
+
+def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
+    """Generate, write, and say how fast it went."""
+    from model.generate import generate
+
+    texts = read_prompts(options)
+    prompts = [tokenizer.encode(text) for text in texts]
+    context, longest = model.config.seq_len, max(map(len, prompts), default=0)
+    if longest + options["max_new_tokens"] > context:
+        say(f"Past the trained context of {context} tokens, the last {context // 2} or more are re-encoded.")
+    capacity = min(context, longest + options["max_new_tokens"])
+    cached = options["kv_cache"]
+    terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
+    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "kv_cache", "compile")
+    result = generate(
+        model,
+        prompts,
+        **{key: options[key] for key in keys},
+        eot=tokenizer.eot,
+        on_token=terminal.on_token,
+        decode_attention=decoding_attention(cfg, model, len(prompts), capacity) if cached else None,
+    )
+    terminal.close()
+    say(
+        f"prefill {result.prefill_tokens_per_s:,.0f} tokens/s, decode {result.decode_tokens_per_s:,.0f} tokens/s"
+        f" ({len(prompts)} rows, {'KV cache' if cached else 'no cache'}, set-up {result.setup_s:.1f} s,"
+        f" {result.reencoded} re-encodings, seed {result.seed})"
+    )
+    return result
+
+
+def main(arguments: Sequence[str]) -> None:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__, CONFIG.read_text(), sep="\n", end="")
+        return
+    try:
+        options, overrides = parse(arguments)
+        if options["num_samples"] < 1:
+            raise ValueError(f"num_samples={options['num_samples']}: it needs to be at least 1.")
+        device, dtype = placement(options["device"], options["precision"])
+        from conf.compose import load_run
+
+        model, tokenizer, cfg = load_run(options["ckpt"], overrides)
+        run(model.to(device, dtype), tokenizer, cfg, options)
+    except (ValueError, OSError) as error:
+        say(f"error: {error}")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

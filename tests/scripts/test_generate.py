@@ -1,0 +1,151 @@
+"""The command's host side: options, text that streams, the terminal. No checkpoint is needed."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attention.naive import NaiveAttention
+from data.tokenizers import ByteTokenizer
+from model.gpt import GPT, GPTConfig
+from scripts.generate import TextStream, convert, decoding_attention, parse, placement, run
+
+BYTES = ByteTokenizer()
+
+
+def stream(text: str | bytes, stops=()) -> tuple[list[str], TextStream]:
+    tokens = list(text if isinstance(text, bytes) else text.encode())
+    out = TextStream(BYTES.decode, stops)
+    pieces = [out.feed(token) for token in tokens]
+    return [*pieces, out.finish()], out
+
+
+def test_characters_come_whole():
+    pieces, out = stream("aé€😀b")
+    assert "".join(pieces) == out.text == "aé€😀b"
+    assert [p for p in pieces if p] == ["a", "é", "€", "😀", "b"]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x80\x81a\xe2\x82", b"\xf0\x9f\x98", b"\xff" * 9 + b"ok", b"\xc3\xc3\xa9"]
+)
+def test_invalid_bytes_read_as_in_one_piece(junk):
+    pieces, _ = stream(junk)
+    assert "".join(pieces) == BYTES.decode(list(junk))
+
+
+def test_a_stop_string_is_held_back_and_left_out():
+    pieces, out = stream("one\n \n\ntwo", ["\n\n"])
+    assert "".join(pieces) == out.text == "one\n " and out.stopped
+    pieces, out = stream("one EN", ["END", "\n"])
+    assert pieces[-1] == "EN" and not out.stopped  # given out only once it cannot become END
+    assert stream("ab€cd", ["€c", "bx"])[1].text == "ab"
+
+
+def test_options_and_what_is_left_for_the_run():
+    arguments = [
+        "prompt=def f(x): # a=b",
+        'stop=["\\n\\n", "END"]',
+        "top_k=50",
+        "seed=null",
+        "attention.decode=naive",
+    ]
+    options, rest = parse([*arguments, "kv_cache=false", "temperature=0", "attention=tiled"])
+    assert options["prompt"] == "def f(x): # a=b" and options["stop"] == ["\n\n", "END"]
+    assert (options["top_k"], options["seed"], options["kv_cache"]) == (50, None, False)
+    assert options["temperature"] == 0.0 and options["ckpt"] == "last"
+    assert rest == ["attention.decode=naive", "attention=tiled"]
+    assert convert("stop", "END") == ["END"] and convert("prompt", "null") == "null"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("top_k", "1.5", "a whole number"),
+        ("top_k", "true", "a whole number"),
+        ("temperature", "hot", "a number"),
+        ("kv_cache", "3", "true or false"),
+        ("stop", "[1]", "strings"),
+    ],
+)
+def test_wrong_values_are_named(key, text, words):
+    with pytest.raises(ValueError, match=words) as error:
+        convert(key, text)
+    assert f"{key}={text}" in str(error.value)
+
+
+def test_placement():
+    assert placement("cpu", "auto") == (torch.device("cpu"), torch.float32)
+    for device, precision in (("tpu3", "auto"), ("cpu", "int8"), ("cuda:99", "auto")):
+        with pytest.raises(ValueError):
+            placement(device, precision)
+
+
+def test_help_answers_at_once():
+    start = time.perf_counter()
+    command = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "generate.py"), "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "temperature" in out and time.perf_counter() - start < 2
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=257, seq_len=32, n_layer=1, n_head=2, n_embd=16), NaiveAttention())
+
+
+def options(**changes) -> dict:
+    return parse([f"{key}={value}" for key, value in {"max_new_tokens": 12, "seed": 3, **changes}.items()])[0]
+
+
+CFG = SimpleNamespace(attention={"decode": None})
+
+
+def test_rows_are_written_one_after_the_other(model, capsys, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\n\nlonger prompt\n")
+    result = run(model, BYTES, CFG, options(prompt_file=prompts, num_samples=2))
+    out, err = capsys.readouterr()
+    texts = ["a", "a", "longer prompt", "longer prompt"]
+    kept = [[t for t in row if t != BYTES.eot] for row in result.tokens]
+    rows = [text + BYTES.decode(row) for text, row in zip(texts, kept, strict=True)]
+    assert out == ("\n" + "-" * 40 + "\n").join(rows) + "\n"
+    assert "decode" in err and "tokens/s" in err and "seed 3" in err and "re-encoded" not in err
+
+
+def test_past_the_context_it_says_so(model, capsys):
+    run(model, BYTES, CFG, options(max_new_tokens=60, temperature=0, kv_cache="false"))
+    assert "Past the trained context of 32 tokens" in capsys.readouterr().err
+
+
+def test_a_stop_string_ends_the_row(model, capsys):
+    free = run(model, BYTES, CFG, options(prompt="x", max_new_tokens=30))
+    text = BYTES.decode(free.tokens[0])
+    stop = next(c for c in text[3:] if c.isprintable() and c != "\ufffd" and c not in text[:3])
+    capsys.readouterr()
+    stopped = run(model, BYTES, CFG, options(prompt="x", max_new_tokens=30, stop=f'["{stop}"]'))
+    assert capsys.readouterr().out == "x" + text.split(stop)[0] + "\n"
+    assert len(stopped.tokens[0]) < 30
+
+
+class CannotDecode(NaiveAttention):
+    def unsupported_reasons(self, call):
+        return ["no kv_lengths"] if call.purpose == "decode" else []
+
+
+def test_who_cannot_decode_is_named_with_who_will(model, capsys, monkeypatch):
+    import conf.compose
+
+    monkeypatch.setattr(conf.compose, "build_attention", lambda cfg, name: NaiveAttention(name))
+    assert decoding_attention(CFG, model, 1, 32).name == "naive"
+    assert decoding_attention(SimpleNamespace(attention={"decode": "tiled"}), model, 1, 32).name == "tiled"
+    model.replace_attention(CannotDecode("odd"))
+    assert decoding_attention(CFG, model, 1, 32).name == "auto"
+    said = capsys.readouterr().err
+    assert (
+        "attention=odd cannot decode" in said and "no kv_lengths" in said and "attention.decode=auto" in said
+    )
