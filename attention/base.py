@@ -27,14 +27,14 @@ Segments = Tensor | tuple[Tensor, Tensor]
 FEATURES: dict[str, str] = {
     "window": "model.window=null",
     "softcap": "model.softcap=null",
-    "alibi": "another model.position than alibi",
+    "alibi": "model.position=learned, or rope",
     "bias": "no attention bias",
     "bias_grad": "a bias without gradient",
-    "segments": "data.packed=false",
-    "kv_lengths": "generation without a cache",
-    "dropout": "model.dropout=0",
+    "segments": "data.document_mask=false",
+    "kv_lengths": "another attention for generation with a cache",
+    "dropout": "model.attn_dropout=0",
     "gqa": "model.n_kv_head=null",
-    "noncausal": "causal=True",
+    "noncausal": "model.causal=true",
     "rectangular": "as many queries as keys",
     "lse": "return_lse=False",
 }
@@ -212,6 +212,10 @@ class Attention(nn.Module):
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         """All reasons why this implementation cannot run `call`; empty when it can."""
         return self.capabilities.reasons(call)
+
+    def resolve(self, call: AttentionCall) -> Attention:
+        """The implementation that runs `call`: this one, unless it delegates."""
+        return self
 
     def require(self, call: AttentionCall) -> None:
         """Raises UnsupportedAttention, with every reason, unless `call` can run."""

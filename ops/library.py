@@ -34,7 +34,7 @@ def register_attention(
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
     key: str = "CompositeExplicitAutograd",
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op (call it with all arguments).
+    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op, for positional calls.
 
     `forward(q, k, v, *options)` gives out, made by `torch.empty_like(q)`, and lse (B, Hq, Tq), contiguous,
     fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, *options, bias_grad)` gives dq, dk, dv and dbias,

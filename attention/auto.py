@@ -1,0 +1,140 @@
+"""attention=auto: the first capable implementation, in order of speed on the device at hand.
+
+It decides per call, by device, dtype, head dim, features, and whether a gradient is wanted; it says what it
+chose and why, and what it chooses runs as if it had been asked for by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import FEATURES, Attention, AttentionCall, Capabilities
+
+# Fastest first, by device. To be generated from results/ (scripts/report.py, the op benchmark at the training
+# shape); until those exist, what is known to be fast comes before what can do everything.
+ORDER: dict[str, tuple[str, ...]] = {
+    "cuda": ("sdpa", "tiled", "naive"),
+    "cpu": ("sdpa", "tiled", "naive"),
+    "mps": ("sdpa", "naive"),
+}
+# Where a name is built from, at first use: the class, as in its yaml, and its defaults.
+CLASSES: dict[str, str] = {
+    "sdpa": "attention.sdpa.SDPAAttention",
+    "tiled": "attention.tiled.TiledAttention",
+    "naive": "attention.naive.NaiveAttention",
+}
+
+
+class AutoAttention(Attention):
+    """Delegates each call to the first implementation in ORDER that can run it."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset(FEATURES), devices=frozenset(ORDER)
+    )
+
+    def __init__(self, name: str = "auto"):
+        super().__init__(name)
+        # Plain dicts: what is built later must not appear in the module tree.
+        self._built: dict[str, Attention] = {}
+        self._chosen: dict[tuple[Any, ...], str] = {}
+
+    def _build(self, name: str) -> Attention:
+        if name not in self._built:
+            module, cls = CLASSES[name].rsplit(".", 1)
+            self._built[name] = getattr(importlib.import_module(module), cls)(name=name)
+        return self._built[name]
+
+    def _refusals(self, call: AttentionCall) -> tuple[str | None, dict[str, list[str]]]:
+        """The first capable implementation, if any, and why those before it were passed over."""
+        refusals: dict[str, list[str]] = {}
+        for name in ORDER.get(call.device, ()):
+            if not (reasons := self._build(name).unsupported_reasons(call)):
+                return name, refusals
+            refusals[name] = reasons
+        return None, refusals
+
+    def choice(self, call: AttentionCall) -> tuple[str, str]:
+        """(name, why) of what will run `call`. Raises UnsupportedAttention where nothing can."""
+        self.require(call)
+        name, refusals = self._refusals(call)
+        why = f"the fastest on {call.device} in {' > '.join(ORDER[call.device])}"
+        if refusals:
+            why += ", as " + "; ".join(f"{other} has {', '.join(said)}" for other, said in refusals.items())
+        return name, why
+
+    def resolve(self, call: AttentionCall) -> Attention:
+        return self._build(self.choice(call)[0])
+
+    def unsupported_reasons(self, call: AttentionCall) -> list[str]:
+        name, refusals = self._refusals(call)
+        if name is not None:
+            return []
+        reasons = [f"{other}: {reason}" for other, said in refusals.items() for reason in said]
+        return reasons or super().unsupported_reasons(call)
+
+    @torch.compiler.assume_constant_result
+    def _pick(self, *facts: Any) -> str:
+        """The choice by plain facts, which torch.compile evaluates once, while it traces."""
+        if facts not in self._chosen:
+            device, index, dtype, heads, kv_heads, tq, tk, head_dim, causal, backward, *on = facts
+            names = (
+                "window",
+                "softcap",
+                "alibi",
+                "bias",
+                "bias_grad",
+                "segments",
+                "kv_lengths",
+                "dropout",
+                "lse",
+            )
+            call = AttentionCall(
+                purpose="call",
+                device=device,
+                arch=torch.cuda.get_device_capability(index) if device == "cuda" else None,
+                dtype=dtype,
+                batch=1,
+                heads=heads,
+                kv_heads=kv_heads,
+                tq=tq,
+                tk=tk,
+                head_dim=head_dim,
+                causal=causal,
+                features=frozenset(name for name, is_on in zip(names, on, strict=True) if is_on),
+                backward=backward,
+            )
+            self._chosen[facts] = self.choice(call)[0]
+        return self._chosen[facts]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
+        grad, bias = torch.is_grad_enabled(), o["bias"]
+        bias_grad = grad and bias is not None and bias.requires_grad
+        # Lengths may be symbolic while compiling; all that a choice asks of them is 1 or more, equal or not.
+        tq = 1 if q.shape[2] == 1 else 2
+        tk = tq if q.shape[2] == k.shape[2] else 3
+        name = self._pick(
+            q.device.type,
+            q.device.index,
+            q.dtype,
+            q.shape[1],
+            k.shape[1],
+            tq,
+            tk,
+            q.shape[3],
+            o["causal"],
+            grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
+            o["window"] is not None,
+            o["softcap"] is not None,
+            o["alibi_slopes"] is not None,
+            bias is not None,
+            bias_grad,
+            o["segments"] is not None,
+            o["kv_lengths"] is not None,
+            o["dropout_p"] > 0,
+            o["return_lse"],
+        )
+        return self._built[name].attend(q, k, v, **o)
