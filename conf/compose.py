@@ -1,4 +1,5 @@
-"""From a command line, or from a checkpoint and a command line, to a config; shared by train.py and the scripts."""
+"""From a command line, or from a checkpoint and a command line, to a config; shared by train.py and the
+scripts."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The config as plain values for a checkpoint, interpolations kept, every `_target_` left out: what code runs is
-    decided by the yaml of that name in this repository, never by a file."""
+    """The config as plain values for a checkpoint, interpolations kept, every `_target_` left out: what code
+    runs is decided by the yaml of that name in this repository, never by a file."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -58,8 +59,8 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
     """The config of a saved run, `{"choices": ..., "config": ...}`, with command-line overrides on top.
 
-    Groups named on the command line are taken from there; all others are composed by their saved names, then given
-    their saved values."""
+    Groups named on the command line are taken from there; all others are composed by their saved names, then
+    given their saved values."""
     from hydra import compose
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

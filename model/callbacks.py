@@ -23,10 +23,11 @@ SCALARS = ("train/loss", "train/grad_norm", "train/skipped", "stop")
 class Metrics(L.Callback):
     """Logs loss, gradient norm, learning rate, tokens/s, step time, MFU and peak memory every `every` steps.
 
-    Time is wall time between the arrivals of late scalars, validation and checkpoints taken out. MFU is (6N + 12LCT)
-    tokens/s over the dense bf16 peak of the named GPU (model/flops.py); an unknown GPU has none.
+    Time is wall time between the arrivals of late scalars, validation and checkpoints taken out. MFU is (6N +
+    12LCT) tokens/s over the dense bf16 peak of the named GPU (model/flops.py); an unknown GPU has none.
 
-    `faulty` is set when a gradient norm was not finite: the update was skipped on the device, and the run stops."""
+    `faulty` is set when a gradient norm was not finite: the update was skipped on the device, and the run
+    stops."""
 
     def __init__(self, every: int = 10):
         self.every = every
@@ -56,10 +57,11 @@ class Metrics(L.Callback):
             skipped = scalars.pop("train/skipped") > 0
             self.last_train = scalars
             if skipped and self.faulty is None:
+                loss, norm = scalars["train/loss"], scalars["train/grad_norm"]
                 self.faulty = (
-                    f"Step {step}: the gradient norm is {scalars['train/grad_norm']} (loss {scalars['train/loss']:.4f}). "
-                    "The update was skipped, so the weights are those of the step before. Lower optim.lr, warm up "
-                    "longer (schedule.warmup_steps), try precision=32-true, or another attention to tell them apart."
+                    f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped, so the "
+                    "weights are those of the step before. Lower optim.lr, warm up longer "
+                    "(schedule.warmup_steps), or try precision=32-true or another attention to tell them apart."
                 )
             if self.faulty or self.stopped:
                 trainer.should_stop = True
@@ -84,7 +86,8 @@ class Metrics(L.Callback):
             logger.log_metrics(row, step)
 
     def flush(self, trainer: L.Trainer, lit: Any) -> None:
-        """Read every scalar that is still under way; whoever saves or validates waits for the device anyway."""
+        """Read every scalar that is still under way; whoever saves or validates waits for the device
+        anyway."""
         self._take(trainer, lit, lit.late.take())
 
     def pause(self) -> None:
@@ -126,9 +129,8 @@ class Interrupt(L.Callback):
                 raise KeyboardInterrupt
             self.received = number
             lit.stop_requested = True
-            print(
-                f"\n{signal.Signals(number).name}: saving at the next step, then stopping. Again: stop at once."
-            )
+            name = signal.Signals(number).name
+            print(f"\n{name}: saving at the next step, then stopping. Again: stop at once.")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, handle)
@@ -283,7 +285,8 @@ class Progress(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
         if trainer.is_global_zero and not trainer.sanity_checking:
-            line = f"step {trainer.global_step}: validation loss {float(trainer.callback_metrics['val/loss']):.4f}"
+            loss = float(trainer.callback_metrics["val/loss"])
+            line = f"step {trainer.global_step}: validation loss {loss:.4f}"
             (self.bar.console.print if self.bar is not None else print)(line)
 
     def on_train_end(self, trainer: L.Trainer, lit: Any) -> None:

@@ -1,5 +1,5 @@
-"""The attention calls a GPT is going to make, known before any tensor exists, so that what an implementation cannot
-do is refused at start-up with every reason."""
+"""The attention calls a GPT is going to make, known before any tensor exists, so that what an implementation
+cannot do is refused at start-up with every reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Checkpoints that are whole or absent: written beside their place, flushed, renamed; checked byte by byte when read.
+"""Checkpoints that are whole or absent: written beside their place, flushed, renamed; checked byte by byte
+when read.
 
-A checkpoint is one file, `runs/<run>/checkpoints/step-00000500.ckpt`: a zip archive of torch's own, whose CRCs catch
-truncation and bit rot, read with `weights_only=True`. What makes it ours is the key "tilegpt".
+A checkpoint is one file, `runs/<run>/checkpoints/step-00000500.ckpt`: a zip archive of torch's own, whose
+CRCs catch truncation and bit rot, read with `weights_only=True`. What makes it ours is the key "tilegpt".
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise CheckpointError(
-            f"{path} could not be written: {error}. Checkpoints written before are untouched: free some space, "
-            "then continue with ckpt=last."
+            f"{path} could not be written: {error}. Checkpoints written before are untouched: free some "
+            "space, then continue with ckpt=last."
         ) from error
     except BaseException:
         with contextlib.suppress(OSError):
@@ -71,8 +72,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read safely (weights_only): {error}") from error
     if not isinstance(checkpoint, dict) or "tilegpt" not in checkpoint:
         raise CheckpointError(
-            f"{path} is no checkpoint of this project: it has no 'tilegpt' entry. Give ckpt= a file or a run that "
-            "train.py wrote."
+            f"{path} is no checkpoint of this project: it has no 'tilegpt' entry. Give ckpt= a file or a run "
+            "that train.py wrote."
         )
     return checkpoint
 
@@ -103,8 +104,8 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 
 def resolve(ckpt: str, runs: Path = RUNS) -> Path:
-    """The file meant by `ckpt`: a path; a run's name (its newest whole checkpoint); `<run>/best`; `last` (the newest
-    whole checkpoint of the newest run that has one)."""
+    """The file meant by `ckpt`: a path; a run's name (its newest whole checkpoint); `<run>/best`; `last` (the
+    newest whole checkpoint of the newest run that has one)."""
     if Path(ckpt).is_file():
         return Path(ckpt)
     names = sorted(
@@ -128,7 +129,8 @@ def resolve(ckpt: str, runs: Path = RUNS) -> Path:
     if which or folder not in names:
         have = ", ".join(f.name for f in names[:5]) or "none"
         raise CheckpointError(
-            f"ckpt={ckpt} is neither a file nor a run under {runs}/ with checkpoints. Runs, newest first: {have}."
+            f"ckpt={ckpt} is neither a file nor a run under {runs}/ with checkpoints. "
+            f"Runs, newest first: {have}."
         )
     return _newest_whole(folder)
 
@@ -164,8 +166,8 @@ class VerifiedCheckpointIO(CheckpointIO):
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """FSDP2 over all ranks, full checkpoints in one verified file: Lightning's own loader for this strategy goes past
-    `CheckpointIO`, so loading is done here, from the same file format as on one device."""
+    """FSDP2 over all ranks, full checkpoints in one verified file: Lightning's own loader for this strategy
+    goes past `CheckpointIO`, so loading is done here, from the same file format as on one device."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(save_distributed_checkpoint=False, tensor_parallel_size=1, **kwargs)
@@ -191,7 +193,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         return checkpoint
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state on the CPU, numbered as on one device, so that a checkpoint moves between the two."""
+        """The full state on the CPU, numbered as on one device, so that a checkpoint moves between the
+        two."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         optimizer = getattr(optimizer, "optimizer", optimizer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from model.gpt import GPTConfig
 
-# Dense bf16 peak in FLOP/s by the vendor's datasheet, keyed by a part of the device's name; longer names first, as
-# 'H100 PCIe' contains 'H100'. An unknown GPU has no MFU rather than a wrong one.
+# Dense bf16 peak in FLOP/s by the vendor's datasheet, keyed by a part of the device's name; longer names
+# first, as 'H100 PCIe' contains 'H100'. An unknown GPU has no MFU rather than a wrong one.
 PEAK_BF16_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -65,8 +65,8 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> float:
 def attention_flops(
     batch: int, heads: int, tq: int, tk: int, head_dim: int, *, causal: bool = False, backward: bool = False
 ) -> float:
-    """FLOPs of one attention: 4*B*H*Tq*Tk*D forward, halved when causal; backward 2.5 times forward, as five products
-    stand against two."""
+    """FLOPs of one attention: 4*B*H*Tq*Tk*D forward, halved when causal; backward 2.5 times forward, as five
+    products stand against two."""
     forward = 4 * batch * heads * tq * tk * head_dim * (0.5 if causal else 1.0)
     return forward * (2.5 if backward else 1.0)
 

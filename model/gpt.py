@@ -89,12 +89,14 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """V rounded up to a multiple of 64: full tiles for the tensor cores in the largest product of the model."""
+        """V rounded up to a multiple of 64: full tiles for the tensor cores in the largest product of the
+        model."""
         return -(-self.vocab_size // 64) * 64
 
     @property
     def mlp_hidden(self) -> int:
-        """4C; for SwiGLU 8C/3 rounded up to a multiple of 64, which keeps the parameter count of three matrices."""
+        """4C; for SwiGLU 8C/3 rounded up to a multiple of 64, which keeps the parameter count of three
+        matrices."""
         return 4 * self.n_embd if self.mlp == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
 
     @property
@@ -112,8 +114,8 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def alibi_slopes(n_head: int) -> Tensor:
-    """Slopes (H,) fp32 of ALiBi (Press et al. 2022): a geometric sequence that starts at 2^(-8/H); where H is no
-    power of two, the sequence of the power below, then every other one of the power above."""
+    """Slopes (H,) fp32 of ALiBi (Press et al. 2022): a geometric sequence that starts at 2^(-8/H); where H is
+    no power of two, the sequence of the power below, then every other one of the power above."""
     power = 2 ** math.floor(math.log2(n_head))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(n_head - power)]
@@ -128,8 +130,8 @@ def rope_table(seq_len: int, head_dim: int, base: float) -> Tensor:
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate the halves of x (B, T, H, D) by rope (2, T, D/2), or (2, B, T, D/2) where rows differ; in fp32, as
-    bf16 angles lose the position after a few hundred tokens."""
+    """Rotate the halves of x (B, T, H, D) by rope (2, T, D/2), or (2, B, T, D/2) where rows differ; in fp32,
+    as bf16 angles lose the position after a few hundred tokens."""
     cos, sin = rope[0].unsqueeze(-2), rope[1].unsqueeze(-2)  # ([B,] T, 1, D/2)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -297,7 +299,8 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V padded) of `input_ids` (B, T); with `targets` (B, T), the sum of the token losses instead.
+        """Logits (B, T, V padded) of `input_ids` (B, T); with `targets` (B, T), the sum of the token losses
+        instead.
 
         The loss is part of forward so that a compiled step fuses it and never holds the logits in fp32.
 
@@ -334,8 +337,9 @@ class GPT(nn.Module):
         return logits if targets is None else self.summed_loss(logits, targets)
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy in fp32 over the real vocabulary (the padding is not counted), in nats, summed over the
-        targets (B, T) that are not IGNORE. A sum, because only the caller knows how many tokens a step has."""
+        """Cross-entropy in fp32 over the real vocabulary (the padding is not counted), in nats, summed over
+        the targets (B, T) that are not IGNORE. A sum, because only the caller knows how many tokens a step
+        has."""
         logits = logits[..., : self.config.vocab_size].flatten(0, 1)  # (B, T, Vp) -> (B*T, V), a view
         return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 

@@ -1,7 +1,8 @@
 """One training step of a GPT under Lightning, in which the host never waits for the device.
 
-Optimisation is manual: one batch of the loader is one optimiser step, `accumulate` micro-batches of it, so that
-validation, checkpoints and resume fall on step boundaries and the loss is the mean of what the step has seen.
+Optimisation is manual: one batch of the loader is one optimiser step, `accumulate` micro-batches of it, so
+that validation, checkpoints and resume fall on step boundaries and the loss is the mean of what the step has
+seen.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ Schedule = Callable[[int, int], float]
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of everything random in one optimiser step of one rank, a pure function of three numbers: a resumed
-    run draws what the first one drew with no generator state to save, whatever happened between the steps."""
+    """The seed of everything random in one optimiser step of one rank, a pure function of three numbers: a
+    resumed run draws what the first one drew with no generator state to save, whatever happened between the
+    steps."""
     mixed = seed
     for value in (step, rank):
         mixed = (mixed * 0x9E3779B97F4A7C15 + value + 1) & (2**63 - 1)
@@ -34,8 +36,8 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 class LateScalars:
     """Scalars of a step that the host reads `lag` steps later, when they have long been computed.
 
-    `push` starts a copy into pinned memory and returns what has become due; waiting for the event of an older step
-    keeps the host at most `lag` steps ahead and costs the device nothing."""
+    `push` starts a copy into pinned memory and returns what has become due; waiting for the event of an older
+    step keeps the host at most `lag` steps ahead and costs the device nothing."""
 
     def __init__(self, lag: int = 2):
         self.lag = lag
@@ -65,7 +67,8 @@ class LateScalars:
 class LitGPT(L.LightningModule):
     """Trains `net`.
 
-    optimizer: parameter groups -> optimiser; an AdamW with `fused=True`, whose kernel clips and skips on the device
+    optimizer: parameter groups -> optimiser; an AdamW with `fused=True`, whose kernel clips and skips on the
+    device
     schedule: (step, max_steps) -> factor of the learning rate
     accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
     decode_attention: the implementation that samples with a KV cache (None: the one that trains)
@@ -132,7 +135,8 @@ class LitGPT(L.LightningModule):
         return optimizer
 
     def on_train_start(self) -> None:
-        """A restored optimiser brings the settings it was saved with; the config of this run is what counts."""
+        """A restored optimiser brings the settings it was saved with; the config of this run is what
+        counts."""
         for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
             group.update(settings)
 
@@ -142,8 +146,8 @@ class LitGPT(L.LightningModule):
         counted = (batch["targets"] != IGNORE).sum()
         if world > 1:
             torch.distributed.all_reduce(counted)
-        # Every token of the global step weighs the same, also where micro-batches hold unequal numbers of them;
-        # times the ranks, as DDP and FSDP average gradients.
+        # Every token of the global step weighs the same, also where micro-batches hold unequal numbers of
+        # them; times the ranks, as DDP and FSDP average gradients.
         scale = world / counted
         total = torch.zeros((), device=self.device)
         for i, micro in enumerate(self._micro_batches(batch)):
@@ -178,8 +182,8 @@ class LitGPT(L.LightningModule):
         """Clip and step; returns the gradient norm before clipping, a device scalar.
 
         The fused AdamW kernel divides gradients by `grad_scale` as it reads them and does nothing where
-        `found_inf` is set, its step counters included: clipping costs no pass of its own, and an update with a
-        non-finite gradient is skipped without the host knowing."""
+        `found_inf` is set, its step counters included: clipping costs no pass of its own, and an update with
+        a non-finite gradient is skipped without the host knowing."""
         optimizer = self.optimizers()
         for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
             group["lr"] = settings["lr"] * lr_factor

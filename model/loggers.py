@@ -1,4 +1,5 @@
-"""Where metrics go: a CSV file that survives a resume, Weights & Biases that works without an account or a network."""
+"""Where metrics go: a CSV file that survives a resume, Weights & Biases that works without an account or a
+network."""
 
 from __future__ import annotations
 
@@ -95,8 +96,9 @@ def wandb_logger(
     group: str | None = None,
     tags: list[str] | None = None,
 ) -> Logger:
-    """Weights & Biases, config and all. offline=None: offline where there is no key or the server cannot be reached,
-    saying how to upload the run later. A key that is not one raises ValueError before anything trains."""
+    """Weights & Biases, config and all. offline=None: offline where there is no key or the server cannot be
+    reached, saying how to upload the run later. A key that is not one raises ValueError before anything
+    trains."""
     from lightning.pytorch.loggers import WandbLogger
 
     if offline is None:
@@ -115,8 +117,8 @@ def wandb_logger(
         logger.experiment  # noqa: B018  starts the run now, so that a wrong key is found before training
     except (wandb.errors.Error, ValueError) as error:
         raise ValueError(
-            f"W&B refused to start: {error}. Check the key (wandb login), log offline (logger.offline=true), or log to "
-            "a file (logger=csv)."
+            f"W&B refused to start: {error}. Check the key (wandb login), log offline (logger.offline=true), "
+            "or log to a file (logger=csv)."
         ) from error
     return logger
 
@@ -124,7 +126,6 @@ def wandb_logger(
 def _why_offline() -> str | None:
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return f"WANDB_MODE is {os.environ['WANDB_MODE']}"
-    from wandb.util import app_url  # noqa: F401  only to fail early where wandb is broken
     import wandb
 
     if not wandb.api.api_key:

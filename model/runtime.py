@@ -29,7 +29,8 @@ TRAINER = {
 
 
 def quiet() -> None:
-    """Leave the terminal to what the user asked for: Lightning's advertisements and notes on its own internals go."""
+    """Leave the terminal to what the user asked for: Lightning's advertisements and notes on its own
+    internals go."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
@@ -55,8 +56,8 @@ def precision(asked: str, on: torch.device) -> str:
     native = on.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "bf16-mixed" and not native:
         raise ValueError(
-            f"precision=bf16-mixed: {torch.cuda.get_device_name(on)} has no bf16 (it takes compute capability 8.0). "
-            "Use precision=32-true."
+            f"precision=bf16-mixed: {torch.cuda.get_device_name(on)} has no bf16 (it takes compute capability "
+            "8.0). Use precision=32-true."
         )
     if asked == "auto":
         return "bf16-mixed" if on.type == "cuda" and native else "32-true"
@@ -76,8 +77,9 @@ def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -
     if tokens_per_step < at_once or tokens_per_step % at_once:
         lower = max(at_once, tokens_per_step // at_once * at_once)
         raise ValueError(
-            f"tokens_per_step={tokens_per_step} is no multiple of the {at_once} tokens that {devices} device(s) take at "
-            f"once (data.batch_size * seq_len * devices): use {lower} or {lower + at_once}, or another data.batch_size."
+            f"tokens_per_step={tokens_per_step} is no multiple of the {at_once} tokens that {devices} device(s) "
+            f"take at once (data.batch_size * seq_len * devices): use {lower} or {lower + at_once}, or another "
+            "data.batch_size."
         )
     return tokens_per_step // at_once
 
@@ -85,8 +87,8 @@ def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -
 def decoder(
     attention: Attention, call: AttentionCall, build: Callable[[str], Attention], asked: str | None
 ) -> Attention:
-    """The implementation that decodes: `asked` (attention.decode), else the same one where it can, else auto; said
-    where it is another than the one that trains."""
+    """The implementation that decodes: `asked` (attention.decode), else the same one where it can, else auto;
+    said where it is another than the one that trains."""
     if asked is not None:
         chosen = build(asked)
         if reasons := chosen.unsupported_reasons(call):
@@ -134,8 +136,8 @@ def device_name(kind: str) -> str:
 
 
 def finish(trainer: Any, lit: Any, run: Path) -> None:
-    """The last words of a run: its result, where things lie, what to do next; exit code 1 after a fault, 128 + the
-    signal's number after one."""
+    """The last words of a run: its result, where things lie, what to do next; exit code 1 after a fault, 128
+    + the signal's number after one."""
     if not trainer.is_global_zero:
         return
     callbacks = {type(callback): callback for callback in trainer.callbacks}
