@@ -190,6 +190,8 @@ def generate(
             rows = Rows(prompts, max_new_tokens, model, sampling, seed)
             decoder = None if decoding is None else Decoder(model, rows, capacity, decoding, compile)
             reader = Reader(len(prompts), max_new_tokens, device, eot, on_token)
+            if device.type == "cuda":
+                encode_all(model, rows, decoder, lengths)  # compiles and loads kernels: set-up, not speed
             times.append(clock(device))
             for step in range(max_new_tokens):
                 advance(model, rows, decoder, lengths, step)
@@ -221,13 +223,21 @@ def advance(model: GPT, rows: Rows, decoder: Decoder | None, lengths: list[int],
     """One token more for every row; the prompts had `lengths` tokens, and the host counts on from there."""
     seq_len = model.config.seq_len
     ends = [n + step for n in lengths]
-    starts = [window_start(n, seq_len) for n in ends]
     if decoder is None or step == 0:
-        cache = decoder.cache if decoder else None
         rows.draw()
-        rows.append(encode(model, rows, range(len(ends)), starts, ends, cache))
+        rows.append(encode_all(model, rows, decoder, ends))
         return
-    moved = [row for row, end in enumerate(ends) if starts[row] != window_start(end - 1, seq_len)]
+    moved = [
+        row for row, end in enumerate(ends) if window_moves(end, seq_len) > window_moves(end - 1, seq_len)
+    ]
     if moved:
-        decoder.move(moved, [starts[row] for row in moved], [ends[row] - 1 for row in moved])
+        decoder.move(
+            moved, [window_start(ends[row], seq_len) for row in moved], [ends[row] - 1 for row in moved]
+        )
     decoder.step()
+
+
+def encode_all(model: GPT, rows: Rows, decoder: Decoder | None, ends: list[int]) -> Tensor:
+    """Logits (B, 1, V padded) after the windows of all rows, whose texts have `ends` tokens."""
+    starts = [window_start(end, model.config.seq_len) for end in ends]
+    return encode(model, rows, range(len(ends)), starts, ends, decoder.cache if decoder else None)

@@ -255,7 +255,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     )
     terminal.close()
     say(
-        f"prefill {result.prefill_tokens_per_s:,.0f} tokens/s, decode {result.decode_tokens_per_s:,.0f} tokens/s"
+        f"prefill {result.prefill_tokens_per_s:,.0f} tokens/s,"
+        f" decode {result.decode_tokens_per_s:,.0f} tokens/s"
         f" ({len(prompts)} rows, {'KV cache' if cached else 'no cache'}, set-up {result.setup_s:.1f} s,"
         f" {result.reencoded} re-encodings, seed {result.seed})"
     )
