@@ -1,0 +1,320 @@
+"""The covering list of attention cases, and the one criterion of correctness, for every implementation.
+ An implementation is run on each case that it declares, and must refuse the others. Its error against the
+reference in fp64 may be at most twice (gradients: three times) that of the plain formula in the same low
+precision on the same inputs, plus a floor from the rounding of the output's dtype: the tolerance comes from
+the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, AttentionCall, UnsupportedAttention
+from attention.naive import attention_scores, naive_attention
+from ops.dropout import keep_tile
+
+CONF = Path(__file__).parents[1] / "conf" / "attention"
+NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))
+DROPOUT_P = 0.2
+
+
+def build(name: str) -> Attention:
+    """The implementation of conf/attention/<name>.yaml."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    return instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `group` says what it is here for; `features` are names of attention.base.FEATURES."""
+
+    group: str
+    tq: int
+    tk: int
+    head_dim: int = 64
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    features: frozenset[str] = frozenset()
+    layout: str = "contiguous"
+    magnitude: float = 1.0
+    scale: float | None = None
+    blind: bool = False  # some rows see no key
+
+    @property
+    def id(self) -> str:
+        words = [self.group, f"{self.tq}x{self.tk}", f"d{self.head_dim}", *sorted(self.features)]
+        words += [f"b{self.batch}"] * (self.batch != 2) + [f"kv{self.kv_heads}"] * (self.kv_heads != 4)
+        return "-".join(words + [self.layout] * (self.layout != "contiguous") + ["blind"] * self.blind)
+
+    @property
+    def small(self) -> bool:
+        """For the CPU and the interpreter: up to 256 tokens, and one case of 512."""
+        return max(self.tq, self.tk) <= 256 or (self.group == "shape" and (self.tq, self.tk) == (256, 512))
+
+    @property
+    def exact_dtypes_only(self) -> bool:
+        """Features meet low precision on the GPU; on the CPU fp32 shows the same mistakes."""
+        return self.group in ("feature", "pair", "head_dim")
+
+
+SHAPES = [(1, 1), (1, 239), (239, 1), (3, 799), (127, 512), (113, 203), (128, 217), (256, 512)]
+SHAPES += [(128, 128), (200, 200), (1023, 1024), (1024, 1024), (2048, 2048)]
+HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256)
+CROSSED = (
+    "window",
+    "softcap",
+    "alibi",
+    "bias",
+    "bias_grad",
+    "segments",
+    "kv_lengths",
+    "dropout",
+    "noncausal",
+    "gqa",
+)
+
+
+def _featured(group: str, features: tuple[str, ...], tq: int, tk: int, head_dim: int) -> Case:
+    kv_heads = 2 if "gqa" in features else 4
+    return Case(group, tq, tk, head_dim, kv_heads=kv_heads, features=frozenset(features) - {"gqa"})
+
+
+def _cases() -> list[Case]:
+    square, rectangle = (128, 128), (113, 203)
+    cases = [Case("shape", *shape) for shape in SHAPES]
+    cases += [Case("head_dim", *shape, d) for d in HEAD_DIMS for shape in (square, rectangle)]
+    cases += [Case("heads", *shape, kv_heads=kv) for kv in (2, 1) for shape in (square, rectangle)]
+    for feature, shape, d in itertools.product(
+        CROSSED, (square, rectangle, (1, 239), (1023, 1024)), (64, 128)
+    ):
+        cases.append(_featured("feature", (feature,), *shape, d))
+    cases += [_featured("pair", pair, *rectangle, 64) for pair in itertools.combinations(CROSSED, 2)]
+    for layout, shape in itertools.product(("transposed", "sliced", "expanded_grad"), (square, rectangle)):
+        cases.append(Case("strides", *shape, layout=layout))
+    # Scores of standard deviation 64: exp overflows unless the maximum is taken off.
+    cases += [Case("large", *shape, magnitude=8.0) for shape in (square, rectangle)]
+    cases.append(Case("scale", *square, scale=0.3))
+    cases.append(Case("no_key", 203, 113))
+    for feature in ("kv_lengths", "segments", "window"):
+        cases.append(Case("no_key", *rectangle, features=frozenset({feature}), blind=True))
+    # A window that slides past the last key, with more queries than keys and no causal mask.
+    cases.append(Case("no_key", 203, 113, features=frozenset({"window", "noncausal"})))
+    cases += [Case("empty", *square, batch=0), Case("empty", 0, 16), Case("empty", 16, 0)]
+    # A pair may name the same case as a feature.
+    return list({case.id: case for case in cases}.values())
+
+
+CASES = _cases()
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    options: dict[str, Any]  # keywords of Attention.forward
+
+    def leaves(self) -> dict[str, Tensor]:
+        leaves = {"q": self.q, "k": self.k, "v": self.v}
+        bias = self.options.get("bias")
+        return leaves | ({"bias": bias} if bias is not None and bias.requires_grad else {})
+
+
+def make_inputs(case: Case, device: str, dtype: torch.dtype) -> Inputs:
+    """Random, the same for every implementation (made on the CPU), never zeros."""
+    g = torch.Generator().manual_seed(len(case.id) + case.tq * 7 + case.tk * 13 + case.head_dim)
+    b, h, tq, tk = case.batch, case.heads, case.tq, case.tk
+
+    def tensor(heads: int, tokens: int, magnitude: float) -> Tensor:
+        x = (torch.randn(b, heads, tokens, case.head_dim, generator=g) * magnitude).to(device, dtype)
+        if case.layout == "transposed":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if case.layout == "sliced":
+            wide = x.new_full((b, heads, 2 * tokens, case.head_dim + 8), torch.nan)
+            wide[:, :, ::2, : case.head_dim] = x
+            return wide[:, :, ::2, : case.head_dim]
+        return x
+
+    q, k = tensor(h, tq, case.magnitude), tensor(case.kv_heads, tk, case.magnitude)
+    v, dout = tensor(case.kv_heads, tk, 1.0), tensor(h, tq, 1.0)
+    if case.layout == "expanded_grad":  # what out.sum().backward() sends
+        dout = dout[:1, :1, :1, :1].expand(q.shape)
+    options = _options(case, g, device, dtype)
+    if (lengths := options.get("kv_lengths")) is not None:
+        beyond = torch.arange(tk, device=device).view(1, 1, tk, 1) >= lengths.view(-1, 1, 1, 1)
+        k, v = k.masked_fill(beyond, torch.nan), v.masked_fill(beyond, torch.nan)
+    return Inputs(*(x.requires_grad_() for x in (q, k, v)), dout, options)
+
+
+def _options(case: Case, g: torch.Generator, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    b, h, tq, tk, on = case.batch, case.heads, case.tq, case.tk, case.features
+    options: dict[str, Any] = {"causal": "noncausal" not in on, "scale": case.scale}
+    if "window" in on:
+        options["window"] = (tk // 3, tk // 5 if "noncausal" in on else 0)
+    if "softcap" in on:
+        options["softcap"] = 1.5
+    if "alibi" in on:
+        options["alibi_slopes"] = 2.0 ** (-8 * (torch.arange(h, device=device) + 1) / h)
+    if on & {"bias", "bias_grad"}:
+        # With a gradient in a shape that broadcasts, so that it has to be reduced.
+        shape = (h, 1, tk) if "bias_grad" in on else (b, h, tq, tk)
+        bias = torch.randn(shape, generator=g).to(device, dtype)
+        options["bias"] = bias.requires_grad_("bias_grad" in on)
+    if "segments" in on:
+        k_ids = (torch.rand(b, tk, generator=g) < 4 / tk).cumsum(1)
+        q_ids = k_ids[:, tk - tq :] if tq <= tk else (torch.rand(b, tq, generator=g) < 4 / tq).cumsum(1)
+        if case.blind:
+            q_ids = torch.where(torch.arange(tq) % 5 == 0, 99, q_ids)  # a document without keys
+        pair = tuple(ids.to(device, torch.int32) for ids in (q_ids, k_ids))
+        options["segments"] = pair[1] if tq == tk else pair
+    if "kv_lengths" in on:
+        lengths = [0 if case.blind else tk, max(1, tk * 2 // 3)]
+        options["kv_lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+    if "window" in on and case.blind:
+        options |= {"causal": False, "window": (3, 3)}
+        options["kv_lengths"] = torch.tensor([tk // 4, tk], dtype=torch.int32, device=device)
+    if "dropout" in on:
+        options["dropout_p"] = DROPOUT_P
+    return options
+
+
+Result = dict[str, Tensor]
+
+
+def _run(forward: Any, inputs: Inputs, backward: bool) -> Result:
+    """out, lse and the gradients, by name."""
+    out, lse = forward(inputs.q, inputs.k, inputs.v)
+    result = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    if backward:
+        leaves = inputs.leaves()
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.dout.to(out.dtype))
+        result |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return result
+
+
+def _widen(inputs: Inputs) -> Inputs:
+    def wide(x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().double().requires_grad_(x.requires_grad) if floating else x
+
+    options = {name: wide(value) for name, value in inputs.options.items()}
+    return Inputs(*(wide(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)), options)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, seed: Tensor, options: dict[str, Any]) -> Any:
+    """The formula in the inputs' own precision, as one would write it in PyTorch."""
+    scores = attention_scores(q, k.nan_to_num(), **options)
+    lse = torch.logsumexp(scores.float(), dim=-1)
+    nothing = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    p = torch.softmax(scores.masked_fill(nothing, 0), dim=-1).masked_fill(nothing, 0)
+    if dropout_p > 0:
+        p = (
+            p
+            * keep_tile(seed, *p.shape[:2], range(p.shape[2]), range(p.shape[3]), dropout_p)
+            / (1 - dropout_p)
+        )
+    return p @ v.nan_to_num().repeat_interleave(q.shape[1] // k.shape[1], dim=1), lse
+
+
+@lru_cache(maxsize=1024)
+def expected(case: Case, device: str, dtype: torch.dtype) -> tuple[Result, Result]:
+    """(the reference in fp64, the plain formula in `dtype`), shared by all implementations."""
+    inputs = make_inputs(case, device, dtype)
+    options = dict(inputs.options)
+    dropout_p, segments = options.pop("dropout_p", 0.0), options.get("segments")
+    if isinstance(segments, Tensor):
+        options["segments"] = (segments, segments)
+    seed = dropout_seed(device)
+    plain = _run(lambda q, k, v: _plain(q, k, v, dropout_p, seed, options), inputs, backward=True)
+    inputs.options = options
+    inputs = _widen(inputs)
+    kwargs = {"dropout_p": dropout_p, "dropout_seed": seed, **inputs.options}
+    reference = _run(lambda q, k, v: naive_attention(q, k, v, **kwargs), inputs, backward=True)
+    return reference, plain
+
+
+def dropout_seed(device: str) -> Tensor:
+    """What Attention.forward draws after torch.manual_seed(0)."""
+    torch.manual_seed(0)
+    return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
+
+
+def error_ratio(
+    got: Tensor, reference: Tensor, plain: Tensor, factor: float, dtype: torch.dtype, relative: float = 0.0
+) -> float:
+    """The largest error over the largest that is allowed: correct up to 1; inf for NaN or a wrong infinity."""
+    finite = reference.isfinite()
+    if not torch.equal(got.isfinite(), finite) or not torch.equal(got[~finite].double(), reference[~finite]):
+        return torch.inf
+    got, reference, plain = got[finite].double(), reference[finite], plain[finite].double()
+    if got.numel() == 0:
+        return 0.0
+    rounded = reference.to(dtype)
+    floor = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().double() + relative * reference.abs().max()
+    if not reference.any():
+        # Zero because dP - delta cancels (a single key): what is left is the rounding of these, in fp32.
+        floor = torch.tensor(1e-5)
+    allowed = factor * (plain - reference).abs().max() + floor
+    return float((got - reference).abs().max() / allowed)
+
+
+def run_case(attention: Attention, case: Case, device: str, dtype: torch.dtype) -> dict[str, float] | None:
+    """The error ratio of out, lse and each gradient; None where the implementation refuses, as it declares.
+
+    Asserts that a refusal at start-up is a refusal of the live call too. What has no gradient runs forward.
+    """
+    inputs = make_inputs(case, device, dtype)
+    for backward in (True, False):
+        with torch.set_grad_enabled(backward):
+            call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+            if attention.unsupported_reasons(call):
+                _assert_refuses(attention, inputs)
+                continue
+            with_lse = replace(call, features=call.features | {"lse"})
+            lse = not attention.unsupported_reasons(with_lse)
+            if "dropout" in call.features and not attention.resolve(with_lse if lse else call).draws_seed:
+                return {}  # a library's own mask: compared in expectation
+
+            def forward(q: Tensor, k: Tensor, v: Tensor, lse: bool = lse) -> Any:
+                torch.manual_seed(0)
+                result = attention(q, k, v, return_lse=lse, **inputs.options)
+                return result if lse else (result, None)
+
+            return _ratios(_run(forward, inputs, backward), case, inputs, device, dtype)
+    return None
+
+
+def _assert_refuses(attention: Attention, inputs: Inputs) -> None:
+    try:
+        attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    except UnsupportedAttention as refusal:
+        assert refusal.reasons and attention.name in str(refusal)
+    else:
+        raise AssertionError(f"{attention.name} declares that it cannot run this call, and ran it")
+
+
+def _ratios(got: Result, case: Case, inputs: Inputs, device: str, dtype: torch.dtype) -> dict[str, float]:
+    assert got["out"].dtype == dtype and got["out"].shape == inputs.q.shape
+    if case.group == "empty":
+        assert all(not x.isnan().any() and not x[x.isfinite()].any() for x in got.values())
+        return {}
+    reference, plain = expected(case, device, dtype)
+    # A backward that recomputes P = exp(s - lse) inherits the rounding of an lse in fp32, which shows in fp32 only.
+    lse = reference["lse"]
+    relative = 2**-23 * float(lse.masked_fill(lse.isinf(), 0).abs().max())
+    rules = {"out": (2.0, dtype), "lse": (2.0, torch.float32)}
+    return {
+        name: error_ratio(value, reference[name], plain[name], *rules.get(name, (3.0, dtype, relative)))
+        for name, value in got.items()
+    }
