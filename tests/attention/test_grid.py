@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.grid import CASES, NAMES, Case, build, run_case
+from tests.attention.criterion import run_case
+from tests.grid import CASES, NAMES, Case, build
 
 SMALL = [case for case in CASES if case.small]
 
