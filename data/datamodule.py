@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +32,37 @@ class Cursor:
 
 
 class TrainStream(IterableDataset):
-    """Endless micro-batches: row b of micro-step m on rank r of R is sample consumed + (m * R + r) * B + b.
+    """Endless steps of `accumulate` micro-batches of B rows, stacked to (accumulate * B, T).
 
-    `consumed` is read when an iterator is made. Worker w of W makes micro-steps w, w + W, ..., and the
-    DataLoader takes from its workers in turn: the order is that of no workers at all.
+    Row b of micro-step m (counted over the run, `accumulate` of them a step) on rank r of R is sample
+    consumed + (m * R + r) * B + b: R ranks see what one rank of R * B rows would. `consumed` is read when an
+    iterator is made. Worker w of W makes steps w, w + W, ..., and the DataLoader takes from its workers in
+    turn: the order is that of no workers at all.
     """
 
     def __init__(
-        self, windows: TrainWindows, cursor: Cursor, batch_size: int, rank: int, world_size: int
+        self,
+        windows: TrainWindows,
+        cursor: Cursor,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.windows, self.cursor, self.batch_size = windows, cursor, batch_size
-        self.rank, self.world_size = rank, world_size
+        self.accumulate, self.rank, self.world_size = accumulate, rank, world_size
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(self.cursor.consumed)  # not a generator itself: that would read the cursor later
 
     def _batches(self, consumed: int) -> Iterator[Batch]:
         worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for micro_step in itertools.count(first, step):
-            start = consumed + (micro_step * self.world_size + self.rank) * self.batch_size
-            yield _tensors(self.windows, np.arange(start, start + self.batch_size))
+        first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        rows = np.arange(self.batch_size)
+        for step in itertools.count(first, stride):
+            micro_steps = step * self.accumulate + np.arange(self.accumulate)
+            starts = consumed + (micro_steps * self.world_size + self.rank) * self.batch_size
+            yield _tensors(self.windows, (starts[:, None] + rows).ravel())  # (A, B) -> (A*B,)
 
 
 class ValBatches(IterableDataset):
@@ -133,8 +145,18 @@ class TokenDataModule(lightning.LightningDataModule):
         self.data_dir, self.num_workers, self.document_mask = Path(data_dir), num_workers, document_mask
         self.max_val_tokens, self.prepare_workers, self.verify = max_val_tokens, prepare_workers, verify
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self.tokenizer: Tokenizer | None = None
+        self.accumulate = 1  # micro-batches of a batch; whoever knows the number of devices sets it
         self._cursor, self._files, self._restored = Cursor(), None, None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Made when asked for: training on prepared gpt2 tokens needs no vocabulary, so no download.
+
+        `meta["tokenizer_state"]` is its dictionary, for checkpoints.
+        """
+        self.setup()
+        state = self.meta.get("tokenizer_state")
+        return state and tokenizer_from_dict(state)
 
     @property
     def consumed(self) -> int:
@@ -163,7 +185,6 @@ class TokenDataModule(lightning.LightningDataModule):
         folder, _ = folder_of(self.corpus, self.tokenizer_spec, self.data_dir)
         self.meta = load_meta(folder, self.verify)
         self.vocab_size = self.meta["vocab_size"]
-        self.tokenizer = tokenizer_from_dict(self.meta["tokenizer_state"])
         splits = self.meta["splits"]
         hashes = [facts["sha256"] for split in splits.values() for facts in split["files"].values()]
         self.fingerprint = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
@@ -193,11 +214,13 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         self.setup()
-        stream = TrainStream(self._train, self._cursor, self.batch_size, *self._ranks())
+        stream = TrainStream(self._train, self._cursor, self.batch_size, self.accumulate, *self._ranks())
         return self._loader(stream, self.num_workers)
 
     def val_dataloader(self) -> DataLoader:
         self.setup()
+        # Lightning's doubt about a length and several workers: there are none here
+        warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
         return self._loader(ValBatches(self._val, self.eval_batch_size, *self._ranks()), num_workers=0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,10 +241,9 @@ class TokenDataModule(lightning.LightningDataModule):
     def _check_same(self, state: dict[str, Any]) -> None:
         for name, here in self._order().items():
             if state[name] != here:
-                what = "the tokens of the data (their fingerprint)" if name == "fingerprint" else f"{name}"
                 raise ValueError(
-                    f"the checkpoint was trained with another {what}: {state[name]} there, {here} here. "
-                    "Continue with the same data settings, or start a new run"
+                    f"the {name} of the data is not the checkpoint's: {here} here, {state[name]} there, so "
+                    "the windows would be others. Continue with the same data settings, or start a new run"
                 )
 
 

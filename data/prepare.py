@@ -94,7 +94,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
     if workers is None:
         cores = len(os.sched_getaffinity(0))
         workers = cores if size is None else min(cores, 1 + size // BYTES_A_PROCESS)
-    with Progress(f"preparing {folder.name}", size, quiet) as progress:
+    with Progress(folder.name, size, quiet) as progress:
         tokenizer = _tokenizer(corpus, identity["tokenizer"], folder)
         dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
         done = _tokenise(corpus, tokenizer, dtype, shards, workers, progress)

@@ -111,7 +111,7 @@ class Progress:
 
             columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
             self._bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(self.title, total=self.total)
+            self._task = self._bar.add_task(f"preparing {self.title}", total=self.total)
             self._bar.start()
         return self
 
@@ -124,11 +124,8 @@ class Progress:
         """The one line that stays."""
         if not self.quiet:
             took = time.perf_counter() - self._started
-            print(
-                f"{self.title}: {self._bytes / 1e6:,.1f} MB, {result}, in {took:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"{self.title}: {self._bytes / 1e6:,.1f} MB, {result}, in {took:.1f} s"
+            print(f"prepared {line}", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         if self._bar:

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PART_CHARS = 1 << 20  # a longer document comes in several parts, so that memory stays bounded
-HASHED_WHOLE = (
-    16 << 20
-)  # bytes; a larger file is recognised by size, time and its two ends: a launch stays quick
+HASHED_WHOLE = 16 << 20  # bytes; a larger file is recognised by size, time and ends: launches stay quick
 
 
 def content_hash(path: Path) -> str:

@@ -1,0 +1,110 @@
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import hub
+from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from_dict, tokenizer_spec
+from tests.data.conftest import some_text
+
+TEXT = some_text(0, 4000)
+BPE = BPETokenizer.train([TEXT], 300)
+
+
+def test_char_is_one_id_per_code_point_in_order():
+    tokenizer = CharTokenizer("hello, wörld λ🙂")
+    assert tokenizer.vocab_size == len(set("hello, wörld λ🙂")) and tokenizer.eot is None
+    assert tokenizer.chars == "".join(sorted(set("hello, wörld λ🙂")))
+    assert tokenizer.encode("h🙂") == [tokenizer.chars.index("h"), tokenizer.chars.index("🙂")]
+    assert tokenizer.decode(tokenizer.encode("world λ")) == "world λ"
+
+
+def test_char_names_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"'X', 'é'.*only the 3 characters"):
+        CharTokenizer("abc").encode("aXbéX")
+    assert CharTokenizer("abc").encode("") == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=60))
+def test_byte_and_bpe_take_any_text_and_give_it_back(text):
+    for tokenizer in (ByteTokenizer(), BPE):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eot for i in ids)
+
+
+def test_byte_ids_are_utf8_and_256_ends_a_document():
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.eot) == (257, 256)
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([97, 0xC3, 256, 0xA9, 98]) == "a\ufffd<|endoftext|>\ufffdb"
+
+
+def test_bpe_compresses_and_keeps_its_last_id_for_the_end():
+    assert BPE.vocab_size == 300 and BPE.eot == 299
+    assert len(BPE.encode(TEXT)) < 0.5 * len(TEXT.encode())
+    ids = BPE.encode("a<|endoftext|>b")
+    assert BPE.eot not in ids and BPE.decode([*ids, BPE.eot]) == "a<|endoftext|>b<|endoftext|>"
+    assert BPE.decode([BPE.encode("é")[0], 9999]) in ("\ufffd", "é")
+
+
+def test_bpe_training_is_deterministic():
+    assert BPETokenizer.train([TEXT], 300).to_dict() == BPE.to_dict()
+
+
+def test_a_tokenizer_survives_json():
+    for tokenizer in (BPE, ByteTokenizer(), CharTokenizer(TEXT)):
+        again = tokenizer_from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+        assert type(again) is type(tokenizer) and again.to_dict() == tokenizer.to_dict()
+        assert (again.name, again.vocab_size, again.eot) == (
+            tokenizer.name,
+            tokenizer.vocab_size,
+            tokenizer.eot,
+        )
+        np.testing.assert_array_equal(again.encode_array(TEXT), tokenizer.encode_array(TEXT))
+    with pytest.raises(ValueError, match="'sentencepiece'"):
+        tokenizer_from_dict({"kind": "sentencepiece"})
+
+
+def test_specs_keep_what_matters_and_refuse_the_rest():
+    assert tokenizer_spec("byte") == {"kind": "byte"}
+    # `data.tokenizer.kind=char` leaves the options of bpe behind
+    assert tokenizer_spec({"kind": "char", "vocab_size": 2048, "sample_mb": 16}) == {"kind": "char"}
+    assert tokenizer_spec({"kind": "bpe"}) == {"kind": "bpe", "vocab_size": 2048, "sample_mb": 16}
+    for bad, message in [
+        ({"kind": "word"}, "'word'; it has to be one of char, byte, bpe, gpt2"),
+        ({"kind": "bpe", "vocabulary": 9}, "no option vocabulary"),
+        ({"kind": "bpe", "vocab_size": 100}, "is 100; bpe needs at least 258"),
+        ({"kind": "bpe", "sample_mb": 0}, "sample_mb is 0"),
+        ({}, "kind is None"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tokenizer_spec(bad)
+
+
+def test_gpt2_without_a_network_answers_soon_and_says_what_else_there_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(hub, "_GPT2_FILES", ["http://127.0.0.1:9/vocab.bpe"])
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"one-time download.*data\.tokenizer\.kind=bpe, byte or char"):
+        tokenizer_from_dict({"kind": "gpt2"})
+    assert time.monotonic() - start < 10
+
+
+def test_gpt2_saves_only_its_name(monkeypatch):
+    class Encoding:
+        def encode_ordinary(self, text):
+            return [ord(char) for char in text]
+
+        def decode(self, ids, errors):
+            return "".join(map(chr, ids))
+
+    monkeypatch.setattr(hub, "load_gpt2_encoding", Encoding)
+    tokenizer = tokenizer_from_dict({"kind": "gpt2"})
+    assert tokenizer.to_dict() == {"kind": "gpt2"}
+    assert (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256)
+    assert tokenizer.decode([*tokenizer.encode("ab"), 50256, 99]) == "ab<|endoftext|>c"
