@@ -103,8 +103,8 @@ class TokenDataModule(lightning.LightningDataModule):
 
     After `setup`: vocab_size, tokenizer (None for synthetic), train_tokens and val_tokens (counts), meta, and
     fingerprint, a hash of the tokens themselves. `consumed`, in samples over all ranks, is where the next
-    `iter` of the training loader starts; whoever trains advances it by world_size * batch_size after each
-    micro-batch. It is the state that is saved.
+    `iter` of the training loader starts; whoever trains advances it by the rows of all ranks after each step.
+    It is the state that is saved.
 
     Batches: {"input_ids": (B, T) int64, "targets": (B, T) int64, -1 where ignored} and, with document_mask,
     "segments": (B, T) int32. A validation batch can hold no target at all: sum the losses, and divide by the
