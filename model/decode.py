@@ -147,7 +147,7 @@ class Decoder:
             config.n_layer,
             len(rows.index),
             config.kv_heads,
-            -(-capacity // 128) * 128,  # whole tiles, and masks aligned to 16 bytes
+            capacity,
             config.head_dim,
             attention=attention,
             dtype=compute_dtype(model),

@@ -9,6 +9,7 @@ less than that to look back on. A prompt that is too long starts where the same 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -124,13 +125,15 @@ def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int 
     return checked
 
 
-def require_all(model: GPT, decoding: Attention | None, batch: int, tokens: int) -> None:
+def require_all(model: GPT, decoding: Attention | None, batch: int, tokens: int, capacity: int) -> None:
     """Refuse at start-up what the model's attention, or the one that decodes, cannot do."""
-    own, where = model.transformer.h[0].attn.attention, {"device": model.lm_head.weight.device}
-    where |= {"batch": batch, "tokens": tokens, "dtype": compute_dtype(model)}
-    require(own, [attention_call(model.config, "prefill", **where)])
+    own, device = model.transformer.h[0].attn.attention, model.lm_head.weight.device
+    call = functools.partial(
+        attention_call, model.config, batch=batch, device=device, dtype=compute_dtype(model)
+    )
+    require(own, [call("prefill", tokens=tokens)])
     if decoding is not None:
-        require(decoding, [attention_call(model.config, "decode", **where)])
+        require(decoding, [call("decode", tokens=capacity)])
 
 
 def clock(device: torch.device) -> float:
@@ -177,10 +180,11 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     prompts = checked_prompts(prompts, config.vocab_size, eot)
     lengths = [len(prompt) for prompt in prompts]
-    # The last token is chosen, but never fed.
-    capacity = min(config.seq_len, max(lengths) + max_new_tokens - 1)
+    # The last token is chosen, but never fed. 128: whole tiles, masks aligned to 16 bytes, few compilations.
+    longest = min(config.seq_len, max(lengths) + max_new_tokens - 1)
+    capacity = -(-longest // 128) * 128
     decoding = (decode_attention or model.transformer.h[0].attn.attention) if kv_cache else None
-    require_all(model, decoding, len(prompts), capacity)
+    require_all(model, decoding, len(prompts), longest, capacity)
 
     training = model.training
     model.eval()

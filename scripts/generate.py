@@ -209,7 +209,7 @@ def decoding_attention(cfg: Any, model: GPT, batch: int, tokens: int) -> Attenti
     reasons = own.unsupported_reasons(call)
     if not reasons:
         return own
-    other = build_attention(cfg, "auto")
+    other = build_attention(cfg, "auto").resolve(call)
     say(
         f"attention={own.name} cannot decode with a KV cache ({'; '.join(reasons)}): "
         f"attention.decode={other.name} will."

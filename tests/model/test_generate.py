@@ -13,7 +13,7 @@ import yaml
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from model.calls import attention_call
-from model.decode import Rows, Sampling
+from model.decode import Rows
 from model.generate import generate, window_moves, window_start
 from model.gpt import GPT, GPTConfig
 
@@ -165,34 +165,6 @@ def test_top_k_of_one_is_greedy():
     greedy = generate(model, PROMPTS, 20, temperature=0).tokens
     assert generate(model, PROMPTS, 20, top_k=1, temperature=5.0).tokens == greedy
     assert generate(model, PROMPTS, 20, top_p=1e-6, temperature=1.0).tokens == greedy
-
-
-def drawn(logits: list[float], n: int = 20_000, **options) -> torch.Tensor:
-    """How often each token is drawn."""
-    sampling = Sampling(**options)
-    k = min(sampling.top_k or len(logits), len(logits))
-    noise = torch.empty(n, k).exponential_(generator=torch.Generator().manual_seed(0))
-    tokens = sampling.choose(torch.tensor(logits).expand(n, -1), noise)
-    return torch.bincount(tokens.flatten(), minlength=len(logits)) / n
-
-
-def test_tokens_are_drawn_by_their_probability():
-    p = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
-    logits = p.log().tolist()
-    torch.testing.assert_close(drawn(logits), p, rtol=0, atol=0.015)
-    hot = (p.log() / 2).softmax(0)
-    torch.testing.assert_close(drawn(logits, temperature=2.0), hot, rtol=0, atol=0.015)
-    for options in ({"top_k": 2}, {"top_p": 0.6}, {"top_p": 0.41}, {"top_k": 3, "top_p": 0.7}):
-        kept = torch.tensor([0, 0.4, 0, 0.3, 0]) / 0.7
-        torch.testing.assert_close(drawn(logits, **options), kept, rtol=0, atol=0.015)
-    assert drawn(logits, top_k=100).min() > 0
-
-
-def test_noise_of_zero_does_not_draw_what_is_ruled_out():
-    assert (
-        Sampling(top_p=0.5).choose(torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0]])).item()
-        == 0
-    )
 
 
 def test_a_row_stops_after_eot_and_when_asked():

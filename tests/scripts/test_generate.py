@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from attention.naive import NaiveAttention
 from data.tokenizers import ByteTokenizer
@@ -137,15 +138,14 @@ class CannotDecode(NaiveAttention):
         return ["no kv_lengths"] if call.purpose == "decode" else []
 
 
-def test_who_cannot_decode_is_named_with_who_will(model, capsys, monkeypatch):
-    import conf.compose
-
-    monkeypatch.setattr(conf.compose, "build_attention", lambda cfg, name: NaiveAttention(name))
-    assert decoding_attention(CFG, model, 1, 32).name == "naive"
-    assert decoding_attention(SimpleNamespace(attention={"decode": "tiled"}), model, 1, 32).name == "tiled"
+def test_who_cannot_decode_is_named_with_who_will(model, capsys):
+    cfg = OmegaConf.create({"attention": {"name": "odd", "decode": None}})
+    assert decoding_attention(cfg, model, 1, 32).name == "naive"
+    cfg.attention.decode = "tiled"
+    assert decoding_attention(cfg, model, 1, 32).name == "tiled"
+    cfg.attention.decode = None
     model.replace_attention(CannotDecode("odd"))
-    assert decoding_attention(CFG, model, 1, 32).name == "auto"
+    chosen = decoding_attention(cfg, model, 1, 32)
     said = capsys.readouterr().err
-    assert (
-        "attention=odd cannot decode" in said and "no kv_lengths" in said and "attention.decode=auto" in said
-    )
+    assert "attention=odd cannot decode" in said and "no kv_lengths" in said
+    assert f"attention.decode={chosen.name} will" in said and chosen.name not in ("odd", "auto")
