@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
     Groups named on the command line are taken from there; all others are composed by their saved names, then
     given their saved values."""
     from hydra import compose
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -73,7 +75,8 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
         if group not in groups and group != "experiment"
     ]
     chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
-    cfg = compose("config", overrides=[*saved_choices, *chosen])
+    with nullcontext() if GlobalHydra.instance().is_initialized() else _initialize():
+        cfg = compose("config", overrides=[*saved_choices, *chosen])
     keep = {key: value for key, value in saved["config"].items() if key not in groups}
     OmegaConf.set_struct(cfg, False)
     cfg = OmegaConf.merge(cfg, keep)
@@ -89,6 +92,12 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
     return cfg
 
 
+def _initialize() -> Any:
+    from hydra import initialize_config_dir
+
+    return initialize_config_dir(str(CONF), version_base="1.3")
+
+
 def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
     """The `Attention` that the config chooses, or another one by its name in conf/attention."""
     from hydra.utils import instantiate
@@ -101,3 +110,30 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
             raise ValueError(f"There is no attention '{name}'. Choose one of {known}.")
         node = OmegaConf.load(path)
     return instantiate({key: value for key, value in node.items() if key != "decode"})
+
+
+def load_run(ckpt: str, overrides: list[str]) -> tuple[Any, Any, DictConfig]:
+    """The model (fp32, on the CPU), the tokenizer and the config of a trained run; overrides of attention
+    alone, as no other would change what has been trained."""
+    from data.tokenizers import tokenizer_from_dict
+    from model.checkpoint import read_checkpoint, resolve
+    from model.gpt import GPT, GPTConfig
+
+    for override in overrides:
+        if override.split("=")[0].split(".")[0] != "attention":
+            raise ValueError(
+                f"{override}: the keys are those of conf/generate.yaml (--help lists them), attention= and "
+                "attention.*; everything else is fixed by what was trained."
+            )
+    path = resolve(ckpt)
+    checkpoint = read_checkpoint(path)
+    saved = checkpoint["tilegpt"]
+    if saved["tokenizer"] is None:
+        raise ValueError(
+            f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
+        )
+    cfg = recompose(saved, overrides)
+    model = GPT(GPTConfig(**saved["model"]), build_attention(cfg))
+    state = checkpoint["state_dict"]
+    model.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+    return model, tokenizer_from_dict(saved["tokenizer"]), cfg

@@ -1,0 +1,129 @@
+"""How fast a model shape generates, with random weights:
+
+    python scripts/bench_generate.py --model gpt2 --batch 1 32 --prompt 128 --new 512
+
+Times prefill and decode apart; compilation and graph capture are reported beside them, not in them. One row a
+point goes to results/generate/<gpu>.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="gpt2", help="a file of conf/model (default: gpt2)")
+    parser.add_argument(
+        "--attention", default="auto", help="a file of conf/attention, for prefill and decode"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="rows generated at once")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
+    parser.add_argument("--new", type=int, default=512, help="tokens to generate")
+    parser.add_argument("--seq-len", type=int, default=1024, help="context of the model")
+    parser.add_argument("--no-cache", action="store_true", help="compute the whole context for every token")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="decode with eager kernels (still one graph)"
+    )
+    parser.add_argument("--repeat", type=int, default=3, help="measured runs; the median counts")
+    parser.add_argument("--out", type=Path, help="rows go here (default: results/generate/<gpu>.jsonl)")
+    return parser.parse_args()
+
+
+def build(name: str, attention: str, seq_len: int) -> Any:
+    """A model of that shape with random weights, bf16 on a GPU and fp32 elsewhere."""
+    import torch
+    from hydra import compose, initialize_config_dir
+
+    from conf.compose import CONF, build_attention
+    from model.gpt import GPT, GPTConfig
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=[f"model={name}", f"attention={attention}"])
+    cuda = torch.cuda.is_available()
+    torch.manual_seed(0)
+    with torch.device("cuda" if cuda else "cpu"):
+        net = GPT(GPTConfig(vocab_size=50257, seq_len=seq_len, **cfg.model), build_attention(cfg))
+    return net.to(torch.bfloat16 if cuda else torch.float32).eval()
+
+
+def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over `repeat` runs after one that warms up."""
+    import torch
+
+    from model.generate import generate
+
+    prompts = torch.randint(
+        50257, (batch, options.prompt), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+    runs = []
+    for seed in range(options.repeat + 1):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        runs.append(
+            generate(
+                net,
+                prompts,
+                options.new,
+                seed=seed,
+                kv_cache=not options.no_cache,
+                compile=not (options.no_compile or options.no_cache),
+            )
+        )
+    timed = runs[1:]
+    return {
+        "status": "ok",
+        "tokens_per_s": statistics.median(run.decode_tokens_per_s for run in timed),
+        "tokens_per_s_all": [round(run.decode_tokens_per_s, 1) for run in timed],
+        "prefill_tokens_per_s": statistics.median(run.prefill_tokens_per_s for run in timed),
+        "setup_s": runs[0].setup_s,
+        "setup_again_s": timed[-1].setup_s,
+        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None,
+    }
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from scripts.rows import append
+
+    net = build(options.model, options.attention, options.seq_len)
+    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "cpu"
+    out = options.out or ROOT / "results" / "generate" / f"{gpu}.jsonl"
+    print(f"{'batch':>5} {'decode tokens/s':>16} {'prefill tokens/s':>17} {'set-up s':>9} {'again s':>8}")
+    for batch in options.batch:
+        result = measure(net, batch, options)
+        point = {
+            "study": "generate",
+            "implementation": options.attention,
+            "pass": "generate",
+            "model": options.model,
+            "batch": batch,
+            "seq_len": options.seq_len,
+            "prompt": options.prompt,
+            "new_tokens": options.new,
+            "dtype": str(net.lm_head.weight.dtype).removeprefix("torch."),
+            "kv_cache": not options.no_cache,
+            "compile": not (options.no_compile or options.no_cache),
+        }
+        append(out, point, result)
+        print(
+            f"{batch:>5} {result['tokens_per_s']:>16,.0f} {result['prefill_tokens_per_s']:>17,.0f} "
+            f"{result['setup_s']:>9.1f} {result['setup_again_s']:>8.2f}",
+            flush=True,
+        )
+    print(f"rows in {out}")
+
+
+if __name__ == "__main__":
+    main()
