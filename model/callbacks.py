@@ -172,9 +172,12 @@ class Checkpoints(L.Callback):
         step = trainer.global_step
         if step >= trainer.max_steps:
             trainer.val_check_batch = step  # a run ends with a validation, wherever its last step falls
-        stopping = trainer.should_stop or step >= trainer.max_steps
         validated_next = step % trainer.val_check_batch == 0  # and saved after that, with the result
-        if (stopping or (self.every and step % self.every == 0)) and not validated_next:
+        if trainer.should_stop:
+            self.save(trainer, lit)  # first: whoever sent the signal may not wait
+            if not validated_next:  # a validation of its own would be one that no other run has
+                trainer.limit_val_batches = 0
+        elif self.every and step % self.every == 0 and not validated_next:
             self.save(trainer, lit)
 
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
