@@ -82,7 +82,7 @@ def dropout_seed(device: str) -> Tensor:
 def error_ratio(
     got: Tensor, reference: Tensor, plain: Tensor, factor: float, dtype: torch.dtype, relative: float = 0.0
 ) -> float:
-    """The largest error over the largest that is allowed: correct up to 1; inf for NaN or a wrong infinity."""
+    """The largest error over the largest allowed: correct up to 1; inf for NaN or a wrong infinity."""
     finite = reference.isfinite()
     if not torch.equal(got.isfinite(), finite) or not torch.equal(got[~finite].double(), reference[~finite]):
         return torch.inf

@@ -1,4 +1,4 @@
-"""Every yaml of conf/attention on every case of tests/grid.py: within the criterion, or refused as declared."""
+"""Every yaml of conf/attention on every case of tests/grid.py: within the criterion, or refused."""
 
 from __future__ import annotations
 

@@ -1,0 +1,243 @@
+"""What every implementation of conf/attention keeps, whatever its kernel (the numbers are in test_grid.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention.base import FEATURES, Attention, AttentionCall, UnsupportedAttention
+from tests.attention.criterion import run_case
+from tests.grid import CASES, CROSSED, NAMES, Case, build, make_inputs
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OWN = ("naive", "tiled")  # in eager PyTorch, every option, any dtype
+
+
+def capable(
+    name: str, case: Case, device: str, dtype: torch.dtype | None = None
+) -> tuple[Attention, torch.dtype]:
+    """The implementation, and a dtype in which it runs `case` forward and backward; skips where there is
+    none.
+    """
+    attention, reasons = build(name), []
+    for candidate in (dtype,) if dtype else (torch.float32, torch.bfloat16):
+        inputs = make_inputs(case, device, candidate)
+        reasons = attention.unsupported_reasons(
+            AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+        )
+        if not reasons:
+            return attention, candidate
+    pytest.skip(f"{name} on {device}: {'; '.join(reasons)}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_leaves_no_trace_in_checkpoints(name: str) -> None:
+    attention = build(name)
+    assert isinstance(attention, Attention) and attention.name == name
+    assert not list(attention.parameters()) and not list(attention.buffers()) and not attention.state_dict()
+    assert not list(attention.children())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_undeclared_features_are_refused_all_at_once(name: str) -> None:
+    attention = build(name)
+    lacking = FEATURES.keys() - attention.capabilities.features
+    call = AttentionCall(
+        "training", "cpu", None, torch.float32, 1, 4, 2, 8, 9, 64, False, frozenset(FEATURES), True
+    )
+    reasons = attention.unsupported_reasons(call)
+    assert all(any(feature in reason for reason in reasons) for feature in lacking), reasons
+    if reasons:
+        with pytest.raises(UnsupportedAttention) as refusal:
+            attention.require(call)
+        assert refusal.value.reasons == reasons and refusal.value.name == name
+        assert all(reason in str(refusal.value) for reason in reasons)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_devices_are_refused(name: str) -> None:
+    call = AttentionCall("training", "abacus", None, torch.float32, 1, 4, 4, 8, 8, 64)
+    assert build(name).unsupported_reasons(call)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_whole_with_dynamic_length(name: str, device: str) -> None:
+    """One graph, forward and backward, for all lengths."""
+    attention, dtype = capable(name, Case("compile", 64, 64), device)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for tokens in (64, 96, 128):
+        inputs = make_inputs(Case("compile", tokens, tokens), device, dtype)
+        q, k, v = inputs.q, inputs.k, inputs.v
+        for t in (q, k, v):
+            torch._dynamo.mark_dynamic(t, 2)
+        out = compiled(q, k, v)
+        got = torch.autograd.grad(out, (q, k, v), inputs.dout)
+        expected = attention(q, k, v)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(got, torch.autograd.grad(expected, (q, k, v), inputs.dout))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_compiles_with_every_option(name: str) -> None:
+    attention = build(name)
+    torch._dynamo.reset()
+    features = frozenset(CROSSED) - {"gqa", "noncausal"}
+    inputs = make_inputs(Case("compile", 9, 12, 8, kv_heads=2, features=features), "cpu", torch.float32)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
+    torch.manual_seed(0)
+    expected = attention(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
+    torch.testing.assert_close((out, lse), expected)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_query_sees_every_key(name: str, device: str) -> None:
+    """Causal is aligned bottom-right: with Tq = 1 and Tk = 5 it changes nothing (top-left would show one
+    key).
+    """
+    attention, dtype = capable(name, Case("decode", 1, 5), device)
+    inputs = make_inputs(Case("decode", 1, 5), device, dtype)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    weights = torch.softmax(q.double() @ k.double().transpose(-2, -1) / 8, dim=-1)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(
+        attention(q, k, v).double(), weights @ v.double(), atol=tolerance, rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_determinism_where_declared(name: str, device: str) -> None:
+    """The same call, bit for bit, forward and backward: also how a race in a kernel shows."""
+    attention, dtype = capable(name, Case("race", 113, 113), device)
+    inputs = make_inputs(Case("race", 113, 113), device, dtype)
+    leaves = (inputs.q, inputs.k, inputs.v)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = attention(*leaves)
+        if not attention.capabilities.deterministic:
+            return (out,)
+        return out, *torch.autograd.grad(out, leaves, inputs.dout)
+
+    first = call()
+    for _ in range(5 if device == "cpu" else 200):
+        assert all(map(torch.equal, call(), first))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_in_expectation(name: str, device: str) -> None:
+    """The mean over many masks is the output without dropout; a seed gives the same mask again."""
+    attention, dtype = capable(name, Case("dropout", 16, 16, 32, features=frozenset({"dropout"})), device)
+    inputs = make_inputs(Case("dropout", 16, 16, 32), device, dtype)
+    q, k, v = inputs.q.detach(), inputs.k.detach(), inputs.v.detach()
+    torch.manual_seed(0)
+    draws = torch.stack([attention(q, k, v, dropout_p=0.3).double() for _ in range(400)])
+    torch.manual_seed(0)
+    assert torch.equal(attention(q, k, v, dropout_p=0.3).double(), draws[0])
+    assert not torch.equal(draws[0], draws[1])
+    error = (draws.mean(0) - attention(q, k, v).double()).abs()
+    # Six standard errors of 16,384 means; a query with a single key varies as any other.
+    rounding = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (error < 6 * draws.std(0) / 400**0.5 + rounding).all()
+
+
+GRADCHECKS = [
+    (),
+    *((f,) for f in CROSSED),
+    *itertools.combinations(("softcap", "bias_grad", "dropout", "gqa"), 2),
+]
+
+
+@pytest.mark.parametrize("features", GRADCHECKS, ids="-".join)
+@pytest.mark.parametrize("name", OWN)
+def test_gradcheck(name: str, features: tuple[str, ...]) -> None:
+    attention = build(name)
+    if name == "tiled":
+        attention.block_q, attention.block_k = 3, 2
+    kv_heads = 1 if "gqa" in features else 2
+    case = Case(
+        "grad", 5, 7, 3, 2, 2, kv_heads, frozenset(features) - {"gqa"}, blind="kv_lengths" in features
+    )
+    inputs = make_inputs(case, "cpu", torch.float64)
+    leaves = inputs.leaves()
+    # NaN beyond kv_lengths has no finite difference.
+    leaves = {n: x.detach().nan_to_num(0.5).requires_grad_() for n, x in leaves.items()}
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(leaves, tensors, strict=True))
+        options = inputs.options | ({"bias": given["bias"]} if "bias" in given else {})
+        torch.manual_seed(0)
+        return attention(given["q"], given["k"], given["v"], **options)
+
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_autocast_changes_nothing(name: str) -> None:
+    """The inputs' dtype is the caller's decision, and fp32 inside stays fp32."""
+    inputs = make_inputs(Case("autocast", 20, 20, 16), "cpu", torch.float32)
+    expected = build(name)(inputs.q, inputs.k, inputs.v)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = build(name)(inputs.q, inputs.k, inputs.v)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, inputs.q, inputs.dout), torch.autograd.grad(expected, inputs.q, inputs.dout)
+    )
+
+
+def test_the_criterion_can_fail() -> None:
+    """A top-left causal mask, a forgotten rescale, a leaking NaN: the grid sees each."""
+    naive = build("naive")
+    plain = naive.attend
+
+    def top_left(q, k, v, **o):
+        return plain(q, k, v, **(o | {"causal": False, "window": (-1, q.shape[2] - k.shape[2])}))
+
+    def unscaled(q, k, v, **o):
+        return plain(q, k, v, **(o | {"scale": o["scale"] * 1.01}))
+
+    def leaking(q, k, v, **o):
+        out, lse = plain(q, k, v, **o)
+        return out + 0 * v.sum(), lse
+
+    by_id = {case.id: case for case in CASES}
+    for broken, case in (
+        (top_left, replace(by_id["shape-128x217-d64"], tq=217, tk=128)),
+        (unscaled, by_id["shape-128x128-d64"]),
+        (leaking, by_id["feature-113x203-d64-kv_lengths"]),
+    ):
+        naive.attend = broken
+        assert max(run_case(naive, case, "cpu", torch.float32).values()) > 1, broken
+        naive.attend = plain
+        assert max(run_case(naive, case, "cpu", torch.float32).values()) <= 1
+
+
+def test_sdpa_training_call_is_bare() -> None:
+    """The hot path: one op, no masks, no copies."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Ops(TorchDispatchMode):
+        names: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(2, 16, 4, 32).transpose(1, 2)
+    with Ops() as ops:
+        build("sdpa")(q, q, q)
+    assert [name for name in ops.names if "detach" not in name] == [
+        "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    ]
