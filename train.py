@@ -9,43 +9,85 @@ This file only wires: it composes the config, builds the parts and calls fit.
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import build_attention, choices_of, plain, recompose, user_errors
+from conf.compose import build_attention, choices_of, plain, recompose, refuse_changes, user_errors
+
+
+@user_errors
+def main() -> None:
+    """Everything heavy is imported below, so that --help and a mistyped choice answer at once.
+
+    With ckpt= the overrides are of that run's config, which may have keys that the default one lacks: Hydra's
+    own command line comes in for new runs only."""
+    arguments = sys.argv[1:]
+    if any(argument.startswith("ckpt=") and argument != "ckpt=null" for argument in arguments):
+        resume(arguments)
+    else:
+        fresh()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 @user_errors
-def main(cfg: DictConfig) -> None:
-    """Everything heavy is imported below, so that --help and a mistyped choice answer at once."""
+def fresh(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     context = HydraConfig.get()
-    choices, ckpt, resume_step, run = choices_of(context.runtime.choices), None, None, None
-    if cfg.ckpt is not None:
-        from model.checkpoint import read_checkpoint, resolve
+    choices, suffix = choices_of(context.runtime.choices), ""
+    if context.mode is not None and context.mode.name == "MULTIRUN":
+        if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
+            raise ValueError(
+                f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
+                "several devices take a process each. Use trainer.devices=1, or one command per job."
+            )
+        suffix = f"-{context.job.num}"
+    with fixed_path("TILEGPT_RUN", lambda: new_run(cfg, choices, suffix)) as run:
+        train(cfg, choices, run, None, None)
 
-        ckpt = Path(os.environ.setdefault("TILEGPT_CKPT", str(resolve(cfg.ckpt))))  # once, by rank 0
+
+def resume(arguments: list[str]) -> None:
+    from model.checkpoint import read_checkpoint, resolve
+
+    if flags := [argument for argument in arguments if argument.startswith("-")]:
+        raise ValueError(
+            f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config."
+        )
+    asked = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")][-1]
+    overrides = [argument for argument in arguments if not argument.startswith("ckpt=")]
+    with fixed_path("TILEGPT_CKPT", lambda: resolve(asked)) as ckpt:
         checkpoint = read_checkpoint(ckpt)
-        saved, resume_step = checkpoint["tilegpt"], checkpoint["global_step"]
-        overrides = [o for o in context.overrides.task if not o.startswith("ckpt=")]
-        cfg = recompose(saved, overrides)
-        named = [key for key, choice in choices.items() if any(o.split("=")[0] == key for o in overrides)]
-        choices = {**saved["choices"], **{key: choices[key] for key in named}}
-        if not any(o.startswith("name=") for o in overrides):
-            run = ckpt.parent.parent
-    multirun = f"-{context.job.num}" if context.mode is not None and context.mode.name == "MULTIRUN" else ""
-    run = Path(os.environ.setdefault("TILEGPT_RUN", str(run or new_run(cfg, choices, multirun))))
+        saved, step = checkpoint["tilegpt"], checkpoint["global_step"]
+        cfg, choices = recompose(saved, overrides)
+        refuse_changes(saved, choices, cfg)
+        if step >= cfg.trainer.max_steps:
+            raise ValueError(
+                f"{ckpt} is at step {step} of trainer.max_steps={cfg.trainer.max_steps}: that run has "
+                f"finished. Train on with trainer.max_steps={2 * step}."
+            )
+        renamed = any(override.startswith("name=") for override in overrides)
+        own = ckpt.parent.parent
+        with fixed_path("TILEGPT_RUN", lambda: new_run(cfg, choices, "") if renamed else own) as run:
+            train(cfg, choices, run, ckpt, step)
+
+
+@contextmanager
+def fixed_path(variable: str, decide: Callable[[], Path]) -> Iterator[Path]:
+    """A path decided once, by the first process: under DDP the others run this command line again, and
+    find it in the environment."""
+    path = os.environ.get(variable) or str(decide())
+    os.environ[variable] = path
     try:
-        train(cfg, choices, run, ckpt, resume_step)
+        yield Path(path)
     finally:
-        os.environ.pop("TILEGPT_RUN", None)  # the next job of a sweep is another run
-        os.environ.pop("TILEGPT_CKPT", None)
+        os.environ.pop(variable, None)  # the next job of a sweep is another run
 
 
 def new_run(cfg: DictConfig, choices: dict[str, Any], suffix: str) -> Path:

@@ -11,20 +11,28 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import InstantiationException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parent
+# Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
+# depend on them.
+FREE = {f"model.{key}" for key in ("rope_base", "window", "softcap", "causal", "dropout", "attn_dropout")}
+FREE |= {
+    f"data.{key}" for key in ("data_dir", "batch_size", "eval_batch_size", "max_val_tokens", "document_mask")
+}
+FREE |= {f"data.{key}" for key in ("num_workers", "pin_memory", "prepare_workers", "verify")}
 
 
-def user_errors(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     """A user's mistake ends as one message and exit code 1; HYDRA_FULL_ERROR=1 shows the stack."""
 
     @functools.wraps(main)
-    def wrapped(cfg: DictConfig) -> Any:
+    def wrapped(*args: Any) -> Any:
         try:
-            return main(cfg)
-        except (ValueError, OSError, InstantiationException) as error:
+            return main(*args)
+        except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
             if isinstance(error, InstantiationException):  # Hydra's wrapping of what a constructor said
                 if not isinstance(error.__cause__, ValueError | OSError):
                     raise
@@ -48,17 +56,18 @@ def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """The config as plain values for a checkpoint, interpolations kept, every `_target_` left out: what code
     runs is decided by the yaml of that name in this repository, never by a file."""
-
-    def strip(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: strip(v) for k, v in value.items() if k not in ("_target_", "_partial_", "_convert_")}
-        return [strip(v) for v in value] if isinstance(value, list) else value
-
-    return strip(OmegaConf.to_container(cfg, resolve=False))
+    return _plain(OmegaConf.to_container(cfg, resolve=False))
 
 
-def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
-    """The config of a saved run, `{"choices": ..., "config": ...}`, with command-line overrides on top.
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if k not in ("_target_", "_partial_", "_convert_")}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, dict[str, str | None]]:
+    """The config and choices of a saved run, `{"choices": ..., "config": ...}`, with command-line overrides
+    on top.
 
     Groups named on the command line are taken from there; all others are composed by their saved names, then
     given their saved values."""
@@ -77,7 +86,7 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
     chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
     with nullcontext() if GlobalHydra.instance().is_initialized() else _initialize():
         cfg = compose("config", overrides=[*saved_choices, *chosen])
-    keep = {key: value for key, value in saved["config"].items() if key not in groups}
+    keep = {key: _plain(value) for key, value in saved["config"].items() if key not in groups}
     OmegaConf.set_struct(cfg, False)
     cfg = OmegaConf.merge(cfg, keep)
     for p in values:
@@ -89,7 +98,38 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> DictConfig:
             raise ValueError(f"There is no key {p.key_or_group} in the config of that run.")
         OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
     OmegaConf.set_struct(cfg, True)
-    return cfg
+    return cfg, {
+        **saved["choices"],
+        **{p.key_or_group: p.value() for p in parsed if p.key_or_group in groups},
+    }
+
+
+def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConfig) -> None:
+    """ValueError that names every key which would give the weights other shapes, or the run other data."""
+    before, after = _leaves(saved["config"]), _leaves(plain(cfg))
+    changed = [
+        f"{key} (there {value}, asked {after.get(key)})"
+        for key, value in before.items()
+        if (key in ("seq_len", "seed") or key.startswith(("model.", "data.")))
+        and key not in FREE
+        and after.get(key) != value
+    ]
+    if choices["data"] != saved["choices"]["data"]:
+        changed = [f"data (there {saved['choices']['data']}, asked {choices['data']})"]
+    if changed:
+        raise ValueError(
+            f"A saved run cannot go on with another {', '.join(changed)}: its weights or the order of its "
+            "data would be others. Leave that out, or start a new run without ckpt=."
+        )
+
+
+def _leaves(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, its keys joined by dots."""
+    if not isinstance(value, dict):
+        return {key: value}
+    return {
+        k: v for name, part in value.items() for k, v in _leaves(part, f"{key}.{name}".strip(".")).items()
+    }
 
 
 def _initialize() -> Any:
@@ -132,7 +172,7 @@ def load_run(ckpt: str, overrides: list[str]) -> tuple[Any, Any, DictConfig]:
         raise ValueError(
             f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
         )
-    cfg = recompose(saved, overrides)
+    cfg, _ = recompose(saved, overrides)
     model = GPT(GPTConfig(**saved["model"]), build_attention(cfg))
     state = checkpoint["state_dict"]
     model.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})

@@ -1,5 +1,5 @@
-"""Tiny training runs for the tests: in this process where that is enough, in one of their own where a process is what
-is tested."""
+"""Tiny training runs for the tests: in this process where that is enough, in one of their own where a process
+is what is tested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ EXACT = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
 TINY = (
     "data=text", "data.path=book.txt", "data.tokenizer.kind=byte", "data.data_dir=prepared",
     "data.batch_size=4", "data.max_val_tokens=128", "seq_len=16", "model.n_layer=2", "model.n_head=2",
-    "model.n_embd=32", "attention=naive", "optim.lr=1e-2", "schedule.warmup_steps=5", "trainer.accelerator=cpu",
+    "model.n_embd=32", "attention=naive", "optim.lr=1e-2", "schedule.warmup_steps=5",
+    "trainer.accelerator=cpu",
     "trainer.max_steps=20", "trainer.val_check_interval=10", "callbacks.metrics.every=1",
     "callbacks.samples=null",
 )  # fmt: skip
@@ -44,8 +45,8 @@ def write_book(folder: Path, characters: int = 6000) -> Path:
 
 
 def train_here(folder: Path, *overrides: str, tiny: bool = True) -> Result:
-    """`python train.py` with these overrides in `folder`, run in this process, from its command line to its exit
-    code."""
+    """`python train.py` with these overrides in `folder`, run in this process, from its command line to its
+    exit code."""
     import train
 
     if tiny and not (folder / "book.txt").exists():
@@ -64,7 +65,9 @@ def train_here(folder: Path, *overrides: str, tiny: bool = True) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def start(folder: Path, *overrides: str, tiny: bool = True, script: Path = ROOT / "train.py") -> subprocess.Popen:
+def start(
+    folder: Path, *overrides: str, tiny: bool = True, script: Path = ROOT / "train.py"
+) -> subprocess.Popen:
     """The same in a process of its own, under way; `script` takes the place of train.py."""
     if tiny and not (folder / "book.txt").exists():
         write_book(folder)

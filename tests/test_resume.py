@@ -1,0 +1,238 @@
+"""A run that was killed and continued is the run that was not: every number of metrics.csv, as written."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.running import ROOT, Result, finish, rows, start, train_here, write_book
+
+# Dropout of both kinds, worker processes and accumulation: each has broken exact resume somewhere.
+SETTINGS = {
+    "plain": (),
+    "dropout": ("model.dropout=0.2", "model.attn_dropout=0.2"),
+    "all": ("model.dropout=0.1", "model.attn_dropout=0.1", "data.num_workers=2", "tokens_per_step=128"),
+}
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """Settings -> the numbers of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("reference")
+    for name, overrides in SETTINGS.items():
+        assert train_here(folder, *long(name), f"name={name}", *overrides).code == 0
+    return {name: rows(folder / "runs" / name) for name in SETTINGS}
+
+
+def long(settings: str, steps: int = STEPS) -> tuple[str, ...]:
+    return (f"trainer.max_steps={steps}", "callbacks.checkpoints.every=7", *SETTINGS[settings])
+
+
+def last_step(run: Path) -> int:
+    """The last step whose row is whole."""
+    try:
+        with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
+            return max((int(row["step"]) for row in csv.DictReader(file) if row.get("train/lr")), default=0)
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def kill_at(folder: Path, step: int, *overrides: str) -> Result:
+    """SIGKILL as soon as metrics.csv holds `step`."""
+    process = start(folder, *overrides, "name=a")
+    while last_step(folder / "runs" / "a") < step and process.poll() is None:
+        time.sleep(0.001)
+    process.kill()
+    return finish(process)
+
+
+def continued(folder: Path, ckpt: str = "last", *overrides: str) -> dict[int, dict[str, str]]:
+    result = train_here(folder, f"ckpt={ckpt}", *overrides, tiny=False)
+    assert result.code == 0, result.err
+    return rows(folder / "runs" / "a")
+
+
+def test_killed_with_everything_on_continues_bit_for_bit(tmp_path: Path, references: dict) -> None:
+    assert kill_at(tmp_path, 24, *long("all")).code == -signal.SIGKILL
+    assert last_step(tmp_path / "runs" / "a") < STEPS
+    assert continued(tmp_path) == references["all"]
+
+
+# Each wraps a function of the product in a process of its own and kills that process inside it.
+INSIDE = {
+    "a checkpoint write": """
+import io, torch
+save = torch.save
+def half(checkpoint, file):
+    if checkpoint["global_step"] < {step}:
+        return save(checkpoint, file)
+    whole = io.BytesIO()
+    save(checkpoint, whole)
+    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.save = half
+""",
+    "the rename": """
+replace = os.replace
+def before(source, target):
+    if str(target).endswith(".ckpt") and int(str(target)[-13:-5]) >= {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = before
+""",
+    "validation": """
+from model.lit_gpt import LitGPT
+step = LitGPT.validation_step
+def killing(self, batch, batch_idx):
+    if batch_idx == 1 and self.trainer.global_step >= {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(self, batch, batch_idx)
+LitGPT.validation_step = killing
+""",
+}
+
+
+def kill_inside(folder: Path, where: str, step: int, *overrides: str) -> Result:
+    script = folder / "driver.py"
+    script.write_text(f"import os, signal\n{INSIDE[where].format(step=step)}\nimport train\ntrain.main()\n")
+    return finish(start(folder, *overrides, "name=a", script=script))
+
+
+@pytest.mark.parametrize("where", ["a checkpoint write", "validation"])
+def test_killed_inside(where: str, tmp_path: Path, references: dict) -> None:
+    assert kill_inside(tmp_path, where, 30, *long("dropout")).code == -signal.SIGKILL
+    folder = tmp_path / "runs" / "a" / "checkpoints"
+    assert len(list(folder.glob("*.partial"))) == (where == "a checkpoint write")
+    assert continued(tmp_path, "a") == references["dropout"]
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(10))
+def test_ten_trials(trial: int, tmp_path: Path, references: dict) -> None:
+    """The bar: ten kills at random steps, among them each place of INSIDE, and a run killed twice."""
+    draw = random.Random(1000 + trial)
+    settings = ["plain", "dropout", "all"][trial % 3]
+    step = draw.randint(3, STEPS - 15)
+    where = dict(enumerate(INSIDE)).get(trial)
+    if where is None:
+        result = kill_at(tmp_path, step, *long(settings))
+    else:
+        result = kill_inside(tmp_path, where, step, *long(settings))
+    assert result.code == -signal.SIGKILL, result.err
+    found = list((tmp_path / "runs" / "a" / "checkpoints").glob("step-*.ckpt"))
+    if not found:  # killed before the first checkpoint: nothing to continue
+        assert step < 10
+        return
+    process = start(tmp_path, draw.choice(["ckpt=last", "ckpt=a"]), tiny=False)
+    if trial == 9:
+        time.sleep(6 + draw.random())
+        process.kill()
+        process.communicate()
+        process = start(tmp_path, "ckpt=last", tiny=False)
+    result = finish(process)
+    assert result.code == 0, result.err
+    assert rows(tmp_path / "runs" / "a") == references[settings]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_first(number: int, code: int, tmp_path: Path, references: dict) -> None:
+    from model.lit_gpt import LitGPT
+
+    step = LitGPT.training_step
+
+    def signalled(self, batch, batch_idx):
+        if self.global_step == 23:
+            os.kill(os.getpid(), number)
+        return step(self, batch, batch_idx)
+
+    with mock.patch.object(LitGPT, "training_step", signalled):
+        result = train_here(tmp_path, *long("dropout"), "name=a")
+    assert result.code == code, result.err
+    assert "step 24, saved. Continue: python train.py ckpt=a" in result.out
+    assert (tmp_path / "runs" / "a" / "checkpoints" / "step-00000024.ckpt").is_file()
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    assert continued(tmp_path) == references["dropout"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "tiled"])
+def test_another_attention_goes_on_within_rounding(attention: str, tmp_path: Path, references: dict) -> None:
+    assert train_here(tmp_path, *long("plain"), "trainer.limit_val_batches=1.0", "name=a").code == 0
+    run = tmp_path / "runs" / "a"
+    for path in run.glob("checkpoints/step-*.ckpt"):
+        if path.name > "step-00000056.ckpt":
+            path.unlink()
+    table = continued(tmp_path, "a", f"attention={attention}")
+    assert table.keys() == references["plain"].keys()
+    for step, row in references["plain"].items():
+        for key, value in row.items():
+            assert float(table[step][key]) == pytest.approx(float(value), rel=1e-4), (step, key)
+    assert table[60] != references["plain"][60]  # the other one did run
+
+
+def test_the_end_of_a_run_is_said_and_can_be_moved(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "name=a").code == 0
+    result = train_here(tmp_path, "ckpt=a", tiny=False)
+    assert result.code == 1
+    assert "finished" in result.err and "trainer.max_steps=40" in result.err
+    assert train_here(tmp_path, "ckpt=a", "trainer.max_steps=30", "optim.lr=5e-3", tiny=False).code == 0
+    assert max(rows(tmp_path / "runs" / "a")) == 30
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("model.n_embd=64", "model.n_embd"),
+        ("model.n_layer=3", "model.n_layer"),
+        ("model.position=rope", "model.position"),
+        ("seq_len=32", "seq_len"),
+        ("seed=1", "seed"),
+        ("data.path=other.txt", "data.path"),
+        ("data.tokenizer.kind=char", "data.tokenizer.kind"),
+        ("data=synthetic", "data"),
+        ("model=llama_tiny", "model.n_kv_head"),
+    ],
+)
+def test_what_would_be_another_run_is_refused_by_name(override: str, name: str, finished: Path) -> None:
+    before = (finished / "runs" / "a" / "metrics.csv").read_bytes()
+    result = train_here(finished, "ckpt=a", "trainer.max_steps=30", override, tiny=False)
+    assert result.code == 1
+    assert result.err.count("\n") == 1 and name in result.err, result.err
+    assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    assert train_here(folder, "name=a").code == 0
+    write_book(folder).rename(folder / "other.txt")
+    write_book(folder)
+    return folder
+
+
+def test_what_may_change_does(finished: Path) -> None:
+    result = train_here(
+        finished, "ckpt=a", "name=b", "trainer.max_steps=25", "model.dropout=0.1", "optim.lr=1e-3",
+        "data.batch_size=2", "data.path=book.txt", tiny=False,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    table = rows(finished / "runs" / "b")
+    assert list(table) == [21, 22, 23, 24, 25]
+    assert float(table[21]["train/lr"]) < 1e-3
+
+
+def test_a_bare_command_line_from_another_folder(tmp_path: Path) -> None:
+    """As users run it: by its path, runs/ in their folder."""
+    assert ROOT not in tmp_path.parents
+    result = finish(start(tmp_path, "name=a", "callbacks.metrics.every=5"))
+    assert result.code == 0 and "Traceback" not in result.err, result.err
+    assert sorted(rows(tmp_path / "runs" / "a")) == [0, 5, 10, 15, 20]
