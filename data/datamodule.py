@@ -132,7 +132,7 @@ class TokenDataModule(lightning.LightningDataModule):
         sizes = {
             "seq_len": seq_len,
             "batch_size": batch_size,
-            "eval_batch_size": eval_batch_size or batch_size,
+            "eval_batch_size": batch_size if eval_batch_size is None else eval_batch_size,
         }
         for name, value in sizes.items():
             if value < 1:

@@ -28,7 +28,7 @@ def count_chars(path: Path) -> int:
     """Characters of a UTF-8 text file as `read_parts` reads it. ValueError says why a file is not text."""
     decoder, count, last = codecs.getincrementaldecoder("utf-8-sig")(), 0, ""
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        while block := file.read(PART_CHARS):
             if b"\0" in block:
                 raise ValueError("it holds NUL bytes, so it is binary")
             try:

@@ -48,7 +48,7 @@ def test_few_files_are_each_cut_at_nine_tenths(tmp_path, n_files):
 
 def test_a_long_document_comes_in_parts_that_lose_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(textfiles, "PART_CHARS", 100)
-    text = ("\r\n".join("λ" * (i % 37) for i in range(300)) + "\ufefflast") * 2
+    text = ("\r\n".join("λ" * (i % 37) + "x" * (i % 3) for i in range(300)) + "\ufefflast") * 2
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())  # a byte order mark, Windows line ends
     plain = text.replace("\r\n", "\n")

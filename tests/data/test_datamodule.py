@@ -113,11 +113,14 @@ def test_ranks_together_are_one_process_with_larger_batches(make, consumed):
             assert torch.equal(whole["input_ids"], rows(batches[step] for batches in ranks))
 
 
-def test_accumulation_is_a_larger_batch_too(make):
-    assert torch.equal(
-        rows(take(make(batch_size=8).train_dataloader(), 3)),
-        rows(take(make(batch_size=2).train_dataloader(), 12)),
-    )
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_holds_its_micro_batches_in_order(make, world_size):
+    for rank in range(world_size):
+        micro = rows(take(make(rank, world_size, batch_size=2).train_dataloader(), 12))
+        module = make(rank, world_size, batch_size=2, num_workers=2)
+        module.accumulate = 3
+        steps = take(module.train_dataloader(), 4)
+        assert steps[0]["input_ids"].shape == (6, 16) and torch.equal(rows(steps), micro)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -177,7 +180,7 @@ def test_state_travels_and_refuses_other_data(make, tmp_path):
     [
         ({"seq_len": 0}, "seq_len is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"eval_batch_size": -1}, "eval_batch_size is -1"),
+        ({"eval_batch_size": 0}, "eval_batch_size is 0"),
         ({"num_workers": -1}, "num_workers is -1"),
     ],
 )

@@ -1,3 +1,4 @@
+import os
 import socket
 import sys
 import time
@@ -122,6 +123,14 @@ def test_without_the_hub_the_answer_comes_soon_and_names_the_choices(monkeypatch
         with pytest.raises(ValueError, match=r"cannot be reached.*data=stdlib, or data=text data\.path="):
             prepare(HubCorpus("tinystories", "a/b"), "byte", tmp_path, quiet=True)
         assert time.monotonic() - start < hub.PROBE_TIMEOUT_S + 1
+
+
+def test_a_name_that_is_looked_up_for_ever_is_given_up(monkeypatch):
+    monkeypatch.setattr(hub, "PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(hub.urllib.request, "urlopen", lambda *_, **__: time.sleep(3) or open(os.devnull))
+    start = time.monotonic()
+    assert hub._reach("https://example.invalid") == "no answer within 0.1 s"
+    assert time.monotonic() - start < 1
 
 
 def test_any_answer_of_a_server_counts_as_reached(monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data import prepare as module
+from data import textfiles
 from data.corpora import TextCorpus
 from data.prepare import prepare
 from data.storage import file_sha256, load_meta
@@ -77,6 +78,17 @@ def test_one_file_by_character_is_cut_as_nanogpt_cuts(book, tmp_path):
     expected = np.array([codes[char] for char in text], dtype=np.uint16)
     written = [np.fromfile(prepared / f"{split}.bin", dtype="<u2") for split in ("train", "val")]
     np.testing.assert_array_equal(np.concatenate(written), expected)
+
+
+def test_a_long_document_ends_once_however_many_parts_it_comes_in(book, tmp_path, monkeypatch):
+    monkeypatch.setattr(textfiles, "PART_CHARS", 500)
+    monkeypatch.setattr(module, "CHUNK_CHARS", (2000, 2000))
+    prepared = prepare(TextCorpus(path=str(book)), "byte", tmp_path / "out", quiet=True)
+    text = book.read_text(encoding="utf-8")
+    for split, part in (("train", text[:18_002]), ("val", text[18_002:])):
+        tokens = np.fromfile(prepared / f"{split}.bin", dtype="<u2")
+        assert tokens.tolist() == [*part.encode(), 256]
+        assert np.fromfile(prepared / f"{split}.docs.bin", dtype="<i8").tolist() == [len(tokens)]
 
 
 def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
@@ -216,12 +228,11 @@ def test_a_worker_that_is_killed_is_reported(tmp_path):
     for i in range(12):
         (folder / f"{i}.txt").write_text(some_text(i, 300), encoding="utf-8")
     kills = """
-import threading
-def kill():
-    while not (children := multiprocessing.active_children()):
-        time.sleep(0.01)
-    os.kill(children[0].pid, signal.SIGKILL)
-threading.Thread(target=kill, daemon=True).start()
+def advance(self, n_bytes):
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+storage.Progress.advance = advance
 """
     process = start(folder, tmp_path / "out", workers=2, lines=kills)
     _, err = process.communicate(timeout=60)
