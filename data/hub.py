@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import tempfile
 import threading
@@ -35,7 +36,7 @@ def _reach(url: str) -> str | None:
             outcome[0] = None
         except urllib.error.HTTPError:  # an answer, if not the one hoped for
             outcome[0] = None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             outcome[0] = str(getattr(error, "reason", error))
 
     thread = threading.Thread(target=ask, daemon=True)
