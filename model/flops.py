@@ -27,6 +27,8 @@ PEAK_BF16_FLOPS = {
 def peak_bf16_flops(gpu_name: str) -> float | None:
     """Dense bf16 peak of the named GPU in FLOP/s, or None where it is not known."""
     words = gpu_name.replace("-", " ")
+    if "Laptop" in words:  # the desktop part's name on another chip
+        return None
     for name, peak in PEAK_BF16_FLOPS.items():
         if f" {name} " in f" {words} ":
             return peak
