@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from attention.checks import call_key, check_inputs
+from attention.checks import arch_name, call_key, check_inputs, dtype_name
 from attention.geometry import empty_attention, normalise_window
 
 Segments = Tensor | tuple[Tensor, Tensor]
@@ -128,9 +128,8 @@ class AttentionCall:
 
     def __str__(self) -> str:
         kind = "the call" if self.purpose == "call" else f"the {self.purpose} call"
-        arch = f" sm_{self.arch[0]}{self.arch[1]}" if self.arch else ""
         return (
-            f"{kind} ({self.device}{arch}, {_dtype_name(self.dtype)}, "
+            f"{kind} ({f'{self.device} {arch_name(self.arch)}'.rstrip()}, {dtype_name(self.dtype)}, "
             f"q ({self.batch}, {self.heads}, {self.tq}, {self.head_dim}), "
             f"k and v ({self.batch}, {self.kv_heads}, {self.tk}, {self.head_dim}), "
             f"{'forward and backward' if self.backward else 'forward only'}, "
@@ -163,13 +162,11 @@ class Capabilities:
                 f"no {call.device}: runs on {' and '.join(sorted(self.devices))} (trainer.accelerator)"
             )
         if call.dtype not in self.dtypes:
-            able = ", ".join(sorted(map(_dtype_name, self.dtypes)))
-            reasons.append(f"no {_dtype_name(call.dtype)}: needs one of {able} (trainer.precision)")
-        if call.arch and (
-            call.arch < (self.min_arch or call.arch) or call.arch > (self.max_arch or call.arch)
-        ):
-            low, high = (f"sm_{a[0]}{a[1]}" if a else "any" for a in (self.min_arch, self.max_arch))
-            reasons.append(f"no sm_{call.arch[0]}{call.arch[1]}: needs a GPU from {low} to {high}")
+            able = ", ".join(sorted(map(dtype_name, self.dtypes)))
+            reasons.append(f"no {dtype_name(call.dtype)}: needs one of {able} (trainer.precision)")
+        if call.arch and not (self.min_arch or (0, 0)) <= call.arch <= (self.max_arch or (99, 0)):
+            low, high = (arch_name(arch) or "any" for arch in (self.min_arch, self.max_arch))
+            reasons.append(f"no {arch_name(call.arch)}: needs a GPU from {low} to {high}")
         if call.head_dim > (self.max_head_dim or call.head_dim) or call.head_dim % self.head_dim_multiple:
             most = f"at most {self.max_head_dim}" if self.max_head_dim else "any size"
             multiple = f", a multiple of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
@@ -299,7 +296,3 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return self.name
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

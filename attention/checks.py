@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def arch_name(arch: tuple[int, int] | None) -> str:
+    return f"sm_{arch[0]}{arch[1]}" if arch else ""
+
+
 def call_key(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
     """All that the verdict about a call depends on, hashable; no device is asked for any value."""
     given = [_kind(t) if isinstance(t, Tensor) else t for t in options.values()]

@@ -1,5 +1,4 @@
-"""What every implementation of conf/attention keeps, whatever its kernel (the numbers are in test_grid.py).
-"""
+"""What every implementation of conf/attention keeps, whatever its kernel (numbers: test_grid.py)."""
 
 from __future__ import annotations
 

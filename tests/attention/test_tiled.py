@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.geometry import tile_kind, tiles
+from attention.naive import NaiveAttention
 from attention.tiled import TiledAttention, online_softmax_step
 
 
@@ -117,6 +119,37 @@ def test_saves_only_what_is_linear() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         TiledAttention(64, 64)(q, q, q, dropout_p=0.1)
     assert sum(saved) == 4 * q.numel() + 2 * 512 + 1  # q, k, v, out; lse; the seed
+
+
+EXTRAS = {
+    "kv_lengths": torch.tensor([0, 5], dtype=torch.int32),
+    "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05]),
+    "bias": torch.randn(4, 1, 11, dtype=torch.float64, requires_grad=True),
+    "segments": tuple((torch.arange(n) * 3 // n).to(torch.int32).expand(2, n) for n in (9, 11)),
+    "softcap": 2.0,
+    "dropout_p": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    "band", [{}, {"causal": False}, {"window": (2, 0)}, {"causal": False, "window": (1, 2)}]
+)
+def test_many_small_tiles_equal_the_reference(band: dict) -> None:
+    """Tiles of 4 x 3: every option alone, in pairs, and all together, meets every kind of tile."""
+    g = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(2, h, t, 8, generator=g, dtype=torch.float64) for h, t in ((4, 9), (2, 11), (2, 11))
+    ]
+    leaves = [x.requires_grad_() for x in leaves]
+    for names in [n for size in (0, 1, 2, len(EXTRAS)) for n in itertools.combinations(EXTRAS, size)]:
+        options = band | {name: EXTRAS[name] for name in names}
+        inputs = [*leaves, EXTRAS["bias"]] if "bias" in names else leaves
+        results = []
+        for attention in (TiledAttention(4, 3), NaiveAttention()):
+            torch.manual_seed(0)
+            out, lse = attention(*leaves, return_lse=True, **options)
+            results.append((out, lse, torch.autograd.grad(out.square().sum(), inputs)))
+        torch.testing.assert_close(*results, msg=lambda words, names=names: f"{names}: {words}")
 
 
 def test_other_documents_are_skipped() -> None:

@@ -58,8 +58,7 @@ def test_a_tile_is_a_part_of_the_whole() -> None:
 
 
 def test_statistics() -> None:
-    """The kept share within five standard errors, overall and per row and column; neighbours are independent.
-    """
+    """The kept share within five standard errors, by row and column too; neighbours are independent."""
     for p in (0.1, 0.5, 0.9):
         keep = keep_tile(torch.tensor(2**40 + 17), 2, 4, range(256), range(256), p).double()
         deviation = (p * (1 - p)) ** 0.5
