@@ -84,7 +84,7 @@ torch.save = half
     "the rename": """
 replace = os.replace
 def before(source, target):
-    if str(target).endswith(".ckpt") and int(str(target)[-13:-5]) >= {step}:
+    if "step-" in str(target) and int(str(target)[-13:-5]) >= {step}:
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 os.replace = before
