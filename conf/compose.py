@@ -106,7 +106,7 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, 
 
 def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConfig) -> None:
     """ValueError that names every key which would give the weights other shapes, or the run other data."""
-    before, after = _leaves(saved["config"]), _leaves(plain(cfg))
+    before, after = _leaves(_plain(saved["config"])), _leaves(plain(cfg))
     changed = [
         f"{key} (there {value}, asked {after.get(key)})"
         for key, value in before.items()

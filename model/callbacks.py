@@ -59,9 +59,10 @@ class Metrics(L.Callback):
             if skipped and self.faulty is None:
                 loss, norm = scalars["train/loss"], scalars["train/grad_norm"]
                 self.faulty = (
-                    f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped, so the "
-                    "weights are those of the step before. Lower optim.lr, warm up longer "
-                    "(schedule.warmup_steps), or try precision=32-true or another attention to tell them apart."
+                    f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped, so "
+                    "the weights are those of the step before. Lower optim.lr, warm up longer "
+                    "(schedule.warmup_steps), or try precision=32-true or another attention to tell them "
+                    "apart."
                 )
             if self.faulty or self.stopped:
                 trainer.should_stop = True

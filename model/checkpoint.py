@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import shutil
 import zipfile
 from pathlib import Path
@@ -68,8 +69,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     verify(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's own words advise to read it unsafely
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, and reading it could run code: refused. No "
+            "checkpoint of this project does."
+        ) from error
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read safely (weights_only): {error}") from error
+        raise CheckpointError(f"{path} is no checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(checkpoint, dict) or "tilegpt" not in checkpoint:
         raise CheckpointError(
             f"{path} is no checkpoint of this project: it has no 'tilegpt' entry. Give ckpt= a file or a run "

@@ -56,8 +56,8 @@ def precision(asked: str, on: torch.device) -> str:
     native = on.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "bf16-mixed" and not native:
         raise ValueError(
-            f"precision=bf16-mixed: {torch.cuda.get_device_name(on)} has no bf16 (it takes compute capability "
-            "8.0). Use precision=32-true."
+            f"precision=bf16-mixed: {torch.cuda.get_device_name(on)} has no bf16 (it takes compute "
+            "capability 8.0). Use precision=32-true."
         )
     if asked == "auto":
         return "bf16-mixed" if on.type == "cuda" and native else "32-true"
@@ -77,9 +77,9 @@ def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -
     if tokens_per_step < at_once or tokens_per_step % at_once:
         lower = max(at_once, tokens_per_step // at_once * at_once)
         raise ValueError(
-            f"tokens_per_step={tokens_per_step} is no multiple of the {at_once} tokens that {devices} device(s) "
-            f"take at once (data.batch_size * seq_len * devices): use {lower} or {lower + at_once}, or another "
-            "data.batch_size."
+            f"tokens_per_step={tokens_per_step} is no multiple of the {at_once} tokens that {devices} "
+            f"device(s) take at once (data.batch_size * seq_len * devices): use {lower} or {lower + at_once}, "
+            "or another data.batch_size."
         )
     return tokens_per_step // at_once
 
