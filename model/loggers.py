@@ -9,6 +9,7 @@ import socket
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -99,41 +100,45 @@ def wandb_logger(
     """Weights & Biases, config and all. offline=None: offline where there is no key or the server cannot be
     reached, saying how to upload the run later. A key that is not one raises ValueError before anything
     trains."""
+    import wandb
     from lightning.pytorch.loggers import WandbLogger
 
-    if offline is None:
-        why = _why_offline()
-        offline = why is not None
-        if why:
-            print(f"W&B logs offline: {why}. Upload later with: wandb sync {run_dir}/wandb/offline-run-*")
-    name = Path(run_dir).name
-    import wandb
-
+    if rank_zero_only.rank != 0:
+        return WandbLogger(offline=True)  # the run is the first rank's
     try:
-        logger = WandbLogger(
+        why = _why_offline()
+        if offline is False and why:
+            raise ValueError(f"logger.offline=false, but {why}")
+        if offline is None and why:
+            print(f"W&B logs offline: {why}. Upload later with: wandb sync {run_dir}/wandb/offline-run-*")
+        name = Path(run_dir).name
+        run = wandb.init(  # now, so that a wrong key is found before training
             project=project, entity=entity, name=name, id=name, resume="allow", group=group, tags=tags,
-            save_dir=run_dir, offline=offline, config=config,
+            dir=run_dir, mode="offline" if offline or why else "online", config=config,
+            reinit="finish_previous", settings=wandb.Settings(init_timeout=30),
         )  # fmt: skip
-        logger.experiment  # noqa: B018  starts the run now, so that a wrong key is found before training
     except (wandb.errors.Error, ValueError) as error:
         raise ValueError(
-            f"W&B refused to start: {error}. Check the key (wandb login), log offline (logger.offline=true), "
-            "or log to a file (logger=csv)."
+            f"W&B did not start: {str(error).rstrip('.')}. Check the key (wandb login), log offline "
+            "(logger.offline=true), or to a file alone (logger=csv)."
         ) from error
-    return logger
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    return WandbLogger(experiment=run)
 
 
 def _why_offline() -> str | None:
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        return f"WANDB_MODE is {os.environ['WANDB_MODE']}"
+    """What keeps W&B from its server, None where nothing does; raises for a key that cannot be one."""
     import wandb
 
-    if not wandb.api.api_key:
+    if (mode := os.environ.get("WANDB_MODE", "online")) != "online":
+        return f"WANDB_MODE is {mode}"
+    if not wandb.login(prompt=False, verify=False):
         return "there is no API key (wandb login)"
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-    name, _, port = host.partition(":")
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    port = server.port or (80 if server.scheme == "http" else 443)
     try:
-        socket.create_connection((name, int(port or 443)), timeout=3).close()
+        socket.create_connection((server.hostname, port), timeout=3).close()
     except OSError:
-        return f"{host} cannot be reached"
+        return f"{server.hostname}:{port} cannot be reached"
     return None

@@ -78,8 +78,8 @@ def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -
         lower = max(at_once, tokens_per_step // at_once * at_once)
         raise ValueError(
             f"tokens_per_step={tokens_per_step} is no multiple of the {at_once} tokens that {devices} "
-            f"device(s) take at once (data.batch_size * seq_len * devices): use {lower} or {lower + at_once}, "
-            "or another data.batch_size."
+            f"device(s) take at once (data.batch_size * seq_len * devices): use {lower} or "
+            f"{lower + at_once}, or another data.batch_size."
         )
     return tokens_per_step // at_once
 
