@@ -192,7 +192,7 @@ def train(
             "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
         },
     )
-    print(runtime.summary(lit, data, trainer, precision, attention, train_call, run), flush=True)
+    runtime.say(runtime.summary(lit, data, trainer, precision, attention, train_call, run), flush=True)
     if ckpt is None:
         trainer.validate(lit, datamodule=data, verbose=False)
     trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)

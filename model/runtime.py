@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
 from model.callbacks import Checkpoints, Interrupt, Metrics, Samples
@@ -26,6 +27,8 @@ TRAINER = {
     "use_distributed_sampler": False,
     "inference_mode": False,
 }
+
+say = rank_zero_only(print)  # what every rank finds out, one tells
 
 
 def quiet() -> None:
@@ -97,7 +100,7 @@ def decoder(
     reasons = attention.unsupported_reasons(call)
     if not reasons:
         return attention
-    print(f"attention={attention.name} cannot decode ({'; '.join(reasons)}): attention.decode=auto does.")
+    say(f"attention={attention.name} cannot decode ({'; '.join(reasons)}): attention.decode=auto does.")
     return build("auto")
 
 

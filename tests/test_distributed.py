@@ -1,0 +1,125 @@
+"""Two processes are one: the same numbers from the same global batch, and checkpoints that move between
+them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.checkpoint import read_checkpoint
+from tests.running import finish, rows, start, train_here
+
+# 256 tokens a step: 2 micro-batches of 8 rows on one device, or of 4 rows on each of two.
+STEP = ("tokens_per_step=256", "schedule=constant", "schedule.warmup_steps=5", "optim.lr=3e-3")
+ONE = ("data.batch_size=8",)
+STEPS = 30
+BAD = 14  # the step that POISON makes a NaN in
+POISON = """
+import train
+from model.lit_gpt import LitGPT
+update = LitGPT._update
+def poisoned(self, lr_factor):
+    if self.global_step == 14 - 1:
+        next(iter(self.net.parameters())).grad.mul_(float("nan"))
+    return update(self, lr_factor)
+LitGPT._update = poisoned
+train.main()
+"""
+
+
+def two(strategy: str) -> tuple[str, ...]:
+    return (f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=4")
+
+
+def limits(steps: int) -> tuple[str, ...]:
+    return (f"trainer.max_steps={steps}", "trainer.val_check_interval=10")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("one")
+    assert train_here(folder, "name=one", *STEP, *ONE, *limits(STEPS)).code == 0
+    return rows(folder / "runs" / "one")
+
+
+def assert_same(table: dict, reference: dict, steps: range) -> None:
+    for step in steps:
+        assert table[step].keys() == reference[step].keys(), step
+        for key, value in reference[step].items():
+            near = {"rel": 1e-3} if key == "train/grad_norm" else {"abs": 1e-5}
+            assert float(table[step][key]) == pytest.approx(float(value), **near), (step, key)
+
+
+def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(tmp_path: Path, reference: dict) -> None:
+    process = start(tmp_path, "name=a", *STEP, *two("ddp"), *limits(3000))
+    metrics = tmp_path / "runs" / "a" / "metrics.csv"
+    while process.poll() is None and not (metrics.exists() and "\n8," in metrics.read_text()):
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGTERM)
+    result = finish(process)
+    assert result.code == 143, result.err
+    assert result.out.count("machine    CPU") == 1  # one rank speaks
+    stopped = max(rows(tmp_path / "runs" / "a"))
+    assert f"Stopped at step {stopped}, saved." in result.out
+    assert_same(rows(tmp_path / "runs" / "a"), reference, range(1, min(stopped, STEPS)))
+    saved = read_checkpoint(tmp_path / "runs" / "a" / "checkpoints" / f"step-{stopped:08d}.ckpt")
+    assert saved["TokenDataModule"]["consumed"] == 16 * stopped
+    if stopped < STEPS:
+        result = train_here(
+            tmp_path, "ckpt=a", "trainer=default", "trainer.accelerator=cpu", *limits(STEPS), *ONE, tiny=False
+        )
+        assert result.code == 0, result.err
+        assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
+
+
+def test_fsdp2_is_one_process_and_skips_what_is_not_finite(tmp_path: Path, reference: dict) -> None:
+    """The checkpoint is the normal one: the same names, shapes and optimiser as one process writes."""
+    script = tmp_path / "poison.py"
+    script.write_text(POISON)
+    result = finish(start(tmp_path, "name=a", *STEP, *two("fsdp2"), *limits(STEPS), script=script))
+    assert result.code == 1 and "Traceback" not in result.err, result.err
+    assert f"Step {BAD}: the gradient norm is nan" in result.err
+    table = rows(tmp_path / "runs" / "a")
+    assert max(table) == BAD and table[BAD]["train/grad_norm"] == "nan"
+    assert_same(table, reference, range(BAD))
+
+    assert train_here(tmp_path, "name=one", *STEP, *ONE, "trainer.max_steps=13").code == 0
+    ours, plain = (
+        read_checkpoint(tmp_path / "runs" / path)
+        for path in ("a/checkpoints/step-00000014.ckpt", "one/checkpoints/step-00000013.ckpt")
+    )
+    assert list(ours["state_dict"]) == list(plain["state_dict"])
+    for name, value in plain["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-3, atol=1e-5)
+    optimizers = [content["optimizer_states"][0] for content in (ours, plain)]
+    assert [g["params"] for g in optimizers[0]["param_groups"]] == [
+        g["params"] for g in optimizers[1]["param_groups"]
+    ]
+    for number, state in optimizers[1]["state"].items():
+        assert optimizers[0]["state"][number].keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(optimizers[0]["state"][number][key], value, rtol=1e-3, atol=1e-5)
+    assert optimizers[0]["state"][0]["step"] == 13
+
+
+def test_checkpoints_move_from_one_to_fsdp2_and_back(tmp_path: Path, reference: dict) -> None:
+    assert train_here(tmp_path, "name=a", *STEP, *ONE, *limits(10)).code == 0
+    result = finish(start(tmp_path, "ckpt=a", *two("fsdp2"), *limits(20), tiny=False))
+    assert result.code == 0, result.err
+    result = train_here(
+        tmp_path, "ckpt=a", "trainer=default", "trainer.accelerator=cpu", *limits(STEPS), *ONE, tiny=False
+    )
+    assert result.code == 0, result.err
+    assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
+
+
+def test_a_sweep_over_several_devices_is_refused(tmp_path: Path) -> None:
+    result = train_here(tmp_path, *two("ddp"), "seed=1,2", "-m")
+    assert result.code == 1
+    assert "-m with trainer.devices=2" in result.err and "trainer.devices=1" in result.err
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/checkpoints"))
