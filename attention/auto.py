@@ -21,6 +21,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("sdpa", "tiled", "naive"),
     "mps": ("sdpa", "naive"),
 }
+# One query over a cache in a compiled step on CUDA: Inductor makes two fused reductions of the formula, which
+# read the cache once, where SDPA's mask needs it copied first. GPT-2 124M on an H200, tokens/s: 1,892 against
+# 1,706 at batch 1, 36,860 against 28,540 at 32 (results/generate).
+COMPILED_DECODE: tuple[str, ...] = ("naive", "sdpa", "tiled")
 # Where a name is built from, at first use: the class, as in its yaml, and its defaults.
 CLASSES: dict[str, str] = {
     "sdpa": "attention.sdpa.SDPAAttention",
@@ -48,10 +52,12 @@ class AutoAttention(Attention):
             self._built[name] = getattr(importlib.import_module(module), cls)(name=name)
         return self._built[name]
 
-    def _refusals(self, call: AttentionCall) -> tuple[str | None, dict[str, list[str]]]:
+    def _refusals(
+        self, call: AttentionCall, order: tuple[str, ...] | None = None
+    ) -> tuple[str | None, dict[str, list[str]]]:
         """The first capable implementation, if any, and why those before it were passed over."""
         refusals: dict[str, list[str]] = {}
-        for name in ORDER.get(call.device, ()):
+        for name in order or ORDER.get(call.device, ()):
             if not (reasons := self._build(name).unsupported_reasons(call)):
                 return name, refusals
             refusals[name] = reasons
@@ -80,7 +86,7 @@ class AutoAttention(Attention):
     def _pick(self, *facts: Any) -> str:
         """The choice by plain facts, which torch.compile evaluates once, while it traces."""
         if facts not in self._chosen:
-            device, index, dtype, heads, kv_heads, tq, tk, head_dim, causal, backward, *on = facts
+            device, index, dtype, heads, kv_heads, tq, tk, head_dim, causal, backward, compiled, *on = facts
             names = (
                 "window",
                 "softcap",
@@ -107,7 +113,10 @@ class AutoAttention(Attention):
                 features=frozenset(name for name, is_on in zip(names, on, strict=True) if is_on),
                 backward=backward,
             )
-            self._chosen[facts] = self.choice(call)[0]
+            decoding = tq == 1 and "kv_lengths" in call.features
+            order = COMPILED_DECODE if device == "cuda" and compiled and decoding else None
+            self.require(call)
+            self._chosen[facts] = self._refusals(call, order)[0]
         return self._chosen[facts]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
@@ -127,6 +136,7 @@ class AutoAttention(Attention):
             q.shape[3],
             o["causal"],
             grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
+            torch.compiler.is_compiling(),
             o["window"] is not None,
             o["softcap"] is not None,
             o["alibi_slopes"] is not None,

@@ -35,11 +35,12 @@ def arguments() -> argparse.Namespace:
         "--no-compile", action="store_true", help="decode with eager kernels (still one graph)"
     )
     parser.add_argument("--repeat", type=int, default=3, help="measured runs; the median counts")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
     parser.add_argument("--out", type=Path, help="rows go here (default: results/generate/<gpu>.jsonl)")
     return parser.parse_args()
 
 
-def build(name: str, attention: str, seq_len: int) -> Any:
+def build(name: str, attention: str, seq_len: int, overrides: list[str]) -> Any:
     """A model of that shape with random weights, bf16 on a GPU and fp32 elsewhere."""
     import torch
     from hydra import compose, initialize_config_dir
@@ -48,7 +49,7 @@ def build(name: str, attention: str, seq_len: int) -> Any:
     from model.gpt import GPT, GPTConfig
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", overrides=[f"model={name}", f"attention={attention}"])
+        cfg = compose("config", overrides=[f"model={name}", f"attention={attention}", *overrides])
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
@@ -97,7 +98,7 @@ def main() -> None:
 
     from scripts.rows import append
 
-    net = build(options.model, options.attention, options.seq_len)
+    net = build(options.model, options.attention, options.seq_len, options.set)
     gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "cpu"
     out = options.out or ROOT / "results" / "generate" / f"{gpu}.jsonl"
     print(f"{'batch':>5} {'decode tokens/s':>16} {'prefill tokens/s':>17} {'set-up s':>9} {'again s':>8}")
@@ -107,7 +108,7 @@ def main() -> None:
             "study": "generate",
             "implementation": options.attention,
             "pass": "generate",
-            "model": options.model,
+            "model": " ".join([options.model, *options.set]),
             "batch": batch,
             "seq_len": options.seq_len,
             "prompt": options.prompt,

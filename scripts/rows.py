@@ -1,4 +1,4 @@
-"""Rows of results/<study>/<gpu>.jsonl: one measured point each, with the machine and the command that made it."""
+"""Rows of results/<study>/<gpu>.jsonl: a measured point each, with the machine and the command behind it."""
 
 from __future__ import annotations
 
