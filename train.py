@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,6 @@ def resume(arguments: list[str]) -> None:
         saved, step = checkpoint["tilegpt"], checkpoint["global_step"]
         cfg, choices = recompose(saved, overrides)
         refuse_changes(saved, choices, cfg)
-        if step >= cfg.trainer.max_steps:
-            raise ValueError(
-                f"{ckpt} is at step {step} of trainer.max_steps={cfg.trainer.max_steps}: that run has "
-                f"finished. Train on with trainer.max_steps={2 * step}."
-            )
         renamed = any(override.startswith("name=") for override in overrides)
         own = ckpt.parent.parent
         with fixed_path("TILEGPT_RUN", lambda: new_run(cfg, choices, "") if renamed else own) as run:
@@ -86,6 +81,10 @@ def fixed_path(variable: str, decide: Callable[[], Path]) -> Iterator[Path]:
     os.environ[variable] = path
     try:
         yield Path(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(path).rmdir()  # the folder of a run that came to nothing; no other is empty
+        raise
     finally:
         os.environ.pop(variable, None)  # the next job of a sweep is another run
 
@@ -121,6 +120,7 @@ def train(
     from model.loggers import csv_logger
 
     runtime.quiet()
+    runtime.check_steps(cfg.trainer.max_steps, cfg.trainer.val_check_interval, resume_step)
     device = runtime.device(cfg.trainer.accelerator)
     precision = runtime.precision(cfg.precision, device)
     compiled = device.type == "cuda" if cfg.compile == "auto" else bool(cfg.compile)

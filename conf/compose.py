@@ -33,12 +33,12 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return main(*args)
         except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-            if isinstance(error, InstantiationException):  # Hydra's wrapping of what a constructor said
-                if not isinstance(error.__cause__, ValueError | OSError):
-                    raise
-                error = error.__cause__
             if os.environ.get("HYDRA_FULL_ERROR"):
                 raise
+            if isinstance(error, InstantiationException) and isinstance(
+                error.__cause__, ValueError | OSError
+            ):
+                error = error.__cause__  # what a constructor said, without Hydra's wrapping
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {error}", file=sys.stderr)
             raise SystemExit(1) from None

@@ -39,6 +39,21 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*")
 
 
+def check_steps(max_steps: int, val_check_interval: int, resume_step: int | None) -> None:
+    """ValueError where there is nothing to count, or nothing left to do."""
+    steps = {"max_steps": max_steps, "val_check_interval": val_check_interval}
+    for key, value in steps.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"trainer.{key}={value}: it needs to be a number of optimiser steps, at least 1."
+            )
+    if resume_step is not None and resume_step >= max_steps:
+        raise ValueError(
+            f"That checkpoint is at step {resume_step} of trainer.max_steps={max_steps}: the run has "
+            f"finished. Train on with trainer.max_steps={2 * resume_step}."
+        )
+
+
 def device(accelerator: str) -> torch.device:
     """The kind of device that Lightning's `accelerator` will mean here."""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():

@@ -193,13 +193,19 @@ def test_the_end_of_a_run_is_said_and_can_be_moved(tmp_path: Path) -> None:
         ("data.tokenizer.kind=char", "data.tokenizer.kind"),
         ("data=synthetic", "data"),
         ("model=llama_tiny", "model.n_kv_head"),
+        ("optim.learning_rate=1", "optim.learning_rate"),
+        ("attention=flash99", "attention/flash99"),
+        ("trainer.max_steps=many", "trainer.max_steps=many"),
+        ("seed", "seed"),
+        ("~optim.lr", "~optim.lr"),
     ],
 )
 def test_what_would_be_another_run_is_refused_by_name(override: str, name: str, finished: Path) -> None:
     before = (finished / "runs" / "a" / "metrics.csv").read_bytes()
     result = train_here(finished, "ckpt=a", "trainer.max_steps=30", override, tiny=False)
     assert result.code == 1
-    assert result.err.count("\n") == 1 and name in result.err, result.err
+    assert "Traceback" not in result.err and name in result.err, result.err
+    assert result.err.startswith("error: ") and result.err.count("error: ") == 1
     assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
 
 

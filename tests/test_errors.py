@@ -1,0 +1,144 @@
+"""A user's mistake ends within seconds as one message on stderr that says what to do; no stack trace."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.running import finish, start, train_here, write_book
+
+CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # name: (overrides, words of the message)
+    "attention unknown": (("attention=flash99",), ("flash99", "naive", "tiled", "sdpa")),
+    "model unknown": (("model=gpt9",), ("gpt9", "tiny")),
+    "data unknown": (("data=mybook",), ("mybook", "stdlib")),
+    "experiment unknown": (("experiment=none_such",), ("none_such", "quickstart")),
+    "key unknown": (("optim.learning_rate=1",), ("learning_rate",)),
+    "group unknown": (("attn=tiled",), ("attn",)),
+    "value of another kind": (("trainer.max_steps=many",), ("max_steps", "many")),
+    "override without a value": (("seq_len",), ("seq_len",)),
+    "head width": (("model.n_head=5",), ("model.n_embd=32", "model.n_head=5", "[1, 2, 4, 8]")),
+    "kv heads": (("model.n_kv_head=3",), ("model.n_kv_head=3",)),
+    "position": (("model.position=polar",), ("model.position=polar", "rope")),
+    "dropout": (("model.dropout=1.5",), ("model.dropout=1.5", "[0, 1)")),
+    "seq_len 0": (("seq_len=0",), ("seq_len",)),
+    "batch_size 0": (("data.batch_size=0",), ("batch_size",)),
+    "corpus too short": (("seq_len=8192",), ("seq_len", "8192", "5401")),
+    "no file": (("data.path=nowhere.txt",), ("nowhere.txt",)),
+    "empty file": (("data.path=empty.txt",), ("empty.txt",)),
+    "binary file": (("data.path=binary.txt",), ("binary.txt", "UTF-8")),
+    "folder without text": (("data.path=folder",), ("folder",)),
+    "no path": (("data=text", "~data.path"), ("path",)),
+    "tokenizer unknown": (("data.tokenizer.kind=words",), ("words", "bpe")),
+    "tokens_per_step": (
+        ("tokens_per_step=100",),
+        ("tokens_per_step=100", "data.batch_size * seq_len * devices", "64", "128"),
+    ),
+    "tokens_per_step too small": (("tokens_per_step=32",), ("tokens_per_step=32", "64")),
+    "accelerator": (("trainer.accelerator=gpu",), ("trainer.accelerator=gpu", "trainer.accelerator=cpu")),
+    "accelerator unknown": (("trainer.accelerator=abacus",), ("trainer.accelerator=abacus",)),
+    "precision unknown": (("precision=fp8",), ("precision=fp8", "bf16-mixed")),
+    "dropout in attention": (
+        ("attention=sdpa_flash", "model.attn_dropout=0.1"),
+        ("attention=sdpa_flash", "training", "model.attn_dropout=0"),
+    ),
+    "kernel of another device": (("attention=sdpa_cudnn",), ("attention=sdpa_cudnn", "cuda")),
+    "decoder": (("attention.decode=nothing",), ("nothing", "naive")),
+    "decoder of another device": (("attention.decode=sdpa_cudnn",), ("sdpa_cudnn", "decode")),
+    "checkpoint": (("ckpt=yesterday",), ("ckpt=yesterday", "runs/")),
+    "no run yet": (("ckpt=last",), ("no run under runs/",)),
+    "checkpoint and a flag": (("ckpt=last", "-m"), ("-m", "ckpt=")),
+    "steps": (("trainer.max_steps=0",), ("max_steps",)),
+    "validation never": (("trainer.val_check_interval=0",), ("val_check_interval",)),
+    "validation in part of an epoch": (("trainer.val_check_interval=0.5",), ("val_check_interval", "steps")),
+    "devices": (("trainer.devices=0",), ("devices",)),
+    "optimiser": (("optim.lr=-1",), ("learning rate",)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    write_book(folder)
+    (folder / "empty.txt").touch()
+    (folder / "binary.txt").write_bytes(bytes(range(128, 256)) * 100)
+    (folder / "folder").mkdir()
+    (folder / "folder" / "image.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_message(case: str, folder: Path) -> None:
+    overrides, words = CASES[case]
+    tiny = not any(override.startswith("ckpt=") for override in overrides)
+    result = train_here(folder, *overrides, tiny=tiny)
+    assert result.code in (1, 2), result.out
+    assert "Traceback" not in result.err + result.out
+    for word in words:
+        assert word in result.err, result.err
+    assert len(result.err.strip().splitlines()) <= 18, result.err
+
+
+def test_bf16_on_a_gpu_without_it() -> None:
+    from model import runtime
+
+    cuda = torch.device("cuda")
+    for native, asked, expected in (
+        (True, "auto", "bf16-mixed"), (False, "auto", "32-true"), (True, "bf16-mixed", "bf16-mixed"),
+        (False, "32-true", "32-true"),
+    ):  # fmt: skip
+        with mock.patch.object(torch.cuda, "is_bf16_supported", return_value=native):
+            assert runtime.precision(asked, cuda) == expected
+    with (
+        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=False),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Tesla T4"),
+        pytest.raises(ValueError, match=r"Tesla T4 has no bf16 .*Use precision=32-true"),
+    ):
+        runtime.precision("bf16-mixed", cuda)
+    assert runtime.precision("auto", torch.device("cpu")) == "32-true"
+
+
+def test_a_name_that_is_taken_and_a_failed_start_that_is_not(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "name=a", "data.path=nowhere.txt").code == 1
+    assert train_here(tmp_path, "name=a", "trainer.max_steps=2").code == 0  # nothing was in it yet
+    before = (tmp_path / "runs/a/metrics.csv").read_bytes()
+    result = train_here(tmp_path, "name=a")
+    assert result.code == 1
+    assert "runs/a holds a run already" in result.err and "ckpt=a" in result.err and "name=" in result.err
+    assert (tmp_path / "runs/a/metrics.csv").read_bytes() == before
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "model.n_head=5").code == 1
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_bf16_on_the_cpu_runs(tmp_path: Path) -> None:
+    result = train_here(tmp_path, "name=a", "precision=bf16-mixed", "trainer.max_steps=2", "attention=sdpa")
+    assert result.code == 0 and "bf16-mixed" in result.out, result.err
+
+
+def test_a_hub_out_of_reach_is_told_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    begin = time.monotonic()
+    result = finish(start(tmp_path, "data=shakespeare", "data.data_dir=prepared", "name=a", tiny=False), 60)
+    assert result.code == 1 and "Traceback" not in result.err, result.err
+    assert "data=text data.path=" in result.err
+    assert time.monotonic() - begin < 30
+
+
+def test_a_fault_of_ours_keeps_its_stack_trace(tmp_path: Path) -> None:
+    """Only what a user can mend is put into one message."""
+    from model.lit_gpt import LitGPT
+
+    def broken(self: LitGPT, batch: dict, batch_idx: int) -> None:
+        raise RuntimeError("a bug")
+
+    with mock.patch.object(LitGPT, "training_step", broken):
+        result = train_here(tmp_path, "name=a")
+    assert result.code == 1 and "RuntimeError: a bug" in result.err
