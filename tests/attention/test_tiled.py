@@ -197,4 +197,5 @@ def test_gpu_memory_is_linear() -> None:
         torch.cuda.reset_peak_memory_stats()
         attention(q, k, v).sum().backward()
         peaks_mib.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+    print(f"tiled, forward and backward, 4 heads of 64, bf16: {peaks_mib} MiB at 1k, 2k, 4k, 8k, 16k tokens")
     assert peaks_mib[-1] / peaks_mib[0] < 1.5 * 16, peaks_mib

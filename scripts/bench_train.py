@@ -1,0 +1,148 @@
+"""Training speed of GPT-2 124M on random tokens, ours and, given its model.py, nanoGPT's beside it:
+
+    python scripts/bench_train.py --nanogpt ~/nanoGPT/model.py
+
+Ours is train.py itself, with its loader, logging and clipping; nanoGPT's is its model and the step of its
+train.py (bf16 autocast, torch.compile, fused AdamW, clipping). Each runs in a process of its own, both on
+batches of the same shape. A row each goes to results/gpt2_124m/<gpu>.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+# In a process of its own: the path of model.py, rows, tokens of context, steps.
+NANOGPT = """
+import importlib.util, json, sys, time, torch
+path, B, T, steps = sys.argv[1], *map(int, sys.argv[2:])
+spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+config = module.GPTConfig(block_size=T, vocab_size=50304, dropout=0.0, bias=False)
+model = module.GPT(config).cuda()
+optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cuda")
+model = torch.compile(model)
+tokens = torch.randint(50304, (16, 2, B, T)).pin_memory()
+times = []
+for i in range(steps):
+    if i % 10 == 0:
+        torch.cuda.synchronize(); times.append(time.perf_counter())
+    x, y = tokens[i % 16].cuda(non_blocking=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        _, loss = model(x, y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step(); optimizer.zero_grad(set_to_none=True)
+torch.cuda.synchronize(); times.append(time.perf_counter())
+ms = [100 * (b - a) for a, b in zip(times, times[1:])]
+print("RESULT", json.dumps({"ms": ms, "peak_mib": torch.cuda.max_memory_allocated() / 2**20}))
+"""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nanogpt", type=Path, help="model.py of a nanoGPT checkout, to run beside ours")
+    parser.add_argument("--attention", default="auto", help="a file of conf/attention, for ours")
+    parser.add_argument("--batch", type=int, default=64, help="rows of a step, all in one micro-batch")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of context")
+    parser.add_argument("--steps", type=int, default=80, help="steps; the first 20 do not count")
+    parser.add_argument("--out", type=Path, help="rows go here (default: results/gpt2_124m/<gpu>.jsonl)")
+    return parser.parse_args()
+
+
+def ours(options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of every ten steps and peak memory, from the run's own metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "train.py"), "experiment=gpt2_124m", "data=synthetic"]
+        command += [f"attention={options.attention}", f"seq_len={options.seq_len}", "name=bench"]
+        command += [f"data.batch_size={options.batch}", f"tokens_per_step={options.batch * options.seq_len}"]
+        command += [
+            f"trainer.max_steps={options.steps}",
+            "trainer.limit_val_batches=1",
+            "~callbacks.checkpoints",
+        ]
+        subprocess.run(command, check=True, cwd=folder, stdout=sys.stderr)
+        with open(Path(folder) / "runs" / "bench" / "metrics.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("perf/step_ms")]
+    return {
+        "ms": [float(row["perf/step_ms"]) for row in rows],
+        "peak_mib": max(float(row["perf/peak_mib"]) for row in rows),
+    }
+
+
+def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-c", NANOGPT, str(options.nanogpt), str(options.batch), str(options.seq_len)]
+    done = subprocess.run([*command, str(options.steps)], check=True, capture_output=True, text=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from model.flops import flops_per_token, peak_bf16_flops
+    from model.gpt import GPTConfig
+    from scripts.rows import append
+
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_train.py needs a CUDA GPU: GPT-2 124M takes minutes a step on a CPU.")
+    gpu = torch.cuda.get_device_name()
+    out = options.out or ROOT / "results" / "gpt2_124m" / f"{gpu.split()[-1].lower()}.jsonl"
+    flops = flops_per_token(GPTConfig(vocab_size=50304, seq_len=options.seq_len, bias=False))
+    tokens, peak = options.batch * options.seq_len, peak_bf16_flops(gpu)
+    contestants = {f"tilegpt attention={options.attention}": ours}
+    if options.nanogpt:
+        contestants["nanoGPT"] = nanogpt
+    speeds = []
+    print(f"{'':<28} {'ms/step':>8} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9}")
+    for name, run in contestants.items():
+        measured = run(options)
+        blocks = sorted(
+            measured["ms"][2:-1]
+        )  # without the compiling ones and the one that ends with a validation
+        ms = statistics.median(blocks)
+        result = {
+            "status": "ok",
+            "ms_median": ms,
+            "ms_p10": blocks[len(blocks) // 10],
+            "ms_p90": blocks[-1 - len(blocks) // 10],
+            "tokens_per_s": 1e3 * tokens / ms,
+            "mfu": flops * 1e3 * tokens / ms / peak if peak else None,
+            "peak_mib": measured["peak_mib"],
+        }
+        point = {
+            "study": "gpt2_124m",
+            "implementation": name,
+            "pass": "train",
+            "model": "gpt2 model.bias=false",
+        }
+        point |= {"seq_len": options.seq_len, "micro_batch": options.batch, "tokens_per_step": tokens}
+        append(out, point | {"dtype": "bf16-mixed", "compile": True, "features": "grad_clip=1"}, result)
+        speeds.append(result["tokens_per_s"])
+        mfu = f"{100 * result['mfu']:.1f}%" if peak else "-"
+        print(
+            f"{name:<28} {ms:>8.2f} {speeds[-1]:>9,.0f} {mfu:>6} {result['peak_mib'] / 1024:>9.1f}",
+            flush=True,
+        )
+    if len(speeds) == 2:
+        print(f"ratio {speeds[0] / speeds[1]:.3f}")
+    print(f"rows in {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Loss curves of runs, side by side:
+
+    python scripts/plot.py runs/a runs/b --out loss.svg
+
+Training loss thin (a running mean over 2% of the steps), validation loss with markers, each run labelled at
+its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+# Okabe and Ito's palette: told apart by colour-blind readers and in grey
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def column(path: Path, name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of a column of metrics.csv, rows without a value left out."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get(name)]
+    return [int(row["step"]) for row in rows], [float(row[name]) for row in rows]
+
+
+def smoothed(values: list[float], width: int) -> list[float]:
+    """Mean of the last `width` values."""
+    return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
+
+
+def draw(runs: list[Path], out: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    for i, run in enumerate(runs):
+        path = run / "metrics.csv" if run.is_dir() else run
+        if not path.is_file():
+            raise SystemExit(f"{run} has no metrics.csv: give folders under runs/.")
+        colour = COLOURS[i % len(COLOURS)]
+        steps, losses = column(path, "train/loss")
+        axes.plot(steps, smoothed(losses, max(1, len(losses) // 50)), color=colour, lw=1, alpha=0.6)
+        steps, losses = column(path, "val/loss")
+        axes.plot(steps, losses, color=colour, lw=1.5, marker="o", ms=3.5)
+        best = min(losses)
+        label = f"{run.name if run.is_dir() else run.stem}\\nbest {best:.4f}".replace("\\n", "\n")
+        axes.annotate(
+            label,
+            (steps[-1], losses[-1]),
+            xytext=(8, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+        )
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    axes.text(
+        0.99, 0.97, "o validation    - training", transform=axes.transAxes, ha="right", va="top", color="0.35"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, nargs="+", help="folders under runs/, or metrics.csv files")
+    parser.add_argument(
+        "--out", type=Path, default=Path("loss.svg"), help="svg, png or pdf (default: loss.svg)"
+    )
+    parser.add_argument("--title", default="", help="above the picture")
+    options = parser.parse_args()
+    draw(options.runs, options.out, options.title)
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main()
