@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -14,8 +16,10 @@ from torch import Tensor
 from attention.naive import NaiveAttention
 from model import runtime
 from model.callbacks import Metrics
+from model.checkpoint import read_checkpoint
 from model.gpt import GPT, GPTConfig
 from model.lit_gpt import LateScalars, LitGPT, step_seed
+from tests.running import rows, train_here
 
 Batch = dict[str, Tensor]
 EPS = 1e-5  # larger than rounding: Adam makes a whole step of a gradient of 1e-9
@@ -209,3 +213,27 @@ def test_a_faulty_step_is_told_and_stops() -> None:
     assert metrics.faulty is None and not stop.should_stop
     metrics._take(stop, lit, [(4, [2.5, float("nan"), 1.0, 0.0])])
     assert stop.should_stop and metrics.faulty.startswith("Step 4: the gradient norm is nan (loss 2.5000).")
+
+
+def test_a_run_that_meets_a_nan_ends_with_good_weights(tmp_path: Path) -> None:
+    """From the command line: one message, exit code 1, the step's weights those of the step before."""
+    update, before = LitGPT._update, {}
+
+    def poisoned(self: LitGPT, lr_factor: float) -> Tensor:
+        if self.global_step == 12:
+            before.update({name: value.clone() for name, value in self.state_dict().items()})
+            self.net.lm_head.weight.grad[3, 3] = float("nan")
+        return update(self, lr_factor)
+
+    with mock.patch.object(LitGPT, "_update", poisoned):
+        result = train_here(tmp_path, "name=a", "callbacks.metrics.every=10")
+    assert result.code == 1 and "Traceback" not in result.err
+    assert "error: Step 13: the gradient norm is nan (loss 2." in result.err
+    assert "Lower optim.lr" in result.err and "runs/a/checkpoints (ckpt=a)" in result.err
+    table = rows(tmp_path / "runs" / "a")
+    assert max(table) == 13 and table[13]["train/grad_norm"] == "nan"  # logged out of turn
+    saved = read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000013.ckpt")["state_dict"]
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+    assert train_here(tmp_path, "ckpt=a", "optim.lr=1e-4", tiny=False).code == 0
+    table = rows(tmp_path / "runs" / "a")
+    assert max(table) == 20 and float(table[20]["train/lr"]) < 1e-4  # the new one counts

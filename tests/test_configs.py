@@ -1,0 +1,143 @@
+"""Every yaml of conf/ composes, says what its keys are, and builds."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from attention.naive import NaiveAttention
+from conf.compose import CONF, build_attention, choices_of, plain, recompose, refuse_changes
+from model.flops import parameter_count
+from model.gpt import GPT, GPTConfig
+
+FILES = sorted(CONF.rglob("*.yaml"))
+CHOICES = [
+    path.relative_to(CONF) for path in FILES if path.parent != CONF and path != CONF / "data" / "base.yaml"
+]
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+ATTENTIONS = sorted(path.stem for path in (CONF / "attention").glob("*.yaml"))
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=[*overrides], return_hydra_config=True)
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=str)
+def test_composes(path: Path) -> None:
+    extra = ["data.path=book.txt"] if path == Path("data/text.yaml") else []
+    cfg = composed(f"{path.parent}={path.stem}", *extra)
+    assert choices_of(cfg.hydra.runtime.choices)[str(path.parent)] == path.stem
+    OmegaConf.resolve(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
+
+
+def test_only_the_text_has_to_be_given() -> None:
+    def missing(*overrides: str) -> set[str]:
+        return {key for key in OmegaConf.missing_keys(composed(*overrides)) if not key.startswith("hydra.")}
+
+    assert missing() == set() and missing("data=text") == {"data.path"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
+def test_every_key_is_explained(path: Path) -> None:
+    """A comment on the line of a value or right above it, here or in the file that this one overrides."""
+    text = path.read_text(encoding="utf-8").split("\nhydra:")[0]
+    if path.parent.name in ("experiment", "model") and path.stem != "gpt2":
+        assert "#" in "".join(line for line in text.splitlines()[:2] if "@package" not in line)
+        return
+    inherits = {"data": "base", "trainer": "default"}.get(path.parent.name)
+    known = explained(path.with_name(f"{inherits}.yaml").read_text())[0] if inherits else set()
+    hydras = {"_target_", "_partial_", "_convert_", "defaults"}
+    which = (
+        {"name", "dataset", "config"} if "data.hub" in text else set()
+    )  # the file's first line is about them
+    with_comment, without = explained(text)
+    assert without - with_comment - known - hydras - which == set()
+
+
+def explained(text: str) -> tuple[set[str], set[str]]:
+    """The keys with a comment, and those without; of a block, its first line is meant."""
+    found: tuple[set[str], set[str]] = (set(), set())
+    for above, line in itertools.pairwise(["", *text.splitlines()]):
+        key, colon, value = (part.strip() for part in line.partition(":"))
+        if colon and value and not key.startswith(("#", "-")):
+            found["#" not in line and not above.strip().startswith("#")].add(key)
+        elif colon and not key.startswith(("#", "-")):
+            found[0].add(key)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_build(name: str) -> None:
+    values = OmegaConf.to_container(composed(f"model={name}").model)
+    config = GPTConfig(vocab_size=2048, seq_len=256, **values)
+    with torch.device("meta"):
+        net = GPT(config, NaiveAttention())
+    assert sum(p.numel() for p in net.parameters()) == sum(parameter_count(config).values())
+
+
+def test_model_yaml_has_every_field_with_its_default() -> None:
+    """So that model.<key>=... works for all of them, and conf/model/gpt2.yaml is the documentation."""
+    given = yaml.safe_load((CONF / "model" / "gpt2.yaml").read_text())
+    fields = {name: field.default for name, field in inspect.signature(GPTConfig).parameters.items()}
+    assert given == {k: v for k, v in fields.items() if k not in ("vocab_size", "seq_len")}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attentions_are_registered_under_their_own_name(name: str) -> None:
+    assert OmegaConf.load(CONF / "attention" / f"{name}.yaml").name == name
+    try:
+        attention = build_attention(composed(f"attention={name}"))
+    except ImportError as error:
+        pytest.skip(f"{name} needs a library: {error}")
+    assert attention.name == name and not list(attention.parameters()) and not list(attention.buffers())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
+def test_targets_exist(path: Path) -> None:
+    from hydra.utils import get_object
+
+    def targets(value: Any) -> list[str]:
+        if not isinstance(value, dict):
+            return []
+        own = [value["_target_"]] if "_target_" in value else []
+        return own + [t for part in value.values() for t in targets(part)]
+
+    for target in targets(yaml.safe_load(path.read_text(encoding="utf-8"))):
+        assert callable(get_object(target))
+
+
+def test_a_saved_config_comes_back_the_same() -> None:
+    cfg = composed(
+        "attention=tiled", "model=llama_tiny", "seq_len=64", "optim.lr=3e-4", "+trainer.profiler=simple"
+    )
+    choices = choices_of(cfg.hydra.runtime.choices)
+    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    saved = {"choices": choices, "config": plain(cfg)}
+    again, same = recompose(saved, [])
+    assert OmegaConf.to_container(again) == OmegaConf.to_container(cfg) and same == choices
+    assert "_target_" not in str(saved)
+
+    other, choices = recompose(
+        saved, ["attention=naive", "optim.lr=1", "trainer.max_steps=7", "model.dropout=0.1"]
+    )
+    refuse_changes(saved, choices, other)
+    assert (other.attention._target_, other.attention.name) == ("attention.naive.NaiveAttention", "naive")
+    assert choices["attention"] == "naive" and choices["model"] == "llama_tiny"
+    assert (other.optim.lr, other.trainer.max_steps, other.model.dropout, other.seq_len) == (1, 7, 0.1, 64)
+    assert other.trainer.profiler == "simple" and "block_q" not in other.attention
+
+    changed, choices = recompose(saved, ["seed=5", "model.n_layer=9", "data=synthetic"])
+    with pytest.raises(ValueError, match=r"another data \(there stdlib, asked synthetic\)"):
+        refuse_changes(saved, choices, changed)
+    changed, choices = recompose(saved, ["seed=5", "model.n_layer=9"])
+    with pytest.raises(ValueError, match=r"model.n_layer \(there 4, asked 9\), seed \(there 1337, asked 5\)"):
+        refuse_changes(saved, choices, changed)
