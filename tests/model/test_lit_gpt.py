@@ -234,6 +234,10 @@ def test_a_run_that_meets_a_nan_ends_with_good_weights(tmp_path: Path) -> None:
     assert max(table) == 13 and table[13]["train/grad_norm"] == "nan"  # logged out of turn
     saved = read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000013.ckpt")["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in before.items())
-    assert train_here(tmp_path, "ckpt=a", "optim.lr=1e-4", tiny=False).code == 0
+    settings = ("optim.lr=1e-4", "optim.weight_decay=0.3", "optim.betas=[0.8,0.9]")
+    assert train_here(tmp_path, "ckpt=a", *settings, tiny=False).code == 0
     table = rows(tmp_path / "runs" / "a")
-    assert max(table) == 20 and float(table[20]["train/lr"]) < 1e-4  # the new one counts
+    assert max(table) == 20 and float(table[20]["train/lr"]) < 1e-4  # the new ones count
+    saved = read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000020.ckpt")["optimizer_states"][0]
+    assert [group["weight_decay"] for group in saved["param_groups"]] == [0.3, 0.0]
+    assert {tuple(group["betas"]) for group in saved["param_groups"]} == {(0.8, 0.9)}
