@@ -1,0 +1,146 @@
+"""What a run leaves behind and says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+
+from attention.naive import NaiveAttention
+from data.datamodule import text_datamodule
+from model.checkpoint import read_checkpoint
+from model.gpt import GPT, GPTConfig
+from tests.running import TINY, rows, train_here, write_book
+
+WITH_SAMPLES = (*(o for o in TINY if o != "callbacks.samples=null"), "callbacks.samples.tokens=8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    write_book(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> tuple[Path, str]:
+    result = train_here(folder, *WITH_SAMPLES, "name=a", "callbacks.progress.every=5", tiny=False)
+    assert result.code == 0, result.err
+    return folder / "runs" / "a", result.out
+
+
+def test_the_files_of_a_run(run: tuple[Path, str]) -> None:
+    path, _ = run
+    assert {entry.name for entry in path.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "metrics.csv",
+        "samples.txt",
+    }
+    assert [entry.name for entry in sorted((path / "checkpoints").iterdir())] == [
+        "best.ckpt", "step-00000010.ckpt", "step-00000020.ckpt"
+    ]  # fmt: skip
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    assert config["seq_len"] == 16 and config["model"]["n_embd"] == 32
+    samples = (path / "samples.txt").read_text()
+    assert samples.startswith("--- step 10\n") and "\n--- step 20\n" in samples
+
+
+def test_metrics(run: tuple[Path, str]) -> None:
+    table = rows(run[0])
+    assert list(table) == list(range(21))
+    assert {step for step, row in table.items() if "val/loss" in row} == {0, 10, 20}
+    assert float(table[0]["val/loss"]) == pytest.approx(5.545, abs=0.06)  # log 257
+    assert float(table[20]["train/loss"]) < 3 and float(table[20]["val/loss"]) < 3
+    assert float(table[1]["train/lr"]) == pytest.approx(1e-2 / 6)
+    header = (run[0] / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"perf/step_ms", "perf/tokens_per_s"} <= set(header) and "perf/mfu" not in header
+
+
+def test_what_is_said(run: tuple[Path, str]) -> None:
+    _, out = run
+    for line in (
+        "0.04M parameters, 2 layers, 2 heads, width 32, context 16, vocabulary 257",
+        "attention  naive", "64 tokens (1 x 4 x 16 on 1 device(s)), 20 steps", "no MFU", "run        runs/a",
+        "step 10/20", "step 20: validation loss", "--- a sample", "best validation loss",
+        "scripts/generate.py ckpt=a", "ckpt=a trainer.max_steps=40",
+    ):  # fmt: skip
+        assert line in out
+    assert "rank" not in out.lower() and "litlogger" not in out.lower() and "warning" not in out.lower()
+
+
+def test_the_validation_loss_is_the_mean_over_all_targets(run: tuple[Path, str], folder: Path) -> None:
+    content = read_checkpoint(run[0] / "checkpoints" / "step-00000020.ckpt")
+    net = GPT(GPTConfig(**content["tilegpt"]["model"]), NaiveAttention()).eval()
+    net.load_state_dict({name.removeprefix("net."): value for name, value in content["state_dict"].items()})
+    data = text_datamodule(
+        {"kind": "byte"}, path=str(folder / "book.txt"), data_dir=folder / "p", seq_len=16, batch_size=3,
+        max_val_tokens=128,
+    )  # fmt: skip
+    data.prepare_data()
+    logits, targets = [], []
+    for batch in data.val_dataloader():
+        with torch.no_grad():
+            logits.append(net(batch["input_ids"])[..., :257].flatten(0, 1))
+        targets.append(batch["targets"].flatten())
+    expected = F.cross_entropy(torch.cat(logits), torch.cat(targets), ignore_index=-1)
+    assert float(rows(run[0])[20]["val/loss"]) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_same_run_twice_is_the_same(run: tuple[Path, str], folder: Path) -> None:
+    """Sample text, its absence included, does not touch what is trained; nor do a logger or a name."""
+    assert train_here(folder, "name=b", "logger=tensorboard").code == 0
+    assert rows(folder / "runs" / "b") == rows(run[0])
+    assert train_here(folder, "name=c", "seed=1").code == 0
+    assert rows(folder / "runs" / "c")[1] != rows(run[0])[1]
+
+
+def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
+    write_book(tmp_path)
+    result = train_here(tmp_path, "seed=1337,2", "name=s", "trainer.max_steps=3", "-m")
+    assert result.code == 0, result.err
+    first, second = (rows(tmp_path / "runs" / name) for name in ("s-0", "s-1"))
+    assert list(first) == [0, 1, 2, 3] and first != second
+    alone = train_here(tmp_path, "name=alone", "trainer.max_steps=3")
+    assert alone.code == 0 and rows(tmp_path / "runs" / "alone") == first  # nothing is left of the job before
+
+
+def test_names_are_made_of_the_choices(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "trainer.max_steps=1", "attention=auto").code == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    assert path.name.startswith("tiny-auto-20")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("data.document_mask=true", "model.position=rope"),
+        ("attention=auto",),
+        ("checkpointing=true", "model.dropout=0.1"),
+        ("grad_clip=null", "schedule=wsd"),
+        ("callbacks.progress=null", "callbacks.interrupt=null"),
+        ("data.batch_size=3", "data.eval_batch_size=5", "data.num_workers=1"),
+        ("trainer.max_steps=7", "trainer.val_check_interval=100"),
+        ("deterministic=true",),
+        pytest.param(("compile=true", "trainer.max_steps=2"), marks=pytest.mark.slow),  # half a minute
+    ],
+)
+def test_settings_that_have_to_work(overrides: tuple[str, ...], folder: Path) -> None:
+    name = "-".join(override.split("=")[0] for override in overrides)
+    result = train_here(folder, f"name={name}", *overrides)
+    assert result.code == 0, result.err
+    table = rows(folder / "runs" / name)
+    assert float(table[max(table)]["val/loss"]) < float(table[0]["val/loss"])  # it ends with a validation
+
+
+def test_random_tokens_need_no_text(tmp_path: Path) -> None:
+    text = ("data=", "data.path", "data.tokenizer")
+    settings = [override for override in WITH_SAMPLES if not override.startswith(text)]
+    random = ("data=synthetic", "data.corpus.vocab_size=64", "data.corpus.n_tokens=4000")
+    result = train_here(tmp_path, *settings, *random, "name=a", tiny=False)
+    assert result.code == 0, result.err
+    assert not (tmp_path / "runs/a/samples.txt").exists()
+    assert read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000020.ckpt")["tilegpt"]["tokenizer"] is None
