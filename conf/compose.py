@@ -44,6 +44,13 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None
+        except SystemExit as stop:
+            if isinstance(
+                stop.__context__, KeyboardInterrupt
+            ):  # which Lightning ends with a silent exit code 1
+                print("interrupted; ckpt=last continues from the last checkpoint", file=sys.stderr)
+                raise SystemExit(130) from None
+            raise
 
     return wrapped
 

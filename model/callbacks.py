@@ -47,7 +47,7 @@ class Metrics(L.Callback):
     ) -> None:
         self._tokens = batch["targets"].numel() * trainer.world_size
         self._take(trainer, lit, outputs["due"])
-        if self._mark is None:  # the first step compiles, and steps after a pause start a new interval
+        if self._mark is None:  # the first step compiles; steps after a pause start a new interval
             self._mark = (time.perf_counter(), trainer.global_step)
 
     def _take(self, trainer: L.Trainer, lit: Any, due: list[tuple[int, list[float]]]) -> None:
@@ -59,10 +59,9 @@ class Metrics(L.Callback):
             if skipped and self.faulty is None:
                 loss, norm = scalars["train/loss"], scalars["train/grad_norm"]
                 self.faulty = (
-                    f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped, so "
-                    "the weights are those of the step before. Lower optim.lr, warm up longer "
-                    "(schedule.warmup_steps), or try precision=32-true or another attention to tell them "
-                    "apart."
+                    f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped: "
+                    "the weights are those of the step before. Lower optim.lr, raise "
+                    "schedule.warmup_steps, or try precision=32-true or another attention."
                 )
             if self.faulty or self.stopped:
                 trainer.should_stop = True
@@ -87,8 +86,7 @@ class Metrics(L.Callback):
             logger.log_metrics(row, step)
 
     def flush(self, trainer: L.Trainer, lit: Any) -> None:
-        """Read every scalar that is still under way; whoever saves or validates waits for the device
-        anyway."""
+        """Read every scalar still under way: whoever saves or validates waits for the device anyway."""
         self._take(trainer, lit, lit.late.take())
 
     def pause(self) -> None:

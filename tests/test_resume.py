@@ -157,6 +157,26 @@ def test_a_signal_saves_first(number: int, code: int, tmp_path: Path, references
     assert continued(tmp_path) == references["dropout"]
 
 
+@pytest.mark.parametrize(("where", "signals"), [("training_step", 2), ("validation_step", 1)])
+def test_a_second_signal_or_one_before_training_ends_at_once(
+    where: str, signals: int, tmp_path: Path
+) -> None:
+    from model.lit_gpt import LitGPT
+
+    step, sent = getattr(LitGPT, where), []
+
+    def signalled(self, batch, batch_idx):
+        while len(sent) < signals:
+            sent.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, batch, batch_idx)
+
+    with mock.patch.object(LitGPT, where, signalled):
+        result = train_here(tmp_path, "name=a")
+    assert result.code == 130 and "interrupted" in result.err and "Traceback" not in result.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "tiled"])
 def test_another_attention_goes_on_within_rounding(attention: str, tmp_path: Path, references: dict) -> None:
     assert train_here(tmp_path, *long("plain"), "trainer.limit_val_batches=1.0", "name=a").code == 0
