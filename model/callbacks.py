@@ -34,7 +34,6 @@ class Metrics(L.Callback):
         self.last_train: dict[str, float] = {}
         self.faulty: str | None = None
         self.stopped = False
-        self._rows: list[tuple[int, dict[str, float]]] = []
         self._mark: tuple[float, int] | None = None
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
@@ -55,7 +54,7 @@ class Metrics(L.Callback):
             scalars = dict(zip(SCALARS, values, strict=True))
             self.stopped = self.stopped or scalars.pop("stop") > 0
             skipped = scalars.pop("train/skipped") > 0
-            self.last_train = scalars
+            self.last_train.update(scalars)
             if skipped and self.faulty is None:
                 loss, norm = scalars["train/loss"], scalars["train/grad_norm"]
                 self.faulty = (
@@ -180,7 +179,7 @@ class Checkpoints(L.Callback):
             self.save(trainer, lit)
 
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
+        if trainer.state.fn != "fit":
             return
         loss = float(trainer.callback_metrics["val/loss"])
         improved = self.best is None or loss < self.best
@@ -248,6 +247,8 @@ class Progress(L.Callback):
     def __init__(self, every: int = 100):
         self.every = every
         self.bar: Any = None
+        # on the host: to read Lightning's at every step would wait for the device
+        self.val_loss: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
         self._start = (time.perf_counter(), trainer.global_step)
@@ -281,14 +282,16 @@ class Progress(L.Callback):
         parts = []
         if "train/loss" in now:
             parts.append(f"loss {now['train/loss']:.3f}")
-        if "val/loss" in trainer.callback_metrics:
-            parts.append(f"val {float(trainer.callback_metrics['val/loss']):.3f}")
+        if self.val_loss is not None:
+            parts.append(f"val {self.val_loss:.3f}")
+        if "perf/tokens_per_s" in now:
+            parts.append(f"{now['perf/tokens_per_s']:,.0f} tokens/s")
         return "  ".join(parts)
 
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
-        if trainer.is_global_zero and not trainer.sanity_checking:
-            loss = float(trainer.callback_metrics["val/loss"])
-            line = f"step {trainer.global_step}: validation loss {loss:.4f}"
+        self.val_loss = float(trainer.callback_metrics["val/loss"])
+        if trainer.is_global_zero:
+            line = f"step {trainer.global_step}: validation loss {self.val_loss:.4f}"
             (self.bar.console.print if self.bar is not None else print)(line)
 
     def on_train_end(self, trainer: L.Trainer, lit: Any) -> None:
