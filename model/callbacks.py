@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from model.checkpoint import checkpoints_of, link
+from model.checkpoint import link, prune
 from model.flops import flops_per_token, peak_bf16_flops
 
 SCALARS = ("train/loss", "train/grad_norm", "train/skipped", "stop")
@@ -195,8 +195,7 @@ class Checkpoints(L.Callback):
         path = self.folder / f"step-{trainer.global_step:08d}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
-            for old in checkpoints_of(self.folder)[self.keep :]:
-                old.unlink()
+            prune(path, self.keep)
         return path
 
 

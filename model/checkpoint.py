@@ -109,6 +109,15 @@ def checkpoints_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"), reverse=True)
 
 
+def prune(written: Path, keep: int) -> None:
+    """Leave the `keep` newest up to the one just written. Those of later steps are damaged, or of a course
+    that was left by going back to an earlier checkpoint: by their number they would outlive every new one."""
+    found = checkpoints_of(written.parent)
+    later = [path for path in found if path.name > written.name]
+    for path in later + [path for path in found if path not in later][max(1, keep) :]:
+        path.unlink()
+
+
 def resolve(ckpt: str, runs: Path = RUNS) -> Path:
     """The file meant by `ckpt`: a path; a run's name (its newest whole checkpoint); `<run>/best`; `last` (the
     newest whole checkpoint of the newest run that has one)."""

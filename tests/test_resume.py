@@ -229,6 +229,25 @@ def test_what_would_be_another_run_is_refused_by_name(override: str, name: str, 
     assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
 
 
+def test_going_back_leaves_the_later_course(tmp_path: Path) -> None:
+    """Otherwise the checkpoints of higher numbers would push out each new one."""
+    assert train_here(tmp_path, "name=a", "trainer.val_check_interval=5").code == 0
+    folder = tmp_path / "runs" / "a" / "checkpoints"
+    table = rows(tmp_path / "runs" / "a")
+    result = train_here(
+        tmp_path,
+        "ckpt=runs/a/checkpoints/step-00000015.ckpt",
+        "trainer.max_steps=17",
+        "optim.lr=1e-3",
+        tiny=False,
+    )
+    assert result.code == 0, result.err
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000015.ckpt", "step-00000017.ckpt"]
+    again = rows(tmp_path / "runs" / "a")
+    assert list(again) == list(range(18)) and all(again[step] == table[step] for step in range(16))
+    assert again[16]["train/lr"] != table[16]["train/lr"]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
