@@ -120,7 +120,7 @@ def train(
     from model.loggers import csv_logger
 
     runtime.quiet()
-    runtime.check_steps(cfg.trainer.max_steps, cfg.trainer.val_check_interval, resume_step)
+    runtime.check_steps(cfg.trainer, cfg.callbacks, resume_step)
     device = runtime.device(cfg.trainer.accelerator)
     precision = runtime.precision(cfg.precision, device)
     compiled = device.type == "cuda" if cfg.compile == "auto" else bool(cfg.compile)

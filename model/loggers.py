@@ -83,7 +83,8 @@ def csv_logger(run_dir: str, config: dict[str, Any], resume_step: int | None = N
 def tensorboard_logger(run_dir: str, config: dict[str, Any], resume_step: int | None = None) -> Logger:
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    return TensorBoardLogger(run_dir, name="tensorboard", version="")
+    purge = None if resume_step is None else resume_step + 1  # hides what a killed run logged after that
+    return TensorBoardLogger(run_dir, name="tensorboard", version="", purge_step=purge)
 
 
 def wandb_logger(

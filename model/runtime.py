@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,16 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*")
 
 
-def check_steps(max_steps: int, val_check_interval: int, resume_step: int | None) -> None:
+def check_steps(trainer: Mapping[str, Any], callbacks: Mapping[str, Any], resume_step: int | None) -> None:
     """ValueError where there is nothing to count, or nothing left to do."""
-    steps = {"max_steps": max_steps, "val_check_interval": val_check_interval}
-    for key, value in steps.items():
+    counts = {f"trainer.{key}": trainer[key] for key in ("max_steps", "val_check_interval")}
+    for name, settings in callbacks.items():
+        if settings is not None and settings.get("every") is not None:
+            counts[f"callbacks.{name}.every"] = settings["every"]
+    for key, value in counts.items():
         if not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"trainer.{key}={value}: it needs to be a number of optimiser steps, at least 1."
-            )
+            raise ValueError(f"{key}={value}: it needs to be a whole number of steps, at least 1.")
+    max_steps = trainer["max_steps"]
     if resume_step is not None and resume_step >= max_steps:
         raise ValueError(
             f"That checkpoint is at step {resume_step} of trainer.max_steps={max_steps}: the run has "

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "steps": (("trainer.max_steps=0",), ("max_steps",)),
     "validation never": (("trainer.val_check_interval=0",), ("val_check_interval",)),
     "validation in part of an epoch": (("trainer.val_check_interval=0.5",), ("val_check_interval", "steps")),
+    "metrics never": (("callbacks.metrics.every=0",), ("callbacks.metrics.every=0", "at least 1")),
     "devices": (("trainer.devices=0",), ("devices",)),
     "optimiser": (("optim.lr=-1",), ("learning rate",)),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import socket
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -98,6 +99,21 @@ def test_tensorboard_writes_events(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(3, 2.5)]
+
+
+def test_tensorboard_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps, value in ((None, (1, 2, 3), 2.5), (1, (2,), 7.0)):
+        if resume_step is not None:
+            time.sleep(1.1)  # event files are ordered by the second in their names
+        logger = tensorboard_logger(str(tmp_path), {}, resume_step)
+        for step in steps:
+            logger.log_metrics({"loss": value}, step)
+        logger.finalize("success")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 7.0)]
 
 
 def test_tensorboard_as_asked_for_beside_the_csv(tmp_path: Path) -> None:
