@@ -94,16 +94,20 @@ def new_run(cfg: DictConfig, choices: dict[str, Any], suffix: str) -> Path:
     base = cfg.name or "-".join(
         str(part) for part in (choices.get("experiment") or choices["model"], choices["attention"]) if part
     )
-    stamp = "" if cfg.name else time.strftime("-%Y%m%d-%H%M%S")
-    run = Path("runs") / f"{base}{stamp}{suffix}"
-    try:
-        run.mkdir(parents=True)
-    except FileExistsError:
-        if any((run / "checkpoints").glob("*.ckpt")):
-            raise ValueError(
-                f"{run} holds a run already. Continue it with ckpt={run.name}, or choose another name=."
-            ) from None
-    return run
+    if not cfg.name:
+        base += time.strftime("-%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        run = Path("runs") / f"{base}{suffix}{'' if number == 1 else f'-{number}'}"
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:
+            if not cfg.name:
+                continue  # another run of this second
+            if any((run / "checkpoints").glob("*.ckpt")):
+                raise ValueError(
+                    f"{run} holds a run already. Continue it with ckpt={run.name}, or choose another name=."
+                ) from None
+        return run
 
 
 def train(

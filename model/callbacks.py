@@ -202,15 +202,33 @@ class Checkpoints(L.Callback):
 class Samples(L.Callback):
     """Generated text at every `every`-th validation and at the end, in `samples.txt` and in W&B.
 
+    prompt: what it continues; None starts a document (the end-of-text token, else a newline, else token 0).
     It draws from a generator of its own, so that training goes on as if nothing had been sampled."""
 
-    def __init__(self, every: int = 1, tokens: int = 160, temperature: float = 0.8, prompt: str = "\n"):
+    def __init__(
+        self, every: int = 1, tokens: int = 160, temperature: float = 0.8, prompt: str | None = None
+    ):
         self.every = every
         self.tokens = tokens
         self.temperature = temperature
         self.prompt = prompt
         self.count = 0
         self.last: str | None = None
+
+    def setup(self, trainer: L.Trainer, lit: Any, stage: str) -> None:
+        """Encode the prompt before anything trains: one that the tokenizer does not know is a mistake now."""
+        tokenizer = trainer.datamodule.tokenizer
+        if tokenizer is None:
+            return
+        if self.prompt:
+            self._tokens = tokenizer.encode(self.prompt)
+        elif tokenizer.eot is not None:
+            self._tokens = [tokenizer.eot]
+        else:
+            try:
+                self._tokens = tokenizer.encode("\n")
+            except ValueError:  # characters of a text without lines
+                self._tokens = [0]
 
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
         tokenizer = trainer.datamodule.tokenizer
@@ -226,7 +244,7 @@ class Samples(L.Callback):
         with lit.trainer.precision_plugin.forward_context():
             result = generate(
                 lit.net,
-                [tokenizer.encode(self.prompt)],
+                [self._tokens],
                 self.tokens,
                 decode_attention=lit.decode_attention,
                 temperature=self.temperature,

@@ -1,0 +1,114 @@
+"""Every command in the README's blocks runs as written there, made small by what is appended to it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.running import ROOT, Result, train_here, write_book
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.startswith(("python ", "make "))
+]
+SMALL_RUN = (
+    "seq_len=16", "model.n_layer=2", "model.n_embd=32", "model.n_head=4", "data.batch_size=2",
+    "data.max_val_tokens=64", "trainer.max_steps=2", "trainer.val_check_interval=2",
+    "trainer.accelerator=cpu", "callbacks.samples.tokens=4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the README's reader has: a book, notes, prompts, a run to go on from, two to compare."""
+    folder = tmp_path_factory.mktemp("reader")
+    write_book(folder)
+    (folder / "notes").mkdir()
+    for i in range(12):
+        shutil.copy(folder / "book.txt", folder / "notes" / f"{i}.md")
+    (folder / "prompts.txt").write_text("import\ndef main\n")
+    for name in ("first", "second", "my-run"):
+        assert train_here(folder, "data=stdlib", *SMALL_RUN, f"name={name}", tiny=False).code == 0
+    return folder
+
+
+def run_script(folder: Path, name: str, arguments: list[str]) -> Result:
+    """A script's `main`, as its command line calls it."""
+    module, code, out, err = import_module(f"scripts.{name}"), 0, io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        mock.patch.object(sys, "argv", [f"scripts/{name}.py", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            module.main(arguments) if name == "generate" else module.main()
+        except SystemExit as stop:
+            code = stop.code
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and "bench" not in c])
+def test_train(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    arguments = shlex.split(command)[2:]
+    if arguments == ["--help"]:
+        result = train_here(folder, "--help", tiny=False)
+        assert "attention: auto, naive" in result.out
+        return
+    small = [item for item in SMALL_RUN if "ckpt" not in command or item.startswith("callbacks")]
+    if "ckpt" in command:
+        small.append("trainer.max_steps=3")
+    elif "experiment=shakespeare_char" in command:
+        small = ["data=text", "data.path=book.txt", "data.tokenizer.kind=char", *small]  # no Hub here
+    # the run that the README names anew is in the way of nobody; what is appended wins
+    result = train_here(folder, *arguments, *small, tiny=False)
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err
+    assert "validation loss" in result.out
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "scripts/" in c])
+def test_scripts(folder: Path, command: str) -> None:
+    words = shlex.split(command)[1:]
+    name, arguments = Path(words[0]).stem, words[1:]
+    if name == "bench_train":
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("minutes of a GPU")
+        assert "needs a CUDA GPU" in run_script(folder, name, arguments).code
+        return
+    few = "--model tiny --batch 2 --prompt 4 --new 4 --no-compile --seq-len 16 --out x.jsonl"
+    small = {
+        "generate": ["max_new_tokens=6", "ckpt=first"],
+        "plot": [],
+        "bench_generate": shlex.split(few),
+    }[name]
+    result = run_script(folder, name, [*arguments, *small])
+    assert result.code == 0, result.err
+    assert result.out.strip()
+
+
+def test_make_targets() -> None:
+    """CI runs `make test` and `make train` themselves; here, that the README names targets that are there."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"make ([a-z-]+)", README))
+    assert named and named <= targets
+
+
+def test_everything_was_found() -> None:
+    assert len(COMMANDS) >= 15
