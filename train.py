@@ -8,6 +8,7 @@ This file only wires: it composes the config, builds the parts and calls fit.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
