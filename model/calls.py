@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 
 
 def attention_call(

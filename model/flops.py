@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 
 # Dense bf16 peak in FLOP/s by the vendor's datasheet, keyed by a part of the device's name; longer names
 # first, as 'H100 PCIe' contains 'H100'. An unknown GPU has no MFU rather than a wrong one.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,98 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attention.base import Attention
+from model.config import GPTConfig
 from model.kv_cache import KVCache
 
 IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Everything that fixes the shapes and the function of a GPT. Plain values: it travels in checkpoints."""
-
-    vocab_size: int
-    seq_len: int = 1024
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    n_kv_head: int | None = None  # None: as many as n_head (MHA); 1: MQA
-    position: str = "learned"  # learned | rope | alibi | none
-    rope_base: float = 10_000.0
-    norm: str = "layernorm"  # layernorm | rmsnorm
-    mlp: str = "gelu"  # gelu | swiglu
-    qk_norm: bool = False
-    window: int | None = None  # keys a query looks back on besides its own; both ways when not causal
-    softcap: float | None = None
-    causal: bool = True
-    tie_embeddings: bool = True
-    bias: bool = True
-    dropout: float = 0.0
-    attn_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        _one_of("model.position", self.position, ("learned", "rope", "alibi", "none"))
-        _one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
-        _one_of("model.mlp", self.mlp, ("gelu", "swiglu"))
-        for key in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}: it needs to be at least 1.")
-        if self.n_embd % self.n_head:
-            fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:4])
-            raise ValueError(
-                f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads: "
-                f"choose n_head from {near} or another n_embd."
-            )
-        if self.kv_heads < 1 or self.n_head % self.kv_heads:
-            raise ValueError(
-                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
-                "every key/value head serves the same number of query heads."
-            )
-        if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(
-                f"model.position=rope needs an even head dim, n_embd / n_head is {self.head_dim}: "
-                "change model.n_head or model.n_embd."
-            )
-        for key in ("dropout", "attn_dropout"):
-            if not 0.0 <= getattr(self, key) < 1.0:
-                raise ValueError(f"model.{key}={getattr(self, key)}: it needs to be in [0, 1).")
-        if self.window is not None and self.window < 0:
-            raise ValueError(f"model.window={self.window}: it needs to be at least 0, or null for no window.")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"model.softcap={self.softcap}: it needs to be above 0, or null for none.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_head if self.n_kv_head is None else self.n_kv_head
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """V rounded up to a multiple of 64: full tiles for the tensor cores in the largest product of the
-        model."""
-        return -(-self.vocab_size // 64) * 64
-
-    @property
-    def mlp_hidden(self) -> int:
-        """4C; for SwiGLU 8C/3 rounded up to a multiple of 64, which keeps the parameter count of three
-        matrices."""
-        return 4 * self.n_embd if self.mlp == "gelu" else -(-8 * self.n_embd // 3 // 64) * 64
-
-    @property
-    def attention_options(self) -> dict[str, Any]:
-        """The keyword arguments of the attention contract that the architecture fixes."""
-        window = None
-        if self.window is not None:
-            window = (self.window, 0 if self.causal else self.window)
-        return {"causal": self.causal, "window": window, "softcap": self.softcap}
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{key}={value}: choose one of {', '.join(allowed)}.")
 
 
 def alibi_slopes(n_head: int) -> Tensor:
