@@ -48,9 +48,17 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose gain takes the input's dtype: beside a bf16 input, as autocast leaves it, an fp32 gain
+    would send torch to an unfused form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def make_norm(config: GPTConfig, width: int) -> nn.Module:
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=1e-6)
+        return RMSNorm(width, eps=1e-6)
     return nn.LayerNorm(width, bias=config.bias)
 
 
@@ -66,8 +74,8 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
-            self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+            self.q_norm = RMSNorm(config.head_dim, eps=1e-6)
+            self.k_norm = RMSNorm(config.head_dim, eps=1e-6)
 
     def forward(
         self,

@@ -19,9 +19,7 @@ from model.flops import parameter_count
 from model.gpt import GPT, GPTConfig
 
 FILES = sorted(CONF.rglob("*.yaml"))
-CHOICES = [
-    path.relative_to(CONF) for path in FILES if path.parent != CONF and path != CONF / "data" / "base.yaml"
-]
+CHOICES = [path.relative_to(CONF) for path in FILES if path.parent != CONF]
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 ATTENTIONS = sorted(path.stem for path in (CONF / "attention").glob("*.yaml"))
 
@@ -53,8 +51,9 @@ def test_every_key_is_explained(path: Path) -> None:
     if path.parent.name in ("experiment", "model") and path.stem != "gpt2":
         assert "#" in "".join(line for line in text.splitlines()[:2] if "@package" not in line)
         return
-    inherits = {"data": "base", "trainer": "default"}.get(path.parent.name)
-    known = explained(path.with_name(f"{inherits}.yaml").read_text())[0] if inherits else set()
+    inherits = {"data": CONF / "data_defaults.yaml", "trainer": CONF / "trainer" / "default.yaml"}
+    parent = inherits.get(path.parent.name)
+    known = explained(parent.read_text())[0] if parent else set()
     hydras = {"_target_", "_partial_", "_convert_", "defaults"}
     which = (
         {"name", "dataset", "config"} if "data.hub" in text else set()

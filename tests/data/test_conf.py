@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from data.datamodule import TokenDataModule
 
 CONF = Path(__file__).parents[2] / "conf"
-CORPORA = sorted(path.stem for path in (CONF / "data").glob("*.yaml") if path.stem != "base")
+CORPORA = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
 
 
 def datamodule(*overrides: str) -> TokenDataModule:
@@ -50,9 +50,9 @@ def test_overrides_reach_their_place(folder, tmp_path):
 
 
 def test_every_key_has_a_comment():
-    # these say themselves what they are, or base.yaml does
+    # these say themselves what they are, or data_defaults.yaml does
     plain = {"defaults", "_target_", "corpus", "name", "dataset", "config", "tokenizer", "kind", "vocab_size"}
-    for path in (CONF / "data").glob("*.yaml"):
+    for path in (CONF / "data_defaults.yaml", *(CONF / "data").glob("*.yaml")):
         for line in path.read_text().splitlines():
             key = line.strip().partition(":")[0]
             assert "#" in line or key in plain, f"{path.name}: {line}"
