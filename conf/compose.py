@@ -76,31 +76,43 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, 
     """The config and choices of a saved run, `{"choices": ..., "config": ...}`, with command-line overrides
     on top.
 
-    Groups named on the command line are taken from there; all others are composed by their saved names, then
-    given their saved values."""
+    All is composed by its saved names and given its saved values. Of a group named on the command line, what
+    the new file says otherwise than the old one counts, and what both say alike keeps its saved value."""
     from hydra import compose
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(overrides)
-    groups = {p.key_or_group for p in parsed if (CONF / p.key_or_group).is_dir()}
-    values = [p for p in parsed if p.key_or_group not in groups]
-    saved_choices = [
-        f"{group}={'null' if choice is None else choice}"
-        for group, choice in saved["choices"].items()
-        if group not in groups and group != "experiment"
-    ]
-    chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
-    with nullcontext() if GlobalHydra.instance().is_initialized() else _initialize():
-        cfg = compose("config", overrides=[*saved_choices, *chosen])
-    keep = {key: _plain(value) for key, value in saved["config"].items() if key not in groups}
-    OmegaConf.set_struct(cfg, False)
-    cfg = OmegaConf.merge(cfg, keep)
-    for p in values:
+    for p in parsed:
         if p.is_delete():
             raise ValueError(
-                f"{p.input_line} cannot be applied to a saved run; start a new one to leave a key out."
+                f"{p.input_line}: a saved run keeps its keys; start a new one to leave a key out."
             )
+        if p.key_or_group == "experiment":
+            raise ValueError(
+                f"{p.input_line} cannot go with ckpt=: an experiment is a whole recipe, for a new run. Name "
+                "the keys that are to change (trainer.max_steps=4000)."
+            )
+    groups = {p.key_or_group for p in parsed if (CONF / p.key_or_group).is_dir()}
+    named = {group: choice for group, choice in saved["choices"].items() if group != "experiment"}
+    was = [f"{group}={'null' if choice is None else choice}" for group, choice in named.items()]
+    kept = [text for text, group in zip(was, named, strict=True) if group not in groups]
+    chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
+    config = {key: _plain(value) for key, value in saved["config"].items()}
+    with nullcontext() if GlobalHydra.instance().is_initialized() else _initialize():
+        cfg = compose("config", overrides=[*kept, *chosen])
+        # a file that is gone since leaves nothing to compare with: then the new one counts as it is
+        gone = {g for g in groups if not (CONF / g / f"{named.get(g)}.yaml").is_file()}
+        before = plain(compose("config", overrides=was)) if groups - gone else {}
+    after = plain(cfg)
+    for group in groups & config.keys():
+        new = after.get(group) or {}
+        config[group] = new if group in gone else _explicit(before[group], config[group], new)
+    OmegaConf.set_struct(cfg, False)
+    cfg = OmegaConf.merge(
+        cfg, {key: value for key, value in config.items() if key in cfg or key not in groups}
+    )
+    for p in (p for p in parsed if p.key_or_group not in groups):
         if not p.is_add() and OmegaConf.select(cfg, p.key_or_group, default=...) is ...:
             raise ValueError(f"There is no key {p.key_or_group} in the config of that run.")
         OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
@@ -109,6 +121,18 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, 
         **saved["choices"],
         **{p.key_or_group: p.value() for p in parsed if p.key_or_group in groups},
     }
+
+
+def _explicit(before: dict[str, Any], saved: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """`after`, with the saved values of the keys on which it agrees with `before`, and those that were added
+    to `before`."""
+    result = dict(after)
+    for key, value in saved.items():
+        if all(isinstance(side.get(key), dict) for side in (before, saved, after)):
+            result[key] = _explicit(before[key], value, after[key])
+        elif (key in before) == (key in after) and before.get(key) == after.get(key):
+            result[key] = value
+    return result
 
 
 def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConfig) -> None:

@@ -140,3 +140,46 @@ def test_a_saved_config_comes_back_the_same() -> None:
     changed, choices = recompose(saved, ["seed=5", "model.n_layer=9"])
     with pytest.raises(ValueError, match=r"model.n_layer \(there 4, asked 9\), seed \(there 1337, asked 5\)"):
         refuse_changes(saved, choices, changed)
+
+
+def saved_run(*overrides: str) -> dict[str, Any]:
+    cfg = composed(*overrides)
+    choices = choices_of(cfg.hydra.runtime.choices)
+    return {"choices": choices, "config": plain(OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"]))}
+
+
+def test_another_file_of_a_group_leaves_what_was_set_by_hand() -> None:
+    saved = saved_run(
+        "experiment=quickstart", "attention=naive", "attention.decode=tiled", "trainer.max_steps=6",
+        "trainer.limit_val_batches=3", "schedule.min_factor=0.5", "callbacks.samples=null",
+    )  # fmt: skip
+    same, _ = recompose(saved, ["trainer=default", "callbacks=default"])
+    assert plain(same) == saved["config"]
+    cfg, choices = recompose(saved, ["trainer=ddp", "attention=tiled", "schedule=wsd", "trainer.max_steps=9"])
+    assert (cfg.trainer.max_steps, cfg.trainer.val_check_interval, cfg.trainer.limit_val_batches) == (
+        9,
+        300,
+        3,
+    )
+    assert cfg.trainer.devices == "auto" and cfg.trainer.strategy._target_.endswith("DDPStrategy")
+    assert (cfg.attention.name, cfg.attention.block_q, cfg.attention.decode) == ("tiled", 128, "tiled")
+    # both files warm up alike, and end elsewhere
+    assert (cfg.schedule.warmup_steps, cfg.schedule.min_factor, "decay_steps" in cfg.schedule) == (
+        50,
+        0.0,
+        False,
+    )
+    back, _ = recompose({"choices": choices, "config": plain(cfg)}, ["trainer=default", "attention=naive"])
+    assert (back.trainer.strategy, back.trainer.max_steps) == ("auto", 9) and "block_q" not in back.attention
+
+
+def test_of_a_file_that_is_gone_nothing_is_kept() -> None:
+    saved = saved_run("attention=tiled")
+    saved["choices"]["attention"] = saved["config"]["attention"]["name"] = "removed"
+    cfg, _ = recompose(saved, ["attention=naive"])
+    assert plain(cfg)["attention"] == {"name": "naive", "decode": None}
+
+
+def test_a_recipe_is_for_new_runs() -> None:
+    with pytest.raises(ValueError, match=r"experiment=quickstart cannot go with ckpt=: .*a whole recipe"):
+        recompose(saved_run(), ["experiment=quickstart"])
