@@ -56,6 +56,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 def link(path: Path, name: Path) -> None:
     """Make `name` another name of the file at `path`, atomically: a copy of gigabytes that costs nothing."""
+    if name.exists() and name.samefile(path):
+        return  # renaming one name of a file to another of its names does nothing, and would leave both
     partial = name.with_name(f"{name.name}.{os.getpid()}.partial")
     try:
         os.link(path, partial)

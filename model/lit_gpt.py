@@ -100,9 +100,10 @@ class LitGPT(L.LightningModule):
         self.decode_attention = decode_attention
         self.travel = travel or {}
         self.late = LateScalars()
-        self.stop_requested = (
-            False  # set by a signal; travels with the step's scalars, so that all ranks agree
-        )
+        # Called with (step, scalars) when the scalars of a step have arrived on the host, in order.
+        self.listeners: list[Callable[[int, dict[str, float]], None]] = []
+        self.fault: str | None = None  # the message, once a gradient norm was not finite
+        self.stop_requested = False  # by a signal; travels with the step's scalars: all ranks stop alike
         self.val_sums: Tensor | None = None
 
     def configure_model(self) -> None:
@@ -140,7 +141,7 @@ class LitGPT(L.LightningModule):
         for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
             group.update(settings)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         step, world = self.global_step, self.trainer.world_size
         torch.manual_seed(step_seed(self.seed, step, self.global_rank))
         counted = (batch["targets"] != IGNORE).sum()
@@ -163,7 +164,31 @@ class LitGPT(L.LightningModule):
             torch.distributed.all_reduce(scalars)
             scalars /= world
         self.trainer.datamodule.consumed += batch["targets"].shape[0] * world
-        return {"due": self.late.push(step + 1, scalars)}
+        self._deliver(self.late.push(step + 1, scalars))
+
+    def _deliver(self, due: list[tuple[int, list[float]]]) -> None:
+        """Hand the scalars that have arrived to the listeners; stop where they say so, on all ranks alike."""
+        for step, (loss, norm, skipped, stop) in due:
+            if skipped and self.fault is None:
+                self.fault = (
+                    f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped: "
+                    "the weights are those of the step before. Lower optim.lr, raise schedule.warmup_steps, "
+                    "or try precision=32-true or another attention."
+                )
+            if self.fault or stop:
+                self.trainer.should_stop = True
+            for listener in self.listeners:
+                listener(step, {"train/loss": loss, "train/grad_norm": norm})
+
+    def flush(self) -> None:
+        """Wait for the scalars still under way."""
+        self._deliver(self.late.take())
+
+    def on_validation_start(self) -> None:
+        self.flush()
+
+    def on_train_end(self) -> None:
+        self.flush()
 
     def _micro_batches(self, batch: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
         parts = {key: value.chunk(self.accumulate) for key, value in batch.items()}  # (A*B, T) -> A of (B, T)

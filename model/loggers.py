@@ -61,7 +61,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        row = {"step": step, **{key: float(value) for key, value in metrics.items() if key != "epoch"}}
+        row = {"step": step, **{key: float(value) for key, value in metrics.items()}}
         new = [key for key in row if key not in self.columns]
         if new:
             with open(self.path, newline="", encoding="utf-8") as file:

@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
-from model.callbacks import Checkpoints, Interrupt, Metrics, Samples
+from model.callbacks import Samples
 from model.flops import flops_per_token, parameter_count, peak_bf16_flops
+from model.saving import Checkpoints, Interrupt
 
 # What Lightning would do a second time: we have our own progress, checkpoints, order of data and step.
 TRAINER = {
@@ -161,13 +162,14 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
     if not trainer.is_global_zero:
         return
     callbacks = {type(callback): callback for callback in trainer.callbacks}
-    metrics, interrupt = callbacks.get(Metrics), callbacks.get(Interrupt)
-    if metrics is not None and metrics.faulty:
-        raise ValueError(f"{metrics.faulty} Good weights: {run}/checkpoints (ckpt={run.name}).")
-    if interrupt is not None and interrupt.received is not None:
-        print(f"Stopped at step {trainer.global_step}, saved. Continue: python train.py ckpt={run.name}")
+    samples, interrupt, checkpoints = (callbacks.get(kind) for kind in (Samples, Interrupt, Checkpoints))
+    if lit.fault:
+        good = f" Good weights: {run}/checkpoints (ckpt={run.name})." if checkpoints else ""
+        raise ValueError(lit.fault + good)
+    if interrupt is not None and interrupt.received is not None and trainer.global_step < trainer.max_steps:
+        goes_on = f", saved. Continue: python train.py ckpt={run.name}" if checkpoints else ""
+        print(f"Stopped at step {trainer.global_step}{goes_on}")
         raise SystemExit(128 + signal.Signals(interrupt.received))
-    samples, checkpoints = callbacks.get(Samples), callbacks.get(Checkpoints)
     if samples is not None and samples.last is not None:
         print(f"\n--- a sample\n{samples.last}\n---\n")
     if checkpoints is not None and checkpoints.best is not None:

@@ -60,14 +60,12 @@ def train(net: GPT, batches: list[Batch], lr: float = 1e-2, **settings: Any) -> 
     lit = LitGPT(net, optimizer, constant, **settings)
     seen: list[dict] = []
 
-    class Take(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, lit: LitGPT, outputs: Any, *args: Any) -> None:
-            seen.extend({"step": s, "loss": v[0], "norm": v[1], "skipped": v[2]} for s, v in outputs["due"])
+    def arrived(step: int, scalars: dict[str, float]) -> None:
+        seen.append({"step": step, "loss": scalars["train/loss"], "norm": scalars["train/grad_norm"]})
 
+    lit.listeners.append(arrived)
     runtime.quiet()
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=len(batches), logger=False, callbacks=[Take()], **runtime.TRAINER
-    )
+    trainer = L.Trainer(accelerator="cpu", max_steps=len(batches), logger=False, **runtime.TRAINER)
     trainer.fit(lit, datamodule=Given(batches))
     return lit, seen
 
@@ -113,7 +111,6 @@ def test_steps_are_those_of_one_big_batch_in_plain_pytorch(
     for row, (loss, norm) in zip(seen, expected, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
         assert row["norm"] == pytest.approx(norm, rel=1e-4) and (clip is None or norm > clip)
-        assert row["skipped"] == 0
     assert_close(net, plain)
     assert lit.trainer.datamodule.consumed == 18
 
@@ -205,14 +202,33 @@ def test_late_scalars_come_in_order_and_all_come() -> None:
 
 
 def test_a_faulty_step_is_told_and_stops() -> None:
-    metrics = Metrics(every=10)
-    stop = type("Trainer", (), {"loggers": [], "max_steps": 9, "global_step": 4, "should_stop": False})()
     lit = LitGPT(make_net(), lambda groups: None, constant)
-    lit.settings = [{"lr": 1.0}]
-    metrics._take(stop, lit, [(3, [2.5, 1.0, 0.0, 0.0])])
-    assert metrics.faulty is None and not stop.should_stop
-    metrics._take(stop, lit, [(4, [2.5, float("nan"), 1.0, 0.0])])
-    assert stop.should_stop and metrics.faulty.startswith("Step 4: the gradient norm is nan (loss 2.5000).")
+    lit.trainer = trainer = L.Trainer(accelerator="cpu", logger=False, **runtime.TRAINER)
+    lit._deliver([(3, [2.5, 1.0, 0.0, 0.0])])
+    assert lit.fault is None and not trainer.should_stop
+    lit._deliver([(4, [2.5, float("nan"), 1.0, 0.0])])
+    assert trainer.should_stop and lit.fault.startswith("Step 4: the gradient norm is nan (loss 2.5000).")
+
+
+def test_rates_are_between_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 ms on a device that is two steps behind, a pause of a second after step 30: every row says
+    10 ms, the one after the pause from its first arrival on."""
+    lit, clock = LitGPT(make_net(), lambda groups: None, constant), [0.0]
+    lit.settings, rows = [{"lr": 1.0}], {}
+    trainer = mock.Mock(world_size=1, max_steps=50, loggers=[mock.Mock()], callback_metrics={"val/loss": 1.0})
+    trainer.loggers[0].log_metrics = lambda row, step: rows.setdefault(step, row)
+    monkeypatch.setattr("model.callbacks.time.perf_counter", lambda: clock[0])
+    metrics = Metrics(every=10)
+    metrics.on_train_start(trainer, lit)
+    metrics.on_train_batch_start(trainer, lit, make_batch(), 0)
+    for step in range(1, 51):
+        clock[0] += 0.01
+        lit.listeners[0](step, {"train/loss": 1.0})
+        if step == 30:
+            clock[0] += 1.0
+            metrics.on_validation_end(trainer, lit)
+    measured = {step: round(row["perf/step_ms"], 6) for step, row in rows.items() if "perf/step_ms" in row}
+    assert measured == dict.fromkeys((10, 20, 30, 40, 50), 10.0)
 
 
 def test_a_run_that_meets_a_nan_ends_with_good_weights(tmp_path: Path) -> None:
