@@ -8,19 +8,20 @@ This file only wires: it composes the config, builds the parts and calls fit.
 
 from __future__ import annotations
 
-import itertools
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import build_attention, choices_of, plain, recompose, refuse_changes, user_errors
+
+composing = ExitStack()  # what holds until the first job of this command line starts
+failed: list[int] = []  # jobs of a sweep
 
 
 @user_errors
@@ -32,30 +33,54 @@ def main() -> None:
     arguments = sys.argv[1:]
     if any(argument.startswith("ckpt=") and argument != "ckpt=null" for argument in arguments):
         resume(arguments)
-    else:
+        return
+    failed.clear()
+    with composing:
+        # Hydra raises what it finds in the command line, for `user_errors` to say: to a mistyped key its own
+        # message advises what fails
+        composing.enter_context(env_override({"HYDRA_FULL_ERROR": "1"}))
         fresh()
+    if failed:
+        print(f"failed: {len(failed)} of the sweep's jobs ({', '.join(map(str, failed))})", file=sys.stderr)
+        raise SystemExit(1)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-@user_errors
 def fresh(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
+    composing.close()
     context = HydraConfig.get()
-    choices, suffix = choices_of(context.runtime.choices), ""
-    if context.mode is not None and context.mode.name == "MULTIRUN":
-        if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
-            raise ValueError(
-                f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
-                "several devices take a process each. Use trainer.devices=1, or one command per job."
-            )
-        suffix = f"-{context.job.num}"
-    with fixed_path("TILEGPT_RUN", lambda: new_run(cfg, choices, suffix)) as run:
+    choices = choices_of(context.runtime.choices)
+    if context.mode is None or context.mode.name != "MULTIRUN":
+        start(cfg, choices, "")
+        return
+    Path(context.sweep.dir, "multirun.yaml").unlink(missing_ok=True)  # every run has its config.yaml
+    try:
+        start(cfg, choices, f"-{context.job.num}")
+    except SystemExit as stop:
+        if stop.code != 1:  # a signal is for the whole sweep
+            raise
+        print(f"job {context.job.num} failed: {' '.join(context.overrides.task)}", file=sys.stderr)
+        failed.append(context.job.num)
+
+
+@user_errors
+def start(cfg: DictConfig, choices: dict[str, Any], suffix: str) -> None:
+    from model.runs import new_run, run_folder
+
+    if suffix and (cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1):
+        raise ValueError(
+            f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
+            "several devices take a process each. Use trainer.devices=1, or one command per job."
+        )
+    with run_folder(lambda: new_run(cfg.name, made_of(choices), suffix)) as run:
         train(cfg, choices, run, None, None)
 
 
 def resume(arguments: list[str]) -> None:
     from model.checkpoint import read_checkpoint, resolve
+    from model.runs import fixed_path, new_run, run_folder, run_of
 
     if flags := [argument for argument in arguments if argument.startswith("-")]:
         raise ValueError(
@@ -68,47 +93,18 @@ def resume(arguments: list[str]) -> None:
         saved, step = checkpoint["tilegpt"], checkpoint["global_step"]
         cfg, choices = recompose(saved, overrides)
         refuse_changes(saved, choices, cfg)
-        renamed = any(override.startswith("name=") for override in overrides)
-        own = ckpt.parent.parent
-        with fixed_path("TILEGPT_RUN", lambda: new_run(cfg, choices, "") if renamed else own) as run:
+        own = run_of(ckpt)
+        if any(override.startswith("name=") for override in overrides):
+            own = None
+        elif own is None:
+            cfg.name = None  # a file from elsewhere brings the name that it had there
+        with run_folder(lambda: own or new_run(cfg.name, made_of(choices))) as run:
             train(cfg, choices, run, ckpt, step)
 
 
-@contextmanager
-def fixed_path(variable: str, decide: Callable[[], Path]) -> Iterator[Path]:
-    """A path decided once, by the first process: under DDP the others run this command line again, and
-    find it in the environment."""
-    path = os.environ.get(variable) or str(decide())
-    os.environ[variable] = path
-    try:
-        yield Path(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(path).rmdir()  # the folder of a run that came to nothing; no other is empty
-        raise
-    finally:
-        os.environ.pop(variable, None)  # the next job of a sweep is another run
-
-
-def new_run(cfg: DictConfig, choices: dict[str, Any], suffix: str) -> Path:
-    """A folder of its own under runs/."""
-    base = cfg.name or "-".join(
-        str(part) for part in (choices.get("experiment") or choices["model"], choices["attention"]) if part
-    )
-    if not cfg.name:
-        base += time.strftime("-%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        run = Path("runs") / f"{base}{suffix}{'' if number == 1 else f'-{number}'}"
-        try:
-            run.mkdir(parents=True)
-        except FileExistsError:
-            if not cfg.name:
-                continue  # another run of this second
-            if any((run / "checkpoints").glob("*.ckpt")):
-                raise ValueError(
-                    f"{run} holds a run already. Continue it with ckpt={run.name}, or choose another name=."
-                ) from None
-        return run
+def made_of(choices: dict[str, Any]) -> str:
+    """The name of a run that was given none, but for the time."""
+    return f"{choices.get('experiment') or choices.get('model')}-{choices.get('attention')}"
 
 
 def train(
@@ -116,62 +112,49 @@ def train(
 ) -> None:
     import torch
     from hydra.utils import instantiate
+    from lightning.pytorch.utilities import rank_zero_only
 
     from model import runtime
-    from model.calls import attention_call, require
+    from model.calls import attention_calls, require
     from model.checkpoint import VerifiedCheckpointIO
+    from model.checks import called, check
     from model.gpt import GPT, GPTConfig
     from model.lit_gpt import LitGPT
-    from model.loggers import csv_logger
+    from model.loggers import MetricsCSV, csv_logger
 
     runtime.quiet()
-    runtime.check_steps(cfg.trainer, cfg.callbacks, resume_step)
-    device = runtime.device(cfg.trainer.accelerator)
+    check(OmegaConf.to_container(cfg, resolve=True), resume_step, runtime.TRAINER)
+    device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
     precision = runtime.precision(cfg.precision, device)
-    compiled = device.type == "cuda" if cfg.compile == "auto" else bool(cfg.compile)
+    optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
+    called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
+    called("schedule", schedule, 0, cfg.trainer.max_steps)
 
     data = instantiate(cfg.data)
     data.prepare_data()
     data.setup()
-    config = GPTConfig(vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
+    config = called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
 
+    calls = attention_calls(
+        config,
+        data.batch_size,
+        data.eval_batch_size,
+        device=device,
+        dtype=runtime.compute_dtype(precision),
+        segments=data.document_mask,
+    )
     attention = build_attention(cfg)
-    facts = {
-        "device": device,
-        "dtype": runtime.compute_dtype(precision),
-        "segments": bool(data.document_mask),
-    }
-    train_call, val_call, prefill_call, decode_call = (
-        attention_call(config, purpose, batch=rows, tokens=cfg.seq_len, **facts)
-        for purpose, rows in (
-            ("training", data.batch_size),
-            ("validation", data.eval_batch_size),
-            ("prefill", 1),
-            ("decode", 1),
-        )
-    )
-    require(attention, [train_call, val_call, prefill_call])
-    decoder = runtime.decoder(
-        attention, decode_call, lambda name: build_attention(cfg, name), cfg.attention.decode
-    )
+    require(attention, [call for purpose, call in calls.items() if purpose != "decode"])
+    decoder = runtime.decoder(attention, calls["decode"], partial(build_attention, cfg), cfg.attention.decode)
 
-    settings = {
-        "run_dir": str(run),
-        "config": OmegaConf.to_container(cfg, resolve=True),
-        "resume_step": resume_step,
-    }
-    loggers = [csv_logger(**settings)]
-    if cfg.logger._target_ != "model.loggers.csv_logger":
-        loggers.append(instantiate(cfg.logger)(**settings))
-    OmegaConf.save(cfg, run / "config.yaml")
-
+    callbacks = (cfg.get("callbacks") or {}).values()
     trainer = instantiate(
         cfg.trainer,
         precision=precision,
         deterministic=cfg.deterministic,
         default_root_dir=str(run),
-        logger=loggers,
-        callbacks=[instantiate(node) for node in cfg.callbacks.values() if node is not None],
+        logger=False,
+        callbacks=[instantiate(node) for node in callbacks if node is not None],
         plugins=[VerifiedCheckpointIO()],
         **runtime.TRAINER,
     )
@@ -179,15 +162,14 @@ def train(
         cfg.tokens_per_step, data.batch_size * cfg.seq_len, trainer.num_devices * trainer.num_nodes
     )
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
-    net = GPT(config, attention, checkpointing=cfg.checkpointing)
     lit = LitGPT(
-        net,
-        instantiate(cfg.optim),
-        instantiate(cfg.schedule),
+        GPT(config, attention, checkpointing=cfg.checkpointing),
+        optimizer,
+        schedule,
         seed=cfg.seed,
         accumulate=data.accumulate,
         grad_clip=cfg.grad_clip,
-        compile=compiled,
+        compile=device.type == "cuda" if cfg.compile == "auto" else cfg.compile,
         decode_attention=decoder,
         travel={
             "schema": 1,
@@ -197,7 +179,19 @@ def train(
             "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
         },
     )
-    runtime.say(runtime.summary(lit, data, trainer, precision, attention, train_call, run), flush=True)
+
+    settings = {
+        "run_dir": str(run),
+        "config": OmegaConf.to_container(cfg, resolve=True),
+        "resume_step": resume_step,
+    }
+    # files only now, when little is left that could be refused
+    loggers = [called("logger", instantiate(cfg.logger), **settings)] if cfg.get("logger") else []
+    if not any(isinstance(logger, MetricsCSV) for logger in loggers):
+        loggers.insert(0, csv_logger(**settings))
+    trainer.loggers = loggers
+    rank_zero_only(OmegaConf.save)(cfg, run / "config.yaml")
+    runtime.say(runtime.summary(lit, data, trainer, precision, attention, calls["training"], run), flush=True)
     if ckpt is None:
         trainer.validate(lit, datamodule=data, verbose=False)
     trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)

@@ -3,17 +3,19 @@ scripts."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 CONF = Path(__file__).parent
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
@@ -31,28 +33,55 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(main)
     def wrapped(*args: Any) -> Any:
         try:
-            return main(*args)
-        except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+            result = main(*args)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:  # whoever read the output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        except _mistakes() as error:
             if os.environ.get("HYDRA_FULL_ERROR"):
                 raise
-            if isinstance(error, InstantiationException) and isinstance(
-                error.__cause__, ValueError | OSError
-            ):
-                error = error.__cause__  # what a constructor said, without Hydra's wrapping
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {_message(error)}", file=sys.stderr)
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         except SystemExit as stop:
-            if isinstance(
-                stop.__context__, KeyboardInterrupt
-            ):  # which Lightning ends with a silent exit code 1
+            # which Lightning ends with a silent exit code 1
+            if isinstance(stop.__context__, KeyboardInterrupt):
                 print("interrupted; ckpt=last continues from the last checkpoint", file=sys.stderr)
                 raise SystemExit(130) from None
             raise
 
     return wrapped
+
+
+def _mistakes() -> tuple[type[BaseException], ...]:
+    """What a user can mend; asked when something was raised, by when Lightning is there if it raised it."""
+    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
+    found = (ValueError, OSError, HydraException, OmegaConfBaseException)
+    return (*found, lightning.MisconfigurationException) if lightning else found
+
+
+def _message(error: BaseException) -> str:
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and isinstance(cause, (TypeError, *_mistakes())):
+        return str(cause)  # what a constructor said, without Hydra's wrapping
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        return no_key(cause.full_key, list(cause.parent_node or ()))
+    if str(error).startswith("Config group override must be"):
+        return "No group can be null: leave one out with ~, as in ~callbacks."
+    return str(error)
+
+
+def no_key(full: str, known: Iterable[str]) -> str:
+    """A mistyped key, with those that its node has: Hydra's own message advises to add it."""
+    node, _, key = full.rpartition(".")
+    known = sorted(name for name in map(str, known) if name != "hydra" and not name.startswith("_"))
+    near = difflib.get_close_matches(key, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else "."
+    return f"There is no key {full}{meant} {node or 'The config'} has {', '.join(known) or 'none'}."
 
 
 def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
@@ -95,7 +124,8 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, 
             )
     groups = {p.key_or_group for p in parsed if (CONF / p.key_or_group).is_dir()}
     named = {group: choice for group, choice in saved["choices"].items() if group != "experiment"}
-    was = [f"{group}={'null' if choice is None else choice}" for group, choice in named.items()]
+    named |= {group: None for group in ("callbacks", "logger") if group not in named}  # by ~callbacks
+    was = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in named.items()]
     kept = [text for text, group in zip(was, named, strict=True) if group not in groups]
     chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
     config = {key: _plain(value) for key, value in saved["config"].items()}
@@ -114,7 +144,9 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, 
     )
     for p in (p for p in parsed if p.key_or_group not in groups):
         if not p.is_add() and OmegaConf.select(cfg, p.key_or_group, default=...) is ...:
-            raise ValueError(f"There is no key {p.key_or_group} in the config of that run.")
+            node = OmegaConf.select(cfg, p.key_or_group.rpartition(".")[0])
+            known = node if isinstance(node, DictConfig) else {} if "." in p.key_or_group else cfg
+            raise ValueError(no_key(p.key_or_group, known))
         OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
     OmegaConf.set_struct(cfg, True)
     return cfg, {

@@ -3,6 +3,8 @@ cannot do is refused at start-up with every reason."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
@@ -48,6 +50,15 @@ def attention_call(
         features=frozenset(name for name, used in features.items() if used),
         backward=purpose == "training",
     )
+
+
+def attention_calls(config: GPTConfig, batch: int, eval_batch: int, **facts: Any) -> dict[str, AttentionCall]:
+    """Purpose -> call, of everything that training does; `facts` as above."""
+    rows = {"training": batch, "validation": eval_batch, "prefill": 1, "decode": 1}
+    return {
+        purpose: attention_call(config, purpose, batch=number, tokens=config.seq_len, **facts)
+        for purpose, number in rows.items()
+    }
 
 
 def require(attention: Attention, calls: list[AttentionCall]) -> None:

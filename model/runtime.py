@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
@@ -40,27 +42,19 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*")
 
 
-def check_steps(trainer: Mapping[str, Any], callbacks: Mapping[str, Any], resume_step: int | None) -> None:
-    """ValueError where there is nothing to count, or nothing left to do."""
-    counts = {f"trainer.{key}": trainer[key] for key in ("max_steps", "val_check_interval")}
-    for name, settings in callbacks.items():
-        if settings is not None and settings.get("every") is not None:
-            counts[f"callbacks.{name}.every"] = settings["every"]
-    for key, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{key}={value}: it needs to be a whole number of steps, at least 1.")
-    max_steps = trainer["max_steps"]
-    if resume_step is not None and resume_step >= max_steps:
-        raise ValueError(
-            f"That checkpoint is at step {resume_step} of trainer.max_steps={max_steps}: the run has "
-            f"finished. Train on with trainer.max_steps={2 * resume_step}."
-        )
-
-
-def device(accelerator: str) -> torch.device:
-    """The kind of device that Lightning's `accelerator` will mean here."""
+def device(accelerator: str, devices: Any = 1) -> torch.device:
+    """The device that Lightning's `accelerator` and `devices` will mean for this process; a CUDA device is
+    made the current one."""
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        if devices == "auto":
+            devices = CUDAAccelerator.auto_device_count()
+        indices = CUDAAccelerator.parse_devices(devices)
+        if not indices:
+            raise ValueError(f"trainer.devices={devices}: it needs to name at least one device.")
+        rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+        index = indices[rank % len(indices)]
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     if accelerator in ("auto", "cpu"):

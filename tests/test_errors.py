@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.running import finish, start, train_here, write_book
+from tests.running import ROOT, finish, start, train_here, write_book
 
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # name: (overrides, words of the message)
@@ -54,10 +59,50 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "checkpoint and a flag": (("ckpt=last", "-m"), ("-m", "ckpt=")),
     "steps": (("trainer.max_steps=0",), ("max_steps",)),
     "validation never": (("trainer.val_check_interval=0",), ("val_check_interval",)),
-    "validation in part of an epoch": (("trainer.val_check_interval=0.5",), ("val_check_interval", "steps")),
+    "validation in part of an epoch": (
+        ("trainer.val_check_interval=0.5",),
+        ("val_check_interval=0.5", "a whole number"),
+    ),
     "metrics never": (("callbacks.metrics.every=0",), ("callbacks.metrics.every=0", "at least 1")),
     "devices": (("trainer.devices=0",), ("devices",)),
-    "optimiser": (("optim.lr=-1",), ("learning rate",)),
+    "optimiser": (("optim.lr=-1",), ("optim.lr=-1", "at least 0")),
+    "no clipping is null": (("grad_clip=0",), ("grad_clip=0", "above 0, or null")),
+    "clipping below 0": (("grad_clip=-1",), ("grad_clip=-1", "above 0, or null")),
+    "compile": (("compile=no",), ("compile=no: choose true, false or auto",)),
+    "compile as a number": (("compile=1",), ("compile=1: choose true, false or auto",)),
+    "a switch": (("checkpointing=no",), ("checkpointing=no: choose true or false",)),
+    "a switch of the data": (("data.document_mask=off",), ("data.document_mask=off: choose true or false",)),
+    "a switch of the model": (("model.causal=null",), ("model.causal=null: choose true or false",)),
+    "fused": (("optim.fused=false",), ("optim.fused=false", "optim.fused=true")),
+    "learning rate in words": (("optim.lr=abc",), ("optim.lr=abc: it needs to be a number, at least 0",)),
+    "optimiser's argument": (("+optim.nope=1",), ("optim: ", "'nope'")),
+    "optimiser's own check": (("optim.betas=[1.5,0.9]",), ("beta",)),
+    "schedule's argument": (("+schedule.nope=1",), ("schedule: ", "'nope'")),
+    "model's argument": (("+model.nope=1",), ("model: ", "'nope'")),
+    "data's argument": (("+data.nope=1",), ("'nope'",)),
+    "trainer's argument": (("+trainer.nope=1",), ("'nope'",)),
+    "logger's argument": (("+logger.nope=1",), ("'nope'",)),
+    "tokens_per_step in words": (("tokens_per_step=abc",), ("tokens_per_step=abc", "whole", "or null")),
+    "half a layer": (
+        ("model.n_layer=2.5",),
+        ("model.n_layer=2.5: it needs to be a whole number, at least 1",),
+    ),
+    "warm-up": (("schedule.warmup_steps=-1",), ("schedule.warmup_steps=-1", "at least 0")),
+    "accumulation": (("+trainer.accumulate_grad_batches=2",), ("accumulate_grad_batches", "tokens_per_step")),
+    "clipping by the trainer": (("+trainer.gradient_clip_val=1",), ("gradient_clip_val", "by grad_clip")),
+    "sanity steps": (("+trainer.num_sanity_val_steps=2",), ("trainer.num_sanity_val_steps", "leave it out")),
+    "progress bar": (("+trainer.enable_progress_bar=true",), ("enable_progress_bar", "callbacks.progress")),
+    "seq_len in words": (("seq_len=abc",), ("seq_len=abc", "a whole number")),
+    "seed in words": (("seed=abc",), ("seed=abc", "a whole number")),
+    "nothing kept": (("callbacks.checkpoints.keep=0",), ("callbacks.checkpoints.keep=0", "at least 1")),
+    "validation of nothing": (("trainer.limit_val_batches=0",), ("limit_val_batches=0", "above 0")),
+    "two whole validations": (("trainer.limit_val_batches=2.0",), ("limit_val_batches=2.0", "up to 1.0")),
+    "a group of null": (("callbacks=null",), ("null", "~callbacks")),
+    "no attention": (("~attention",), ("a run needs attention=",)),
+    "key mistyped": (("model.n_hed=3",), ("no key model.n_hed; did you mean n_head?", "n_layer")),
+    "name with a slash": (("name=a/b",), ("name=a/b", "without slashes")),
+    "name of the newest run": (("name=last",), ("name=last", "the newest run")),
+    "name of the folder above": (("name=..",), ("name=..",)),
 }
 
 
@@ -113,9 +158,98 @@ def test_a_name_that_is_taken_and_a_failed_start_that_is_not(tmp_path: Path) -> 
     assert (tmp_path / "runs/a/metrics.csv").read_bytes() == before
 
 
-def test_a_failed_start_leaves_no_folder(tmp_path: Path) -> None:
-    assert train_here(tmp_path, "model.n_head=5").code == 1
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("model.n_head=5",),
+        ("logger=wandb", "logger.offline=false"),  # after the files were opened
+        (
+            "callbacks.samples={_target_: model.callbacks.Samples, prompt: \u00e4\u2603}",
+            "data.tokenizer.kind=char",
+        ),
+    ],
+)
+def test_a_failed_start_leaves_no_folder(
+    mistake: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert train_here(tmp_path, *mistake).code == 1
     assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_what_was_there_before_stays(tmp_path: Path) -> None:
+    notes = tmp_path / "runs" / "a" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.touch()
+    assert train_here(tmp_path, "name=a", "model.n_head=5").code == 1 and notes.exists()
+
+
+def test_metrics_of_a_run_that_broke_stay(tmp_path: Path) -> None:
+    from model.lit_gpt import LitGPT
+
+    def broken(self: LitGPT, batch: dict, batch_idx: int) -> None:
+        raise ValueError("out of paper")
+
+    with mock.patch.object(LitGPT, "training_step", broken):
+        result = train_here(tmp_path, "name=a")
+    assert result.code == 1 and "error: out of paper" in result.err
+    assert (tmp_path / "runs" / "a" / "metrics.csv").read_text().count("\n") == 2
+
+
+def test_a_sweep_goes_on_after_a_refused_job(tmp_path: Path) -> None:
+    result = train_here(tmp_path, "model.n_head=5,2", "name=s", "trainer.max_steps=1", "-m")
+    assert result.code == 1
+    assert "model.n_head=5" in result.err and "job 0 failed" in result.err and "(0)" in result.err
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s-1"]
+    assert train_here(tmp_path, "name=t", "trainer.max_steps=1").code == 0  # and that was that sweep
+
+
+def test_processes_of_a_launcher_agree_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from model.runs import new_run
+
+    monkeypatch.chdir(tmp_path)
+    for settings in (
+        {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+    ):
+        with mock.patch.dict("os.environ", settings):
+            with pytest.raises(ValueError, match=r"torchrun, srun.*name="):
+                new_run(None, "tiny-auto")
+            assert new_run("a", "tiny-auto") == new_run("a", "tiny-auto") == Path("runs/a")
+    with mock.patch.dict("os.environ", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
+        assert new_run(None, "tiny-auto").name.startswith("tiny-auto-")
+
+
+@pytest.mark.parametrize(
+    ("devices", "rank", "index"),
+    [(1, None, 0), ([1], None, 1), ([1, 3], "1", 3), ("auto", "2", 2), ("2,", None, 2)],
+)
+def test_every_rank_asks_its_own_gpu(
+    devices: Any, rank: str | None, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from model import runtime
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=4),
+        mock.patch.object(torch.cuda, "set_device") as current,
+    ):
+        assert runtime.device("auto", devices) == torch.device("cuda", index)
+    current.assert_called_once_with(index)
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """As in `train.py --help | head -0`."""
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--help"], stdout=write, stderr=subprocess.PIPE, cwd=tmp_path
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_bf16_on_the_cpu_runs(tmp_path: Path) -> None:
