@@ -79,7 +79,7 @@ def start(cfg: DictConfig, choices: dict[str, Any], suffix: str) -> None:
 
 
 def resume(arguments: list[str]) -> None:
-    from model.checkpoint import read_checkpoint, resolve
+    from model.checkpoint import read_header, resolve
     from model.runs import fixed_path, new_run, run_folder, run_of
 
     if flags := [argument for argument in arguments if argument.startswith("-")]:
@@ -89,8 +89,7 @@ def resume(arguments: list[str]) -> None:
     asked = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")][-1]
     overrides = [argument for argument in arguments if not argument.startswith("ckpt=")]
     with fixed_path("TILEGPT_CKPT", lambda: resolve(asked)) as ckpt:
-        checkpoint = read_checkpoint(ckpt)
-        saved, step = checkpoint["tilegpt"], checkpoint["global_step"]
+        saved, step = read_header(ckpt)
         cfg, choices = recompose(saved, overrides)
         refuse_changes(saved, choices, cfg)
         own = run_of(ckpt)
@@ -155,7 +154,7 @@ def train(
         default_root_dir=str(run),
         logger=False,
         callbacks=[instantiate(node) for node in callbacks if node is not None],
-        plugins=[VerifiedCheckpointIO()],
+        plugins=[VerifiedCheckpointIO(ckpt)],
         **runtime.TRAINER,
     )
     data.accumulate = runtime.accumulation(

@@ -229,7 +229,7 @@ def load_run(ckpt: str, overrides: list[str]) -> tuple[Any, Any, DictConfig]:
                 "attention.*; everything else is fixed by what was trained."
             )
     path = resolve(ckpt)
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, verified=True)
     saved = checkpoint["tilegpt"]
     if saved["tokenizer"] is None:
         raise ValueError(

@@ -66,11 +66,13 @@ def link(path: Path, name: Path) -> None:
     os.replace(partial, name)
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Verify and load to the CPU; CheckpointError on a truncated, damaged or foreign file."""
-    verify(path)
+def read_checkpoint(path: Path, *, verified: bool = False, mmap: bool = False) -> dict[str, Any]:
+    """Verify, if that is not done, and load to the CPU; CheckpointError on a truncated, damaged or foreign
+    file. mmap: tensors are read when they are looked at."""
+    if not verified:
+        verify(path)
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # torch's own words advise to read it unsafely
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, and reading it could run code: refused. No "
@@ -84,6 +86,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             "that train.py wrote."
         )
     return checkpoint
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The 'tilegpt' entry and the step of a verified file, without its tensors."""
+    checkpoint = read_checkpoint(path, verified=True, mmap=True)
+    return checkpoint["tilegpt"], checkpoint["global_step"]
 
 
 def verify(path: Path) -> None:
@@ -121,9 +129,10 @@ def prune(written: Path, keep: int) -> None:
 
 
 def resolve(ckpt: str, runs: Path = RUNS) -> Path:
-    """The file meant by `ckpt`: a path; a run's name (its newest whole checkpoint); `<run>/best`; `last` (the
-    newest whole checkpoint of the newest run that has one)."""
+    """The file meant by `ckpt`, verified: a path; a run's name (its newest whole checkpoint); `<run>/best`;
+    `last` (the newest whole checkpoint of the newest run that has one)."""
     if Path(ckpt).is_file():
+        verify(Path(ckpt))
         return Path(ckpt)
     names = sorted(
         (folder for folder in runs.glob("*") if (folder / "checkpoints").is_dir()),
@@ -168,7 +177,10 @@ def _newest_whole(run: Path) -> Path:
 
 
 class VerifiedCheckpointIO(CheckpointIO):
-    """Lightning's way to the two functions above."""
+    """Lightning's way to the two functions above. verified: a file that was checked at start-up."""
+
+    def __init__(self, verified: Path | None = None):
+        self.verified = verified
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_checkpoint(checkpoint, Path(path))
@@ -176,7 +188,7 @@ class VerifiedCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return read_checkpoint(Path(path))
+        return read_checkpoint(Path(path), verified=Path(path) == self.verified)
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import gc
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.running import ROOT, Result, finish, rows, start, train_here, write_book
 
@@ -227,6 +230,51 @@ def test_what_would_be_another_run_is_refused_by_name(override: str, name: str, 
     assert "Traceback" not in result.err and name in result.err, result.err
     assert result.err.startswith("error: ") and result.err.count("error: ") == 1
     assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
+
+
+def test_a_file_from_elsewhere_makes_a_new_run(finished: Path, tmp_path: Path) -> None:
+    """The folders around it are not ours to write into."""
+    elsewhere = tmp_path / "mail" / "attachments" / "step-00000020.ckpt"
+    elsewhere.parent.mkdir(parents=True)
+    shutil.copy(finished / "runs" / "a" / "checkpoints" / elsewhere.name, elsewhere)
+    write_book(tmp_path)
+    result = train_here(tmp_path, f"ckpt={elsewhere}", "trainer.max_steps=22", tiny=False)
+    assert result.code == 0, result.err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("tiny-naive-") and list(rows(run)) == [21, 22]
+    assert [path.name for path in (tmp_path / "mail").rglob("*")] == ["attachments", elsewhere.name]
+
+
+def test_a_checkpoint_is_checked_once_and_not_kept(tmp_path: Path) -> None:
+    from model import checkpoint
+    from model.lit_gpt import LitGPT
+
+    assert train_here(tmp_path, "name=a").code == 0
+    tensors, fit_start = [], LitGPT.on_train_start
+
+    def count(self: LitGPT) -> None:
+        gc.collect()
+        known = {id(parameter) for parameter in self.parameters()}
+        tensors.extend(  # (vocabulary, width) beside the model's own, its moments and its gradient
+            t
+            for t in gc.get_objects()
+            if type(t) is torch.Tensor and t.shape == (320, 32) and id(t) not in known
+        )
+        fit_start(self)
+
+    with (
+        mock.patch.object(LitGPT, "on_train_start", count),
+        mock.patch.object(checkpoint, "verify", wraps=checkpoint.verify) as verify,
+    ):
+        result = train_here(tmp_path, "ckpt=a", "trainer.max_steps=21", tiny=False)
+    assert result.code == 0, result.err
+    assert verify.call_count == 1
+    assert len(tensors) == 2  # the two moments
+
+
+def test_another_file_of_a_group_keeps_the_steps(finished: Path) -> None:
+    result = train_here(finished, "ckpt=a", "name=g", "trainer=default", tiny=False)
+    assert result.code == 1 and "at step 20 of trainer.max_steps=20" in result.err
 
 
 def test_going_back_leaves_the_later_course(tmp_path: Path) -> None:
