@@ -12,13 +12,16 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import build_attention, choices_of, plain, recompose, refuse_changes, user_errors
+
+if TYPE_CHECKING:
+    import torch
 
 composing = ExitStack()  # what holds until the first job of this command line starts
 failed: list[int] = []  # jobs of a sweep
@@ -109,43 +112,19 @@ def made_of(choices: dict[str, Any]) -> str:
 def train(
     cfg: DictConfig, choices: dict[str, Any], run: Path, ckpt: Path | None, resume_step: int | None
 ) -> None:
-    import torch
     from hydra.utils import instantiate
     from lightning.pytorch.utilities import rank_zero_only
 
     from model import runtime
-    from model.calls import attention_calls, require
     from model.checkpoint import VerifiedCheckpointIO
     from model.checks import called, check
-    from model.gpt import GPT, GPTConfig
-    from model.lit_gpt import LitGPT
     from model.loggers import MetricsCSV, csv_logger
 
     runtime.quiet()
-    check(OmegaConf.to_container(cfg, resolve=True), resume_step, runtime.TRAINER)
+    config = OmegaConf.to_container(cfg, resolve=True)
+    check(config, resume_step, runtime.TRAINER)
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
     precision = runtime.precision(cfg.precision, device)
-    optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
-    called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
-    called("schedule", schedule, 0, cfg.trainer.max_steps)
-
-    data = instantiate(cfg.data)
-    data.prepare_data()
-    data.setup()
-    config = called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
-
-    calls = attention_calls(
-        config,
-        data.batch_size,
-        data.eval_batch_size,
-        device=device,
-        dtype=runtime.compute_dtype(precision),
-        segments=data.document_mask,
-    )
-    attention = build_attention(cfg)
-    require(attention, [call for purpose, call in calls.items() if purpose != "decode"])
-    decoder = runtime.decoder(attention, calls["decode"], partial(build_attention, cfg), cfg.attention.decode)
-
     callbacks = (cfg.get("callbacks") or {}).values()
     trainer = instantiate(
         cfg.trainer,
@@ -157,8 +136,47 @@ def train(
         plugins=[VerifiedCheckpointIO(ckpt)],
         **runtime.TRAINER,
     )
-    data.accumulate = runtime.accumulation(
-        cfg.tokens_per_step, data.batch_size * cfg.seq_len, trainer.num_devices * trainer.num_nodes
+    dtype = runtime.compute_dtype(precision)
+    data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes)
+
+    # files only now, when little is left that could be refused
+    settings = {"run_dir": str(run), "config": config, "resume_step": resume_step}
+    loggers = [called("logger", instantiate(cfg.logger), **settings)] if cfg.get("logger") else []
+    if not any(isinstance(logger, MetricsCSV) for logger in loggers):
+        loggers.insert(0, csv_logger(**settings))
+    trainer.loggers = loggers
+    rank_zero_only(OmegaConf.save)(cfg, run / "config.yaml")
+
+    runtime.say(runtime.summary(lit, data, trainer, precision, call, run), flush=True)
+    if ckpt is None:
+        trainer.validate(lit, datamodule=data, verbose=False)
+    trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
+    runtime.finish(trainer, lit, run)
+
+
+def build(
+    cfg: DictConfig, choices: dict[str, Any], device: torch.device, dtype: torch.dtype, devices: int
+) -> tuple[Any, Any, Any]:
+    """Data, model, and the attention call that trains."""
+    import torch
+    from hydra.utils import instantiate
+
+    from model import runtime
+    from model.checks import called
+    from model.gpt import GPT, GPTConfig
+    from model.lit_gpt import LitGPT
+
+    optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
+    called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
+    called("schedule", schedule, 0, cfg.trainer.max_steps)
+
+    data = instantiate(cfg.data)
+    data.prepare_data()
+    data.setup()
+    data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, devices)
+    config = called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
+    attention, decoder, call = runtime.attentions(
+        partial(build_attention, cfg), cfg.attention.decode, config, data, device, dtype
     )
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     lit = LitGPT(
@@ -178,23 +196,7 @@ def train(
             "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
         },
     )
-
-    settings = {
-        "run_dir": str(run),
-        "config": OmegaConf.to_container(cfg, resolve=True),
-        "resume_step": resume_step,
-    }
-    # files only now, when little is left that could be refused
-    loggers = [called("logger", instantiate(cfg.logger), **settings)] if cfg.get("logger") else []
-    if not any(isinstance(logger, MetricsCSV) for logger in loggers):
-        loggers.insert(0, csv_logger(**settings))
-    trainer.loggers = loggers
-    rank_zero_only(OmegaConf.save)(cfg, run / "config.yaml")
-    runtime.say(runtime.summary(lit, data, trainer, precision, attention, calls["training"], run), flush=True)
-    if ckpt is None:
-        trainer.validate(lit, datamodule=data, verbose=False)
-    trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
-    runtime.finish(trainer, lit, run)
+    return data, lit, call
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
 from model.callbacks import Samples
+from model.calls import attention_calls, require
+from model.config import GPTConfig
 from model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from model.saving import Checkpoints, Interrupt
 
@@ -99,6 +101,24 @@ def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -
     return tokens_per_step // at_once
 
 
+def attentions(
+    build: Callable[..., Attention],
+    decode: str | None,
+    config: GPTConfig,
+    data: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Attention, Attention, AttentionCall]:
+    """What trains, what decodes, and the call that trains; UnsupportedAttention where one of them cannot.
+
+    build: the chosen implementation, or the one of a name."""
+    facts = {"device": device, "dtype": dtype, "segments": data.document_mask}
+    calls = attention_calls(config, data.batch_size, data.eval_batch_size, **facts)
+    attention = build()
+    require(attention, [call for purpose, call in calls.items() if purpose != "decode"])
+    return attention, decoder(attention, calls["decode"], build, decode), calls["training"]
+
+
 def decoder(
     attention: Attention, call: AttentionCall, build: Callable[[str], Attention], asked: str | None
 ) -> Attention:
@@ -116,11 +136,9 @@ def decoder(
     return build("auto")
 
 
-def summary(
-    lit: Any, data: Any, trainer: Any, precision: str, attention: Attention, call: AttentionCall, run: Path
-) -> str:
+def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCall, run: Path) -> str:
     """What is about to run, in a few lines."""
-    config = lit.net.config
+    config, attention = lit.net.config, lit.net.transformer.h[0].attn.attention
     where = device_name(call.device)
     total = sum(parameter_count(config).values())
     tokens = data.batch_size * data.seq_len * data.accumulate * trainer.num_devices * trainer.num_nodes
