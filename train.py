@@ -18,7 +18,15 @@ import hydra
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import build_attention, choices_of, plain, recompose, refuse_changes, user_errors
+from conf.compose import (
+    build_attention,
+    choices_of,
+    plain,
+    recompose,
+    refuse_changes,
+    split_ckpt,
+    user_errors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +85,7 @@ def start(cfg: DictConfig, choices: dict[str, Any], suffix: str) -> None:
             f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
             "several devices take a process each. Use trainer.devices=1, or one command per job."
         )
-    with run_folder(lambda: new_run(cfg.name, made_of(choices), suffix)) as run:
+    with run_folder(lambda: new_run(cfg.name, choices, suffix)) as run:
         train(cfg, choices, run, None, None)
 
 
@@ -85,12 +93,7 @@ def resume(arguments: list[str]) -> None:
     from model.checkpoint import read_header, resolve
     from model.runs import fixed_path, new_run, run_folder, run_of
 
-    if flags := [argument for argument in arguments if argument.startswith("-")]:
-        raise ValueError(
-            f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config."
-        )
-    asked = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")][-1]
-    overrides = [argument for argument in arguments if not argument.startswith("ckpt=")]
+    asked, overrides = split_ckpt(arguments)
     with fixed_path("TILEGPT_CKPT", lambda: resolve(asked)) as ckpt:
         saved, step = read_header(ckpt)
         cfg, choices = recompose(saved, overrides)
@@ -100,13 +103,8 @@ def resume(arguments: list[str]) -> None:
             own = None
         elif own is None:
             cfg.name = None  # a file from elsewhere brings the name that it had there
-        with run_folder(lambda: own or new_run(cfg.name, made_of(choices))) as run:
+        with run_folder(lambda: own or new_run(cfg.name, choices)) as run:
             train(cfg, choices, run, ckpt, step)
-
-
-def made_of(choices: dict[str, Any]) -> str:
-    """The name of a run that was given none, but for the time."""
-    return f"{choices.get('experiment') or choices.get('model')}-{choices.get('attention')}"
 
 
 def train(

@@ -167,6 +167,16 @@ def _explicit(before: dict[str, Any], saved: dict[str, Any], after: dict[str, An
     return result
 
 
+def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
+    """A command line with ckpt= as its value and the overrides."""
+    if flags := [argument for argument in arguments if argument.startswith("-")]:
+        raise ValueError(
+            f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config."
+        )
+    ckpts = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
+    return ckpts[-1], [argument for argument in arguments if not argument.startswith("ckpt=")]
+
+
 def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConfig) -> None:
     """ValueError that names every key which would give the weights other shapes, or the run other data."""
     before, after = _leaves(_plain(saved["config"])), _leaves(plain(cfg))

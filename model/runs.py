@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,8 +47,9 @@ def _begun(run: Path) -> bool:
     )
 
 
-def new_run(name: str | None, made: str, suffix: str = "") -> Path:
-    """A folder of its own under runs/: `name`, refused where a run is in it, else `made` and the time."""
+def new_run(name: str | None, choices: Mapping[str, str | None], suffix: str = "") -> Path:
+    """A folder of its own under runs/: `name`, refused where a run is in it, else what was chosen and the
+    time."""
     name = None if name in (None, "") else str(name)
     if name is None and _launched():
         raise ValueError(
@@ -57,6 +58,7 @@ def new_run(name: str | None, made: str, suffix: str = "") -> Path:
         )
     if name is not None:
         check_name(name)
+    made = f"{choices.get('experiment') or choices.get('model')}-{choices.get('attention')}"
     base = made + time.strftime("-%Y%m%d-%H%M%S") if name is None else name
     for number in itertools.count(1):
         run = RUNS / f"{base}{suffix}{'' if number == 1 else f'-{number}'}"

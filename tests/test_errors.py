@@ -208,16 +208,17 @@ def test_processes_of_a_launcher_agree_by_name(monkeypatch: pytest.MonkeyPatch, 
     from model.runs import new_run
 
     monkeypatch.chdir(tmp_path)
+    choices = {"model": "tiny", "attention": "auto"}
     for settings in (
         {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"},
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
     ):
         with mock.patch.dict("os.environ", settings):
             with pytest.raises(ValueError, match=r"torchrun, srun.*name="):
-                new_run(None, "tiny-auto")
-            assert new_run("a", "tiny-auto") == new_run("a", "tiny-auto") == Path("runs/a")
+                new_run(None, choices)
+            assert new_run("a", choices) == new_run("a", choices) == Path("runs/a")
     with mock.patch.dict("os.environ", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
-        assert new_run(None, "tiny-auto").name.startswith("tiny-auto-")
+        assert new_run(None, choices).name.startswith("tiny-auto-")
 
 
 @pytest.mark.parametrize(

@@ -144,3 +144,11 @@ def test_random_tokens_need_no_text(tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert not (tmp_path / "runs/a/samples.txt").exists()
     assert read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000020.ckpt")["tilegpt"]["tokenizer"] is None
+
+
+def test_without_callbacks(tmp_path: Path) -> None:
+    bare = [override for override in TINY if not override.startswith("callbacks")]
+    write_book(tmp_path)
+    result = train_here(tmp_path, *bare, "~callbacks", "name=a", "trainer.max_steps=2", tiny=False)
+    assert result.code == 0, result.err
+    assert not (tmp_path / "runs" / "a" / "checkpoints").exists()
