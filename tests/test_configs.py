@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from attention.naive import NaiveAttention
 from conf.compose import CONF, build_attention, choices_of, plain, recompose, refuse_changes
+from model.checks import NUMBERS, SWITCHES, check
 from model.flops import parameter_count
 from model.gpt import GPT, GPTConfig
 
@@ -30,11 +31,20 @@ def composed(*overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("path", CHOICES, ids=str)
-def test_composes(path: Path) -> None:
+def test_composes_and_passes_the_checks(path: Path) -> None:
     extra = ["data.path=book.txt"] if path == Path("data/text.yaml") else []
     cfg = composed(f"{path.parent}={path.stem}", *extra)
     assert choices_of(cfg.hydra.runtime.choices)[str(path.parent)] == path.stem
-    OmegaConf.resolve(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
+    ours = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    check(OmegaConf.to_container(ours, resolve=True), None, {})
+
+
+def test_the_checks_know_only_keys_that_are_there() -> None:
+    """A key that was renamed would be checked no more."""
+    schedules = [composed(f"schedule={path.stem}") for path in (CONF / "schedule").glob("*.yaml")]
+    for keys in (*(keys for *_, keys in NUMBERS), SWITCHES):
+        for key in keys.split():
+            assert any(OmegaConf.select(cfg, key, default=...) is not ... for cfg in schedules), key
 
 
 def test_only_the_text_has_to_be_given() -> None:
