@@ -49,6 +49,7 @@ def main() -> None:
     with composing:
         # Hydra raises what it finds in the command line, for `user_errors` to say: to a mistyped key its own
         # message advises what fails
+        composing.callback(Path("runs", "multirun.yaml").unlink, missing_ok=True)  # Hydra's, of a sweep
         composing.enter_context(env_override({"HYDRA_FULL_ERROR": "1"}))
         fresh()
     if failed:
@@ -66,7 +67,6 @@ def fresh(cfg: DictConfig) -> None:
     if context.mode is None or context.mode.name != "MULTIRUN":
         start(cfg, choices, "")
         return
-    Path(context.sweep.dir, "multirun.yaml").unlink(missing_ok=True)  # every run has its config.yaml
     try:
         start(cfg, choices, f"-{context.job.num}")
     except SystemExit as stop:
