@@ -48,10 +48,11 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         except SystemExit as stop:
-            # which Lightning ends with a silent exit code 1
-            if isinstance(stop.__context__, KeyboardInterrupt):
+            # Lightning ends the first with a silent exit code 1 and the second, before training, with 0
+            interrupted = isinstance(stop.__context__, KeyboardInterrupt)
+            if interrupted or type(stop).__name__ == "SIGTERMException":
                 print("interrupted; ckpt=last continues from the last checkpoint", file=sys.stderr)
-                raise SystemExit(130) from None
+                raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM)) from None
             raise
 
     return wrapped

@@ -73,7 +73,7 @@ def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping
         if key in fixed or key == "plugins":
             raise ValueError(f"trainer.{key}: this training loop needs its own; leave it out.")
     limit = trainer.get("limit_val_batches", 1.0)
-    _number("trainer.limit_val_batches", limit, "above", 0, False)
+    _number("trainer.limit_val_batches", limit, "from", 0, False)
     if isinstance(limit, float) and limit > 1:
         raise ValueError(
             f"trainer.limit_val_batches={limit}: a part up to 1.0, or a whole number of batches."

@@ -42,6 +42,8 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
+    # Lightning wraps DDP on a side stream, and torch says so once on every rank.
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
 def device(accelerator: str, devices: Any = 1) -> torch.device:
@@ -186,11 +188,11 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
         print(f"\n--- a sample\n{samples.last}\n---\n")
     if checkpoints is not None and checkpoints.best is not None:
         print(f"best validation loss {checkpoints.best:.4f}")
-    print(
-        f"metrics      {run}/metrics.csv\n"
-        f"checkpoints  {run}/checkpoints\n"
-        f"samples      {run}/samples.txt\n"
-        f"generate     python scripts/generate.py ckpt={run.name} prompt='def '\n"
-        f"train on     python train.py ckpt={run.name} trainer.max_steps={2 * trainer.max_steps}\n"
-        f"compare      python train.py attention=tiled  (python train.py --help lists what there is)"
-    )
+    print(f"metrics      {run}/metrics.csv")
+    if samples is not None and samples.last is not None:
+        print(f"samples      {run}/samples.txt")
+    if checkpoints is not None:
+        print(f"checkpoints  {run}/checkpoints")
+        print(f"generate     python scripts/generate.py ckpt={run.name}")
+        print(f"train on     python train.py ckpt={run.name} trainer.max_steps={2 * trainer.max_steps}")
+    print("compare      python train.py attention=tiled  (python train.py --help lists what there is)")

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seq_len in words": (("seq_len=abc",), ("seq_len=abc", "a whole number")),
     "seed in words": (("seed=abc",), ("seed=abc", "a whole number")),
     "nothing kept": (("callbacks.checkpoints.keep=0",), ("callbacks.checkpoints.keep=0", "at least 1")),
-    "validation of nothing": (("trainer.limit_val_batches=0",), ("limit_val_batches=0", "above 0")),
+    "validation of less": (("trainer.limit_val_batches=-1",), ("limit_val_batches=-1", "at least 0")),
     "two whole validations": (("trainer.limit_val_batches=2.0",), ("limit_val_batches=2.0", "up to 1.0")),
     "a group of null": (("callbacks=null",), ("null", "~callbacks")),
     "no attention": (("~attention",), ("a run needs attention=",)),
