@@ -39,6 +39,7 @@ CHUNK_CHARS = (
     1 << 20,
     8 << 20,
 )  # the first chunks are small, to spread a small corpus over the pool; later ones large
+SAMPLE_CHARS = 1 << 16  # what BPE learns from is drawn in blocks of about this: of a book, many
 NAMES_LISTED = 2000  # documents: up to here the meta lists who is in validation, beyond it holds a hash
 BYTES_A_PROCESS = 4 << 20  # a process takes half a second to start, in which it could tokenise 2 MB
 
@@ -133,7 +134,10 @@ def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
         return tokenizer_from_dict(json.loads(saved.read_bytes()))
     kind = spec["kind"]
     if kind == "char":  # of both splits, as nanoGPT does: validation may hold a character that training lacks
-        tokenizer: Tokenizer = CharTokenizer("".join(set().union(*(piece.text for piece in corpus.pieces()))))
+        chars: set[str] = set()
+        for piece in corpus.pieces():
+            chars.update(piece.text)
+        tokenizer: Tokenizer = CharTokenizer("".join(chars))
     elif kind == "bpe":
         tokenizer = BPETokenizer.train(_sample(corpus, spec["sample_mb"]), spec["vocab_size"])
     else:
@@ -143,15 +147,29 @@ def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
 
 
 def _sample(corpus: Corpus, sample_mb: float) -> Iterator[str]:
-    """At most about `sample_mb` of training text, spread over a corpus of known size, else its beginning."""
-    left = int(sample_mb * 1e6)
-    share = left / max(corpus.size() or 1, 1)
+    """At most about `sample_mb` of training text, spread over a corpus of known size, else its beginning;
+    never nothing, where there is any."""
+    wanted = left = int(sample_mb * 1e6)
+    share = wanted / max(corpus.size() or 1, 1)
+    first = None  # block, for when chance draws none
     for i, piece in enumerate(corpus.pieces()):
         if left <= 0:
             return
-        if piece.split == "train" and unit_hash(f"{i} {piece.document}") < share:
+        if piece.split != "train" or not piece.text:
+            continue
+        if share >= 1:  # all of it, and no word cut in two
             left -= len(piece.text)
             yield piece.text
+            continue
+        step = -(-len(piece.text) // max(1, round(len(piece.text) / SAMPLE_CHARS)))  # alike: no tiny last one
+        for at in range(0, len(piece.text), step):
+            block = piece.text[at : at + step]
+            first = first or block
+            if left > 0 and unit_hash(f"{i} {piece.document} {at}") < share:
+                left -= len(block)
+                yield block
+    if left == wanted and first:
+        yield first
 
 
 def _chunks(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,39 @@ def test_bpe_learns_from_the_training_split_and_a_bounded_sample(folder, monkeyp
     assert learnt[0] == [piece.text for piece in corpus.pieces() if piece.split == "train"]
     module._tokenizer(corpus, {"kind": "bpe", "vocab_size": 300, "sample_mb": 0.02}, folder)
     assert 0.005e6 < sum(map(len, learnt[1])) < 0.03e6
+
+
+def test_the_characters_are_gathered_piece_by_piece(folder):
+    corpus = TextCorpus(path=str(folder))
+    alive, most = weakref.WeakSet(), 0
+    pieces = corpus.pieces
+
+    def counted():
+        nonlocal most
+        for piece in pieces():
+            alive.add(piece)
+            most = max(most, len(alive))
+            yield piece
+
+    corpus.pieces = counted
+    tokenizer = module._tokenizer(corpus, {"kind": "char"}, folder)
+    assert tokenizer.chars == "".join(sorted(set("".join(piece.text for piece in pieces()))))
+    assert most <= 2
+
+
+def test_a_sample_is_spread_over_one_large_file_and_never_empty(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"line {i} of a long book\n" for i in range(120_000)))
+    corpus = TextCorpus(path=str(path))
+    size = path.stat().st_size
+    sample = list(module._sample(corpus, size / 4e6))
+    assert 0.15 * size < sum(map(len, sample)) < 0.35 * size
+    assert all(0.5 < len(block) / module.SAMPLE_CHARS < 1.5 for block in sample)
+    assert sample == list(module._sample(corpus, size / 4e6))
+    lines = [int(block.split("line ")[1].split()[0]) for block in sample]
+    assert lines[0] < 60_000 < lines[-1]
+    (only_block,) = module._sample(corpus, 1e-6)
+    assert path.read_text().startswith(only_block) and len(only_block) > module.SAMPLE_CHARS / 2
 
 
 def test_a_pool_gives_the_same_bytes(folder, tmp_path, small_chunks):
