@@ -186,7 +186,7 @@ class TextCorpus(FileCorpus):
     """UTF-8 text of the user's own.
 
     path: a file, a folder (searched recursively) or a glob such as "src/**/*.py".
-    pattern: which files of a folder; hidden files and folders are left out.
+    pattern: which files of a folder; hidden ones in it are left out, unless they are what `path` names.
     on_bad_encoding: "refuse" or "skip" (and count) files that are not UTF-8 text.
     """
 
@@ -202,13 +202,13 @@ class TextCorpus(FileCorpus):
             found = {path.name: path}
         elif path.is_dir():
             found = {p.relative_to(path).as_posix(): p for p in path.glob(self.pattern) if p.is_file()}
+            found = {name: p for name, p in found.items() if not self._hidden(name)}
         else:
             found = {p: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
             if not found:
                 raise ValueError(
                     f"data.path={self.path}: no such file or folder, and as a glob it matches no file"
                 )
-        found = {name: p for name, p in found.items() if not self._hidden(name)}
         if not found:
             raise ValueError(f"{path} holds no file that matches {self.pattern!r}{self._what_there_is(path)}")
         full = {name: p for name, p in found.items() if p.stat().st_size}

@@ -69,6 +69,21 @@ def test_globs_patterns_and_hidden_files(folder):
     assert len(TextCorpus(path=f"{folder}/00*.txt").files) == 10
 
 
+def test_a_hidden_file_that_is_named_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h" / ".hid").mkdir(parents=True)
+    for name in (".book.txt", "h/.hid/a.txt", "h/b.txt"):
+        (tmp_path / name).write_text("text")
+    for path, found in (
+        (".book.txt", [".book.txt"]),
+        ("h/.hid/*.txt", ["h/.hid/a.txt"]),
+        ("h/.hid", ["a.txt"]),
+        ("h", ["b.txt"]),
+        (".", ["h/b.txt"]),
+    ):
+        assert list(TextCorpus(path=path).files) == found
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
