@@ -33,12 +33,21 @@ CLASSES: dict[str, str] = {
 }
 
 
+def _order(call: AttentionCall, compiled: bool) -> tuple[str, ...]:
+    decoding = call.tq == 1 and "kv_lengths" in call.features
+    if call.device == "cuda" and compiled and decoding:
+        return COMPILED_DECODE
+    return ORDER.get(call.device, ())
+
+
 class AutoAttention(Attention):
     """Delegates each call to the first implementation in ORDER that can run it."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset(FEATURES), devices=frozenset(ORDER)
     )
+
+    draws_seed: ClassVar[bool] = False  # what it chooses does, if at all
 
     def __init__(self, name: str = "auto"):
         super().__init__(name)
@@ -57,17 +66,19 @@ class AutoAttention(Attention):
     ) -> tuple[str | None, dict[str, list[str]]]:
         """The first capable implementation, if any, and why those before it were passed over."""
         refusals: dict[str, list[str]] = {}
-        for name in order or ORDER.get(call.device, ()):
+        for name in _order(call, False) if order is None else order:
             if not (reasons := self._build(name).unsupported_reasons(call)):
                 return name, refusals
             refusals[name] = reasons
         return None, refusals
 
-    def choice(self, call: AttentionCall) -> tuple[str, str]:
-        """(name, why) of what will run `call`. Raises UnsupportedAttention where nothing can."""
+    def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
+        """(name, why) of what will run `call`, in a compiled step or not. Raises UnsupportedAttention where
+        nothing can."""
         self.require(call)
-        name, refusals = self._refusals(call)
-        why = f"the fastest on {call.device} in {' > '.join(ORDER[call.device])}"
+        order = _order(call, compiled)
+        name, refusals = self._refusals(call, order)
+        why = f"the fastest on {call.device} in {' > '.join(order)}"
         if refusals:
             why += ", as " + "; ".join(f"{other} has {', '.join(said)}" for other, said in refusals.items())
         return name, why
@@ -113,10 +124,7 @@ class AutoAttention(Attention):
                 features=frozenset(name for name, is_on in zip(names, on, strict=True) if is_on),
                 backward=backward,
             )
-            decoding = tq == 1 and "kv_lengths" in call.features
-            order = COMPILED_DECODE if device == "cuda" and compiled and decoding else None
-            self.require(call)
-            self._chosen[facts] = self._refusals(call, order)[0]
+            self._chosen[facts] = self.choice(call, compiled=compiled)[0]
         return self._chosen[facts]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
@@ -147,4 +155,5 @@ class AutoAttention(Attention):
             o["dropout_p"] > 0,
             o["return_lse"],
         )
-        return self._built[name].attend(q, k, v, **o)
+        chosen = self._built[name]
+        return chosen.attend(q, k, v, **(o | {"dropout_seed": chosen.draw_seed(o["dropout_p"], q.device)}))

@@ -272,16 +272,20 @@ class Attention(nn.Module):
         if not torch.compiler.is_compiling():
             self._check(q, k, v, options)
         if q.numel() == 0 or k.numel() == 0:
-            out, lse = empty_attention(q, k, v)
+            out, lse = empty_attention(q, k, v, bias)
         else:
-            seed = None
-            if dropout_p > 0 and self.draws_seed:
-                seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=q.device)
+            seed = self.draw_seed(dropout_p, q.device)
             options["window"] = normalise_window(window)
             options["segments"] = (segments, segments) if isinstance(segments, Tensor) else segments
             options["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
             out, lse = self.attend(q, k, v, dropout_seed=seed, **options)
         return (out, lse.detach()) if return_lse else out
+
+    def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:
+        """The seed of one call's dropout, from torch's default generator; None where none is to be drawn."""
+        if dropout_p == 0 or not self.draws_seed:
+            return None
+        return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
         """Checks a live call once per kind of call: a repeated one costs a set look-up."""

@@ -18,13 +18,14 @@ def arch_name(arch: tuple[int, int] | None) -> str:
 
 def call_key(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
     """All that the verdict about a call depends on, hashable; no device is asked for any value."""
-    given = [_kind(t) if isinstance(t, Tensor) else t for t in options.values()]
-    segments = options["segments"]
-    if isinstance(segments, (tuple, list)):
-        given.append(tuple(_kind(t) for t in segments))
-    # Lists (a window from a config, say) cannot be hashed; pairs of tensors must not be.
-    given = [tuple(g) if isinstance(g, list) else g for g in given if g is not segments]
-    return (torch.is_grad_enabled(), _kind(q), _kind(k), _kind(v), *given)
+    return (torch.is_grad_enabled(), _kind(q), _kind(k), _kind(v), *map(_hashable, options.values()))
+
+
+def _hashable(option: Any) -> Any:
+    if isinstance(option, Tensor):
+        return _kind(option)
+    # A window from a config is a list, and segments are a pair of tensors.
+    return tuple(map(_hashable, option)) if isinstance(option, (list, tuple)) else option
 
 
 def _kind(t: Tensor) -> tuple[Any, ...]:

@@ -64,10 +64,12 @@ def blank_beyond(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
     return x.masked_fill(j >= kv_lengths.view(-1, 1, 1, 1), 0)
 
 
-def empty_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def empty_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, lse) where B, Tq or Tk is 0: zeros and -inf, with gradients of zero rather than an error."""
     nothing = torch.ones((), dtype=torch.bool, device=q.device)
     out = q.masked_fill(nothing, 0) + (k[..., :0].sum() + v[..., :0].sum())
+    if bias is not None:
+        out = out + bias.flatten()[:0].sum().to(out.dtype)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return out, torch.full(q.shape[:3], -torch.inf, dtype=lse_dtype, device=q.device)
 

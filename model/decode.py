@@ -23,8 +23,11 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: it needs to be at least 0; 0 is greedy.")
+        # below a thousandth, logits divided by it may overflow, and a tie of infinities is no choice
+        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature={self.temperature}: it needs to be 0, which is greedy, or at least 0.001."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: it needs to be at least 1, or null for all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -118,7 +121,14 @@ def compiled_decode_step() -> Callable[[GPT, KVCache, Rows], None]:
     # The option turns products with one row (those of decoding attention; at batch 1 some with weights)
     # into reductions that fuse with what is around them, as in gpt-fast.
     options = {"coordinate_descent_tuning": True}
-    return torch.compile(decode_step, fullgraph=True, dynamic=False, options=options)
+    step = torch.compile(decode_step, fullgraph=True, dynamic=False, options=options)
+
+    def advance(model: GPT, cache: KVCache, rows: Rows) -> None:
+        # each batch size and capacity is a compilation of its own: more than Dynamo's 8 are no mistake here
+        with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+            step(model, cache, rows)
+
+    return advance
 
 
 def encode(

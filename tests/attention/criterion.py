@@ -1,7 +1,8 @@
 """The one criterion of correctness.
- The error of an implementation against the reference in fp64 may be at most twice (gradients: three times)
+
+The error of an implementation against the reference in fp64 may be at most twice (gradients: three times)
 that of the plain formula in the same low precision on the same inputs, plus a floor from the rounding of the
-output's dtype: the tolerance comes from the data.
+output's dtype: the tolerance comes from the data. Gradients have two floors more, said where they are.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def error_ratio(
     rounded = reference.to(dtype)
     floor = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().double() + relative * reference.abs().max()
     if not reference.any():
-        # Zero because dP - delta cancels (a single key): what is left is the rounding of these, in fp32.
+        # Zero because dP - delta cancels (a single key): what is left is their rounding in fp32, where all
+        # dtypes compute them (1.4e-6 at most on a CPU).
         floor = torch.tensor(1e-5)
     allowed = factor * (plain - reference).abs().max() + floor
     return float((got - reference).abs().max() / allowed)
@@ -139,9 +141,10 @@ def _ratios(got: Result, case: Case, inputs: Inputs, device: str, dtype: torch.d
         assert all(not x.isnan().any() and not x[x.isfinite()].any() for x in got.values())
         return {}
     reference, plain = expected(case, device, dtype)
-    # A backward that recomputes P = exp(s - lse) inherits the rounding of an fp32 lse; it shows in fp32 only.
+    # A backward that recomputes P = exp(s - lse) inherits the rounding of an fp32 lse. It shows in fp32 only:
+    # without it four gradients of the list on the CPU miss by 2% to 57% (three of sdpa, one of tiled).
     lse = reference["lse"]
-    relative = 2**-23 * float(lse.masked_fill(lse.isinf(), 0).abs().max())
+    relative = 2**-23 * float(lse.masked_fill(lse.isinf(), 0).abs().max()) if dtype == torch.float32 else 0.0
     rules = {"out": (2.0, dtype), "lse": (2.0, torch.float32)}
     return {
         name: error_ratio(value, reference[name], plain[name], *rules.get(name, (3.0, dtype, relative)))

@@ -55,6 +55,10 @@ def test_a_verdict_is_kept_for_the_same_call_only() -> None:
     attention(Q, K, K, window=[2, None])  # a list, as configs have them
     with pytest.raises(ValueError):
         attention(Q, K, K, window=(1, -3))
+    slopes = torch.ones(Q.shape[1])
+    attention(Q, K, K, alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="bias"):
+        attention(Q, K, K, bias=slopes)  # as large, in another place
     pair = (INTS, INTS[:, :5])
     attention(Q, K, K, segments=pair)
     with pytest.raises(ValueError):

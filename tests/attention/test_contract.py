@@ -183,17 +183,39 @@ def test_gradcheck(name: str, features: tuple[str, ...]) -> None:
     assert torch.autograd.gradcheck(function, tuple(leaves.values()))
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", NAMES)
 def test_autocast_changes_nothing(name: str) -> None:
     """The inputs' dtype is the caller's decision, and fp32 inside stays fp32."""
     inputs = make_inputs(Case("autocast", 20, 20, 16), "cpu", torch.float32)
-    expected = build(name)(inputs.q, inputs.k, inputs.v)
+    attention = build(name)
+    if attention.unsupported_reasons(AttentionCall.of(inputs.q, inputs.k, inputs.v)):
+        pytest.skip(f"{name} does not run this on a CPU")
+    expected = attention(inputs.q, inputs.k, inputs.v)
     with torch.autocast("cpu", torch.bfloat16):
-        out = build(name)(inputs.q, inputs.k, inputs.v)
-    assert torch.equal(out, expected)
+        out = attention(inputs.q, inputs.k, inputs.v)
+    assert torch.equal(out, expected) and out.dtype == torch.float32
     torch.testing.assert_close(
         torch.autograd.grad(out, inputs.q, inputs.dout), torch.autograd.grad(expected, inputs.q, inputs.dout)
     )
+
+
+def test_auto_runs_as_if_asked_for_by_name() -> None:
+    """Dropout included: it draws what its choice draws, and nothing else."""
+    inputs = make_inputs(Case("auto", 20, 20, 16), "cpu", torch.float32)
+    auto = build("auto")
+    chosen = auto.resolve(AttentionCall.of(inputs.q, inputs.k, inputs.v, dropout_p=0.5))
+    results = []
+    for attention in (auto, build(chosen.name)):
+        torch.manual_seed(0)
+        results.append((attention(inputs.q, inputs.k, inputs.v, dropout_p=0.5), torch.rand(1)))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_no_keys_leave_the_bias_a_gradient(name: str) -> None:
+    q, k, bias = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4), torch.randn(2, 3, 1, requires_grad=True)
+    out = build(name)(q, k, k, bias=bias)
+    assert not out.any() and not torch.autograd.grad(out.sum(), bias)[0].any()
 
 
 def test_the_criterion_can_fail() -> None:

@@ -1,8 +1,12 @@
 """The choice of a token follows its distribution."""
 
+import pytest
 import torch
 
-from model.decode import Sampling
+from attention.naive import NaiveAttention
+from model.decode import Sampling, compiled_decode_step
+from model.generate import generate
+from model.gpt import GPT, GPTConfig
 
 
 def drawn(logits: list[float], n: int = 20_000, **options) -> torch.Tensor:
@@ -31,3 +35,22 @@ def test_noise_of_zero_does_not_draw_what_is_ruled_out():
         Sampling(top_p=0.5).choose(torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0]])).item()
         == 0
     )
+
+
+def test_a_temperature_that_overflows_is_refused():
+    for temperature in (-1.0, 1e-39, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="temperature="):
+            Sampling(temperature=temperature)
+
+
+def test_more_batch_sizes_than_dynamo_would_compile(monkeypatch):
+    """Each is a compilation of its own, and a ninth is no error."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, options, **o: compile(step, backend="eager", **o))
+    compiled_decode_step.cache_clear()
+    config = GPTConfig(vocab_size=11, seq_len=16, n_layer=1, n_head=1, n_embd=8)
+    model = GPT(config, NaiveAttention())
+    for batch in range(1, 11):
+        result = generate(model, [[1]] * batch, 3, seed=0, compile=True)
+        assert [len(row) for row in result.tokens] == [3] * batch
+    compiled_decode_step.cache_clear()
