@@ -236,7 +236,7 @@ _tiled = register_attention("tiled", tiled_forward, tiled_backward)
 
 
 class TiledAttention(Attention):
-    """FlashAttention in plain PyTorch: every option, memory O(T), on any device.
+    """FlashAttention in plain PyTorch: every option, memory O(T), on CPU and CUDA.
 
     Args:
         block_q, block_k: queries and keys in a tile. 128 x 128 on one CPU thread, forward and backward: 31 ms
