@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from data.options import fraction, shown, whole
 from data.textfiles import content_hash, count_chars, read_parts
 
 
@@ -82,14 +83,14 @@ class FileCorpus(Corpus):
     on_bad_encoding: str = "refuse"
     skipped: list[str] = field(default_factory=list, init=False, repr=False)
     MIN_FILES_TO_SPLIT: ClassVar[int] = 10
+    KEYS: ClassVar[str] = "data.corpus"  # where its options are in a config
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise ValueError(
-                f"val_fraction is {self.val_fraction}; it has to lie between 0 and 1, such as 0.1"
-            )
+        fraction(f"{self.KEYS}.val_fraction", self.val_fraction)
         if self.on_bad_encoding not in ("skip", "refuse"):
-            raise ValueError(f"on_bad_encoding is {self.on_bad_encoding!r}; it has to be 'skip' or 'refuse'")
+            raise ValueError(
+                f"{self.KEYS}.on_bad_encoding is {shown(self.on_bad_encoding)}; it has to be skip or refuse"
+            )
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -193,6 +194,17 @@ class TextCorpus(FileCorpus):
     path: str = ""
     pattern: str = "**/*.txt"
     name: ClassVar[str] = "text"
+    KEYS: ClassVar[str] = "data"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.pattern, str) or not self.pattern or Path(self.pattern).is_absolute():
+            raise ValueError(
+                f"data.pattern is {shown(self.pattern)!r}; it has to be a glob within the folder data.path, "
+                "such as '**/*.txt'"
+            )
+        if self.path is not None:
+            self.path = str(self.path)  # a command line's 1984 is a number
 
     def _find(self) -> dict[str, Path]:
         if not self.path:
@@ -245,10 +257,10 @@ class SyntheticCorpus:
     name: ClassVar[str] = "synthetic"
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "n_tokens", "document_length"):
-            value = getattr(self, key)
-            if value is not None and value < 2:
-                raise ValueError(f"synthetic data: {key} is {value}; it has to be at least 2")
+        whole("data.corpus.vocab_size", self.vocab_size, 2, 1 << 32)
+        whole("data.corpus.n_tokens", self.n_tokens, 2)
+        whole("data.corpus.seed", self.seed, 0)
+        whole("data.corpus.document_length", self.document_length, 2, null="one endless document")
 
     def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """(n,) tokens, uniformly random, and the ends of the documents among them."""

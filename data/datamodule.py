@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.corpora import Corpus, SyntheticCorpus, TextCorpus
+from data.options import shown, whole
 from data.prepare import folder_of, prepare
 from data.storage import load_meta
 from data.tokenizers import Tokenizer, tokenizer_from_dict
@@ -131,17 +132,17 @@ class TokenDataModule(lightning.LightningDataModule):
         super().__init__()
         sizes = {
             "seq_len": seq_len,
-            "batch_size": batch_size,
-            "eval_batch_size": batch_size if eval_batch_size is None else eval_batch_size,
+            "data.batch_size": batch_size,
+            "data.eval_batch_size": batch_size if eval_batch_size is None else eval_batch_size,
         }
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it has to be at least 1")
-        if num_workers < 0:
-            raise ValueError(f"data.num_workers is {num_workers}; it has to be 0 or more")
+            whole(name, value, 1)
+        whole("data.num_workers", num_workers, 0)
+        if not isinstance(data_dir, str | Path):
+            raise ValueError(f"data.data_dir is {shown(data_dir)}; it has to be a folder")
         self.corpus, self.tokenizer_spec = corpus, tokenizer or "bpe"
         self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
-        self.eval_batch_size = sizes["eval_batch_size"]
+        self.eval_batch_size = sizes["data.eval_batch_size"]
         self.data_dir, self.num_workers, self.document_mask = Path(data_dir), num_workers, document_mask
         self.max_val_tokens, self.prepare_workers, self.verify = max_val_tokens, prepare_workers, verify
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory

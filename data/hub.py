@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.corpora import Corpus, Piece, unit_hash
+from data.options import fraction, whole
 
 PROBE_TIMEOUT_S = 5.0
 OFFLINE_CHOICES = "data=stdlib, or data=text data.path=<your file or folder>"
@@ -72,14 +73,9 @@ class HubCorpus(Corpus):
 
     def __post_init__(self) -> None:
         for key in ("max_documents", "max_tokens"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise ValueError(
-                    f"data.corpus.{key} is {value}; it has to be at least 1, or null for no limit"
-                )
-        if not self.val and not 0 < self.val_fraction < 1:
-            raise ValueError(
-                f"data.corpus.val_fraction is {self.val_fraction}; it has to lie between 0 and 1"
-            )
+            whole(f"data.corpus.{key}", getattr(self, key), 1, null="no limit")
+        if not self.val:
+            fraction("data.corpus.val_fraction", self.val_fraction)
 
     @property
     def split_rule(self) -> str:  # type: ignore[override]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from data.options import number_above, shown, whole
 
 EOT_TEXT = "<|endoftext|>"
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -162,22 +164,20 @@ def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
     Options of another kind are dropped (an override of `kind` alone leaves them behind); unknown ones are
     refused.
     """
+    if not isinstance(spec, str | Mapping):
+        raise ValueError(f"data.tokenizer is {shown(spec)}; it has to be options, as data.tokenizer.kind=bpe")
     spec = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = spec.pop("kind", None)
-    if kind not in DEFAULTS:
+    if not isinstance(kind, str) or kind not in DEFAULTS:
         raise ValueError(f"data.tokenizer.kind is {kind!r}; it has to be one of {', '.join(DEFAULTS)}")
     if unknown := sorted(set(spec) - {key for options in DEFAULTS.values() for key in options}):
         raise ValueError(
             f"data.tokenizer has no option {', '.join(unknown)}; {kind} has {list(DEFAULTS[kind]) or 'none'}"
         )
     chosen = {"kind": kind} | {key: spec.get(key, value) for key, value in DEFAULTS[kind].items()}
-    if kind == "bpe" and not 258 <= chosen["vocab_size"] <= 1 << 20:
-        raise ValueError(
-            f"data.tokenizer.vocab_size is {chosen['vocab_size']}; bpe needs at least 258 (256 bytes, a "
-            "merge, end of text) and at most 1048576"
-        )
-    if kind == "bpe" and not chosen["sample_mb"] > 0:
-        raise ValueError(f"data.tokenizer.sample_mb is {chosen['sample_mb']}; it has to be above 0")
+    if kind == "bpe":
+        whole("data.tokenizer.vocab_size", chosen["vocab_size"], 258, 1 << 20)  # 256 bytes, a merge, the end
+        number_above("data.tokenizer.sample_mb", chosen["sample_mb"], 0)
     return chosen
 
 

@@ -16,6 +16,8 @@ import torch
 
 from tests.running import ROOT, finish, start, train_here, write_book
 
+# Overrides that do not go with those of a tiny run, which are of data=text.
+ALONE = ("ckpt=", "data=synthetic", "data=stdlib", "data=tinystories")
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # name: (overrides, words of the message)
     "attention unknown": (("attention=flash99",), ("flash99", "naive", "tiled", "sdpa")),
@@ -39,6 +41,39 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "folder without text": (("data.path=folder",), ("folder",)),
     "no path": (("data=text", "~data.path"), ("path",)),
     "tokenizer unknown": (("data.tokenizer.kind=words",), ("words", "bpe")),
+    "vocabulary in words": (
+        ("data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=abc"),
+        ("data.tokenizer.vocab_size is abc", "a whole number, at least 258"),
+    ),
+    "sample in words": (
+        ("data.tokenizer.kind=bpe", "data.tokenizer.sample_mb=abc"),
+        ("data.tokenizer.sample_mb is abc", "a number above 0"),
+    ),
+    "no options but a number": (("data.tokenizer=5",), ("data.tokenizer", "5")),
+    "pattern of another folder": (
+        ("data.path=folder", "data.pattern=/abs/*.txt"),
+        ("data.pattern is '/abs/*.txt'", "within the folder data.path"),
+    ),
+    "no pattern": (("data.path=folder", "data.pattern=''"), ("data.pattern is ''", "such as '**/*.txt'")),
+    "a part in words": (("data.val_fraction=abc",), ("data.val_fraction is abc", "between 0 and 1")),
+    "a part too large": (("data.val_fraction=1",), ("data.val_fraction is 1", "between 0 and 1")),
+    "no random tokens": (
+        ("data=synthetic", "data.corpus.n_tokens=null"),
+        ("data.corpus.n_tokens is null", "a whole number, at least 2"),
+    ),
+    "documents in words": (
+        ("data=synthetic", "data.corpus.document_length=abc"),
+        ("data.corpus.document_length is abc", "or null for one endless document"),
+    ),
+    "part of the standard library": (
+        ("data=stdlib", "data.corpus.val_fraction=abc"),
+        ("data.corpus.val_fraction is abc",),
+    ),
+    "documents of the hub": (
+        ("data=tinystories", "data.corpus.max_documents=abc"),
+        ("data.corpus.max_documents is abc", "or null for no limit"),
+    ),
+    "no folder for the tokens": (("data.data_dir=null",), ("data.data_dir is null",)),
     "tokens_per_step": (
         ("tokens_per_step=100",),
         ("tokens_per_step=100", "data.batch_size * seq_len * devices", "64", "128"),
@@ -120,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_one_message(case: str, folder: Path) -> None:
     overrides, words = CASES[case]
-    tiny = not any(override.startswith("ckpt=") for override in overrides)
+    tiny = not any(override.startswith(ALONE) for override in overrides)
     result = train_here(folder, *overrides, tiny=tiny)
     assert result.code in (1, 2), result.out
     assert "Traceback" not in result.err + result.out
