@@ -107,6 +107,11 @@ class FileCorpus(Corpus):
         return f"by characters: the last {self.val_fraction:g} of each file is validation"
 
     def describe(self) -> dict[str, Any]:
+        return dict(self._facts)
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """Hashes the files: once, as they are listed once."""
         files = self.files
         listing = [[name, path.stat().st_size, content_hash(path)] for name, path in files.items()]
         return {

@@ -148,6 +148,7 @@ class TokenDataModule(lightning.LightningDataModule):
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.accumulate = 1  # micro-batches of a batch; whoever knows the number of devices sets it
         self._cursor, self._files, self._restored = Cursor(), None, None
+        self._folder: Path | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -169,7 +170,7 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def prepare_data(self) -> None:
         if not isinstance(self.corpus, SyntheticCorpus):
-            prepare(self.corpus, self.tokenizer_spec, self.data_dir, self.prepare_workers)
+            self._folder = prepare(self.corpus, self.tokenizer_spec, self.data_dir, self.prepare_workers)
 
     def setup(self, stage: str | None = None) -> None:
         if self._files is not None:
@@ -183,7 +184,8 @@ class TokenDataModule(lightning.LightningDataModule):
             self._check_same(self._restored)
 
     def _prepared(self) -> dict[str, TokenFile]:
-        folder, _ = folder_of(self.corpus, self.tokenizer_spec, self.data_dir)
+        # only the first process of a machine has prepared: the others find the folder by themselves
+        folder = self._folder or folder_of(self.corpus, self.tokenizer_spec, self.data_dir)[0]
         self.meta = load_meta(folder, self.verify)
         self.vocab_size = self.meta["vocab_size"]
         splits = self.meta["splits"]

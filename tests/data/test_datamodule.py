@@ -9,6 +9,7 @@ import torch
 
 from data.corpora import SyntheticCorpus, TextCorpus
 from data.datamodule import TokenDataModule, text_datamodule
+from data.textfiles import content_hash
 from tests.data.conftest import write_folder
 
 
@@ -63,6 +64,16 @@ def ready(module):
     module.setup("fit")
     module.setup("validate")
     return module
+
+
+def test_a_launch_hashes_the_source_once(make, monkeypatch):
+    hashed = []
+    monkeypatch.setattr("data.corpora.content_hash", lambda path: hashed.append(path) or content_hash(path))
+    ready(make())
+    assert len(hashed) == 30
+    ready(make()).corpus.describe()
+    make().setup()  # as a process that did not prepare
+    assert len(hashed) == 90
 
 
 def test_without_a_mask_targets_are_the_next_inputs(make):
