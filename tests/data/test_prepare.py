@@ -259,7 +259,7 @@ def test_too_little_text_is_refused(tmp_path):
 def test_a_worker_that_is_killed_is_reported(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
-    for i in range(12):
+    for i in range(40):  # chunks enough for some to be left when the first one is done
         (folder / f"{i}.txt").write_text(some_text(i, 300), encoding="utf-8")
     kills = """
 def advance(self, n_bytes):
