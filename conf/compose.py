@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -71,6 +71,8 @@ def _message(error: BaseException) -> str:
         return str(cause)  # what a constructor said, without Hydra's wrapping
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         return no_key(cause.full_key, list(cause.parent_node or ()))
+    if isinstance(error, OverrideParseException) and error.override not in str(error):
+        return f"{error.override}: {error}"
     if str(error).startswith("Config group override must be"):
         return "No group can be null: leave one out with ~, as in ~callbacks."
     return str(error)
@@ -217,6 +219,11 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
     from hydra.utils import instantiate
 
     node = cfg.attention
+    file = CONF / "attention" / f"{node.name}.yaml"
+    for key, usual in (OmegaConf.load(file) if file.is_file() else {}).items():
+        if type(usual) is int and type(node.get(key, usual)) is not int:
+            value = "null" if node[key] is None else node[key]
+            raise ValueError(f"attention.{key}={value}: it needs to be a whole number.")
     if name is not None and name != node.name:
         path = CONF / "attention" / f"{name}.yaml"
         if not path.is_file():

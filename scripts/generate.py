@@ -9,6 +9,7 @@ to stdout, all else to stderr.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,10 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("kv_cache", "compile"), bool),
     "stop": list,
 }
+NULLABLE = ("prompt_file", "top_k", "top_p", "seed", "stop")
+# Least and greatest; those of temperature, top_k and top_p are checked where tokens are drawn.
+RANGES = {"num_samples": (1, 2**16), "max_new_tokens": (1, 2**24), "seed": (0, 2**64 - 1)}
+MOST_TOKENS = 2**28  # of all rows together, 8 bytes each
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -50,14 +55,27 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def convert(key: str, text: str) -> Any:
-    """The value of a key as typed: strings word for word, all else as YAML."""
+    """The value of a key as typed: strings word for word, numbers as in Python (YAML 1.1 takes 1e-1 for a
+    word and 010 for 8), all else as YAML."""
     import yaml
 
     kind = KINDS[key]
     if text == "null" and key != "prompt":
+        if key not in NULLABLE:
+            raise ValueError(f"{key}=null: it needs a value; null is for {', '.join(NULLABLE)}.")
         return [] if kind is list else None
     if kind is str:
         return text
+    if kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{key}={text}: it needs {what}.") from None
+        least, most = RANGES.get(key, (value, value))
+        if value < least or value > most:
+            raise ValueError(f"{key}={text}: it needs to be from {least} to {most}.")
+        return value
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -69,11 +87,9 @@ def convert(key: str, text: str) -> Any:
         raise ValueError(
             f'{key}={text}: it needs strings that are not empty, as in stop=\'["\\n\\n", "END"]\'.'
         )
-    accepted = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        words = {int: "a whole number", float: "a number", bool: "true or false"}
-        raise ValueError(f"{key}={text}: it needs {words[kind]}.")
-    return kind(value)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={text}: it needs true or false.")
+    return value
 
 
 class TextStream:
@@ -178,10 +194,11 @@ def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
     """Where the model generates, and in which dtype."""
     import torch
 
-    try:
-        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except RuntimeError:
-        raise ValueError(f"device={device}: choose auto, cpu, cuda, cuda:1 or mps.") from None
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?|mps", device, flags=re.ASCII):
+        raise ValueError(f"device={device}: choose auto, cpu, cuda, cuda:1 or mps.")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device=mps: PyTorch sees no such device here; device=cpu works.")
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device={device}: PyTorch sees {torch.cuda.device_count()} CUDA devices; device=cpu works."
@@ -189,26 +206,36 @@ def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if precision != "auto" and precision not in dtypes:
         raise ValueError(f"precision={precision}: choose one of auto, {', '.join(dtypes)}.")
-    if precision == "auto":
-        able = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if where.type == "cuda" and precision in ("auto", "bf16"):
+        with torch.cuda.device(where):
+            able = torch.cuda.is_bf16_supported(including_emulation=False)
+        if precision == "bf16" and not able:
+            name = torch.cuda.get_device_name(where)
+            raise ValueError(f"precision=bf16: {name} has no bf16; choose fp16, fp32 or auto.")
         precision = "bf16" if able else "fp32"
+    elif precision == "auto":
+        precision = "fp32"
     return where, dtypes[precision]
 
 
-def decoding_attention(cfg: Any, model: GPT, batch: int, tokens: int) -> Attention:
+def decoding_attention(cfg: Any, model: GPT, batch: int, tokens: int, compiled: bool = False) -> Attention:
     """What decodes: `attention.decode`, else the run's own attention where it can, else auto's choice."""
+    from attention.auto import AutoAttention
     from conf.compose import build_attention
     from model.calls import attention_call
 
     own, weight = model.transformer.h[0].attn.attention, model.lm_head.weight
-    if asked := cfg.attention.get("decode"):
-        return build_attention(cfg, asked)
     call = attention_call(
         model.config, "decode", batch=batch, tokens=tokens, device=weight.device, dtype=weight.dtype
     )
-    reasons = own.unsupported_reasons(call)
-    if not reasons:
-        return own
+    asked = cfg.attention.get("decode")
+    chosen = build_attention(cfg, asked) if asked else own
+    reasons = chosen.unsupported_reasons(call)
+    if asked or not reasons:
+        if isinstance(chosen, AutoAttention) and not reasons:
+            name, why = chosen.choice(call, compiled=compiled)
+            say(f"attention={chosen.name} decodes with {name}: {why}.")
+        return chosen
     other = build_attention(cfg, "auto").resolve(call)
     say(
         f"attention={own.name} cannot decode with a KV cache ({'; '.join(reasons)}): "
@@ -224,7 +251,14 @@ def say(message: str) -> None:
 def read_prompts(options: dict[str, Any]) -> list[str]:
     texts = [options["prompt"]]
     if options["prompt_file"]:
-        texts = [line for line in Path(options["prompt_file"]).read_text().splitlines() if line]
+        try:
+            text = Path(options["prompt_file"]).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"prompt_file={options['prompt_file']} is not UTF-8 text ({error.reason}): give one prompt a "
+                "line."
+            ) from None
+        texts = [line for line in text.splitlines() if line]
         if not texts:
             raise ValueError(
                 f"prompt_file={options['prompt_file']} has no line with text in it: give one prompt a line."
@@ -237,6 +271,11 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     from model.generate import generate
 
     texts = read_prompts(options)
+    if len(texts) * options["max_new_tokens"] > MOST_TOKENS:
+        raise ValueError(
+            f"max_new_tokens={options['max_new_tokens']} for {len(texts)} rows: at most {MOST_TOKENS} tokens "
+            "in all; ask for fewer."
+        )
     prompts = [tokenizer.encode(text) for text in texts]
     context, longest = model.config.seq_len, max(map(len, prompts), default=0)
     if longest + options["max_new_tokens"] > context:
@@ -251,7 +290,9 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
         **{key: options[key] for key in keys},
         eot=tokenizer.eot,
         on_token=terminal.on_token,
-        decode_attention=decoding_attention(cfg, model, len(prompts), capacity) if cached else None,
+        decode_attention=decoding_attention(cfg, model, len(prompts), capacity, options["compile"])
+        if cached
+        else None,
     )
     terminal.close()
     say(
@@ -267,20 +308,18 @@ def main(arguments: Sequence[str]) -> None:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__, CONFIG.read_text(), sep="\n", end="")
         return
-    try:
-        options, overrides = parse(arguments)
-        if options["num_samples"] < 1:
-            raise ValueError(f"num_samples={options['num_samples']}: it needs to be at least 1.")
-        device, dtype = placement(options["device"], options["precision"])
-        from conf.compose import load_run
+    from conf.compose import user_errors  # which imports Hydra: half a second that --help need not wait
 
-        model, tokenizer, cfg = load_run(options["ckpt"], overrides)
-        run(model.to(device, dtype), tokenizer, cfg, options)
-    except (ValueError, OSError) as error:
-        say(f"error: {error}")
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    user_errors(write)(arguments)
+
+
+def write(arguments: Sequence[str]) -> None:
+    from conf.compose import load_run
+
+    options, overrides = parse(arguments)
+    device, dtype = placement(options["device"], options["precision"])
+    model, tokenizer, cfg = load_run(options["ckpt"], overrides)
+    run(model.to(device, dtype), tokenizer, cfg, options)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,24 @@
 """The command's host side: options, text that streams, the terminal. No checkpoint is needed."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from attention.auto import AutoAttention
 from attention.naive import NaiveAttention
 from data.tokenizers import ByteTokenizer
 from model.gpt import GPT, GPTConfig
-from scripts.generate import TextStream, convert, decoding_attention, parse, placement, run
+from scripts.generate import TextStream, convert, decoding_attention, main, parse, placement, run
+from tests.running import ROOT, train_here
 
 BYTES = ByteTokenizer()
 
@@ -71,6 +76,13 @@ def test_options_and_what_is_left_for_the_run():
         ("temperature", "hot", "a number"),
         ("kv_cache", "3", "true or false"),
         ("stop", "[1]", "strings"),
+        ("num_samples", "null", "a value"),
+        ("num_samples", "0", "from 1 to"),
+        ("max_new_tokens", "100000000000", "from 1 to"),
+        ("seed", "99999999999999999999999", "from 0 to"),
+        ("temperature", "null", "a value"),
+        ("device", "null", "a value"),
+        ("ckpt", "null", "a value"),
     ],
 )
 def test_wrong_values_are_named(key, text, words):
@@ -79,17 +91,88 @@ def test_wrong_values_are_named(key, text, words):
     assert f"{key}={text}" in str(error.value)
 
 
+def test_numbers_are_read_as_python_reads_them():
+    assert convert("temperature", "1e-1") == 0.1 and convert("top_p", "null") is None
+    assert convert("max_new_tokens", "010") == 10 and convert("seed", str(2**64 - 1)) == 2**64 - 1
+
+
 def test_placement():
     assert placement("cpu", "auto") == (torch.device("cpu"), torch.float32)
-    for device, precision in (("tpu3", "auto"), ("cpu", "int8"), ("cuda:99", "auto")):
-        with pytest.raises(ValueError):
-            placement(device, precision)
+    assert placement("cpu", "bf16") == (torch.device("cpu"), torch.bfloat16)
+    with mock.patch.object(torch.backends.mps, "is_available", return_value=False):
+        for device in ("tpu3", "cuda:99", "mps", "xpu", "meta", "cpu:1", ""):
+            with pytest.raises(ValueError, match=f"device={device}:"):
+                placement(device, "auto")
+    with pytest.raises(ValueError, match="precision=int8"):
+        placement("cpu", "int8")
+
+
+def test_bf16_on_a_gpu_without_it():
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+        mock.patch.object(torch.cuda, "device", nullcontext),
+        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=False),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Tesla T4"),
+    ):
+        assert placement("cuda", "auto")[1] == torch.float32
+        assert placement("cuda", "fp16")[1] == torch.float16
+        with pytest.raises(ValueError, match="precision=bf16: Tesla T4 has no bf16"):
+            placement("cuda", "bf16")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run to generate from."""
+    folder = tmp_path_factory.mktemp("trained")
+    steps = ("trainer.max_steps=2", "trainer.val_check_interval=2")
+    assert train_here(folder, "name=a", *steps).code == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["num_samples=null"], "num_samples=null"),
+        (["device=xpu"], "device=xpu"),
+        (["attention=["], "attention=["),
+        (
+            ["attention=tiled", "attention.block_q=abc"],
+            "attention.block_q=abc: it needs to be a whole number",
+        ),
+        (["attention=tiled", "attention.block_q=0"], "block_q = 0"),
+        (["prompt_file=binary"], "prompt_file=binary is not UTF-8"),
+        (["prompt_file=nowhere"], "nowhere"),
+        (["num_samples=60000", "max_new_tokens=1000000"], "for 60000 rows"),
+    ],
+)
+def test_a_mistake_is_one_message(trained, arguments, words, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    (trained / "binary").write_bytes(b"\x7fELF\xff\xfe")
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 1 and err.startswith("error: ") and words in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_a_reader_that_has_seen_enough(trained):
+    """As in `generate.py ... | head -c 1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), "max_new_tokens=3"]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=trained, text=True)
+    os.close(write)
+    assert result.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in result.stderr and "BrokenPipe" not in result.stderr
 
 
 def test_help_answers_at_once():
     start = time.perf_counter()
-    command = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "generate.py"), "--help"]
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    script = "import sys; from scripts.generate import main; main(['--help']); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT).stdout
+    assert not {"hydra", "torch"} & set(loaded.splitlines()[-1].split())
     assert "temperature" in out and time.perf_counter() - start < 2
 
 
@@ -131,6 +214,14 @@ def test_a_stop_string_ends_the_row(model, capsys):
     stopped = run(model, BYTES, CFG, options(prompt="x", max_new_tokens=30, stop=f'["{stop}"]'))
     assert capsys.readouterr().out == "x" + text.split(stop)[0] + "\n"
     assert len(stopped.tokens[0]) < 30
+
+
+def test_auto_says_what_decodes_and_why(model, capsys):
+    cfg = OmegaConf.create({"attention": {"name": "auto", "decode": None}})
+    assert decoding_attention(cfg, model, 1, 32).name == "naive" and not capsys.readouterr().err
+    model.replace_attention(AutoAttention())
+    assert decoding_attention(cfg, model, 1, 32).name == "auto"
+    assert "attention=auto decodes with sdpa: the fastest on cpu" in capsys.readouterr().err
 
 
 class CannotDecode(NaiveAttention):
