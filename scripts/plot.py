@@ -18,9 +18,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 def column(path: Path, name: str) -> tuple[list[int], list[float]]:
     """(steps, values) of a column of metrics.csv, rows without a value left out."""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row.get(name)]
-    return [int(row["step"]) for row in rows], [float(row[name]) for row in rows]
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row.get(name)]
+        return [int(row["step"]) for row in rows], [float(row[name]) for row in rows]
+    except (KeyError, ValueError, csv.Error) as error:
+        raise SystemExit(f"{path} cannot be read as a run's metrics: {error}.") from None
 
 
 def smoothed(values: list[float], width: int) -> list[float]:
@@ -36,6 +39,9 @@ def draw(runs: list[Path], out: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if out.suffix[1:].lower() not in kinds:
+        raise SystemExit(f"--out {out}: choose a name that ends in one of .{', .'.join(sorted(kinds))}.")
     for i, run in enumerate(runs):
         path = run / "metrics.csv" if run.is_dir() else run
         if not path.is_file():
@@ -44,9 +50,13 @@ def draw(runs: list[Path], out: Path, title: str) -> None:
         steps, losses = column(path, "train/loss")
         axes.plot(steps, smoothed(losses, max(1, len(losses) // 50)), color=colour, lw=1, alpha=0.6)
         steps, losses = column(path, "val/loss")
+        if not losses:
+            raise SystemExit(
+                f"{run} has no validation loss yet: leave it out, or train on with ckpt={run.name}."
+            )
         axes.plot(steps, losses, color=colour, lw=1.5, marker="o", ms=3.5)
         best = min(losses)
-        label = f"{run.name if run.is_dir() else run.stem}\\nbest {best:.4f}".replace("\\n", "\n")
+        label = f"{run.name if run.is_dir() else run.stem}\nbest {best:.4f}"
         axes.annotate(
             label,
             (steps[-1], losses[-1]),
@@ -61,8 +71,11 @@ def draw(runs: list[Path], out: Path, title: str) -> None:
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=150)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=150)
+    except OSError as error:
+        raise SystemExit(f"--out {out} cannot be written: {error.strerror}.") from None
 
 
 def main() -> None:

@@ -1,0 +1,44 @@
+"""Curves of runs: what is drawn, and what is refused in one message."""
+
+import sys
+
+import pytest
+
+from scripts.plot import main
+
+ROWS = "step,train/loss,val/loss\n1,5.0,\n2,4.0,4.5\n3,3.5,\n"
+
+
+@pytest.fixture
+def plot(tmp_path, monkeypatch):
+    def plot(metrics: str, out: str = "loss.svg") -> str:
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / "metrics.csv").write_text(metrics)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["plot.py", "a", "--out", out])
+        main()
+        return (tmp_path / out).read_text()
+
+    return plot
+
+
+def test_a_run_is_labelled_on_two_lines(plot):
+    svg = plot(ROWS)
+    assert "<!-- a -->" in svg and "<!-- best 4.5000 -->" in svg
+
+
+@pytest.mark.parametrize(
+    ("metrics", "out", "words"),
+    [
+        ("step,train/loss,val/loss\n1,5.0,\n", "loss.svg", "a has no validation loss yet"),
+        ("", "loss.svg", "a has no validation loss yet"),
+        (ROWS, "x.abc", r"--out x\.abc: .*\.pdf.*\.svg"),
+        (ROWS, "x", "--out x: "),
+        (ROWS.replace("4.5", "high"), "loss.svg", "cannot be read as a run's metrics"),
+        (ROWS, "a/metrics.csv/x.svg", "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_message(plot, metrics, out, words):
+    with pytest.raises(SystemExit, match=words) as stop:
+        plot(metrics, out)
+    assert isinstance(stop.value.code, str)  # goes to stderr, exit code 1
