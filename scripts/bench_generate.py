@@ -22,19 +22,31 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="gpt2", help="a file of conf/model (default: gpt2)")
+    from scripts.rows import choices, positive
+
     parser.add_argument(
-        "--attention", default="auto", help="a file of conf/attention, for prefill and decode"
+        "--model",
+        default="gpt2",
+        choices=choices("model"),
+        metavar="MODEL",
+        help="a file of conf/model (default: gpt2)",
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="rows generated at once")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
-    parser.add_argument("--new", type=int, default=512, help="tokens to generate")
-    parser.add_argument("--seq-len", type=int, default=1024, help="context of the model")
+    parser.add_argument(
+        "--attention",
+        default="auto",
+        choices=choices("attention"),
+        metavar="ATTENTION",
+        help="a file of conf/attention, for prefill and decode",
+    )
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1], help="rows generated at once")
+    parser.add_argument("--prompt", type=positive, default=128, help="tokens of the prompt")
+    parser.add_argument("--new", type=positive, default=512, help="tokens to generate")
+    parser.add_argument("--seq-len", type=positive, default=1024, help="context of the model")
     parser.add_argument("--no-cache", action="store_true", help="compute the whole context for every token")
     parser.add_argument(
         "--no-compile", action="store_true", help="decode with eager kernels (still one graph)"
     )
-    parser.add_argument("--repeat", type=int, default=3, help="measured runs; the median counts")
+    parser.add_argument("--repeat", type=positive, default=3, help="measured runs; the median counts")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
     parser.add_argument("--out", type=Path, help="rows go here (default: results/generate/<gpu>.jsonl)")
     return parser.parse_args()
@@ -96,10 +108,10 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.rows import append
+    from scripts.rows import append, gpu_slug
 
     net = build(options.model, options.attention, options.seq_len, options.set)
-    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "cpu"
+    gpu = gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
     out = options.out or ROOT / "results" / "generate" / f"{gpu}.jsonl"
     print(f"{'batch':>5} {'decode tokens/s':>16} {'prefill tokens/s':>17} {'set-up s':>9} {'again s':>8}")
     for batch in options.batch:

@@ -55,13 +55,24 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    from scripts.rows import choices, positive
+
     parser.add_argument("--nanogpt", type=Path, help="model.py of a nanoGPT checkout, to run beside ours")
-    parser.add_argument("--attention", default="auto", help="a file of conf/attention, for ours")
-    parser.add_argument("--batch", type=int, default=64, help="rows of a step, all in one micro-batch")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of context")
-    parser.add_argument("--steps", type=int, default=80, help="steps; the first 20 do not count")
+    parser.add_argument(
+        "--attention",
+        default="auto",
+        choices=choices("attention"),
+        metavar="ATTENTION",
+        help="a file of conf/attention, for ours",
+    )
+    parser.add_argument("--batch", type=positive, default=64, help="rows of a step, all in one micro-batch")
+    parser.add_argument("--seq-len", type=positive, default=1024, help="tokens of context")
+    parser.add_argument("--steps", type=positive, default=80, help="steps; the first 20 do not count")
     parser.add_argument("--out", type=Path, help="rows go here (default: results/gpt2_124m/<gpu>.jsonl)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 40:
+        parser.error(f"--steps {options.steps}: of fewer than 40, none would be left to count")
+    return options
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
@@ -97,12 +108,14 @@ def main() -> None:
 
     from model.flops import flops_per_token, peak_bf16_flops
     from model.gpt import GPTConfig
-    from scripts.rows import append
+    from scripts.rows import append, gpu_slug
 
     if not torch.cuda.is_available():
         raise SystemExit("bench_train.py needs a CUDA GPU: GPT-2 124M takes minutes a step on a CPU.")
+    if options.nanogpt and not options.nanogpt.is_file():
+        raise SystemExit(f"--nanogpt {options.nanogpt}: no such file.")  # before minutes of our own run
     gpu = torch.cuda.get_device_name()
-    out = options.out or ROOT / "results" / "gpt2_124m" / f"{gpu.split()[-1].lower()}.jsonl"
+    out = options.out or ROOT / "results" / "gpt2_124m" / f"{gpu_slug(gpu)}.jsonl"
     flops = flops_per_token(GPTConfig(vocab_size=50304, seq_len=options.seq_len, bias=False))
     tokens, peak = options.batch * options.seq_len, peak_bf16_flops(gpu)
     contestants = {f"tilegpt attention={options.attention}": ours}

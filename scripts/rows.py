@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +16,24 @@ from pathlib import Path
 from typing import Any
 
 RUN_ID = uuid.uuid4().hex[:12]
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def gpu_slug(name: str) -> str:
+    """What a GPU's file is called: "NVIDIA H200" h200, "NVIDIA H100 80GB HBM3" h100-80gb-hbm3."""
+    return "-".join(word for word in re.findall(r"[a-z0-9.]+", name.lower()) if word != "nvidia")
+
+
+def choices(group: str) -> list[str]:
+    """The files of a folder of conf/, for argparse."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def positive(text: str) -> int:
+    """An argument that counts something, for argparse."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number, at least 1")
+    return int(text)
 
 
 def key_of(point: dict[str, Any]) -> str:

@@ -1,0 +1,44 @@
+"""The benchmarks' command lines, and the names of the files their rows go to."""
+
+import sys
+from importlib import import_module
+
+import pytest
+
+from scripts.rows import gpu_slug
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm4-40gb"),
+        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
+        ("Tesla T4", "tesla-t4"),
+        ("AMD Instinct / MI300X", "amd-instinct-mi300x"),
+    ],
+)
+def test_gpu_slug(name, slug):
+    assert gpu_slug(name) == slug
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("bench_generate", "--model gptx", ("--model", "'gptx'", "gpt2")),
+        ("bench_generate", "--attention foo", ("--attention", "'foo'", "naive")),
+        ("bench_generate", "--batch 1 0", ("--batch", "0 is no whole number, at least 1")),
+        ("bench_generate", "--new many", ("--new", "many is no whole number")),
+        ("bench_train", "--attention foo", ("--attention", "'foo'", "naive")),
+        ("bench_train", "--batch -1", ("--batch", "at least 1")),
+        ("bench_train", "--batch 0", ("--batch", "at least 1")),
+        ("bench_train", "--steps 30", ("--steps 30", "40")),
+    ],
+)
+def test_a_wrong_argument_is_named(script, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        import_module(f"scripts.{script}").arguments()
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and all(word in err for word in words), err
