@@ -51,9 +51,7 @@ def draw(runs: list[Path], out: Path, title: str) -> None:
         axes.plot(steps, smoothed(losses, max(1, len(losses) // 50)), color=colour, lw=1, alpha=0.6)
         steps, losses = column(path, "val/loss")
         if not losses:
-            raise SystemExit(
-                f"{run} has no validation loss yet: leave it out, or train on with ckpt={run.name}."
-            )
+            raise SystemExit(f"{run} has no validation loss yet: leave it out, or train on until it has one.")
         axes.plot(steps, losses, color=colour, lw=1.5, marker="o", ms=3.5)
         best = min(losses)
         label = f"{run.name if run.is_dir() else run.stem}\nbest {best:.4f}"
