@@ -17,7 +17,8 @@ from attention.auto import AutoAttention
 from attention.naive import NaiveAttention
 from data.tokenizers import ByteTokenizer
 from model.gpt import GPT, GPTConfig
-from scripts.generate import TextStream, convert, decoding_attention, main, parse, placement, run
+from scripts.generate import convert, decoding_attention, main, parse, placement, run
+from scripts.streaming import TextStream
 from tests.running import ROOT, train_here
 
 BYTES = ByteTokenizer()
