@@ -278,7 +278,12 @@ class Attention(nn.Module):
             options["window"] = normalise_window(window)
             options["segments"] = (segments, segments) if isinstance(segments, Tensor) else segments
             options["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
-            out, lse = self.attend(q, k, v, dropout_seed=seed, **options)
+            if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+                # Autocast would compute in 16 bits, and give these; the dtype is the caller's decision.
+                with torch.autocast(q.device.type, enabled=False):
+                    out, lse = self.attend(q, k, v, dropout_seed=seed, **options)
+            else:
+                out, lse = self.attend(q, k, v, dropout_seed=seed, **options)
         return (out, lse.detach()) if return_lse else out
 
     def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:

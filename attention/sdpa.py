@@ -110,10 +110,6 @@ class SDPAAttention(Attention):
         forced = self._forced
         if forced is None and q.is_cuda and q.dtype == torch.float32:
             forced = SDPBackend.MATH  # left alone it takes `efficient`, see _ABLE
-        if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
-            # Autocast would compute in 16 bits and leave these; the dtype is the caller's decision.
-            with torch.autocast(q.device.type, enabled=False):
-                return self._sdpa(q, k, v, mask, dropout_p, is_causal, scale, gqa)
         if forced is None:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
         with sdpa_kernel(forced):

@@ -15,7 +15,12 @@ from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 CONF = Path(__file__).parent
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
@@ -69,6 +74,8 @@ def _message(error: BaseException) -> str:
     cause = error.__cause__
     if isinstance(error, InstantiationException) and isinstance(cause, (TypeError, *_mistakes())):
         return str(cause)  # what a constructor said, without Hydra's wrapping
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has to be given: {error.full_key}=..., as in data=text data.path=book.txt."
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         return no_key(cause.full_key, list(cause.parent_node or ()))
     if isinstance(error, OverrideParseException) and error.override not in str(error):

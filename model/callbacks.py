@@ -174,7 +174,7 @@ class Progress(L.Callback):
         step = trainer.global_step
         if self.bar is not None:
             self.bar.update(self.task, completed=step, text=self._text(trainer))
-        elif trainer.is_global_zero and step % self.every == 0:
+        elif trainer.is_global_zero and step % min(self.every, -(-trainer.max_steps // 10)) == 0:
             elapsed = time.perf_counter() - self._start[0]
             left = elapsed / max(1, step - self._start[1]) * (trainer.max_steps - step)
             print(f"step {step}/{trainer.max_steps}  {self._text(trainer)}  {left:.0f} s left", flush=True)

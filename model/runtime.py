@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -195,4 +197,5 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
         print(f"checkpoints  {run}/checkpoints")
         print(f"generate     python scripts/generate.py ckpt={run.name}")
         print(f"train on     python train.py ckpt={run.name} trainer.max_steps={2 * trainer.max_steps}")
-    print("compare      python train.py attention=tiled  (python train.py --help lists what there is)")
+    own = [o for o in sys.argv[1:] if not o.startswith(("attention=", "name=", "ckpt="))]
+    print(f"compare      python train.py attention=tiled {shlex.join(own)}".rstrip())
