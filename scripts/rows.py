@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,15 @@ from typing import Any
 
 RUN_ID = uuid.uuid4().hex[:12]
 CONF = Path(__file__).resolve().parent.parent / "conf"
+# Wheels that bring attention kernels of others, or what those are compiled with.
+PEERS = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "xformers",
+)
 
 
 def gpu_slug(name: str) -> str:
@@ -41,38 +51,65 @@ def key_of(point: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def commit() -> str | None:
+    """The checkout's commit, "-dirty" after it where code differs from it; TILEGPT_COMMIT for a copy that has
+    no .git."""
+    if named := os.environ.get("TILEGPT_COMMIT"):
+        return named
+    short = _asked("git", "-C", str(CONF), "rev-parse", "--short", "HEAD")
+    code = (":(top)*.py", ":(top)*.cu", ":(top)*.cuh", ":(top)conf")
+    changed = short and _asked("git", "-C", str(CONF), "status", "--porcelain", "--", *code)
+    return f"{short}-dirty" if changed else short
+
+
+def _asked(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@functools.cache
 def machine() -> dict[str, Any]:
     """What a figure depends on besides the point: GPU, driver, versions, commit, date, command."""
     import torch
 
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    def asked(*command: str) -> str | None:
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
     cuda = torch.cuda.is_available()
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
-        "driver": asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else None,
+        "driver": _asked(*driver) if cuda else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "triton": installed("triton"),
-        "commit": os.environ.get("TILEGPT_COMMIT") or asked("git", "rev-parse", "--short", "HEAD"),
+        "triton": _installed("triton"),
+        "peers": {name: number for name in PEERS if (number := _installed(name))},
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows by key, a later one in the place of an earlier; a line that a kill has cut is left out."""
+    rows: dict[str, dict[str, Any]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows.pop(row["key"], None)  # the order is that of the newest
+            rows[row["key"]] = row
+        except (ValueError, KeyError, TypeError):
+            if line.endswith("}}"):
+                raise ValueError(f"{path}, line {number}: that is no row; mend it or take it out.") from None
+    return rows
 
 
 def append(path: Path, point: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +123,9 @@ def append(path: Path, point: dict[str, Any], result: dict[str, Any]) -> dict[st
         "machine": machine(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(row) + "\n"
+    if path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        text = "\n" + text  # what a kill has cut stays a line of its own
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(text)
     return row

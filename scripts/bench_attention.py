@@ -1,0 +1,152 @@
+"""Every implementation of conf/attention that can run a shape, side by side on the same tensors:
+
+    python scripts/bench_attention.py                           the FlashAttention papers' shapes
+    python scripts/bench_attention.py --pass decode             one query over a cache of 1k to 128k tokens
+    python scripts/bench_attention.py --attention triton sdpa_cudnn --head-dim 128 --seq-len 4096 --causal
+    python scripts/bench_attention.py --plot-only               the pictures again, from the rows
+
+TFLOP/s count 4 B H T T D forward, halved for causal, and 2.5 times that backward. Each point has the kernels
+that ran, the error against fp64 and the peak memory beside its time; what runs out of memory or is refused
+is a row with the reason. Rows go to results/attention/<gpu>.jsonl as they are measured: a bench that was
+killed goes on where it stopped, as long as commit and machine are the same and the code is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.bench_points import DTYPES, PASSES, Shape, points  # noqa: E402
+from scripts.rows import choices, gpu_slug, key_of, machine, positive, read  # noqa: E402
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = choices("attention")
+    add("--attention", nargs="+", choices=names, metavar="NAME", help="contestants (default: all but auto)")
+    add(
+        "--pass",
+        dest="passes",
+        nargs="+",
+        choices=PASSES,
+        default=["forward", "backward"],
+        metavar="PASS",
+        help=f"of {', '.join(PASSES)} (default: forward backward)",
+    )
+    add("--seq-len", type=positive, nargs="+", help="tokens; for decode those in the cache")
+    add("--head-dim", type=positive, nargs="+", help="default: 64 128 256; for decode 128")
+    add("--batch", type=positive, nargs="+", help="default: 16,384 tokens in all; for decode 1 and 16")
+    add("--heads", type=positive, help="default: 2,048 / head dim; for decode 32")
+    add("--kv-heads", type=positive, help="default: as many as heads; for decode 8 of 32")
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--causal", action="store_true", default=None, help="only causal (default: both)")
+    mask.add_argument("--full", dest="causal", action="store_false", help="only without a mask")
+    add("--window", type=positive, help="keys that a query sees to its left")
+    add("--kv-lengths", action="store_true", help="decode: with the lengths of a cache, which is full")
+    add("--short", action="store_true", help="lengths from 32 on as well")
+    add("--dtype", choices=DTYPES, help="default: bf16; on a CPU fp32")
+    add("--budget", type=float, default=0.2, metavar="S", help="measured seconds a contestant and point")
+    add("--fresh", action="store_true", help="measure again what this commit has measured here")
+    add("--plot-only", action="store_true", help="draw and print from the rows, measure nothing")
+    add("--out", type=Path, help="rows go here (default: results/attention/<gpu>.jsonl)")
+    options = parser.parse_args()
+    if options.heads and options.kv_heads and options.heads % options.kv_heads:
+        parser.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
+    if options.kv_lengths and options.passes != ["decode"]:
+        parser.error("--kv-lengths is for --pass decode alone")
+    return options
+
+
+def current(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows by key that this commit has measured on this machine with these versions."""
+    now = {name: value for name, value in machine().items() if name not in ("date", "command")}
+    if now["commit"] is None or now["commit"].endswith("-dirty"):
+        return {}
+    return {
+        key: row for key, row in read(path).items() if {name: row["machine"].get(name) for name in now} == now
+    }
+
+
+def missing(shape: Shape, passed: str, names: list[str], rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Contestants to measure: none if each has a row. Else all again, as only times of one run compare, but
+    for those whose last word was an error: that may have taken the process with it."""
+    found = {name: rows.get(key_of(shape.point(name, passed))) for name in names}
+    if all(found.values()):
+        return []
+    return [name for name, row in found.items() if row is None or row["result"]["status"] != "error"]
+
+
+def build(names: list[str]) -> dict[str, Any]:
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    return {name: instantiate(OmegaConf.load(ROOT / "conf" / "attention" / f"{name}.yaml")) for name in names}
+
+
+def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
+    """Measures what is missing; the keys of all points asked for."""
+    names = options.attention or [name for name in choices("attention") if name != "auto"]
+    asked = list(points(options, device == "cuda"))
+    rows = {} if options.fresh else current(out)
+    todo: dict[Shape, dict[str, list[str]]] = {}
+    for shape, passes in asked:
+        if left := {passed: again for passed in passes if (again := missing(shape, passed, names, rows))}:
+            todo[shape] = left
+    total = sum(map(len, todo.values()))
+    kept = sum(len(passes) for _, passes in asked) - total
+    print(
+        f"{total} points of up to {len(names)} contestants" + (f", {kept} kept" if kept else ""), flush=True
+    )
+    if todo:
+        from scripts.side_by_side import Bench, DeviceLost
+
+        bench, start, done = Bench(build(names), device, options.budget, out), time.perf_counter(), 0
+        for shape, passes in todo.items():
+            try:
+                bench.measure(shape, passes)
+            except DeviceLost as lost:
+                raise SystemExit(
+                    f"{shape}: the device is lost after {lost}. The same command goes on."
+                ) from None
+            done += len(passes)
+            rate = done / (time.perf_counter() - start)
+            print(
+                f"[{done}/{total}] {shape} {' '.join(passes)}: {60 * rate:.1f} points/min, "
+                f"{(total - done) / rate:.0f} s left",
+                flush=True,
+            )
+    return {
+        key_of(shape.point(name, passed)) for shape, passes in asked for passed in passes for name in names
+    }
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from scripts.attention_report import draw, tables
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
+    out = options.out or ROOT / "results" / "attention" / f"{gpu}.jsonl"
+    keys = None if options.plot_only else measure(options, device, out)
+    rows = read(out)
+    if not rows:
+        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
+    tables([row for key, row in rows.items() if keys is None or key in keys])
+    for picture in draw(list(rows.values()), out):
+        print(picture)
+    print(f"rows in {out}")
+
+
+if __name__ == "__main__":
+    main()

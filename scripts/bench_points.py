@@ -1,0 +1,145 @@
+"""The points of the attention benchmark: shapes, what they cost, and their tensors."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+PASSES = ("forward", "backward", "both", "decode")
+TOKENS, WIDTH = 16384, 2048  # a point of the FlashAttention papers: tokens in all, heads times head dim
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call's shape. `tokens` are the queries and keys, or for decode (one query) the keys in the cache."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    causal: bool
+    dtype: str
+    decode: bool = False
+    kv_lengths: bool = False
+    window: int | None = None  # keys to the left of the diagonal
+
+    @property
+    def tq(self) -> int:
+        return 1 if self.decode else self.tokens
+
+    def point(self, implementation: str, passed: str) -> dict[str, Any]:
+        """What identifies a row of results/attention."""
+        on = [f"window={self.window}"] * (self.window is not None) + ["kv_lengths"] * self.kv_lengths
+        return {
+            "study": "attention",
+            "implementation": implementation,
+            "pass": passed,
+            "batch": self.batch,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "seq_len": self.tq,
+            "kv_len": self.tokens,
+            "head_dim": self.head_dim,
+            "causal": self.causal,
+            "features": ",".join(on),
+            "dtype": DTYPES[self.dtype],
+        }
+
+    @property
+    def seen(self) -> float:
+        """Pairs of query and key, halved for causal as is usual; a window's are counted."""
+        if self.window is None or self.decode:
+            keys = self.tokens if self.window is None else min(self.tokens, self.window + 1)
+            return self.tq * keys / (2 if self.causal and not self.decode else 1)
+        left = sum(min(i, self.window) + 1 for i in range(self.tokens))
+        return left if self.causal else left + sum(self.tokens - 1 - i for i in range(self.tokens))
+
+    def flops(self, passed: str) -> float:
+        """4 B H pairs D forward, 2.5 times that backward (five matrix products for two)."""
+        factor = {"forward": 1.0, "decode": 1.0, "backward": 2.5, "both": 3.5}[passed]
+        return factor * 4 * self.batch * self.heads * self.seen * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of K and V, which decode has to read."""
+        keys = min(self.tokens, (self.window or self.tokens) + 1)
+        return 2 * self.batch * self.kv_heads * keys * self.head_dim * (4 if self.dtype == "fp32" else 2)
+
+    def options(self, device: str) -> dict[str, Any]:
+        """The keywords of `Attention.forward`."""
+        import torch
+
+        options: dict[str, Any] = {"causal": self.causal}
+        if self.window is not None:
+            options["window"] = (self.window, 0 if self.causal else -1)
+        if self.kv_lengths:
+            options["kv_lengths"] = torch.full((self.batch,), self.tokens, dtype=torch.int32, device=device)
+        return options
+
+    def tensors(self, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+        """q, k, v and dout, normally distributed: the power a GPU draws depends on the data."""
+        import torch
+
+        g = torch.Generator(device).manual_seed(seed)
+        like = {"device": device, "generator": g, "dtype": getattr(torch, DTYPES[self.dtype])}
+        q = (self.batch, self.heads, self.tq, self.head_dim)
+        kv = (self.batch, self.kv_heads, self.tokens, self.head_dim)
+        return tuple(torch.randn(shape, **like) for shape in (q, kv, kv, q))
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        what = "cache" if self.decode else "T"
+        mask = "" if self.decode else "causal " if self.causal else "full "
+        more = f" window {self.window}" if self.window is not None else ""
+        more += " kv_lengths" if self.kv_lengths else ""
+        return f"D={self.head_dim} {mask}{what}={self.tokens} B={self.batch} H={heads} {self.dtype}{more}"
+
+
+def points(options: argparse.Namespace, cuda: bool) -> Iterator[tuple[Shape, list[str]]]:
+    """Shapes in the order of the tables, each with its passes: squares first, then decode."""
+    dtype = options.dtype or ("bf16" if cuda else "fp32")
+    tokens, width = (TOKENS, WIDTH) if cuda else (1024, 256)
+    usual = [2**n for n in range(9, 15)] if cuda else [128, 256, 512]
+    if options.short:
+        usual = [2**n for n in range(5, 9)] + (usual if cuda else [])
+    square = [passed for passed in options.passes if passed != "decode"]
+    masks = (True, False) if options.causal is None else (options.causal,)
+    for d, causal, t in itertools.product(
+        options.head_dim or ((64, 128, 256) if cuda else (64,)), masks, options.seq_len or usual
+    ):
+        heads = options.heads or max(1, width // d)
+        for batch in options.batch or [max(1, tokens // t)]:
+            if square:
+                window = options.window
+                shape = Shape(batch, heads, options.kv_heads or heads, t, d, causal, dtype, window=window)
+                yield shape, square
+    if "decode" in options.passes:
+        heads = options.heads or 32
+        lengths = [2**n for n in range(10, 18)] if cuda else [256, 1024]
+        caches = options.seq_len or lengths
+        for d, batch, t in itertools.product(
+            options.head_dim or (128,), options.batch or ((1, 16) if cuda else (1,)), caches
+        ):
+            yield (
+                Shape(
+                    batch,
+                    heads,
+                    options.kv_heads or options.heads or 8,
+                    t,
+                    d,
+                    True,
+                    dtype,
+                    decode=True,
+                    kv_lengths=options.kv_lengths,
+                    window=options.window,
+                ),
+                ["decode"],
+            )

@@ -1,0 +1,150 @@
+"""Times of calls side by side: the contestants alternate, so that clocks and heat are the same for all.
+
+On a GPU the device's own events count, the L2 is flushed before every call, and the device is kept busy until
+the host has issued the whole call, so that the time is that of the kernels. On a CPU it is the wall clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MIB = 2**20
+FLUSH_BYTES = 256 * MIB  # several times any L2 (H200: 60 MB)
+MOST_ROUNDS = 200
+FEWEST_ROUNDS = 3
+SLOW_MS = 2000.0  # of a call this long, the probe is the measurement
+
+
+@dataclass
+class Contestant:
+    """What is timed is `run(prepare())`, without the `prepare`; it holds `calls` calls."""
+
+    name: str
+    run: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One call by itself: `peak_mib` is what was allocated at most during it, less what was before."""
+
+    ms: float
+    host_us: float  # until the host had issued it; on a CPU the call itself
+    peak_mib: float | None
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def clean_up() -> None:
+    """Give back what a failed or finished call left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def probe(contestant: Contestant) -> Probe:
+    """One call after those that compile, tune and warm up."""
+    ms = peak = None
+    for call in range(3):
+        state = contestant.prepare()
+        synchronise()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        result = contestant.run(state)
+        issued = time.perf_counter()
+        synchronise()
+        ms = 1e3 * (time.perf_counter() - start)
+        if torch.cuda.is_available():
+            peak = (torch.cuda.max_memory_allocated() - before) / MIB
+        del state, result
+        if ms > (SLOW_MS if call else 10 * SLOW_MS):  # the first may have compiled
+            break
+    return Probe(ms / contestant.calls, 1e6 * (issued - start) / contestant.calls, peak)
+
+
+class Clock:
+    """Alternating timing, `budget_s` of measured time for each contestant."""
+
+    def __init__(self, budget_s: float, flush: bool = True):
+        self.budget_s = budget_s
+        self.cuda = torch.cuda.is_available()
+        self.junk = (
+            torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if self.cuda and flush else None
+        )
+
+    def rounds(self, probes: list[Probe]) -> int:
+        """How many rounds the budget allows, the same for all that alternate."""
+        mean_ms = statistics.mean(probe.ms for probe in probes)
+        return min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(1e3 * self.budget_s / max(mean_ms, 1e-3))))
+
+    def alternate(self, contestants: list[Contestant], probes: list[Probe]) -> list[list[float]]:
+        """Milliseconds of every call of each contestant."""
+        times: list[list[Any]] = [[] for _ in contestants]
+        # The sleep lasts until the slowest host has issued its call (clocks are below 2 GHz).
+        cycles = int(2000 * 1.5 * max(probe.host_us for probe in probes))
+        rounds = self.rounds(probes)
+        for warm in (True, False):
+            for _ in range(min(rounds, FEWEST_ROUNDS) if warm else rounds):
+                for contestant, kept in zip(contestants, times, strict=True):
+                    measured = self._once(contestant, min(cycles, 2_000_000))
+                    if not warm:
+                        kept.append(measured)
+        synchronise()
+        return [
+            [_elapsed(measured) / contestant.calls for measured in kept]
+            for contestant, kept in zip(contestants, times, strict=True)
+        ]
+
+    def _once(self, contestant: Contestant, cycles: int) -> Any:
+        state = contestant.prepare()
+        if not self.cuda:
+            start = time.perf_counter()
+            contestant.run(state)
+            return 1e3 * (time.perf_counter() - start)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        if self.junk is not None:
+            self.junk.zero_()
+        start.record()
+        contestant.run(state)
+        end.record()
+        return start, end
+
+
+def _elapsed(measured: Any) -> float:
+    return measured if isinstance(measured, float) else measured[0].elapsed_time(measured[1])
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile as a row names them."""
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    result = {
+        "ms_median": statistics.median(ordered),
+        "ms_p10": ordered[tenth],
+        "ms_p90": ordered[-1 - tenth],
+    }
+    return result | {"n": len(ordered)}
+
+
+def copy_gb_per_s() -> float:
+    """What the memory does at best: a copy of 2 GiB (64 MiB on a CPU), bytes read and written per second."""
+    cuda = torch.cuda.is_available()
+    source = torch.ones(2**31 if cuda else 64 * MIB, dtype=torch.uint8, device="cuda" if cuda else "cpu")
+    target = torch.empty_like(source)
+    contestant = Contestant("copy", lambda _: target.copy_(source))
+    times = Clock(0.05, flush=False).alternate([contestant], [probe(contestant)])[0]
+    return 2 * source.numel() / statistics.median(times) / 1e6
