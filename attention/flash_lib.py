@@ -1,0 +1,211 @@
+"""The flash-attn library (Dao et al.), versions 2, 3 and 4, behind the contract.
+
+Each version's low-level forward and backward are one op, tilegpt::flash2 and so on (ops/library.py), so that
+all compile alike, in one graph. What the library does otherwise than the contract, and this adapter minds:
+
+- its layout is (B, T, H, D): transposed views go in and out, and nothing is copied where q is such a view;
+- documents go by cumulative lengths (flash_documents.py), at one host synchronisation per tensor of ids;
+- version 2's lse is +inf for a row that sees no key, and lacks slope * (i + Tk - Tq) under causal ALiBi;
+- version 2's dropout draws from a generator: it is put at a seed of ours, drawn on the CPU, for the call;
+- versions 3 and 4 read V beyond `kv_lengths`, so that a call with them copies V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import FEATURES, Attention, AttentionCall
+from attention.flash_documents import documents
+from attention.flash_versions import VERSIONS, Options
+from attention.geometry import diagonal_band
+from ops.library import register_attention
+
+
+def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    library, o = VERSIONS[version], _options(*options)
+    packed = o.documents is not None
+    out, lse = library.forward(library.load(), o, *(_inward(x, packed) for x in (q, k, v)))
+    out = _outward(out, q)
+    if packed:
+        lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)  # (H, B * Tq) -> (B, H, Tq)
+        if o.documents.keyless is not None:
+            keyless = o.documents.keyless.unsqueeze(1)  # (B, 1, Tq)
+            # +inf, not -inf: backward's exp(s - lse) is to be 0.
+            out, lse = out.masked_fill_(keyless.unsqueeze(-1), 0), lse.masked_fill(keyless, torch.inf)
+    return out, lse.contiguous()
+
+
+def _backward(
+    version: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    library, o = VERSIONS[version], _options(*options[:-1])
+    packed = o.documents is not None
+    if packed:
+        lse = lse.transpose(0, 1).flatten(1).contiguous()  # (B, H, Tq) -> (H, B * Tq)
+        if o.documents.keyless is not None:
+            dout = dout.masked_fill(o.documents.keyless[:, None, :, None], 0)
+    inputs = {"q": q, "k": k, "v": v}
+    tensors = {name: _inward(x, packed) for name, x in inputs.items()}
+    grads = {f"d{name}": torch.empty_like(x) for name, x in tensors.items()}
+    tensors |= {"dout": _inward(dout, packed), "out": _inward(out, packed), "softmax_lse": lse}
+    library.backward(library.load(), o, **tensors, **grads)
+    dq, dk, dv = (_outward(grads[f"d{name}"], x) for name, x in inputs.items())
+    return dq, dk, dv, q.new_empty(0)
+
+
+def _options(
+    alibi_slopes: Tensor | None,
+    bias: None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    kv_lengths: Tensor | None,
+    dropout_seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    tuning: list[int],
+) -> Options:
+    """The op's options as flash_versions.py takes them. Raises ValueError for segments that do not fit."""
+    found = None if q_segments is None else documents(q_segments, k_segments)
+    ordered = window_left >= 0 or window_right >= 0 or alibi_slopes is not None
+    if found is not None and ordered and not found.aligned:
+        raise ValueError(
+            "segments: a document of the queries ends elsewhere on the diagonal than among the keys, and the "
+            "flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys of "
+            "each document up to its last query, or use attention=tiled"
+        )
+    return Options(
+        scale=scale,
+        left=window_left,
+        right=window_right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        kv_lengths=kv_lengths,
+        documents=found,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        deterministic=bool(tuning[0]),
+    )
+
+
+def _inward(x: Tensor, packed: bool) -> Tensor:
+    """(B, H, T, D) -> (B, T, H, D), or packed (B * T, H, D); a copy only where 16-byte reads need one."""
+    x = x.transpose(1, 2)
+    x = x.flatten(0, 1) if packed else x
+    aligned = x.stride(-1) == 1 and not any(s % 8 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _outward(x: Tensor, like: Tensor) -> Tensor:
+    """The way back, in the strides of empty_like(`like`), as an op must give; a copy where they differ."""
+    batch, _, tokens, _ = like.shape
+    x = (x.unflatten(0, (batch, tokens)) if x.ndim == 3 else x).transpose(1, 2)
+    strides = torch.empty_like(like, device="meta").stride()
+    same = all(a == b or n == 1 for a, b, n in zip(x.stride(), strides, x.shape, strict=True))
+    return x if same else torch.empty_like(like).copy_(x)
+
+
+_OPS = {
+    version: register_attention(
+        f"flash{version}", partial(_forward, version), partial(_backward, version), "CUDA"
+    )
+    for version in VERSIONS
+}
+
+
+class FlashLibAttention(Attention):
+    """flash-attn 2, 3 or 4. Version 3 follows its source and recorded signatures: not run on a GPU here.
+
+    Args:
+        version: 2 (flash_attn; Ampere and later), 3 (flash_attn_interface; Hopper) or 4 (flash_attn.cute;
+            Hopper and Blackwell).
+        deterministic: a backward that gives the same bits each time, slower and with more memory.
+    """
+
+    draws_seed: ClassVar[bool] = False  # of the masks that ops/dropout.py defines
+
+    def __init__(self, version: int, deterministic: bool = False, name: str | None = None):
+        if version not in VERSIONS:
+            raise ValueError(
+                f"version is {version!r}; the flash-attn library has {', '.join(map(str, VERSIONS))}"
+            )
+        super().__init__(name or f"flash{version}")
+        self.version, self.deterministic = version, deterministic
+        self.capabilities = replace(VERSIONS[version].capabilities, deterministic=deterministic)
+
+    def unsupported_reasons(self, call: AttentionCall) -> list[str]:
+        library, reasons = VERSIONS[self.version], super().unsupported_reasons(call)
+        for features in map(sorted, library.apart):
+            if call.features.issuperset(features):
+                needs = ", or ".join(FEATURES[feature] for feature in features)
+                reasons.append(f"no {' with '.join(features)}: needs {needs}")
+        blackwell = call.arch is not None and call.arch >= (10, 0)
+        if self.version == 4 and blackwell and 128 < call.head_dim != 256:
+            reasons.append(
+                f"no head dim {call.head_dim} on Blackwell: needs at most 128, or 256 (model.n_embd)"
+            )
+        if self.version == 3 and self.deterministic and call.backward and call.head_dim > 192:
+            reasons.append(
+                "no deterministic backward above head dim 192: needs attention.deterministic=false"
+            )
+        return reasons + [fault for fault in [library.fault()] if fault]
+
+    def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:
+        """On the CPU, from where the library's generator is set: one on the device would have to be read."""
+        return None if dropout_p == 0 else torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        bias: Tensor | None,
+        segments: tuple[Tensor, Tensor] | None,
+        kv_lengths: Tensor | None,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        left, right = diagonal_band(causal, window)
+        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+        out, lse = _OPS[self.version](
+            q,
+            k,
+            v,
+            slopes,
+            bias,
+            *(segments or (None, None)),
+            kv_lengths,
+            dropout_seed,
+            scale,
+            left,
+            right,
+            softcap or 0.0,
+            dropout_p,
+            [int(self.deterministic)],
+        )
+        if return_lse:
+            if slopes is not None and right == 0 and not 0 <= left < k.shape[2]:
+                lse = lse - slopes.view(-1, 1) * _diagonal(q, k, kv_lengths)
+            lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+        return out, lse
+
+
+def _diagonal(q: Tensor, k: Tensor, kv_lengths: Tensor | None) -> Tensor:
+    """i + Tk - Tq, the key on the diagonal of each query: (B or 1, 1, Tq)."""
+    tq = q.shape[2]
+    i = torch.arange(tq, device=q.device).view(1, 1, -1)
+    return i + (k.shape[2] if kv_lengths is None else kv_lengths.view(-1, 1, 1)) - tq

@@ -1,0 +1,252 @@
+"""The adapter of the flash-attn library, against recorded signatures and conventions (flash_fakes.py).
+
+The real library is checked by test_grid.py and test_contract.py, on a GPU where it is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from attention import flash_lib, flash_versions
+from attention.base import FLOATS, UnsupportedAttention
+from attention.flash_lib import FlashLibAttention
+from attention.flash_versions import VERSIONS
+from tests.attention.criterion import run_case
+from tests.attention.flash_fakes import install
+from tests.grid import CASES, Case, build, make_inputs
+
+# The ops have CUDA kernels only; over a fake library the same functions run on a CPU.
+_CPU = torch.library.Library("tilegpt", "IMPL")
+for _version in VERSIONS:
+    _CPU.impl(f"flash{_version}", partial(flash_lib._forward, _version), "CPU")
+    _CPU.impl(f"flash{_version}_backward", partial(flash_lib._backward, _version), "CPU")
+
+GROUPS = sorted({case.group for case in CASES})
+BASE = Case("shape", 24, 24, 16)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """on_cpu(version): (the attention over a fake library, the calls that the library gets)."""
+
+    def make(version: int, **options: Any) -> tuple[FlashLibAttention, list[dict[str, Any]]]:
+        calls = install(monkeypatch, version)
+        attention = FlashLibAttention(version, **options)
+        attention.capabilities = replace(attention.capabilities, devices=frozenset({"cpu"}), dtypes=FLOATS)
+        return attention, calls
+
+    monkeypatch.setattr(flash_versions, "_default_generator", lambda device: torch.default_generator)
+    return make
+
+
+def ids_of(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def run(attention: FlashLibAttention, case: Case, **more: Any) -> tuple[torch.Tensor, ...]:
+    """(out, lse) of a live call, forward only."""
+    inputs = make_inputs(case, "cpu", torch.float32)
+    with torch.no_grad():
+        return attention(inputs.q, inputs.k, inputs.v, return_lse=True, **(inputs.options | more))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_grid(on_cpu: Any, version: int, group: str) -> None:
+    """Every small case within the criterion, forward and backward; and what is refused is not in silence."""
+    attention, calls = on_cpu(version)
+    ran = 0
+    for case in (case for case in CASES if case.small and case.group == group):
+        # fp32 shows the smallest mistake. But version 2 rounds slope * Tk into its fp32 lse, for which only
+        # the 16 bits that the library takes have room.
+        dtype = torch.float16 if "alibi" in case.features else torch.float32
+        ratios = run_case(attention, case, "cpu", dtype)
+        ran += ratios is not None
+        wrong = {what: round(ratio, 2) for what, ratio in (ratios or {}).items() if not ratio <= 1}
+        assert not wrong, f"flash{version}, {case.id}: error over what is allowed: {wrong}"
+    assert ran and (calls or group == "empty")
+
+
+def test_the_fakes_can_fail(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong translation shows: a right bound lost, V not blanked, an lse fixed up before the backward."""
+    by_id = {case.id: case for case in CASES}
+    windowed = by_id["pair-113x203-d64-noncausal-window"]
+    unfixed = by_id["pair-113x203-d64-alibi-noncausal"]
+
+    def ratios(version: int, case: Case) -> dict[str, float]:
+        return run_case(on_cpu(version)[0], case, "cpu", torch.float32)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flash_versions.Options, "window", property(lambda o: (o.left, -1)))
+        assert max(ratios(3, windowed).values()) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(flash_versions, "_blank", lambda v, kv_lengths: v)
+        assert max(ratios(4, by_id["feature-113x203-d64-kv_lengths"]).values()) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(flash_lib, "_diagonal", lambda q, k, kv_lengths: 0)
+        assert ratios(2, by_id["feature-113x203-d64-alibi"])["lse"] > 1
+        assert max(ratios(2, unfixed).values()) <= 1
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_layout_is_a_view_both_ways(on_cpu: Any, version: int) -> None:
+    """q, k, v in (B, T, H, D) of one projection, as in the model, reach the library uncopied; so does out."""
+    attention, calls = on_cpu(version)
+    qkv = torch.randn(2, 24, 3 * 4 * 16, requires_grad=True)
+    q, k, v = (x.view(2, 24, 4, 16).transpose(1, 2) for x in qkv.split(64, dim=2))
+    out = attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        assert calls[0][name].data_ptr() == x.data_ptr()
+        assert calls[0][name].shape == (2, 24, 4, 16)
+    dq = torch.autograd.grad(out.sum(), q, retain_graph=True)[0]
+    assert dq.transpose(1, 2).is_contiguous() and calls[-1]["dq"].shape == (2, 24, 4, 16)
+    # Documents: still views, of (B * T, H, D).
+    ids = torch.arange(24, dtype=torch.int32).div(10, rounding_mode="floor").expand(2, 24)
+    attention(q, k, v, segments=ids)
+    assert calls[-1]["v"].data_ptr() == v.data_ptr() and calls[-1]["v"].shape == (48, 4, 16)
+    assert calls[-1]["cu_seqlens_k"].tolist() == [0, 10, 20, 24, 34, 44, 48]
+    assert calls[-1]["max_seqlen_q"] == calls[-1]["max_seqlen_k"] == 10
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_not_aligned_is_copied(on_cpu: Any, version: int) -> None:
+    """The kernels read 16 bytes at a time: rows of an odd stride would be a misaligned address."""
+    attention, calls = on_cpu(version)
+    inputs = make_inputs(BASE, "cpu", torch.float32)
+    odd = torch.zeros(2, 4, 24, 17)[..., 1:].copy_(inputs.q.detach())
+    torch.testing.assert_close(attention(odd, inputs.k, inputs.v), attention(inputs.q, inputs.k, inputs.v))
+    assert calls[0]["q"].stride(-2) % 8 == 0 and calls[0]["k"].data_ptr() == inputs.k.data_ptr()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_band(on_cpu: Any, version: int) -> None:
+    """Causal goes as causal, with no right bound beside it; unbounded is -1, or None for version 4."""
+    attention, calls = on_cpu(version)
+    unbounded = None if version == 4 else -1
+    for causal, window, expected in (
+        (True, None, (True, unbounded, unbounded)),
+        (True, (5, 3), (True, 5, unbounded)),
+        (False, (5, 3), (False, 5, 3)),
+        (False, (None, 3), (False, unbounded, 3)),
+        (False, (5, -1), (False, 5, unbounded)),
+        (False, None, (False, unbounded, unbounded)),
+    ):
+        run(attention, BASE, causal=causal, window=window)
+        call = calls[-1]
+        assert (call["causal"], call["window_size_left"], call["window_size_right"]) == expected
+        assert call["softcap"] == 0.0 and call["softmax_scale"] == 0.25
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_deterministic_reaches_the_backward(on_cpu: Any, version: int) -> None:
+    for deterministic in (False, True):
+        attention, calls = on_cpu(version, deterministic=deterministic)
+        inputs = make_inputs(BASE, "cpu", torch.float32)
+        attention(inputs.q, inputs.k, inputs.v).sum().backward()
+        assert calls[-1]["deterministic"] is deterministic is attention.capabilities.deterministic
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_op_is_sound_and_compiles_whole(on_cpu: Any, version: int) -> None:
+    attention, _ = on_cpu(version)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for tokens in (24, 40, 56):
+        inputs = make_inputs(Case("compile", tokens, tokens, 16, layout="transposed"), "cpu", torch.float32)
+        ids = (torch.arange(tokens, dtype=torch.int32) // 7).expand(2, tokens).contiguous()
+        leaves = (inputs.q, inputs.k, inputs.v)
+        for x in (*leaves, ids):
+            torch._dynamo.mark_dynamic(x, 2 if x.ndim == 4 else 1)
+        out, lse = compiled(*leaves, segments=ids, return_lse=True)
+        expected = attention(*leaves, segments=ids, return_lse=True)
+        torch.testing.assert_close((out, lse), expected)
+        got, plain = (torch.autograd.grad(o, leaves, inputs.dout) for o in (out, expected[0]))
+        torch.testing.assert_close(got, plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    op = getattr(torch.ops.tilegpt, f"flash{version}").default
+    inputs = make_inputs(BASE, "cpu", torch.float32)
+    options = (None, None, None, None, None, None, 0.25, -1, 0, 0.0, 0.0, [0])
+    torch.library.opcheck(op, (inputs.q, inputs.k, inputs.v, *options))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_dropout_is_a_function_of_the_seed(on_cpu: Any, documents: bool) -> None:
+    """The backward has the forward's mask; the generator of the device is put back; a seed gives it again."""
+    attention, calls = on_cpu(2)
+    inputs = make_inputs(BASE, "cpu", torch.float32)
+    ids = torch.arange(24, dtype=torch.int32).div(10, rounding_mode="floor").expand(2, 24).contiguous()
+    options = {"dropout_p": 0.5, "segments": ids if documents else None}
+    torch.manual_seed(3)
+    out = attention(inputs.q, inputs.k, inputs.v, **options)
+    after = torch.rand(1)
+    dv = torch.autograd.grad(out, inputs.v, inputs.dout)[0]
+    torch.testing.assert_close((out * inputs.dout).sum(), (inputs.v * dv).sum())  # out is linear in v
+    torch.manual_seed(3)
+    seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64))
+    assert calls[-1]["rng_state"].tolist() == [seed, 0] and torch.equal(after, torch.rand(1))
+    torch.manual_seed(3)
+    assert torch.equal(out, attention(inputs.q, inputs.k, inputs.v, **options))
+    assert not torch.equal(out, attention(inputs.q, inputs.k, inputs.v, **options))
+    # Activation checkpointing runs the forward again, from the same state.
+    torch.manual_seed(3)
+    again = torch.utils.checkpoint.checkpoint(
+        lambda *x: attention(*x, **options), inputs.q, inputs.k, inputs.v, use_reentrant=False
+    )
+    assert torch.equal(torch.autograd.grad(again, inputs.v, inputs.dout)[0], dv)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_without_keys(on_cpu: Any, version: int) -> None:
+    """0 and -inf, whatever the library writes there, as naive has it; the backward stays finite."""
+    attention, _ = on_cpu(version)
+    naive = build("naive")
+    for case, more in (
+        (Case("no_key", 40, 24, 16), {}),
+        (Case("no_key", 24, 40, 16, features=frozenset({"kv_lengths"}), blind=True), {}),
+        (Case("no_key", 24, 40, 16, features=frozenset({"segments"}), blind=True), {}),
+    ):
+        out, lse = run(attention, case, **more)
+        expected = run(naive, case, **more)
+        torch.testing.assert_close((out, lse), expected)
+        assert (lse == -torch.inf).any() and not out[lse == -torch.inf].any()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_documents_that_cannot_be_told(on_cpu: Any, version: int) -> None:
+    attention, _ = on_cpu(version)
+    q = torch.randn(1, 2, 4, 16)
+    cases = (
+        (ids_of([1, 2, 2, 1]), True, "document 1 of row 0 comes back .* attention=tiled"),
+        ((ids_of([2, 2, 1, 1]), ids_of([1, 1, 2, 2])), True, "another order .* attention=tiled"),
+        (
+            (ids_of([1, 1, 1, 2]), ids_of([1, 1, 2, 2])),
+            True,
+            "ends elsewhere on the diagonal .* attention=tiled",
+        ),
+    )
+    for segments, causal, message in cases:
+        with pytest.raises(ValueError, match=message):
+            attention(q, q, q, segments=segments, causal=causal)
+    # Where order is nothing, each document may end where it likes.
+    options = {"segments": cases[2][0], "causal": False}
+    torch.testing.assert_close(attention(q, q, q, **options), build("naive")(q, q, q, **options))
+
+
+def test_version_2_has_no_wide_right_bound_for_more_queries_than_keys(on_cpu: Any) -> None:
+    attention, _ = on_cpu(2)
+    tall = Case("no_key", 40, 24, 16)
+    for window in ((5, None), (None, 24), (5, 30)):
+        with pytest.raises(UnsupportedAttention, match="needs a right bound below 24"):
+            run(attention, tall, causal=False, window=window)
+    for version, window in ((2, (None, 23)), (2, (24, None)), (2, (7, 9)), (3, (5, None)), (4, (5, 30))):
+        options = {"causal": False, "window": window}
+        torch.testing.assert_close(
+            run(on_cpu(version)[0], tall, **options), run(build("naive"), tall, **options)
+        )
