@@ -8,7 +8,6 @@ from typing import Any
 
 from scripts.bench_points import PASSES
 from scripts.plot import COLOURS
-from scripts.rows import choices
 
 PEERS = ("sdpa", "flash", "flex")  # how the names of other people's kernels begin
 STYLES = ("-", "--", ":", "-.")
@@ -21,28 +20,25 @@ def is_peer(name: str) -> bool:
     return name.startswith(PEERS)
 
 
+def ours_first(name: str) -> tuple[bool, str]:
+    return is_peer(name), name
+
+
 def panels(rows: Iterable[Row]) -> dict[tuple[Any, ...], Panel]:
     """Rows that belong in one table, by all that they have in common: of decode the batch, of the others the
     tokens in all, as there the batch shrinks while T grows."""
     found: dict[tuple[Any, ...], Panel] = {}
     for row in rows:
         p = row["point"]
-        key = (
-            PASSES.index(p["pass"]),
-            p["dtype"],
-            p["heads"],
-            p["kv_heads"],
-            p["head_dim"],
-            not p["causal"],
-            p["features"],
-        )
-        key += (p["batch"] if p["pass"] == "decode" else p["batch"] * p["seq_len"],)
+        decode = p["pass"] == "decode"
+        key = (PASSES.index(p["pass"]), p["dtype"], p["head_dim"], p["heads"], p["kv_heads"], p["features"])
+        key += (p["batch"] if decode else p["batch"] * p["seq_len"], not p["causal"])
         found.setdefault(key, {}).setdefault(p["implementation"], {})[p["kv_len"]] = row
     return {(PASSES[key[0]], *key[1:]): found[key] for key in sorted(found)}
 
 
 def title(key: tuple[Any, ...]) -> str:
-    passed, dtype, heads, kv_heads, head_dim, full, features, size = key
+    passed, dtype, head_dim, heads, kv_heads, features, size, full = key
     of = f"{heads} heads" if heads == kv_heads else f"{heads} query, {kv_heads} KV heads"
     if passed == "decode":
         words = [f"decode, batch {size}", f"D {head_dim}", of, dtype]
@@ -94,6 +90,8 @@ def tables(rows: list[Row]) -> None:
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a log has room
     for key, panel in panels(rows).items():
         decode = key[0] == "decode"
         unit = "us, percent of a copy's bandwidth" if decode else "TFLOP/s"
@@ -102,7 +100,7 @@ def tables(rows: list[Row]) -> None:
         lengths = sorted({tokens for line in panel.values() for tokens in line})
         for tokens in lengths:
             table.add_column(f"{tokens:,}", justify="right")
-        for name in sorted(panel, key=lambda name: (is_peer(name), name)):
+        for name in sorted(panel, key=ours_first):
             table.add_row(name, *(cell(name, panel, tokens) for tokens in lengths))
         console.print(table)
     for words, where in doubts(rows).items():
@@ -141,7 +139,8 @@ def draw(rows: list[Row], out: Path) -> list[Path]:
     for passed in dict.fromkeys(row["point"]["pass"] for row in rows):
         mine = [row for row in rows if row["point"]["pass"] == passed]
         found = panels(mine)
-        columns = min(3, len(found))
+        names = sorted({name for panel in found.values() for name in panel}, key=ours_first)
+        columns = min(2, len(found))
         lines = -(-len(found) // columns)
         figure, grid = plt.subplots(
             lines, columns, figsize=(5.4 * columns, 3.6 * lines + 0.4), layout="constrained", squeeze=False
@@ -149,7 +148,7 @@ def draw(rows: list[Row], out: Path) -> list[Path]:
         for axes in grid.flat[len(found) :]:
             axes.remove()
         for axes, (key, panel) in zip(grid.flat, found.items(), strict=False):
-            _panel(axes, key, panel)
+            _panel(axes, key, panel, names)
         machines = dict.fromkeys((row["machine"]["gpu"] or "CPU") for row in mine)
         date = max(row["machine"]["date"] for row in mine)
         figure.suptitle(f"Attention, {passed}: {', '.join(machines)}, {date}")
@@ -159,20 +158,20 @@ def draw(rows: list[Row], out: Path) -> list[Path]:
     return pictures
 
 
-def _panel(axes: Any, key: tuple[Any, ...], panel: Panel) -> None:
-    decode, names = key[0] == "decode", choices("attention")
-    labels = []
+def _panel(axes: Any, key: tuple[Any, ...], panel: Panel, names: list[str]) -> None:
+    """`names` of the whole picture: each has one colour and style in all panels."""
+    decode, labels = key[0] == "decode", []
     for name, line in panel.items():
         timed = {t: row["result"] for t, row in sorted(line.items()) if row["result"]["status"] == "ok"}
         if not timed:
             continue
-        place = names.index(name) if name in names else len(names)
+        place = names.index(name)
         colour, style = COLOURS[place % len(COLOURS)], STYLES[place // len(COLOURS) % len(STYLES)]
         values = [result["gb_per_s" if decode else "tflops"] for result in timed.values()]
         width = 1.2 if is_peer(name) else 2.2
         axes.plot(list(timed), values, style, color=colour, lw=width, marker="o", ms=3)
         gone = [t for t, row in line.items() if row["result"]["status"] == "oom"]
-        label = name + (f" (out of memory: {min(gone):,})" if gone else "")
+        label = name + (f" (out of memory at {min(gone):,})" if gone else "")
         labels.append((max(timed), values[-1], label, colour))
     if decode and labels:
         copies = [row["result"]["copy_gb_per_s"] for line in panel.values() for row in line.values()

@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.base import Attention, AttentionCall
 from scripts.accuracy import Part, Problem, Result, computed, error_ratios, expected
 from scripts.bench_points import Shape
-from scripts.kernels import as_field, profile, verdict
+from scripts.kernels import Kernel, Verdict, profile, verdict
 from scripts.timing import Contestant
 
 # Decode reads K and V once, so a cold L2 is the point: this many L2s of different caches go round.
@@ -51,12 +51,14 @@ class Field:
         hold the memory of all contestants at once."""
         q, k, v = leaves = self._leaves(passed)
 
+        wanted = [*leaves, *(x for x in self.options.values() if isinstance(x, Tensor) and x.requires_grad)]
+
         def forward(_: Any = None) -> Tensor:
             with torch.set_grad_enabled(passed in ("backward", "both")):
                 return attention(q, k, v, **self.options)
 
         def backward(out: Tensor) -> Any:
-            return torch.autograd.grad(out, leaves, self.dout)
+            return torch.autograd.grad(out, wanted, self.dout)
 
         if passed == "backward":
             return Contestant(name, backward, prepare=forward)
@@ -78,16 +80,14 @@ class Field:
         run = captured(calls) if self.device == "cuda" else calls
         return Contestant(name, run, calls=len(self.sets))
 
-    def kernels(self, name: str, attention: Attention, passed: str) -> dict[str, Any]:
-        """The fields of a row that say which kernels a call runs, and whether they are those asked for.
-
-        For backward the forward's are not among them."""
-        contestant, state = self.contestant(name, attention, passed), []
-        contestant.run(contestant.prepare())
-        state.append(contestant.prepare())
-        found = profile(lambda: contestant.run(state.pop()), self.device, warm_up=0)
-        said = verdict(name, [kernel.name for kernel in found], attention.resolve(self.call(passed)).name)
-        return {"kernels": as_field(found), "kernels_ok": said.ok, "verdict": said.text}
+    def profiled(self, name: str, attention: Attention, passed: str) -> tuple[list[Kernel], Verdict]:
+        """The kernels of a call, and whether they are those asked for; backward without the forward's."""
+        contestant = self.contestant(name, attention, passed)
+        contestant.run(contestant.prepare())  # compiles and tunes
+        prepared = [contestant.prepare()]
+        found = profile(lambda: contestant.run(prepared.pop()), self.device, warm_up=0)
+        ran = attention.resolve(self.call(passed)).name
+        return found, verdict(name, [kernel.name for kernel in found], ran)
 
     def errors(self, attention: Attention, passed: str) -> dict[str, float]:
         """Error ratios of the pass by scripts/accuracy.py; the reference is computed once for all."""

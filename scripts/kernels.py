@@ -47,6 +47,8 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "flash4": ("FlashAttention-4",),
 }
 
+PROFILER_OWN = ("Activity Buffer Request", "Buffer Flush", "Command Buffer Full")
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -112,7 +114,7 @@ def profile(call: Callable[[], Any], device: str, warm_up: int = 1) -> list[Kern
         return _counted(
             (_demangled(event.name), event.time_range.elapsed_us())
             for event in events
-            if event.device_type == DeviceType.CUDA
+            if event.device_type == DeviceType.CUDA and event.name not in PROFILER_OWN
         )
     operators = _counted((event.name, event.self_cpu_time_total) for event in events)
     # views, allocations and wrappers take next to no time themselves

@@ -11,7 +11,8 @@ import torch
 from attention.base import Attention
 from scripts.bench_points import Shape
 from scripts.contestants import Field
-from scripts.rows import append
+from scripts.kernels import as_field
+from scripts.rows import append, machine
 from scripts.timing import SLOW_MS, Clock, Probe, clean_up, copy_gb_per_s, probe, spread, synchronise
 
 HEAVY = 1 / 16  # of the device's memory: what takes more is timed with nothing else alive
@@ -29,6 +30,7 @@ class Bench:
 
     def __init__(self, attentions: dict[str, Attention], device: str, budget_s: float, out: Path):
         self.attentions, self.device, self.out = attentions, device, out
+        machine()  # asked while the device is well
         self.copy_gb_per_s = copy_gb_per_s()
         self.clocks = {flush: Clock(budget_s, flush) for flush in (True, False)}
         self.memory_mib = torch.cuda.mem_get_info()[1] / 2**20 if device == "cuda" else None
@@ -72,7 +74,8 @@ class Bench:
         attention = self.attentions[name]
         probed = probe(field.contestant(name, attention, passed))
         result = {"peak_mib": probed.peak_mib, "host_us": probed.host_us}
-        result |= field.kernels(name, attention, passed)
+        found, said = field.profiled(name, attention, passed)
+        result |= {"kernels": as_field(found), "kernels_ok": said.ok, "verdict": said.text}
         try:
             errors = field.errors(attention, passed)
             result |= {"error_ratio": max(errors.values(), default=None), "error_ratios": errors}
@@ -152,6 +155,7 @@ class Bench:
 def failure(error: BaseException) -> dict[str, str]:
     """The status and the reason of a row."""
     line = next(iter(str(error).splitlines()), "")[:300]
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in line.lower():
+    memory = any(words in line.lower() for words in ("out of memory", "allocate memory"))
+    if memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return {"status": "oom", "reason": line}
     return {"status": "error", "reason": f"{type(error).__name__}: {line}"}

@@ -70,7 +70,7 @@ def probe(contestant: Contestant) -> Probe:
         if torch.cuda.is_available():
             peak = (torch.cuda.max_memory_allocated() - before) / MIB
         del state, result
-        if ms > (SLOW_MS if call else 10 * SLOW_MS):  # the first may have compiled
+        if call and ms > SLOW_MS:  # the first may have compiled
             break
     return Probe(ms / contestant.calls, 1e6 * (issued - start) / contestant.calls, peak)
 
@@ -93,8 +93,9 @@ class Clock:
     def alternate(self, contestants: list[Contestant], probes: list[Probe]) -> list[list[float]]:
         """Milliseconds of every call of each contestant."""
         times: list[list[Any]] = [[] for _ in contestants]
-        # The sleep lasts until the slowest host has issued its call (clocks are below 2 GHz).
-        cycles = int(2000 * 1.5 * max(probe.host_us for probe in probes))
+        # The sleep lasts until the slowest host has issued its run (clocks are below 2 GHz).
+        pairs = zip(probes, contestants, strict=True)
+        cycles = int(1.5 * 2000 * max(probe.host_us * contestant.calls for probe, contestant in pairs))
         rounds = self.rounds(probes)
         for warm in (True, False):
             for _ in range(min(rounds, FEWEST_ROUNDS) if warm else rounds):

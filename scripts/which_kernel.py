@@ -1,0 +1,152 @@
+"""Which kernels an implementation of attention runs on a shape, and whether they are what was asked for:
+
+    python scripts/which_kernel.py attention=sdpa_cudnn batch=2 heads=16 seq_len=1024 head_dim=64 dtype=bf16
+    python scripts/which_kernel.py attention=auto pass=decode seq_len=4096 kv_heads=8 features=kv_lengths
+
+Keys and what they are when left out: attention=auto, batch=2, heads=16, kv_heads=heads, seq_len=1024 (for
+decode the keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
+dtype=bf16 (fp16, fp32; on a CPU fp32), and features: any of window, softcap, alibi, bias, bias_grad,
+segments, kv_lengths and dropout, joined by commas. attention.*=... sets an option of the implementation's
+yaml. Exit code 1: something else ran than was asked for; 2: it was refused, with the reasons.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+USUAL = {
+    "attention": "auto",
+    "batch": "2",
+    "heads": "16",
+    "kv_heads": "",
+    "seq_len": "1024",
+    "head_dim": "64",
+    "causal": "true",
+    "pass": "both",
+    "dtype": "",
+    "features": "",
+}
+FEATURES = ("window", "softcap", "alibi", "bias", "bias_grad", "segments", "kv_lengths", "dropout")
+
+
+def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The keys with their values, and the overrides of the implementation's options. Raises ValueError."""
+    given, overrides = dict(USUAL), []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key.startswith("attention."):
+            overrides.append(argument)
+        elif key not in USUAL or not equals:
+            raise ValueError(f"{argument}: write key=value with a key of {', '.join(USUAL)}, or attention.*.")
+        else:
+            given[key] = value
+    return given, overrides
+
+
+def whole(given: dict[str, str], key: str) -> int:
+    text = given[key]
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{key}={text}: it needs a whole number, at least 1.")
+    return int(text)
+
+
+def one_of(given: dict[str, str], key: str, known: Any) -> str:
+    if given[key] not in known:
+        raise ValueError(f"{key}={given[key]}: choose {', '.join(known)}.")
+    return given[key]
+
+
+def extras(names: list[str], q: Any, k: Any) -> dict[str, Any]:
+    """Options of `Attention.forward` that ask for the features named."""
+    import torch
+
+    (batch, heads, tq, _), tk, device = q.shape, k.shape[2], q.device
+    made: dict[str, Any] = {}
+    if "window" in names:
+        made["window"] = (max(1, tk // 4), 0)
+    if "softcap" in names:
+        made["softcap"] = 30.0
+    if "alibi" in names:
+        made["alibi_slopes"] = 2.0 ** (-8 * (torch.arange(heads, device=device) + 1) / heads)
+    if {"bias", "bias_grad"} & set(names):
+        bias = torch.randn(heads, tq, tk, device=device, dtype=q.dtype)
+        made["bias"] = bias.requires_grad_("bias_grad" in names)
+    if "segments" in names:  # two documents; the queries are the last of the keys
+        ids = (torch.arange(tk, device=device) >= tk // 2).int().expand(batch, tk)
+        made["segments"] = (ids[:, tk - tq :], ids)
+    if "kv_lengths" in names:
+        made["kv_lengths"] = torch.full((batch,), tk, dtype=torch.int32, device=device)
+    if "dropout" in names:
+        made["dropout_p"] = 0.1
+    return made
+
+
+def build(name: str, overrides: list[str]) -> Any:
+    from hydra import compose, initialize_config_dir
+
+    from conf.compose import CONF, build_attention
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return build_attention(compose("config", overrides=[f"attention={name}", *overrides]))
+
+
+def report(field: Any, asked: str, attention: Any, passed: str) -> int:
+    """Prints what ran; the exit code."""
+    import torch
+
+    call, cuda = field.call(passed), field.device == "cuda"
+    print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}: {call}")
+    if hasattr(attention, "choice"):
+        print("{} chose {}: {}".format(asked, *attention.choice(call)))
+    found, said = field.profiled(asked, attention, passed)
+    total = sum(kernel.us for kernel in found) or 1.0
+    what = "kernel" if cuda else "operator (a CPU has no kernels)"
+    print(f"\n{'share':>6} {'us':>10} {'launches':>8}  {what}")
+    for kernel in found:
+        print(f"{100 * kernel.us / total:>5.1f}% {kernel.us:>10.1f} {kernel.count:>8}  {kernel.name}")
+    print(f"\n{said.text}")
+    return 0 if said.ok else 1
+
+
+def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
+    given, overrides = parse(sys.argv[1:])
+    import torch
+
+    from attention.base import UnsupportedAttention
+    from scripts.bench_points import DTYPES, PASSES, Shape
+    from scripts.contestants import Field
+    from scripts.rows import choices
+
+    cuda = torch.cuda.is_available()
+    given["kv_heads"] = given["kv_heads"] or given["heads"]
+    given["dtype"] = given["dtype"] or ("bf16" if cuda else "fp32")
+    names = [name for name in given["features"].split(",") if name]
+    if unknown := [name for name in names if name not in FEATURES]:
+        raise ValueError(f"features={','.join(unknown)}: choose of {', '.join(FEATURES)}.")
+    passed, asked = one_of(given, "pass", PASSES), one_of(given, "attention", choices("attention"))
+    sizes = [whole(given, key) for key in ("batch", "heads", "kv_heads", "seq_len", "head_dim")]
+    causal = one_of(given, "causal", ("true", "false")) == "true"
+    shape = Shape(*sizes, causal, one_of(given, "dtype", DTYPES), decode=passed == "decode")
+    field = Field(shape, "cuda" if cuda else "cpu")
+    field.options |= extras(names, *field.sets[0][:2])
+    attention = build(asked, overrides)
+    try:
+        attention.require(field.call(passed))
+    except UnsupportedAttention as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    return report(field, asked, attention, passed)
+
+
+if __name__ == "__main__":
+    from conf.compose import user_errors
+
+    raise SystemExit(user_errors(main)())
