@@ -26,7 +26,7 @@ def test_documents() -> None:
 
 
 def test_documents_are_read_once_per_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host synchronisation for all layers and their backward; a change in place is noticed."""
+    """In place changes are noticed; how often layers ask is in test_flash_lib.py."""
     reads = []
     find = flash_documents._find
     monkeypatch.setattr(flash_documents, "_find", lambda *ids: reads.append(ids) or find(*ids))
