@@ -9,6 +9,8 @@ point goes to results/generate/<gpu>.jsonl.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -74,24 +76,24 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
     import torch
 
     from model.generate import generate
+    from scripts.kernels import as_field, profile
 
     prompts = torch.randint(
         50257, (batch, options.prompt), generator=torch.Generator().manual_seed(1)
     ).tolist()
+    how = {"kv_cache": not options.no_cache, "compile": not (options.no_compile or options.no_cache)}
     runs = []
     for seed in range(options.repeat + 1):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        runs.append(
-            generate(
-                net,
-                prompts,
-                options.new,
-                seed=seed,
-                kv_cache=not options.no_cache,
-                compile=not (options.no_compile or options.no_cache),
-            )
-        )
+        runs.append(generate(net, prompts, options.new, seed=seed, **how))
+    peak_mib = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
+    # the same call, stopped after three tokens of each row: every shape is one that was timed
+    said = itertools.count(1)
+    few = functools.partial(
+        generate, net, prompts, options.new, on_token=lambda row, token: next(said) > 2 * batch, **how
+    )
+    found = profile(few, net.lm_head.weight.device.type, warm_up=0)
     timed = runs[1:]
     return {
         "status": "ok",
@@ -100,7 +102,9 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
         "prefill_tokens_per_s": statistics.median(run.prefill_tokens_per_s for run in timed),
         "setup_s": runs[0].setup_s,
         "setup_again_s": timed[-1].setup_s,
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None,
+        "peak_mib": peak_mib,
+        "kernels": as_field(found),
+        "kernels_from": "set-up, prefill and the first decoding steps",
     }
 
 

@@ -35,19 +35,26 @@ model = module.GPT(config).cuda()
 optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cuda")
 model = torch.compile(model)
 tokens = torch.randint(50304, (16, 2, B, T)).pin_memory()
-times = []
-for i in range(steps):
-    if i % 10 == 0:
-        torch.cuda.synchronize(); times.append(time.perf_counter())
+def step(i):
     x, y = tokens[i % 16].cuda(non_blocking=True)
     with torch.autocast("cuda", torch.bfloat16):
         _, loss = model(x, y)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step(); optimizer.zero_grad(set_to_none=True)
+times = []
+for i in range(steps):
+    if i % 10 == 0:
+        torch.cuda.synchronize(); times.append(time.perf_counter())
+    step(i)
 torch.cuda.synchronize(); times.append(time.perf_counter())
 ms = [100 * (b - a) for a, b in zip(times, times[1:])]
-print("RESULT", json.dumps({"ms": ms, "peak_mib": torch.cuda.max_memory_allocated() / 2**20}))
+peak_mib = torch.cuda.max_memory_allocated() / 2**20
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    step(0); torch.cuda.synchronize()
+events = sorted(seen.events(), key=lambda event: event.time_range.start)
+names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+print("RESULT", json.dumps({"ms": ms, "peak_mib": peak_mib, "kernel_names": names}))
 """
 
 
@@ -92,14 +99,38 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "ms": [float(row["perf/step_ms"]) for row in rows],
         "peak_mib": max(float(row["perf/peak_mib"]) for row in rows),
+        **attention_kernels(options),
     }
 
 
 def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
+    """The same of nanoGPT, and the kernels of one more step."""
+    from scripts.kernels import as_field, counted
+
     command = [sys.executable, "-c", NANOGPT, str(options.nanogpt), str(options.batch), str(options.seq_len)]
     done = subprocess.run([*command, str(options.steps)], check=True, capture_output=True, text=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    measured = json.loads(line.removeprefix("RESULT "))
+    found = counted((name, 0.0) for name in measured.pop("kernel_names"))
+    return measured | {"kernels": as_field(found), "kernels_from": "a whole training step"}
+
+
+def attention_kernels(options: argparse.Namespace) -> dict[str, Any]:
+    """What the attention of our run runs at its shape. train.py has a process of its own, so the call is made
+    again here, by itself."""
+    from scripts.bench_attention import build
+    from scripts.bench_points import Shape
+    from scripts.contestants import Field
+    from scripts.kernels import as_field
+    from scripts.timing import clean_up
+
+    attention = build([options.attention])[options.attention]
+    field = Field(Shape(options.batch, 12, 12, options.seq_len, 64, True, "bf16"), "cuda")
+    found, said = field.profiled(options.attention, attention, "both")
+    del field
+    clean_up()  # the GPU is another process's next
+    how = "attention by itself, forward and backward at this shape, after the run"
+    return {"kernels": as_field(found), "kernels_ok": said.ok, "verdict": said.text, "kernels_from": how}
 
 
 def main() -> None:
@@ -136,7 +167,7 @@ def main() -> None:
             "ms_p90": blocks[-1 - len(blocks) // 10],
             "tokens_per_s": 1e3 * tokens / ms,
             "mfu": flops * 1e3 * tokens / ms / peak if peak else None,
-            "peak_mib": measured["peak_mib"],
+            **{name: value for name, value in measured.items() if name != "ms"},
         }
         point = {
             "study": "gpt2_124m",

@@ -111,12 +111,12 @@ def profile(call: Callable[[], Any], device: str, warm_up: int = 1) -> list[Kern
         wait()
     events = sorted(seen.events(), key=lambda event: event.time_range.start)
     if cuda:
-        return _counted(
+        return counted(
             (_demangled(event.name), event.time_range.elapsed_us())
             for event in events
             if event.device_type == DeviceType.CUDA and event.name not in PROFILER_OWN
         )
-    operators = _counted((event.name, event.self_cpu_time_total) for event in events)
+    operators = counted((event.name, event.self_cpu_time_total) for event in events)
     # views, allocations and wrappers take next to no time themselves
     least = 0.02 * sum(operator.us for operator in operators)
     return [operator for operator in operators if family(operator.name) or operator.us >= least]
@@ -128,7 +128,8 @@ def _demangled(name: str) -> str:
     return torch._C._demangle(name) if name.startswith("_Z") else name
 
 
-def _counted(calls: Iterable[tuple[str, float]]) -> list[Kernel]:
+def counted(calls: Iterable[tuple[str, float]]) -> list[Kernel]:
+    """Launches, whole names and microseconds, gathered by short name."""
     found: dict[str, Kernel] = {}
     for name, us in calls:
         name = short(name)
