@@ -1,7 +1,7 @@
 """Documents in a packed batch, as flash-attn's variable-length kernels want them: cumulative lengths.
 
 How many documents there are is data, so it costs one host synchronisation per tensor of ids. Every layer is
-given the same tensor, so the last few answers are kept.
+given the same tensor, so the last few answers are kept (not in inference mode: there it is one per call).
 """
 
 from __future__ import annotations
