@@ -1,13 +1,14 @@
 """FlexAttention (Dong et al. 2024, arXiv 2412.05496): Inductor writes a Triton kernel for the scores at hand.
 
 The contract's masks become one `mask_mod`, its scores one `score_mod`. Whether a tile of 128 x 128 scores is
-empty, full or partial comes from the tile's corners, in O((T / 128)^2): no mask of T^2 is ever made, nothing
-waits for the device, and the same lines run in a compiled step and in a CUDA graph.
+empty, partial or full comes from its corners, in O((T / 128)^2): no mask of T^2 is ever made, nothing waits
+for the device, and the same lines run in a compiled step and in a CUDA graph.
 
-Every number that a mask depends on is data for the kernel: causal, windows, rectangles and kv_lengths of any
-size share one. Called without a surrounding torch.compile on CUDA it is compiled here, once per kind of call
-and then once more for all lengths; lengths >= 512 in whole tiles, as in training, get kernels of their own
-without bounds checks. Under a backend that does not generate code (aot_eager) PyTorch makes all T^2 scores.
+Called on CUDA from outside of a torch.compile it is compiled here, once for each kind of call and once more
+for all lengths: causal, windows, rectangles and kv_lengths are data for one kernel. Lengths of whole tiles
+from 512 on, as in training, get kernels of their own, which need no bounds checks. Inside of a torch.compile
+it is traced; with a backend that generates no code (aot_eager) PyTorch makes all T^2 scores there, and loses
+the gradient of a bias.
 """
 
 from __future__ import annotations
@@ -26,52 +27,48 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from attention.base import FEATURES, LOW_PRECISION, Attention, AttentionCall, Capabilities
 from attention.geometry import blank_beyond, diagonal_band
 
-TILE = 128  # of PyTorch's sparse tiles; a kernel's own are divisors
+TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
 FAR = 2**30  # stands for unbounded
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
 MAX_DENSE_SCORES = 2**26
 
 Segments = tuple[Tensor, Tensor]
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Mask(NamedTuple):
-    """Which query sees which key, as tensors.
+class Limits(NamedTuple):
+    """What query i sees: keys j < keys with -left <= rel <= right, rel = j - (i + keys - queries). Numbers
+    become constants of a kernel; tensors, (B,) int32, are read by it."""
 
-    `limits` (B, 4) int32 holds the diagonal (keys - Tq), how far left and right of it a query sees, and the
-    keys there are. The rest are PyTorch's lists of tiles, partial and full, by query tile and by key tile.
+    queries: int | Tensor
+    keys: int | Tensor
+    left: int | Tensor
+    right: int | Tensor
+
+    def of(self, b: Tensor) -> Limits:
+        return Limits(*(n[b] if isinstance(n, Tensor) else n for n in self))
+
+    def tensors(self, batch: int, device: torch.device) -> Limits:
+        def tensor(n: int | Tensor) -> Tensor:
+            if isinstance(n, Tensor):
+                return n.clone()  # of its present values
+            return torch.full((batch,), n, dtype=torch.int32, device=device)
+
+        return Limits(*map(tensor, self))
+
+
+def tile_lists(
+    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The tiles to compute, in the order of BlockMask's arguments.
+
+    How many key tiles a query tile sees in part, and which come first; the same in full; then both by key
+    tile: (1 or B, 1, rows) and (1 or B, 1, rows, columns), int32.
     """
-
-    limits: Tensor
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor
-    full_q_indices: Tensor
-
-
-def make_mask(
-    batch: int,
-    tq: int,
-    tk: int,
-    band: tuple[int, int],
-    kv_lengths: Tensor | None,
-    segments: Segments | None,
-    device: torch.device,
-) -> Mask:
-    """The Mask of a call; `band` is that of geometry.diagonal_band. Lists are (1 or B, 1, rows, columns)."""
-    left, right = (side if side >= 0 else FAR for side in band)
-    keys = torch.full((1,), tk, dtype=torch.int32, device=device) if kv_lengths is None else kv_lengths
-    sides = [torch.full_like(keys, side) for side in (left, right)]
-    limits = torch.stack([keys - tq, *sides, keys], dim=1)
-    diagonal, left, right, keys = (limits[:, n].view(-1, 1, 1, 1) for n in range(4))
+    queries, keys, left, right = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in limits)
     # A row and a column of tiles more than there are: torch.compile would specialise on a single one.
     i = TILE * torch.arange((tq + TILE - 1) // TILE + 1, device=device).view(1, 1, -1, 1)
     j = TILE * torch.arange((tk + TILE - 1) // TILE + 1, device=device).view(1, 1, 1, -1)
+    diagonal = keys - queries
     first, last = j - (i + TILE - 1) - diagonal, j + TILE - 1 - i - diagonal  # the least and most rel
     some = (first <= right) & (last >= -left) & (j < keys) & (i < tq)
     full = (first >= -left) & (last <= right) & (j + TILE <= keys) & (i + TILE <= tq)
@@ -82,12 +79,11 @@ def make_mask(
         k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
         some = some & (q_low <= k_high) & (k_low <= q_high)
         full = full & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    lists = [
-        _ordered(kind.transpose(-2, -1) if by_key else kind)
-        for by_key in (False, True)
-        for kind in (some & ~full, full)
-    ]
-    return Mask(limits.expand(batch, 4).contiguous(), *(part for pair in lists for part in pair))
+    kinds = (some & ~full, full)
+    return (
+        *(part for kind in kinds for part in _ordered(kind)),
+        *(part for kind in kinds for part in _ordered(kind.transpose(-2, -1))),
+    )
 
 
 def _tile_range(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,44 +95,43 @@ def _tile_range(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns of each row are set, and which come first: (..., rows), (..., rows, columns)."""
+    """How many columns of each row are set, and the columns with these first."""
     tiles = tiles.to(torch.int32)
     order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
     return tiles.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
 
 
-def _mask_mod(limits: Tensor, segments: Segments | None) -> MaskMod:
-    """What PyTorch asks of partial tiles."""
+def _mask_mod(limits: Limits, segments: Segments | None) -> Callable[..., Tensor]:
+    """What PyTorch asks of partial tiles: does query i see key j?"""
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        rel = j - i - limits[b, 0]
-        return (rel >= -limits[b, 1]) & (rel <= limits[b, 2]) & (j < limits[b, 3])
+        queries, keys, left, right = limits.of(b)
+        rel = j - (i + keys - queries)
+        seen = (rel + left >= 0) & (rel <= right) & (j < keys)
+        return seen if segments is None else seen & (segments[0][b, i] == segments[1][b, j])
 
-    if segments is None:
-        return visible
-    q_ids, k_ids = segments
-    return lambda b, h, i, j: visible(b, h, i, j) & (q_ids[b, i] == k_ids[b, j])
+    return visible
 
 
 def _score_mod(
-    limits: Tensor, softcap: float | None, slopes: Tensor | None, bias: Tensor | None
-) -> ScoreMod | None:
+    limits: Limits, softcap: float | None, slopes: Tensor | None, bias: Tensor | None
+) -> Callable[..., Tensor] | None:
     """What the contract does to scaled scores, in its order; None for nothing."""
     if softcap is None and slopes is None and bias is None:
         return None
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
-        sizes = bias.shape
 
     def scores(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
         if slopes is not None:
-            s = s - slopes[h] * (j - i - limits[b, 0]).abs()
+            queries, keys, _, _ = limits.of(b)
+            s = s - slopes[h] * (j - (i + keys - queries)).abs()
         if bias is not None:
             # Never expanded: the gradient of an expanded bias would be (B, Hq, Tq, Tk) before its reduction.
-            where = [0 * x if size == 1 else x for x, size in zip((b, h, i, j), sizes, strict=True)]
-            s = s + bias[where[0], where[1], where[2], where[3]]
+            n = [0 * x if size == 1 else x for x, size in zip((b, h, i, j), bias.shape, strict=True)]
+            s = s + bias[n[0], n[1], n[2], n[3]]
         return s
 
     return scores
@@ -146,89 +141,78 @@ def flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    limits: Limits,
+    lists: tuple[Tensor, ...],
     segments: Segments | None,
     kv_lengths: Tensor | None,
-    alibi_slopes: Tensor | None,
+    slopes: Tensor | None,
     bias: Tensor | None,
     constants: tuple[float, float | None, bool],
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) by PyTorch's flex_attention; `constants` are scale, softcap and return_lse."""
     scale, softcap, return_lse = constants
     if kv_lengths is not None:
-        # What lies beyond is masked in Q K^T, but 0 * NaN would reach P V, and in the backward dS K.
+        # Q K^T is masked, but 0 * NaN would reach P V, and in the backward dS K.
         v = blank_beyond(v, kv_lengths)
         k = blank_beyond(k, kv_lengths) if torch.is_grad_enabled() else k
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.float()
+    slopes = None if slopes is None else slopes.float()
     if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
         bias = bias.float()  # its gradient is summed in its own dtype
-    block_mask = BlockMask(
-        (q.shape[2], k.shape[2]),
-        *mask[1:],
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=_mask_mod(mask.limits, segments),
-    )
+    options: dict[str, Any] = {}
+    if q.shape[2] != 1:
+        # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
+        options["FORCE_USE_FLEX_ATTENTION"] = True
+    if q.dtype == torch.float32:
+        # No TF32, whatever torch.set_float32_matmul_precision allows.
+        options["FLOAT32_PRECISION"] = "'ieee'"
+        if q.shape[3] > 128 and q.shape[2] != 1:
+            # 64 x 64 in three stages, the default for some of these, is more shared memory than there is.
+            options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
+    mask_mod = _mask_mod(limits, segments)
     out, aux = flex_attention(
         q,
         k,
         v,
-        score_mod=_score_mod(mask.limits, softcap, alibi_slopes, bias),
-        block_mask=block_mask,
+        score_mod=_score_mod(limits, softcap, slopes, bias),
+        block_mask=BlockMask((q.shape[2], k.shape[2]), *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=_kernel_options(q),
+        kernel_options=options,
         return_aux=AuxRequest(lse=return_lse),
     )
     return out, aux.lse
 
 
-def _kernel_options(q: Tensor) -> dict[str, Any]:
-    # The split-K decoding kernel packs a group's heads and queries in one tile, which outgrows 128 rows when
-    # there are many queries; so it is kept to one.
-    options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": q.shape[2] != 1}
-    if q.dtype == torch.float32:
-        # As exact as the dtype says, whatever torch.set_float32_matmul_precision allows (TF32).
-        options["FLOAT32_PRECISION"] = "'ieee'"
-        if q.shape[3] > 128 and q.shape[2] > 1:
-            # 64 x 64 tiles, the default for some of these head dims, need more shared memory than there is.
-            options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
-    return options
+class Recent:
+    """What was made for the last calls, so that the layers of a step share it.
 
-
-class MaskCache:
-    """The masks of the last calls, so that the layers of a step share one.
-
-    A mask is found by the plain facts in its key, and where it depends on tensors by the very tensors, in
-    the version they had: an in-place change makes another mask.
+    It is found by plain facts, and where it depends on tensors by the very tensors, in the version they had:
+    an in-place change makes it anew.
     """
 
     def __init__(self, size: int = 16):
         self.size = size
-        self._masks: OrderedDict[Any, tuple[list[weakref.ref[Tensor]], Mask]] = OrderedDict()
+        self._made: OrderedDict[Any, tuple[list[weakref.ref[Tensor]], Any]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._masks)
-
-    def get(self, facts: tuple[Any, ...], tensors: list[Tensor], make: Callable[[], Mask]) -> Mask:
+    def get(self, facts: tuple[Any, ...], tensors: list[Tensor], make: Callable[[], Any]) -> Any:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        # A graph has to compute its masks at each replay; tensors of inference mode count no versions.
+        # A CUDA graph makes its own at each replay; tensors of inference mode count no versions.
         if capturing or any(t.is_inference() for t in tensors):
             return make()
         key = (*facts, *((id(t), t._version) for t in tensors))
-        refs, mask = self._masks.get(key, ([], None))
-        if mask is None or not all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
-            # In inference mode it would be of no use to a training step.
+        refs, made = self._made.get(key, ([], None))
+        if made is None or not all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
+            # Made in inference mode, it would be of no use to a training step.
             with torch.inference_mode(False), torch.no_grad():
-                mask = make()
-            self._masks[key] = ([weakref.ref(t) for t in tensors], mask)
-            if len(self._masks) > self.size:
-                self._masks.popitem(last=False)
-        self._masks.move_to_end(key)
-        return mask
+                made = make()
+            self._made[key] = ([weakref.ref(t) for t in tensors], made)
+            if len(self._made) > self.size:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return made
 
 
-_MASKS = MaskCache()
+_RECENT = Recent()
 
 
 @lru_cache(maxsize=128)
@@ -241,16 +225,28 @@ def _compiled(kind: tuple[Any, ...], backend: str) -> Callable[..., tuple[Tensor
     return torch.compile(own, fullgraph=True, backend=backend)
 
 
-def _layout(t: Tensor | None) -> tuple[Any, ...] | None:
-    """What a compiled kernel depends on besides lengths."""
-    if t is None:
-        return None
-    order = tuple(sorted(range(t.ndim), key=lambda n: -t.stride(n)))
-    sizes = tuple(size if n in (0, 1, t.ndim - 1) else size > 1 for n, size in enumerate(t.shape))
-    return sizes if t.ndim == 4 else t.ndim, order, t.dtype, t.device, t.requires_grad
+def _kind(*arguments: Any) -> Any:
+    """All that a compiled kernel depends on, but for sizes beyond one or many."""
+    kinds = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            order = sorted(range(x.ndim), key=x.stride)
+            x = (*(min(n, 2) for n in x.shape), *order, x.dtype, x.device, x.requires_grad)
+        kinds.append(_kind(*x) if isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x) else x)
+    return tuple(kinds)
 
 
-def _dense_reason(call: AttentionCall) -> list[str]:
+def _run_compiled(q: Tensor, k: Tensor, *rest: Any, backend: str) -> tuple[Tensor, Tensor | None]:
+    """`flex` in the kernel for this kind of call, which is compiled if it is the first."""
+    batch, heads, tq, head_dim = q.shape
+    v, limits, lists, *options = rest
+    own = tq >= 512 and k.shape[2] >= 512 and tq % TILE == k.shape[2] % TILE == 0
+    sizes = (batch, heads, k.shape[1], head_dim, (tq, k.shape[2]) if own else None)
+    kind = (sizes, torch.is_grad_enabled(), _kind(q, k, v, *options))
+    return _compiled(kind, backend)(q, k, v, limits, lists, *options)
+
+
+def _dense_reasons(call: AttentionCall) -> list[str]:
     """Where no kernel is generated PyTorch makes all scores, without a word."""
     scores = call.batch * call.heads * call.tq * call.tk
     if scores <= MAX_DENSE_SCORES:
@@ -262,10 +258,7 @@ def _dense_reason(call: AttentionCall) -> list[str]:
 
 
 class FlexAttention(Attention):
-    """torch.nn.attention.flex_attention, compiled.
-
-    Head dims from 16 on CUDA, where tl.dot begins; on a CPU forward only and short, as PyTorch has it.
-    """
+    """torch.nn.attention.flex_attention, compiled; on a CPU forward only and short, as PyTorch has it."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset(FEATURES) - {"dropout"},
@@ -273,7 +266,7 @@ class FlexAttention(Attention):
         min_arch=(8, 0),
         max_head_dim=256,
     )
-    backend: ClassVar[str] = "inductor"  # of torch.compile, for calls from outside of a compiled step
+    backend: ClassVar[str] = "inductor"  # of torch.compile, for calls from outside of one
 
     def __init__(self, name: str = "flex"):
         super().__init__(name)
@@ -283,70 +276,33 @@ class FlexAttention(Attention):
         if call.device == "cuda" and call.head_dim < 16:
             reasons.append(f"no head dim {call.head_dim}: needs at least 16 (model.n_embd / model.n_head)")
         if call.device == "cpu" and call.backward:
-            reasons.append(
-                "no backward on a CPU: PyTorch's FlexAttention has none there (trainer.accelerator)"
-            )
+            reasons.append("no backward on a CPU: PyTorch's FlexAttention has none (trainer.accelerator)")
         if "lse" in call.features and call.dtype == torch.float32:
             # PyTorch keeps it in base 2 and converts twice: 1.08 times the error that DESIGN.md section 4
             # allows (one query on 239 keys, on a CPU).
             reasons.append("no lse in float32: needs 16 bits (precision), or return_lse=False")
         if call.device == "cpu" or torch._dynamo.config.disable:
-            reasons += _dense_reason(call)
+            reasons += _dense_reasons(call)
         return reasons
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: tuple[int, int] | None,
-        softcap: float | None,
-        alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        segments: Segments | None,
-        kv_lengths: Tensor | None,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        batch, tq, tk, band = q.shape[0], q.shape[2], k.shape[2], diagonal_band(causal, window)
-        constants = (scale, softcap, return_lse)
-
-        def make() -> Mask:
-            return make_mask(batch, tq, tk, band, kv_lengths, segments, q.device)
-
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
+        batch, tq, tk = q.shape[0], q.shape[2], k.shape[2]
+        segments, kv_lengths = o["segments"], o["kv_lengths"]
+        left, right = (side if side >= 0 else FAR for side in diagonal_band(o["causal"], o["window"]))
+        limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
+        constants = (o["scale"], o["softcap"], o["return_lse"])
+        rest = (segments, kv_lengths, o["alibi_slopes"], o["bias"], constants)
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
-            return flex(q, k, v, make(), segments, kv_lengths, alibi_slopes, bias, constants)
-        tensors = [t for t in (kv_lengths, *(segments or ())) if t is not None]
-        facts = (batch, tq, tk, band, kv_lengths is None, q.device)
-        mask = _MASKS.get(facts, tensors, make)
-        if not q.is_cuda:
-            # PyTorch refuses what requires a gradient here even where none is recorded.
-            q, k, v = (t.detach() for t in (q, k, v))
-            return flex(q, k, v, mask, segments, kv_lengths, alibi_slopes, bias, constants)
-        run = _compiled(
-            self._kind(q, k, v, alibi_slopes, bias, segments, kv_lengths, constants), self.backend
-        )
-        return run(q, k, v, mask, segments, kv_lengths, alibi_slopes, bias, constants)
+            return flex(q, k, v, limits, tile_lists(tq, tk, limits, segments, q.device), *rest)
 
-    @staticmethod
-    def _kind(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slopes: Tensor | None,
-        bias: Tensor | None,
-        segments: Segments | None,
-        kv_lengths: Tensor | None,
-        constants: tuple[float, float | None, bool],
-    ) -> tuple[Any, ...]:
-        """The kind of a call for `_compiled`: all but the lengths, and these where a kernel is worth it."""
-        lengths = (q.shape[2], k.shape[2])
-        own = all(t >= 512 and t % TILE == 0 for t in lengths)
-        layouts = tuple(map(_layout, (q, k, v, slopes, bias)))
-        grad = torch.is_grad_enabled()
-        return layouts, segments is None, kv_lengths is None, constants, grad, lengths if own else None
+        def make() -> tuple[Limits, tuple[Tensor, ...]]:
+            return limits.tensors(batch, q.device), tile_lists(tq, tk, limits, segments, q.device)
+
+        facts = (batch, tq, tk, left, right, kv_lengths is None, q.device)
+        tensors = [t for t in (kv_lengths, *(segments or ())) if t is not None]
+        data, lists = _RECENT.get(facts, tensors, make)
+        if q.is_cuda:
+            return _run_compiled(q, k, v, data, lists, *rest, backend=self.backend)
+        # PyTorch refuses what requires a gradient on a CPU even where none is recorded.
+        return flex(q.detach(), k.detach(), v.detach(), data, lists, *rest)
