@@ -25,25 +25,34 @@ def ours_first(name: str) -> tuple[bool, str]:
 
 
 def panels(rows: Iterable[Row]) -> dict[tuple[Any, ...], Panel]:
-    """Rows that belong in one table, by all that they have in common: of decode the batch, of the others the
-    tokens in all, as there the batch shrinks while T grows."""
+    """Rows that belong in one table, by all that they have in common: the tokens in all where several T share
+    these, as the batch shrinks while T grows; else the batch."""
+    rows = list(rows)
+    lengths: dict[tuple[Any, ...], set[int]] = {}
+    for row in rows:
+        lengths.setdefault(_common(row), set()).add(row["point"]["seq_len"])
     found: dict[tuple[Any, ...], Panel] = {}
     for row in rows:
-        p = row["point"]
-        decode = p["pass"] == "decode"
-        key = (PASSES.index(p["pass"]), p["dtype"], p["head_dim"], p["heads"], p["kv_heads"], p["features"])
-        key += (p["batch"] if decode else p["batch"] * p["seq_len"], not p["causal"])
-        found.setdefault(key, {}).setdefault(p["implementation"], {})[p["kv_len"]] = row
+        p, common = row["point"], _common(row)
+        *most, total, full = common
+        size = f"{total:,} tokens" if len(lengths[common]) > 1 else f"batch {p['batch']}"
+        found.setdefault((*most, size, full), {}).setdefault(p["implementation"], {})[p["kv_len"]] = row
     return {(PASSES[key[0]], *key[1:]): found[key] for key in sorted(found)}
+
+
+def _common(row: Row) -> tuple[Any, ...]:
+    p = row["point"]
+    head = (p["dtype"], p["head_dim"], p["heads"], p["kv_heads"], p["features"])
+    return (PASSES.index(p["pass"]), *head, p["batch"] * p["seq_len"], not p["causal"])
 
 
 def title(key: tuple[Any, ...]) -> str:
     passed, dtype, head_dim, heads, kv_heads, features, size, full = key
     of = f"{heads} heads" if heads == kv_heads else f"{heads} query, {kv_heads} KV heads"
     if passed == "decode":
-        words = [f"decode, batch {size}", f"D {head_dim}", of, dtype]
+        words = ["decode", size, f"D {head_dim}", of, dtype]
     else:
-        words = [passed, f"D {head_dim}", "full" if full else "causal", of, f"{size:,} tokens", dtype]
+        words = [passed, f"D {head_dim}", "full" if full else "causal", of, size, dtype]
     return ", ".join(words + [features] * bool(features))
 
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PASSES = ("forward", "backward", "both", "decode")
-TOKENS, WIDTH = 16384, 2048  # a point of the FlashAttention papers: tokens in all, heads times head dim
+# Of the FlashAttention papers' points, and small ones for a CPU: tokens in all, and heads times head dim.
+TOKENS, WIDTH = 16384, 2048
+CPU_TOKENS, CPU_WIDTH = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Shape:
 def points(options: argparse.Namespace, cuda: bool) -> Iterator[tuple[Shape, list[str]]]:
     """Shapes in the order of the tables, each with its passes: squares first, then decode."""
     dtype = options.dtype or ("bf16" if cuda else "fp32")
-    tokens, width = (TOKENS, WIDTH) if cuda else (1024, 256)
+    tokens, width = (TOKENS, WIDTH) if cuda else (CPU_TOKENS, CPU_WIDTH)
     usual = [2**n for n in range(9, 15)] if cuda else [128, 256, 512]
     if options.short:
         usual = [2**n for n in range(5, 9)] + (usual if cuda else [])
