@@ -297,7 +297,10 @@ class FlexAttention(Attention):
             return flex(q, k, v, limits, tile_lists(tq, tk, limits, segments, q.device), *rest)
 
         def make() -> tuple[Limits, tuple[Tensor, ...]]:
-            return limits.tensors(batch, q.device), tile_lists(tq, tk, limits, segments, q.device)
+            lists = tile_lists(tq, tk, limits, segments, q.device)
+            for t in lists:  # else one compilation more, when both of their sizes have changed
+                torch._dynamo.maybe_mark_dynamic(t, list(range(2, t.ndim)))
+            return limits.tensors(batch, q.device), lists
 
         facts = (batch, tq, tk, left, right, kv_lengths is None, q.device)
         tensors = [t for t in (kv_lengths, *(segments or ())) if t is not None]

@@ -1,0 +1,329 @@
+"""FlexAttention's own: the tile lists, the shared masks, how often it compiles, what it refuses.
+
+Values on the grid: test_grid.py. PyTorch refuses gradients on a CPU, though its dense form has them: here
+that refusal is lifted, to check the scores' gradients without a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import flex
+from attention.base import AttentionCall, UnsupportedAttention
+from attention.flex import FAR, TILE, FlexAttention, Limits, Recent, tile_lists
+from attention.naive import attention_scores
+from tests.attention.criterion import run_case
+from tests.grid import Case, Inputs, build, make_inputs
+
+CPU = torch.device("cpu")
+
+
+def _dense(num: Tensor, indices: Tensor) -> Tensor:
+    """Lists of tiles as a matrix of booleans (1 or B, rows, columns)."""
+    first = torch.arange(indices.shape[-1]) < num[..., None]
+    return torch.zeros_like(indices).scatter(-1, indices.long(), first.int()).bool()[:, 0]
+
+
+DOCUMENTS = torch.tensor([[0] * 150 + [1] * 200 + [2] * 163, [5] * 513], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("tq", "tk", "band", "options"),
+    [
+        (1, 1, (-1, 0), {}),
+        (256, 256, (-1, 0), {}),
+        (300, 513, (-1, 0), {}),
+        (513, 300, (-1, 0), {}),
+        (300, 513, (-1, -1), {}),
+        (513, 513, (130, 0), {}),
+        (300, 513, (100, 60), {}),
+        (300, 513, (-1, 0), {"kv_lengths": torch.tensor([513, 200], dtype=torch.int32)}),
+        (1, 513, (40, 0), {"kv_lengths": torch.tensor([0, 129], dtype=torch.int32)}),
+        (513, 513, (-1, 0), {"segments": (DOCUMENTS, DOCUMENTS)}),
+        (300, 513, (-1, -1), {"segments": (DOCUMENTS[:, 213:], DOCUMENTS)}),
+    ],
+)
+def test_tile_lists_are_what_the_mask_says(tq: int, tk: int, band: tuple[int, int], options: dict) -> None:
+    left, right = (FAR if side < 0 else side for side in band)
+    kv_lengths, segments = options.get("kv_lengths"), options.get("segments")
+    limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
+    lists = tile_lists(tq, tk, limits, segments, CPU)
+    partial, full, partial_by_key, full_by_key = (_dense(*lists[n : n + 2]) for n in (0, 2, 4, 6))
+    q, k = torch.zeros(2, 1, tq, 1), torch.zeros(2, 1, tk, 1)
+    scores = attention_scores(q, k, causal=False, window=band, **options)  # a causal band has right = 0
+    rows, columns = partial.shape[1:]
+    seen = torch.zeros(2, rows * TILE, columns * TILE, dtype=torch.bool)
+    seen[:, :tq, :tk] = scores[:, 0] == 0
+    tiles = seen.view(2, rows, TILE, columns, TILE)
+    some, all_of_it = tiles.any(4).any(2), tiles.all(4).all(2)
+    assert torch.equal(full.expand_as(some), all_of_it)
+    assert torch.equal(partial.expand_as(some), some & ~all_of_it)
+    assert torch.equal(partial_by_key, partial.transpose(1, 2))
+    assert torch.equal(full_by_key, full.transpose(1, 2))
+    # The same from data as from numbers.
+    again = tile_lists(tq, tk, limits.tensors(2, CPU), segments, CPU)
+    assert all(torch.equal(a.expand_as(b), b) for a, b in zip(lists, again, strict=True))
+
+
+def test_ids_out_of_order_never_lose_a_tile() -> None:
+    ids = torch.randint(0, 3, (2, 700), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    lists = tile_lists(700, 700, Limits(700, 700, FAR, FAR), (ids, ids), CPU)
+    assert _dense(*lists[:2])[:, :6, :6].all() and not _dense(*lists[2:4]).any()
+
+
+@pytest.fixture
+def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.flex_attention as library
+
+    monkeypatch.setattr(library, "_validate_device", lambda *tensors: None)
+
+
+def _arguments(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Inputs, tuple]:
+    """A case's inputs, and what FlexAttention.attend makes of them for `flex.flex`."""
+    inputs = make_inputs(case, "cpu", dtype)
+    asked = []
+
+    def record(*arguments: object) -> tuple[Tensor, None]:
+        asked.append(arguments)
+        return torch.zeros_like(inputs.q), None
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(flex, "flex", record)
+        FlexAttention()(inputs.q, inputs.k, inputs.v, **inputs.options)
+    return inputs, (inputs.q, inputs.k, inputs.v, *asked[0][3:])
+
+
+FEATURES = [(), ("softcap",), ("alibi",), ("bias_grad",), ("segments",), ("window", "noncausal")]
+FEATURES += [("kv_lengths",), ("kv_lengths", "alibi", "softcap"), ("bias_grad", "softcap", "segments")]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids="-".join)
+def test_gradients(features: tuple[str, ...], gradients_on_cpu: None) -> None:
+    """Against naive; NaN beyond kv_lengths and rows without a key included."""
+    blind = features == ("kv_lengths",)
+    case = Case("grad", 40, 67, 16, kv_heads=2, features=frozenset(features), blind=blind)
+    inputs, arguments = _arguments(case)
+    leaves = list(inputs.leaves().values())
+    out, _ = flex.flex(*arguments)
+    expected = build("naive")(inputs.q, inputs.k, inputs.v, **inputs.options)
+    torch.testing.assert_close(out, expected)
+    got = torch.autograd.grad(out, leaves, inputs.dout)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, leaves, inputs.dout), atol=2e-5, rtol=1e-5)
+
+
+def test_one_compilation_for_all_lengths_and_limits(gradients_on_cpu: None) -> None:
+    """As on CUDA, with a backend that needs none: the first lengths, then all others, whatever the mask."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    flex._compiled.cache_clear()
+    cases = [Case("compile", tq, tk, 16) for tq, tk in ((128, 128), (113, 203), (3, 300), (300, 40))]
+    cases += [Case("compile", 50, 170, 16, features=frozenset({"window", "noncausal"}))]
+    for case in cases:
+        inputs, arguments = _arguments(case)
+        leaves = list(inputs.leaves().values())
+        out, _ = flex._run_compiled(*arguments, backend="aot_eager")
+        expected = build("naive")(inputs.q, inputs.k, inputs.v, **inputs.options)
+        torch.testing.assert_close(out, expected)
+        got = torch.autograd.grad(out, leaves, inputs.dout)
+        torch.testing.assert_close(
+            got, torch.autograd.grad(expected, leaves, inputs.dout), atol=2e-5, rtol=1e-5
+        )
+    assert flex._compiled.cache_info().currsize == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_each_kind_of_call_has_its_own_kernel() -> None:
+    _, base = _arguments(Case("kind", 20, 30, 16))
+    *rest, (scale, softcap, lse) = base
+    heads_last = base[0].transpose(1, 2).contiguous().transpose(1, 2)
+    others = [
+        (*rest, (2 * scale, softcap, lse)),
+        (heads_last, *base[1:]),
+        _arguments(Case("kind", 20, 30, 16, features=frozenset({"alibi"})))[1],
+        _arguments(Case("kind", 20, 30, 16, kv_heads=2))[1],
+        _arguments(Case("kind", 512, 640, 16))[1],  # whole tiles
+        _arguments(Case("kind", 20, 30, 16), torch.bfloat16)[1],
+    ]
+    kinds = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_compiled", lambda kind, backend: lambda *arguments: kinds.append(kind))
+        for arguments in (base, _arguments(Case("kind", 21, 77, 16))[1], *others):
+            flex._run_compiled(*arguments, backend="none")
+    assert kinds[0] == kinds[1]
+    assert len(set(kinds)) == 1 + len(others)
+
+
+def test_traced_in_one_graph_with_dynamic_length(gradients_on_cpu: None) -> None:
+    """What test_contract.py asks on CUDA, where gradients are allowed."""
+    attention = FlexAttention()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for tokens in (64, 96, 300):
+        inputs = make_inputs(Case("compile", tokens, tokens, 16), "cpu", torch.float32)
+        leaves = (inputs.q, inputs.k, inputs.v)
+        for t in leaves:
+            torch._dynamo.mark_dynamic(t, 2)
+        out, expected = compiled(*leaves), build("naive")(*leaves)
+        torch.testing.assert_close(out, expected)
+        got = torch.autograd.grad(out, leaves, inputs.dout)
+        wanted = torch.autograd.grad(expected, leaves, inputs.dout)
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_layers_share_what_was_made() -> None:
+    recent, lengths = Recent(size=2), torch.tensor([3, 4], dtype=torch.int32)
+    first = recent.get(("a",), [lengths], object)
+    assert recent.get(("a",), [lengths], object) is first
+    assert recent.get(("b",), [lengths], object) is not first
+    lengths += 1  # the next step
+    second = recent.get(("a",), [lengths], object)
+    assert second is not first
+    # Another tensor at the same address is another tensor.
+    key = next(key for key, (_, made) in recent._made.items() if made is second)
+    recent._made[key] = ([lambda: None], second)
+    assert recent.get(("a",), [lengths], object) is not second
+    for n in range(5):
+        recent.get((n,), [], object)
+    assert len(recent._made) == 2
+
+
+def test_made_in_validation_serves_training() -> None:
+    """A tensor made in inference mode cannot be saved for a backward."""
+    flex._RECENT._made.clear()
+    inputs = make_inputs(Case("inference", 20, 30, 16), "cpu", torch.float32)
+    with torch.inference_mode():
+        FlexAttention()(inputs.q, inputs.k, inputs.v)
+        lengths = torch.tensor([5, 30], dtype=torch.int32)  # counts no versions
+        FlexAttention()(inputs.q, inputs.k, inputs.v, kv_lengths=lengths)
+    (_, (limits, lists)) = flex._RECENT._made.popitem()[1]
+    assert not any(t.is_inference() for t in (*limits, *lists)) and not flex._RECENT._made
+
+
+def _call(device: str = "cuda", **changes: object) -> AttentionCall:
+    cuda = {"device": device, "arch": (9, 0) if device == "cuda" else None, "dtype": torch.bfloat16}
+    shape = {"batch": 1, "heads": 4, "kv_heads": 4, "tq": 16_384, "tk": 16_384, "head_dim": 64}
+    return AttentionCall("training", **(cuda | shape | {"backward": True} | changes))
+
+
+def test_refuses_to_run_uncompiled_on_long_inputs() -> None:
+    attention = FlexAttention()
+    assert attention.unsupported_reasons(_call()) == []
+    assert attention.unsupported_reasons(_call("cpu", backward=False, tq=2048, tk=8192)) == []
+    (reason,) = attention.unsupported_reasons(_call("cpu", backward=False, tq=2049, tk=8192))
+    assert "67,141,632 scores" in reason and "seq_len" in reason
+    long = torch.zeros(1, 1, 8193, 1)
+    with pytest.raises(UnsupportedAttention, match="PyTorch makes them all"):
+        attention(long, long, long)
+    with torch._dynamo.config.patch(disable=True):
+        assert "torch.compile" in attention.unsupported_reasons(_call())[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (_call("cpu", tq=16, tk=16), "no backward on a CPU"),
+        (_call(dtype=torch.float32, features=frozenset({"lse"})), "no lse in float32"),
+        (_call(head_dim=8), "no head dim 8: needs at least 16"),
+        (_call(head_dim=320), "no head dim 320: needs at most 256"),
+        (_call(features=frozenset({"dropout"})), "no dropout"),
+        (_call(arch=(7, 5)), "no sm_75"),
+        (_call(dtype=torch.float64), "no float64"),
+    ],
+)
+def test_refusals(call: AttentionCall, word: str) -> None:
+    (reason,) = FlexAttention().unsupported_reasons(call)
+    assert word in reason
+
+
+def _cuda(case: Case, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    return make_inputs(case, "cuda", dtype)
+
+
+@pytest.mark.gpu
+def test_memory_is_linear() -> None:
+    """16,384 tokens, forward and backward: all scores of 8 heads would be 8.6 GB in fp32."""
+    inputs = _cuda(Case("memory", 16_384, 16_384, batch=1, heads=8, kv_heads=8))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    FlexAttention()(inputs.q, inputs.k, inputs.v).backward(inputs.dout)
+    assert torch.cuda.max_memory_allocated() - before < 300 * 2**20
+
+
+@pytest.mark.gpu
+def test_decoding_in_a_cuda_graph_follows_kv_lengths() -> None:
+    attention = FlexAttention()
+    inputs = _cuda(Case("decode", 1, 700, features=frozenset({"kv_lengths"})))
+    q, k, v = (t.detach().nan_to_num() for t in (inputs.q, inputs.k, inputs.v))
+    lengths = torch.tensor([1, 700], dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        attention(q, k, v, kv_lengths=lengths)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attention(q, k, v, kv_lengths=lengths)
+        for now in ([1, 700], [650, 3], [129, 128]):
+            lengths.copy_(torch.tensor(now, dtype=torch.int32))
+            graph.replay()
+            expected = build("naive")(q, k, v, kv_lengths=lengths)
+            torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_no_synchronisation() -> None:
+    attention = FlexAttention()
+    inputs = _cuda(Case("sync", 300, 700, features=frozenset({"kv_lengths", "segments"})))
+
+    def step() -> None:
+        out = attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+        torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+
+    step()  # compiles
+    inputs.options["kv_lengths"].add_(0)  # a new version: everything is made anew
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_fp32_is_exact_where_tf32_is_allowed() -> None:
+    case = Case("exact", 128, 217)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        inputs = _cuda(case, torch.float32)
+        out = FlexAttention()(inputs.q, inputs.k, inputs.v)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    wide = (t.double() for t in (inputs.q, inputs.k, inputs.v))
+    assert (out - build("naive")(*wide)).abs().max() < 1e-5  # TF32 misses by about 1e-3
+
+
+@pytest.mark.gpu
+def test_compiles_at_most_twice_for_any_lengths() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    flex._compiled.cache_clear()
+    for tq, tk in ((128, 128), (113, 203), (300, 301), (70, 1000), (999, 999)):
+        assert max(run_case(FlexAttention(), Case("compile", tq, tk), "cuda", torch.bfloat16).values()) <= 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [(), ("segments",), ("window", "noncausal"), ("kv_lengths", "alibi")])
+def test_inside_a_compiled_step(features: tuple[str, ...]) -> None:
+    """Traced into the caller's graph and generated there, for a second pair of lengths too."""
+    compiled = torch.compile(FlexAttention(), fullgraph=True)
+    for tq, tk in ((256, 256), (113, 203), (300, 400)):
+        inputs = _cuda(Case("step", tq, tk, features=frozenset(features)), torch.float32)
+        leaves = list(inputs.leaves().values())
+        out = compiled(inputs.q, inputs.k, inputs.v, **inputs.options)
+        expected = build("naive")(inputs.q, inputs.k, inputs.v, **inputs.options)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-5)
+        got = torch.autograd.grad(out, leaves, inputs.dout)
+        wanted = torch.autograd.grad(expected, leaves, inputs.dout)
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
