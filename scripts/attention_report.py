@@ -59,7 +59,7 @@ def title(key: tuple[Any, ...]) -> str:
 def trusted(result: dict[str, Any]) -> bool:
     """Time, kernels and correctness are all there, and good."""
     error = result.get("error_ratio")
-    return result["status"] == "ok" and error is not None and error <= 1 and result["kernels_ok"]
+    return result["status"] == "ok" and error is not None and error <= 1 and result.get("kernels_ok", False)
 
 
 def ratio(name: str, panel: Panel, tokens: int) -> float | None:
@@ -123,7 +123,7 @@ def doubts(rows: list[Row]) -> dict[str, list[str]]:
         p, result = row["point"], row["result"]
         if result["status"] != "ok":
             words = "" if result["status"] == "oom" else f"{result['status']}: {result['reason']}"
-        elif not result["kernels_ok"]:
+        elif not result.get("kernels_ok", True):
             words = f"! {result['verdict']}"
         elif not trusted(result):
             words = f"! at {p['kv_len']:,} tokens, D {p['head_dim']}: "

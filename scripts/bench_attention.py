@@ -3,7 +3,8 @@
     python scripts/bench_attention.py                           the FlashAttention papers' shapes
     python scripts/bench_attention.py --pass decode             one query over a cache of 1k to 128k tokens
     python scripts/bench_attention.py --attention triton sdpa_cudnn --head-dim 128 --seq-len 4096 --causal
-    python scripts/bench_attention.py --plot-only               the pictures again, from the rows
+    python scripts/bench_attention.py --plot-only --out results/attention/h200.jsonl
+                                                                the pictures again, from the rows
 
 TFLOP/s count 4 B H T T D forward, halved for causal, and 2.5 times that backward. Each point has the kernels
 that ran, the error against fp64 and the peak memory beside its time; what runs out of memory or is refused
@@ -96,6 +97,8 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
     """Measures what is missing; the keys of all points asked for."""
     names = options.attention or [name for name in choices("attention") if name != "auto"]
     asked = list(points(options, device == "cuda"))
+    if uneven := [shape for shape, _ in asked if shape.heads % shape.kv_heads]:
+        raise SystemExit(f"{uneven[0]}: the heads need to be a multiple of --kv-heads.")
     rows = {} if options.fresh else current(out)
     todo: dict[Shape, dict[str, list[str]]] = {}
     for shape, passes in asked:

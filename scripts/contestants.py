@@ -17,7 +17,8 @@ from scripts.timing import Contestant
 # Decode reads K and V once, so a cold L2 is the point: this many L2s of different caches go round.
 COLD = 4
 MOST_SETS = 256
-SCORES_JUDGED_WHOLE = 2**26  # above, two key heads of two batch rows stand for all
+# In fp64 512 MiB, of the scores or of the keys; above, two key heads of two batch rows stand for all.
+JUDGED_WHOLE = 2**26
 
 
 class Field:
@@ -94,7 +95,7 @@ class Field:
         q, k, v = self.sets[0]
         gradients = passed in ("backward", "both")
         s = self.shape
-        whole = s.batch * s.heads * s.tq * s.tokens <= SCORES_JUDGED_WHOLE
+        whole = s.batch * s.heads * s.tokens * max(s.tq, s.head_dim) <= JUDGED_WHOLE
         problem = Problem(q, k, v, self.options, self.dout)
         part = Part.of(problem, None if whole else 2)
         if self._expected is None or (gradients and "dq" not in self._expected[0]):

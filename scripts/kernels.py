@@ -117,7 +117,9 @@ def profile(call: Callable[[], Any], device: str, warm_up: int = 1) -> list[Kern
         return counted(
             (_demangled(event.name), event.time_range.elapsed_us())
             for event in events
-            if event.device_type == DeviceType.CUDA and event.name not in PROFILER_OWN
+            if event.device_type == DeviceType.CUDA
+            and event.name not in PROFILER_OWN
+            and not getattr(event, "is_user_annotation", False)
         )
     operators = counted((event.name, event.self_cpu_time_total) for event in events)
     operators = [operator for operator in operators if not re.search(MOVES_NOTHING, operator.name)]

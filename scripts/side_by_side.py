@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from attention.base import Attention
+from attention.base import Attention, UnsupportedAttention
 from scripts.bench_points import Shape
 from scripts.contestants import Field
 from scripts.kernels import as_field
 from scripts.rows import append, machine
-from scripts.timing import SLOW_MS, Clock, Probe, clean_up, copy_gb_per_s, probe, spread, synchronise
+from scripts.timing import Clock, Probe, clean_up, copy_gb_per_s, probe, spread, synchronise
 
 HEAVY = 1 / 16  # of the device's memory: what takes more is timed with nothing else alive
 SLOW = 20  # times the fastest: what takes more is timed by itself, as rounds are the same for all
+MOST_HOST_US = 5e5  # tens of thousands of launches, which would take the profiler a minute
 
 Results = dict[str, dict[str, Any]]  # of the contestants, by name
 
@@ -60,22 +61,23 @@ class Bench:
     def run(self, field: Field, passed: str, results: Results) -> None:
         """Fill in the results of one pass."""
         probes: dict[str, Probe] = {}
-        call = field.call(passed)
         for name in results:
-            if reasons := self.attentions[name].unsupported_reasons(call):
-                results[name] |= {"status": "unsupported", "reason": "; ".join(reasons)}
-            else:
-                self.attempt([name], results, lambda name=name: self.alone(field, passed, name, probes))
+            self.attempt([name], results, lambda name=name: self.alone(field, passed, name, probes))
         for names in self.groups(probes):
             self.time(field, passed, names, probes, results)
 
     def alone(self, field: Field, passed: str, name: str, probes: dict[str, Probe]) -> Results:
         """What is not a time: memory, the host's part, kernels, errors; and about how long a call takes."""
         attention = self.attentions[name]
+        attention.require(field.call(passed))
         probed = probe(field.contestant(name, attention, passed))
         result = {"peak_mib": probed.peak_mib, "host_us": probed.host_us}
-        found, said = field.profiled(name, attention, passed)
-        result |= {"kernels": as_field(found), "kernels_ok": said.ok, "verdict": said.text}
+        if probed.host_us > MOST_HOST_US:
+            why = f"{name} was not profiled: the host takes {probed.host_us / 1e6:.1f} s to issue the call"
+            result |= {"kernels": None, "kernels_ok": False, "verdict": why}
+        else:
+            found, said = field.profiled(name, attention, passed)
+            result |= {"kernels": as_field(found), "kernels_ok": said.ok, "verdict": said.text}
         try:
             errors = field.errors(attention, passed)
             result |= {"error_ratio": max(errors.values(), default=None), "error_ratios": errors}
@@ -109,8 +111,6 @@ class Bench:
 
     def turns(self, field: Field, passed: str, names: list[str], probes: dict[str, Probe]) -> Results:
         """Times of contestants in turn."""
-        if len(names) == 1 and probes[names[0]].ms > SLOW_MS:
-            return {names[0]: spread([probes[names[0]].ms]) | {"timer": "a single call, host clock"}}
         decode, timer = passed == "decode", "host clock"
         if decode:
             contestants = [field.decoder(name, self.attentions[name]) for name in names]
@@ -154,6 +154,8 @@ class Bench:
 
 def failure(error: BaseException) -> dict[str, str]:
     """The status and the reason of a row."""
+    if isinstance(error, UnsupportedAttention):
+        return {"status": "unsupported", "reason": "; ".join(error.reasons)}
     line = next(iter(str(error).splitlines()), "")[:300]
     memory = any(words in line.lower() for words in ("out of memory", "allocate memory"))
     if memory or isinstance(error, torch.OutOfMemoryError | MemoryError):

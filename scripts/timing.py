@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 MIB = 2**20
-FLUSH_BYTES = 256 * MIB  # several times any L2 (H200: 60 MB)
+FLUSH_BYTES = 256 * MIB  # several times any L2
 MOST_ROUNDS = 200
 FEWEST_ROUNDS = 3
-SLOW_MS = 2000.0  # of a call this long, the probe is the measurement
+SLOW_MS = 2000.0  # a call this long is not probed a third time
 
 
 @dataclass
@@ -86,8 +86,11 @@ class Clock:
         )
 
     def rounds(self, probes: list[Probe]) -> int:
-        """How many rounds the budget allows, the same for all that alternate."""
+        """How many rounds the budget allows, the same for all that alternate; one for calls that take all of
+        it."""
         mean_ms = statistics.mean(probe.ms for probe in probes)
+        if mean_ms > 1e3 * self.budget_s:
+            return 1
         return min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(1e3 * self.budget_s / max(mean_ms, 1e-3))))
 
     def alternate(self, contestants: list[Contestant], probes: list[Probe]) -> list[list[float]]:
@@ -98,7 +101,7 @@ class Clock:
         cycles = int(1.5 * 2000 * max(probe.host_us * contestant.calls for probe, contestant in pairs))
         rounds = self.rounds(probes)
         for warm in (True, False):
-            for _ in range(min(rounds, FEWEST_ROUNDS) if warm else rounds):
+            for _ in range((FEWEST_ROUNDS if rounds > 1 else 0) if warm else rounds):
                 for contestant, kept in zip(contestants, times, strict=True):
                     measured = self._once(contestant, min(cycles, 2_000_000))
                     if not warm:

@@ -19,6 +19,13 @@ SHAPE = Shape(1, 2, 1, 32, 16, True, "fp32")
 DECODE = Shape(2, 4, 2, 64, 16, True, "fp32", decode=True, kv_lengths=True)
 
 
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """A CPU, also where there is a GPU, but for what is marked so."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     """Runs the command on tiny shapes: the rows by implementation and pass."""
@@ -53,7 +60,7 @@ def test_rows_hold_what_was_measured(bench, capsys):
     assert result["tflops"] == pytest.approx(2.5 * 4 * 2 * 32 * 32 * 16 / 2 / result["ms_median"] / 1e9)
     assert set(result["error_ratios"]) == {"out", "lse", "dq", "dk", "dv"}
     assert 0 < result["error_ratio"] == max(result["error_ratios"].values()) <= 1
-    assert result["kernels_ok"] and "aten::bmm" in result["kernels"] and result["n"] >= 3
+    assert result["kernels_ok"] and "aten::bmm" in result["kernels"] and result["n"] >= 1
     assert "dq" not in found["naive", "forward"]["result"]["error_ratios"]
 
     assert found["sdpa_cudnn", "forward"]["result"] == {
@@ -211,7 +218,7 @@ def test_contestants_take_turns():
     times = clock.alternate(contestants, [Probe(1.0, 1.0, None), Probe(1.0, 1.0, None)])
     # three rounds to warm up, five that count
     assert order == ["a", "b"] * 8 and [len(ms) for ms in times] == [5, 5]
-    assert clock.rounds([Probe(100.0, 1.0, None)]) == 3 and clock.rounds([Probe(0.0, 1.0, None)]) == 200
+    assert [clock.rounds([Probe(ms, 1.0, None)]) for ms in (100.0, 2.0, 0.0)] == [1, 3, 200]
 
 
 def test_probe_warms_up_and_prepares_every_call():
