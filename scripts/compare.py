@@ -1,0 +1,263 @@
+"""My loss differs: is it rounding, or a fault, and whose?
+
+    python scripts/compare.py attention=triton against=sdpa batch=2 heads=12 seq_len=1024 dtype=bf16
+    python scripts/compare.py ckpt=last text="def main():" attention=triton against=naive
+
+Two implementations compute the same call, on random tensors or on what a trained model makes of a text, and
+each is held against the formula in fp64, gradients included. The ratio is its largest error over what the
+plain formula in the same dtype justifies (scripts/accuracy.py): up to 1 the error is rounding, above it is a
+fault, and then the worst entry is named and what the pattern of wrong entries suggests. Each call is made
+twice: equal bits, or an implementation that differs from itself from run to run.
+
+Keys and what they are when left out: attention=auto, against=naive; device=auto, dtype=auto (bf16 on a GPU
+that has it, else fp32), seed=0; and for random tensors batch=2, heads=4, kv_heads=heads, seq_len=512,
+head_dim=64, causal=true, window (keys to the left), softcap, alibi=false, segments (documents a row).
+With ckpt= (last, a run, a file) the shapes are the model's, and text= is cut to its context.
+Exit code 0: rounding; 1: a fault; 2: it could not be compared, and why.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attention.base import Attention
+    from scripts.accuracy import Problem
+
+USUAL: dict[str, Any] = {
+    "attention": "auto",
+    "against": "naive",
+    "device": "auto",
+    "dtype": "auto",
+    "seed": 0,
+    "batch": 2,
+    "heads": 4,
+    "kv_heads": None,
+    "seq_len": 512,
+    "head_dim": 64,
+    "causal": True,
+    "window": None,
+    "softcap": None,
+    "alibi": False,
+    "segments": None,
+    "ckpt": None,
+    "text": None,
+}
+WHOLE = ("seed", "batch", "heads", "kv_heads", "seq_len", "head_dim", "window", "segments")
+OPTIONS = ("causal", "window", "softcap", "alibi", "segments")
+ANY_MODE = ("attention", "against", "device", "dtype", "seed")
+MOST_FAULTS = 5  # that are explained
+MOST_SCORES = 2**28  # beyond, two key heads of two rows stand for all
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """The keys as values. Raises ValueError for an unknown key, a wrong value, or keys of both kinds."""
+    given = dict(USUAL)
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if key not in USUAL or not equals:
+            raise ValueError(f"{argument}: write key=value with a key of {', '.join(USUAL)}.")
+        given[key] = text
+        if key in WHOLE:
+            least = 0 if key in ("seed", "window") else 1
+            if not text.isascii() or not text.isdigit() or int(text) < least:
+                raise ValueError(f"{key}={text}: it needs a whole number, at least {least}.")
+            given[key] = int(text)
+        elif key in ("causal", "alibi"):
+            if text not in ("true", "false"):
+                raise ValueError(f"{key}={text}: it needs true or false.")
+            given[key] = text == "true"
+        elif key == "softcap":
+            try:
+                given[key] = float(text)
+            except ValueError:
+                raise ValueError(f"softcap={text}: it needs a number.") from None
+    if (given["ckpt"] is None) != (given["text"] is None):
+        raise ValueError("ckpt= and text= go together: the model, and what it reads.")
+    shapes = [a for a in arguments if a.split("=")[0] not in (*ANY_MODE, "ckpt", "text")]
+    if given["ckpt"] is not None and shapes:
+        raise ValueError(f"{' '.join(shapes)}: with ckpt= the shapes are the model's; leave that out.")
+    return given
+
+
+def random_problem(given: dict[str, Any], device: Any, dtype: Any) -> Problem:
+    """The call that the keys describe, on normal random tensors."""
+    import torch
+
+    from scripts.accuracy import Problem
+
+    g = torch.Generator().manual_seed(given["seed"])
+    batch, heads, tokens = given["batch"], given["heads"], given["seq_len"]
+    kv_heads = given["kv_heads"] or heads
+
+    def tensor(n: int) -> Tensor:
+        return torch.randn(batch, n, tokens, given["head_dim"], generator=g).to(device, dtype)
+
+    options: dict[str, Any] = {"causal": given["causal"], "softcap": given["softcap"]}
+    if given["window"] is not None:
+        options["window"] = (given["window"], 0 if given["causal"] else given["window"])
+    if given["alibi"]:
+        options["alibi_slopes"] = 2.0 ** (-8 * (torch.arange(heads, device=device) + 1) / heads)
+    if given["segments"]:
+        cuts = torch.rand(batch, tokens, generator=g) < given["segments"] / tokens
+        options["segments"] = cuts.cumsum(1).to(device, torch.int32)
+    q, k, v, dout = tensor(heads), tensor(kv_heads), tensor(kv_heads), tensor(heads)
+    return Problem(q, k, v, {name: x for name, x in options.items() if x is not None}, dout)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one implementation makes of one tensor."""
+
+    name: str
+    tensor: str
+    max_error: float
+    rms_error: float
+    ratio: float
+    same_bits: bool | None = None  # of two calls; None for the plain formula
+    fault: str | None = None
+
+    def row(self) -> list[str]:
+        ratio = f"{self.ratio:.2f}" if self.ratio <= 1 else f"[red]{self.ratio:.3g}[/red]"
+        bits = "" if self.same_bits is None else "same" if self.same_bits else "[yellow]differ[/yellow]"
+        return [self.name, f"{self.max_error:.1e}", f"{self.rms_error:.1e}", ratio, bits]
+
+
+def examine(names: list[str], attentions: list[Attention], problem: Problem, most: int) -> list[Finding]:
+    """Each implementation, and the plain formula, tensor by tensor against fp64; `most` scores in all."""
+    import torch
+
+    from scripts.accuracy import Part, allowed, computed, error_ratio, expected
+    from scripts.diagnosis import explain
+
+    scores = problem.q.shape[0] * problem.q.shape[1] * problem.q.shape[2] * problem.k.shape[2]
+    part = Part.of(problem, None if scores <= most else 2)
+    reference, plain = expected(part.of_problem(problem))
+    limits = {name: allowed(name, reference, plain, problem.q.dtype) for name in reference}
+    findings = [
+        Finding("plain formula", name, *errors(plain[name], x), error_ratio(plain[name], x, limits[name]))
+        for name, x in reference.items()
+    ]
+    for name, attention in zip(names, attentions, strict=True):
+        first, second = computed(attention, problem), computed(attention, problem)
+        for tensor, whole in first.items():
+            got, exact = part.cut(tensor, whole), reference[tensor]
+            ratio = error_ratio(got, exact, limits[tensor])
+            fault = None if ratio <= 1 else explain(tensor, got, reference, limits[tensor], part)
+            same = torch.equal(whole.nan_to_num(), second[tensor].nan_to_num())
+            findings.append(Finding(name, tensor, *errors(got, exact), ratio, same, fault))
+    return findings
+
+
+def errors(got: Tensor, reference: Tensor) -> tuple[float, float]:
+    """(largest, root mean square) over what is finite in the reference."""
+    error = (got.double() - reference)[reference.isfinite()]
+    return (float(error.abs().max()), float(error.square().mean().sqrt())) if error.numel() else (0.0, 0.0)
+
+
+def table(findings: list[Finding]) -> Any:
+    from rich.table import Table
+
+    out = Table(box=None, pad_edge=False)
+    for column in ("", "", "max error", "rms error", "ratio", "bits, twice"):
+        justify = "right" if "error" in column or column == "ratio" else "left"
+        out.add_column(column, justify=justify, no_wrap=True)
+    for tensor in dict.fromkeys(finding.tensor for finding in findings):
+        rows = [finding.row() for finding in findings if finding.tensor == tensor]
+        for i, row in enumerate(rows):
+            out.add_row(tensor if i == 0 else "", *row, end_section=i == len(rows) - 1)
+    return out
+
+
+def conclusion(names: list[str], findings: list[Finding]) -> tuple[list[str], bool]:
+    """Sentences, and whether one of the two is at fault."""
+    said, faulty = [], False
+    for name in names:
+        own = [finding for finding in findings if finding.name == name]
+        ordered = sorted(own, key=lambda finding: -finding.ratio)
+        faults = [finding for finding in ordered if finding.fault]
+        said += [
+            f"[red]FAULT[/red] in {name}: {finding.tensor} errs {finding.ratio:.3g} times as much as "
+            f"rounding explains. {finding.fault}"
+            for finding in faults[:MOST_FAULTS]
+        ]
+        if len(faults) > MOST_FAULTS:
+            said.append(f"{name}: wrong too, in {', '.join(f.tensor for f in faults[MOST_FAULTS:])}.")
+        if not own:
+            said.append(f"{name}: its dropout mask is its own, there are no values to compare.")
+        elif not faults:
+            worst = ordered[0]
+            said.append(f"{name}: rounding, at most {worst.ratio:.2f} of what is allowed ({worst.tensor}).")
+        if differ := [finding.tensor for finding in own if finding.same_bits is False]:
+            said.append(
+                f"{name}: other bits the second time in {', '.join(differ)}, as sums in changing order give: "
+                "two runs with the same seed drift apart."
+            )
+        faulty |= bool(faults)
+    if not faulty:
+        said.append("A loss that differs between the two differs by rounding.")
+    return said, faulty
+
+
+def run(arguments: list[str]) -> bool:
+    """Print the comparison; True for a fault."""
+    from omegaconf import OmegaConf
+    from rich.console import Console
+
+    from attention.base import AttentionCall
+    from attention.checks import dtype_name
+    from conf.compose import build_attention
+    from scripts.generate import placement
+
+    given = parse(arguments)
+    device, dtype = placement(given["device"], given["dtype"])
+    console = Console(highlight=False, soft_wrap=True)
+    names = [given["attention"], given["against"]]
+    if names[0] == names[1]:
+        raise ValueError(f"attention and against are both {names[0]}: name two implementations.")
+    if given["ckpt"] is not None:
+        from scripts.compare_run import compare_run
+
+        return compare_run(given, names, device, dtype, console)
+    unnamed = OmegaConf.create({"attention": {"name": None}})
+    attentions = [build_attention(unnamed, name) for name in names]
+    problem = random_problem(given, device, dtype)
+    for name, attention in zip(names, attentions, strict=True):
+        if hasattr(attention, "choice"):
+            chosen, why = attention.choice(
+                AttentionCall.of(problem.q, problem.k, problem.v, **problem.options)
+            )
+            console.print(f"{name} -> {chosen} ({why})")
+    asked = [f"{key}={given[key]}" for key in OPTIONS if given[key] not in (None, False)]
+    shape = f"q {tuple(problem.q.shape)}, k and v {tuple(problem.k.shape)}, {dtype_name(dtype)}"
+    console.print(", ".join([shape, *asked]) + "\n")
+    findings = examine(names, attentions, problem, MOST_SCORES)
+    console.print(table(findings))
+    said, faulty = conclusion(names, findings)
+    console.print("\n" + "\n".join(said))
+    return faulty
+
+
+def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__, end="")
+        return
+    from conf.compose import user_errors
+
+    try:
+        faults = user_errors(run)(sys.argv[1:])
+    except SystemExit as stop:  # 1 is a fault that was found
+        raise SystemExit(2 if stop.code == 1 else stop.code) from None
+    raise SystemExit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
