@@ -1,0 +1,76 @@
+"""FlashAttention in Triton, our own: forward, backward and split-key decode (the kernels: ops/triton)."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import FEATURES, LOW_PRECISION, Attention, AttentionCall, Capabilities
+from attention.geometry import diagonal_band
+from ops.library import register_attention
+from ops.triton.interpret import INTERPRETED
+
+
+# Triton is imported at the first call: `--help` and CPU runs do without.
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    from ops.triton.attention import forward
+
+    return forward(*args)
+
+
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from ops.triton.attention import backward
+
+    return backward(*args)
+
+
+_triton = register_attention("triton", _forward, _backward)
+
+
+class TritonAttention(Attention):
+    """Tiled, fused attention in Triton on CUDA; with TRITON_INTERPRET=1 in Triton's interpreter on the CPU."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset(FEATURES) - {"bias_grad"},
+        devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
+        dtypes=LOW_PRECISION | {torch.float32},
+        min_arch=(8, 0),
+        max_head_dim=256,
+        deterministic=True,
+    )
+
+    def __init__(self, name: str = "triton"):
+        super().__init__(name)
+
+    def unsupported_reasons(self, call: AttentionCall) -> list[str]:
+        reasons = super().unsupported_reasons(call)
+        if importlib.util.find_spec("triton") is None:
+            reasons.append(
+                "triton is not installed: CUDA builds of torch bring it along (pip install triton)"
+            )
+        return reasons
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        bias: Tensor | None,
+        segments: tuple[Tensor, Tensor] | None,
+        kv_lengths: Tensor | None,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        left, right = diagonal_band(causal, window)
+        tensors = (alibi_slopes, bias, *(segments or (None, None)), kv_lengths, dropout_seed)
+        return _triton(q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, [])

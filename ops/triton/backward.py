@@ -1,0 +1,403 @@
+"""The backward kernels: P recomputed from (q, k, lse), no atomics, so the same bits every time.
+
+    delta = rowsum(dout * out);  P = exp(S - lse);  dP = dout V^T;  dS = P * (dP - delta)
+    dV = P^T dout;  dK = scale * dS^T Q;  dQ = scale * dS K                  (Dao 2023, section 3.1.2)
+
+Two passes: dK and dV per tile of keys, over the queries of its whole group (GQA needs no copy of K and V and no sum
+afterwards), and dQ per tile of queries, over the keys. They recompute S and dP each: 7 products instead of 5.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ops.triton.common import LOG2E, PLAIN, kept, load_tile, row_keys, scores, store_tile, unswizzle, visible
+from ops.triton.forward import _key_range
+
+
+@triton.jit(do_not_specialize=["heads", "tq", "padded"])
+def _tilegpt_attention_delta(
+    out,
+    dout,
+    lse,
+    delta,
+    lse2,
+    out_b,
+    out_h,
+    out_t,
+    dout_b,
+    dout_h,
+    dout_t,
+    heads,
+    tq,
+    padded,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """delta = rowsum(out * dout), lse2 = lse * log2(e), or with EXACT lse: (B, H, padded) fp32.
+
+    A row that sees no key, or lies beyond Tq, gets lse2 = inf: exp2(s - inf) = 0 for any s.
+    """
+    head = tl.program_id(1)
+    b64, h64 = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    inside = (i < tq)[:, None] & (d < D)[None, :]
+    rows = tl.cast(i, tl.int64)[:, None]
+    o = tl.load(out + b64 * out_b + h64 * out_h + rows * out_t + d[None, :], mask=inside, other=0.0)
+    do = tl.load(dout + b64 * dout_b + h64 * dout_h + rows * dout_t + d[None, :], mask=inside, other=0.0)
+    row_lse = tl.load(lse + head.to(tl.int64) * tq + i, mask=i < tq, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse if EXACT else row_lse * LOG2E)
+    at = head.to(tl.int64) * padded + i
+    tl.store(delta + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=i < padded)
+    tl.store(lse2 + at, row_lse, mask=i < padded)
+
+
+@triton.jit
+def _weights(
+    s,
+    i,
+    j,
+    lse2,
+    offset,
+    limit,
+    tq,
+    bias,
+    bias_i,
+    bias_j,
+    slope,
+    q_ids,
+    k_ids,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    cut,
+    MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SCALE_LATE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation; `cut`: an edge runs through the tile."""
+    capped = s
+    if not SCALE_LATE or EXACT:
+        s, capped = scores(
+            s, i, j, offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit, ALIBI, SOFTCAP
+        )
+    if MASKED:
+        if cut:
+            seen = visible(
+                i, j, offset, limit, window_left, window_right, q_ids, k_ids, HAS_LEFT, HAS_RIGHT, SEGMENTS
+            )
+            s = tl.where(seen, s, float("-inf"))
+    if EXACT:
+        return tl.exp2((s - lse2) * LOG2E), capped
+    else:
+        return tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse2), capped
+
+
+@triton.jit
+def _query_range(
+    j0,
+    cols,
+    offset,
+    tq,
+    window_left,
+    window_right,
+    first_query,
+    end_query,
+    BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """For keys j0 .. j0 + cols: queries lo .. hi see some, those of the tiles in full_lo .. full_hi see all."""
+    lo, hi = 0, tq
+    if HAS_RIGHT:
+        lo = tl.maximum(lo, j0 - offset - window_right)
+    if HAS_LEFT:
+        hi = tl.minimum(hi, j0 + cols - offset + window_left)
+    if SEGMENTS:
+        lo, hi = tl.maximum(lo, first_query), tl.minimum(hi, end_query)
+    lo = lo // BLOCK_M * BLOCK_M
+    hi = tl.maximum(hi, lo)
+    end = tl.cdiv(hi, BLOCK_M) * BLOCK_M
+    full_lo, full_hi = lo, end
+    if SEGMENTS:
+        full_lo = end
+    else:
+        if HAS_RIGHT:
+            edge = tl.maximum(j0 + cols - 1 - offset - window_right, 0)
+            full_lo = tl.maximum(tl.minimum(tl.cdiv(edge, BLOCK_M) * BLOCK_M, end), lo)
+        if HAS_LEFT:
+            full_hi = tl.minimum(end, tl.maximum(j0 - offset + window_left + 1, 0) // BLOCK_M * BLOCK_M)
+        full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "padded"])
+def _tilegpt_attention_backward_dkdv(
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    dk,
+    dv,
+    alibi_slopes,
+    bias,
+    q_segments,
+    k_segments,
+    ranges,
+    kv_lengths,
+    seed,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    dout_b,
+    dout_h,
+    dout_t,
+    dk_b,
+    dk_h,
+    dk_t,
+    dv_b,
+    dv_h,
+    dv_t,
+    bias_b,
+    bias_h,
+    bias_i,
+    bias_j,
+    kv_heads,
+    tq,
+    tk,
+    padded,
+    n_tiles,
+    n_heads,
+    grouped,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    threshold,
+    keep_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    SCALE_LATE: tl.constexpr,
+    EXACT: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """dK and dV of BLOCK_N keys of one key head, over the queries of its group. Key tile 0 is the longest."""
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    SEGMENTS: tl.constexpr = q_segments is not None
+    LENGTHS: tl.constexpr = kv_lengths is not None
+    tile, kv_row = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, False)
+    b, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    b64 = b.to(tl.int64)
+    j0 = tile * BLOCK_N
+    j = j0 + tl.arange(0, BLOCK_N)
+    limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
+    offset = limit - tq
+    if not DESC:
+        k += b64 * k_b + kv_head.to(tl.int64) * k_h
+        v += b64 * v_b + kv_head.to(tl.int64) * v_h
+    k_tile = load_tile(k, b, kv_head, j0, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, True)
+    v_tile = load_tile(v, b, kv_head, j0, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, True)
+    k_ids, first_query, end_query = 0, 0, 0
+    if SEGMENTS:
+        k_ids = tl.load(k_segments + b64 * tk + j, mask=j < limit, other=-1)[:, None]
+        q_segments += b64 * tq
+        first_query = tl.load(ranges + (b * n_tiles + tile) * 2)
+        end_query = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
+    lo, full_lo, full_hi, hi = _query_range(
+        j0, tl.minimum(BLOCK_N, tk - j0), offset, tl.where(j0 < limit, tq, 0), window_left, window_right, first_query, end_query, BLOCK_M,
+        HAS_LEFT, HAS_RIGHT, SEGMENTS,
+    )  # fmt: skip
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS
+    dk_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for g in tl.range(0, GROUP):
+        h = kv_head * GROUP + g
+        h64 = h.to(tl.int64)
+        q_head, dout_head = q, dout
+        if not DESC:
+            q_head = q + b64 * q_b + h64 * q_h
+            dout_head = dout + b64 * dout_b + h64 * dout_h
+        bias_head = bias + b64 * bias_b + h64 * bias_h if bias is not None else bias
+        row = (b64 * (kv_heads * GROUP) + h) * padded
+        slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
+        for start in tl.range(lo, hi, BLOCK_M):
+            i = start + tl.arange(0, BLOCK_M)
+            # Transposed tiles, (keys, queries): P^T and dS^T are left operands as they are.
+            q_tile = load_tile(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
+            st = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+            q_ids = tl.load(q_segments + i, mask=i < tq, other=-1)[None, :] if SEGMENTS else 0
+            pt, capped = _weights(
+                st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head, bias_i, bias_j,
+                slope, q_ids, k_ids, window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi),
+                MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
+            )  # fmt: skip
+            do_tile = load_tile(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
+            dpt = tl.dot(v_tile, do_tile.T, input_precision="ieee")
+            row_delta = tl.load(delta + row + i)[None, :]
+            if DROPOUT:
+                keep = kept(row_keys(seed, b, h, i)[None, :], j[:, None], threshold)
+                dv_acc = tl.dot(
+                    tl.where(keep, pt, 0.0).to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee"
+                )
+                dst = pt * (tl.where(keep, dpt * keep_scale, 0.0) - row_delta)
+            else:
+                dv_acc = tl.dot(pt.to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee")
+                dst = pt * (dpt - row_delta)
+            if SOFTCAP:
+                dst *= 1.0 - capped * capped
+            dk_acc = tl.dot(dst.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
+    if LENGTHS:
+        # Beyond the length k is zero, p is not: exp2(0 - lse2).
+        dk_acc = tl.where((j < limit)[:, None], dk_acc, 0.0)
+        dv_acc = tl.where((j < limit)[:, None], dv_acc, 0.0)
+    dk += b64 * dk_b + kv_head.to(tl.int64) * dk_h
+    dv += b64 * dv_b + kv_head.to(tl.int64) * dv_h
+    store_tile(dk, dk_acc * scale, j0, tk, dk_t, BLOCK_N, D, BLOCK_D)
+    store_tile(dv, dv_acc * keep_scale, j0, tk, dv_t, BLOCK_N, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "padded"])
+def _tilegpt_attention_backward_dq(
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    dq,
+    alibi_slopes,
+    bias,
+    q_segments,
+    k_segments,
+    ranges,
+    kv_lengths,
+    seed,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    dout_b,
+    dout_h,
+    dout_t,
+    dq_b,
+    dq_h,
+    dq_t,
+    bias_b,
+    bias_h,
+    bias_i,
+    bias_j,
+    heads,
+    tq,
+    tk,
+    padded,
+    n_tiles,
+    n_heads,
+    grouped,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    threshold,
+    keep_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    SCALE_LATE: tl.constexpr,
+    EXACT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """dQ of BLOCK_M queries of one head."""
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    SEGMENTS: tl.constexpr = q_segments is not None
+    LENGTHS: tl.constexpr = kv_lengths is not None
+    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, HAS_RIGHT)
+    b, h = head // heads, head % heads
+    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
+    i0 = tile * BLOCK_M
+    i = i0 + tl.arange(0, BLOCK_M)
+    limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
+    offset = limit - tq
+    if not DESC:
+        q += b64 * q_b + h64 * q_h
+        dout += b64 * dout_b + h64 * dout_h
+        k += b64 * k_b + kv_head.to(tl.int64) * k_h
+        v += b64 * v_b + kv_head.to(tl.int64) * v_h
+    if bias is not None:
+        bias += b64 * bias_b + h64 * bias_h
+    slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
+    keys = row_keys(seed, b, h, i) if DROPOUT else i
+    q_ids, first_key, end_key = 0, 0, 0
+    if SEGMENTS:
+        q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
+        k_segments += b64 * tk
+        first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
+        end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
+    lo, full_lo, full_hi, hi = _key_range(
+        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, SEGMENTS,
+    )  # fmt: skip
+    q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
+    do_tile = load_tile(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
+    row = head.to(tl.int64) * padded
+    row_lse2 = tl.load(lse2 + row + i)[:, None]
+    row_delta = tl.load(delta + row + i)[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
+    for start in tl.range(lo, hi, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
+        v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+        k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
+        p, capped = _weights(
+            s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,
+            window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi), MASKED, HAS_LEFT,
+            HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
+        )  # fmt: skip
+        if DROPOUT:
+            dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)
+        ds = p * (dp - row_delta)
+        if SOFTCAP:
+            ds *= 1.0 - capped * capped
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+    dq += b64 * dq_b + h64 * dq_h
+    store_tile(dq, acc * scale, i0, tq, dq_t, BLOCK_M, D, BLOCK_D)

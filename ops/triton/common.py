@@ -1,0 +1,189 @@
+"""What the Triton kernels share: tiles in, scores, what is visible, the dropout mask.
+
+All work in either orientation: `i` (queries) and `j` (keys) are index tensors that broadcast against each
+other, (M, 1) with (1, N), or (1, M) with (N, 1).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Numbers that change from call to call: their values must not compile a kernel anew.
+PLAIN = [
+    "heads",
+    "kv_heads",
+    "tq",
+    "tk",
+    "n_tiles",
+    "n_heads",
+    "grouped",
+    "window_left",
+    "window_right",
+    "threshold",
+]
+PLAIN += ["bias_b", "bias_h", "bias_i", "bias_j"]
+
+
+@triton.jit
+def load_tile(
+    x,
+    b,
+    h,
+    start,
+    limit,
+    stride_t,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DESC: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Rows start .. start + BLOCK of a (T, D) matrix as (BLOCK, BLOCK_D), zeros beyond D.
+
+    x: a descriptor of the whole (B, H, T, D) tensor with DESC, which gives zeros beyond T by itself; else a pointer to
+    the matrix, and then BOUNDED gives zeros from row `limit` on.
+    """
+    if DESC:
+        tile = x.load([b, h, start, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        rows, cols = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+        pointers = x + tl.cast(start, tl.int64) * stride_t + rows[:, None] * stride_t + cols[None, :]
+        if BOUNDED:
+            inside = (start + rows)[:, None] < limit
+            tile = tl.load(pointers, mask=inside & (cols < D)[None, :] if D < BLOCK_D else inside, other=0.0)
+        elif D < BLOCK_D:
+            tile = tl.load(pointers, mask=(cols < D)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(x, tile, start, limit, stride_t, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows start .. min(start + BLOCK, limit) of the (T, D) matrix at pointer x, in its dtype."""
+    rows, cols = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    inside = ((start + rows)[:, None] < limit) & (cols < D)[None, :]
+    pointers = x + tl.cast(start, tl.int64) * stride_t + rows[:, None] * stride_t + cols[None, :]
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x):
+    """By one exp2; exact to fp32's rounding of 1, and without overflow: exp2 goes to 0 or infinity."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def exp_difference(s, shift, unit, EXACT: tl.constexpr):
+    """exp2((s - shift) * unit): one FMA and one exp2, where s * unit is rounded before the difference is taken. EXACT
+    takes it first, as fp32 needs: three operations."""
+    return tl.exp2((s - shift) * unit) if EXACT else tl.exp2(s * unit - shift * unit)
+
+
+@triton.jit
+def scores(
+    s,
+    i,
+    j,
+    offset,
+    scale,
+    softcap,
+    slope,
+    bias,
+    bias_i,
+    bias_j,
+    tq,
+    tk,
+    ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """(scores, tanh of the softcap or s) from s = <q_i, k_j>, before any mask.
+
+    bias: pointer to the (Tq, Tk) matrix of this batch and head (one per row in decode), or None.
+    """
+    capped = s
+    if SOFTCAP:
+        capped = tanh(s * (scale / softcap))
+        s = capped * softcap
+    else:
+        s = s * scale
+    if ALIBI:
+        s -= slope * tl.abs(j - i - offset).to(tl.float32)
+    if bias is not None:
+        inside = (i < tq) & (j < tk)
+        pointers = bias + tl.cast(i, tl.int64) * bias_i + tl.cast(j, tl.int64) * bias_j
+        s += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    return s, capped
+
+
+@triton.jit
+def visible(
+    i,
+    j,
+    offset,
+    limit,
+    window_left,
+    window_right,
+    q_ids,
+    k_ids,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """Which query sees which key: j < limit, inside the band around the diagonal j = i + offset, same document.
+
+    q_ids, k_ids: document ids shaped as i and j; anything without SEGMENTS.
+    """
+    # Comparisons of vectors: a difference of matrices would be hoisted out of the loop, 44 registers in the backward.
+    seen = j < limit
+    if HAS_RIGHT:
+        seen = seen & (j <= i + (offset + window_right))
+    if HAS_LEFT:
+        seen = seen & (j >= i + (offset - window_left))
+    if SEGMENTS:
+        seen = seen & (q_ids == k_ids)
+    return seen
+
+
+@triton.jit
+def fmix32(x):
+    """murmur3's finaliser on uint32."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_keys(seed, b, h, i):
+    """ops.dropout.row_keys for the queries `i` of head h in batch row b; seed: a pointer to one int64."""
+    value = tl.load(seed)
+    key = tl.full((), 0, tl.uint32)
+    key = fmix32((key ^ value.to(tl.uint32)) + 0x9E3779B9)
+    key = fmix32((key ^ (value >> 32).to(tl.uint32)) + 0x9E3779B9)
+    key = fmix32((key ^ tl.cast(b, tl.uint32)) + 0x9E3779B9)
+    key = fmix32((key ^ tl.cast(h, tl.uint32)) + 0x9E3779B9)
+    return fmix32((key ^ i.to(tl.uint32)) + 0x9E3779B9)
+
+
+@triton.jit
+def kept(keys, j, threshold):
+    """ops.dropout.keep_mask; keys and j broadcast, `threshold` counts in 2**-32."""
+    return fmix32(keys + j.to(tl.uint32) * 0x9E3779B9) >= tl.cast(threshold, tl.uint32)
+
+
+@triton.jit
+def unswizzle(pid, n_tiles, n_heads, grouped, LAST_FIRST: tl.constexpr):
+    """(tile, head) of program `pid`: `grouped` heads side by side, so that their K and V stay in L2, and within
+    them tile after tile; with LAST_FIRST from the last, which is the longest under a causal mask."""
+    first = pid // (grouped * n_tiles) * grouped
+    width = tl.minimum(grouped, n_heads - first)
+    within = pid - first * n_tiles
+    tile = within // width
+    if LAST_FIRST:
+        tile = n_tiles - 1 - tile
+    return tile, first + within % width

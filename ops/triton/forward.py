@@ -1,0 +1,219 @@
+"""The forward kernel: FlashAttention-2's loop (Dao 2023, algorithm 1) with every option of the contract.
+
+A program owns BLOCK_M queries of one head and walks the keys that any of them may see; only tiles that an edge of
+the window, the diagonal, a document's end or the end of the keys cuts are masked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ops.triton.common import (
+    LN2,
+    LOG2E,
+    PLAIN,
+    exp_difference,
+    kept,
+    load_tile,
+    row_keys,
+    scores,
+    store_tile,
+    unswizzle,
+    visible,
+)
+
+
+@triton.jit
+def _key_range(
+    i0,
+    rows,
+    offset,
+    limit,
+    window_left,
+    window_right,
+    first_key,
+    end_key,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """For queries i0 .. i0 + rows: keys lo .. hi are seen by some, and the tiles in full_lo .. full_hi by all.
+
+    first_key and end_key bound the keys of their documents. lo, full_lo, full_hi are multiples of BLOCK_N.
+    """
+    lo, hi = 0, limit
+    if HAS_LEFT:
+        lo = tl.maximum(lo, i0 + offset - window_left)
+    if HAS_RIGHT:
+        hi = tl.minimum(hi, i0 + rows + offset + window_right)
+    if SEGMENTS:
+        lo, hi = tl.maximum(lo, first_key), tl.minimum(hi, end_key)
+    lo = lo // BLOCK_N * BLOCK_N
+    hi = tl.maximum(hi, lo)
+    full_lo, full_hi = lo, hi
+    if SEGMENTS:
+        full_hi = lo  # every tile compares ids
+    else:
+        if HAS_LEFT:
+            edge = tl.maximum(i0 + rows - 1 + offset - window_left, 0)
+            full_lo = tl.minimum(tl.cdiv(edge, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
+            full_lo = tl.maximum(full_lo, lo)
+        if HAS_RIGHT:
+            full_hi = tl.minimum(limit, i0 + 1 + offset + window_right)
+        full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def _tilegpt_attention_forward(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    alibi_slopes,
+    bias,
+    q_segments,
+    k_segments,
+    ranges,
+    kv_lengths,
+    seed,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    out_b,
+    out_h,
+    out_t,
+    bias_b,
+    bias_h,
+    bias_i,
+    bias_j,
+    heads,
+    tq,
+    tk,
+    n_tiles,
+    n_heads,
+    grouped,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    threshold,
+    keep_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    SCALE_LATE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EXACT: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """out and lse of BLOCK_M queries of one head; see ops/triton/attention.py for the arguments."""
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    SEGMENTS: tl.constexpr = q_segments is not None
+    LENGTHS: tl.constexpr = kv_lengths is not None
+    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, HAS_RIGHT)
+    b, h = head // heads, head % heads
+    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
+    i0 = tile * BLOCK_M
+    i = i0 + tl.arange(0, BLOCK_M)
+    limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
+    offset = limit - tq
+    if not DESC:
+        q += b64 * q_b + h64 * q_h
+        k += b64 * k_b + kv_head.to(tl.int64) * k_h
+        v += b64 * v_b + kv_head.to(tl.int64) * v_h
+    if bias is not None:
+        bias += b64 * bias_b + h64 * bias_h
+    slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
+    keys = row_keys(seed, b, h, i) if DROPOUT else i
+    q_ids, first_key, end_key = 0, 0, 0
+    if SEGMENTS:
+        q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
+        k_segments += b64 * tk
+        first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
+        end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
+    lo, full_lo, full_hi, hi = _key_range(
+        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, BLOCK_N,
+        HAS_LEFT, HAS_RIGHT, SEGMENTS,
+    )  # fmt: skip
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
+    # With SCALE_LATE the scale goes into the exponential's FMA, and m is kept unscaled.
+    m_scale = scale if SCALE_LATE else 1.0
+    unit = m_scale * LOG2E
+    q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in tl.range(lo, hi, BLOCK_N):
+        k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        j = start + tl.arange(0, BLOCK_N)
+        if not SCALE_LATE:
+            s, _ = scores(
+                s, i[:, None], j[None, :], offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit,
+                ALIBI, SOFTCAP,
+            )  # fmt: skip
+        if MASKED:
+            # One loop with a branch: a loop each for masked and unmasked tiles took 50 registers more.
+            if (start < full_lo) | (start >= full_hi):
+                k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
+                seen = visible(
+                    i[:, None], j[None, :], offset, limit, window_left, window_right, q_ids, k_ids,
+                    HAS_LEFT, HAS_RIGHT, SEGMENTS,
+                )  # fmt: skip
+                s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen no key yet has m = -inf; shifted by 0 it gives exp2(-inf) = 0, and not NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+        p = exp_difference(s, shift[:, None], unit, EXACT)
+        rescale = exp_difference(m, shift, unit, EXACT)
+        total = total * rescale + tl.sum(p, 1)
+        if DROPOUT:
+            p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
+        v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
+        m = m_new
+    blind = total == 0.0
+    acc = acc * (keep_scale / tl.where(blind, 1.0, total))[:, None]
+    out += b64 * out_b + h64 * out_h
+    store_tile(out, acc, i0, tq, out_t, BLOCK_M, D, BLOCK_D)
+    row_lse = tl.where(blind, float("-inf"), m * m_scale + tl.log2(total) * LN2)
+    tl.store(lse + head.to(tl.int64) * tq + i, row_lse, mask=i < tq)
+
+
+@triton.jit(do_not_specialize=["n_own", "n_other"])
+def _tilegpt_segment_ranges(
+    own, other, ranges, n_own, n_other, n_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """ranges (B, n_tiles, 2): first and end of `other` whose ids lie between the least and the greatest id of each
+    tile of BLOCK `own`. Where documents follow each other, exactly the tiles of the own documents remain."""
+    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(own + b * n_own + rows, mask=rows < n_own, other=0)
+    least = tl.min(tl.where(rows < n_own, ids, 2147483647), 0)
+    greatest = tl.max(tl.where(rows < n_own, ids, -2147483648), 0)
+    first, end = n_other, 0
+    for start in range(0, n_other, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        inside = j < n_other
+        other_ids = tl.load(other + b * n_other + j, mask=inside, other=0)
+        near = inside & (other_ids >= least) & (other_ids <= greatest)
+        first = tl.minimum(first, tl.min(tl.where(near, j, n_other), 0))
+        end = tl.maximum(end, tl.max(tl.where(near, j + 1, 0), 0))
+    tl.store(ranges + (b * n_tiles + tile) * 2, first)
+    tl.store(ranges + (b * n_tiles + tile) * 2 + 1, end)
