@@ -85,10 +85,10 @@ class Clock:
             torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if self.cuda and flush else None
         )
 
-    def rounds(self, probes: list[Probe]) -> int:
-        """How many rounds the budget allows, the same for all that alternate; one for calls that take all of
+    def rounds(self, run_ms: list[float]) -> int:
+        """How many rounds the budget allows, the same for all that alternate; one for runs that take all of
         it."""
-        mean_ms = statistics.mean(probe.ms for probe in probes)
+        mean_ms = statistics.mean(run_ms)
         if mean_ms > 1e3 * self.budget_s:
             return 1
         return min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(1e3 * self.budget_s / max(mean_ms, 1e-3))))
@@ -97,9 +97,9 @@ class Clock:
         """Milliseconds of every call of each contestant."""
         times: list[list[Any]] = [[] for _ in contestants]
         # The sleep lasts until the slowest host has issued its run (clocks are below 2 GHz).
-        pairs = zip(probes, contestants, strict=True)
+        pairs = list(zip(probes, contestants, strict=True))
         cycles = int(1.5 * 2000 * max(probe.host_us * contestant.calls for probe, contestant in pairs))
-        rounds = self.rounds(probes)
+        rounds = self.rounds([probe.ms * contestant.calls for probe, contestant in pairs])
         for warm in (True, False):
             for _ in range((FEWEST_ROUNDS if rounds > 1 else 0) if warm else rounds):
                 for contestant, kept in zip(contestants, times, strict=True):

@@ -218,7 +218,7 @@ def test_contestants_take_turns():
     times = clock.alternate(contestants, [Probe(1.0, 1.0, None), Probe(1.0, 1.0, None)])
     # three rounds to warm up, five that count
     assert order == ["a", "b"] * 8 and [len(ms) for ms in times] == [5, 5]
-    assert [clock.rounds([Probe(ms, 1.0, None)]) for ms in (100.0, 2.0, 0.0)] == [1, 3, 200]
+    assert [clock.rounds([ms]) for ms in (100.0, 2.0, 0.0)] == [1, 3, 200]
 
 
 def test_probe_warms_up_and_prepares_every_call():
