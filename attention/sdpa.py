@@ -136,15 +136,15 @@ class SDPAAttention(Attention):
         return reasons
 
 
-def _library_reasons(backend: str, call: AttentionCall, masked: bool) -> list[str]:
+def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: str = "cuda") -> list[str]:
     """PyTorch's own words on why a CUDA kernel cannot run: it says them as warnings."""
     group = call.heads // call.kv_heads  # one key head and its queries stand for all
-    like = {"dtype": call.dtype, "device": "cuda", "requires_grad": call.backward}
+    like = {"dtype": call.dtype, "device": device, "requires_grad": call.backward}
     q = torch.empty(1, group, call.tq, call.head_dim, **like)
     k = torch.empty(1, 1, call.tk, call.head_dim, **like)
-    mask = torch.ones((), dtype=torch.bool, device="cuda").expand(1, 1, call.tq, call.tk) if masked else None
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, call.tq, call.tk) if masked else None
     if call.features & {"bias", "alibi"}:
-        mask = torch.zeros((), dtype=call.dtype, device="cuda").expand(1, group, call.tq, call.tk)
+        mask = torch.zeros((), dtype=call.dtype, device=device).expand(1, group, call.tq, call.tk)
         mask = mask.requires_grad_(call.backward and "bias_grad" in call.features)
     is_causal = call.causal and call.tq > 1 and not masked
     dropout = 0.1 if "dropout" in call.features else 0.0
@@ -154,10 +154,15 @@ def _library_reasons(backend: str, call: AttentionCall, masked: bool) -> list[st
         "efficient": torch.backends.cuda.can_use_efficient_attention,
         "cudnn": torch.backends.cuda.can_use_cudnn_attention,
     }[backend]
+    always = torch.is_warn_always_enabled()
     with warnings.catch_warnings(record=True) as said, sdpa_kernel(_BACKENDS[backend]):
         warnings.simplefilter("always")
-        if can_use(params, debug=True):
-            return []
+        torch.set_warn_always(True)  # some words come once in a process, as that for one key (cuDNN)
+        try:
+            if can_use(params, debug=True):
+                return []
+        finally:
+            torch.set_warn_always(always)
     words = [str(w.message).split(" (Triggered internally")[0] for w in said]
     return [f"SDPA's {backend} kernel: {w}" for w in words] or [
         f"SDPA's {backend} kernel refuses, without a word"
