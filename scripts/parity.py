@@ -1,0 +1,299 @@
+"""Does training with an implementation come to the same as training with the reference?
+
+    python scripts/parity.py                                          # every implementation that can run here
+    python scripts/parity.py --attention tiled sdpa
+    python scripts/parity.py data=text data.path=book.txt model.n_layer=2 --steps 100
+
+For each seed, a reference run (attention=naive) and a run of every candidate share initial weights, data and
+its order; train.py's own training step runs them, in bf16 on a GPU that has it. Over the last quarter of the
+steps the mean losses are compared, seed by seed. A candidate passes when the mean difference is at most 0.01,
+at most two standard errors, and, where it can do fp32, its first 20 losses in fp32 are the reference's within
+1e-4 relative.
+
+The standard error is that of the reference's mean loss over the seeds: what another choice of seeds would do
+to the figure. Not that of the paired differences: two correct implementations differ by rounding alone, four
+such differences can lie as close together as chance will have it, and then no difference at all is allowed
+(beyond two such errors lie 14% of correct candidates: Student's t, 3 degrees of freedom). It is in the rows
+as paired_standard_error.
+
+Rows go to results/parity/<gpu>.jsonl. Exit code 1 when a candidate fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from attention.base import Attention
+
+REFERENCE = "naive"
+FIRST = 20  # steps of the fp32 comparison
+MOST, MOST_RELATIVE = 0.01, 1e-4
+# With normalised q and k the scores have a standard deviation of one from the first step on. Left to itself
+# attention is nearly uniform for these steps: on a CPU, a scale off by 5% then moved the first 20 losses by
+# 6e-7 of themselves, and moves them by 3e-4 so; tiles in place of whole rows by 1e-7. At six times the
+# learning rate training is chaotic: rounding alone made a difference of 0.01. Bytes need no vocabulary.
+COMMON = ["model=tiny", "model.qk_norm=true", "data.tokenizer.kind=byte"]
+COMMON += ["data.batch_size=16", "optim.lr=5e-4", "schedule.warmup_steps=5"]
+SMALL = {
+    "cuda": ["model.n_embd=256", "model.n_head=4", "seq_len=256"],  # heads of 64, several tiles
+    "cpu": ["model.n_embd=64", "model.n_head=2", "seq_len=64"],
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Losses are in nats per token, over the last quarter of the steps and all seeds."""
+
+    loss: float
+    reference_loss: float
+    difference: float
+    standard_error: float
+    paired_standard_error: float
+    first_relative: float | None  # largest relative difference of the first losses in fp32; None: not run
+    parity: bool
+
+
+def verdict(
+    reference: list[list[float]],
+    candidate: list[list[float]],
+    first: tuple[list[list[float]], list[list[float]]] | None,
+) -> Verdict:
+    """Compare losses, by seed and step; `first`: those of the reference and the candidate in fp32."""
+    import numpy as np
+
+    last = max(1, len(reference[0]) // 4)
+    expected, got = (np.array(runs)[:, -last:].mean(axis=1) for runs in (reference, candidate))  # by seed
+    difference = float((got - expected).mean())
+    error, paired = (float(x.std(ddof=1)) / len(x) ** 0.5 for x in (expected, got - expected))
+    relative = None
+    if first is not None:
+        exact, own = map(np.array, first)
+        relative = float((abs(own - exact) / exact).max())
+    good = abs(difference) <= min(2 * error, MOST) and (relative is None or relative <= MOST_RELATIVE)
+    return Verdict(float(got.mean()), float(expected.mean()), difference, error, paired, relative, good)
+
+
+class Study:
+    """What all runs share: the model's shape, the data of each seed, optimiser and schedule."""
+
+    def __init__(self, overrides: list[str], device: torch.device, seeds: list[int], steps: int):
+        from hydra import compose, initialize_config_dir
+        from hydra.utils import instantiate
+
+        from conf.compose import CONF
+        from model.checks import called
+        from model.gpt import GPTConfig
+
+        self.device, self.seeds, self.steps = device, seeds, steps
+        small = [*COMMON, *SMALL[device.type], f"schedule.decay_steps={steps}"]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            self.cfg = compose("config", overrides=[*small, *overrides])
+        self.data = {}
+        for seed in seeds:
+            self.cfg.seed = seed
+            self.data[seed] = instantiate(self.cfg.data)
+            self.data[seed].prepare_data()
+            self.data[seed].setup()
+        sizes = {"vocab_size": self.data[seeds[0]].vocab_size, "seq_len": self.cfg.seq_len}
+        self.config = called("model", GPTConfig, **sizes, **self.cfg.model)
+        if self.config.attn_dropout:
+            raise ValueError("model.attn_dropout: masks differ between implementations; leave it at 0.")
+
+    def reasons(self, attention: Attention, dtype: torch.dtype) -> list[str]:
+        """Why it cannot train here."""
+        from model.calls import attention_call
+
+        data = self.data[self.seeds[0]]
+        facts = {"device": self.device, "dtype": dtype, "segments": data.document_mask}
+        call = attention_call(
+            self.config, "training", batch=data.batch_size, tokens=self.config.seq_len, **facts
+        )
+        return attention.unsupported_reasons(call)
+
+    def train(self, attention: Attention, precision: str, steps: int) -> list[list[float]]:
+        """The loss of each step, by seed."""
+        return [self._losses(attention, seed, precision, steps) for seed in self.seeds]
+
+    def _losses(self, attention: Attention, seed: int, precision: str, steps: int) -> list[float]:
+        import lightning
+        import torch
+        from hydra.utils import instantiate
+
+        from model import runtime
+        from model.gpt import GPT
+        from model.lit_gpt import LitGPT
+
+        torch.manual_seed(seed)  # the initial weights
+        optimizer, schedule = instantiate(self.cfg.optim), instantiate(self.cfg.schedule)
+        lit = LitGPT(
+            GPT(self.config, attention), optimizer, schedule, seed=seed, grad_clip=self.cfg.grad_clip
+        )
+        losses: list[float] = []
+        lit.listeners.append(lambda step, scalars: losses.append(scalars["train/loss"]))
+        trainer = lightning.Trainer(
+            accelerator=self.device.type,
+            devices=1,
+            precision=precision,
+            max_steps=steps,
+            limit_val_batches=0,
+            logger=False,
+            **runtime.TRAINER,
+        )
+        data = self.data[seed]
+        data.consumed = 0
+        trainer.fit(lit, datamodule=data)
+        if lit.fault:
+            raise ArithmeticError(lit.fault.split(". ")[0])
+        return losses
+
+    def point(self, name: str, precision: str) -> dict[str, Any]:
+        config = self.config
+        return {
+            "study": "parity", "implementation": name, "pass": "train", "dtype": precision,
+            "heads": config.n_head, "kv_heads": config.kv_heads, "head_dim": config.head_dim,
+            "seq_len": config.seq_len, "micro_batch": self.cfg.data.batch_size, "model": vars(config),
+            "steps": self.steps, "seeds": self.seeds,
+        }  # fmt: skip
+
+
+def compare(
+    study: Study, attentions: dict[str, Attention], reference: Attention, precision: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, a row's result) of each, as it finishes."""
+    import torch
+
+    from model.runtime import compute_dtype
+
+    mixed, first = precision != "32-true", min(FIRST, study.steps)
+    runs = study.train(reference, precision, study.steps)
+    exact = study.train(reference, "32-true", first) if mixed else [losses[:first] for losses in runs]
+    for name, attention in attentions.items():
+        if reasons := study.reasons(attention, compute_dtype(precision)):
+            yield name, {"status": "unsupported", "reason": "; ".join(reasons)}
+            continue
+        try:
+            got = study.train(attention, precision, study.steps)
+            fp32 = None
+            if not mixed:
+                fp32 = [losses[:first] for losses in got]
+            elif not study.reasons(attention, torch.float32):
+                fp32 = study.train(attention, "32-true", first)
+        except Exception as error:  # one that breaks is a row; the others go on
+            yield name, {"status": "error", "reason": f"{type(error).__name__}: {error}", "parity": False}
+            continue
+        found = verdict(runs, got, None if fp32 is None else (exact, fp32))
+        yield name, {"status": "ok", "reason": None, **asdict(found), "losses": got}
+
+
+def table(results: dict[str, dict[str, Any]]) -> Any:
+    """Of losses and differences, for a terminal; the reference first."""
+    from rich.table import Table
+
+    out = Table(box=None, pad_edge=False)
+    for column in ("attention", "loss", "difference", "2 s.e.", "fp32, first 20", "parity"):
+        out.add_column(column, justify="left" if column in ("attention", "parity") else "right")
+    measured = {name: result for name, result in results.items() if result["status"] == "ok"}
+    for result in list(measured.values())[:1]:
+        out.add_row(REFERENCE, f"{result['reference_loss']:.4f}", "", "", "", "the reference")
+    for name, result in measured.items():
+        relative = result["first_relative"]
+        out.add_row(
+            name,
+            f"{result['loss']:.4f}",
+            f"{result['difference']:+.1e}",
+            f"{2 * result['standard_error']:.1e}",
+            "-" if relative is None else f"{relative:.1e}",
+            "yes" if result["parity"] else "[red]NO[/red]",
+        )
+    return out
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    from scripts.rows import choices, positive
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [name for name in choices("attention") if name not in ("auto", REFERENCE)]
+    parser.add_argument(
+        "overrides", nargs="*", help="of the config, as for train.py: data=text model.window=64"
+    )
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help="candidates, files of conf/attention (default: all)",
+    )
+    parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
+    parser.add_argument("--out", type=Path, help="rows go here (default: results/parity/<gpu>.jsonl)")
+    options = parser.parse_intermixed_args(argv)
+    if len(set(options.seeds)) < 2:
+        parser.error("--seeds: a standard error takes two different seeds at least")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    from conf.compose import user_errors
+
+    if user_errors(run)(options):
+        raise SystemExit(1)
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """The names that failed."""
+    import torch
+    from rich.console import Console
+
+    from attention.base import UnsupportedAttention
+    from conf.compose import build_attention
+    from model import runtime
+    from scripts.rows import append, gpu_slug
+
+    runtime.quiet()
+    device = runtime.device("cpu" if options.cpu else "auto")
+    precision = runtime.precision("auto", device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # tensors this small are faster so
+    study = Study(options.overrides, device, options.seeds, options.steps)
+    gpu = gpu_slug(torch.cuda.get_device_name()) if device.type == "cuda" else "cpu"
+    out = options.out or ROOT / "results" / "parity" / f"{gpu}.jsonl"
+    attentions, results = {}, {}
+    for name in options.attention:
+        try:
+            attentions[name] = build_attention(study.cfg, name)
+        except UnsupportedAttention as refusal:
+            results[name] = {"status": "unsupported", "reason": "; ".join(refusal.reasons)}
+            append(out, study.point(name, precision), results[name])
+    for name, result in compare(study, attentions, build_attention(study.cfg, REFERENCE), precision):
+        results[name] = result
+        append(out, study.point(name, precision), result)
+        print(f"{name}: {result['status']}", file=sys.stderr, flush=True)
+    seeds, last = len(options.seeds), max(1, options.steps // 4)
+    print(f"losses over the last {last} of {options.steps} steps, mean of {seeds} seeds, {precision}\n")
+    Console().print(table(results))
+    for name, result in results.items():
+        if result["status"] != "ok":
+            print(f"{name}: {result['status']}: {result['reason']}")
+    print(f"rows in {out}")
+    return [name for name, result in results.items() if result.get("parity") is False]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Training parity: the verdict's arithmetic, and runs in which a fault shows and rounding does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from attention.base import UnsupportedAttention
+from attention.naive import NaiveAttention
+from scripts.parity import Study, compare, main, table, verdict
+from tests.running import write_book
+
+TINY = ["data=text", "data.path=book.txt", "data.data_dir=prepared", "data.batch_size=4", "model.n_layer=2"]
+TINY += ["seq_len=32", "model.n_embd=32", "optim.lr=3e-3"]
+
+
+def test_the_verdict_is_by_seed_and_over_the_last_quarter() -> None:
+    reference = [[9.0] * 6 + [3.0, 3.2], [9.0] * 6 + [3.5, 3.3]]  # means 3.1 and 3.4
+    candidate = [[8.0] * 6 + [3.0, 3.212], [9.0] * 6 + [3.5, 3.304]]  # + 0.006 and + 0.002
+    found = verdict(reference, candidate, None)
+    assert found.reference_loss == pytest.approx(3.25) and found.difference == pytest.approx(0.004)
+    assert found.standard_error == pytest.approx(0.15)  # 0.3 / sqrt(2) / sqrt(2)
+    assert found.paired_standard_error == pytest.approx(0.002)
+    assert found.parity and found.first_relative is None
+
+
+def test_each_bound_is_one() -> None:
+    reference = [[3.0] * 4, [3.4] * 4]
+
+    def shifted(by: float, runs: list[list[float]] = reference) -> list[list[float]]:
+        return [[loss + by for loss in losses] for losses in runs]
+
+    assert verdict(reference, shifted(0.0099), None).parity
+    assert not verdict(reference, shifted(-0.0101), None).parity
+    close = [[3.0] * 4, [3.001] * 4]  # 2 s.e. = 0.001
+    assert verdict(close, shifted(0.0009, close), None).parity
+    assert not verdict(close, shifted(0.0011, close), None).parity
+    exact = [[3.0, 3.0], [3.0, 3.0]]
+    for last, parity in ((3.0002, True), (3.0004, False)):
+        found = verdict(reference, reference, (exact, [[3.0, 3.0], [3.0, last]]))
+        assert found.parity is parity and found.first_relative == pytest.approx((last - 3) / 3)
+    assert not verdict(reference, [[float("nan")] * 4, [3.4] * 4], None).parity
+
+
+class Odd(NaiveAttention):
+    """Naive with a fault, or one that cannot train."""
+
+    def __init__(self, fault: str):
+        super().__init__("odd")
+        self.fault = fault
+
+    def attend(self, q, k, v, **options):
+        if self.fault == "scale":
+            options["scale"] *= 1.05
+        if self.fault == "future":  # one key too many
+            options |= {"causal": False, "window": (-1, 1)}
+        if self.fault == "detached":
+            k = k.detach()
+        if self.fault == "breaks":
+            raise RuntimeError("no kernel image")
+        return super().attend(q, k, v, **options)
+
+    def unsupported_reasons(self, call):
+        return ["no rows of 32"] if self.fault == "unsupported" else super().unsupported_reasons(call)
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    write_book(tmp_path)
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+def test_rounding_passes_and_faults_do_not(folder: Path) -> None:
+    from attention.tiled import TiledAttention
+
+    study = Study(TINY, torch.device("cpu"), [1, 2], 40)
+    faults = ("scale", "future", "detached", "unsupported", "breaks")
+    attentions = {"tiled": TiledAttention(8, 8)} | {fault: Odd(fault) for fault in faults}
+    results = dict(compare(study, attentions, NaiveAttention(), "32-true"))
+    tiled = results["tiled"]
+    assert tiled["parity"] and abs(tiled["difference"]) < 1e-3 and tiled["first_relative"] < 1e-5
+    assert tiled["losses"][0][0] != tiled["losses"][1][0]  # another seed, other weights and data
+    assert tiled["losses"][0][-1] < tiled["losses"][0][0] - 1  # it learns
+    for fault in ("scale", "future", "detached"):
+        assert not results[fault]["parity"], results[fault]
+    assert results["unsupported"] == {"status": "unsupported", "reason": "no rows of 32"}
+    assert results["breaks"]["status"] == "error" and "no kernel image" in results["breaks"]["reason"]
+    _, same = next(compare(study, {"naive": NaiveAttention()}, NaiveAttention(), "32-true"))
+    assert (
+        same["difference"] == 0.0 and same["first_relative"] == 0.0
+    )  # a run does not depend on those before
+    assert table(results).row_count == 5
+
+
+def test_mixed_precision_has_its_own_fp32_runs(folder: Path) -> None:
+    study = Study(TINY, torch.device("cpu"), [1, 2], 24)
+    with mock.patch.object(Study, "train", autospec=True, side_effect=Study.train) as train:
+        _, result = next(compare(study, {"scale": Odd("scale")}, NaiveAttention(), "bf16-mixed"))
+    assert [call.args[2:] for call in train.call_args_list] == 2 * [("bf16-mixed", 24), ("32-true", 20)]
+    assert result["first_relative"] > 1e-4 and not result["parity"]
+
+
+def run(*arguments: str) -> int:
+    with mock.patch.object(sys, "argv", ["parity.py", "--cpu", *arguments]):
+        try:
+            main()
+        except SystemExit as stop:
+            return stop.code
+    return 0
+
+
+def test_the_command(folder: Path, capsys) -> None:
+    short = [*TINY, "--steps", "8", "--seeds", "1", "2", "--out", "rows.jsonl"]
+    assert run(*short, "--attention", "tiled", "sdpa_cudnn") == 0
+    out = capsys.readouterr().out
+    assert "losses over the last 2 of 8 steps, mean of 2 seeds, 32-true" in out and "the reference" in out
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    assert [row["result"]["status"] for row in rows] == ["ok", "unsupported"]
+    assert (
+        rows[0]["point"] | {"study": "parity", "implementation": "tiled", "seeds": [1, 2]} == rows[0]["point"]
+    )
+    with mock.patch("conf.compose.build_attention", lambda cfg, name: Odd("future")):
+        assert run(*short, "--attention", "tiled") == 0  # against itself
+    with mock.patch(
+        "conf.compose.build_attention", lambda cfg, name: Odd("future" if name == "tiled" else "")
+    ):
+        assert run(*short, "optim.lr=1e-2", "--attention", "tiled") == 1
+    assert run(*short, "model.attn_dropout=0.1") == 1 and "attn_dropout" in capsys.readouterr().err
+    assert run("--seeds", "1") == 2
+
+
+def test_an_implementation_that_cannot_be_built_is_a_row(folder: Path) -> None:
+    def build(cfg, name):
+        if name == "tiled":
+            raise UnsupportedAttention("tiled", ["not installed"])
+        return NaiveAttention()
+
+    with mock.patch("conf.compose.build_attention", build):
+        assert (
+            run(*TINY, "--steps", "4", "--seeds", "1", "2", "--out", "r.jsonl", "--attention", "tiled") == 0
+        )
+    row = json.loads(Path("r.jsonl").read_text())
+    assert row["result"]["status"] == "unsupported" and "not installed" in row["result"]["reason"]
