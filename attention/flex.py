@@ -48,12 +48,11 @@ class Limits(NamedTuple):
         return Limits(*(n[b] if isinstance(n, Tensor) else n for n in self))
 
     def tensors(self, batch: int, device: torch.device) -> Limits:
-        def tensor(n: int | Tensor) -> Tensor:
-            if isinstance(n, Tensor):
-                return n.clone()  # of its present values
-            return torch.full((batch,), n, dtype=torch.int32, device=device)
-
-        return Limits(*map(tensor, self))
+        """All of them as they are now."""
+        like = {"dtype": torch.int32, "device": device}
+        return Limits(
+            *(n.clone() if isinstance(n, Tensor) else torch.full((batch,), n, **like) for n in self)
+        )
 
 
 def tile_lists(
@@ -165,20 +164,15 @@ def flex(
     if q.dtype == torch.float32:
         # No TF32, whatever torch.set_float32_matmul_precision allows.
         options["FLOAT32_PRECISION"] = "'ieee'"
-        if q.shape[3] > 128 and q.shape[2] != 1:
-            # 64 x 64 in three stages, the default for some of these, is more shared memory than there is.
+        if q.shape[3] > 64 and q.shape[2] != 1:
+            # 64 x 64 in three stages, the default for most of these: 229,376 bytes of shared memory at head
+            # dims from 65 (padded to 128), and twice that from 129; a block of sm_90 has 232,448.
             options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
-    mask_mod = _mask_mod(limits, segments)
+    lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=return_lse)
+    mask = BlockMask(lengths, *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=_mask_mod(limits, segments))
+    score_mod = _score_mod(limits, softcap, slopes, bias)
     out, aux = flex_attention(
-        q,
-        k,
-        v,
-        score_mod=_score_mod(limits, softcap, slopes, bias),
-        block_mask=BlockMask((q.shape[2], k.shape[2]), *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=options,
-        return_aux=AuxRequest(lse=return_lse),
+        q, k, v, score_mod, mask, scale, enable_gqa=gqa, kernel_options=options, return_aux=aux
     )
     return out, aux.lse
 
