@@ -55,9 +55,10 @@ def suggestions(tensor: str, got: Tensor, wrong: Tensor, reference: Result, head
         )
     elif (first, last) != (0, length - 1):
         found.append(f"Only at positions {first} to {last} of {length}: look at masks and tile borders.")
-    if wrong.ndim == 4 and not (dims := wrong.flatten(0, 2).any(0)).all():
-        bad = dims.nonzero().flatten()
-        found.append(f"Only in dimensions {int(bad[0])} to {int(bad[-1])} of {len(dims)}: padding of D?")
+    if wrong.ndim == 4:
+        dims = wrong.flatten(0, 2).any(0).nonzero().flatten()
+        if (ends := (int(dims[0]), int(dims[-1]))) != (0, wrong.shape[3] - 1):
+            found.append(f"Only in dimensions {ends[0]} to {ends[1]} of {wrong.shape[3]}: padding of D?")
     if float(wrong.double().mean()) > 0.2:
         found.append(
             "It is nearly everywhere: scale, mask or softmax."

@@ -37,6 +37,8 @@ class Faulty(NaiveAttention):
             out = torch.cat((out[:, :-1], 1.05 * out[:, -1:]), dim=1)
         if self.fault == "tail":
             out = torch.where(i >= 64, 1.1 * out, out)
+        if self.fault == "one percent":
+            out = 1.01 * out
         if self.fault == "nan":
             out = out.masked_fill(i == 5, torch.nan)
         if self.fault == "dk":
@@ -46,8 +48,8 @@ class Faulty(NaiveAttention):
         return out, lse
 
 
-def verdict(fault: str, **keys) -> tuple[str, bool]:
-    problem = random_problem({**USUAL, **SHAPE, **keys}, "cpu", torch.float32)
+def verdict(fault: str, dtype: torch.dtype = torch.float32, **keys) -> tuple[str, bool]:
+    problem = random_problem({**USUAL, **SHAPE, **keys}, "cpu", dtype)
     findings = examine(["faulty", "tiled"], [Faulty(fault), TiledAttention(32, 32)], problem, 2**28)
     assert {f.tensor for f in findings if f.name == "tiled"} == {"out", "lse", "dq", "dk", "dv"}
     assert not any(f.fault for f in findings if f.name != "faulty")
@@ -83,6 +85,14 @@ def test_rounding_is_called_rounding() -> None:
 def test_other_bits_at_every_call_are_said() -> None:
     text, faulty = verdict("bits")
     assert not faulty and "faulty: other bits the second time in out, dq, dk, dv" in text
+
+
+def test_errors_that_are_small_but_everywhere_are_doubtful() -> None:
+    text, faulty = verdict("one percent", torch.bfloat16)
+    assert not faulty and "DOUBTFUL[/yellow] faulty: no one error of out is too large" in text
+    assert "DOUBTFUL[/yellow] tiled" not in text and "differs by rounding" not in text
+    assert "DOUBTFUL" not in verdict("none", torch.bfloat16)[0]
+    assert verdict("one percent")[1]  # in fp32 it is a fault
 
 
 def test_a_part_stands_for_a_long_call() -> None:
