@@ -198,8 +198,10 @@ def conclusion(names: list[str], findings: list[Finding]) -> tuple[list[str], bo
             worst = ordered[0]
             said.append(f"{name}: rounding, at most {worst.ratio:.2f} of what is allowed ({worst.tensor}).")
         plain = {finding.tensor: finding.rms_error for finding in findings if finding.name == "plain formula"}
-        for finding in own:
-            if not finding.fault and 0 < MANY * plain[finding.tensor] < finding.rms_error:
+        # Of the output alone: dP - delta cancels, and flash kernels take delta from an output that is rounded
+        # (4 times the plain formula's rms in dq, SDPA in bf16 on a trained model's activations).
+        for finding in (f for f in own if f.tensor.endswith("out") and not f.fault):
+            if 0 < MANY * plain[finding.tensor] < finding.rms_error:
                 said.append(
                     f"[yellow]DOUBTFUL[/yellow] {name}: no one error of {finding.tensor} is too large, but "
                     f"the rms is {finding.rms_error / plain[finding.tensor]:.1f} times the plain formula's: "
