@@ -122,3 +122,21 @@ def test_what_cannot_be_compared_and_what_cannot_run() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(UnsupportedAttention, match="softcap"):
         judge(SDPAAttention(), p.q, p.k, p.v, {"softcap": 2.0}, p.dout)
+
+
+@pytest.mark.gpu
+def test_long_calls_on_a_gpu_stay_within_bounded_memory() -> None:
+    """A whole (16384, 16384) matrix of two heads and rows in fp64 would be 8 GiB, and autograd holds several."""
+    q, k, v, dout = (
+        torch.randn(2, heads, 16384, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4)
+    )
+    state = torch.cuda.get_rng_state()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ratios = judge(SDPAAttention("flash"), q, k, v, {}, dout, heads=1)
+    assert ratios.keys() == GRADIENTS - {"lse"} and max(ratios.values()) <= 1, ratios
+    assert torch.cuda.max_memory_allocated() - before < 4 * 2**30
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    options = {"dropout_p": 0.2}
+    short = [x[:, :, :300] for x in (q, k, v)]
+    assert max(judge(TiledAttention(), *short, options, dout[:, :, :300], heads=1).values()) <= 1

@@ -148,3 +148,15 @@ def test_an_implementation_that_cannot_be_built_is_a_row(folder: Path) -> None:
         )
     row = json.loads(Path("r.jsonl").read_text())
     assert row["result"]["status"] == "unsupported" and "not installed" in row["result"]["reason"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rounding_in_bf16_passes(folder: Path) -> None:
+    from attention.sdpa import SDPAAttention
+
+    sizes = ["data=text", "data.path=book.txt", "data.data_dir=prepared", "seq_len=128"]
+    study = Study(sizes, torch.device("cuda"), [1, 2], 40)
+    attentions = {"sdpa": SDPAAttention(), "future": Odd("future")}
+    results = dict(compare(study, attentions, NaiveAttention(), "bf16-mixed"))
+    assert results["sdpa"]["parity"] and results["sdpa"]["first_relative"] < 1e-4, results
+    assert results["sdpa"]["difference"] != 0.0 and not results["future"]["parity"], results
