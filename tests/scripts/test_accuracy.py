@@ -126,7 +126,7 @@ def test_what_cannot_be_compared_and_what_cannot_run() -> None:
 
 @pytest.mark.gpu
 def test_long_calls_on_a_gpu_stay_within_bounded_memory() -> None:
-    """A whole (16384, 16384) matrix of two heads and rows in fp64 would be 8 GiB, and autograd holds several."""
+    """Whole matrices of 16384 x 16384 would take 8 GiB in fp64, and autograd holds several."""
     q, k, v, dout = (
         torch.randn(2, heads, 16384, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4)
     )
