@@ -20,10 +20,10 @@ from ops.triton.backward import (
 from ops.triton.configs import DecodeTile, Tile
 from ops.triton.decode import _tilegpt_decode_combine, _tilegpt_decode_split
 from ops.triton.forward import _tilegpt_attention_forward, _tilegpt_segment_ranges
-from ops.triton.interpret import INTERPRETED, mend_bf16_dot
+from ops.triton.interpret import INTERPRETED, mend_dot
 
 if INTERPRETED:
-    mend_bf16_dot()
+    mend_dot()
 
 # K and V of the heads that run side by side should stay in half of an H200's 50 MB of L2.
 _L2_BYTES = 24 << 20
@@ -31,6 +31,8 @@ _L2_BYTES = 24 << 20
 _PAD = 128
 # Queries of a group, as rows of one tile, up to which the keys are split instead of the queries.
 _DECODE_ROWS = 64
+# The combining kernel holds all parts of a row in registers.
+_MOST_SPLITS = 128
 
 
 def _arch(x: Tensor) -> tuple[int, int]:
@@ -172,7 +174,7 @@ def _sms(device: torch.device) -> int:
 
 def _splits(programs: int, slots: int, n_tiles: int) -> int:
     """Into how many parts the keys are split: the fewest within 97% of the best use of whole waves of `slots`."""
-    most = max(1, min(n_tiles, triton.cdiv(2 * slots, programs)))
+    most = max(1, min(n_tiles, triton.cdiv(2 * slots, programs), _MOST_SPLITS))
     use = [programs * s / (triton.cdiv(programs * s, slots) * slots) for s in range(1, most + 1)]
     return next(s for s, u in enumerate(use, 1) if u >= 0.97 * max(use))
 
@@ -189,21 +191,21 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
     to, to_lse = out, lse
     if splits > 1:
         to = q.new_empty((splits, batch, heads, tq, head_dim), dtype=torch.float32)
-        to_lse = q.new_empty((splits, batch, heads, tq), dtype=torch.float32)
+        to_lse = q.new_empty((2, splits, batch, heads, tq), dtype=torch.float32)
     pdl = tile.pdl and splits > 1
     launch = {"launch_pdl": True} if pdl else {}
     _tilegpt_decode_split[(splits, batch * kv_heads)](
         q, *args, to, to_lse, *call.tensors(None),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
         kv_heads, tq, tk, splits, *call.numbers(),
-        **call.flags, BLOCK_M=max(16, triton.next_power_of_2(tq * call.flags["GROUP"])), BLOCK_N=tile.n,
-        SPLIT=splits > 1, DESC=desc, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **launch,
+        **call.flags, EXACT=call.precision["EXACT"], BLOCK_M=max(16, triton.next_power_of_2(tq * call.flags["GROUP"])), BLOCK_N=tile.n,
+        SPLIT=splits > 1, DESC=desc, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         n_rows = batch * heads * tq
         _tilegpt_decode_combine[(n_rows,)](
-            to, to_lse, out, lse, *out.stride()[:3], heads, tq, splits, n_rows,
-            head_dim, block_d, max(16, triton.next_power_of_2(splits)), 16, pdl, num_warps=4, **launch,
+            to, to_lse, out, lse, *out.stride()[:3], heads, tq, splits, n_rows, call.keep_scale,
+            head_dim, block_d, triton.next_power_of_2(splits), pdl, num_warps=4 if splits <= 32 else 8, **launch,
         )  # fmt: skip
     return out, lse
 

@@ -12,7 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.triton.common import LOG2E, PLAIN, kept, load_tile, row_keys, scores, store_tile, unswizzle, visible
+from ops.triton.common import (
+    LOG2E,
+    PLAIN,
+    exp_natural,
+    kept,
+    load_tile,
+    row_keys,
+    scores,
+    store_tile,
+    unswizzle,
+    visible,
+)
 from ops.triton.forward import _key_range
 
 
@@ -98,7 +109,7 @@ def _weights(
             )
             s = tl.where(seen, s, float("-inf"))
     if EXACT:
-        return tl.exp2((s - lse2) * LOG2E), capped
+        return exp_natural(s - lse2), capped
     else:
         return tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse2), capped
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.925963033500e-08)  # log2(e) less its fp32
 LN2 = tl.constexpr(0.6931471805599453)
 # Numbers that change from call to call: their values must not compile a kernel anew.
 PLAIN = [
@@ -77,10 +78,19 @@ def tanh(x):
 
 
 @triton.jit
-def exp_difference(s, shift, unit, EXACT: tl.constexpr):
-    """exp2((s - shift) * unit): one FMA and one exp2, where s * unit is rounded before the difference is taken. EXACT
-    takes it first, as fp32 needs: three operations."""
-    return tl.exp2((s - shift) * unit) if EXACT else tl.exp2(s * unit - shift * unit)
+def exp_natural(x):
+    """exp(x) to fp32's rounding: exp2(x * log2(e)) alone errs by |x| / 2 units in the last place."""
+    t = x * LOG2E
+    # what the product lost, and what the constant lacks
+    lost = tl.fma(x, LOG2E, -t) + x * LOG2E_REST
+    return tl.exp2(t) * tl.where(x == float("-inf"), 1.0, 1.0 + lost * LN2)
+
+
+@triton.jit
+def exp_difference(s, shift, scale, EXACT: tl.constexpr):
+    """exp((s - shift) * scale): one FMA and one exp2, rounded before the difference is taken; with EXACT, as fp32
+    needs, after it."""
+    return exp_natural((s - shift) * scale) if EXACT else tl.exp2(s * (scale * LOG2E) - shift * (scale * LOG2E))
 
 
 @triton.jit

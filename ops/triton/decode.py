@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.triton.common import LN2, LOG2E, PLAIN, exp_difference, kept, load_tile, row_keys, scores, visible
+from ops.triton.common import LN2, PLAIN, exp_difference, kept, load_tile, row_keys, scores, visible
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "splits"])
@@ -62,14 +62,16 @@ def _tilegpt_decode_split(
     HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
     SPLIT: tl.constexpr,
     DESC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One split of the keys for all queries of one key head: row r is query r // GROUP of the group's head r % GROUP.
 
-    With SPLIT, out (splits, B, Hq, Tq, D) fp32 gets the part's own softmax times V and lse (splits, B, Hq, Tq) its
-    log-sum-exp; without, they are the results.
+    With SPLIT, out (splits, B, Hq, Tq, D) and lse (2, splits, B, Hq, Tq), fp32, get the part's unnormalised sum, its
+    maximum and its total (its log-sum-exp would bring the maximum's rounding into every weight); without, they are
+    the results.
     """
     ALIBI: tl.constexpr = alibi_slopes is not None
     SEGMENTS: tl.constexpr = q_segments is not None
@@ -85,11 +87,14 @@ def _tilegpt_decode_split(
     i, h = rows // GROUP, kv_head * GROUP + rows % GROUP
     real = i < tq
     d = tl.arange(0, BLOCK_D)
-    lo, hi = 0, limit
+    # Keys lo .. hi are seen by some query, full_lo .. full_hi by all.
+    lo, hi, full_lo, full_hi = 0, limit, 0, limit
     if HAS_LEFT:
         lo = tl.maximum(lo, offset - window_left) // BLOCK_N * BLOCK_N
+        full_lo = tl.maximum(tq - 1 + offset - window_left, 0)
     if HAS_RIGHT:
         hi = tl.minimum(hi, tq + offset + window_right)
+        full_hi = tl.minimum(full_hi, 1 + offset + window_right)
     # The tiles in equal parts by the row's own length.
     n_tiles = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_N)
     first = lo + split * n_tiles // splits * BLOCK_N
@@ -119,36 +124,33 @@ def _tilegpt_decode_split(
             s, i[:, None], j[None, :], offset, scale, softcap, slope, bias_rows, bias_i, bias_j, tq, limit, ALIBI,
             SOFTCAP,
         )  # fmt: skip
-        k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
-        seen = visible(
-            i[:, None],
-            j[None, :],
-            offset,
-            limit,
-            window_left,
-            window_right,
-            q_ids,
-            k_ids,
-            HAS_LEFT,
-            HAS_RIGHT,
-            SEGMENTS,
-        )
-        s = tl.where(seen, s, float("-inf"))
+        if SEGMENTS or (start < full_lo) | (start + BLOCK_N > full_hi):
+            k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
+            seen = visible(
+                i[:, None], j[None, :], offset, limit, window_left, window_right, q_ids, k_ids,
+                HAS_LEFT, HAS_RIGHT, SEGMENTS,
+            )  # fmt: skip
+            s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = exp_difference(s, shift[:, None], LOG2E, True)
-        rescale = exp_difference(m, shift, LOG2E, True)
+        p = exp_difference(s, shift[:, None], 1.0, EXACT)
+        rescale = exp_difference(m, shift, 1.0, EXACT)
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         m = m_new
-    blind = total == 0.0
-    acc = acc * (keep_scale / tl.where(blind, 1.0, total))[:, None]
-    row_lse = tl.where(blind, float("-inf"), m + tl.log2(total) * LN2)
     at = ((split * tl.num_programs(1) + kv_row).to(tl.int64) * GROUP + rows % GROUP) * tq + i
-    tl.store(lse + at, row_lse, mask=real)
-    out_rows = at * D if SPLIT else b64 * out_b + h.to(tl.int64) * out_h + i.to(tl.int64) * out_t
+    if SPLIT:
+        out_rows = at * D
+        tl.store(lse + at, m, mask=real)
+        parts = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUP * tq
+        tl.store(lse + parts + at, total, mask=real)
+    else:
+        out_rows = b64 * out_b + h.to(tl.int64) * out_h + i.to(tl.int64) * out_t
+        blind = total == 0.0
+        acc = acc * (keep_scale / tl.where(blind, 1.0, total))[:, None]
+        tl.store(lse + at, tl.where(blind, float("-inf"), m + tl.log2(total) * LN2), mask=real)
     tl.store(
         out + out_rows[:, None] + d[None, :],
         acc.to(out.dtype.element_ty),
@@ -159,7 +161,7 @@ def _tilegpt_decode_split(
 @triton.jit(do_not_specialize=["heads", "tq", "splits", "n_rows"])
 def _tilegpt_decode_combine(
     parts,
-    part_lse,
+    statistics,
     out,
     lse,
     out_b,
@@ -169,33 +171,29 @@ def _tilegpt_decode_combine(
     tq,
     splits,
     n_rows,
+    keep_scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of the result: the mean of the parts, weighted by the exp of their log-sum-exp."""
+    """One row of the result from the parts' sums, maxima and totals."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    every = tl.arange(0, SPLITS)
-    logs = tl.load(part_lse + every.to(tl.int64) * n_rows + row, mask=every < splits, other=float("-inf"))
-    m = tl.max(logs, 0)
-    shift = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.sum(exp_difference(logs, shift, LOG2E, True), 0)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, splits, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        logs = tl.load(part_lse + s.to(tl.int64) * n_rows + row, mask=s < splits, other=float("-inf"))
-        weight = exp_difference(logs, shift, LOG2E, True)
-        at = (s.to(tl.int64) * n_rows + row)[:, None] * D + d[None, :]
-        part = tl.load(parts + at, mask=(s < splits)[:, None] & (d < D)[None, :], other=0.0)
-        acc += tl.sum(part * weight[:, None], 0)
-    blind = total == 0.0
-    acc = acc / tl.where(blind, 1.0, total)
-    head, i = row // tq, row % tq
-    out += (head // heads) * out_b + (head % heads) * out_h + i * out_t
+    d, s = tl.arange(0, BLOCK_D), tl.arange(0, SPLITS)
+    there = s < splits
+    at = s.to(tl.int64) * n_rows + row
+    # All parts at once: a loop would wait for memory in each turn.
+    part = tl.load(parts + at[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+    m = tl.load(statistics + at, mask=there, other=float("-inf"))
+    total = tl.load(statistics + splits.to(tl.int64) * n_rows + at, mask=there, other=0.0)
+    m_all = tl.max(m, 0)
+    shift = tl.where(m_all == float("-inf"), 0.0, m_all)
+    weight = exp_difference(m, shift, 1.0, True)
+    total_all = tl.sum(total * weight, 0)
+    blind = total_all == 0.0
+    acc = tl.sum(part * weight[:, None], 0) * (keep_scale / tl.where(blind, 1.0, total_all))
+    out += (row // tq // heads) * out_b + (row // tq % heads) * out_h + row % tq * out_t
     tl.store(out + d, acc.to(out.dtype.element_ty), mask=d < D)
-    tl.store(lse + row, tl.where(blind, float("-inf"), m + tl.log2(total) * LN2))
+    tl.store(lse + row, tl.where(blind, float("-inf"), m_all + tl.log2(total_all) * LN2))

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from ops.triton.common import (
     LN2,
-    LOG2E,
     PLAIN,
     exp_difference,
     kept,
@@ -154,7 +153,6 @@ def _tilegpt_attention_forward(
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
     # With SCALE_LATE the scale goes into the exponential's FMA, and m is kept unscaled.
     m_scale = scale if SCALE_LATE else 1.0
-    unit = m_scale * LOG2E
     q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -180,8 +178,8 @@ def _tilegpt_attention_forward(
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf; shifted by 0 it gives exp2(-inf) = 0, and not NaN.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = exp_difference(s, shift[:, None], unit, EXACT)
-        rescale = exp_difference(m, shift, unit, EXACT)
+        p = exp_difference(s, shift[:, None], m_scale, EXACT)
+        rescale = exp_difference(m, shift, m_scale, EXACT)
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
