@@ -31,7 +31,13 @@ _triton = register_attention("triton", _forward, _backward)
 
 
 class TritonAttention(Attention):
-    """Tiled, fused attention in Triton on CUDA; with TRITON_INTERPRET=1 in Triton's interpreter on the CPU."""
+    """Tiled, fused attention in Triton on CUDA; with TRITON_INTERPRET=1 in Triton's interpreter on the CPU.
+
+    Args:
+        autotune: time the tiles of ops/triton/configs.py at the first call of each shape instead of taking
+        the
+            table's: seconds, once a process.
+    """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset(FEATURES) - {"bias_grad"},
@@ -42,8 +48,9 @@ class TritonAttention(Attention):
         deterministic=True,
     )
 
-    def __init__(self, name: str = "triton"):
+    def __init__(self, autotune: bool = False, name: str = "triton"):
         super().__init__(name)
+        self.autotune = autotune
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)
@@ -73,4 +80,4 @@ class TritonAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         left, right = diagonal_band(causal, window)
         tensors = (alibi_slopes, bias, *(segments or (None, None)), kv_lengths, dropout_seed)
-        return _triton(q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, [])
+        return _triton(q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, [int(self.autotune)])

@@ -3,9 +3,9 @@
     delta = rowsum(dout * out);  P = exp(S - lse);  dP = dout V^T;  dS = P * (dP - delta)
     dV = P^T dout;  dK = scale * dS^T Q;  dQ = scale * dS K                  (Dao 2023, section 3.1.2)
 
-Two passes: dK and dV per tile of keys, over the queries of its whole group (GQA needs no copy of K and V and no sum
-afterwards), and dQ per tile of queries, over the keys. They recompute S and dP each: 7 products instead of 5.
-"""
+Two passes: dK and dV per tile of keys, over the queries of its whole group (GQA needs no copy of K and V and
+no sum afterwards), and dQ per tile of queries, over the keys. They recompute S and dP each: 7 products
+instead of 5."""
 
 from __future__ import annotations
 
@@ -96,13 +96,14 @@ def _weights(
     SCALE_LATE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation; `cut`: an edge runs through the tile."""
+    """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation; `cut`: an edge runs through the
+    tile."""
     capped = s
     if not SCALE_LATE or EXACT:
         s, capped = scores(
             s, i, j, offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit, ALIBI, SOFTCAP
         )
-    if MASKED:
+    if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
         if cut:
             seen = visible(
                 i, j, offset, limit, window_left, window_right, q_ids, k_ids, HAS_LEFT, HAS_RIGHT, SEGMENTS
@@ -129,7 +130,8 @@ def _query_range(
     HAS_RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """For keys j0 .. j0 + cols: queries lo .. hi see some, those of the tiles in full_lo .. full_hi see all."""
+    """For keys j0 .. j0 + cols: queries lo .. hi see some, those of the tiles in full_lo .. full_hi see
+    all."""
     lo, hi = 0, tq
     if HAS_RIGHT:
         lo = tl.maximum(lo, j0 - offset - window_right)
@@ -241,8 +243,8 @@ def _tilegpt_attention_backward_dkdv(
         first_query = tl.load(ranges + (b * n_tiles + tile) * 2)
         end_query = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
     lo, full_lo, full_hi, hi = _query_range(
-        j0, tl.minimum(BLOCK_N, tk - j0), offset, tl.where(j0 < limit, tq, 0), window_left, window_right, first_query, end_query, BLOCK_M,
-        HAS_LEFT, HAS_RIGHT, SEGMENTS,
+        j0, tl.minimum(BLOCK_N, tk - j0), offset, tl.where(j0 < limit, tq, 0), window_left, window_right,
+        first_query, end_query, BLOCK_M, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS
     dk_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -264,9 +266,10 @@ def _tilegpt_attention_backward_dkdv(
             st = tl.dot(k_tile, q_tile.T, input_precision="ieee")
             q_ids = tl.load(q_segments + i, mask=i < tq, other=-1)[None, :] if SEGMENTS else 0
             pt, capped = _weights(
-                st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head, bias_i, bias_j,
-                slope, q_ids, k_ids, window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi),
-                MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
+                st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head,
+                bias_i, bias_j, slope, q_ids, k_ids, window_left, window_right, scale, softcap, (start <
+                full_lo) | (start >= full_hi), MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS,
+                SCALE_LATE, EXACT,
             )  # fmt: skip
             do_tile = load_tile(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
             dpt = tl.dot(v_tile, do_tile.T, input_precision="ieee")
@@ -382,8 +385,8 @@ def _tilegpt_attention_backward_dq(
         first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
         end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
     lo, full_lo, full_hi, hi = _key_range(
-        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, BLOCK_N,
-        HAS_LEFT, HAS_RIGHT, SEGMENTS,
+        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
+        BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
     q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
     do_tile = load_tile(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
@@ -401,8 +404,8 @@ def _tilegpt_attention_backward_dq(
         k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
         p, capped = _weights(
             s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,
-            window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi), MASKED, HAS_LEFT,
-            HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
+            window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi), MASKED,
+            HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
         )  # fmt: skip
         if DROPOUT:
             dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)

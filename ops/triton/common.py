@@ -44,9 +44,8 @@ def load_tile(
 ):
     """Rows start .. start + BLOCK of a (T, D) matrix as (BLOCK, BLOCK_D), zeros beyond D.
 
-    x: a descriptor of the whole (B, H, T, D) tensor with DESC, which gives zeros beyond T by itself; else a pointer to
-    the matrix, and then BOUNDED gives zeros from row `limit` on.
-    """
+    x: a descriptor of the whole (B, H, T, D) tensor with DESC, which gives zeros beyond T by itself; else a
+    pointer to the matrix, and then BOUNDED gives zeros from row `limit` on."""
     if DESC:
         tile = x.load([b, h, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
@@ -88,9 +87,11 @@ def exp_natural(x):
 
 @triton.jit
 def exp_difference(s, shift, scale, EXACT: tl.constexpr):
-    """exp((s - shift) * scale): one FMA and one exp2, rounded before the difference is taken; with EXACT, as fp32
-    needs, after it."""
-    return exp_natural((s - shift) * scale) if EXACT else tl.exp2(s * (scale * LOG2E) - shift * (scale * LOG2E))
+    """exp((s - shift) * scale): one FMA and one exp2, rounded before the difference is taken; with EXACT, as
+    fp32 needs, after it."""
+    return (
+        exp_natural((s - shift) * scale) if EXACT else tl.exp2(s * (scale * LOG2E) - shift * (scale * LOG2E))
+    )
 
 
 @triton.jit
@@ -143,11 +144,13 @@ def visible(
     HAS_RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Which query sees which key: j < limit, inside the band around the diagonal j = i + offset, same document.
+    """Which query sees which key: j < limit, inside the band around the diagonal j = i + offset, same
+    document.
 
     q_ids, k_ids: document ids shaped as i and j; anything without SEGMENTS.
     """
-    # Comparisons of vectors: a difference of matrices would be hoisted out of the loop, 44 registers in the backward.
+    # Comparisons of vectors: a difference of matrices would be hoisted out of the loop, 44 registers in the
+    # backward.
     seen = j < limit
     if HAS_RIGHT:
         seen = seen & (j <= i + (offset + window_right))
@@ -188,8 +191,8 @@ def kept(keys, j, threshold):
 
 @triton.jit
 def unswizzle(pid, n_tiles, n_heads, grouped, LAST_FIRST: tl.constexpr):
-    """(tile, head) of program `pid`: `grouped` heads side by side, so that their K and V stay in L2, and within
-    them tile after tile; with LAST_FIRST from the last, which is the longest under a causal mask."""
+    """(tile, head) of program `pid`: `grouped` heads side by side, so that their K and V stay in L2, and
+    within them tile after tile; with LAST_FIRST from the last, which is the longest under a causal mask."""
     first = pid // (grouped * n_tiles) * grouped
     width = tl.minimum(grouped, n_heads - first)
     within = pid - first * n_tiles

@@ -1,7 +1,4 @@
-"""Tile shapes by device, dtype, head dim and mask, so that nobody waits for autotuning.
-
-The figures behind the rows of sm_90: one H200, bf16, 16,384 tokens, width 2,048, T = 4,096, in milliseconds.
-"""
+"""Tile shapes by device, dtype, head dim and mask, so that nobody waits for autotuning."""
 
 from __future__ import annotations
 
@@ -9,11 +6,13 @@ from dataclasses import dataclass
 
 from ops.triton.interpret import INTERPRETED
 
+Arch = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Tile:
-    """`m` queries by `n` keys; `warps`, `stages` of the software pipeline; `desc`: loads by tensor descriptors (TMA)
-    where the tensors allow it."""
+    """`m` queries by `n` keys; `warps`, and `stages` of the software pipeline; `desc`: loads by tensor
+    descriptors (TMA), where the tensors allow it."""
 
     m: int
     n: int
@@ -22,53 +21,98 @@ class Tile:
     desc: bool = False
 
 
+def _rows(tiles: str, desc: bool) -> tuple[Tile, ...]:
+    """Three tiles, "m n warps stages" each: without a mask; with one; with more to compute for each score."""
+    return tuple(Tile(*map(int, tile.split()), desc) for tile in tiles.split("|"))
+
+
+# The third column (softcap, ALiBi, bias, dropout, documents) needs registers: what fits without spills.
+# sm_90: the fastest of 7 to 11 tiles that do not spill. Figures: milliseconds on one H200, bf16, 16,384
+# tokens, width 2,048, T = 4,096, without a mask and causal. Automatic warp specialisation (triton 3.6)
+# compiled the forward and hung there, and failed to compile the backward.
+_HOPPER = {
+    ("forward", 32): "64 128 4 3 | 64 128 4 3 | 64 128 4 3",  # 1.76, 1.00; 128 x 128 1.93, 1.06
+    ("forward", 64): "128 128 4 3 | 64 128 4 3 | 64 128 4 3",  # 1.24, 0.69; the other's 1.30, 0.74
+    ("forward", 128): "128 128 8 3 | 64 64 4 3 | 64 64 4 3",  # 1.14, 0.55; the other's 1.15, 0.60
+    ("forward", 256): "128 64 8 2 | 128 64 8 2 | 128 64 8 2",  # 1.08, 0.62; 64 x 64 x 4 1.23, 0.70
+    ("dkdv", 32): "64 64 4 3 | 64 128 4 2 | 64 64 4 3",  # 3.12, 1.70; the other's 3.24, 1.96
+    # ptxas serialises the products of 128 x 64 without a mask: 2.97
+    ("dkdv", 64): "64 64 4 3 | 128 64 4 2 | 64 64 4 3",  # 2.07, 1.20; the other's 2.97, 1.48
+    ("dkdv", 128): "64 64 4 2 | 64 64 4 2 | 64 64 8 2",  # 1.85, 1.08; 64 x 128 x 8 1.97, 1.34
+    ("dkdv", 256): "64 64 8 2 | 64 32 8 2 | 64 32 8 2",  # 3.46
+    ("dq", 32): "64 128 4 3 | 64 64 4 3 | 64 64 4 3",  # 1.82, 1.01; the other's 1.82, 1.29
+    ("dq", 64): "64 128 4 3 | 64 128 4 3 | 64 128 4 3",  # 1.32, 0.75; 128 x 64 1.34, 0.75
+    ("dq", 128): "128 64 8 3 | 128 64 8 3 | 128 64 8 3",  # 1.27, 0.75; 128 x 32 1.41, 0.87
+    ("dq", 256): "128 32 8 2 | 128 32 8 2 | 128 32 8 2",  # 1.95, 1.08; 64 x 32 x 4 2.77, 1.39
+}
+# sm_80, sm_86, sm_89 and unknown GPUs: compiled within 101,376 bytes of shared memory and without spills, not
+# measured.
+_AMPERE = {
+    ("forward", 32): "128 64 4 3 | 128 64 4 3 | 64 64 4 3",
+    ("forward", 64): "128 64 4 3 | 128 64 4 3 | 64 64 4 3",
+    ("forward", 128): "128 64 8 2 | 128 64 8 2 | 128 32 8 2",
+    ("forward", 256): "64 32 8 2 | 64 32 8 2 | 64 32 8 2",
+    ("dkdv", 32): "64 64 8 2 | 64 64 8 2 | 32 64 4 2",
+    ("dkdv", 64): "64 64 8 2 | 64 64 8 2 | 32 64 4 2",
+    ("dkdv", 128): "32 64 8 2 | 32 64 8 2 | 32 64 8 2",
+    ("dkdv", 256): "32 32 8 1 | 32 32 8 1 | 32 32 8 1",
+    ("dq", 32): "128 64 8 2 | 128 64 8 2 | 128 64 8 2",
+    ("dq", 64): "128 64 8 2 | 128 64 8 2 | 128 64 8 2",
+    ("dq", 128): "64 32 4 2 | 64 32 4 2 | 64 32 4 2",
+    ("dq", 256): "64 32 8 1 | 64 32 8 1 | 64 32 8 1",
+}
+# fp32 multiplies by FMA, for exactness and not for speed; from head dim 128 on its dK and dV spill.
+_FP32 = {
+    ("forward", 32): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
+    ("forward", 64): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
+    ("forward", 128): "32 32 8 1 | 32 32 8 1 | 32 32 8 1",
+    ("forward", 256): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
+    ("dkdv", 32): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
+    ("dkdv", 64): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
+    ("dkdv", 128): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
+    ("dkdv", 256): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
+    ("dq", 32): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
+    ("dq", 64): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
+    ("dq", 128): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
+    ("dq", 256): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
+}
+_TABLES = {
+    "sm_90": {key: _rows(tiles, True) for key, tiles in _HOPPER.items()},
+    "sm_80": {key: _rows(tiles, False) for key, tiles in _AMPERE.items()},
+    "fp32": {key: _rows(tiles, False) for key, tiles in _FP32.items()},
+}
 # The interpreter needs few programs, whatever they hold.
 _INTERPRETED = Tile(64, 64, 4, 1, desc=True)
-_FP32 = Tile(32, 32, 4, 1)
 
 
-def forward_tile(arch: tuple[int, int], bits: int, block_d: int, masked: bool) -> Tile:
+def tile(kind: str, arch: Arch, bits: int, block_d: int, masked: bool, heavy: bool) -> Tile:
+    """The tile of `kind`: forward, dkdv or dq.
+
+    Args:
+        arch: compute capability; bits: 16 or 32 of the dtype; block_d: the head dim as a power of two.
+        masked: causal or a window; heavy: softcap, ALiBi, bias, dropout or documents.
+    """
     if INTERPRETED:
         return _INTERPRETED
-    if bits == 32:
-        return _FP32
-    desc = arch[0] == 9
-    if block_d <= 64:
-        return Tile(64, 128, 4, 3, desc) if masked else Tile(128, 128, 4, 3, desc)
-    if block_d == 128:
-        return Tile(64, 64, 4, 3, desc) if masked else Tile(128, 128, 8, 3, desc)
-    return Tile(64, 64, 4, 2, desc)
+    return _table(arch, bits)[kind, max(32, block_d)][2 if heavy else int(masked)]
 
 
-def dkdv_tile(arch: tuple[int, int], bits: int, block_d: int, masked: bool) -> Tile:
-    if INTERPRETED:
-        return _INTERPRETED
-    if bits == 32:
-        return _FP32
-    desc = arch[0] == 9
-    if block_d <= 64:
-        return Tile(128, 64, 4, 2, desc) if masked else Tile(64, 64, 4, 3, desc)
-    if block_d == 128:
-        return Tile(64, 64, 4, 2, desc)
-    return Tile(64, 64, 8, 1, desc)
+def candidates(kind: str, arch: Arch, bits: int, block_d: int) -> list[Tile]:
+    """What autotuning tries: every tile of this kind and head dim in the device's table and its
+    neighbours."""
+    sizes = {max(32, size) for size in (block_d // 2, block_d, min(256, block_d * 2))}
+    found = [tile for size in sizes for tile in _table(arch, bits)[kind, size]]
+    return list(dict.fromkeys(found))
 
 
-def dq_tile(arch: tuple[int, int], bits: int, block_d: int, masked: bool) -> Tile:
-    if INTERPRETED:
-        return _INTERPRETED
-    if bits == 32:
-        return _FP32
-    desc = arch[0] == 9
-    if block_d <= 64:
-        return Tile(64, 128, 4, 3, desc)
-    if block_d == 128:
-        return Tile(128, 64, 8, 3, desc)
-    return Tile(64, 64, 8, 1, desc)
+def _table(arch: Arch, bits: int) -> dict[tuple[str, int], tuple[Tile, ...]]:
+    return _TABLES["fp32" if bits == 32 else "sm_90" if arch[0] == 9 else "sm_80"]
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """`n` keys a tile; `programs` that an SM runs at once."""
+    """`n` keys a tile; `programs` that an SM runs at once; `desc`, `warps` and `stages` as above; `pdl`: the
+    combining kernel starts while the splits run and waits for them there (sm_90 and newer)."""
 
     n: int
     warps: int
@@ -78,9 +122,16 @@ class DecodeTile:
     pdl: bool = False
 
 
-def decode_tile(arch: tuple[int, int], bits: int, block_d: int) -> DecodeTile:
+def decode_tile(arch: Arch, bits: int, block_d: int, full: bool) -> DecodeTile:
+    """The tile of the split-key kernel; `full`: batch and KV heads alone fill the GPU, and nothing is
+    split."""
     if INTERPRETED:
-        return DecodeTile(32, 4, 1, 2, True)
+        return DecodeTile(32, 4, 1, 2, desc=True)
     if bits == 32:
-        return DecodeTile(32, 4, 2, 2)
-    return DecodeTile(64, 4, 3, 2, desc=False)
+        return DecodeTile(16, 4, 2, 2)
+    if arch[0] != 9:
+        return DecodeTile(64 if block_d <= 128 else 32, 4, 2, 2)
+    # One H200, 32 query heads, 8 KV heads, D = 128, in us: B = 1, L = 16k 22.3, with 3 stages more than 23.1;
+    # B = 16, L = 1k 20.0, with 2 stages more than 23.6. cuDNN: 23.2 and 19.8.
+    keys = 128 if block_d <= 128 else 64
+    return DecodeTile(keys, 4, 3 if full else 2, 1, desc=True, pdl=True)

@@ -1,8 +1,7 @@
 """The forward kernel: FlashAttention-2's loop (Dao 2023, algorithm 1) with every option of the contract.
 
-A program owns BLOCK_M queries of one head and walks the keys that any of them may see; only tiles that an edge of
-the window, the diagonal, a document's end or the end of the keys cuts are masked.
-"""
+A program owns BLOCK_M queries of one head and walks the keys that any of them may see; only tiles that an
+edge of the window, the diagonal, a document's end or the end of the keys cuts are masked."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ def _key_range(
     HAS_RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """For queries i0 .. i0 + rows: keys lo .. hi are seen by some, and the tiles in full_lo .. full_hi by all.
+    """For queries i0 .. i0 + rows: keys lo .. hi are seen by some, and the tiles in full_lo .. full_hi by
+    all.
 
     first_key and end_key bound the keys of their documents. lo, full_lo, full_hi are multiples of BLOCK_N.
     """
@@ -147,8 +147,8 @@ def _tilegpt_attention_forward(
         first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
         end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
     lo, full_lo, full_hi, hi = _key_range(
-        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, BLOCK_N,
-        HAS_LEFT, HAS_RIGHT, SEGMENTS,
+        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
+        BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
     # With SCALE_LATE the scale goes into the exponential's FMA, and m is kept unscaled.
@@ -166,7 +166,7 @@ def _tilegpt_attention_forward(
                 s, i[:, None], j[None, :], offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit,
                 ALIBI, SOFTCAP,
             )  # fmt: skip
-        if MASKED:
+        if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
             # One loop with a branch: a loop each for masked and unmasked tiles took 50 registers more.
             if (start < full_lo) | (start >= full_hi):
                 k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
@@ -198,8 +198,9 @@ def _tilegpt_attention_forward(
 def _tilegpt_segment_ranges(
     own, other, ranges, n_own, n_other, n_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """ranges (B, n_tiles, 2): first and end of `other` whose ids lie between the least and the greatest id of each
-    tile of BLOCK `own`. Where documents follow each other, exactly the tiles of the own documents remain."""
+    """ranges (B, n_tiles, 2): first and end of `other` whose ids lie between the least and the greatest id of
+    each tile of BLOCK `own`. Where documents follow each other, exactly the tiles of the own documents
+    remain."""
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = tile * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(own + b * n_own + rows, mask=rows < n_own, other=0)

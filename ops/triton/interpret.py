@@ -1,4 +1,5 @@
-"""Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported): kernels on CPU tensors, for tests."""
+"""Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported): kernels on CPU tensors, for
+tests."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 @functools.cache
 def mend_dot() -> None:
-    """The interpreter keeps bf16 as raw 16-bit integers, and its dot multiplies those without an error message."""
+    """The interpreter keeps bf16 as raw 16-bit integers, and its dot multiplies those without an error
+    message."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -19,7 +21,8 @@ def mend_dot() -> None:
         data = x.data
         if x.dtype.scalar == tl.bfloat16:  # the upper half of fp32
             data = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        # In fp64: the order of a product's sum is the machine's, no kernel's. Contiguous: else numpy loops by itself.
+        # In fp64: the order of a product's sum is the machine's, no kernel's. Contiguous: else numpy loops by
+        # itself.
         return np.ascontiguousarray(data, dtype=np.float64)
 
     def create_dot(self, a, b, d, *how):
