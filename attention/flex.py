@@ -1,103 +1,36 @@
 """FlexAttention (Dong et al. 2024, arXiv 2412.05496): Inductor writes a Triton kernel for the scores at hand.
 
-The contract's masks become one `mask_mod`, its scores one `score_mod`. Whether a tile of 128 x 128 scores is
-empty, partial or full comes from its corners, in O((T / 128)^2): no mask of T^2 is ever made, nothing waits
-for the device, and the same lines run in a compiled step and in a CUDA graph.
+The contract's masks become one `mask_mod`, its scores one `score_mod`; which tiles of scores are empty,
+partial or full is said by flex_masks.py.
 
-Called on CUDA from outside of a torch.compile it is compiled here, once for each kind of call and once more
-for all lengths: causal, windows, rectangles and kv_lengths are data for one kernel. Lengths of whole tiles
-from 512 on, as in training, get kernels of their own, which need no bounds checks. Inside of a torch.compile
-it is traced; with a backend that generates no code (aot_eager) PyTorch makes all T^2 scores there, and loses
-the gradient of a bias.
+Called on CUDA from outside of a torch.compile it is compiled here, for each kind of call at most three times:
+for the first lengths, and then for all others with fewer than 128 queries and with more. (One kernel would do
+for both, but PyTorch 2.11 to 2.13 asks for their number to choose a decoding kernel, even where that is ruled
+out, and a question to a symbolic size is a guard.) Causal, windows, rectangles and kv_lengths are data for
+one kernel. Lengths of whole tiles from 512 on, as in training, get kernels of their own, which need no bounds
+checks.
+
+Inside of a torch.compile it is traced; with a backend that generates no code (aot_eager) PyTorch makes all
+T^2 scores there, and loses the gradient of a bias.
 """
 
 from __future__ import annotations
 
 import types
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from attention.base import FEATURES, LOW_PRECISION, Attention, AttentionCall, Capabilities
+from attention.flex_masks import FAR, TILE, Limits, Recent, Segments, tile_lists
 from attention.geometry import blank_beyond, diagonal_band
 
-TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
-FAR = 2**30  # stands for unbounded
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
 MAX_DENSE_SCORES = 2**26
-
-Segments = tuple[Tensor, Tensor]
-
-
-class Limits(NamedTuple):
-    """What query i sees: keys j < keys with -left <= rel <= right, rel = j - (i + keys - queries). Numbers
-    become constants of a kernel; tensors, (B,) int32, are read by it."""
-
-    queries: int | Tensor
-    keys: int | Tensor
-    left: int | Tensor
-    right: int | Tensor
-
-    def of(self, b: Tensor) -> Limits:
-        return Limits(*(n[b] if isinstance(n, Tensor) else n for n in self))
-
-    def tensors(self, batch: int, device: torch.device) -> Limits:
-        """All of them as they are now."""
-        like = {"dtype": torch.int32, "device": device}
-        return Limits(
-            *(n.clone() if isinstance(n, Tensor) else torch.full((batch,), n, **like) for n in self)
-        )
-
-
-def tile_lists(
-    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device
-) -> tuple[Tensor, ...]:
-    """The tiles to compute, in the order of BlockMask's arguments.
-
-    How many key tiles a query tile sees in part, and which come first; the same in full; then both by key
-    tile: (1 or B, 1, rows) and (1 or B, 1, rows, columns), int32.
-    """
-    queries, keys, left, right = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in limits)
-    # A row and a column of tiles more than there are: torch.compile would specialise on a single one.
-    i = TILE * torch.arange((tq + TILE - 1) // TILE + 1, device=device).view(1, 1, -1, 1)
-    j = TILE * torch.arange((tk + TILE - 1) // TILE + 1, device=device).view(1, 1, 1, -1)
-    diagonal = keys - queries
-    first, last = j - (i + TILE - 1) - diagonal, j + TILE - 1 - i - diagonal  # the least and most rel
-    some = (first <= right) & (last >= -left) & (j < keys) & (i < tq)
-    full = (first >= -left) & (last <= right) & (j + TILE <= keys) & (i + TILE <= tq)
-    if segments is not None:
-        # Documents by the range of their ids in a tile: exact for ids in order, else a tile too many.
-        (q_low, q_high), (k_low, k_high) = (_tile_range(ids) for ids in segments)
-        q_low, q_high = q_low[:, None, :, None], q_high[:, None, :, None]  # (B, 1, rows, 1)
-        k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
-        some = some & (q_low <= k_high) & (k_low <= q_high)
-        full = full & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    kinds = (some & ~full, full)
-    return (
-        *(part for kind in kinds for part in _ordered(kind)),
-        *(part for kind in kinds for part in _ordered(kind.transpose(-2, -1))),
-    )
-
-
-def _tile_range(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and greatest of ids (B, T) in each tile: (B, tiles + 1) each, the last id filling up."""
-    tokens = ids.shape[1]
-    t = torch.arange(((tokens + TILE - 1) // TILE + 1) * TILE, device=ids.device).clamp(max=tokens - 1)
-    tiled = ids[:, t].unflatten(1, (-1, TILE))
-    return tiled.amin(-1), tiled.amax(-1)
-
-
-def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns of each row are set, and the columns with these first."""
-    tiles = tiles.to(torch.int32)
-    order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
-    return tiles.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
 
 
 def _mask_mod(limits: Limits, segments: Segments | None) -> Callable[..., Tensor]:
@@ -157,17 +90,8 @@ def flex(
     slopes = None if slopes is None else slopes.float()
     if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
         bias = bias.float()  # its gradient is summed in its own dtype
-    options: dict[str, Any] = {}
-    if q.shape[2] != 1:
-        # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
-        options["FORCE_USE_FLEX_ATTENTION"] = True
-    if q.dtype == torch.float32:
-        # No TF32, whatever torch.set_float32_matmul_precision allows.
-        options["FLOAT32_PRECISION"] = "'ieee'"
-        if q.shape[3] > 64 and q.shape[2] != 1:
-            # 64 x 64 in three stages, the default for most of these: 229,376 bytes of shared memory at head
-            # dims from 65 (padded to 128), and twice that from 129; a block of sm_90 has 232,448.
-            options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
+    # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
+    options = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
     lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=return_lse)
     mask = BlockMask(lengths, *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=_mask_mod(limits, segments))
     score_mod = _score_mod(limits, softcap, slopes, bias)
@@ -175,35 +99,6 @@ def flex(
         q, k, v, score_mod, mask, scale, enable_gqa=gqa, kernel_options=options, return_aux=aux
     )
     return out, aux.lse
-
-
-class Recent:
-    """What was made for the last calls, so that the layers of a step share it.
-
-    It is found by plain facts, and where it depends on tensors by the very tensors, in the version they had:
-    an in-place change makes it anew.
-    """
-
-    def __init__(self, size: int = 16):
-        self.size = size
-        self._made: OrderedDict[Any, tuple[list[weakref.ref[Tensor]], Any]] = OrderedDict()
-
-    def get(self, facts: tuple[Any, ...], tensors: list[Tensor], make: Callable[[], Any]) -> Any:
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        # A CUDA graph makes its own at each replay; tensors of inference mode count no versions.
-        if capturing or any(t.is_inference() for t in tensors):
-            return make()
-        key = (*facts, *((id(t), t._version) for t in tensors))
-        refs, made = self._made.get(key, ([], None))
-        if made is None or not all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
-            # Made in inference mode, it would be of no use to a training step.
-            with torch.inference_mode(False), torch.no_grad():
-                made = make()
-            self._made[key] = ([weakref.ref(t) for t in tensors], made)
-            if len(self._made) > self.size:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return made
 
 
 _RECENT = Recent()
@@ -252,7 +147,7 @@ def _dense_reasons(call: AttentionCall) -> list[str]:
 
 
 class FlexAttention(Attention):
-    """torch.nn.attention.flex_attention, compiled; on a CPU forward only and short, as PyTorch has it."""
+    """torch.nn.attention.flex_attention, compiled, in 16 bits; on a CPU forward only and short."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset(FEATURES) - {"dropout"},
@@ -271,7 +166,14 @@ class FlexAttention(Attention):
             reasons.append(f"no head dim {call.head_dim}: needs at least 16 (model.n_embd / model.n_head)")
         if call.device == "cpu" and call.backward:
             reasons.append("no backward on a CPU: PyTorch's FlexAttention has none (trainer.accelerator)")
-        if "lse" in call.features and call.dtype == torch.float32:
+        if call.dtype == torch.float32 and call.device == "cuda":
+            # The generated kernels, without TF32, miss what DESIGN.md section 4 allows: 1.82 times the error
+            # for one query on 239 keys (kv_lengths, head dim 128; window 1.09, bias 1.34), 1.32 for 1023 on
+            # 1024 (ALiBi, head dim 64) and 1.11 there for the gradient of a bias (H200, torch 2.11).
+            reasons.append(
+                "no float32 on cuda: needs float16 or bfloat16 (precision), or attention=tiled or triton"
+            )
+        elif "lse" in call.features and call.dtype == torch.float32:
             # PyTorch keeps it in base 2 and converts twice: 1.08 times the error that DESIGN.md section 4
             # allows (one query on 239 keys, on a CPU).
             reasons.append("no lse in float32: needs 16 bits (precision), or return_lse=False")

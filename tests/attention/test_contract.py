@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention.base import FEATURES, Attention, AttentionCall, UnsupportedAttention
-from tests.attention.criterion import run_case
+from scripts.accuracy import error_ratios
+from tests.attention.criterion import expected, run_case
 from tests.grid import CASES, CROSSED, NAMES, Case, build, make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -66,22 +68,26 @@ def test_unknown_devices_are_refused(name: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_whole_with_dynamic_length(name: str, device: str) -> None:
-    """One graph, forward and backward, for all lengths."""
+    """One graph, forward and backward, for all lengths, and right by the criterion: compiled, an
+    implementation may take another way than in eager mode, so the two need not agree to the last bit.
+    """
     attention, dtype = capable(name, Case("compile", 64, 64), device)
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    # Its own count: in eager mode an implementation may compile by itself.
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, backend=graphs)
     for tokens in (64, 96, 128):
-        inputs = make_inputs(Case("compile", tokens, tokens), device, dtype)
-        q, k, v = inputs.q, inputs.k, inputs.v
-        for t in (q, k, v):
+        case = Case("compile", tokens, tokens)
+        inputs = make_inputs(case, device, dtype)
+        leaves = inputs.leaves()
+        for t in leaves.values():
             torch._dynamo.mark_dynamic(t, 2)
-        out = compiled(q, k, v)
-        got = torch.autograd.grad(out, (q, k, v), inputs.dout)
-        expected = attention(q, k, v)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(got, torch.autograd.grad(expected, (q, k, v), inputs.dout))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        out = compiled(*leaves.values())
+        grads = torch.autograd.grad(out, list(leaves.values()), inputs.dout)
+        got = {"out": out.detach()} | {f"d{x}": grad for x, grad in zip(leaves, grads, strict=True)}
+        ratios = error_ratios(got, *expected(case, device, dtype), dtype)
+        assert max(ratios.values()) <= 1, ratios
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -1,0 +1,115 @@
+"""FlexAttention's masks: what a query sees as a few numbers, the tiles of scores to compute, and their cache.
+
+Whether a tile of 128 x 128 scores is empty, partial or full comes from its corners, in O((T / 128)^2): no
+mask of T^2 is ever made, nothing waits for the device, and the same lines run in a compiled step and in a
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
+FAR = 2**30  # stands for unbounded
+
+Segments = tuple[Tensor, Tensor]
+
+
+class Limits(NamedTuple):
+    """What query i sees: keys j < keys with -left <= rel <= right, rel = j - (i + keys - queries). Numbers
+    become constants of a kernel; tensors, (B,) int32, are read by it."""
+
+    queries: int | Tensor
+    keys: int | Tensor
+    left: int | Tensor
+    right: int | Tensor
+
+    def of(self, b: Tensor) -> Limits:
+        return Limits(*(n[b] if isinstance(n, Tensor) else n for n in self))
+
+    def tensors(self, batch: int, device: torch.device) -> Limits:
+        """All of them as they are now."""
+        like = {"dtype": torch.int32, "device": device}
+        return Limits(
+            *(n.clone() if isinstance(n, Tensor) else torch.full((batch,), n, **like) for n in self)
+        )
+
+
+def tile_lists(
+    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The tiles to compute, in the order of BlockMask's arguments.
+
+    How many key tiles a query tile sees in part, and which come first; the same in full; then both by key
+    tile: (1 or B, 1, rows) and (1 or B, 1, rows, columns), int32.
+    """
+    queries, keys, left, right = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in limits)
+    # A row and a column of tiles more than there are: torch.compile would specialise on a single one.
+    i = TILE * torch.arange((tq + TILE - 1) // TILE + 1, device=device).view(1, 1, -1, 1)
+    j = TILE * torch.arange((tk + TILE - 1) // TILE + 1, device=device).view(1, 1, 1, -1)
+    diagonal = keys - queries
+    first, last = j - (i + TILE - 1) - diagonal, j + TILE - 1 - i - diagonal  # the least and most rel
+    some = (first <= right) & (last >= -left) & (j < keys) & (i < tq)
+    full = (first >= -left) & (last <= right) & (j + TILE <= keys) & (i + TILE <= tq)
+    if segments is not None:
+        # Documents by the range of their ids in a tile: exact for ids in order, else a tile too many.
+        (q_low, q_high), (k_low, k_high) = (_tile_range(ids) for ids in segments)
+        q_low, q_high = q_low[:, None, :, None], q_high[:, None, :, None]  # (B, 1, rows, 1)
+        k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
+        some = some & (q_low <= k_high) & (k_low <= q_high)
+        full = full & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    kinds = (some & ~full, full)
+    return (
+        *(part for kind in kinds for part in _ordered(kind)),
+        *(part for kind in kinds for part in _ordered(kind.transpose(-2, -1))),
+    )
+
+
+def _tile_range(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and greatest of ids (B, T) in each tile: (B, tiles + 1) each, the last id filling up."""
+    tokens = ids.shape[1]
+    t = torch.arange(((tokens + TILE - 1) // TILE + 1) * TILE, device=ids.device).clamp(max=tokens - 1)
+    tiled = ids[:, t].unflatten(1, (-1, TILE))
+    return tiled.amin(-1), tiled.amax(-1)
+
+
+def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many columns of each row are set, and the columns with these first."""
+    tiles = tiles.to(torch.int32)
+    order = torch.argsort(tiles, dim=-1, descending=True, stable=True)
+    return tiles.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
+
+
+class Recent:
+    """What was made for the last calls, so that the layers of a step share it.
+
+    It is found by plain facts, and where it depends on tensors by the very tensors, in the version they had:
+    an in-place change makes it anew.
+    """
+
+    def __init__(self, size: int = 16):
+        self.size = size
+        self._made: OrderedDict[Any, tuple[list[weakref.ref[Tensor]], Any]] = OrderedDict()
+
+    def get(self, facts: tuple[Any, ...], tensors: list[Tensor], make: Callable[[], Any]) -> Any:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        # A CUDA graph makes its own at each replay; tensors of inference mode count no versions.
+        if capturing or any(t.is_inference() for t in tensors):
+            return make()
+        key = (*facts, *((id(t), t._version) for t in tensors))
+        refs, made = self._made.get(key, ([], None))
+        if made is None or not all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
+            # Made in inference mode, it would be of no use to a training step.
+            with torch.inference_mode(False), torch.no_grad():
+                made = make()
+            self._made[key] = ([weakref.ref(t) for t in tensors], made)
+            if len(self._made) > self.size:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return made
