@@ -145,7 +145,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     call = _Call(q, k, *options)
     if q.shape[2] * call.group <= _DECODE_ROWS:
         full = k.shape[0] * k.shape[1] >= 0.9 * _sms(q.device)
-        return run_decode(q, k, v, call, configs.decode_tile(*call.device_facts, full))
+        desc = call.kv_lengths is None and _describable(k, v)
+        return run_decode(q, k, v, call, configs.decode_tile(*call.device_facts, full, desc))
     return run_forward(q, k, v, call, call.tile("forward", lambda tile: run_forward(q, k, v, call, tile)))
 
 
@@ -183,8 +184,7 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
     out = torch.empty_like(q)
     lse = q.new_empty((batch, heads, tq), dtype=torch.float32)
     splits = _splits(batch * kv_heads, tile.programs * _sms(q.device), triton.cdiv(tk, tile.n))
-    desc = tile.desc and call.kv_lengths is None and _describable(k, v)
-    args = tuple(_described(x, tile.n, call.block_d) for x in (k, v)) if desc else (k, v)
+    args = tuple(_described(x, tile.n, call.block_d) for x in (k, v)) if tile.desc else (k, v)
     to, to_lse = out, lse
     if splits > 1:
         to = q.new_empty((splits, batch, heads, tq, head_dim), dtype=torch.float32)
@@ -194,7 +194,7 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
         q, *args, to, to_lse, *call.tensors(None),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
         kv_heads, tq, tk, splits, *call.numbers,
-        **call.flags, SPLIT=splits > 1, DESC=desc, PDL=pdl,
+        **call.flags, SPLIT=splits > 1, DESC=tile.desc, PDL=pdl,
         BLOCK_M=max(16, triton.next_power_of_2(tq * call.group)), BLOCK_N=tile.n,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

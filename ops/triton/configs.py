@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ops.triton.interpret import INTERPRETED
 
@@ -122,16 +122,24 @@ class DecodeTile:
     pdl: bool = False
 
 
-def decode_tile(arch: Arch, bits: int, block_d: int, full: bool) -> DecodeTile:
-    """The tile of the split-key kernel; `full`: batch and KV heads alone fill the GPU, and nothing is
-    split."""
+def decode_tile(arch: Arch, bits: int, block_d: int, full: bool, desc: bool) -> DecodeTile:
+    """The tile of the split-key kernel.
+
+    Args:
+        full: batch and KV heads alone fill the GPU, and nothing is split; desc: descriptors can be used.
+    """
     if INTERPRETED:
-        return DecodeTile(32, 4, 1, 2, desc=True)
+        return DecodeTile(32, 4, 1, 2, desc)
     if bits == 32:
         return DecodeTile(16, 4, 2, 2)
     if arch[0] != 9:
         return DecodeTile(64 if block_d <= 128 else 32, 4, 2, 2)
-    # One H200, 32 query heads, 8 KV heads, D = 128, in us: B = 1, L = 16k 22.3, with 3 stages more than 23.1;
-    # B = 16, L = 1k 20.0, with 2 stages more than 23.6. cuDNN: 23.2 and 19.8.
-    keys = 128 if block_d <= 128 else 64
-    return DecodeTile(keys, 4, 3 if full else 2, 1, desc=True, pdl=True)
+    # One H200, 32 query heads, 8 KV heads, D = 128, in us (cuDNN's): with descriptors B = 1, L = 4k 9.7
+    # (12.1), 16k 22.4 (23.4), 128k 124.0 (124.5); B = 16, L = 1k 19.9 (19.9), 64k 921 (922). By pointers
+    # 11.0, 22.9, 124.3; 19.9, 919. Two stages of 128 keys without splits: more than 23.6 at B = 16, L = 1k.
+    half = 1 if block_d <= 128 else 2
+    if desc:
+        tile = DecodeTile(128, 4, 3, 1, desc, pdl=True) if full else DecodeTile(128, 4, 2, 2, desc, pdl=True)
+    else:
+        tile = DecodeTile(64, 4, 4, 1, pdl=True) if full else DecodeTile(64, 4, 3, 2, pdl=True)
+    return replace(tile, n=tile.n // half)
