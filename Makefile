@@ -9,6 +9,10 @@ PYTHON ?= python3
 VENV ?= .venv
 PY ?= $(VENV)/bin/python
 ARGS ?=
+# Tests run in this many processes. With a GPU each holds a CUDA context (half a GB) and what its tests left in the
+# allocator's cache, and all share the GPU: beyond 14 they wait for each other.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count()))")
+GPU_WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(14, os.cpu_count() - 2)))")
 
 .PHONY: train test test-gpu test-slow lint clean
 .DELETE_ON_ERROR:
@@ -17,10 +21,10 @@ train: $(VENV)/.installed
 	$(PY) train.py experiment=$$($(PY) -c "import torch; print('quickstart_gpu' if torch.cuda.is_available() else 'quickstart')") $(ARGS)
 
 test: $(VENV)/.installed-dev lint
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev
-	$(PY) -m pytest -m gpu $(ARGS)
+	TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(PY) -m pytest -m slow $(ARGS)

@@ -1,12 +1,26 @@
-"""Shared by all tests: GPU tests skip, with the reason, where there is none; one CPU thread."""
+"""Shared by all tests: GPU tests skip, with the reason, where there is none; one CPU thread;
+Triton's kernels run in its interpreter where there is no GPU."""
 
 from __future__ import annotations
+
+import importlib.util
+import os
+
+# Tensors here are small: more threads cost more than they bring, and tests share the machine. numpy, with which
+# Triton's interpreter multiplies, reads this when it is loaded: two threads took three times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 import torch
 
-# Tensors here are small: more threads cost more than they bring, and tests may share the machine.
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # Before triton is imported: its kernels then run on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+        from tests.interpreter import hasten
+
+        hasten()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
