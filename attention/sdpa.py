@@ -25,6 +25,8 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# How the chooser of PyTorch introduces its reasons against each.
+_HEADINGS = {"flash": "flash attention", "efficient": "memory efficient", "cudnn": "cudnn attention"}
 _ALL = frozenset(FEATURES) - {"softcap", "lse"}
 # These go through attn_mask; so does a causal rectangle with more than one query.
 _MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "segments", "kv_lengths"})
@@ -83,6 +85,8 @@ class SDPAAttention(Attention):
         return_lse: bool,
     ) -> tuple[Tensor, None]:
         tq, tk = q.shape[2], k.shape[2]
+        if causal and window is not None and window[0] < 0:
+            window = None  # a right bound says nothing
         # SDPA takes no symbolic bool, as a comparison of dynamic shapes would be; a branch is definite.
         gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         extras = (window, alibi_slopes, bias, segments, kv_lengths)
@@ -103,6 +107,8 @@ class SDPAAttention(Attention):
                 wide = torch.promote_types(q.dtype, torch.float32)
                 added = added - (alibi_slopes.to(wide).view(1, -1, 1, 1) * rel.abs()).to(q.dtype)
             mask = torch.where(mask, added, -torch.inf)
+            if mask.stride(-1) != 1:  # as that of a transposed bias, which the CUDA kernels refuse
+                mask = mask.clone(memory_format=torch.contiguous_format)
         k, v = blank_beyond(k, kv_lengths), blank_beyond(v, kv_lengths)
         return self._sdpa(q, k, v, mask, dropout_p, False, scale, gqa).masked_fill(blind, 0), None
 
@@ -137,33 +143,48 @@ class SDPAAttention(Attention):
 
 
 def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: str = "cuda") -> list[str]:
-    """PyTorch's own words on why a CUDA kernel cannot run: it says them as warnings."""
+    """PyTorch's own words on why a CUDA kernel cannot run.
+
+    Its chooser says them as warnings before it gives up; torch.backends.cuda.can_use_* write them to stderr,
+    past Python.
+    """
     group = call.heads // call.kv_heads  # one key head and its queries stand for all
     like = {"dtype": call.dtype, "device": device, "requires_grad": call.backward}
     q = torch.empty(1, group, call.tq, call.head_dim, **like)
     k = torch.empty(1, 1, call.tk, call.head_dim, **like)
-    mask = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, call.tq, call.tk) if masked else None
-    if call.features & {"bias", "alibi"}:
-        mask = torch.zeros((), dtype=call.dtype, device=device).expand(1, group, call.tq, call.tk)
-        mask = mask.requires_grad_(call.backward and "bias_grad" in call.features)
+    mask = None
+    if masked:
+        # One row stands for all: no memory of Tq * Tk, and the kernels want a last stride of 1.
+        added = bool(call.features & {"bias", "bias_grad", "alibi"})
+        row = torch.empty(call.tk, dtype=call.dtype if added else torch.bool, device=device)
+        row.requires_grad_(call.backward and "bias_grad" in call.features)
+        mask = row.expand(1, group if added else 1, call.tq, call.tk)
     is_causal = call.causal and call.tq > 1 and not masked
     dropout = 0.1 if "dropout" in call.features else 0.0
-    params = torch.backends.cuda.SDPAParams(q, k, k, mask, dropout, is_causal, call.heads != call.kv_heads)
-    can_use = {
-        "flash": torch.backends.cuda.can_use_flash_attention,
-        "efficient": torch.backends.cuda.can_use_efficient_attention,
-        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
-    }[backend]
     always = torch.is_warn_always_enabled()
-    with warnings.catch_warnings(record=True) as said, sdpa_kernel(_BACKENDS[backend]):
+    with (
+        warnings.catch_warnings(record=True) as said,
+        sdpa_kernel(_BACKENDS[backend]),
+        torch.set_grad_enabled(call.backward),
+    ):
         warnings.simplefilter("always")
         torch.set_warn_always(True)  # some words come once in a process, as that for one key (cuDNN)
         try:
-            if can_use(params, debug=True):
-                return []
+            torch._fused_sdp_choice(q, k, k, mask, dropout, is_causal, enable_gqa=group > 1)
+            return []
+        except RuntimeError as error:
+            words = _words(backend, [str(w.message) for w in said]) or [str(error).strip().split("\n")[0]]
         finally:
             torch.set_warn_always(always)
-    words = [str(w.message).split(" (Triggered internally")[0] for w in said]
-    return [f"SDPA's {backend} kernel: {w}" for w in words] or [
-        f"SDPA's {backend} kernel refuses, without a word"
-    ]
+    return [f"SDPA's {backend} kernel: {word}" for word in words]
+
+
+def _words(backend: str, said: list[str]) -> list[str]:
+    """Those of the chooser's warnings that come under the heading of `backend`."""
+    words, ours = [], False
+    for word in (text.split(" (Triggered internally")[0] for text in said):
+        if word.endswith("kernel not used because:"):
+            ours = word.lower().startswith(_HEADINGS[backend])
+        elif ours:
+            words.append(word)
+    return words

@@ -1,6 +1,7 @@
 """SDPA's backends: what is forced runs, and PyTorch's own reasons against it are passed on.
 
-Without a GPU PyTorch's `can_use_*` are stood in for by functions that say what they are asked, and warn.
+Without a GPU PyTorch's chooser is asked about its CPU kernel, or stood in for by one that keeps what it is
+asked.
 """
 
 from __future__ import annotations
@@ -17,17 +18,15 @@ from attention.base import AttentionCall, UnsupportedAttention
 from attention.sdpa import SDPAAttention
 from tests.grid import Case, make_inputs
 
-CAN_USE = {
-    "flash": "can_use_flash_attention",
-    "efficient": "can_use_efficient_attention",
-    "cudnn": "can_use_cudnn_attention",
-}
+FORCED = ("flash", "efficient", "cudnn")
 ENABLED = {
     "flash": torch.backends.cuda.flash_sdp_enabled,
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
     "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
     "math": torch.backends.cuda.math_sdp_enabled,
 }
+PLAIN = dict.fromkeys(("window", "softcap", "alibi_slopes", "bias", "segments", "kv_lengths", "dropout_seed"))
+PLAIN |= {"causal": True, "scale": 1.0, "dropout_p": 0.0, "return_lse": False}
 BIAS_GRAD = frozenset({"bias", "bias_grad"})
 
 
@@ -37,34 +36,45 @@ def _call(**changes: Any) -> AttentionCall:
     return AttentionCall(**(kind | shape | {"backward": True} | changes))
 
 
+# What PyTorch 2.11 says when no kernel is left: all three kernels have their say.
+SPEECH = """Memory efficient kernel not used because:
+Of efficient. (Triggered internally at sdp_utils.cpp:898.)
+Flash attention kernel not used because:
+Of flash. (Triggered internally at sdp_utils.cpp:900.)
+And more of flash.
+cuDNN attention kernel not used because:
+Of cudnn.""".splitlines()
+OWN_WORDS = {
+    "flash": ["Of flash.", "And more of flash."],
+    "efficient": ["Of efficient."],
+    "cudnn": ["Of cudnn."],
+}
+
+
 class _Library:
-    """Stands in for `can_use_*`: keeps what it was asked, says `words`, and so refuses; silent, it agrees."""
+    """Stands in for torch._fused_sdp_choice: keeps what it was asked, warns of `words`, and may give up."""
 
     def __init__(self, *words: str, agrees: bool = False):
         self.words, self.agrees = words, agrees
         self.enabled: set[str] = set()
-        self.asked: Any = None
+        self.asked: tuple[Any, ...] = ()
         self.loud = False
 
-    def __call__(self, params: Any, debug: bool = False) -> bool:
-        assert debug  # without it PyTorch gives no reasons
-        self.asked, self.loud = params, torch.is_warn_always_enabled()
+    def __call__(self, *asked: Any, enable_gqa: bool = False) -> int:
+        self.asked, self.loud = (*asked, enable_gqa), torch.is_warn_always_enabled()
         self.enabled = {name for name, enabled in ENABLED.items() if enabled()}
         for word in self.words:
             warnings.warn(word, UserWarning, stacklevel=1)
-        return self.agrees
+        if not self.agrees:
+            raise RuntimeError("No available kernel. Aborting execution.\nException raised from ...")
+        return 0
 
 
-@pytest.mark.parametrize("backend", CAN_USE)
+@pytest.mark.parametrize("backend", FORCED)
 def test_the_librarys_words_are_passed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = _Library(
-        "head_dim should be a multiple of 8 (Triggered internally at sdp_utils.cpp:573.)", "And more."
-    )
-    monkeypatch.setattr(torch.backends.cuda, CAN_USE[backend], library)
-    expected = [
-        f"SDPA's {backend} kernel: head_dim should be a multiple of 8",
-        f"SDPA's {backend} kernel: And more.",
-    ]
+    library = _Library(*SPEECH)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", library)
+    expected = [f"SDPA's {backend} kernel: {word}" for word in OWN_WORDS[backend]]
     for _ in range(2):  # a filter that lets a warning through once must not silence the second
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -74,16 +84,27 @@ def test_the_librarys_words_are_passed_on(backend: str, monkeypatch: pytest.Monk
     assert library.loud and not torch.is_warn_always_enabled()
 
 
-@pytest.mark.parametrize("backend", CAN_USE)
+@pytest.mark.parametrize("backend", FORCED)
 def test_silence(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, CAN_USE[backend], _Library(agrees=True))
-    assert sdpa._library_reasons(backend, _call(), False, "cpu") == []
-    monkeypatch.setattr(torch.backends.cuda, CAN_USE[backend], _Library("Only a remark.", agrees=True))
-    assert sdpa._library_reasons(backend, _call(), False, "cpu") == []
-    monkeypatch.setattr(torch.backends.cuda, CAN_USE[backend], _Library())
+    for words in ((), ("Only a remark.",)):
+        monkeypatch.setattr(torch, "_fused_sdp_choice", _Library(*words, agrees=True))
+        assert sdpa._library_reasons(backend, _call(), False, "cpu") == []
+    monkeypatch.setattr(torch, "_fused_sdp_choice", _Library())
     assert sdpa._library_reasons(backend, _call(), False, "cpu") == [
-        f"SDPA's {backend} kernel refuses, without a word"
+        f"SDPA's {backend} kernel: No available kernel. Aborting execution."
     ]
+
+
+def test_real_words() -> None:
+    """PyTorch's own, of its CPU kernel."""
+    assert sdpa._library_reasons("flash", _call(), False, "cpu") == []
+    assert sdpa._library_reasons("flash", _call(features=frozenset({"bias"})), True, "cpu") == []
+    for _ in range(2):
+        (reason,) = sdpa._library_reasons("flash", _call(features=frozenset({"dropout"})), False, "cpu")
+        assert "SDPA's flash kernel: " in reason and "dropout" in reason
+    with torch.no_grad():  # a call with a backward, asked about from outside of one
+        assert sdpa._library_reasons("flash", _call(features=BIAS_GRAD), True, "cpu")
+    assert sdpa._library_reasons("efficient", _call(), False, "cpu")  # there is none
 
 
 @pytest.mark.parametrize(
@@ -106,19 +127,46 @@ def test_the_library_is_asked_about_the_call(
     changes: dict[str, Any], masked: bool, mask: Any, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = _Library(agrees=True)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", library)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", library)
     call = _call(**changes)
     sdpa._library_reasons("efficient", call, masked, "cpu")
-    asked, group = library.asked, call.heads // call.kv_heads
-    assert asked.query.shape == (1, group, call.tq, 64) and asked.key.shape == (1, 1, call.tk, 64)
-    assert asked.query.dtype == call.dtype and asked.query.requires_grad == call.backward
-    got = asked.attn_mask
+    (q, k, v, got, dropout, is_causal, gqa), group = library.asked, call.heads // call.kv_heads
+    assert q.shape == (1, group, call.tq, 64) and k.shape == v.shape == (1, 1, call.tk, 64)
+    assert q.dtype == call.dtype and q.requires_grad == call.backward
     assert mask == (None if got is None else (got.dtype, tuple(got.shape), got.requires_grad))
-    assert asked.is_causal == causal and asked.enable_gqa == (group > 1)
-    assert (asked.dropout > 0) == ("dropout" in call.features)
+    if got is not None:  # the kernels want a last stride of 1, as live masks have; a row is all it costs
+        assert got.stride(-1) == 1 and got.untyped_storage().nbytes() == call.tk * got.element_size()
+    assert is_causal == causal and gqa == (group > 1)
+    assert (dropout > 0) == ("dropout" in call.features)
 
 
-@pytest.mark.parametrize("backend", CAN_USE)
+def test_live_masks_have_a_last_stride_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[Any] = []
+
+    def library(q: Any, k: Any, v: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        masks.append(mask)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", library)
+    for tq, tk in ((5, 7), (5, 1), (1, 7)):
+        q, k = torch.zeros(2, 3, tq, 8), torch.zeros(2, 3, tk, 8)
+        transposed, channels_last = (
+            torch.zeros(2, 3, tk, tq).mT,
+            torch.zeros(tq, tk, 2, 3).permute(2, 3, 0, 1),
+        )
+        for bias in (transposed, channels_last, torch.zeros(3, tq, 1), torch.zeros(tk)):
+            SDPAAttention("efficient").attend(q, k, k, **(PLAIN | {"bias": bias}))
+            SDPAAttention("efficient").attend(q, k, k, **(PLAIN | {"bias": bias, "window": (2, 0)}))
+    assert len(masks) == 24 and all(mask.stride(-1) == 1 for mask in masks)
+
+
+def test_a_right_bound_under_causal_needs_no_mask() -> None:
+    """It says nothing, so that AttentionCall does not name it; the flash kernel on CUDA has no masks."""
+    ops = _ops("flash", "cpu", window=(-1, 3))
+    assert ops == _ops("flash", "cpu") and "where" not in ops
+
+
+@pytest.mark.parametrize("backend", FORCED)
 def test_the_library_is_asked_last_and_refuses_for_all(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
@@ -187,10 +235,10 @@ KERNELS = {
 }
 
 
-def _ops(backend: str, device: str, features: frozenset[str] = frozenset()) -> list[str]:
-    inputs = make_inputs(Case("ops", 32, 32, 64, features=features), device, torch.bfloat16)
+def _ops(backend: str, device: str, *features: str, **options: Any) -> list[str]:
+    inputs = make_inputs(Case("ops", 32, 32, 64, features=frozenset(features)), device, torch.bfloat16)
     with _Ops() as ops, torch.no_grad():
-        SDPAAttention(backend)(inputs.q, inputs.k, inputs.v, **inputs.options)
+        SDPAAttention(backend)(inputs.q, inputs.k, inputs.v, **(inputs.options | options))
     return [name.split(".")[0] for name in ops.names]
 
 
@@ -205,16 +253,21 @@ def test_forced_kernel_runs_on_a_cpu() -> None:
 def test_forced_kernel_runs_on_cuda(backend: str) -> None:
     assert KERNELS[backend] in _ops(backend, "cuda")
     if backend != "flash":
-        assert KERNELS[backend] in _ops(backend, "cuda", frozenset({"bias"}))
+        for feature in ("bias", "alibi", "window", "segments", "kv_lengths"):
+            assert KERNELS[backend] in _ops(backend, "cuda", feature)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("backend", "changes"),
-    [("flash", {"head_dim": 512}), ("cudnn", {"head_dim": 60}), ("cudnn", {"tq": 1, "tk": 1})],
+    ("backend", "changes", "word"),
+    [
+        ("flash", {"head_dim": 512}, "256"),
+        ("efficient", {"head_dim": 60}, "divisible by 8"),
+        ("cudnn", {"head_dim": 60}, "multiple of 8"),
+        ("cudnn", {"tq": 1, "tk": 1}, "sequence length 1"),
+    ],
 )
-def test_the_library_has_words_each_time(backend: str, changes: dict[str, Any]) -> None:
+def test_the_library_has_words_each_time(backend: str, changes: dict[str, Any], word: str) -> None:
     first, second = (SDPAAttention(backend).unsupported_reasons(_call(**changes)) for _ in range(2))
-    assert first == second
-    assert first or changes.get("tk") == 1  # which not every version refuses
-    assert all(f"SDPA's {backend} kernel: " in reason for reason in first)
+    assert first == second and len(first) == 1
+    assert first[0].startswith(f"SDPA's {backend} kernel: ") and word in first[0]
