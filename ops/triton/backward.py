@@ -18,6 +18,7 @@ from ops.triton.common import (
     exp_natural,
     kept,
     load_tile,
+    products,
     row_keys,
     scores,
     store_tile,
@@ -263,7 +264,7 @@ def _tilegpt_attention_backward_dkdv(
             i = start + tl.arange(0, BLOCK_M)
             # Transposed tiles, (keys, queries): P^T and dS^T are left operands as they are.
             q_tile = load_tile(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
-            st = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+            st = products(k_tile, q_tile, BLOCK_N, BLOCK_M, BLOCK_D, EXACT)
             q_ids = tl.load(q_segments + i, mask=i < tq, other=-1)[None, :] if SEGMENTS else 0
             pt, capped = _weights(
                 st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head,
@@ -272,7 +273,7 @@ def _tilegpt_attention_backward_dkdv(
                 SCALE_LATE, EXACT,
             )  # fmt: skip
             do_tile = load_tile(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
-            dpt = tl.dot(v_tile, do_tile.T, input_precision="ieee")
+            dpt = products(v_tile, do_tile, BLOCK_N, BLOCK_M, BLOCK_D, EXACT)
             row_delta = tl.load(delta + row + i)[None, :]
             if DROPOUT:
                 keep = kept(row_keys(seed, b, h, i)[None, :], j[:, None], threshold)
@@ -399,8 +400,8 @@ def _tilegpt_attention_backward_dq(
         j = start + tl.arange(0, BLOCK_N)
         k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
         v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+        s = products(q_tile, k_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
+        dp = products(do_tile, v_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
         k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
         p, capped = _weights(
             s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,

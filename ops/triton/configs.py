@@ -61,20 +61,20 @@ _AMPERE = {
     ("dq", 128): "64 32 4 2 | 64 32 4 2 | 64 32 4 2",
     ("dq", 256): "64 32 8 1 | 64 32 8 1 | 64 32 8 1",
 }
-# fp32 multiplies by FMA, for exactness and not for speed; from head dim 128 on its dK and dV spill.
+# fp32 multiplies by FMA, for exactness and not for speed: what fits any GPU from sm_80 on, without spills.
 _FP32 = {
     ("forward", 32): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
     ("forward", 64): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
-    ("forward", 128): "32 32 8 1 | 32 32 8 1 | 32 32 8 1",
-    ("forward", 256): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
+    ("forward", 128): "16 32 4 1 | 16 32 4 1 | 32 32 8 1",
+    ("forward", 256): "32 32 8 1 | 32 32 8 1 | 32 32 8 1",
     ("dkdv", 32): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
     ("dkdv", 64): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
     ("dkdv", 128): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
     ("dkdv", 256): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
     ("dq", 32): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
     ("dq", 64): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
-    ("dq", 128): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
-    ("dq", 256): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
+    ("dq", 128): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
+    ("dq", 256): "16 32 8 1 | 16 32 8 1 | 16 32 8 1",
 }
 _TABLES = {
     "sm_90": {key: _rows(tiles, True) for key, tiles in _HOPPER.items()},

@@ -14,6 +14,7 @@ from ops.triton.common import (
     exp_difference,
     kept,
     load_tile,
+    products,
     row_keys,
     scores,
     store_tile,
@@ -159,7 +160,7 @@ def _tilegpt_attention_forward(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(lo, hi, BLOCK_N):
         k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        s = products(q_tile, k_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
         j = start + tl.arange(0, BLOCK_N)
         if not SCALE_LATE:
             s, _ = scores(
