@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib.util
 import os
 
-# Tensors here are small: more threads cost more than they bring, and tests share the machine. numpy, with which
-# Triton's interpreter multiplies, reads this when it is loaded: two threads took three times as long.
+# Tensors here are small: more threads cost more than they bring, and tests share the machine. numpy, which
+# the interpreter multiplies with, reads this when it is loaded: two threads took three times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest

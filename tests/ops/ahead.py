@@ -1,0 +1,187 @@
+"""Triton kernels compiled for a GPU that is not there: registers, spills, shared memory, instructions.
+
+A process of its own, without TRITON_INTERPRET: `python -m tests.ops.ahead` reads a JSON list of `Build`s as
+dictionaries and prints a `Compiled` each, a line of JSON, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ops.triton import configs
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine.
+
+    `masked`: causal; `extras`: softcap, alibi, bias, dropout, segments, kv_lengths, pointers (tensors that
+    descriptors cannot load); `split`: whether decode splits the keys.
+    """
+
+    kind: str
+    arch: tuple[int, int]
+    bits: int
+    head_dim: int
+    masked: bool
+    extras: tuple[str, ...] = ()
+    split: bool = True
+
+    @property
+    def heavy(self) -> bool:
+        return bool(set(self.extras) - {"kv_lengths", "pointers"})
+
+    @property
+    def block_d(self) -> int:
+        return max(16, 1 << (self.head_dim - 1).bit_length())
+
+    @property
+    def describable(self) -> bool:
+        return not {"kv_lengths", "pointers"} & set(self.extras)
+
+    @property
+    def tile(self) -> configs.Tile | configs.DecodeTile:
+        facts = self.arch, self.bits, self.block_d
+        if self.kind in ("decode", "combine"):
+            return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
+        return configs.tile(self.kind, *facts, self.masked, self.heavy)
+
+    def __str__(self) -> str:
+        words = [self.kind, "sm_{}{}".format(*self.arch), f"{self.bits} bits", f"D={self.head_dim}"]
+        words += ["masked"] * self.masked + list(self.extras) + ["whole"] * (not self.split)
+        return f"{' '.join(words)}: {self.tile}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    what: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int] = field(default_factory=dict)  # how often in the PTX
+
+
+INSTRUCTIONS = {
+    "wgmma": "wgmma.mma_async",
+    "tma": "cp.async.bulk.tensor",
+    "mma": "mma.sync",
+    "cp.async": "cp.async.c",
+}
+
+
+def _kernel(kind: str) -> Any:
+    from ops.triton import backward, decode, forward
+
+    return {
+        "forward": forward._tilegpt_attention_forward,
+        "dkdv": backward._tilegpt_attention_backward_dkdv,
+        "dq": backward._tilegpt_attention_backward_dq,
+        "decode": decode._tilegpt_decode_split,
+        "combine": decode._tilegpt_decode_combine,
+    }[kind]
+
+
+def _constants(build: Build) -> dict[str, Any]:
+    tile, sizes = build.tile, {"D": build.head_dim, "BLOCK_D": build.block_d}
+    if build.kind == "combine":
+        return sizes | {"SPLITS": 128, "PDL": tile.pdl}
+    constants = sizes | {
+        "GROUP": 1,
+        "BLOCK_N": tile.n,
+        "HAS_LEFT": False,
+        "HAS_RIGHT": build.masked,
+        "SOFTCAP": "softcap" in build.extras,
+        "DROPOUT": "dropout" in build.extras,
+        "EXACT": build.bits == 32,
+        "DESC": tile.desc and build.describable,
+    }
+    if build.kind == "decode":
+        pdl = tile.pdl and build.split
+        return constants | {"GROUP": 4, "BLOCK_M": 16, "SPLIT": build.split, "PDL": pdl}
+    late = not {"softcap", "alibi", "bias"} & set(build.extras)
+    constants |= {"BLOCK_M": tile.m, "SCALE_LATE": late}
+    return constants if build.kind == "dkdv" else constants | {"EVEN_K": "kv_lengths" not in build.extras}
+
+
+# What each optional tensor is to the kernel where the call has it.
+OPTIONAL = {
+    "alibi_slopes": ("alibi", "*fp32"),
+    "bias": ("bias", "*{dtype}"),
+    "q_segments": ("segments", "*i32"),
+    "k_segments": ("segments", "*i32"),
+    "ranges": ("segments", "*i32"),
+    "kv_lengths": ("kv_lengths", "*i32"),
+    "seed": ("dropout", "*i64"),
+}
+
+
+def _type(name: str, build: Build, constants: dict[str, Any]) -> str:
+    """The argument's type, as Triton writes it."""
+    dtype = "bf16" if build.bits == 16 else "fp32"
+    if name in OPTIONAL:
+        return OPTIONAL[name][1].format(dtype=dtype)
+    if name in ("k", "v") or (name in ("q", "dout") and build.kind != "decode"):
+        rows = constants["BLOCK_N" if name in ("k", "v") else "BLOCK_M"]
+        described = f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
+        return described if constants["DESC"] else f"*{dtype}"
+    statistics = ("lse", "lse2", "delta", "parts", "statistics")
+    if name in statistics or (name == "out" and build.kind == "decode" and build.split):
+        return "*fp32"
+    if name in ("q", "out", "dq", "dk", "dv"):
+        return f"*{dtype}"
+    return "fp32" if name in ("scale", "softcap", "keep_scale") else "i32"
+
+
+def compiled(build: Build) -> Compiled:
+    """Pointers and the strides of q, k, v, out and their gradients are multiples of 16, as in a model."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants = _kernel(build.kind), _constants(build)
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        absent = name in OPTIONAL and OPTIONAL[name][0] not in build.extras
+        if name in constants or absent:
+            signature[name], constexprs[(index,)] = "constexpr", constants.get(name)
+            continue
+        signature[name] = _type(name, build, constants)
+        stride = name.endswith(("_b", "_h", "_t")) and not name.startswith("bias")
+        if signature[name].startswith("*") or stride:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    target = GPUTarget("cuda", 10 * build.arch[0] + build.arch[1], 32)
+    options = {"num_warps": build.tile.warps, "num_stages": build.tile.stages}
+    if build.kind == "combine":
+        options = {"num_warps": 8}
+    result = triton.compile(source, target=target, options=options)
+    ptx = result.asm["ptx"]
+    found = {name: ptx.count(text) for name, text in INSTRUCTIONS.items()}
+    return Compiled(str(build), *_assembled(ptx), result.metadata.shared, found)
+
+
+def _assembled(ptx: str) -> tuple[int, int]:
+    """(registers of a thread, bytes spilled) by the assembler of triton's wheel."""
+    from triton import knobs
+
+    arch = re.search(r"\.target (\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [knobs.nvidia.ptxas.path, "-v", f"-arch={arch}", path, "-o", path.with_suffix(".cubin")]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
+    return int(re.search(r"Used (\d+) registers", log)[1]), int(stores) + int(loads)
+
+
+if __name__ == "__main__":
+    for given in json.load(sys.stdin):
+        build = Build(**{key: tuple(x) if isinstance(x, list) else x for key, x in given.items()})
+        print(json.dumps(asdict(compiled(build))), flush=True)

@@ -1,0 +1,120 @@
+"""The Triton kernels with the tiles of ops/triton/configs.py, compiled for GPUs that need not be here: in
+shared memory, without spills, and with the instructions that they are written for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a block may use (CUDA C++ programming guide, compute capabilities); sm_86 is as sm_89.
+SHARED_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448}
+ARCHES = list(SHARED_BYTES)
+PASSES = ("forward", "dkdv", "dq")
+HEAD_DIMS = (32, 64, 128, 256)
+EXTRAS = ((), ("softcap", "alibi"), ("dropout",), ("segments",), ("bias",), ("kv_lengths",))
+
+
+def build(kind: str, arch: tuple[int, int], bits: int, head_dim: int, masked: bool, *extras: str, split=True):
+    return {
+        "kind": kind,
+        "arch": arch,
+        "bits": bits,
+        "head_dim": head_dim,
+        "masked": masked,
+        "extras": extras,
+        "split": split,
+    }
+
+
+def compiled(builds: list[dict]) -> list[dict]:
+    """tests/ops/ahead.py in a process of its own: here triton interprets."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.ops.ahead"],
+        input=json.dumps(builds), cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def may_spill(given: dict) -> bool:
+    """fp32 multiplies by FMA, from registers; ops/triton/configs.py says from which head dim on it spills."""
+    return given["bits"] == 32 and given["kind"] == "dkdv" and given["head_dim"] >= 128
+
+
+def check(builds: list[dict]) -> list[dict]:
+    wrong, found = [], compiled(builds)
+    assert len(found) == len(builds)
+    for given, got in zip(builds, found, strict=True):
+        limit = SHARED_BYTES[given["arch"]]
+        if got["shared_bytes"] > limit or (got["spilled_bytes"] and not may_spill(given)):
+            wrong.append(
+                f"{got['what']}: {got['registers']} registers, {got['spilled_bytes']} bytes spilled, "
+                f"{got['shared_bytes']} of {limit} bytes of shared memory"
+            )
+    assert not wrong, "\n".join(["these tiles do not fit:", *wrong])
+    return found
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_tiles_fit_hopper(kind: str) -> None:
+    """Every tile of sm_90, and by wgmma and TMA."""
+    builds = [build(kind, (9, 0), 16, d, masked) for d in HEAD_DIMS for masked in (False, True)]
+    for got in check(builds):
+        # wgmma has 64 rows: dK and dV of 32 keys, all that a head dim of 256 leaves room for, go by mma.sync.
+        other = kind == "dkdv" and "n=32" in got["what"]
+        assert got["instructions"]["tma"], got
+        assert bool(got["instructions"]["wgmma"]) != other and bool(got["instructions"]["mma"]) == other, got
+    check([build(kind, (9, 0), 16, d, True, "softcap", "alibi") for d in HEAD_DIMS])
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_tiles_fit_ampere_and_ada(kind: str) -> None:
+    """Every tile of sm_80, and by mma.sync and cp.async; sm_89 has the same in less shared memory."""
+    builds = [build(kind, (8, 0), 16, d, d > 64) for d in HEAD_DIMS]
+    builds += [build(kind, (8, 9), 16, d, d <= 64) for d in HEAD_DIMS]
+    for got in check(builds):
+        assert got["instructions"]["mma"] and not got["instructions"]["wgmma"], got
+    assert any(got["instructions"]["cp.async"] for got in check(builds[:2]))
+    check([build(kind, (8, 9), 16, d, True, "softcap", "alibi") for d in HEAD_DIMS])
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_tiles_fit_in_fp32(kind: str) -> None:
+    """Without tensor cores: they would round to TF32."""
+    for got in check([build(kind, (8, 9), 32, d, True) for d in (64, 128, 256)]):
+        assert not got["instructions"]["mma"] and not got["instructions"]["wgmma"], got
+
+
+def test_decode_fits() -> None:
+    builds = [build("decode", arch, 16, d, True) for arch in ((8, 9), (9, 0)) for d in (64, 128, 256)]
+    builds += [
+        build("decode", (9, 0), 16, 128, True, split=False),
+        build("decode", (9, 0), 16, 128, True, "kv_lengths"),
+    ]
+    builds += [build("decode", (8, 9), 32, 128, True), build("combine", (9, 0), 16, 128, True)]
+    found = check(builds)
+    assert all(got["instructions"]["tma"] for got in found[3:6])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("arch", ARCHES, ids=lambda arch: "sm_{}{}".format(*arch))
+@pytest.mark.parametrize("kind", (*PASSES, "decode", "combine"))
+def test_every_tile_with_every_option(kind: str, arch: tuple[int, int], bits: int) -> None:
+    product = itertools.product(HEAD_DIMS, (False, True), EXTRAS if kind != "combine" else ((),))
+    check([build(kind, arch, bits, d, masked, *extras) for d, masked, extras in product])
+
+
+def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHARED_BYTES, (8, 9), 1000)
+    with pytest.raises(AssertionError, match=r"forward sm_89 16 bits D=64.*registers.*of 1000 bytes"):
+        check([build("forward", (8, 9), 16, 64, True)])

@@ -1,0 +1,169 @@
+"""What is particular to the Triton kernels: split keys, skipped tiles, documents, strides, head dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.base import AttentionCall
+from tests.attention.criterion import run_case
+from tests.grid import Case, build
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# A multiple of every tile's sides.
+TILE = 128
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    call = AttentionCall("training", request.param, None, torch.float32, 1, 1, 1, 8, 8, 64, backward=True)
+    if reasons := build("triton").unsupported_reasons(call):
+        pytest.skip("; ".join(reasons))
+    return request.param
+
+
+def random(device: str, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def computed(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """out and lse, and with dout the gradients."""
+    leaves = [x.detach().requires_grad_(dout is not None) for x in (q, k, v)]
+    out, lse = build("triton")(*leaves, return_lse=True, **options)
+    found = {"out": out.detach(), "lse": lse}
+    if dout is not None:
+        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True)
+    return found
+
+
+@pytest.mark.parametrize("tq", [1, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": (90, 0)},
+        {"softcap": 2.0},
+        {"kv_lengths": (300, 37)},
+        {"causal": False},
+        {"dropout_p": 0.3},
+    ],
+    ids=str,
+)
+def test_split_keys_are_the_plain_kernel(
+    options: dict, tq: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of parts, more than there are tiles included, and the kernel that does not split."""
+    from ops.triton import attention
+
+    q, k, v = random(device, 2, 4, tq, 64), random(device, 2, 2, 300, 64), random(device, 2, 2, 300, 64)
+    if "kv_lengths" in options:
+        options = {"kv_lengths": torch.tensor(options["kv_lengths"], dtype=torch.int32, device=device)}
+    results, asked = {}, []
+    for splits in (0, 1, 2, 3, 7, 16):
+        monkeypatch.setattr(attention, "_splits", lambda *a, n=splits: asked.append(n) or n)
+        monkeypatch.setattr(attention, "_DECODE_ROWS", 64 if splits else 0)
+        torch.manual_seed(3)
+        results[splits] = computed(q, k, v, **options)
+    assert asked == [1, 2, 3, 7, 16]
+    for splits in asked:
+        torch.testing.assert_close(results[splits]["out"], results[0]["out"], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(results[splits]["lse"], results[0]["lse"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_number_of_splits() -> None:
+    from ops.triton.attention import _MOST_SPLITS, _splits
+
+    # 100 programs: 5 parts fill 500 of 2 x 264 slots, 2 parts 200 of 264.
+    found = {programs: _splits(programs, 264, 512) for programs in (8, 32, 64, 100, 264)}
+    assert found == {8: 33, 32: 8, 64: 4, 100: 5, 264: 1}
+    assert _splits(programs=1, slots=264, n_tiles=3) == 3  # no more parts than tiles
+    assert _splits(programs=1, slots=1000, n_tiles=10**6) <= _MOST_SPLITS
+
+
+@pytest.mark.parametrize("tq", [1, 200])
+def test_lengths_of_nothing_and_of_all(tq: int, device: str) -> None:
+    q, k, v = random(device, 3, 2, tq, 32), random(device, 3, 2, 200, 32), random(device, 3, 2, 200, 32)
+    lengths = torch.tensor([0, 200, 77], dtype=torch.int32, device=device)
+    k[0], v[0], k[2, :, 77:], v[2, :, 77:] = torch.nan, torch.inf, torch.nan, torch.inf
+    got = computed(q, k, v, random(device, 3, 2, tq, 32), kv_lengths=lengths)
+    assert not got["out"][0].any() and torch.all(got["lse"][0] == -torch.inf)
+    assert not any(got[name][0].any() for name in ("dq", "dk", "dv"))
+    assert not any(got[name][2, :, 77:].any() for name in ("dk", "dv"))
+    whole = computed(q[1:2], k[1:2], v[1:2])
+    torch.testing.assert_close(got["out"][1:2], whole["out"], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(got["lse"][1:2], whole["lse"])
+    assert all(x.isfinite().all() for name, x in got.items() if name != "lse")
+
+
+def test_other_documents_are_skipped(device: str) -> None:
+    """A tile that is masked, and not skipped, multiplies its zeros with what lies there: NaN."""
+    tq = 2 * TILE
+    q, k, v, dout = (random(device, 1, 2, n, 64) for n in (tq, 3 * TILE, 3 * TILE, tq))
+    ids = torch.arange(3 * TILE, device=device).div(TILE, rounding_mode="floor").int()[None]
+    k[:, :, :TILE], v[:, :, :TILE] = torch.nan, torch.nan
+    own = slice(TILE, 3 * TILE)
+    got = computed(q, k, v, dout, causal=False, segments=(ids[:, -tq:].contiguous(), ids))
+    alone = computed(q, k[:, :, own], v[:, :, own], dout, causal=False,
+                     segments=(ids[:, -tq:].contiguous(), ids[:, own].contiguous()))  # fmt: skip
+    for name in ("out", "lse", "dq"):
+        torch.testing.assert_close(got[name], alone[name], rtol=2e-3, atol=2e-3)
+    for name in ("dk", "dv"):
+        torch.testing.assert_close(got[name][:, :, own], alone[name], rtol=2e-3, atol=2e-3)
+        assert not got[name][:, :, :TILE].any()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning:triton.runtime.interpreter")
+def test_other_queries_are_skipped(device: str) -> None:
+    """The other way about: NaN in the queries of a document reaches no gradient of another's keys."""
+    q, k, v, dout = (random(device, 1, 2, 2 * TILE, 64) for _ in range(4))
+    ids = torch.arange(2 * TILE, device=device).div(TILE, rounding_mode="floor").int()[None]
+    q[:, :, :TILE], dout[:, :, :TILE] = torch.nan, torch.nan
+    got, own = computed(q, k, v, dout, segments=ids), slice(TILE, 2 * TILE)
+    alone = computed(*(x[:, :, own] for x in (q, k, v, dout)))
+    for name in alone:
+        torch.testing.assert_close(got[name][:, :, own], alone[name], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_ranges_of_documents(chunk: int, device: str) -> None:
+    """Tiles of 4 over documents of 5, 3 and 8: the first two share no document with the rest."""
+    from ops.triton.forward import _tilegpt_segment_ranges
+
+    def ranges(own: Tensor, other: Tensor) -> list[list[list[int]]]:
+        found = torch.full((len(own), own.shape[1] // 4, 2), -1, dtype=torch.int32, device=device)
+        grid = found.shape[1], len(own)
+        _tilegpt_segment_ranges[grid](own, other, found, own.shape[1], other.shape[1], grid[0], 4, chunk)
+        return found.tolist()
+
+    packed = torch.tensor([[7] * 5 + [8] * 3 + [9] * 8, [3] * 16], dtype=torch.int32, device=device)
+    assert ranges(packed, packed) == [[[0, 5], [0, 8], [8, 16], [8, 16]], [[0, 16]] * 4]
+    # A document without a partner: no tile at all, first beyond end.
+    other = torch.tensor([[8] * 6, [4] * 6], dtype=torch.int32, device=device)
+    assert ranges(packed, other) == [[[6, 0], [0, 6], [6, 0], [6, 0]], [[6, 0]] * 4]
+
+
+def test_any_strides(device: str) -> None:
+    """Of one projection, of a batch that is one row expanded, and at an address that TMA cannot load from."""
+    qkv = random(device, 2, 70, 3, 4, 64)  # (B, T, 3, H, D)
+    dout = random(device, 2, 4, 70, 64)
+    one = qkv[:1].expand(2, -1, -1, -1, -1)
+    odd = torch.empty(qkv.numel() + 1, dtype=qkv.dtype, device=device)[1:].view_as(qkv).copy_(qkv)
+    for tensor in (qkv, one, odd):
+        q, k, v = (x.transpose(1, 2) for x in tensor.unbind(2))
+        got = computed(q, k, v, dout)
+        expected = computed(*(x.contiguous() for x in (q, k, v)), dout)
+        for name, x in expected.items():
+            torch.testing.assert_close(got[name], x, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 17, 33, 129, 255])
+@pytest.mark.parametrize("tq", [1, 70])
+def test_head_dims_beside_the_grid(head_dim: int, tq: int, device: str) -> None:
+    for dtype in (torch.float16, torch.float32):
+        ratios = run_case(build("triton"), Case("head_dim", tq, 70, head_dim, 1, 2, 2), device, dtype)
+        assert ratios and max(ratios.values()) <= 1, ratios
