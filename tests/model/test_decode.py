@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from attention.base import AttentionCall
 from attention.naive import NaiveAttention
 from model.decode import Sampling, compiled_decode_step
 from model.generate import generate
 from model.gpt import GPT, GPTConfig
+from tests.grid import NAMES, build
 
 
 def drawn(logits: list[float], n: int = 20_000, **options) -> torch.Tensor:
@@ -54,3 +56,26 @@ def test_more_batch_sizes_than_dynamo_would_compile(monkeypatch):
         result = generate(model, [[1]] * batch, 3, seed=0, compile=True)
         assert [len(row) for row in result.tokens] == [3] * batch
     compiled_decode_step.cache_clear()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "naive"])
+def test_whoever_decodes_chooses_the_same_tokens(name: str, device: str, kv_heads: int) -> None:
+    """Greedy, beside a naive prefill, with prompts of unequal length in one cache (`kv_lengths`)."""
+    call = AttentionCall(
+        "decode", device, None, torch.float32, 2, 4, kv_heads, 1, 128, 16, features=frozenset({"kv_lengths"})
+    )
+    if reasons := build(name).unsupported_reasons(call):
+        pytest.skip("; ".join(reasons))
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=61, seq_len=64, n_layer=2, n_head=4, n_embd=64, n_kv_head=kv_heads)
+    model = GPT(config, NaiveAttention()).eval().to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():  # at GPT-2's initialisation attention hardly matters
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    prompts = [list(range(20)), [5, 6, 7]]
+    expected = generate(model, prompts, 20, temperature=0)
+    got = generate(model, prompts, 20, temperature=0, decode_attention=build(name))
+    assert got.tokens == expected.tokens and len({*got.tokens[0]}) > 4
