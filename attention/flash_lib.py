@@ -152,10 +152,11 @@ class FlashLibAttention(Attention):
                 f"no head dim {call.head_dim} on Blackwell: needs at most 128, or 256 (model.n_embd)"
             )
         if self.version == 4 and call.backward and call.head_dim % 32:
-            # 4.0.0b36 on an H200: at 40 and 80 dQ errs 21 to 56 times as much as allowed; 32, 64, 96, 128, 160,
-            # 192 and 256 are right.
+            # 4.0.0b36 on an H200: at 40 and 80 dQ errs 21 to 56 times as much as allowed; at 32, 64, 96, 128,
+            # 160, 192 and 256 it is right.
             reasons.append(
-                f"no gradient with head dim {call.head_dim}: needs a multiple of 32 (model.n_embd / model.n_head)"
+                f"no gradient with head dim {call.head_dim}: needs a multiple of 32 "
+                "(model.n_embd / model.n_head)"
             )
         if self.version == 3 and self.deterministic and call.backward and call.head_dim > 192:
             reasons.append(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attention import flash_documents, flash_lib, flash_versions
-from attention.base import FLOATS, UnsupportedAttention
+from attention.base import FLOATS, AttentionCall, UnsupportedAttention
 from attention.flash_lib import FlashLibAttention
 from attention.flash_versions import VERSIONS
 from tests.attention.criterion import run_case
@@ -27,7 +27,7 @@ for _version in VERSIONS:
     _CPU.impl(f"flash{_version}_backward", partial(flash_lib._backward, _version), "CPU")
 
 GROUPS = sorted({case.group for case in CASES})
-BASE = Case("shape", 24, 24, 16)
+BASE = Case("shape", 24, 24, 32)
 
 
 @pytest.fixture
@@ -98,19 +98,19 @@ def test_the_fakes_can_fail(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_layout_is_a_view_both_ways(on_cpu: Any, version: int) -> None:
     """q, k, v in (B, T, H, D) of one projection, as in the model, reach the library uncopied; so does out."""
     attention, calls = on_cpu(version)
-    qkv = torch.randn(2, 24, 3 * 4 * 16, requires_grad=True)
-    q, k, v = (x.view(2, 24, 4, 16).transpose(1, 2) for x in qkv.split(64, dim=2))
+    qkv = torch.randn(2, 24, 3 * 4 * 32, requires_grad=True)
+    q, k, v = (x.view(2, 24, 4, 32).transpose(1, 2) for x in qkv.split(128, dim=2))
     out = attention(q, k, v)
     assert out.transpose(1, 2).is_contiguous()
     for name, x in zip("qkv", (q, k, v), strict=True):
         assert calls[0][name].data_ptr() == x.data_ptr()
-        assert calls[0][name].shape == (2, 24, 4, 16)
+        assert calls[0][name].shape == (2, 24, 4, 32)
     dq = torch.autograd.grad(out.sum(), q, retain_graph=True)[0]
-    assert dq.transpose(1, 2).is_contiguous() and calls[-1]["dq"].shape == (2, 24, 4, 16)
+    assert dq.transpose(1, 2).is_contiguous() and calls[-1]["dq"].shape == (2, 24, 4, 32)
     # Documents: still views, of (B * T, H, D).
     ids = torch.arange(24, dtype=torch.int32).div(10, rounding_mode="floor").expand(2, 24)
     attention(q, k, v, segments=ids)
-    assert calls[-1]["v"].data_ptr() == v.data_ptr() and calls[-1]["v"].shape == (48, 4, 16)
+    assert calls[-1]["v"].data_ptr() == v.data_ptr() and calls[-1]["v"].shape == (48, 4, 32)
     assert calls[-1]["cu_seqlens_k"].tolist() == [0, 10, 20, 24, 34, 44, 48]
     assert calls[-1]["max_seqlen_q"] == calls[-1]["max_seqlen_k"] == 10
 
@@ -120,7 +120,7 @@ def test_what_is_not_aligned_is_copied(on_cpu: Any, version: int) -> None:
     """The kernels read 16 bytes at a time: rows of an odd stride would be a misaligned address."""
     attention, calls = on_cpu(version)
     inputs = make_inputs(BASE, "cpu", torch.float32)
-    odd = torch.zeros(2, 4, 24, 17)[..., 1:].copy_(inputs.q.detach())
+    odd = torch.zeros(2, 4, 24, 33)[..., 1:].copy_(inputs.q.detach())
     torch.testing.assert_close(attention(odd, inputs.k, inputs.v), attention(inputs.q, inputs.k, inputs.v))
     assert calls[0]["q"].stride(-2) % 8 == 0 and calls[0]["k"].data_ptr() == inputs.k.data_ptr()
 
@@ -141,7 +141,7 @@ def test_band(on_cpu: Any, version: int) -> None:
         run(attention, BASE, causal=causal, window=window)
         call = calls[-1]
         assert (call["causal"], call["window_size_left"], call["window_size_right"]) == expected
-        assert call["softcap"] == 0.0 and call["softmax_scale"] == 0.25
+        assert call["softcap"] == 0.0 and call["softmax_scale"] == 32**-0.5
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -160,7 +160,7 @@ def test_op_is_sound_and_compiles_whole(on_cpu: Any, version: int) -> None:
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     for tokens in (24, 40, 56):
-        inputs = make_inputs(Case("compile", tokens, tokens, 16, layout="transposed"), "cpu", torch.float32)
+        inputs = make_inputs(Case("compile", tokens, tokens, 32, layout="transposed"), "cpu", torch.float32)
         ids = (torch.arange(tokens, dtype=torch.int32) // 7).expand(2, tokens).contiguous()
         leaves = (inputs.q, inputs.k, inputs.v)
         for x in (*leaves, ids):
@@ -229,9 +229,9 @@ def test_rows_without_keys(on_cpu: Any, version: int) -> None:
     attention, _ = on_cpu(version)
     naive = build("naive")
     for case, more in (
-        (Case("no_key", 40, 24, 16), {}),
-        (Case("no_key", 24, 40, 16, features=frozenset({"kv_lengths"}), blind=True), {}),
-        (Case("no_key", 24, 40, 16, features=frozenset({"segments"}), blind=True), {}),
+        (Case("no_key", 40, 24, 32), {}),
+        (Case("no_key", 24, 40, 32, features=frozenset({"kv_lengths"}), blind=True), {}),
+        (Case("no_key", 24, 40, 32, features=frozenset({"segments"}), blind=True), {}),
     ):
         out, lse = run(attention, case, **more)
         expected = run(naive, case, **more)
@@ -242,7 +242,7 @@ def test_rows_without_keys(on_cpu: Any, version: int) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_documents_that_cannot_be_told(on_cpu: Any, version: int) -> None:
     attention, _ = on_cpu(version)
-    q = torch.randn(1, 2, 4, 16)
+    q = torch.randn(1, 2, 4, 32)
     cases = (
         (ids_of([1, 2, 2, 1]), True, "document 1 of row 0 comes back .* attention=tiled"),
         ((ids_of([2, 2, 1, 1]), ids_of([1, 1, 2, 2])), True, "another order .* attention=tiled"),
@@ -262,7 +262,7 @@ def test_documents_that_cannot_be_told(on_cpu: Any, version: int) -> None:
 
 def test_version_2_has_no_wide_right_bound_for_more_queries_than_keys(on_cpu: Any) -> None:
     attention, _ = on_cpu(2)
-    tall = Case("no_key", 40, 24, 16)
+    tall = Case("no_key", 40, 24, 32)
     for window in ((5, None), (None, 24), (5, 30)):
         with pytest.raises(UnsupportedAttention, match="needs a right bound below 24"):
             run(attention, tall, causal=False, window=window)
@@ -271,3 +271,10 @@ def test_version_2_has_no_wide_right_bound_for_more_queries_than_keys(on_cpu: An
         torch.testing.assert_close(
             run(on_cpu(version)[0], tall, **options), run(build("naive"), tall, **options)
         )
+
+
+def test_flash4_has_no_gradient_where_its_dq_is_wrong(on_cpu: Any) -> None:
+    attention, _ = on_cpu(4)
+    call = AttentionCall("training", "cpu", None, torch.float32, 1, 4, 4, 24, 24, 40, backward=True)
+    assert any("multiple of 32" in reason for reason in attention.unsupported_reasons(call))
+    assert not attention.unsupported_reasons(replace(call, backward=False))
