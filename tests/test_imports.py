@@ -21,7 +21,10 @@ ALLOWED = {
     "train": {"conf", "model", "data", "attention", "ops"},
     "scripts": {"scripts", "conf", "model", "data", "attention", "ops"},
 }
-THIRD_PARTY_OF_OPS = {"torch", "triton", "cuda", "numpy"}
+THIRD_PARTY = {"ops": {"torch"}, "ops/triton": {"torch", "triton", "numpy"}}
+# What is imported inside a function, and nowhere as a module is loaded: these are heavy, or may not be there.
+LAZY = {"triton", "ops.triton", "flash_attn", "flash_attn_interface", "transformers"}
+LIGHT = "ops.triton.interpret"  # reads one variable of the environment
 HYDRA = {"hydra", "omegaconf"}
 FILES = sorted(
     path.relative_to(ROOT)
@@ -42,20 +45,39 @@ def imports(source: str) -> set[str]:
     return found
 
 
+def loaded(source: str) -> set[str]:
+    """Those of `imports` that happen when the module is loaded: outside of functions."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = [ast.Pass()]
+    return imports(ast.unparse(tree))
+
+
+def eager(package: str, source: str) -> set[str]:
+    """What of LAZY is loaded too early."""
+    if package == "ops/triton":
+        return set()
+    return {module for module in loaded(source) if within(module, LAZY) and not within(module, {LIGHT})}
+
+
+def package_of(path: Path) -> str:
+    return "ops/triton" if path.parts[:2] == ("ops", "triton") else path.parts[0].removesuffix(".py")
+
+
 def within(module: str, allowed: set[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in allowed)
 
 
 def wrong(package: str, source: str) -> set[str]:
     ours = {module for module in imports(source) if module.split(".")[0] in PACKAGES}
-    bad = {module for module in ours if not within(module, ALLOWED[package])}
+    allowed = ALLOWED[package.split("/")[0]]
+    bad = {module for module in ours if not within(module, allowed)}
     # `from attention import base` is the module that is allowed under another spelling
-    bad -= {module for module in ours if any(name.startswith(f"{module}.") for name in ALLOWED[package])}
-    if package == "ops":
-        outside = (
-            {module.split(".")[0] for module in imports(source)} - set(sys.stdlib_module_names) - {"ops"}
-        )
-        bad |= outside - THIRD_PARTY_OF_OPS - set(PACKAGES)
+    bad -= {module for module in ours if any(name.startswith(f"{module}.") for name in allowed)}
+    if package in ("ops", "ops/triton"):
+        tops = {module.split(".")[0] for module in imports(source)} - set(sys.stdlib_module_names)
+        bad |= tops - THIRD_PARTY[package] - set(PACKAGES)
     if package not in ("train", "scripts", "conf"):
         bad |= {module for module in imports(source) if module.split(".")[0] in HYDRA}
     return bad
@@ -63,7 +85,9 @@ def wrong(package: str, source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_imports_run_one_way(path: Path) -> None:
-    assert wrong(path.parts[0].removesuffix(".py"), (ROOT / path).read_text(encoding="utf-8")) == set()
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert wrong(package_of(path), source) == set()
+    assert eager(package_of(path), source) == set()
 
 
 @pytest.mark.parametrize(
@@ -71,6 +95,9 @@ def test_imports_run_one_way(path: Path) -> None:
     [
         ("ops", "import attention.base", {"attention.base"}),
         ("ops", "import lightning", {"lightning"}),
+        ("ops", "import triton", {"triton"}),
+        ("ops/triton", "import triton.language as tl", set()),
+        ("ops/triton", "import attention.base", {"attention.base"}),
         ("attention", "from model.gpt import GPT", {"model.gpt", "model.gpt.GPT"}),
         ("model", "from attention import naive", {"attention.naive"}),
         ("model", "from attention.base import Attention", set()),
@@ -84,6 +111,23 @@ def test_imports_run_one_way(path: Path) -> None:
 )  # fmt: skip
 def test_the_check_finds(package: str, line: str, bad: set[str]) -> None:
     assert wrong(package, line) == bad
+
+
+@pytest.mark.parametrize(
+    ("line", "early"),
+    [
+        (
+            "from ops.triton.attention import forward",
+            {"ops.triton.attention", "ops.triton.attention.forward"},
+        ),
+        ("class A:\n    import triton", {"triton"}),
+        ("def f():\n    from ops.triton.attention import forward", set()),
+        ("class A:\n    def f(self):\n        import triton", set()),
+        ("from ops.triton.interpret import INTERPRETED", set()),
+    ],
+)
+def test_the_check_finds_what_is_loaded_early(line: str, early: set[str]) -> None:
+    assert eager("attention", line) == early
 
 
 def test_the_files_are_found() -> None:
@@ -101,3 +145,19 @@ def test_the_command_line_answers_before_anything_heavy_is_imported() -> None:
     )
     heavy = {"torch", "lightning", "datasets", "wandb", "triton", "tokenizers", "numpy", "matplotlib"}
     assert not heavy & set(result.stdout.split())
+
+
+def test_triton_is_imported_by_the_call_that_needs_it() -> None:
+    """attention=triton can be named, built and asked what it does without it."""
+    code = """
+import sys, torch
+from attention.base import AttentionCall
+from tests.grid import build
+call = AttentionCall("training", "cpu", None, torch.float32, 1, 1, 1, 8, 8, 8)
+build("triton").unsupported_reasons(call)
+print(*sorted({m.split('.')[0] for m in sys.modules}))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "torch" in result.stdout.split() and "triton" not in result.stdout.split()
