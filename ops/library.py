@@ -59,6 +59,7 @@ def register_attention(
         q, k, v, *options = inputs
         out, lse = output
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # lse has none: zeros for it would be filled in each backward
         tensors, ctx.plain = options[:6], options[6:]
         ctx.bias_grad = ctx.needs_input_grad[4]
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
