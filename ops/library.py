@@ -64,7 +64,9 @@ def register_attention(
         ctx.bias_grad = ctx.needs_input_grad[4]
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
 
-    def differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * (3 + _N_OPTIONS)
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         dq, dk, dv, dbias = backward_op(dout, q, k, v, out, lse, *tensors, *ctx.plain, ctx.bias_grad)
         grads = [None] * _N_OPTIONS
