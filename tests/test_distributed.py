@@ -118,6 +118,20 @@ def test_checkpoints_move_from_one_to_fsdp2_and_back(tmp_path: Path, reference: 
     assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_kernels_of_our_own_in_two_processes(
+    strategy: str, tmp_path: Path, reference: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's, in its interpreter: the steps are those that naive takes in one process."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    steps = ("trainer.max_steps=3", "trainer.val_check_interval=10", "checkpointing=true")
+    result = finish(start(tmp_path, "name=a", *STEP, *two(strategy), *steps, "attention=triton"))
+    assert result.code == 0, result.err
+    assert "attention  triton" in result.out
+    assert_same(rows(tmp_path / "runs" / "a"), reference, range(1, 3))
+
+
 def test_a_sweep_over_several_devices_is_refused(tmp_path: Path) -> None:
     result = train_here(tmp_path, *two("ddp"), "seed=1,2", "-m")
     assert result.code == 1
