@@ -1,14 +1,15 @@
 """FlexAttention (Dong et al. 2024, arXiv 2412.05496): Inductor writes a Triton kernel for the scores at hand.
 
 The contract's masks become one `mask_mod`, its scores one `score_mod`; which tiles of scores are empty,
-partial or full is said by flex_masks.py.
+partial or full is said by flex_masks.py. Where every query sees every key there is no mask at all.
 
-Called on CUDA from outside of a torch.compile it is compiled here, for each kind of call at most three times:
-for the first lengths, and then for all others with fewer than 128 queries and with more. (One kernel would do
-for both, but PyTorch 2.11 to 2.13 asks for their number to choose a decoding kernel, even where that is ruled
-out, and a question to a symbolic size is a guard.) Causal, windows, rectangles and kv_lengths are data for
-one kernel. Lengths of whole tiles from 512 on, as in training, get kernels of their own, which need no bounds
-checks.
+Called on CUDA from outside of a torch.compile it is compiled here. Lengths of whole tiles, as in training,
+get kernels of their own, with every size and limit a constant, as one would write them by hand; at most
+MAX_STATIC for each kind of call. All other lengths share a dynamic kernel, as do calls with kv_lengths or
+segments; causal, windows and rectangles are data for it. It is compiled at most three times: for the first
+lengths, and then for all others with fewer than 128 queries and with more. (One would do for both, but
+PyTorch 2.11 to 2.13 asks for their number to choose a decoding kernel, even where that is ruled out, and a
+question to a symbolic size is a guard.)
 
 Inside of a torch.compile it is traced; with a backend that generates no code (aot_eager) PyTorch makes all
 T^2 scores there, and loses the gradient of a bias.
@@ -16,31 +17,48 @@ T^2 scores there, and loses the gradient of a bias.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import types
+from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention, noop_mask
 
 from attention.base import FEATURES, LOW_PRECISION, Attention, AttentionCall, Capabilities
-from attention.flex_masks import FAR, TILE, Limits, Recent, Segments, tile_lists
+from attention.flex_masks import FAR, TILE, Limits, Lists, Recent, Segments, tile_lists, unmasked_lists
 from attention.geometry import blank_beyond, diagonal_band
 
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
 MAX_DENSE_SCORES = 2**26
+# Lengths with a kernel of their own, for each kind of call: a compilation takes seconds.
+MAX_STATIC = 16
+
+
+def _plus(x: Tensor, n: int | Tensor) -> Tensor:
+    return x + n if isinstance(n, Tensor) or n != 0 else x
 
 
 def _mask_mod(limits: Limits, segments: Segments | None) -> Callable[..., Tensor]:
-    """What PyTorch asks of partial tiles: does query i see key j?"""
+    """What PyTorch asks of partial tiles: does query i see key j? For a causal square just i >= j."""
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         queries, keys, left, right = limits.of(b)
-        rel = j - (i + keys - queries)
-        seen = (rel + left >= 0) & (rel <= right) & (j < keys)
-        return seen if segments is None else seen & (segments[0][b, i] == segments[1][b, j])
+        own = _plus(i, keys - queries)  # the key on the diagonal
+        seen = []
+        if isinstance(right, Tensor) or right != FAR:
+            seen.append(_plus(own, right) >= j)
+        if isinstance(left, Tensor) or left != FAR:
+            seen.append(j + left >= own)
+        if isinstance(keys, Tensor):  # PyTorch minds Tk itself
+            seen.append(j < keys)
+        if segments is not None:
+            seen.append(segments[0][b, i] == segments[1][b, j])
+        return reduce(operator.and_, seen)
 
     return visible
 
@@ -59,7 +77,7 @@ def _score_mod(
             s = softcap * torch.tanh(s / softcap)
         if slopes is not None:
             queries, keys, _, _ = limits.of(b)
-            s = s - slopes[h] * (j - (i + keys - queries)).abs()
+            s = s - slopes[h] * (j - _plus(i, keys - queries)).abs()
         if bias is not None:
             # Never expanded: the gradient of an expanded bias would be (B, Hq, Tq, Tk) before its reduction.
             n = [0 * x if size == 1 else x for x, size in zip((b, h, i, j), bias.shape, strict=True)]
@@ -74,14 +92,17 @@ def flex(
     k: Tensor,
     v: Tensor,
     limits: Limits,
-    lists: tuple[Tensor, ...],
+    lists: Lists,
     segments: Segments | None,
     kv_lengths: Tensor | None,
     slopes: Tensor | None,
     bias: Tensor | None,
     constants: tuple[float, float | None, bool],
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) by PyTorch's flex_attention; `constants` are scale, softcap and return_lse."""
+    """(out, lse) by PyTorch's flex_attention; `constants` are scale, softcap and return_lse.
+
+    `lists` without full tiles say that every query sees every key.
+    """
     scale, softcap, return_lse = constants
     if kv_lengths is not None:
         # Q K^T is masked, but 0 * NaN would reach P V, and in the backward dS K.
@@ -93,7 +114,10 @@ def flex(
     # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
     options = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
     lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=return_lse)
-    mask = BlockMask(lengths, *lists, BLOCK_SIZE=(TILE, TILE), mask_mod=_mask_mod(limits, segments))
+    unmasked = lists[2] is None
+    tile = FAR if unmasked and q.shape[2] != 1 else TILE
+    visible = noop_mask if unmasked else _mask_mod(limits, segments)
+    mask = BlockMask(lengths, *lists, BLOCK_SIZE=(tile, tile), mask_mod=visible)
     score_mod = _score_mod(limits, softcap, slopes, bias)
     out, aux = flex_attention(
         q, k, v, score_mod, mask, scale, enable_gqa=gqa, kernel_options=options, return_aux=aux
@@ -102,16 +126,27 @@ def flex(
 
 
 _RECENT = Recent()
+_STATIC: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor | None]], Limits, Lists]] = {}
+_STATIC_COUNT: Counter[Any] = Counter()
+_NUMBERS = itertools.count()
+
+
+def _compile(backend: str, dynamic: bool | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`flex`, to be compiled by itself.
+
+    torch.compile counts recompilations by code object and gives up after eight, and what was once dynamic
+    (the batch, a head dim, the scale) stays so for all functions of one name and line. Either would let
+    kinds of calls spoil each other, so each gets a code object and a name of its own.
+    """
+    name = f"flex_{next(_NUMBERS)}"
+    own = types.FunctionType(flex.__code__.replace(co_name=name), flex.__globals__, name)
+    return torch.compile(own, fullgraph=True, backend=backend, dynamic=dynamic)
 
 
 @lru_cache(maxsize=128)
 def _compiled(kind: tuple[Any, ...], backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`flex`, compiled for one kind of call.
-
-    torch.compile counts recompilations by code object, and gives up after eight: each kind gets its own.
-    """
-    own = types.FunctionType(flex.__code__.replace(), flex.__globals__, "flex")
-    return torch.compile(own, fullgraph=True, backend=backend)
+    """The kernel of all lengths for one kind of call."""
+    return _compile(backend, None)
 
 
 def _kind(*arguments: Any) -> Any:
@@ -125,14 +160,79 @@ def _kind(*arguments: Any) -> Any:
     return tuple(kinds)
 
 
-def _run_compiled(q: Tensor, k: Tensor, *rest: Any, backend: str) -> tuple[Tensor, Tensor | None]:
-    """`flex` in the kernel for this kind of call, which is compiled if it is the first."""
-    batch, heads, tq, head_dim = q.shape
-    v, limits, lists, *options = rest
-    own = tq >= 512 and k.shape[2] >= 512 and tq % TILE == k.shape[2] % TILE == 0
-    sizes = (batch, heads, k.shape[1], head_dim, (tq, k.shape[2]) if own else None)
-    kind = (sizes, torch.is_grad_enabled(), _kind(q, k, v, *options))
-    return _compiled(kind, backend)(q, k, v, limits, lists, *options)
+def _kind_of_call(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+    batch, heads, _, head_dim = q.shape
+    return (batch, heads, k.shape[1], head_dim), torch.is_grad_enabled(), _kind(q, k, *rest)
+
+
+def _facts(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+
+
+def _run_static(
+    q: Tensor, k: Tensor, v: Tensor, limits: Limits, *rest: Any, backend: str
+) -> tuple[Tensor, Tensor | None] | None:
+    """`flex` in the kernel for this very call, masks included; None where it has none, and gets none.
+
+    A repeated call costs one look-up.
+    """
+    tq, tk = q.shape[2], k.shape[2]
+    # One query's kernel gains little, and a growing cache would have one compiled every 128 tokens.
+    unit, least = (1024, 1) if tq == 1 else (TILE, 512)
+    if tq < least or tk < 512 or tk % unit or (tq != 1 and tq % TILE):
+        return None
+    _, _, slopes, bias, constants = rest
+    tensors = (_facts(q), _facts(k), _facts(v), _facts(slopes), _facts(bias))
+    key = (tensors, limits, constants, torch.is_grad_enabled(), backend)
+    if key not in _STATIC:
+        kind = (_kind_of_call(q, k, v, slopes, bias, constants), backend)
+        if _STATIC_COUNT[kind] >= MAX_STATIC:
+            return None
+        _STATIC_COUNT[kind] += 1
+        with torch.inference_mode(False), torch.no_grad():  # for a training step too
+            lists = _lists(tq, tk, limits, None, q.device, spare=0)
+        _STATIC[key] = _compile(backend, False), limits, lists
+    kernel, limits, lists = _STATIC[key]
+    return kernel(q, k, v, limits, lists, *rest)
+
+
+def _lists(
+    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device, spare: int = 1
+) -> Lists:
+    everything = limits.left == limits.right == FAR and not isinstance(limits.keys, Tensor)
+    if everything and segments is None:
+        return unmasked_lists(tq, tk, device)
+    return tile_lists(tq, tk, limits, segments, device, spare)
+
+
+def _run_dynamic(
+    q: Tensor, k: Tensor, v: Tensor, limits: Limits, *rest: Any, backend: str
+) -> tuple[Tensor, Tensor | None]:
+    """`flex` in the kernel of all lengths for this kind of call, its limits data."""
+    batch, tq, tk, (segments, kv_lengths) = q.shape[0], q.shape[2], k.shape[2], rest[:2]
+
+    def make() -> tuple[Limits, Lists]:
+        lists = _lists(tq, tk, limits, segments, q.device)
+        for t in lists:  # else one compilation more, when both of their sizes have changed
+            if t is not None:
+                torch._dynamo.maybe_mark_dynamic(t, list(range(2, t.ndim)))
+        return limits.tensors(batch, q.device), lists
+
+    facts = (batch, tq, tk, limits.left, limits.right, kv_lengths is None, q.device)
+    tensors = [t for t in (kv_lengths, *(segments or ())) if t is not None]
+    data, lists = _RECENT.get(facts, tensors, make)
+    kind = (_kind_of_call(q, k, v, *rest), lists[2] is None)
+    return _compiled(kind, backend)(q, k, v, data, lists, *rest)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, limits: Limits, *rest: Any, backend: str
+) -> tuple[Tensor, Tensor | None]:
+    """`flex`, compiled: with constants where nothing about the call is data."""
+    result = None
+    if rest[0] is None and rest[1] is None:  # segments, kv_lengths
+        result = _run_static(q, k, v, limits, *rest, backend=backend)
+    return result or _run_dynamic(q, k, v, limits, *rest, backend=backend)
 
 
 def _dense_reasons(call: AttentionCall) -> list[str]:
@@ -182,26 +282,18 @@ class FlexAttention(Attention):
         return reasons
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
-        batch, tq, tk = q.shape[0], q.shape[2], k.shape[2]
+        tq, tk = q.shape[2], k.shape[2]
         segments, kv_lengths = o["segments"], o["kv_lengths"]
         left, right = (side if side >= 0 else FAR for side in diagonal_band(o["causal"], o["window"]))
+        right = FAR if tq == 1 else right  # no key lies right of the last query
         limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
         constants = (o["scale"], o["softcap"], o["return_lse"])
         rest = (segments, kv_lengths, o["alibi_slopes"], o["bias"], constants)
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
-            return flex(q, k, v, limits, tile_lists(tq, tk, limits, segments, q.device), *rest)
-
-        def make() -> tuple[Limits, tuple[Tensor, ...]]:
-            lists = tile_lists(tq, tk, limits, segments, q.device)
-            for t in lists:  # else one compilation more, when both of their sizes have changed
-                torch._dynamo.maybe_mark_dynamic(t, list(range(2, t.ndim)))
-            return limits.tensors(batch, q.device), lists
-
-        facts = (batch, tq, tk, left, right, kv_lengths is None, q.device)
-        tensors = [t for t in (kv_lengths, *(segments or ())) if t is not None]
-        data, lists = _RECENT.get(facts, tensors, make)
-        if q.is_cuda:
-            return _run_compiled(q, k, v, data, lists, *rest, backend=self.backend)
-        # PyTorch refuses what requires a gradient on a CPU even where none is recorded.
-        return flex(q.detach(), k.detach(), v.detach(), data, lists, *rest)
+            return flex(q, k, v, limits, _lists(tq, tk, limits, segments, q.device), *rest)
+        if not q.is_cuda:
+            # PyTorch refuses what requires a gradient on a CPU even where none is recorded.
+            q, k, v = q.detach(), k.detach(), v.detach()
+            return flex(q, k, v, limits, _lists(tq, tk, limits, segments, q.device), *rest)
+        return _run(q, k, v, limits, *rest, backend=self.backend)

@@ -19,11 +19,12 @@ TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
 FAR = 2**30  # stands for unbounded
 
 Segments = tuple[Tensor, Tensor]
+Lists = tuple[Tensor | None, ...]
 
 
 class Limits(NamedTuple):
     """What query i sees: keys j < keys with -left <= rel <= right, rel = j - (i + keys - queries). Numbers
-    become constants of a kernel; tensors, (B,) int32, are read by it."""
+    become constants of a kernel, FAR and `keys` not even that; tensors, (B,) int32, are read by it."""
 
     queries: int | Tensor
     keys: int | Tensor
@@ -42,17 +43,17 @@ class Limits(NamedTuple):
 
 
 def tile_lists(
-    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device
-) -> tuple[Tensor, ...]:
+    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device, spare: int = 1
+) -> Lists:
     """The tiles to compute, in the order of BlockMask's arguments.
 
     How many key tiles a query tile sees in part, and which come first; the same in full; then both by key
-    tile: (1 or B, 1, rows) and (1 or B, 1, rows, columns), int32.
+    tile: (1 or B, 1, rows) and (1 or B, 1, rows, columns), int32. There are `spare` rows and columns more
+    than tiles: with one, torch.compile does not specialise on a single tile.
     """
     queries, keys, left, right = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in limits)
-    # A row and a column of tiles more than there are: torch.compile would specialise on a single one.
-    i = TILE * torch.arange((tq + TILE - 1) // TILE + 1, device=device).view(1, 1, -1, 1)
-    j = TILE * torch.arange((tk + TILE - 1) // TILE + 1, device=device).view(1, 1, 1, -1)
+    i = TILE * torch.arange((tq + TILE - 1) // TILE + spare, device=device).view(1, 1, -1, 1)
+    j = TILE * torch.arange((tk + TILE - 1) // TILE + spare, device=device).view(1, 1, 1, -1)
     diagonal = keys - queries
     first, last = j - (i + TILE - 1) - diagonal, j + TILE - 1 - i - diagonal  # the least and most rel
     some = (first <= right) & (last >= -left) & (j < keys) & (i < tq)
@@ -69,6 +70,20 @@ def tile_lists(
         *(part for kind in kinds for part in _ordered(kind)),
         *(part for kind in kinds for part in _ordered(kind.transpose(-2, -1))),
     )
+
+
+def unmasked_lists(tq: int, tk: int, device: torch.device) -> Lists:
+    """The tiles where every query sees every key: no list of full ones, so that the kernel has one loop.
+
+    One tile of FAR x FAR, as PyTorch makes for no mask, by a dozen kernels in each call. For one query the
+    tiles of its keys, since newer versions divide keys among the splits of the decoding kernel by tiles.
+    """
+    like = {"dtype": torch.int32, "device": device}
+    tiles = (tk + TILE - 1) // TILE if tq == 1 else 1
+    order = torch.arange(tiles + (tq == 1), **like).view(1, 1, -1)  # a spare one: see tile_lists
+    by_query = torch.full((1, 1, 1), tiles, **like), order[:, :, None]
+    by_key = (order < tiles).to(torch.int32), torch.zeros_like(order)[..., None]
+    return (*by_query, None, None, *by_key, None, None)
 
 
 def _tile_range(ids: Tensor) -> tuple[Tensor, Tensor]:

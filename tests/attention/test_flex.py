@@ -1,10 +1,12 @@
 """FlexAttention's own: gradients, how often it compiles, what it refuses.
 
-Values on the grid: test_grid.py; tile lists: test_flex_masks.py. PyTorch refuses gradients on a CPU, though
-its dense form has them: here that refusal is lifted, to check the scores' gradients without a GPU.
+Values on the grid: test_grid.py; tile lists and masks: test_flex_masks.py. PyTorch refuses gradients on a
+CPU, though its dense form has them: here that refusal is lifted, to check them without a GPU.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,14 +20,14 @@ from tests.attention.criterion import expected, run_case
 from tests.grid import Case, Inputs, build, make_inputs
 
 
-@pytest.fixture
-def gradients_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(name="gradients_on_cpu")
+def lift_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.nn.attention.flex_attention as library
 
     monkeypatch.setattr(library, "_validate_device", lambda *tensors: None)
 
 
-def _arguments(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Inputs, tuple]:
+def arguments_of(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Inputs, tuple]:
     """A case's inputs, and what FlexAttention.attend makes of them for `flex.flex`."""
     inputs = make_inputs(case, "cpu", dtype)
     asked = []
@@ -40,6 +42,24 @@ def _arguments(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Inputs, 
     return inputs, (inputs.q, inputs.k, inputs.v, *asked[0][3:])
 
 
+def run(arguments: tuple, run: Callable = flex._run, backend: str = "eager") -> Tensor:
+    """As on CUDA, with a backend that generates no code."""
+    out, _ = run(*arguments[:4], *arguments[5:], backend=backend)  # makes the lists of tiles itself
+    return out
+
+
+def forget() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for made in (flex._STATIC, flex._STATIC_COUNT, flex._RECENT._made):
+        made.clear()
+    flex._compiled.cache_clear()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 FEATURES = [(), ("softcap",), ("alibi",), ("bias_grad",), ("segments",), ("window", "noncausal")]
 FEATURES += [("kv_lengths",), ("kv_lengths", "alibi", "softcap"), ("bias_grad", "softcap", "segments")]
 
@@ -49,55 +69,65 @@ def test_gradients(features: tuple[str, ...], gradients_on_cpu: None) -> None:
     """Against naive; NaN beyond kv_lengths and rows without a key included."""
     blind = features == ("kv_lengths",)
     case = Case("grad", 40, 67, 16, kv_heads=2, features=frozenset(features), blind=blind)
-    inputs, arguments = _arguments(case)
+    inputs, arguments = arguments_of(case)
     leaves = list(inputs.leaves().values())
-    out, _ = flex.flex(*arguments)
     expected = build("naive")(inputs.q, inputs.k, inputs.v, **inputs.options)
-    torch.testing.assert_close(out, expected)
-    got = torch.autograd.grad(out, leaves, inputs.dout)
-    torch.testing.assert_close(got, torch.autograd.grad(expected, leaves, inputs.dout), atol=2e-5, rtol=1e-5)
+    wanted = torch.autograd.grad(expected, leaves, inputs.dout)
+    q, k, v, numbers, *rest = arguments
+    for limits in (numbers, numbers.tensors(2, q.device)):
+        out, _ = flex.flex(q, k, v, limits, *rest)
+        torch.testing.assert_close(out, expected)
+        got = torch.autograd.grad(out, leaves, inputs.dout)
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
 
 
 def test_one_compilation_for_all_lengths_and_limits(gradients_on_cpu: None) -> None:
-    """As on CUDA, with a backend that needs none and asks nothing about a size: the first lengths, then all
-    others, whatever the mask.
+    """As on CUDA, with a backend that asks nothing about a size: the first lengths, then all others, whatever
+    the mask. Other batches, heads and scales, compiled before, change nothing.
     """
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    flex._compiled.cache_clear()
+    forget()
+    for n, other in enumerate(
+        (Case("other", 20, 30, 8, batch=3), Case("other", 20, 30, 32, heads=2, kv_heads=1))
+    ):
+        run(arguments_of(other)[1])
+        assert graphs() == n + 1
     cases = [Case("compile", tq, tk, 16) for tq, tk in ((128, 128), (113, 203), (3, 300), (300, 40))]
     cases += [Case("compile", 50, 170, 16, features=frozenset({"window", "noncausal"}))]
     for case in cases:
-        inputs, arguments = _arguments(case)
+        inputs, arguments = arguments_of(case)
         leaves = list(inputs.leaves().values())
-        out, _ = flex._run_compiled(*arguments, backend="aot_eager")
+        out = run(arguments, backend="aot_eager")
         expected = build("naive")(inputs.q, inputs.k, inputs.v, **inputs.options)
         torch.testing.assert_close(out, expected)
         got = torch.autograd.grad(out, leaves, inputs.dout)
         torch.testing.assert_close(
             got, torch.autograd.grad(expected, leaves, inputs.dout), atol=2e-5, rtol=1e-5
         )
-    assert flex._compiled.cache_info().currsize == 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert flex._compiled.cache_info().currsize == 3
+    assert graphs() == 4 and not flex._STATIC
 
 
 def test_each_kind_of_call_has_its_own_kernel() -> None:
-    _, base = _arguments(Case("kind", 20, 30, 16))
+    _, base = arguments_of(Case("kind", 20, 30, 16))
     *rest, (scale, softcap, lse) = base
     heads_last = base[0].transpose(1, 2).contiguous().transpose(1, 2)
     others = [
         (*rest, (2 * scale, softcap, lse)),
         (heads_last, *base[1:]),
-        _arguments(Case("kind", 20, 30, 16, features=frozenset({"alibi"})))[1],
-        _arguments(Case("kind", 20, 30, 16, kv_heads=2))[1],
-        _arguments(Case("kind", 512, 640, 16))[1],  # whole tiles
-        _arguments(Case("kind", 20, 30, 16), torch.bfloat16)[1],
+        arguments_of(Case("kind", 20, 30, 16, features=frozenset({"alibi"})))[1],
+        arguments_of(Case("kind", 20, 30, 16, features=frozenset({"noncausal"})))[1],  # no mask
+        arguments_of(Case("kind", 20, 30, 16, kv_heads=2))[1],
+        arguments_of(Case("kind", 20, 30, 16), torch.bfloat16)[1],
     ]
     kinds = []
+
+    def compiled(kind: tuple, backend: str) -> Callable:
+        return lambda *arguments: (kinds.append(kind), None)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "_compiled", lambda kind, backend: lambda *arguments: kinds.append(kind))
-        for arguments in (base, _arguments(Case("kind", 21, 77, 16))[1], *others):
-            flex._run_compiled(*arguments, backend="none")
+        patch.setattr(flex, "_compiled", compiled)
+        for arguments in (base, arguments_of(Case("kind", 21, 77, 16))[1], *others):
+            run(arguments)
     assert kinds[0] == kinds[1]
     assert len(set(kinds)) == 1 + len(others)
 
@@ -121,16 +151,17 @@ def test_traced_in_one_graph_with_dynamic_length(gradients_on_cpu: None) -> None
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_made_in_validation_serves_training() -> None:
+def test_made_in_validation_serves_training(gradients_on_cpu: None) -> None:
     """A tensor made in inference mode cannot be saved for a backward."""
-    flex._RECENT._made.clear()
-    inputs = make_inputs(Case("inference", 20, 30, 16), "cpu", torch.float32)
+    forget()
     with torch.inference_mode():
-        FlexAttention()(inputs.q, inputs.k, inputs.v)
-        lengths = torch.tensor([5, 30], dtype=torch.int32)  # counts no versions
-        FlexAttention()(inputs.q, inputs.k, inputs.v, kv_lengths=lengths)
+        for tokens in (30, 512):
+            run(arguments_of(Case("inference", tokens, tokens, 16))[1])
+        # Lengths that count no versions are not remembered.
+        run(arguments_of(Case("inference", 20, 30, 16, features=frozenset({"kv_lengths"})))[1])
     (_, (limits, lists)) = flex._RECENT._made.popitem()[1]
-    assert not any(t.is_inference() for t in (*limits, *lists)) and not flex._RECENT._made
+    ((_, _, static),) = flex._STATIC.values()
+    assert not any(t.is_inference() for t in (*limits, *lists, *static)) and not flex._RECENT._made
 
 
 def _call(device: str = "cuda", **changes: object) -> AttentionCall:
@@ -230,12 +261,27 @@ def test_no_synchronisation() -> None:
 @pytest.mark.gpu
 def test_compiles_at_most_three_times_for_any_lengths() -> None:
     """The first lengths, then all others with fewer than 128 queries and with more: see attention/flex.py."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    flex._compiled.cache_clear()
+    forget()
     for n, tq, tk in ((1, 128, 128), (2, 113, 203), (3, 300, 301), (3, 70, 1000), (3, 999, 999), (3, 17, 5)):
         assert max(run_case(FlexAttention(), Case("compile", tq, tk), "cuda", torch.bfloat16).values()) <= 1
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == n
+        assert graphs() == n
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"kv_lengths": torch.tensor([700] * 16, dtype=torch.int32)}])
+def test_one_query_runs_the_decoding_kernel(options: dict) -> None:
+    """For each batch and length, after others: its splits are reduced by kernels of their own."""
+    attention = FlexAttention()
+    options = {name: x.cuda() for name, x in options.items()}
+    for batch, tk in ((1, 700), (16, 700), (16, 1024), (16, 1111)):
+        inputs = _cuda(Case("decode", 1, tk, 128, batch=batch, heads=8, kv_heads=2))
+        now = {name: x[:batch].clone() for name, x in options.items()}
+        with torch.no_grad():
+            attention(inputs.q, inputs.k, inputs.v, **now)  # compiles
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                attention(inputs.q, inputs.k, inputs.v, **now)
+        names = [event.key for event in profile.key_averages()]
+        assert sum("flex_attention" in name for name in names) > 1, names
 
 
 @pytest.mark.gpu
