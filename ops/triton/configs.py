@@ -122,11 +122,14 @@ class DecodeTile:
     pdl: bool = False
 
 
-def decode_tile(arch: Arch, bits: int, block_d: int, full: bool, desc: bool) -> DecodeTile:
+def decode_tile(
+    arch: Arch, bits: int, block_d: int, full: bool, desc: bool, long: bool = False
+) -> DecodeTile:
     """The tile of the split-key kernel.
 
     Args:
-        full: batch and KV heads alone fill the GPU, and nothing is split; desc: descriptors can be used.
+        full: batch and KV heads alone fill the GPU, and nothing is split.
+        desc: descriptors can be used; long: there are 16k keys and more.
     """
     if INTERPRETED:
         return DecodeTile(32, 4, 1, 2, desc)
@@ -134,12 +137,12 @@ def decode_tile(arch: Arch, bits: int, block_d: int, full: bool, desc: bool) -> 
         return DecodeTile(16, 4, 2, 2)
     if arch[0] != 9:
         return DecodeTile(64 if block_d <= 128 else 32, 4, 2, 2)
-    # One H200, 32 query heads, 8 KV heads, D = 128, in us (cuDNN's): with descriptors B = 1, L = 4k 9.7
-    # (12.1), 16k 22.4 (23.4), 128k 124.0 (124.5); B = 16, L = 1k 19.9 (19.9), 64k 921 (922). By pointers
-    # 11.0, 22.9, 124.3; 19.9, 919. Two stages of 128 keys without splits: more than 23.6 at B = 16, L = 1k.
-    half = 1 if block_d <= 128 else 2
+    # One H200, 32 query heads, 8 KV heads, D = 128, in us (cuDNN's). With descriptors B = 1, L = 4k 9.7 (12.1),
+    # 16k 22.4 (23.4), 128k 124.0 (124.5); by pointers 11.0, 22.9, 124.3. B = 16, L = 1k 19.9 (19.9), 64k 921
+    # (922), with a fourth stage 20.5 and 917; by pointers 19.9, 919. Two stages there: more than 23.6.
     if desc:
-        tile = DecodeTile(128, 4, 3, 1, desc, pdl=True) if full else DecodeTile(128, 4, 2, 2, desc, pdl=True)
+        full_tile = DecodeTile(128, 4, 4 if long else 3, 1, desc, pdl=True)
+        tile = full_tile if full else DecodeTile(128, 4, 2, 2, desc, pdl=True)
     else:
         tile = DecodeTile(64, 4, 4, 1, pdl=True) if full else DecodeTile(64, 4, 3, 2, pdl=True)
-    return replace(tile, n=tile.n // half)
+    return replace(tile, n=tile.n if block_d <= 128 else tile.n // 2)
