@@ -1,50 +1,101 @@
-"""attention=auto: the first capable implementation, in order of speed on the device at hand.
+"""attention=auto: the fastest capable implementation, from a table generated out of results/ (auto_table.py).
 
-It decides per call, by device, dtype, head dim, features, and whether a gradient is wanted; it says what it
-chose and why, and what it chooses runs as if it had been asked for by name.
+It decides per call, by device, dtype, head dim, length, mask, other features, and whether a gradient is
+wanted; it says what it chose and why, and what it chooses runs as if it had been asked for by name.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from attention.auto_table import ENTRIES, MEASURED
 from attention.base import FEATURES, Attention, AttentionCall, Capabilities
+from attention.checks import arch_name
 
-# Fastest first, by device. To be generated from results/ (scripts/report.py, the op benchmark at the training
-# shape); until those exist, what is known to be fast comes before what can do everything.
-ORDER: dict[str, tuple[str, ...]] = {
-    "cuda": ("sdpa", "tiled", "naive"),
+# Where nothing is measured: what is known to be fast, before the two that do everything.
+DEFAULT: dict[str, tuple[str, ...]] = {
+    "cuda": ("sdpa", "triton", "flex", "tiled", "naive"),
     "cpu": ("sdpa", "tiled", "naive"),
     "mps": ("sdpa", "naive"),
 }
-# One query over a cache in a compiled step on CUDA: Inductor makes two fused reductions of the formula, which
-# read the cache once, where SDPA's mask needs it copied first. GPT-2 124M on an H200, tokens/s: 1,892 against
-# 1,706 at batch 1, 36,860 against 28,540 at 32 (results/generate).
+# One query over a short cache in a compiled step on CUDA: Inductor makes two fused reductions of the formula,
+# which read the cache once, where SDPA's mask needs it copied first. GPT-2 124M on an H200, tokens/s: 1,892
+# against 1,706 at batch 1, 36,860 against 28,540 at 32. Longer caches want their keys split.
 COMPILED_DECODE: tuple[str, ...] = ("naive", "sdpa", "tiled")
-# Where a name is built from, at first use: the class, as in its yaml, and its defaults.
-CLASSES: dict[str, str] = {
-    "sdpa": "attention.sdpa.SDPAAttention",
-    "tiled": "attention.tiled.TiledAttention",
-    "naive": "attention.naive.NaiveAttention",
-}
+# After all that are measured, whatever their speed: PyTorch's own choice, which may be the unfused maths, and
+# what does every option, in O(T) memory before O(T^2).
+LAST = ("sdpa", "tiled", "naive")
+# Two classes of lengths, as the winners differ: a short call is a few waves of tiles, whose launch and tail
+# count, a long one is its inner loop. More classes would give the same names on a GPU at hand.
+SHORT = 1024
+# Of these SDPA makes a mask of Tq x Tk entries, others skip what is hidden.
+MASKS = frozenset({"window", "alibi", "bias", "bias_grad", "segments", "kv_lengths"})
 
 
-def _order(call: AttentionCall, compiled: bool) -> tuple[str, ...]:
-    decoding = call.tq == 1 and "kv_lengths" in call.features
-    if call.device == "cuda" and compiled and decoding:
-        return COMPILED_DECODE
-    return ORDER.get(call.device, ())
+def kind(call: AttentionCall) -> tuple[str, str]:
+    """(purpose, mask) as in the table: training, forward or decode; causal, full or masked."""
+    purpose = "training" if call.backward else "decode" if call.tq == 1 else "forward"
+    if call.features & MASKS or (call.causal and 1 < call.tq != call.tk):
+        return purpose, "masked"
+    return purpose, "causal" if call.causal or call.tq == 1 else "full"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Names, fastest first, and where that is known from; `measured` of them have been measured."""
+
+    names: tuple[str, ...]
+    source: str
+    measured: int = 0
+
+
+def order(call: AttentionCall, compiled: bool = False) -> Order:
+    """Whom to try for `call`, in a compiled step or not."""
+    purpose, mask = kind(call)
+    short_decode = call.device == "cuda" and compiled and (purpose, mask) == ("decode", "masked")
+    purposes = (["compiled decode"] if short_decode else []) + [purpose]
+    # Where no masked call has been measured, the order without a mask; SDPA, which writes it out, at the end.
+    masks = [mask] if mask != "masked" else ["masked", "causal"]
+    for purpose, known in ((p, m) for p in purposes for m in masks):
+        if found := _measured(call, purpose, known):
+            names, where = found
+            if known != mask:
+                names = tuple(sorted(names, key=lambda name: name.startswith("sdpa")))
+                where += ", SDPA last as it writes the mask out"
+            return Order(tuple(dict.fromkeys((*names, *LAST))), where, len(names))
+        if purpose == "compiled decode" and call.tk <= SHORT:
+            return Order(COMPILED_DECODE, "in a compiled step")
+    names = DEFAULT.get(call.device, ())
+    if mask == "masked" and call.device == "cuda":
+        names = (*(name for name in names if name not in LAST), *LAST)
+    return Order(names, "in the default order")
+
+
+def _measured(call: AttentionCall, purpose: str, mask: str) -> tuple[tuple[str, ...], str] | None:
+    """The line of the table for a call, and what it is of."""
+    lines = MEASURED.get((call.arch or (0, 0), 8 * call.dtype.itemsize, purpose, mask))
+    if not lines:
+        return None
+    dims = sorted({head_dim for head_dim, _, _ in lines if head_dim is not None})
+    dim = next((d for d in dims if call.head_dim <= d), dims[-1] if dims else None)
+    lines = [line for line in lines if line[0] in (dim, None)]
+    _, longest, names = next((line for line in lines if line[1] is None or call.tk <= line[1]), lines[-1])
+    words = [f"{mask} {purpose}" if purpose in ("training", "forward") else purpose]
+    words += [] if dim is None else [f"D <= {dim}"]
+    words += [] if longest is None else [f"T <= {longest:,}"]
+    return tuple(names.split()), f"of those measured for {', '.join(words)}"
 
 
 class AutoAttention(Attention):
-    """Delegates each call to the first implementation in ORDER that can run it."""
+    """Delegates each call to the first implementation in its order that can run it."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset(FEATURES), devices=frozenset(ORDER)
+        features=frozenset(FEATURES), devices=frozenset(DEFAULT)
     )
 
     draws_seed: ClassVar[bool] = False  # what it chooses does, if at all
@@ -57,17 +108,31 @@ class AutoAttention(Attention):
 
     def _build(self, name: str) -> Attention:
         if name not in self._built:
-            module, cls = CLASSES[name].rsplit(".", 1)
-            self._built[name] = getattr(importlib.import_module(module), cls)(name=name)
+            path, options = ENTRIES[name]
+            module, cls = path.rsplit(".", 1)
+            self._built[name] = getattr(importlib.import_module(module), cls)(name=name, **options)
         return self._built[name]
 
+    def _reasons(self, name: str, call: AttentionCall) -> list[str]:
+        """Why `name` cannot run `call`, or is not to be chosen for it."""
+        attention = self._build(name)
+        reasons = attention.unsupported_reasons(call)
+        # PyTorch holds its own operators to this, not ours and not those of libraries.
+        strict = call.backward and torch.are_deterministic_algorithms_enabled()
+        if strict and not name.startswith("sdpa") and not attention.capabilities.deterministic:
+            reasons.append("no deterministic backward: needs deterministic=false")
+        if name.startswith("flash") and "segments" in call.features:
+            # Values decide whether it can, and to know them the host waits for the device.
+            reasons.append("reads document ids on the host: needs to be asked for by name")
+        return reasons
+
     def _refusals(
-        self, call: AttentionCall, order: tuple[str, ...] | None = None
+        self, call: AttentionCall, names: tuple[str, ...] | None = None
     ) -> tuple[str | None, dict[str, list[str]]]:
         """The first capable implementation, if any, and why those before it were passed over."""
         refusals: dict[str, list[str]] = {}
-        for name in _order(call, False) if order is None else order:
-            if not (reasons := self._build(name).unsupported_reasons(call)):
+        for name in order(call).names if names is None else names:
+            if not (reasons := self._reasons(name, call)):
                 return name, refusals
             refusals[name] = reasons
         return None, refusals
@@ -76,11 +141,18 @@ class AutoAttention(Attention):
         """(name, why) of what will run `call`, in a compiled step or not. Raises UnsupportedAttention where
         nothing can."""
         self.require(call)
-        order = _order(call, compiled)
-        name, refusals = self._refusals(call, order)
-        why = f"the fastest on {call.device} in {' > '.join(order)}"
+        found = order(call, compiled)
+        name, refusals = self._refusals(call, found.names)
+        where = arch_name(call.arch) or call.device
+        names = " > ".join(found.names[: max(2, len(refusals) + 2)])
+        more = " > ..." if len(found.names) > max(2, len(refusals) + 2) else ""
+        if found.measured and name not in found.names[: found.measured]:
+            why = f"on {where} none {found.source} can; the first of {' > '.join(LAST)} that can"
+        else:
+            why = f"the fastest on {where} {found.source}: {names}{more}"
         if refusals:
-            why += ", as " + "; ".join(f"{other} has {', '.join(said)}" for other, said in refusals.items())
+            brief = (f"{other}: {', '.join(map(_brief, said))}" for other, said in refusals.items())
+            why += f"; passed over {'; '.join(brief)}"
         return name, why
 
     def resolve(self, call: AttentionCall) -> Attention:
@@ -96,7 +168,8 @@ class AutoAttention(Attention):
     @torch.compiler.assume_constant_result
     def _pick(self, *facts: Any) -> str:
         """The choice by plain facts, which torch.compile evaluates once, while it traces."""
-        if facts not in self._chosen:
+        key = (*facts, torch.are_deterministic_algorithms_enabled())
+        if key not in self._chosen:
             device, index, dtype, heads, kv_heads, tq, tk, head_dim, causal, backward, compiled, *on = facts
             names = (
                 "window",
@@ -124,15 +197,16 @@ class AutoAttention(Attention):
                 features=frozenset(name for name, is_on in zip(names, on, strict=True) if is_on),
                 backward=backward,
             )
-            self._chosen[facts] = self.choice(call, compiled=compiled)[0]
-        return self._chosen[facts]
+            self._chosen[key] = self.choice(call, compiled=compiled)[0]
+        return self._chosen[key]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
         grad, bias = torch.is_grad_enabled(), o["bias"]
         bias_grad = grad and bias is not None and bias.requires_grad
-        # Lengths may be symbolic while compiling; all that a choice asks of them is 1 or more, equal or not.
-        tq = 1 if q.shape[2] == 1 else 2
-        tk = tq if q.shape[2] == k.shape[2] else 3
+        # Lengths may be symbolic while compiling; all that a choice asks of them is one or more, short or
+        # long, equal or not.
+        tk = 1 if k.shape[2] == 1 else SHORT if k.shape[2] <= SHORT else 2 * SHORT
+        tq = 1 if q.shape[2] == 1 else tk if q.shape[2] == k.shape[2] else tk + 1
         name = self._pick(
             q.device.type,
             q.device.index,
@@ -157,3 +231,8 @@ class AutoAttention(Attention):
         )
         chosen = self._built[name]
         return chosen.attend(q, k, v, **(o | {"dropout_seed": chosen.draw_seed(o["dropout_p"], q.device)}))
+
+
+def _brief(reason: str) -> str:
+    """A refusal without its remedy."""
+    return reason.partition(": needs ")[0].partition(" (")[0]

@@ -1,0 +1,50 @@
+"""Implementations by measured speed, as `python scripts/report.py` writes it: not to be edited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Order = tuple[tuple[int | None, int | None, str], ...]
+# (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)
+MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
+    ((9, 0), 16, "training", "causal"): (
+        (64, 1024, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+        (64, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+        (128, 1024, "sdpa_cudnn flash4 triton flash2 sdpa_flash"),
+        (128, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+    ),
+    ((9, 0), 16, "training", "full"): (
+        (64, 1024, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+        (64, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+        (128, 1024, "sdpa_cudnn flash4 triton flash2 sdpa_flash"),
+        (128, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+    ),
+    ((9, 0), 16, "forward", "causal"): (
+        (64, 1024, "sdpa_cudnn triton flash2 sdpa_flash flash4"),
+        (64, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+        (128, 1024, "sdpa_cudnn triton flash2 flash4 sdpa_flash"),
+        (128, None, "sdpa_cudnn flash4 triton flash2 sdpa_flash"),
+    ),
+    ((9, 0), 16, "forward", "full"): (
+        (64, 1024, "sdpa_cudnn triton flash4 flash2 sdpa_flash"),
+        (64, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash"),
+        (128, 1024, "sdpa_cudnn flash4 triton flash2 sdpa_flash"),
+        (128, None, "sdpa_cudnn flash4 triton flash2 sdpa_flash"),
+    ),
+    ((9, 0), 16, "decode", "causal"): (
+        (128, 1024, "triton sdpa_cudnn flash2 sdpa_flash flash4"),
+        (128, None, "triton sdpa_cudnn flash2 sdpa_flash flash4"),
+    ),
+}
+# What auto builds: the class and the options of conf/attention/<name>.yaml.
+ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "flash2": ("attention.flash_lib.FlashLibAttention", {"version": 2, "deterministic": False}),
+    "flash4": ("attention.flash_lib.FlashLibAttention", {"version": 4, "deterministic": False}),
+    "flex": ("attention.flex.FlexAttention", {}),
+    "naive": ("attention.naive.NaiveAttention", {}),
+    "sdpa": ("attention.sdpa.SDPAAttention", {"backend": "auto"}),
+    "sdpa_cudnn": ("attention.sdpa.SDPAAttention", {"backend": "cudnn"}),
+    "sdpa_flash": ("attention.sdpa.SDPAAttention", {"backend": "flash"}),
+    "tiled": ("attention.tiled.TiledAttention", {"block_q": 128, "block_k": 128}),
+    "triton": ("attention.triton_fused.TritonAttention", {"autotune": False}),
+}
