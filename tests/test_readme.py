@@ -55,10 +55,10 @@ def run_script(folder: Path, name: str, arguments: list[str]) -> Result:
         contextlib.redirect_stderr(err),
     ):
         try:
-            module.main(arguments) if name == "generate" else module.main()
+            code = module.main(arguments) if name == "generate" else module.main()
         except SystemExit as stop:
             code = stop.code
-    return Result(code, out.getvalue(), err.getvalue())
+    return Result(code or 0, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and "bench" not in c])
@@ -67,7 +67,8 @@ def test_train(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> N
     arguments = shlex.split(command)[2:]
     if arguments == ["--help"]:
         result = train_here(folder, "--help", tiny=False)
-        assert "attention: auto, naive" in result.out
+        named = re.search(r"^\s*attention: (.*)$", result.out, flags=re.MULTILINE)[1].split(", ")
+        assert {"auto", "naive", "triton", "flash4", "sdpa"} <= set(named)
         return
     small = [item for item in SMALL_RUN if "ckpt" not in command or item.startswith("callbacks")]
     if "ckpt" in command:
@@ -92,12 +93,17 @@ def test_scripts(folder: Path, command: str) -> None:
             pytest.skip("minutes of a GPU")
         assert "needs a CUDA GPU" in run_script(folder, name, arguments).code
         return
-    few = "--model tiny --batch 2 --prompt 4 --new 4 --no-compile --seq-len 16 --out x.jsonl"
     small = {
-        "generate": ["max_new_tokens=6", "ckpt=first"],
-        "plot": [],
-        "bench_generate": shlex.split(few),
-    }[name]
+        "generate": "max_new_tokens=6 ckpt=first",
+        "plot": "",
+        "bench_generate": "--model tiny --batch 2 --prompt 4 --new 4 --no-compile --seq-len 16 --out x.jsonl",
+        "bench_attention": "--attention naive tiled --heads 2 --batch 1 --head-dim 16 --seq-len 32 --causal "
+        "--budget 0.002 --out y.jsonl",
+        "which_kernel": "seq_len=32 heads=2",
+        "compare": "seq_len=32 heads=2",
+        "parity": "--seeds 1 2 --steps 4 --cpu --out z.jsonl model.n_layer=1",
+        "report": "auto --check",  # all of it: tests/scripts/test_report.py
+    }[name].split()
     result = run_script(folder, name, [*arguments, *small])
     assert result.code == 0, result.err
     assert result.out.strip()

@@ -1,0 +1,158 @@
+"""Who is fastest at what, from results/attention and results/generate: attention/auto_table.py."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from attention.auto import COMPILED_DECODE, DEFAULT, LAST, SHORT
+
+Row = dict[str, Any]
+Class = tuple[tuple[int, int], int, str, str, int | None, int | None]
+# Compute capability by what a GPU's name contains; others are not ranked.
+GPUS = {"H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "A100": (8, 0), "B200": (10, 0)}
+HEAD_DIMS = (64, 128, 256)
+BITS = {"float16": 16, "bfloat16": 16, "float32": 32}
+# Not ranked: auto itself and what comes last; `sdpa` is one of the forced kernels, or the maths.
+UNRANKED = {"auto", "sdpa_math", *LAST}
+
+
+def arch_of(row: Row) -> tuple[int, int] | None:
+    return next((arch for name, arch in GPUS.items() if name in (row["machine"]["gpu"] or "")), None)
+
+
+def wrong(row: Row) -> bool:
+    """Judged to be incorrect, or another kernel than the one asked for."""
+    result = row["result"]
+    if result["status"] == "error":
+        return True
+    judged = result.get("error_ratio") or 0.0
+    return result["status"] == "ok" and (judged > 1 or not result.get("kernels_ok", False))
+
+
+def classes(rows: Iterable[Row]) -> dict[Class, dict[tuple, dict[str, list[Row]]]]:
+    """Class -> point -> implementation -> its rows: forward and backward together are training."""
+    found: dict[Class, dict[tuple, dict[str, list[Row]]]] = {}
+    for row in rows:
+        p, arch = row["point"], arch_of(row)
+        if arch is None or p["pass"] == "both" or p["implementation"] in UNRANKED:
+            continue
+        mask = "masked" if p["features"] else "causal" if p["causal"] else "full"
+        dim = next((d for d in HEAD_DIMS if p["head_dim"] <= d), HEAD_DIMS[-1])
+        longest = SHORT if p["kv_len"] <= SHORT else None
+        point = tuple(value for key, value in p.items() if key not in ("implementation", "pass", "study"))
+        purposes = {"forward": ("forward", "training"), "backward": ("training",), "decode": ("decode",)}
+        for purpose in purposes[p["pass"]]:
+            key = (arch, BITS[p["dtype"]], purpose, mask, dim, longest)
+            named = found.setdefault(key, {}).setdefault((row["machine"]["gpu"], *point), {})
+            named.setdefault(p["implementation"], []).append(row)
+    return found
+
+
+def ranked(points: dict[tuple, dict[str, list[Row]]], passes: int) -> dict[str, float]:
+    """Implementations, fastest first, with the geometric mean of their time over that of the fastest at each
+    point. One that was wrong anywhere is left out, one with no time somewhere comes after the others."""
+    ratios: dict[str, list[float]] = {}
+    names = {name for point in points.values() for name in point}
+    rows = {name: [row for point in points.values() for row in point.get(name, [])] for name in names}
+    checked = {
+        name for name in names if any(row["result"].get("error_ratio") is not None for row in rows[name])
+    }
+    names = {name for name in checked if not any(map(wrong, rows[name]))}
+    full = 0
+    for point in points.values():
+        ms = {
+            name: sum(row["result"]["ms_median"] for row in point[name])
+            for name in names & point.keys()
+            if len(point[name]) == passes and all(row["result"]["status"] == "ok" for row in point[name])
+        }
+        full += bool(ms)
+        for name, value in ms.items():
+            ratios.setdefault(name, []).append(value / min(ms.values()))
+    means = {name: statistics.geometric_mean(values) for name, values in ratios.items()}
+    return dict(sorted(means.items(), key=lambda item: (full - len(ratios[item[0]]), item[1], item[0])))
+
+
+def ranking(rows: Iterable[Row]) -> dict[Class, dict[str, float]]:
+    """Class -> implementations, fastest first; training only where forward and backward were measured."""
+    found = {key: ranked(points, 2 if key[2] == "training" else 1) for key, points in classes(rows).items()}
+    return {key: names for key, names in sorted(found.items(), key=lambda item: _order(item[0])) if names}
+
+
+def _order(key: Class) -> tuple[Any, ...]:
+    arch, bits, purpose, mask, dim, longest = key
+    purposes = ("training", "forward", "decode", "compiled decode")
+    masks = ("causal", "full", "masked")
+    return arch, bits, purposes.index(purpose), masks.index(mask), dim or 0, longest or float("inf")
+
+
+def compiled_decode(rows: Iterable[Row]) -> dict[Class, dict[str, float]]:
+    """The same for compiled decoding over a cache, from results/generate: where two or more were measured."""
+    points: dict[Class, dict[tuple, dict[str, float]]] = {}
+    for row in rows:
+        p, arch = row["point"], arch_of(row)
+        if arch is None or not (p["kv_cache"] and p["compile"]) or p["implementation"] in ("auto", "tiled"):
+            continue
+        if row["result"]["status"] != "ok":
+            continue
+        longest = SHORT if p["prompt"] + p["new_tokens"] <= SHORT else None
+        point = tuple(value for key, value in p.items() if key != "implementation")
+        key = (arch, BITS[p["dtype"]], "compiled decode", "masked", None, longest)
+        here = points.setdefault(key, {}).setdefault((row["machine"]["gpu"], *point), {})
+        here[p["implementation"]] = row["result"]["tokens_per_s"]
+    found = {}
+    for key, of in points.items():
+        ratios: dict[str, list[float]] = {}
+        whole = [speeds for speeds in of.values() if len(speeds) > 1]
+        for speeds in whole:
+            for name, speed in speeds.items():
+                ratios.setdefault(name, []).append(max(speeds.values()) / speed)
+        means = {name: statistics.geometric_mean(values) for name, values in ratios.items()}
+        if means:
+            found[key] = dict(sorted(means.items(), key=lambda x: (len(whole) - len(ratios[x[0]]), x[1])))
+    return found
+
+
+def table_source(ranks: dict[Class, dict[str, float]], conf: Path) -> str:
+    """attention/auto_table.py: the ranks, and what each name there is built from."""
+    lines = [
+        '"""Implementations by measured speed, as `python scripts/report.py` writes it: not to be edited."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from typing import Any",
+        "",
+        "Order = tuple[tuple[int | None, int | None, str], ...]",
+        "# (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)",
+    ]
+    kind = "MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {"
+    groups: dict[tuple, list[str]] = {}
+    for (*key, dim, longest), names in ranks.items():
+        groups.setdefault(tuple(key), []).append(f'        ({dim}, {longest}, "{" ".join(names)}"),')
+    lines.append(kind if groups else kind + "}")
+    for (arch, bits, purpose, mask), entries in groups.items():
+        lines += [f'    ({arch}, {bits}, "{purpose}", "{mask}"): (', *entries, "    ),"]
+    lines += ["}"] if groups else []
+    lines.append("# What auto builds: the class and the options of conf/attention/<name>.yaml.")
+    lines.append("ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {")
+    named = {name for names in (*DEFAULT.values(), COMPILED_DECODE, *ranks.values()) for name in names}
+    for name in sorted(named):
+        target, options = entry(conf / f"{name}.yaml")
+        said = ", ".join(f'"{key}": {_literal(value)}' for key, value in options.items())
+        lines.append(f'    "{name}": ("{target}", {{{said}}}),')
+    return "\n".join([*lines, "}", ""])
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def entry(path: Path) -> tuple[str, dict[str, Any]]:
+    """The class of a yaml, and its options but for the name."""
+    from omegaconf import OmegaConf
+
+    options = OmegaConf.to_container(OmegaConf.load(path))
+    target = options.pop("_target_")
+    return target, {key: value for key, value in options.items() if key != "name"}

@@ -1,0 +1,120 @@
+"""Write what the README and attention=auto say about implementations, from declarations and results:
+
+    python scripts/report.py              all of it
+    python scripts/report.py --check      write nothing; exit code 1 if something is not up to date
+
+capabilities  README.md: what each implementation declares, and the memory it was measured to need
+results       README.md: speeds of all of them as a table and a picture, from results/attention/<gpu>.jsonl
+advice        attention/README.md: the fastest by situation
+auto          attention/auto_table.py: the order in which attention=auto tries them
+
+Name some of these to write only them. Run it after scripts/bench_attention.py, and after a change of what an
+implementation declares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+PARTS = ("capabilities", "results", "advice", "auto")
+UNMEASURED = (
+    "Nothing is measured yet: `python scripts/bench_attention.py` on a GPU, then `scripts/report.py`."
+)
+
+Row = dict[str, Any]
+
+
+def with_block(text: str, name: str, content: str) -> str:
+    """`text` with `content` between its markers of that name. Raises ValueError where it has none."""
+    pattern = rf"(<!-- {name}: [^>]*-->\n).*?(\n?<!-- end of {name} -->)"
+    found, count = re.subn(pattern, lambda m: f"{m[1]}\n{content}\n\n{m[2].lstrip()}", text, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(
+            f"{count} blocks named {name}: there has to be one, between <!-- {name}: ... --> and "
+            f"<!-- end of {name} -->"
+        )
+    return found
+
+
+def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
+    """The rows of each file that were measured on a GPU."""
+    from scripts.rows import read
+
+    found = {path.stem: list(read(path).values()) for path in sorted(folder.glob("*.jsonl"))}
+    found = {gpu: [row for row in rows if row["machine"]["gpu"]] for gpu, rows in found.items()}
+    return {gpu: rows for gpu, rows in found.items() if rows}
+
+
+def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
+    """What the files below `root` should hold."""
+    from scripts import advice, capabilities, ranking, summary
+    from scripts.rows import CONF, choices
+
+    measured = rows_by_gpu(root / "results" / "attention")
+    rows = [row for found in measured.values() for row in found]
+    generated = [row for found in rows_by_gpu(root / "results" / "generate").values() for row in found]
+    ranks = ranking.ranking(rows) | ranking.compiled_decode(generated)
+    readme, page = root / "README.md", root / "attention" / "README.md"
+    files: dict[Path, str] = {}
+
+    def put(path: Path, name: str, content: str) -> None:
+        files[path] = with_block(files.get(path) or path.read_text(encoding="utf-8"), name, content)
+
+    if "capabilities" in parts:
+        put(readme, "capabilities", capabilities.table(choices("attention"), capabilities.memory(rows)))
+    if "results" in parts:
+        # one picture and one table: of the GPU with the most rows
+        gpu = max(measured, key=lambda name: len(measured[name]), default=None)
+        said = UNMEASURED if gpu is None else summary.block(measured[gpu], gpu)
+        put(readme, "results", said)
+        if gpu is not None:
+            path = root / "results" / "attention" / f"{gpu}.svg"
+            if not summary.is_drawn(measured[gpu], path):
+                files[path] = summary.picture(measured[gpu])
+    if "advice" in parts:
+        put(page, "advice", advice.table(ranks) if ranks else UNMEASURED)
+    if "auto" in parts:
+        files[root / "attention" / "auto_table.py"] = ranking.table_source(ranks, CONF / "attention")
+    return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if out of date")
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="the checkout whose results are read and files written"
+    )
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
+    old = []
+    for path, text in written(options.root, tuple(options.parts) or PARTS).items():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        old.append(path)
+        if not options.check:
+            path.write_text(text, encoding="utf-8")
+    for path in old:
+        print(f"{path.relative_to(options.root)} {'is out of date' if options.check else 'written'}")
+    if options.check and old:
+        raise SystemExit("Run python scripts/report.py, look at the changes and commit them.")
+    if not old:
+        print("all up to date")
+
+
+if __name__ == "__main__":
+    # What is declared depends on neither a GPU nor the interpreter: asked before torch and triton look.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.pop("TRITON_INTERPRET", None)
+    main()
