@@ -17,7 +17,6 @@ T^2 scores there, and loses the gradient of a bias.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import types
 from collections import Counter
@@ -128,17 +127,17 @@ def flex(
 _RECENT = Recent()
 _STATIC: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor | None]], Limits, Lists]] = {}
 _STATIC_COUNT: Counter[Any] = Counter()
-_NUMBERS = itertools.count()
+_NAMES: dict[Any, str] = {}
 
 
-def _compile(backend: str, dynamic: bool | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compile(sizes: Any, backend: str, dynamic: bool | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`flex`, to be compiled by itself.
 
-    torch.compile counts recompilations by code object and gives up after eight, and what was once dynamic
-    (the batch, a head dim, the scale) stays so for all functions of one name and line. Either would let
-    kinds of calls spoil each other, so each gets a code object and a name of its own.
+    torch.compile counts recompilations by code object and gives up after eight: each kind of call gets its
+    own. What once was dynamic stays so for all functions of a name and line. That serves lengths, but would
+    cost one query the decoding kernel, for a dynamic batch: `sizes`, which must not be, have a name.
     """
-    name = f"flex_{next(_NUMBERS)}"
+    name = _NAMES.setdefault(sizes, f"flex_{len(_NAMES)}")
     own = types.FunctionType(flex.__code__.replace(co_name=name), flex.__globals__, name)
     return torch.compile(own, fullgraph=True, backend=backend, dynamic=dynamic)
 
@@ -146,7 +145,7 @@ def _compile(backend: str, dynamic: bool | None) -> Callable[..., tuple[Tensor, 
 @lru_cache(maxsize=128)
 def _compiled(kind: tuple[Any, ...], backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The kernel of all lengths for one kind of call."""
-    return _compile(backend, None)
+    return _compile(kind[0], backend, None)
 
 
 def _kind(*arguments: Any) -> Any:
@@ -161,8 +160,9 @@ def _kind(*arguments: Any) -> Any:
 
 
 def _kind_of_call(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
-    batch, heads, _, head_dim = q.shape
-    return (batch, heads, k.shape[1], head_dim), torch.is_grad_enabled(), _kind(q, k, *rest)
+    """The sizes and constants that no kernel shares, and the rest."""
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], rest[-1])
+    return sizes, torch.is_grad_enabled(), _kind(q, k, *rest)
 
 
 def _facts(x: Tensor | None) -> Any:
@@ -185,13 +185,13 @@ def _run_static(
     tensors = (_facts(q), _facts(k), _facts(v), _facts(slopes), _facts(bias))
     key = (tensors, limits, constants, torch.is_grad_enabled(), backend)
     if key not in _STATIC:
-        kind = (_kind_of_call(q, k, v, slopes, bias, constants), backend)
+        kind = (*_kind_of_call(q, k, v, slopes, bias, constants), backend)
         if _STATIC_COUNT[kind] >= MAX_STATIC:
             return None
         _STATIC_COUNT[kind] += 1
         with torch.inference_mode(False), torch.no_grad():  # for a training step too
             lists = _lists(tq, tk, limits, None, q.device, spare=0)
-        _STATIC[key] = _compile(backend, False), limits, lists
+        _STATIC[key] = _compile(kind[0], backend, False), limits, lists
     kernel, limits, lists = _STATIC[key]
     return kernel(q, k, v, limits, lists, *rest)
 
@@ -221,7 +221,7 @@ def _run_dynamic(
     facts = (batch, tq, tk, limits.left, limits.right, kv_lengths is None, q.device)
     tensors = [t for t in (kv_lengths, *(segments or ())) if t is not None]
     data, lists = _RECENT.get(facts, tensors, make)
-    kind = (_kind_of_call(q, k, v, *rest), lists[2] is None)
+    kind = (*_kind_of_call(q, k, v, *rest), lists[2] is None)
     return _compiled(kind, backend)(q, k, v, data, lists, *rest)
 
 
