@@ -142,7 +142,8 @@ def test_whole_tiles_get_a_kernel_of_constants(
 ) -> None:
     """As written by hand: no more in the masks and scores than was asked, no data, no symbol."""
     forget()
-    run(arguments_of(Case("before", 20, 30, 32))[1])  # leaves nothing dynamic
+    for tq, tk in ((20, 30), (40, 90)):  # leave nothing dynamic
+        run(arguments_of(Case("before", tq, tk, **WHOLE))[1])
     mods, (_, _, _, _, block_mask, _, _, *captured), symbols = _handed(case)
     assert mods == {"score": score, "mask": mask}
     assert captured == [(), ()] and symbols == 0
