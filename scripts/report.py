@@ -98,6 +98,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
+    from scripts.attention_report import draw
+
     old = []
     for path, text in written(options.root, tuple(options.parts) or PARTS).items():
         if path.is_file() and path.read_text(encoding="utf-8") == text:
@@ -105,6 +107,9 @@ def main() -> None:
         old.append(path)
         if not options.check:
             path.write_text(text, encoding="utf-8")
+            if path.suffix == ".svg":  # and the pictures of all panels beside it
+                rows = rows_by_gpu(path.parent)[path.stem]
+                draw(rows, path.with_suffix(".jsonl"))
     for path in old:
         print(f"{path.relative_to(options.root)} {'is out of date' if options.check else 'written'}")
     if options.check and old:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from scripts import attention_report as report
@@ -67,7 +68,8 @@ def picture(rows: list[Row]) -> str:
     for axes, (key, panel) in zip(grid.flat, found.items(), strict=False):
         report._panel(axes, key, panel, names)
         axes.set_title(report.title(key), fontsize=9)
-    figure.suptitle(f"{machine(rows)}, {max(row['machine']['date'] for row in rows)}")
+    gpus = ", ".join(dict.fromkeys(row["machine"]["gpu"] for row in rows))
+    figure.suptitle(f"{gpus}, {max(row['machine']['date'] for row in rows)}")
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Description": f"rows {digest(rows)}"})
     plt.close(figure)
@@ -75,10 +77,12 @@ def picture(rows: list[Row]) -> str:
 
 
 def machine(rows: list[Row]) -> str:
-    said = dict.fromkeys(
-        f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}" for m in (row["machine"] for row in rows)
-    )
-    return "; ".join(said)
+    """The GPUs, and all versions that took part."""
+    said: dict[str, None] = {}
+    for of in (row["machine"] for row in rows):
+        versions = {"torch": of["torch"], "triton": of["triton"], **of.get("peers", {})}
+        said |= dict.fromkeys([of["gpu"], *(f"{name} {number}" for name, number in versions.items())])
+    return ", ".join(said)
 
 
 def block(rows: list[Row], gpu: str) -> str:
@@ -108,14 +112,17 @@ def block(rows: list[Row], gpu: str) -> str:
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     passes = dict.fromkeys(row["point"]["pass"] for row in rows)
     more = ", ".join(f"[{passed}](results/attention/{gpu}_{passed}.svg)" for passed in passes)
-    return f"""![attention, TFLOP/s over T](results/attention/{gpu}.svg)
-
-{chr(10).join(lines)}
-
-{machine(rows)}. bf16, causal; TFLOP/s forward / backward, for decode microseconds of one query a row over
-a cache. The fastest of each is bold; `!` marks what may not be trusted (wrong beyond rounding, or another
-kernel than asked for), `-` what is refused. All panels: {more}.
-Every row, with kernels, errors and command: `results/attention/{gpu}.jsonl`."""
+    caption = textwrap.fill(
+        f"{machine(rows)}. bf16, causal; TFLOP/s forward / backward, for decode microseconds of one query a "
+        "row over a cache. The fastest of each is bold; `!` marks what may not be trusted (wrong beyond "
+        f"rounding, or another kernel than asked for), `-` what is refused. All panels: {more}. Every row, "
+        f"with kernels, errors and command: `results/attention/{gpu}.jsonl`.",
+        width=118,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    picture = f"![attention, TFLOP/s over T](results/attention/{gpu}.svg)"
+    return "\n".join([picture, "", *lines, "", caption])
 
 
 def _names(found: dict[tuple[Any, ...], report.Panel]) -> list[str]:

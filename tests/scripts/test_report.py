@@ -213,6 +213,9 @@ def test_everything_is_written_once(checkout, monkeypatch, capsys):
     assert '"triton sdpa_cudnn"' in (checkout / "attention" / "auto_table.py").read_text()
     svg = (checkout / "results" / "attention" / "h200.svg").read_text()
     assert "<!-- forward, D 64, causal, 2 heads, batch 1, bfloat16 -->" in svg
+    named = {"h200.svg", "h200_forward.svg", "h200_backward.svg", "h200_decode.svg", "h200.jsonl"}
+    assert {path.name for path in (checkout / "results" / "attention").iterdir()} == named
+    assert all(f"(results/attention/{name})" in readme for name in named - {"h200.jsonl"})
     run(monkeypatch, "--root", checkout, "--check")
     assert capsys.readouterr().out == "all up to date\n"
 
