@@ -124,6 +124,8 @@ class AutoAttention(Attention):
         if name.startswith("flash") and "segments" in call.features:
             # Values decide whether it can, and to know them the host waits for the device.
             reasons.append("reads document ids on the host: needs to be asked for by name")
+        if name.startswith("flash") and "window" in call.features and call.tq > call.tk:
+            reasons.append("not every window for more queries than keys: needs to be asked for by name")
         return reasons
 
     def _refusals(
@@ -204,9 +206,10 @@ class AutoAttention(Attention):
         grad, bias = torch.is_grad_enabled(), o["bias"]
         bias_grad = grad and bias is not None and bias.requires_grad
         # Lengths may be symbolic while compiling; all that a choice asks of them is one or more, short or
-        # long, equal or not.
+        # long, and which is greater.
         tk = 1 if k.shape[2] == 1 else SHORT if k.shape[2] <= SHORT else 2 * SHORT
-        tq = 1 if q.shape[2] == 1 else tk if q.shape[2] == k.shape[2] else tk + 1
+        tq = tk if q.shape[2] == k.shape[2] else tk - 1 if q.shape[2] < k.shape[2] else tk + 1
+        tq = 1 if q.shape[2] == 1 else tq
         name = self._pick(
             q.device.type,
             q.device.index,

@@ -25,7 +25,7 @@ DTYPES = {
     torch.float64: "fp64",
 }
 DEVICES = {"cuda": "CUDA", "cpu": "CPU", "mps": "MPS"}
-HEAD_DIMS = (8, 16, 59, 64, 72, 128, 192, 256, 320, 512)
+HEAD_DIMS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 512)
 # Heading -> the features asked for; bias with its gradient stands beside bias.
 FEATURES = {
     "window": "window",
@@ -102,12 +102,23 @@ class Asked:
         return first if first == last else f"{first} to {last}"
 
     def head_dims(self) -> str:
+        """Those that it trains with, and those of the forward where they are more."""
         if getattr(self.attention, "backend", None) in ("flash", "efficient", "cudnn"):
             return "asks PyTorch"  # on the GPU at hand: attention/sdpa.py
         device = next(iter(self.devices))
-        able = [d for d in HEAD_DIMS if self.can(self.call(device, self.usual(device), head_dim=d))]
-        most = f"{able[0]} to {able[-1]}" if able[0] > HEAD_DIMS[0] else f"to {able[-1]}"
-        return ("any" if able[-1] == HEAD_DIMS[-1] else most) + (", by 8" if 59 not in able else "")
+        forward = self._head_dims(device, backward=False)
+        trained = self._head_dims(device, backward=True) if self.trains(device) else forward
+        return trained if trained == forward else f"{trained}; forward {forward}"
+
+    def _head_dims(self, device: str, backward: bool) -> str:
+        def can(head_dim: int) -> bool:
+            return self.can(self.call(device, self.usual(device), head_dim=head_dim, backward=backward))
+
+        able = [head_dim for head_dim in HEAD_DIMS if can(head_dim)]
+        multiple = next(m for m in (1, 8, 16, 32, 64) if can(64 + m) or m == 64)
+        least = f"{able[0]} " if able[0] > max(HEAD_DIMS[0], multiple) else ""
+        by = f", by {multiple}" if multiple > 1 else ""
+        return ("any" if able[-1] == HEAD_DIMS[-1] else f"{least}to {able[-1]}") + by
 
     def feature(self, name: str) -> str:
         """yes; -; forward, without a gradient; or the devices that can."""

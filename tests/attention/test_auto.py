@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from attention import auto
 from attention.auto import DEFAULT, LAST, AutoAttention, kind, order
@@ -149,12 +150,14 @@ def test_deterministic_algorithms_are_kept_to(picky, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_documents_are_not_given_to_who_reads_them_on_the_host(monkeypatch):
+def test_flash_attn_is_not_given_what_only_values_can_tell(monkeypatch):
     line = {(H100, 16, "training", "masked"): ((64, None, "flash9 tiled"),)}
     monkeypatch.setattr(auto, "MEASURED", line)
     entry = ("attention.naive.NaiveAttention", {})  # which can do all
     monkeypatch.setattr(auto, "ENTRIES", auto.ENTRIES | {"flash9": entry})
     assert AutoAttention().choice(call("window"))[0] == "flash9"
+    name, why = AutoAttention().choice(call("window", tq=2048))
+    assert name == "tiled" and "flash9: not every window for more queries than keys" in why
     name, why = AutoAttention().choice(call("segments"))
     assert name == "tiled" and "flash9: reads document ids on the host" in why
 
@@ -170,15 +173,24 @@ def test_live_calls_are_chosen_by_class_of_length(monkeypatch):
     monkeypatch.setattr(AutoAttention, "choice", lambda self, c, compiled: seen.append(c) or ("naive", ""))
     attention = AutoAttention()
     attention._build("naive")
-    for tq, tk in ((1, 1), (1, 5), (7, 7), (3, 1024), (1025, 1025), (1, 4096), (1, 6)):
+    for tq, tk in ((1, 1), (1, 5), (7, 7), (3, 1024), (1025, 1025), (1, 4096), (6, 5), (1, 6)):
         q, k = torch.randn(1, 1, tq, 4), torch.randn(1, 1, tk, 4)
         attention.attend(
             q, k, k, causal=True, scale=1.0, window=None, softcap=None, alibi_slopes=None, bias=None,
             segments=None, kv_lengths=None, dropout_p=0.0, return_lse=False,
         )  # fmt: skip
     assert [(c.tq, c.tk) for c in seen] == [
-        (1, 1), (1, 1024), (1024, 1024), (1025, 1024), (2048, 2048), (1, 2048),
+        (1, 1), (1, 1024), (1024, 1024), (1023, 1024), (2048, 2048), (1, 2048), (1025, 1024),
     ]  # fmt: skip
+
+
+def test_lengths_of_a_compiled_call_are_dynamic_within_their_class():
+    counter, attention = CompileCounter(), AutoAttention()
+    compiled = torch.compile(lambda q: attention(q, q, q), backend=counter, fullgraph=True)
+    for tokens, compilations in ((100, 1), (200, 2), (1024, 2), (1500, 3), (2000, 3)):
+        q = torch.randn(1, 1, tokens, 8)
+        torch.testing.assert_close(compiled(q), attention(q, q, q))
+        assert counter.frame_count == compilations
 
 
 @pytest.mark.parametrize("name", sorted(auto.ENTRIES))
