@@ -106,7 +106,8 @@ class _Call:
         # the scale goes into the exponential's FMA; a maximum commutes with a positive scale only
         self.scale_late = plain_scores and scale > 0
         self.masked = left >= 0 or right >= 0
-        self.heavy = not plain_scores or dropout_p > 0 or self.q_segments is not None
+        self.heavy = not plain_scores or dropout_p > 0
+        self.heavy |= self.q_segments is not None or self.kv_lengths is not None
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.device_facts = arch, 8 * q.element_size(), self.block_d
         self.autotune = bool(tuning and tuning[0])

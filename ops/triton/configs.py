@@ -26,38 +26,38 @@ def _rows(tiles: str, desc: bool) -> tuple[Tile, ...]:
     return tuple(Tile(*map(int, tile.split()), desc) for tile in tiles.split("|"))
 
 
-# The third column (softcap, ALiBi, bias, dropout, documents) needs registers: what fits without spills.
-# sm_90: the fastest of 7 to 11 tiles that do not spill. Figures: milliseconds on one H200, bf16, 16,384
-# tokens, width 2,048, T = 4,096, without a mask and causal. Automatic warp specialisation (triton 3.6)
+# The third column (softcap, ALiBi, bias, dropout, documents, lengths) needs registers: what fits without
+# spills. sm_90: the fastest of 7 to 11 tiles that do not spill. Figures: milliseconds on one H200, bf16,
+# 16,384 tokens, width 2,048, T = 4,096, without a mask and causal. Automatic warp specialisation (triton 3.6)
 # compiled the forward and hung there, and failed to compile the backward.
 _HOPPER = {
     ("forward", 32): "64 128 4 3 | 64 128 4 3 | 64 128 4 3",  # 1.76, 1.00; 128 x 128 1.93, 1.06
     ("forward", 64): "128 128 4 3 | 64 128 4 3 | 64 128 4 3",  # 1.24, 0.69; the other's 1.30, 0.74
     ("forward", 128): "128 128 8 3 | 64 64 4 3 | 64 64 4 3",  # 1.14, 0.55; the other's 1.15, 0.60
-    ("forward", 256): "128 64 8 2 | 128 64 8 2 | 128 64 8 2",  # 1.08, 0.62; 64 x 64 x 4 1.23, 0.70
+    ("forward", 256): "128 64 8 2 | 128 64 8 2 | 64 64 8 2",  # 1.08, 0.62; 64 x 64 x 4 1.23, 0.70
     ("dkdv", 32): "64 64 4 3 | 64 128 4 2 | 64 64 4 3",  # 3.12, 1.70; the other's 3.24, 1.96
     # ptxas serialises the products of 128 x 64 without a mask: 2.97
     ("dkdv", 64): "64 64 4 3 | 128 64 4 2 | 64 64 4 3",  # 2.07, 1.20; the other's 2.97, 1.48
     ("dkdv", 128): "64 64 4 2 | 64 64 4 2 | 64 64 8 2",  # 1.85, 1.08; 64 x 128 x 8 1.97, 1.34
     ("dkdv", 256): "64 64 8 2 | 64 32 8 2 | 64 32 8 2",  # 3.46
     ("dq", 32): "64 128 4 3 | 64 64 4 3 | 64 64 4 3",  # 1.82, 1.01; the other's 1.82, 1.29
-    ("dq", 64): "64 128 4 3 | 64 128 4 3 | 64 128 4 3",  # 1.32, 0.75; 128 x 64 1.34, 0.75
+    ("dq", 64): "64 128 4 3 | 64 128 4 3 | 64 64 4 3",  # 1.32, 0.75; 128 x 64 1.34, 0.75
     ("dq", 128): "128 64 8 3 | 128 64 8 3 | 128 64 8 3",  # 1.27, 0.75; 128 x 32 1.41, 0.87
     ("dq", 256): "128 32 8 2 | 128 32 8 2 | 128 32 8 2",  # 1.95, 1.08; 64 x 32 x 4 2.77, 1.39
 }
 # sm_80, sm_86, sm_89 and unknown GPUs: compiled within 101,376 bytes of shared memory and without spills, not
 # measured.
 _AMPERE = {
-    ("forward", 32): "128 64 4 3 | 128 64 4 3 | 64 64 4 3",
-    ("forward", 64): "128 64 4 3 | 128 64 4 3 | 64 64 4 3",
+    ("forward", 32): "128 64 8 3 | 128 64 4 3 | 128 64 8 3",
+    ("forward", 64): "128 64 8 3 | 128 64 4 3 | 128 64 8 3",
     ("forward", 128): "128 64 8 2 | 128 64 8 2 | 128 32 8 2",
     ("forward", 256): "64 32 8 2 | 64 32 8 2 | 64 32 8 2",
-    ("dkdv", 32): "64 64 8 2 | 64 64 8 2 | 32 64 4 2",
-    ("dkdv", 64): "64 64 8 2 | 64 64 8 2 | 32 64 4 2",
+    ("dkdv", 32): "64 64 8 2 | 64 64 8 2 | 32 64 8 2",
+    ("dkdv", 64): "64 64 8 2 | 64 64 8 2 | 32 64 8 2",
     ("dkdv", 128): "32 64 8 2 | 32 64 8 2 | 32 64 8 2",
     ("dkdv", 256): "32 32 8 1 | 32 32 8 1 | 32 32 8 1",
-    ("dq", 32): "128 64 8 2 | 128 64 8 2 | 128 64 8 2",
-    ("dq", 64): "128 64 8 2 | 128 64 8 2 | 128 64 8 2",
+    ("dq", 32): "128 64 8 2 | 128 64 8 2 | 128 32 8 2",
+    ("dq", 64): "128 64 8 2 | 128 64 8 2 | 128 32 8 2",
     ("dq", 128): "64 32 4 2 | 64 32 4 2 | 64 32 4 2",
     ("dq", 256): "64 32 8 1 | 64 32 8 1 | 64 32 8 1",
 }
@@ -68,8 +68,8 @@ _FP32 = {
     ("forward", 128): "16 32 4 1 | 16 32 4 1 | 32 32 8 1",
     ("forward", 256): "32 32 8 1 | 32 32 8 1 | 32 32 8 1",
     ("dkdv", 32): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
-    ("dkdv", 64): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
-    ("dkdv", 128): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
+    ("dkdv", 64): "16 32 8 1 | 16 32 8 1 | 16 32 8 1",
+    ("dkdv", 128): "16 16 4 1 | 16 16 4 1 | 16 16 4 1",
     ("dkdv", 256): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
     ("dq", 32): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
     ("dq", 64): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
@@ -90,7 +90,8 @@ def tile(kind: str, arch: Arch, bits: int, block_d: int, masked: bool, heavy: bo
 
     Args:
         arch: compute capability; bits: 16 or 32 of the dtype; block_d: the head dim as a power of two.
-        masked: causal or a window; heavy: softcap, ALiBi, bias, dropout or documents.
+        masked: causal or a window; heavy: softcap, ALiBi, bias, dropout, documents or
+            lengths.
     """
     if INTERPRETED:
         return _INTERPRETED
@@ -134,7 +135,7 @@ def decode_tile(
     if INTERPRETED:
         return DecodeTile(32, 4, 1, 2, desc)
     if bits == 32:
-        return DecodeTile(16, 4, 2, 2)
+        return DecodeTile(16, 4 if block_d <= 128 else 8, 2, 2)
     if arch[0] != 9:
         return DecodeTile(64 if block_d <= 128 else 32, 4, 2, 2)
     # One H200, 32 query heads, 8 KV heads, D = 128, in us (cuDNN's). With descriptors B = 1, L = 4k 9.7
@@ -146,4 +147,4 @@ def decode_tile(
         tile = full_tile if full else DecodeTile(128, 4, 2, 2, desc, pdl=True)
     else:
         tile = DecodeTile(64, 4, 4, 1, pdl=True) if full else DecodeTile(64, 4, 3, 2, pdl=True)
-    return replace(tile, n=tile.n if block_d <= 128 else tile.n // 2)
+    return tile if block_d <= 128 else replace(tile, n=tile.n // 2, warps=8)

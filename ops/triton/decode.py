@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.triton.common import LN2, PLAIN, exp_difference, kept, load_tile, products, row_keys, scores, visible
+from ops.triton.common import PLAIN, exp_difference, kept, load_tile, products, row_keys, scores, visible
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "splits"])
@@ -150,7 +150,7 @@ def _tilegpt_decode_split(
         out_rows = b64 * out_b + h.to(tl.int64) * out_h + i.to(tl.int64) * out_t
         blind = total == 0.0
         acc = acc * (keep_scale / tl.where(blind, 1.0, total))[:, None]
-        tl.store(lse + at, tl.where(blind, float("-inf"), m + tl.log2(total) * LN2), mask=real)
+        tl.store(lse + at, tl.where(blind, float("-inf"), m + tl.log(total)), mask=real)
     tl.store(
         out + out_rows[:, None] + d[None, :],
         acc.to(out.dtype.element_ty),
@@ -196,4 +196,4 @@ def _tilegpt_decode_combine(
     acc = tl.sum(part * weight[:, None], 0) * (keep_scale / tl.where(blind, 1.0, total_all))
     out += (row // tq // heads) * out_b + (row // tq % heads) * out_h + row % tq * out_t
     tl.store(out + d, acc.to(out.dtype.element_ty), mask=d < D)
-    tl.store(lse + row, tl.where(blind, float("-inf"), m_all + tl.log2(total_all) * LN2))
+    tl.store(lse + row, tl.where(blind, float("-inf"), m_all + tl.log(total_all)))

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from ops.triton.common import (
-    LN2,
     PLAIN,
     exp_difference,
     kept,
@@ -191,7 +190,7 @@ def _tilegpt_attention_forward(
     acc = acc * (keep_scale / tl.where(blind, 1.0, total))[:, None]
     out += b64 * out_b + h64 * out_h
     store_tile(out, acc, i0, tq, out_t, BLOCK_M, D, BLOCK_D)
-    row_lse = tl.where(blind, float("-inf"), m * m_scale + tl.log2(total) * LN2)
+    row_lse = tl.where(blind, float("-inf"), m * m_scale + tl.log(total))
     tl.store(lse + head.to(tl.int64) * tq + i, row_lse, mask=i < tq)
 
 

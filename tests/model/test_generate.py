@@ -61,6 +61,8 @@ def recorded(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [path.stem for path in REGISTRY])
 def test_the_cache_changes_nothing(name, shape, recorded):
+    if name == "triton" and shape != "rope_gqa":
+        pytest.skip("Triton's interpreter takes half a minute a shape; the grid covers the options")
     model = make(build(name), **SHAPES[shape])
     for purpose in ("prefill", "decode"):
         call = attention_call(
