@@ -248,7 +248,7 @@ class Attention(nn.Module):
             alibi_slopes: (Hq,), adds -slope * |i + Tk - Tq - j| (Press et al. 2022).
             bias: broadcastable to (B, Hq, Tq, Tk), added to the scores.
             segments: document ids (B, T) int32, or a pair (B, Tq), (B, Tk): they see each other where equal.
-            kv_lengths: (B,) int32 on the device, in the place of Tk; nothing beyond leaks in, NaN included.
+            kv_lengths: (B,) int32 on the device, 0 to Tk, in its place; what lies beyond may be NaN.
             dropout_p: of the probabilities, in [0, 1); the seed comes from torch's default generator.
             return_lse: also the log of the softmax's denominator; it carries no gradient.
 

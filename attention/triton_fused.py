@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -18,13 +19,21 @@ from ops.triton.interpret import INTERPRETED
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     from ops.triton.attention import forward
 
-    return forward(*args)
+    with _on_device_of(args[0]):
+        return forward(*args)
 
 
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from ops.triton.attention import backward
 
-    return backward(*args)
+    with _on_device_of(args[0]):
+        return backward(*args)
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 _triton = register_attention("triton", _forward, _backward)
@@ -34,9 +43,8 @@ class TritonAttention(Attention):
     """Tiled, fused attention in Triton on CUDA; with TRITON_INTERPRET=1 in Triton's interpreter on the CPU.
 
     Args:
-        autotune: time the tiles of ops/triton/configs.py at the first call of each shape instead of taking
-        the
-            table's: seconds, once a process.
+        autotune: time the tiles of ops/triton/configs.py at the first call of each shape instead of taking the
+            table's: seconds, once a process (and the same bits within one process only).
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(

@@ -36,6 +36,18 @@ _DECODE_ROWS = 64
 _MOST_SPLITS = 128
 
 
+def _check(*tensors: Tensor) -> None:
+    """What the kernels take for granted. Inside torch.compile nobody before has looked at the strides."""
+    for x in tensors:
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"attention=triton got {x.dtype}; it needs float16, bfloat16 or float32")
+        if (x.shape[3] > 1 and x.stride(3) != 1) or x.stride(2) >= 2**24:
+            raise ValueError(
+                f"attention=triton got strides {x.stride()}; it needs a contiguous last dimension and tokens "
+                "less than 2**24 elements apart: call .contiguous()"
+            )
+
+
 def _describable(*tensors: Tensor) -> bool:
     """TMA needs 16-byte aligned addresses and strides."""
     return all(
@@ -72,13 +84,16 @@ class _Call:
         self.slopes, self.bias, self.q_segments, self.k_segments, self.kv_lengths, self.seed = tensors
         if self.bias is not None:
             self.bias = self.bias.expand(*q.shape[:3], k.shape[2])
+        # the kernels step through these by one
+        self.slopes = None if self.slopes is None else self.slopes.contiguous()
+        self.kv_lengths = None if self.kv_lengths is None else self.kv_lengths.contiguous()
         self.bias_strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
         if self.q_segments is not None:
             self.q_segments, self.k_segments = self.q_segments.contiguous(), self.k_segments.contiguous()
         # beyond T a bound says nothing, and 32 bits hold what is left
         longest = q.shape[2] + k.shape[2]
         # as a signed number: 2**31 and more would change the argument's type, and compile anew
-        kept_from = threshold(dropout_p) if dropout_p > 0 else 0
+        kept_from = min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0
         kept_from -= (kept_from >> 31) << 32
         self.keep_scale = 1.0 / (1.0 - dropout_p)
         self.numbers = (
@@ -111,7 +126,8 @@ class _Call:
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.device_facts = arch, 8 * q.element_size(), self.block_d
         self.autotune = bool(tuning and tuning[0])
-        self.shape = (q.dtype, *q.shape, *k.shape[1:3])
+        described = self.kv_lengths is None and _describable(q, k)
+        self.shape = (q.device, q.dtype, described, *q.shape, *k.shape[1:3])
 
     def tile(self, kind: str, run: Any) -> Tile:
         """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`."""
@@ -136,13 +152,14 @@ class _Call:
         n_tiles = triton.cdiv(n_own, block)
         ranges = torch.empty((batch, n_tiles, 2), dtype=torch.int32, device=own.device)
         chunk = min(2048, triton.next_power_of_2(n_other))
-        _tilegpt_segment_ranges[(n_tiles, batch)](own, other, ranges, n_own, n_other, n_tiles, block, chunk)
+        _tilegpt_segment_ranges[(n_tiles * batch,)](own, other, ranges, n_own, n_other, n_tiles, block, chunk)
         return ranges
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout, lse (B, Hq, Tq) fp32; options as in ops/library.py, and
     tuning = [autotune]."""
+    _check(q, k, v)
     call = _Call(q, k, *options)
     if q.shape[2] * call.group <= _DECODE_ROWS:
         full = k.shape[0] * k.shape[1] >= 0.9 * _sms(q.device)
@@ -166,9 +183,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
     _tilegpt_attention_forward[(n_tiles * batch * heads,)](
         *args, out, lse, *call.tensors(call.ranges(tile.m)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
-        heads, tq, tk, n_tiles, batch * heads, _side_by_side(k) * call.group, *call.numbers,
-        **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths is None,
-        DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
+        heads, tq, tk, n_tiles, batch * heads, min(batch * heads, _side_by_side(k) * call.group),
+        *call.numbers, **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths
+        is None, DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
@@ -192,7 +209,7 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
         to = q.new_empty((splits, batch, heads, tq, head_dim), dtype=torch.float32)
         to_lse = q.new_empty((2, splits, batch, heads, tq), dtype=torch.float32)
     pdl = tile.pdl and splits > 1
-    _tilegpt_decode_split[(splits, batch * kv_heads)](
+    _tilegpt_decode_split[(splits * batch * kv_heads,)](
         q, *args, to, to_lse, *call.tensors(None),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
         kv_heads, tq, tk, splits, *call.numbers,
@@ -215,7 +232,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k, v, and nothing for the bias (it has no gradient here)."""
     *options, bias_grad = options
-    assert not bias_grad, "declared in the capabilities"
+    if bias_grad:
+        raise ValueError("attention=triton gives no gradient for a bias; attention=flex, tiled and naive do")
+    _check(q, k, v)
     call = _Call(q, k, *options)
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = torch.empty_like(out).copy_(dout)
@@ -232,9 +251,9 @@ def run_delta(dout: Tensor, out: Tensor, lse: Tensor, call: _Call) -> tuple[Tens
     padded = triton.cdiv(tq, _PAD) * _PAD
     lse2, delta = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
     block = 64
-    _tilegpt_attention_delta[(padded // block, batch * heads)](
+    _tilegpt_attention_delta[(padded // block * batch * heads,)](
         out, dout, lse, delta, lse2, *out.stride()[:3], *dout.stride()[:3], heads, tq, padded,
-        head_dim, call.block_d, block, call.exact,
+        head_dim, call.block_d, block, call.exact or call.bias is not None,
     )  # fmt: skip
     return lse2, delta
 
@@ -260,8 +279,9 @@ def run_dkdv(
         *args, lse2, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
         *dv.stride()[:3], *call.bias_strides, kv_heads, tq, tk, lse2.shape[2], n_tiles, batch * kv_heads,
-        max(1, _side_by_side(q) // call.group), *call.numbers, **call.flags, SCALE_LATE=call.scale_late,
-        DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
+        min(batch * kv_heads, max(1, _side_by_side(q) // call.group)), *call.numbers,
+        **call.flags, SCALE_LATE=call.scale_late, DESC=desc,
+        BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dk, dv
 
@@ -277,7 +297,7 @@ def run_dq(
         *args, lse2, delta, dq, *call.tensors(call.ranges(tile.m)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
         *call.bias_strides, heads, tq, tk, lse2.shape[2], n_tiles, batch * heads,
-        _side_by_side(k) * call.group, *call.numbers,
+        min(batch * heads, _side_by_side(k) * call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths is None,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -47,22 +47,25 @@ def _tilegpt_attention_delta(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    EXACT: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):
-    """delta = rowsum(out * dout), lse2 = lse * log2(e), or with EXACT lse: (B, H, padded) fp32.
+    """delta = rowsum(out * dout), lse2 = lse * log2(e), or with NATURAL lse: (B, H, padded) fp32.
 
-    A row that sees no key, or lies beyond Tq, gets lse2 = inf: exp2(s - inf) = 0 for any s.
+    A row that sees no key, or lies beyond Tq, gets lse2 = inf: exp2(s - inf) = 0 for any s. So does one whose
+    keys are
+    all hidden by a bias of the least finite number: its lse is none to subtract.
     """
-    head = tl.program_id(1)
+    blocks = padded // BLOCK_M
+    head = tl.program_id(0) // blocks
     b64, h64 = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (i < tq)[:, None] & (d < D)[None, :]
     rows = tl.cast(i, tl.int64)[:, None]
     o = tl.load(out + b64 * out_b + h64 * out_h + rows * out_t + d[None, :], mask=inside, other=0.0)
     do = tl.load(dout + b64 * dout_b + h64 * dout_h + rows * dout_t + d[None, :], mask=inside, other=0.0)
     row_lse = tl.load(lse + head.to(tl.int64) * tq + i, mask=i < tq, other=float("-inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse if EXACT else row_lse * LOG2E)
+    row_lse = tl.where(row_lse < -2e38, float("inf"), row_lse if NATURAL else row_lse * LOG2E)
     at = head.to(tl.int64) * padded + i
     tl.store(delta + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=i < padded)
     tl.store(lse2 + at, row_lse, mask=i < padded)
@@ -102,7 +105,7 @@ def _weights(
     capped = s
     if not SCALE_LATE or EXACT:
         s, capped = scores(
-            s, i, j, offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit, ALIBI, SOFTCAP
+            s, i, j, offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit, ALIBI, SOFTCAP, EXACT
         )
     if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
         if cut:
@@ -111,9 +114,12 @@ def _weights(
             )
             s = tl.where(seen, s, float("-inf"))
     if EXACT:
-        return exp_natural(s - lse2), capped
+        p = exp_natural(s - lse2)
+    elif bias is not None:  # see exp_difference
+        p = tl.exp2((s - lse2) * LOG2E)
     else:
-        return tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse2), capped
+        p = tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse2)
+    return p, capped
 
 
 @triton.jit

@@ -87,27 +87,42 @@ def products(a, b, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EXAC
 
 
 @triton.jit
-def tanh(x):
-    """By one exp2; exact to fp32's rounding of 1, and without overflow: exp2 goes to 0 or infinity."""
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+def tanh(x, EXACT: tl.constexpr):
+    """By one exp2, without overflow: exp2 goes to 0 or infinity. That is exact to the rounding of 1; EXACT
+    takes the series near 0, where x is small beside 1."""
+    y = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    if EXACT:
+        u = x * x
+        series = x * (1.0 - u * (1 / 3 - u * (2 / 15 - u * (17 / 315 - u * (62 / 2835)))))
+        y = tl.where(u < 0.0625, series, y)
+    return y
 
 
 @triton.jit
 def exp_natural(x):
     """exp(x) to fp32's rounding: exp2(x * log2(e)) alone errs by |x| / 2 units in the last place."""
+    x = tl.where(x < -1000.0, -1000.0, x)  # 0 all the same; the least of fp32 times log2(e) is none
     t = x * LOG2E
     # what the product lost, and what the constant lacks
     lost = tl.fma(x, LOG2E, -t) + x * LOG2E_REST
-    return tl.exp2(t) * tl.where(x == float("-inf"), 1.0, 1.0 + lost * LN2)
+    return tl.exp2(t) * (1.0 + lost * LN2)
 
 
 @triton.jit
-def exp_difference(s, shift, scale, EXACT: tl.constexpr):
-    """exp((s - shift) * scale): one FMA and one exp2, rounded before the difference is taken; with EXACT, as
-    fp32 needs, after it."""
-    return (
-        exp_natural((s - shift) * scale) if EXACT else tl.exp2(s * (scale * LOG2E) - shift * (scale * LOG2E))
-    )
+def exp_difference(s, shift, scale, EXACT: tl.constexpr, APART: tl.constexpr):
+    """exp((s - shift) * scale).
+
+    One FMA and one exp2, where shift * scale * log2(e) is far below 2**24, as sums of products are. APART
+    takes the
+    difference first: a bias may be the least number that there is. EXACT: to fp32's rounding.
+    """
+    if EXACT:
+        p = exp_natural((s - shift) * scale)
+    elif APART:
+        p = tl.exp2((s - shift) * (scale * LOG2E))
+    else:
+        p = tl.exp2(s * (scale * LOG2E) - shift * (scale * LOG2E))
+    return p
 
 
 @triton.jit
@@ -126,6 +141,7 @@ def scores(
     tk,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """(scores, tanh of the softcap or s) from s = <q_i, k_j>, before any mask.
 
@@ -133,7 +149,7 @@ def scores(
     """
     capped = s
     if SOFTCAP:
-        capped = tanh(s * (scale / softcap))
+        capped = tanh(s * (scale / softcap), EXACT)
         s = capped * softcap
     else:
         s = s * scale
@@ -209,6 +225,7 @@ def kept(keys, j, threshold):
 def unswizzle(pid, n_tiles, n_heads, grouped, LAST_FIRST: tl.constexpr):
     """(tile, head) of program `pid`: `grouped` heads side by side, so that their K and V stay in L2, and
     within them tile after tile; with LAST_FIRST from the last, which is the longest under a causal mask."""
+    # The host keeps grouped * n_tiles within the grid, and so within 32 bits.
     first = pid // (grouped * n_tiles) * grouped
     width = tl.minimum(grouped, n_heads - first)
     within = pid - first * n_tiles

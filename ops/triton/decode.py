@@ -78,7 +78,9 @@ def _tilegpt_decode_split(
     LENGTHS: tl.constexpr = kv_lengths is not None
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    split, kv_row = tl.program_id(0), tl.program_id(1)
+    # One axis: the others end at 65,535.
+    split, kv_row = tl.program_id(0) % splits, tl.program_id(0) // splits
+    kv_rows = tl.num_programs(0) // splits
     b, kv_head = kv_row // kv_heads, kv_row % kv_heads
     b64 = b.to(tl.int64)
     limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
@@ -122,7 +124,7 @@ def _tilegpt_decode_split(
         j = start + tl.arange(0, BLOCK_N)
         s, _ = scores(
             s, i[:, None], j[None, :], offset, scale, softcap, slope, bias_rows, bias_i, bias_j, tq, limit,
-            ALIBI, SOFTCAP,
+            ALIBI, SOFTCAP, EXACT,
         )  # fmt: skip
         if SEGMENTS or (start < full_lo) | (start + BLOCK_N > full_hi):
             k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
@@ -133,18 +135,18 @@ def _tilegpt_decode_split(
             s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = exp_difference(s, shift[:, None], 1.0, EXACT)
-        rescale = exp_difference(m, shift, 1.0, EXACT)
+        p = exp_difference(s, shift[:, None], 1.0, EXACT, bias is not None)
+        rescale = exp_difference(m, shift, 1.0, EXACT, bias is not None)
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         m = m_new
-    at = ((split * tl.num_programs(1) + kv_row).to(tl.int64) * GROUP + rows % GROUP) * tq + i
+    at = ((tl.cast(split, tl.int64) * kv_rows + kv_row) * GROUP + rows % GROUP) * tq + i
     if SPLIT:
         out_rows = at * D
         tl.store(lse + at, m, mask=real)
-        parts = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUP * tq
+        parts = tl.num_programs(0).to(tl.int64) * GROUP * tq
         tl.store(lse + parts + at, total, mask=real)
     else:
         out_rows = b64 * out_b + h.to(tl.int64) * out_h + i.to(tl.int64) * out_t
@@ -190,7 +192,7 @@ def _tilegpt_decode_combine(
     total = tl.load(statistics + splits.to(tl.int64) * n_rows + at, mask=there, other=0.0)
     m_all = tl.max(m, 0)
     shift = tl.where(m_all == float("-inf"), 0.0, m_all)
-    weight = exp_difference(m, shift, 1.0, True)
+    weight = exp_difference(m, shift, 1.0, True, True)
     total_all = tl.sum(total * weight, 0)
     blind = total_all == 0.0
     acc = tl.sum(part * weight[:, None], 0) * (keep_scale / tl.where(blind, 1.0, total_all))

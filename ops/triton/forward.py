@@ -164,7 +164,7 @@ def _tilegpt_attention_forward(
         if not SCALE_LATE:
             s, _ = scores(
                 s, i[:, None], j[None, :], offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit,
-                ALIBI, SOFTCAP,
+                ALIBI, SOFTCAP, EXACT,
             )  # fmt: skip
         if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
             # One loop with a branch: a loop each for masked and unmasked tiles took 50 registers more.
@@ -177,9 +177,9 @@ def _tilegpt_attention_forward(
                 s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf; shifted by 0 it gives exp2(-inf) = 0, and not NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = exp_difference(s, shift[:, None], m_scale, EXACT)
-        rescale = exp_difference(m, shift, m_scale, EXACT)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED or bias is not None else m_new
+        p = exp_difference(s, shift[:, None], m_scale, EXACT, bias is not None)
+        rescale = exp_difference(m, shift, m_scale, EXACT, bias is not None)
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
@@ -194,14 +194,14 @@ def _tilegpt_attention_forward(
     tl.store(lse + head.to(tl.int64) * tq + i, row_lse, mask=i < tq)
 
 
-@triton.jit(do_not_specialize=["n_own", "n_other"])
+@triton.jit(do_not_specialize=["n_own", "n_other", "n_tiles"])
 def _tilegpt_segment_ranges(
     own, other, ranges, n_own, n_other, n_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
     """ranges (B, n_tiles, 2): first and end of `other` whose ids lie between the least and the greatest id of
     each tile of BLOCK `own`. Where documents follow each other, exactly the tiles of the own documents
     remain."""
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, b = tl.program_id(0) % n_tiles, (tl.program_id(0) // n_tiles).to(tl.int64)
     rows = tile * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(own + b * n_own + rows, mask=rows < n_own, other=0)
     least = tl.min(tl.where(rows < n_own, ids, 2147483647), 0)

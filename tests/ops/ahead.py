@@ -36,7 +36,7 @@ class Build:
 
     @property
     def heavy(self) -> bool:
-        return bool(set(self.extras) - {"kv_lengths", "pointers"})
+        return bool(set(self.extras) - {"pointers"})
 
     @property
     def block_d(self) -> int:

