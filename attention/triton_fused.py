@@ -43,8 +43,8 @@ class TritonAttention(Attention):
     """Tiled, fused attention in Triton on CUDA; with TRITON_INTERPRET=1 in Triton's interpreter on the CPU.
 
     Args:
-        autotune: time the tiles of ops/triton/configs.py at the first call of each shape instead of taking the
-            table's: seconds, once a process (and the same bits within one process only).
+        autotune: time the tiles of ops/triton/configs.py at the first call of each shape instead of taking
+            the table's: seconds, once a process (and the same bits within one process only).
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
