@@ -87,14 +87,23 @@ class Shape:
         return options
 
     def tensors(self, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """q, k, v and dout, normally distributed: the power a GPU draws depends on the data."""
+        """q, k, v and dout, normally distributed: the power a GPU draws depends on the data.
+
+        Laid out as in the model: (B, T, H, D) seen as (B, H, T, D), where flash-attn need not copy its
+        output; the cache of a decoding step (B, Hkv, T, D).
+        """
         import torch
 
         g = torch.Generator(device).manual_seed(seed)
         like = {"device": device, "generator": g, "dtype": getattr(torch, DTYPES[self.dtype])}
         q = (self.batch, self.heads, self.tq, self.head_dim)
         kv = (self.batch, self.kv_heads, self.tokens, self.head_dim)
-        return tuple(torch.randn(shape, **like) for shape in (q, kv, kv, q))
+
+        def normal(batch: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
+            return torch.randn(batch, tokens, heads, dim, **like).transpose(1, 2)
+
+        cache = torch.randn if self.decode else lambda shape, **_: normal(*shape)
+        return normal(*q), cache(kv, **like), cache(kv, **like), normal(*q)
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
