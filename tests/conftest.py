@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 
+# A shell that starts the tests in the background has them ignore SIGINT, which tests of interruption send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tensors here are small: more threads cost more than they bring, and tests share the machine. numpy, which
 # the interpreter multiplies with, reads this when it is loaded: two threads took three times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
