@@ -13,11 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ops.dropout import threshold
 from ops.triton import configs
 from ops.triton.autotune import fastest
-from ops.triton.backward import (
-    _tilegpt_attention_backward_dkdv,
-    _tilegpt_attention_backward_dq,
-    _tilegpt_attention_delta,
-)
+from ops.triton.backward import _tilegpt_attention_backward_dkdv, _tilegpt_attention_delta
+from ops.triton.backward_dq import _tilegpt_attention_backward_dq
 from ops.triton.configs import DecodeTile, Tile
 from ops.triton.decode import _tilegpt_decode_combine, _tilegpt_decode_split
 from ops.triton.forward import _tilegpt_attention_forward, _tilegpt_segment_ranges
@@ -126,8 +123,10 @@ class _Call:
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.device_facts = arch, 8 * q.element_size(), self.block_d
         self.autotune = bool(tuning and tuning[0])
-        described = self.kv_lengths is None and _describable(q, k)
-        self.shape = (q.device, q.dtype, described, *q.shape, *k.shape[1:3])
+        self.shape = None
+        if self.autotune:  # what a measured choice holds for
+            described = self.kv_lengths is None and _describable(q, k)
+            self.shape = (q.device, q.dtype, described, *q.shape, *k.shape[1:3])
 
     def tile(self, kind: str, run: Any) -> Tile:
         """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`."""
@@ -135,14 +134,13 @@ class _Call:
         if not self.autotune or INTERPRETED:
             return tile
         key = (kind, self.shape, self.masked, self.heavy, *self.flags.values())
-        return fastest(key, [tile, *configs.candidates(kind, *self.device_facts)], run)
+        return fastest(key, list(dict.fromkeys([tile, *configs.candidates(kind, *self.device_facts)])), run)
 
     def tensors(self, ranges: Tensor | None) -> tuple[Any, ...]:
         return (self.slopes, self.bias, self.q_segments, self.k_segments, ranges, self.kv_lengths, self.seed)
 
     def ranges(self, block: int, transposed: bool = False) -> Tensor | None:
-        """Which keys each tile of queries can see by their documents, or with `transposed` the reverse: (B,
-        tiles, 2)."""
+        """(B, tiles, 2): the keys of each query tile's documents; `transposed`: queries of key tiles."""
         if self.q_segments is None:
             return None
         own, other = self.q_segments, self.k_segments
@@ -184,15 +182,15 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
         *args, out, lse, *call.tensors(call.ranges(tile.m)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
         heads, tq, tk, n_tiles, batch * heads, min(batch * heads, _side_by_side(k) * call.group),
-        *call.numbers, **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths
-        is None, DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
+        *call.numbers,
+        **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths is None,
+        DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
 
 
 def _splits(programs: int, slots: int, n_tiles: int) -> int:
-    """Into how many parts the keys are split: the fewest within 97% of the best use of whole waves of
-    `slots`."""
+    """Into how many parts the keys are split: the fewest within 97% of the best use of waves of `slots`."""
     most = max(1, min(n_tiles, triton.cdiv(2 * slots, programs), _MOST_SPLITS))
     use = [programs * s / (triton.cdiv(programs * s, slots) * slots) for s in range(1, most + 1)]
     return next(s for s, u in enumerate(use, 1) if u >= 0.97 * max(use))

@@ -4,8 +4,9 @@
     dV = P^T dout;  dK = scale * dS^T Q;  dQ = scale * dS K                  (Dao 2023, section 3.1.2)
 
 Two passes: dK and dV per tile of keys, over the queries of its whole group (GQA needs no copy of K and V and
-no sum afterwards), and dQ per tile of queries, over the keys. They recompute S and dP each: 7 products
-instead of 5."""
+no sum afterwards), and dQ per tile of queries, over the keys (backward_dq.py). They recompute S and dP each:
+7 products instead of 5.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,6 @@ from ops.triton.common import (
     unswizzle,
     visible,
 )
-from ops.triton.forward import _key_range
 
 
 @triton.jit(do_not_specialize=["heads", "tq", "padded"])
@@ -52,8 +52,7 @@ def _tilegpt_attention_delta(
     """delta = rowsum(out * dout), lse2 = lse * log2(e), or with NATURAL lse: (B, H, padded) fp32.
 
     A row that sees no key, or lies beyond Tq, gets lse2 = inf: exp2(s - inf) = 0 for any s. So does one whose
-    keys are
-    all hidden by a bias of the least finite number: its lse is none to subtract.
+    keys are all hidden by a bias of the least finite number: its lse is none to subtract.
     """
     blocks = padded // BLOCK_M
     head = tl.program_id(0) // blocks
@@ -72,7 +71,7 @@ def _tilegpt_attention_delta(
 
 
 @triton.jit
-def _weights(
+def weights(
     s,
     i,
     j,
@@ -100,8 +99,10 @@ def _weights(
     SCALE_LATE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation; `cut`: an edge runs through the
-    tile."""
+    """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation.
+
+    `cut`: an edge runs through the tile, which is then masked.
+    """
     capped = s
     if not SCALE_LATE or EXACT:
         s, capped = scores(
@@ -137,8 +138,7 @@ def _query_range(
     HAS_RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """For keys j0 .. j0 + cols: queries lo .. hi see some, those of the tiles in full_lo .. full_hi see
-    all."""
+    """For keys j0 .. j0 + cols: queries lo .. hi see some, those of the tiles in full_lo .. full_hi all."""
     lo, hi = 0, tq
     if HAS_RIGHT:
         lo = tl.maximum(lo, j0 - offset - window_right)
@@ -272,10 +272,10 @@ def _tilegpt_attention_backward_dkdv(
             q_tile = load_tile(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
             st = products(k_tile, q_tile, BLOCK_N, BLOCK_M, BLOCK_D, EXACT)
             q_ids = tl.load(q_segments + i, mask=i < tq, other=-1)[None, :] if SEGMENTS else 0
-            pt, capped = _weights(
+            pt, capped = weights(
                 st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head,
-                bias_i, bias_j, slope, q_ids, k_ids, window_left, window_right, scale, softcap, (start <
-                full_lo) | (start >= full_hi), MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS,
+                bias_i, bias_j, slope, q_ids, k_ids, window_left, window_right, scale, softcap,
+                (start < full_lo) | (start >= full_hi), MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS,
                 SCALE_LATE, EXACT,
             )  # fmt: skip
             do_tile = load_tile(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
@@ -301,124 +301,3 @@ def _tilegpt_attention_backward_dkdv(
     dv += b64 * dv_b + kv_head.to(tl.int64) * dv_h
     store_tile(dk, dk_acc * scale, j0, tk, dk_t, BLOCK_N, D, BLOCK_D)
     store_tile(dv, dv_acc * keep_scale, j0, tk, dv_t, BLOCK_N, D, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=[*PLAIN, "padded"])
-def _tilegpt_attention_backward_dq(
-    q,
-    k,
-    v,
-    dout,
-    lse2,
-    delta,
-    dq,
-    alibi_slopes,
-    bias,
-    q_segments,
-    k_segments,
-    ranges,
-    kv_lengths,
-    seed,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    v_b,
-    v_h,
-    v_t,
-    dout_b,
-    dout_h,
-    dout_t,
-    dq_b,
-    dq_h,
-    dq_t,
-    bias_b,
-    bias_h,
-    bias_i,
-    bias_j,
-    heads,
-    tq,
-    tk,
-    padded,
-    n_tiles,
-    n_heads,
-    grouped,
-    window_left,
-    window_right,
-    scale,
-    softcap,
-    threshold,
-    keep_scale,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    SCALE_LATE: tl.constexpr,
-    EXACT: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    DESC: tl.constexpr,
-):
-    """dQ of BLOCK_M queries of one head."""
-    ALIBI: tl.constexpr = alibi_slopes is not None
-    SEGMENTS: tl.constexpr = q_segments is not None
-    LENGTHS: tl.constexpr = kv_lengths is not None
-    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, HAS_RIGHT)
-    b, h = head // heads, head % heads
-    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
-    i0 = tile * BLOCK_M
-    i = i0 + tl.arange(0, BLOCK_M)
-    limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
-    offset = limit - tq
-    if not DESC:
-        q += b64 * q_b + h64 * q_h
-        dout += b64 * dout_b + h64 * dout_h
-        k += b64 * k_b + kv_head.to(tl.int64) * k_h
-        v += b64 * v_b + kv_head.to(tl.int64) * v_h
-    if bias is not None:
-        bias += b64 * bias_b + h64 * bias_h
-    slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
-    keys = row_keys(seed, b, h, i) if DROPOUT else i
-    q_ids, first_key, end_key = 0, 0, 0
-    if SEGMENTS:
-        q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
-        k_segments += b64 * tk
-        first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
-        end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
-    lo, full_lo, full_hi, hi = _key_range(
-        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
-        BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
-    )  # fmt: skip
-    q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
-    do_tile = load_tile(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
-    row = head.to(tl.int64) * padded
-    row_lse2 = tl.load(lse2 + row + i)[:, None]
-    row_delta = tl.load(delta + row + i)[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
-    for start in tl.range(lo, hi, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        s = products(q_tile, k_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
-        dp = products(do_tile, v_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
-        k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
-        p, capped = _weights(
-            s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,
-            window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi), MASKED,
-            HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
-        )  # fmt: skip
-        if DROPOUT:
-            dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)
-        ds = p * (dp - row_delta)
-        if SOFTCAP:
-            ds *= 1.0 - capped * capped
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
-    dq += b64 * dq_b + h64 * dq_h
-    store_tile(dq, acc * scale, i0, tq, dq_t, BLOCK_M, D, BLOCK_D)

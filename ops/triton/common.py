@@ -113,8 +113,7 @@ def exp_difference(s, shift, scale, EXACT: tl.constexpr, APART: tl.constexpr):
     """exp((s - shift) * scale).
 
     One FMA and one exp2, where shift * scale * log2(e) is far below 2**24, as sums of products are. APART
-    takes the
-    difference first: a bias may be the least number that there is. EXACT: to fp32's rounding.
+    takes the difference first: a bias may be the least number that there is. EXACT: to fp32's rounding.
     """
     if EXACT:
         p = exp_natural((s - shift) * scale)
@@ -176,8 +175,7 @@ def visible(
     HAS_RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Which query sees which key: j < limit, inside the band around the diagonal j = i + offset, same
-    document.
+    """Which query sees which key: j < limit, in the band around the diagonal j = i + offset, same document.
 
     q_ids, k_ids: document ids shaped as i and j; anything without SEGMENTS.
     """

@@ -67,8 +67,7 @@ def _tilegpt_decode_split(
     DESC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of the keys for all queries of one key head: row r is query r // GROUP of the group's head r
-    % GROUP.
+    """One split of the keys for a key head's queries: row r is query r // GROUP of its head r % GROUP.
 
     With SPLIT, out (splits, B, Hq, Tq, D) and lse (2, splits, B, Hq, Tq), fp32, get the part's unnormalised
     sum, its maximum and its total (its log-sum-exp would bring the maximum's rounding into every weight);

@@ -1,7 +1,8 @@
 """The forward kernel: FlashAttention-2's loop (Dao 2023, algorithm 1) with every option of the contract.
 
 A program owns BLOCK_M queries of one head and walks the keys that any of them may see; only tiles that an
-edge of the window, the diagonal, a document's end or the end of the keys cuts are masked."""
+edge of the window, the diagonal, a document's end or the end of the keys cuts are masked.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from ops.triton.common import (
 
 
 @triton.jit
-def _key_range(
+def key_range(
     i0,
     rows,
     offset,
@@ -37,8 +38,7 @@ def _key_range(
     HAS_RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """For queries i0 .. i0 + rows: keys lo .. hi are seen by some, and the tiles in full_lo .. full_hi by
-    all.
+    """For queries i0 .. i0 + rows: keys lo .. hi are seen by some, the tiles in full_lo .. full_hi by all.
 
     first_key and end_key bound the keys of their documents. lo, full_lo, full_hi are multiples of BLOCK_N.
     """
@@ -146,7 +146,7 @@ def _tilegpt_attention_forward(
         k_segments += b64 * tk
         first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
         end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
-    lo, full_lo, full_hi, hi = _key_range(
+    lo, full_lo, full_hi, hi = key_range(
         i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
         BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
@@ -198,9 +198,10 @@ def _tilegpt_attention_forward(
 def _tilegpt_segment_ranges(
     own, other, ranges, n_own, n_other, n_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """ranges (B, n_tiles, 2): first and end of `other` whose ids lie between the least and the greatest id of
-    each tile of BLOCK `own`. Where documents follow each other, exactly the tiles of the own documents
-    remain."""
+    """(B, n_tiles, 2): first and end of `other` whose ids lie within those of each tile of BLOCK `own`.
+
+    Where documents follow each other, exactly the tiles of the own documents remain.
+    """
     tile, b = tl.program_id(0) % n_tiles, (tl.program_id(0) // n_tiles).to(tl.int64)
     rows = tile * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(own + b * n_own + rows, mask=rows < n_own, other=0)

@@ -77,12 +77,12 @@ INSTRUCTIONS = {
 
 
 def _kernel(kind: str) -> Any:
-    from ops.triton import backward, decode, forward
+    from ops.triton import backward, backward_dq, decode, forward
 
     return {
         "forward": forward._tilegpt_attention_forward,
         "dkdv": backward._tilegpt_attention_backward_dkdv,
-        "dq": backward._tilegpt_attention_backward_dq,
+        "dq": backward_dq._tilegpt_attention_backward_dq,
         "decode": decode._tilegpt_decode_split,
         "combine": decode._tilegpt_decode_combine,
     }[kind]

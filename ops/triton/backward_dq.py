@@ -1,0 +1,131 @@
+"""The backward's second pass: dQ = scale * dS K per tile of queries, over the keys (see backward.py)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ops.triton.backward import weights
+from ops.triton.common import PLAIN, kept, load_tile, products, row_keys, store_tile, unswizzle
+from ops.triton.forward import key_range
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "padded"])
+def _tilegpt_attention_backward_dq(
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    dq,
+    alibi_slopes,
+    bias,
+    q_segments,
+    k_segments,
+    ranges,
+    kv_lengths,
+    seed,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    v_b,
+    v_h,
+    v_t,
+    dout_b,
+    dout_h,
+    dout_t,
+    dq_b,
+    dq_h,
+    dq_t,
+    bias_b,
+    bias_h,
+    bias_i,
+    bias_j,
+    heads,
+    tq,
+    tk,
+    padded,
+    n_tiles,
+    n_heads,
+    grouped,
+    window_left,
+    window_right,
+    scale,
+    softcap,
+    threshold,
+    keep_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    SCALE_LATE: tl.constexpr,
+    EXACT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """dQ of BLOCK_M queries of one head."""
+    ALIBI: tl.constexpr = alibi_slopes is not None
+    SEGMENTS: tl.constexpr = q_segments is not None
+    LENGTHS: tl.constexpr = kv_lengths is not None
+    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, HAS_RIGHT)
+    b, h = head // heads, head % heads
+    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
+    i0 = tile * BLOCK_M
+    i = i0 + tl.arange(0, BLOCK_M)
+    limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
+    offset = limit - tq
+    if not DESC:
+        q += b64 * q_b + h64 * q_h
+        dout += b64 * dout_b + h64 * dout_h
+        k += b64 * k_b + kv_head.to(tl.int64) * k_h
+        v += b64 * v_b + kv_head.to(tl.int64) * v_h
+    if bias is not None:
+        bias += b64 * bias_b + h64 * bias_h
+    slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
+    keys = row_keys(seed, b, h, i) if DROPOUT else i
+    q_ids, first_key, end_key = 0, 0, 0
+    if SEGMENTS:
+        q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
+        k_segments += b64 * tk
+        first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
+        end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
+    lo, full_lo, full_hi, hi = key_range(
+        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
+        BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
+    )  # fmt: skip
+    q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
+    do_tile = load_tile(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
+    row = head.to(tl.int64) * padded
+    row_lse2 = tl.load(lse2 + row + i)[:, None]
+    row_delta = tl.load(delta + row + i)[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
+    for start in tl.range(lo, hi, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
+        v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
+        s = products(q_tile, k_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
+        dp = products(do_tile, v_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
+        k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
+        p, capped = weights(
+            s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,
+            window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi), MASKED,
+            HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
+        )  # fmt: skip
+        if DROPOUT:
+            dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)
+        ds = p * (dp - row_delta)
+        if SOFTCAP:
+            ds *= 1.0 - capped * capped
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+    dq += b64 * dq_b + h64 * dq_h
+    store_tile(dq, acc * scale, i0, tq, dq_t, BLOCK_M, D, BLOCK_D)
