@@ -1,0 +1,182 @@
+// What every stage of the ladder shares: the parameters of a launch, the options of a score, and who sees whom.
+//
+// One translation unit is one specialisation. The host defines (ops/cuda/call.py):
+//   ELEMENT     float, bf16 or f16: the type of q, k, v and out; all sums are float
+//   HEAD_DIM    D, as the caller has it; kernels pad it as they need
+//   GROUP       query heads that share a key head (1: MHA)
+//   HAS_LEFT, HAS_RIGHT    a bound on either side of the diagonal (causal: HAS_RIGHT with window_right = 0)
+//   SOFTCAP, ALIBI, SEGMENTS, LENGTHS, DROPOUT    0 or 1; what is 0 costs nothing
+// and what the stage adds (tile sizes). Only attention.cuh, the .cuh files beside it, cuda_bf16.h and cuda_fp16.h
+// are ever included. The plain stages also compile as C++ for the CPU (tests/ops/cpu.h).
+#pragma once
+
+#define float_ELEMENT 0
+#define bf16_ELEMENT 1
+#define f16_ELEMENT 2
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define ELEMENT_KIND JOIN(ELEMENT, _ELEMENT)
+
+#if ELEMENT_KIND == bf16_ELEMENT
+#include <cuda_bf16.h>
+typedef __nv_bfloat16 element;
+#elif ELEMENT_KIND == f16_ELEMENT
+#include <cuda_fp16.h>
+typedef __half element;
+#else
+typedef float element;
+#endif
+
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+// Infinity without a header.
+#define INFINITE __int_as_float(0x7f800000)
+
+// Elements from one batch row, head or token to the next; the last dimension is contiguous.
+struct Strides {
+    long long b, h, t;
+};
+
+// The one argument of every kernel, packed by the host (ops/cuda/call.py mirrors it, field by field). A kernel reads
+// what it needs; what a call does not have is null or 0. Tq, Tk: tq, tk; B: batch; Hq, Hkv: heads, kv_heads.
+struct Params {
+    const element *q, *k, *v;                 // (B, Hq, Tq, D), (B, Hkv, Tk, D) twice
+    element *out;                             // (B, Hq, Tq, D)
+    float *lse;                               // (B, Hq, Tq), natural logarithm
+    const element *dout;                      // (B, Hq, Tq, D)
+    element *dq, *dk, *dv;                    // as q, k, v
+    float *lse2, *delta;                      // (B, Hq, padded_tq): lse * log2(e), rowsum(out * dout); backward only
+    float *scratch;                           // the stage's own: see its .cu
+    const float *alibi_slopes;                // (Hq,)
+    const int *q_segments, *k_segments;       // (B, Tq), (B, Tk)
+    const int *ranges;                        // (B, tiles, 2): see segment_ranges.cu
+    const int *kv_lengths;                    // (B,)
+    const long long *seed;                    // ()
+    Strides q_stride, k_stride, v_stride, out_stride, dout_stride, dq_stride, dk_stride, dv_stride;
+    int batch, heads, kv_heads, tq, tk, padded_tq;
+    int n_tiles;                              // tiles of one head along the grid's split dimension
+    int grouped;                              // heads that run side by side, so that their K and V share the L2
+    int window_left, window_right;            // read with HAS_LEFT, HAS_RIGHT
+    float scale, softcap, keep_scale;         // keep_scale = 1 / (1 - dropout_p)
+    unsigned threshold;                       // a probability is kept where its bits are >= threshold
+};
+
+static_assert(sizeof(Params) == PARAMS_BYTES, "ops/cuda/call.py and struct Params differ");
+
+__device__ __forceinline__ int min_of(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ int max_of(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Keys that batch row b has: Tk, or its length.
+__device__ __forceinline__ int keys_of(const Params &p, int b) {
+#if LENGTHS
+    return max_of(0, min_of(p.kv_lengths[b], p.tk));
+#else
+    return p.tk;
+#endif
+}
+
+// tanh by one exponential, which goes to 0 or infinity without overflow; the series near 0, where x is small beside 1.
+__device__ __forceinline__ float tanh_of(float x) {
+#if ELEMENT_KIND == float_ELEMENT
+    return tanhf(x);
+#else
+    return 1.0f - 2.0f / (exp2f(x * (2.0f * LOG2E)) + 1.0f);
+#endif
+}
+
+// The score of query i and key j from dot = <q_i, k_j>, before the mask. `diagonal` = keys - Tq: the distance is
+// j - i - diagonal. `capped` gets tanh(scale * dot / softcap), which the backward needs.
+__device__ __forceinline__ float score_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
+                                          float &capped) {
+    float s = dot * p.scale;
+#if SOFTCAP
+    capped = tanh_of(s / p.softcap);
+    s = capped * p.softcap;
+#endif
+#if ALIBI
+    s -= slope * fabsf((float)(j - i - diagonal));
+#endif
+    return s;
+}
+
+// Whether query i sees key j. `keys` bounds j; ids are document ids (anything without SEGMENTS).
+__device__ __forceinline__ bool sees(const Params &p, int i, int j, int keys, int diagonal, int q_id, int k_id) {
+    bool seen = j < keys;
+#if HAS_RIGHT
+    seen = seen && j <= i + diagonal + p.window_right;
+#endif
+#if HAS_LEFT
+    seen = seen && j >= i + diagonal - p.window_left;
+#endif
+#if SEGMENTS
+    seen = seen && q_id == k_id;
+#endif
+    return seen;
+}
+
+// Keys lo .. hi are seen by some of the queries i0 .. i0 + rows; tiles that lie within full_lo .. full_hi by all.
+struct KeyRange {
+    int lo, full_lo, full_hi, hi;
+};
+
+// lo, full_lo and full_hi are multiples of `tile`. first and end bound the keys of the queries' documents.
+__device__ __forceinline__ KeyRange key_range(const Params &p, int i0, int rows, int keys, int diagonal, int tile,
+                                              int first, int end) {
+    int lo = 0, hi = keys;
+#if HAS_LEFT
+    lo = max_of(lo, i0 + diagonal - p.window_left);
+#endif
+#if HAS_RIGHT
+    hi = min_of(hi, i0 + rows + diagonal + p.window_right);
+#endif
+#if SEGMENTS
+    lo = max_of(lo, first), hi = min_of(hi, end);
+#endif
+    lo = lo / tile * tile;
+    hi = max_of(hi, lo);
+    int full_lo = lo, full_hi = hi;
+#if SEGMENTS
+    full_hi = lo;  // every tile compares ids
+#else
+#if HAS_LEFT
+    full_lo = ceil_div(max_of(i0 + rows - 1 + diagonal - p.window_left, 0), tile) * tile;
+    full_lo = max_of(min_of(full_lo, ceil_div(hi, tile) * tile), lo);
+#endif
+#if HAS_RIGHT
+    full_hi = min_of(hi, i0 + 1 + diagonal + p.window_right);
+#endif
+    full_hi = max_of(full_hi / tile * tile, full_lo);
+#endif
+    KeyRange range = {lo, full_lo, full_hi, hi};
+    return range;
+}
+
+// The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and within
+// them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST.
+__device__ __forceinline__ void unswizzle(const Params &p, int index, int n_heads, bool last_first, int &tile,
+                                          int &head) {
+    int first = index / (p.grouped * p.n_tiles) * p.grouped;
+    int width = min_of(p.grouped, n_heads - first), within = index - first * p.n_tiles;
+    tile = within / width;
+    head = first + within % width;
+    if (last_first) tile = p.n_tiles - 1 - tile;
+}
+
+// The dropout mask of ops/dropout.py.
+__device__ __forceinline__ unsigned fmix32(unsigned x) {
+    x ^= x >> 16, x *= 0x85EBCA6Bu, x ^= x >> 13, x *= 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+
+__device__ __forceinline__ unsigned absorb(unsigned key, unsigned x) { return fmix32((key ^ x) + 0x9E3779B9u); }
+
+// The key of the head's rows: one `absorb` more gives row i's.
+__device__ __forceinline__ unsigned head_key(const Params &p, int b, int h) {
+    unsigned long long seed = (unsigned long long)*p.seed;
+    return absorb(absorb(absorb(absorb(0u, (unsigned)seed), (unsigned)(seed >> 32)), (unsigned)b), (unsigned)h);
+}
+
+__device__ __forceinline__ bool kept(unsigned row_key, int j, unsigned threshold) {
+    return fmix32(row_key + 0x9E3779B9u * (unsigned)j) >= threshold;
+}

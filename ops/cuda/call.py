@@ -1,0 +1,127 @@
+"""One call of our CUDA kernels: the options of ops/library.py as `Params` and defines (attention.cuh)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.dropout import threshold
+
+# Bytes of K and V that the heads running side by side may take: half of an H200's 50 MB of L2.
+_L2_BYTES = 24 << 20
+ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_longlong) for name in "bht"]
+
+
+_POINTERS = (
+    "q k v out lse dout dq dk dv lse2 delta scratch alibi_slopes q_segments k_segments ranges kv_lengths seed"
+)
+_STRIDED = "q k v out dout dq dk dv"
+_INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped window_left window_right"
+_FLOATS = "scale softcap keep_scale"
+
+
+class Params(ctypes.Structure):
+    """struct Params of csrc/attention.cuh, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
+        *((f"{name}_stride", Strides) for name in _STRIDED.split()),
+        *((name, ctypes.c_int) for name in _INTEGERS.split()),
+        *((name, ctypes.c_float) for name in _FLOATS.split()),
+        ("threshold", ctypes.c_uint),
+    ]
+
+    def bind(self, **tensors: Tensor | None) -> Params:
+        """Sets pointers, and strides where there is a field for them. The caller keeps the tensors alive."""
+        for name, x in tensors.items():
+            setattr(self, name, None if x is None else x.data_ptr())
+            if x is not None and name in _STRIDED.split():
+                setattr(self, f"{name}_stride", Strides(*x.stride()[:3]))
+        return self
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What the kernels take for granted. Inside torch.compile nobody before has looked at the strides.
+
+    Raises:
+        ValueError: another dtype, or a last dimension that is not contiguous.
+    """
+    for x in (q, k, v):
+        if x.dtype not in ELEMENTS:
+            raise ValueError(f"attention=cuda got {x.dtype}; it needs float16, bfloat16 or float32")
+        if x.shape[3] > 1 and x.stride(3) != 1:
+            raise ValueError(
+                f"attention=cuda got strides {x.stride()}; it needs a contiguous last dimension: "
+                "call .contiguous()"
+            )
+
+
+class Call:
+    """What forward and backward derive from q (B, Hq, Tq, D), k, v and the options of ops/library.py.
+
+    `params`: all that does not depend on the kernel. `defines`: the specialisation, as far as all stages
+    share it. `tensors`: what `params` points to.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *options: Any):
+        *tensors, scale, left, right, softcap, dropout_p, self.tuning = options
+        slopes, bias, q_segments, k_segments, kv_lengths, seed = tensors
+        if bias is not None:
+            raise ValueError("attention=cuda takes no bias; attention=triton, flex, tiled and naive do")
+        check(q, k, v)
+        # the kernels step through these by one
+        contiguous = (
+            None if x is None else x.contiguous() for x in (slopes, q_segments, k_segments, kv_lengths)
+        )
+        slopes, q_segments, k_segments, kv_lengths = contiguous
+        slopes = None if slopes is None else slopes.float()
+        self.tensors = (q, k, v, slopes, q_segments, k_segments, kv_lengths, seed)
+        (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
+        # beyond T a bound says nothing, and 32 bits hold what is left
+        longest = tq + tk
+        self.params = Params(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            tq=tq,
+            tk=tk,
+            window_left=min(left, longest),
+            window_right=min(right, longest),
+            scale=scale,
+            softcap=softcap,
+            keep_scale=1.0 / (1.0 - dropout_p),
+            threshold=min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,
+        ).bind(
+            q=q,
+            k=k,
+            v=v,
+            alibi_slopes=slopes,
+            q_segments=q_segments,
+            k_segments=k_segments,
+            kv_lengths=kv_lengths,
+            seed=seed,
+        )
+        self.defines: dict[str, int | str] = {
+            "PARAMS_BYTES": ctypes.sizeof(Params),
+            "ELEMENT": ELEMENTS[q.dtype],
+            "HEAD_DIM": head_dim,
+            "GROUP": heads // kv_heads,
+            "HAS_LEFT": int(left >= 0),
+            "HAS_RIGHT": int(right >= 0),
+            "SOFTCAP": int(softcap > 0),
+            "ALIBI": int(slopes is not None),
+            "SEGMENTS": int(q_segments is not None),
+            "LENGTHS": int(kv_lengths is not None),
+            "DROPOUT": int(dropout_p > 0),
+        }
+
+    def side_by_side(self, x: Tensor) -> int:
+        """How many heads of x and its twin (k and v; q and dout) fit into their part of the L2."""
+        return max(1, _L2_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size()))
