@@ -289,6 +289,7 @@ def test_one_query_runs_the_decoding_kernel(options: dict) -> None:
 @pytest.mark.parametrize("features", [(), ("segments",), ("window", "noncausal"), ("kv_lengths", "alibi")])
 def test_inside_a_compiled_step(features: tuple[str, ...]) -> None:
     """Traced into the caller's graph and generated there, for a second pair of lengths too."""
+    torch._dynamo.reset()  # all cases compile the same code object, which has a limit of eight
     compiled = torch.compile(FlexAttention(), fullgraph=True)
     for tq, tk in ((256, 256), (113, 203), (300, 400)):
         case = Case("step", tq, tk, features=frozenset(features))
