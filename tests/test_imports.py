@@ -21,9 +21,9 @@ ALLOWED = {
     "train": {"conf", "model", "data", "attention", "ops"},
     "scripts": {"scripts", "conf", "model", "data", "attention", "ops"},
 }
-THIRD_PARTY = {"ops": {"torch"}, "ops/triton": {"torch", "triton", "numpy"}}
+THIRD_PARTY = {"ops": {"torch", "cuda"}, "ops/triton": {"torch", "triton", "numpy"}}
 # What is imported inside a function, and nowhere as a module is loaded: these are heavy, or may not be there.
-LAZY = {"triton", "ops.triton", "flash_attn", "flash_attn_interface", "transformers"}
+LAZY = {"triton", "ops.triton", "cuda", "flash_attn", "flash_attn_interface", "transformers"}
 LIGHT = "ops.triton.interpret"  # reads one variable of the environment
 HYDRA = {"hydra", "omegaconf"}
 FILES = sorted(
@@ -116,6 +116,7 @@ def test_the_check_finds(package: str, line: str, bad: set[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "early"),
     [
+        ("from cuda.bindings import nvrtc", {"cuda.bindings", "cuda.bindings.nvrtc"}),
         (
             "from ops.triton.attention import forward",
             {"ops.triton.attention", "ops.triton.attention.forward"},
@@ -147,17 +148,19 @@ def test_the_command_line_answers_before_anything_heavy_is_imported() -> None:
     assert not heavy & set(result.stdout.split())
 
 
-def test_triton_is_imported_by_the_call_that_needs_it() -> None:
-    """attention=triton can be named, built and asked what it does without it."""
+def test_kernels_are_imported_by_the_call_that_needs_them() -> None:
+    """attention=triton and attention=cuda can be named, built and asked what they do without."""
     code = """
 import sys, torch
 from attention.base import AttentionCall
 from tests.grid import build
 call = AttentionCall("training", "cpu", None, torch.float32, 1, 1, 1, 8, 8, 8)
-build("triton").unsupported_reasons(call)
+for name in ("triton", "cuda", "cuda_naive"):
+    build(name).unsupported_reasons(call)
 print(*sorted({m.split('.')[0] for m in sys.modules}))
 """
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
+    # (torch itself imports the bindings of CUDA where they are.)
     assert "torch" in result.stdout.split() and "triton" not in result.stdout.split()

@@ -1,0 +1,180 @@
+"""Our CUDA kernels, a ladder of stages from the formula to tensor cores (ops/README.md tells it; ops/csrc).
+
+Each stage is an op of its own, tilegpt::cuda_naive and so on; tilegpt::cuda takes the best for a call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.base import (
+    FEATURES,
+    LOW_PRECISION,
+    Attention,
+    AttentionCall,
+    Capabilities,
+    UnsupportedAttention,
+)
+from attention.checks import arch_name
+from attention.geometry import diagonal_band
+from ops.library import register_attention
+from ops.nvrtc import missing
+
+_PLAIN = frozenset({"noncausal", "rectangular", "gqa", "lse"})
+_ALL = frozenset(FEATURES) - {"bias", "bias_grad"}
+_DTYPES = LOW_PRECISION | {torch.float32}
+_on_cuda = partial(Capabilities, devices=frozenset({"cuda"}), deterministic=True)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`module` holds <stage>_forward and, where the stage has one, <stage>_backward."""
+
+    module: str
+    capabilities: Capabilities
+
+
+_FORMULA = _on_cuda(features=_PLAIN, dtypes=_DTYPES, min_arch=(7, 5), backward=False)
+_TILED = _on_cuda(features=_ALL, dtypes=_DTYPES, min_arch=(7, 5), max_head_dim=128)
+# Copies of 16 bytes: eight elements. Its dQ goes by atomics, unless asked otherwise.
+_TENSOR_CORES = replace(
+    _TILED, dtypes=LOW_PRECISION, min_arch=(8, 0), head_dim_multiple=8, deterministic=False
+)
+STAGES = {
+    "naive": Stage("ops.cuda.plain", _FORMULA),
+    "rowwise": Stage("ops.cuda.plain", _FORMULA),
+    "tiled": Stage("ops.cuda.plain", _TILED),
+    "fa1": Stage(
+        "ops.cuda.tensor_cores", replace(_TENSOR_CORES, features=_PLAIN, backward=False, deterministic=True)
+    ),
+    "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
+}
+# Shared memory that a block may use, by architecture; what is not named has the least of sm_80 and up.
+_SHARED_BYTES = {(7, 5): 65_536, (8, 0): 166_912, (8, 7): 166_912}
+_SHARED_BYTES |= dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), 232_448)
+_LEAST_SHARED_BYTES = 101_376
+# Of these, what rowwise uses for other things than scores.
+_ROWWISE_BYTES = 2_048
+
+
+# The modules of the kernels are imported at the first call.
+def _forward(stage: str | None, q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    stage = stage or _best_on(q.device.index, q.dtype, q.shape[3])
+    return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_forward")(q, *args)
+
+
+def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    stage = stage or _best_on(q.device.index, q.dtype, q.shape[3])
+    if not STAGES[stage].capabilities.backward:  # a compiled call is not asked before it runs
+        raise UnsupportedAttention(
+            f"cuda_{stage}", ["no backward: runs forward only (attention=cuda has one)"]
+        )
+    if torch.are_deterministic_algorithms_enabled():
+        args = (*args[:-2], [1], args[-1])  # tuning, bias_grad
+    return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")(dout, q, *args)
+
+
+_OPS = {
+    stage: register_attention(
+        f"cuda_{stage}" if stage else "cuda", partial(_forward, stage), partial(_backward, stage), "CUDA"
+    )
+    for stage in (None, *STAGES)
+}
+
+
+def best(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str:
+    """The best stage with all features: fa2, or where it cannot, tiled."""
+    able = STAGES["fa2"].capabilities
+    fits = head_dim <= able.max_head_dim and head_dim % able.head_dim_multiple == 0
+    return "fa2" if fits and dtype in able.dtypes and (arch or able.min_arch) >= able.min_arch else "tiled"
+
+
+@cache
+def _best_on(device: int, dtype: torch.dtype, head_dim: int) -> str:
+    return best(torch.cuda.get_device_capability(device), dtype, head_dim)
+
+
+def rowwise_keys(arch: tuple[int, int]) -> int:
+    """The keys whose scores a block of `rowwise` has room for."""
+    return (_SHARED_BYTES.get(arch, _LEAST_SHARED_BYTES) - _ROWWISE_BYTES) // 4
+
+
+class CudaStage(Attention):
+    """One stage of the ladder.
+
+    Args:
+        stage: naive, rowwise, tiled, fa1 or fa2.
+        deterministic: of fa2: a backward that gives the same bits each time, by a second pass for dQ where
+            there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages are.
+    """
+
+    def __init__(self, stage: str, deterministic: bool = False, name: str | None = None):
+        if stage not in STAGES:
+            raise ValueError(f"stage is {stage!r}; the ladder has {', '.join(STAGES)}")
+        super().__init__(name or f"cuda_{stage}")
+        self.deterministic = deterministic
+        able = STAGES[stage].capabilities
+        self.capabilities = replace(able, deterministic=deterministic or able.deterministic)
+        self.stage: str | None = stage
+
+    def unsupported_reasons(self, call: AttentionCall) -> list[str]:
+        reasons = super().unsupported_reasons(call)
+        if self.stage == "rowwise" and call.arch and call.tk > (most := rowwise_keys(call.arch)):
+            reasons.append(
+                f"no {call.tk} keys: needs at most {most} on {arch_name(call.arch)}, whose scores fit into "
+                "shared memory (seq_len)"
+            )
+        return reasons + [fault for fault in [missing()] if fault]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: tuple[int, int] | None,
+        softcap: float | None,
+        alibi_slopes: Tensor | None,
+        bias: Tensor | None,
+        segments: tuple[Tensor, Tensor] | None,
+        kv_lengths: Tensor | None,
+        dropout_p: float,
+        dropout_seed: Tensor | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        left, right = diagonal_band(causal, window)
+        tensors = (alibi_slopes, bias, *(segments or (None, None)), kv_lengths, dropout_seed)
+        tuning = [int(self.deterministic)]
+        return _OPS[self.stage](q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, tuning)
+
+
+class CudaAttention(CudaStage):
+    """The best stage for each call, by the device, dtype and head dim (`best`).
+
+    Args:
+        deterministic: see CudaStage.
+    """
+
+    def __init__(self, deterministic: bool = False, name: str = "cuda"):
+        super().__init__("tiled", deterministic, name)
+        self.capabilities = replace(self.capabilities, deterministic=deterministic)
+        self.stage = None
+
+    def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
+        """(stage, why) of what will run `call`. Raises UnsupportedAttention where none can."""
+        self.require(call)
+        name, why = f"cuda_{best(call.arch, call.dtype, call.head_dim)}", "the best stage"
+        if name != "cuda_fa2":
+            why += f" but for cuda_fa2, {'; '.join(STAGES['fa2'].capabilities.reasons(call))}"
+        return name, why
+
+    def resolve(self, call: AttentionCall) -> Attention:
+        return CudaStage(best(call.arch, call.dtype, call.head_dim), self.deterministic)

@@ -1,0 +1,144 @@
+"""What the stages of the CUDA ladder declare, and which of them attention=cuda takes. What they compute is
+checked by test_grid.py, on a GPU, and by tests/ops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attention import cuda
+from attention.base import AttentionCall, UnsupportedAttention
+from attention.cuda import STAGES, CudaAttention, CudaStage, rowwise_keys
+from tests.grid import build
+
+CALL = AttentionCall("training", "cuda", (9, 0), torch.bfloat16, 2, 4, 4, 128, 128, 64, backward=True)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the compiler is there."""
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "reason"),
+    [
+        ("naive", {"arch": (7, 5), "dtype": torch.float32, "backward": False}, None),
+        ("naive", {"backward": False, "head_dim": 200, "tk": 100_000, "kv_heads": 2}, None),
+        ("naive", {}, "no backward: "),
+        ("rowwise", {"backward": False, "tk": 57_600}, None),
+        ("rowwise", {"backward": False, "tk": 57_601}, "no 57601 keys: needs at most 57600 on sm_90"),
+        ("rowwise", {"backward": False, "tk": 30_000, "arch": (8, 9)}, "at most 24832 on sm_89"),
+        ("rowwise", {"backward": False, "features": frozenset({"window"})}, "no window: "),
+        ("tiled", {"arch": (7, 5), "dtype": torch.float32, "head_dim": 59}, None),
+        ("tiled", {"features": frozenset({"softcap", "dropout", "segments", "kv_lengths"})}, None),
+        ("tiled", {"head_dim": 160}, "no head dim 160: needs at most 128"),
+        ("tiled", {"features": frozenset({"bias"})}, "no bias: "),
+        ("fa1", {"backward": False}, None),
+        ("fa1", {"backward": False, "arch": (7, 5)}, "no sm_75: "),
+        ("fa2", {"head_dim": 8, "tq": 1, "features": frozenset({"alibi", "window", "lse"})}, None),
+        ("fa2", {"head_dim": 60}, "no head dim 60: needs at most 128, a multiple of 8"),
+        ("fa2", {"dtype": torch.float32}, "no float32: "),
+        ("fa2", {"device": "cpu", "arch": None}, "no cpu: "),
+    ],
+)
+def test_what_the_stages_do(name: str, call: dict[str, Any], reason: str | None) -> None:
+    reasons = build(f"cuda_{name}").unsupported_reasons(replace(CALL, **call))
+    assert (len(reasons) == 1 and reason in reasons[0]) if reason else reasons == []
+
+
+def test_what_rowwise_has_room_for() -> None:
+    """Where an architecture is not known, the least that there is from sm_80 up."""
+    assert rowwise_keys((7, 5)) < rowwise_keys((12, 0)) == rowwise_keys((8, 6)) < rowwise_keys((8, 0))
+
+
+@pytest.mark.parametrize(
+    ("call", "stage", "why"),
+    [
+        ({}, "fa2", "the best stage"),
+        ({"arch": (7, 5)}, "tiled", "the best stage but for cuda_fa2, no sm_75: "),
+        ({"dtype": torch.float32}, "tiled", "but for cuda_fa2, no float32: "),
+        ({"head_dim": 59}, "tiled", "but for cuda_fa2, no head dim 59: "),
+    ],
+)
+def test_the_best_stage(call: dict[str, Any], stage: str, why: str) -> None:
+    attention, asked = build("cuda"), replace(CALL, **call)
+    name, said = attention.choice(asked)
+    assert name == f"cuda_{stage}" and why in said
+    chosen = attention.resolve(asked)
+    assert (chosen.stage, chosen.name) == (stage, name) and chosen.unsupported_reasons(asked) == []
+
+
+def test_what_no_stage_does_is_refused() -> None:
+    for change in ({"head_dim": 256}, {"features": frozenset({"bias"})}, {"device": "cpu", "arch": None}):
+        call = replace(CALL, **change)
+        with pytest.raises(UnsupportedAttention, match="attention=cuda cannot run"):
+            build("cuda").choice(call)
+        assert build("cuda_tiled").unsupported_reasons(call)
+
+
+def test_determinism_is_an_option() -> None:
+    for name, deterministic in (("cuda", False), ("cuda_fa2", False), ("cuda_tiled", True)):
+        assert build(name).capabilities.deterministic is deterministic
+    assert CudaStage("fa2", deterministic=True).capabilities.deterministic
+    assert CudaAttention(deterministic=True).resolve(CALL).capabilities.deterministic
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "missing", lambda: "cuda-bindings is not installed: pip install it")
+    for name in ("cuda", *(f"cuda_{stage}" for stage in STAGES)):
+        reasons = build(name).unsupported_reasons(replace(CALL, backward=False))
+        assert reasons == ["cuda-bindings is not installed: pip install it"]
+
+
+def test_an_unknown_stage_is_named() -> None:
+    with pytest.raises(ValueError, match="stage is 'fa3'; the ladder has naive, rowwise, tiled, fa1, fa2"):
+        CudaStage("fa3")
+
+
+@pytest.mark.parametrize(("strict", "deterministic"), [(False, 0), (False, 1), (True, 0)])
+def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool, deterministic: int) -> None:
+    """By the op's schema, forward and backward: causal is a right bound of 0, `tuning` says deterministic."""
+    calls: dict[str, tuple[Any, ...]] = {}
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
+        calls["forward"] = options
+        return torch.empty_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+    def backward(dout: torch.Tensor, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+        calls["backward"] = rest
+        return *map(torch.ones_like, (q, k, v)), q.new_empty(0)
+
+    kernels = SimpleNamespace(fa2_forward=forward, fa2_backward=backward)
+    monkeypatch.setattr(cuda.importlib, "import_module", {"ops.cuda.tensor_cores": kernels}.get)
+    library = torch.library.Library("tilegpt", "IMPL")  # the ops have CUDA kernels only
+    try:
+        for suffix, function in (("", cuda._forward), ("_backward", cuda._backward)):
+            library.impl(f"cuda_fa2{suffix}", cuda.partial(function, "fa2"), "CPU")
+        attention = CudaStage("fa2", deterministic=bool(deterministic))
+        torch.use_deterministic_algorithms(strict)
+        on_cpu = replace(attention.capabilities, devices=frozenset({"cpu"}))
+        attention.capabilities = on_cpu
+        q = torch.randn(1, 4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+        lengths = torch.tensor([5], dtype=torch.int32)
+        attention(q, q, q, window=(3, 0), softcap=2.0, kv_lengths=lengths).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        library._destroy()
+    *tensors, scale, left, right, softcap, dropout_p, tuning = calls["forward"]
+    assert [x is None for x in tensors] == [True] * 4 + [False, True]
+    assert (scale, left, right, softcap, dropout_p, list(tuning)) == (0.25, 3, 0, 2.0, 0.0, [deterministic])
+    _, _, *options, tuning, bias_grad = calls["backward"]
+    assert options[6:] == [0.25, 3, 0, 2.0, 0.0] and bias_grad is False
+    assert list(tuning) == [int(deterministic or strict)]
+    assert torch.equal(q.grad, torch.full_like(q, 3))
+
+
+@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if not stage.capabilities.backward])
+def test_what_has_no_backward_says_so(stage: str) -> None:
+    with pytest.raises(UnsupportedAttention, match=f"cuda_{stage}.*\n.*no backward"):
+        cuda._backward(stage, torch.empty(0), torch.empty(0))
