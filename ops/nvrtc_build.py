@@ -217,7 +217,7 @@ def _compile(
         _called(*nvrtc.nvrtcGetProgramLog(program, said))
         said = bytes(said).rstrip(b"\0\n ").decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            remedy = f" {_INSTALL}." if 'cannot open source file "cuda_' in said else ""
+            remedy = f" {_INSTALL}." if 'source file "cuda_' in said else ""
             raise CudaError(f"{label} does not compile ({status.name}):\n{said}\n{remedy}".rstrip())
         code = bytearray(_called(*nvrtc.nvrtcGetCUBINSize(program)))
         _called(*nvrtc.nvrtcGetCUBIN(program, code))

@@ -1,0 +1,48 @@
+"""A tiny CUDA source with two kernels, and an empty folder for cubins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ops import nvrtc_cache
+
+HEADER = "#define OFFSET 0.5f\n"
+SOURCE = """
+#include "tiny.cuh"
+struct Params { float *out; float value; int n; };
+
+extern "C" __global__ void __launch_bounds__(128) tilegpt_fill(const __grid_constant__ Params p) {
+    int i = blockIdx.x * 128 + threadIdx.x;
+    if (i < p.n) p.out[i] = p.value * FACTOR + OFFSET;
+}
+
+// Backwards through dynamic shared memory, and 512 static bytes.
+extern "C" __global__ void __launch_bounds__(128) tilegpt_reverse(const __grid_constant__ Params p) {
+    extern __shared__ float row[];
+    __shared__ float first[128];
+    for (int i = threadIdx.x; i < p.n; i += 128) row[i] = p.out[i];
+    first[threadIdx.x] = p.value;
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.n; i += 128) p.out[i] = row[p.n - 1 - i] * first[127 - threadIdx.x];
+}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a memory that has not warned yet."""
+    monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TILEGPT_CACHE_MIB", raising=False)
+    nvrtc_cache._cannot_write.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def source(tmp_path: Path, folder: Path) -> Path:
+    """tiny.cu, which takes FACTOR; tiny.cuh lies beside it."""
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed (pip install -e '.[cuda]')")
+    (tmp_path / "tiny.cuh").write_text(HEADER)
+    (tmp_path / "tiny.cu").write_text(SOURCE)
+    return tmp_path / "tiny.cu"
