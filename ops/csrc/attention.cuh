@@ -152,6 +152,44 @@ __device__ __forceinline__ KeyRange key_range(const Params &p, int i0, int rows,
     return range;
 }
 
+// Queries lo .. hi see some of the keys j0 .. j0 + cols; those of tiles within full_lo .. full_hi see all. (j0 is within
+// `keys`.) All but hi are multiples of `tile`. first and end bound the queries of the keys' documents.
+struct QueryRange {
+    int lo, full_lo, full_hi, hi;
+};
+
+__device__ __forceinline__ QueryRange query_range(const Params &p, int j0, int cols, int diagonal, int tile, int first,
+                                                  int end) {
+    int lo = 0, hi = p.tq;
+#if HAS_RIGHT
+    lo = max_of(lo, j0 - diagonal - p.window_right);
+#endif
+#if HAS_LEFT
+    hi = min_of(hi, j0 + cols - diagonal + p.window_left);
+#endif
+#if SEGMENTS
+    lo = max_of(lo, first), hi = min_of(hi, end);
+#endif
+    lo = lo / tile * tile;
+    hi = max_of(hi, lo);
+    const int last = ceil_div(hi, tile) * tile;
+    int full_lo = lo, full_hi = last;
+#if SEGMENTS
+    full_lo = last;  // every tile compares ids
+#else
+#if HAS_RIGHT
+    full_lo = ceil_div(max_of(j0 + cols - 1 - diagonal - p.window_right, 0), tile) * tile;
+    full_lo = max_of(min_of(full_lo, last), lo);
+#endif
+#if HAS_LEFT
+    full_hi = min_of(last, max_of(j0 - diagonal + p.window_left + 1, 0) / tile * tile);
+#endif
+    full_hi = max_of(full_hi, full_lo);
+#endif
+    QueryRange range = {lo, full_lo, full_hi, hi};
+    return range;
+}
+
 // The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and within
 // them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST.
 __device__ __forceinline__ void unswizzle(const Params &p, int index, int n_heads, bool last_first, int &tile,
