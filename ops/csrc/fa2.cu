@@ -1,0 +1,129 @@
+// FlashAttention-2, forward (Dao 2023, algorithm 1), in our own words.
+//
+// Idea. A block owns BR queries of one head and walks the keys that any of them sees, BC at a time; each warp owns whole
+// rows, so maximum and sum of a row stay inside four lanes and warps share nothing but K and V.
+// New since fa1. The grid runs over the sequence too; queries are split over the warps, not keys, so no partial sums
+// meet in shared memory; O, m and l stay in registers and O is divided once, at the end; the next K and V arrive by
+// cp.async while this tile is computed, with one barrier a tile; tiles are swizzled, so that ldmatrix has no conflicts.
+// HBM traffic. Q and O once; K and V once per head as long as the heads at work fit in the L2 (unswizzle), though
+// Tq / BR times from there; lse. Nothing of size Tq x Tk.
+// Limits. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer.
+// The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), ALIGNED (all rows begin at 16 bytes), and SCALE_FIRST
+// (where the maximum of the scaled scores is not the scaled maximum).
+#include "scores.cuh"
+
+#define THREADS (WARPS * 32)
+#define TILES (BR / WARPS / 16)  // of 16 rows in a warp
+#define TILE_BYTES (BC * ROW_BYTES)
+
+struct Rows {
+    float m[TILES][2], l[TILES][2];  // of rows g and g + 8; l is the lane's own part
+};
+
+// Online softmax: s becomes exp2(c s - c m), m and l go on, o is brought to the new maximum.
+__device__ __forceinline__ void soften(Sums<TILES, BC / 16> &s, Sums<TILES, D_STEPS> &o, Rows &rows,
+                                       float c) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float most = rows.m[t][half];
+#pragma unroll
+            for (int n = 0; n < BC / 8; n++) most = fmaxf(most, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
+            float shift = most == -INFINITE ? 0.0f : most * c;
+            float rescale = exp2_of(rows.m[t][half] * c - shift), sum = 0.0f;
+            rows.m[t][half] = most;
+#pragma unroll
+            for (int n = 0; n < BC / 8; n++)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; e++) {
+                    s.c[t][n][e] = exp2_of(s.c[t][n][e] * c - shift);
+                    sum += s.c[t][n][e];
+                }
+            rows.l[t][half] = rows.l[t][half] * rescale + sum;
+#pragma unroll
+            for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // Q, then two K and V
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
+    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const unsigned q_tile = shared_address(memory), k_tile = q_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
+    int first = 0, end = 0;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+    const KeyRange range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, first, end);
+    const float c = exponent_scale(p);
+#if DROPOUT
+    unsigned row_key[TILES][2], of_head = head_key(p, b, h);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+        for (int half = 0; half < 2; half++)
+            row_key[t][half] = absorb(of_head, (unsigned)(i_first + t * 16 + half * 8 + lane / 4));
+#endif
+    load_rows<BR, THREADS>(q_tile, p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0, p.tq);
+    if (range.lo < range.hi) {
+        load_rows<BC, THREADS>(k_tile, k, p.k_stride.t, range.lo, keys);
+        load_rows<BC, THREADS>(v_tile, v, p.v_stride.t, range.lo, keys);
+    }
+    commit();
+    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    Rows rows;
+    Sums<TILES, D_STEPS> o;
+    o.clear();
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+        rows.m[t][0] = rows.m[t][1] = -INFINITE, rows.l[t][0] = rows.l[t][1] = 0.0f;
+    for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
+        wait_for_all_but<0>();
+        __syncthreads();  // this tile has landed, and all warps are done with the other buffer
+        if (start + BC < range.hi) {
+            load_rows<BC, THREADS>(k_tile + (odd ^ 1) * TILE_BYTES, k, p.k_stride.t, start + BC, keys);
+            load_rows<BC, THREADS>(v_tile + (odd ^ 1) * TILE_BYTES, v, p.v_stride.t, start + BC, keys);
+            commit();
+        }
+        Sums<TILES, BC / 16> s;
+        s.clear();
+        multiply<D_STEPS, false, false>(s, rows_first, q_tile + warp * TILES * 16 * ROW_BYTES, columns_first,
+                                        k_tile + odd * TILE_BYTES);
+        const bool masked = start < range.full_lo || start >= range.full_hi;
+        if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
+        soften(s, o, rows, c);
+#if DROPOUT
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            for (int n = 0; n < BC / 8; n++)
+                for (int e = 0; e < 4; e++)
+                    if (!kept(row_key[t][e / 2], start + n * 8 + lane % 4 * 2 + e % 2, p.threshold)) s.c[t][n][e] = 0.0f;
+#endif
+        add_product(o, s, rows_first, v_tile + odd * TILE_BYTES);  // O += P V
+    }
+    wait_for_all_but<0>();  // where no key is seen, Q may still be on its way
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float l = rows.l[t][half];
+            l += __shfl_xor_sync(~0u, l, 1);
+            l += __shfl_xor_sync(~0u, l, 2);
+            const float divided = l == 0.0f ? 0.0f : p.keep_scale / l;
+            const int i = i_first + t * 16 + half * 8 + lane / 4;
+            if (lane % 4 == 0 && i < p.tq)
+                p.lse[(long long)head * p.tq + i] = l == 0.0f ? -INFINITE : (rows.m[t][half] * c + __log2f(l)) * LN2;
+#pragma unroll
+            for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= divided, o.c[t][n][2 * half + 1] *= divided;
+        }
+    // A warp's rows of Q are its own: O goes out over them.
+    element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + (long long)i_first * p.out_stride.t;
+    store_rows<TILES>(q_tile + warp * TILES * 16 * ROW_BYTES, out, p.out_stride.t, p.tq - i_first, o);
+}

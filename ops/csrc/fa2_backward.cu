@@ -1,0 +1,231 @@
+// FlashAttention-2, backward (Dao 2023, algorithm 2), in our own words.
+//
+// Idea. P is computed again from lse; nothing of size Tq x Tk was kept. A block owns BC keys of one key head, holds their
+// dK and dV in registers and walks the queries, BR at a time, of every head of the group (grouped heads need no copy and
+// no sum). A tile takes five products: S = Q K^T and dP = dO V^T; then, with P and dS = P (dP - delta) passed through
+// shared memory, dV += P^T dO, dK += dS^T Q and dQ = dS K.
+// dQ. A tile of queries is met by many blocks: each adds its part to an fp32 accumulator in global memory (four numbers
+// at a time where the GPU can), laid out as the registers lie, so that a warp adds 512 bytes in a row; a last kernel
+// rounds it. Without ATOMIC, fa2_backward_dq.cu computes dQ in a pass of its own: seven products, and the same bits.
+// HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; with ATOMIC 4 bytes a number of dQ more,
+// written and read, and Tk / BC additions to each in the L2.
+// The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and how many
+// groups of warps share the rows of a product: ROWS_S (of S, dP), ROWS_KV (of dK, dV), ROWS_Q (of dQ).
+#include "scores.cuh"
+
+#define THREADS (WARPS * 32)
+#define S_TILES (BR / ROWS_S / 16)
+#define S_COLUMNS (BC / (WARPS / ROWS_S))
+#define KV_TILES (BC / ROWS_KV / 16)
+#define KV_COLUMNS (PAD_D / (WARPS / ROWS_KV))
+#define Q_TILES (BR / ROWS_Q / 16)
+#define Q_COLUMNS (PAD_D / (WARPS / ROWS_Q))
+#define Q_BYTES (BR * ROW_BYTES)
+#define KV_BYTES (BC * ROW_BYTES)
+#define SCORE_BYTES (BR * BC * 2)
+#define STAGE_BYTES (2 * Q_BYTES + 2 * BR * 4)  // Q, dO, lse2, delta
+
+typedef Sums<S_TILES, S_COLUMNS / 16> Scores;
+
+// Queries lo .. hi see some of the keys j0 .. j0 + BC, and tiles within full_lo .. full_hi all of them.
+__device__ __forceinline__ KeyRange query_range(const Params &p, int j0, int keys, int diagonal, int first, int end) {
+    int lo = 0, hi = p.tq, full_lo = 0, full_hi = p.tq;
+#if HAS_RIGHT
+    lo = max_of(lo, j0 - diagonal - p.window_right);
+    full_lo = j0 + BC - 1 - diagonal - p.window_right;
+#endif
+#if HAS_LEFT
+    hi = min_of(hi, min_of(j0 + BC, keys) - diagonal + p.window_left);
+    full_hi = min_of(full_hi, j0 - diagonal + p.window_left + 1);
+#endif
+#if SEGMENTS
+    lo = max_of(lo, first), hi = min_of(hi, end), full_hi = 0;  // every tile compares ids
+#endif
+    if (j0 + BC > keys) full_hi = 0;
+    if (j0 >= keys) hi = 0;
+    lo = lo / BR * BR;
+    KeyRange range = {lo, full_lo, full_hi, max_of(hi, lo)};
+    return range;
+}
+
+// A warp's scores as 16 bits into the (BR, BC) tile of shared memory, from `row` and `column` on.
+__device__ __forceinline__ void share(const Scores &s, unsigned tile, int row, int column) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < S_TILES; t++)
+#pragma unroll
+        for (int n = 0; n < S_COLUMNS / 8; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                unsigned to = tile + swizzled<BC>(row + t * 16 + half * 8 + lane / 4, column / 8 + n) + lane % 4 * 4;
+                store_shared(to, pack(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            }
+}
+
+// dK or dV of the block's keys: registers -> the tile in shared memory -> global memory.
+__device__ __forceinline__ void store_gradient(const Sums<KV_TILES, KV_COLUMNS / 16> &sums, float scale, unsigned tile,
+                                               int row, int column, element *to, long long stride, int rows) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < KV_TILES; t++)
+#pragma unroll
+        for (int n = 0; n < KV_COLUMNS / 8; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float *c = &sums.c[t][n][2 * half];
+                unsigned at = swizzled<PAD_D>(row + t * 16 + half * 8 + lane / 4, column / 8 + n) + lane % 4 * 4;
+                store_shared(tile + at, pack(c[0] * scale, c[1] * scale));
+            }
+    __syncthreads();
+    copy_rows<BC, THREADS>(tile, threadIdx.x, to, stride, rows);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // K, V, P, dS, then the stages
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
+    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, warp = threadIdx.x / 32;
+    const int keys = keys_of(p, b), diagonal = keys - p.tq, lane = threadIdx.x % 32;
+    const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
+    const unsigned p_tile = v_tile + KV_BYTES, ds_tile = p_tile + SCORE_BYTES, stages = ds_tile + SCORE_BYTES;
+    int first = 0, end = 0;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+    const KeyRange range = query_range(p, j0, keys, diagonal, first, end);
+
+    // Q, dO and what their rows need, of tile i of query head h.
+    auto load = [&](int stage, int h, int i) {
+        const unsigned to = stages + stage * STAGE_BYTES;
+        load_rows<BR, THREADS>(to, p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i, p.tq);
+        load_rows<BR, THREADS>(to + Q_BYTES, p.dout + b * p.dout_stride.b + h * p.dout_stride.h, p.dout_stride.t, i,
+                               p.tq);
+        const long long row = (long long)(b * p.heads + h) * p.padded_tq + i;
+        for (int x = threadIdx.x; x < BR / 2; x += THREADS) {
+            const float *from = x < BR / 4 ? p.lse2 + row + 4 * x : p.delta + row + 4 * x - BR;
+            copy_async(to + 2 * Q_BYTES + 16 * x, from, true);
+        }
+    };
+    load_rows<BC, THREADS>(k_tile, p.k + b * p.k_stride.b + kv_head * p.k_stride.h, p.k_stride.t, j0, keys);
+    load_rows<BC, THREADS>(v_tile, p.v + b * p.v_stride.b + kv_head * p.v_stride.h, p.v_stride.t, j0, keys);
+    if (range.lo < range.hi) load(0, kv_head * GROUP, range.lo);
+    commit();
+
+    const int s_row = warp % ROWS_S * S_TILES * 16, s_column = warp / ROWS_S * S_COLUMNS;
+    const int kv_row = warp % ROWS_KV * KV_TILES * 16, kv_column = warp / ROWS_KV * KV_COLUMNS;
+    const int q_row = warp % ROWS_Q * Q_TILES * 16, q_column = warp / ROWS_Q * Q_COLUMNS;
+    const LaneRows<PAD_D> rows_first(true), columns_first(false), of_kv(true, kv_column), of_q(true, q_column);
+    const LaneRows<BC> transposed(false, kv_row), scores_first(true);
+    Sums<KV_TILES, KV_COLUMNS / 16> dk, dv;
+    dk.clear(), dv.clear();
+    for (int g = 0, stage = 0; g < GROUP; g++)
+        for (int i0 = range.lo; i0 < range.hi; i0 += BR) {
+            const int h = kv_head * GROUP + g;
+            wait_for_all_but<0>();
+            __syncthreads();  // this stage has landed, and all warps are done with the other, with P and with dS
+            const bool last_of_head = i0 + BR >= range.hi, more = !last_of_head || g + 1 < GROUP;
+            if (STAGES == 2 && more) load(stage ^ 1, h + last_of_head, last_of_head ? range.lo : i0 + BR);
+            if (STAGES == 2) commit();
+            const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES;
+            const float *lse2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
+            Scores s, dp;
+            s.clear(), dp.clear();
+            multiply<D_STEPS, false, false>(s, rows_first, q_tile + s_row * ROW_BYTES, columns_first,
+                                            k_tile + s_column * ROW_BYTES);
+            multiply<D_STEPS, false, false>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
+                                            v_tile + s_column * ROW_BYTES);
+            const bool masked = i0 < range.full_lo || i0 + BR > range.full_hi;
+            differentiate(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
+            share(s, p_tile, s_row, s_column);
+            share(dp, ds_tile, s_row, s_column);
+            __syncthreads();  // P and dS are whole
+            multiply<BR / 16, true, true>(dv, transposed, p_tile, of_kv, do_tile);
+#if ATOMIC
+            Sums<Q_TILES, Q_COLUMNS / 16> dq;
+            dq.clear();
+            multiply<BC / 16, false, true>(dq, scores_first, ds_tile + q_row * BC * 2, of_q, k_tile);
+            float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PAD_D + lane * 4;
+#pragma unroll
+            for (int t = 0; t < Q_TILES; t++)
+#pragma unroll
+                for (int n = 0; n < Q_COLUMNS / 16; n++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        add_four(to + (t * PAD_D / 16 + q_column / 16 + n) * 256 + half * 128, &dq.c[t][2 * n][2 * half],
+                                 &dq.c[t][2 * n + 1][2 * half]);
+#endif
+            multiply<BR / 16, true, true>(dk, transposed, ds_tile, of_kv, q_tile);
+            if (STAGES == 1) {
+                __syncthreads();  // all warps are done with Q and dO
+                if (more) load(0, h + last_of_head, last_of_head ? range.lo : i0 + BR);
+                commit();
+            }
+            stage ^= STAGES - 1;
+        }
+    wait_for_all_but<0>();
+    __syncthreads();  // K and V have been read: dK and dV go out over them
+    store_gradient(dk, p.scale, k_tile, kv_row, kv_column, p.dk + b * p.dk_stride.b + kv_head * p.dk_stride.h +
+                   (long long)j0 * p.dk_stride.t, p.dk_stride.t, p.tk - j0);
+    store_gradient(dv, DROPOUT ? p.keep_scale : 1.0f, v_tile, kv_row, kv_column, p.dv + b * p.dv_stride.b +
+                   kv_head * p.dv_stride.h + (long long)j0 * p.dv_stride.t, p.dv_stride.t, p.tk - j0);
+}
+
+#define LANES (PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16)  // that share a row, 8 numbers each
+
+// Before: delta = rowsum(dout * out), lse2 = lse * log2(e), infinite where the row sees no key or does not exist, so that
+// its P is 0; and the accumulator of dQ is cleared. A block takes 1,024 / LANES rows of (B, Hq, padded_tq).
+extern "C" __global__ void __launch_bounds__(1024) tilegpt_fa2_backward_prepare(const __grid_constant__ Params p) {
+    const long long row = (long long)blockIdx.x * (1024 / LANES) + threadIdx.x / LANES;
+    const int part = threadIdx.x % LANES, head = row / p.padded_tq, i = row % p.padded_tq;
+    if (row >= (long long)p.batch * p.heads * p.padded_tq) return;
+    const int b = head / p.heads, h = head % p.heads;
+    float sum = 0.0f;
+    if (i < p.tq && part * 8 < HEAD_DIM) {
+        const element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + i * p.out_stride.t + part * 8;
+        const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h + i * p.dout_stride.t + part * 8;
+        element a[8], c[8];
+#if ALIGNED
+        *(uint4 *)a = *(const uint4 *)out, *(uint4 *)c = *(const uint4 *)dout;
+#else
+        for (int e = 0; e < 8; e++) a[e] = out[e], c[e] = dout[e];
+#endif
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum += (float)a[e] * (float)c[e];
+    }
+#pragma unroll
+    for (int lanes = LANES / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(__activemask(), sum, lanes);
+    if (part == 0) {
+        const float lse = i < p.tq ? p.lse[(long long)head * p.tq + i] : -INFINITE;
+        p.lse2[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        p.delta[row] = sum;
+    }
+#if ATOMIC
+    if (part * 8 < PAD_D) {
+        float4 *accumulator = (float4 *)(p.scratch + row * PAD_D + part * 8);
+        accumulator[0] = accumulator[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#endif
+}
+
+#if ATOMIC
+// After: dQ from its accumulator. A warp takes 16 rows; a block 8 warps.
+extern "C" __global__ void __launch_bounds__(256) tilegpt_fa2_backward_finish(const __grid_constant__ Params p) {
+    const long long first = ((long long)blockIdx.x * 8 + threadIdx.x / 32) * 16;
+    if (first >= (long long)p.batch * p.heads * p.padded_tq) return;
+    const int head = first / p.padded_tq, lane = threadIdx.x % 32, b = head / p.heads, h = head % p.heads;
+    const float4 *from = (const float4 *)(p.scratch + first * PAD_D) + lane;
+    element *to = p.dq + b * p.dq_stride.b + h * p.dq_stride.h;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = first % p.padded_tq + half * 8 + lane / 4;
+#pragma unroll
+        for (int n = 0; n < D_STEPS; n++) {
+            const float4 x = from[n * 64 + half * 32];
+            const int column = n * 16 + lane % 4 * 2;
+            element *at = to + i * p.dq_stride.t + column;
+            if (i < p.tq && column < HEAD_DIM) *(unsigned *)at = pack(x.x * p.scale, x.y * p.scale);
+            if (i < p.tq && column + 8 < HEAD_DIM) *(unsigned *)(at + 8) = pack(x.z * p.scale, x.w * p.scale);
+        }
+    }
+}
+#endif

@@ -1,0 +1,66 @@
+// FlashAttention-2, backward, dQ by itself: the deterministic way.
+//
+// Idea. As in the forward a block owns BR queries and each warp whole rows; it walks the keys, computes P and dS again, and
+// sums dQ += dS K in registers, where dS is at once the left operand. No atomics, and no accumulator in global memory; for
+// that S and dP are computed twice, here and for dK and dV (fa2_backward.cu without ATOMIC).
+// HBM traffic. Q, dO and dQ once, K and V once per query tile, from L2 mostly.
+// The host also defines BR, BC, WARPS, BLOCKS, ALIGNED, SCALE_FIRST as for fa2.cu.
+#include "scores.cuh"
+
+#define THREADS (WARPS * 32)
+#define TILES (BR / WARPS / 16)
+#define TILE_BYTES (BC * ROW_BYTES)
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // Q, dO, then two K and V
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
+    const int keys = keys_of(p, b), i_first = i0 + warp * TILES * 16;
+    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES, k_tile = do_tile + BR * ROW_BYTES;
+    const unsigned v_tile = k_tile + 2 * TILE_BYTES, first_row = warp * TILES * 16 * ROW_BYTES;
+    int first = 0, end = 0;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+    const KeyRange range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, first, end);
+    load_rows<BR, THREADS>(q_tile, p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0, p.tq);
+    load_rows<BR, THREADS>(do_tile, p.dout + b * p.dout_stride.b + h * p.dout_stride.h, p.dout_stride.t, i0, p.tq);
+    if (range.lo < range.hi) {
+        load_rows<BC, THREADS>(k_tile, k, p.k_stride.t, range.lo, keys);
+        load_rows<BC, THREADS>(v_tile, v, p.v_stride.t, range.lo, keys);
+    }
+    commit();
+    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const long long row = (long long)head * p.padded_tq + i_first;
+    Sums<TILES, D_STEPS> dq;
+    dq.clear();
+    for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
+        wait_for_all_but<0>();
+        __syncthreads();  // this tile has landed, and all warps are done with the other buffer
+        if (start + BC < range.hi) {
+            load_rows<BC, THREADS>(k_tile + (odd ^ 1) * TILE_BYTES, k, p.k_stride.t, start + BC, keys);
+            load_rows<BC, THREADS>(v_tile + (odd ^ 1) * TILE_BYTES, v, p.v_stride.t, start + BC, keys);
+            commit();
+        }
+        Sums<TILES, BC / 16> s, dp;
+        s.clear(), dp.clear();
+        multiply<D_STEPS, false, false>(s, rows_first, q_tile + first_row, columns_first, k_tile + odd * TILE_BYTES);
+        multiply<D_STEPS, false, false>(dp, rows_first, do_tile + first_row, columns_first, v_tile + odd * TILE_BYTES);
+        const bool masked = start < range.full_lo || start >= range.full_hi;
+        differentiate(p, s, dp, p.lse2 + row, p.delta + row, i_first, start, keys, b, h, masked);
+        add_product(dq, dp, rows_first, k_tile + odd * TILE_BYTES);  // dQ += dS K
+    }
+    wait_for_all_but<0>();
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < PAD_D / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dq.c[t][n][e] *= p.scale;
+    // A warp's rows of Q are its own: dQ goes out over them.
+    element *to = p.dq + b * p.dq_stride.b + h * p.dq_stride.h + (long long)i_first * p.dq_stride.t;
+    store_rows<TILES>(q_tile + first_row, to, p.dq_stride.t, p.tq - i_first, dq);
+}

@@ -1,0 +1,235 @@
+// Tensor cores by hand, for sm_80 and newer: 16-byte copies that bypass registers (cp.async), tiles in shared memory
+// swizzled so that ldmatrix meets no bank conflict, and mma.sync m16n8k16 with fp32 sums.
+//
+// Who holds what, lane = 4 * g + c (PTX ISA, "Matrix fragments for mma.m16n8k16"):
+//   C (16 x 8)   [0], [1]: row g, columns 2c, 2c + 1        [2], [3]: row g + 8
+//   A (16 x 16)  [0]: row g, columns 2c, 2c + 1   [1]: row g + 8   [2], [3]: the same, columns + 8
+// so two neighbouring C tiles, rounded to 16 bits, are one A tile: P never leaves the registers.
+#pragma once
+#include "attention.cuh"
+
+#define PAD_D ((HEAD_DIM + 31) / 32 * 32)
+#define ROW_BYTES (PAD_D * 2)
+#define D_STEPS (PAD_D / 16)  // of 16 along the head dim
+
+// Where chunk `chunk` of 16 bytes of row `row` lies in a swizzled tile of COLUMNS: chunks trade places within groups of 8,
+// or of 4, so that one chunk of 8 rows falls into 8 different groups of banks.
+template <int COLUMNS> __device__ __forceinline__ unsigned swizzled(int row, int chunk) {
+    static_assert(COLUMNS % 32 == 0, "whole groups of chunks");
+    return row * COLUMNS * 2 + ((chunk ^ (COLUMNS % 64 ? (row >> 1) & 3 : row & 7)) << 4);
+}
+
+// A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. Step d along the columns is at
+// at[d % PERIOD] plus a constant, and so are 16 rows further: the swizzle repeats every 8 rows and every group of chunks.
+template <int COLUMNS> struct LaneRows {
+    static const int PERIOD = COLUMNS % 64 ? 2 : 4;
+    unsigned at[PERIOD];
+    // Rows first: left operands as they lie, right operands through .trans. Columns first: the other way round.
+    __device__ __forceinline__ LaneRows(bool rows_first, int first = 0) {
+        int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
+        int row = low + 8 * (rows_first ? second : third), chunk = first / 8 + (rows_first ? third : second);
+#pragma unroll
+        for (int step = 0; step < PERIOD; step++) at[step] = swizzled<COLUMNS>(row, chunk + 2 * step);
+    }
+    __device__ __forceinline__ unsigned operator()(unsigned tile, int row, int step) const {
+        return tile + at[step % PERIOD] + row * COLUMNS * 2 + step / PERIOD * PERIOD * 32;
+    }
+};
+
+__device__ __forceinline__ unsigned shared_address(const void *pointer) {
+    return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+// 16 bytes from global to shared memory, or 16 zeros.
+__device__ __forceinline__ void copy_async(unsigned to, const void *from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(unsigned to, unsigned bits) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the newest N groups of copies have landed.
+template <int N> __device__ __forceinline__ void wait_for_all_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(unsigned (&r)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// TILES x 2 * PAIRS C tiles of a warp: 16 * TILES rows, 16 * PAIRS columns.
+template <int TILES, int PAIRS> struct Sums {
+    float c[TILES][2 * PAIRS][4];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int n = 0; n < 2 * PAIRS; n++) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.0f;
+    }
+};
+
+// c += a b, (16 x 16) (16 x 8)
+__device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if ELEMENT_KIND == bf16_ELEMENT
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+#endif
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats as two 16-bit numbers, `low` in the lower half.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned packed;
+#if ELEMENT_KIND == bf16_ELEMENT
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#endif
+    return packed;
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Rows first .. first + ROWS of a (T, D) matrix into a swizzled tile, zeros from row `limit` on and beyond D.
+// With ALIGNED, the threads' copies are one part of the current group; else they are done when it returns.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void load_rows(unsigned tile, const element *matrix, long long stride, int first, int limit) {
+    const int chunks = PAD_D / 8;
+    const element *from = matrix + first * stride;
+    limit -= first;
+#pragma unroll
+    for (int x = threadIdx.x; x < ROWS * chunks; x += THREADS) {
+        int row = x / chunks, chunk = x % chunks;
+        bool inside = row < limit && (HEAD_DIM % 32 == 0 || chunk * 8 < HEAD_DIM);
+        unsigned to = tile + swizzled<PAD_D>(row, chunk);
+        const element *at = from + row * stride + chunk * 8;
+#if ALIGNED
+        copy_async(to, at, inside);
+#else
+        unsigned short bits[8];
+        for (int e = 0; e < 8; e++) bits[e] = inside ? ((const unsigned short *)at)[e] : 0;
+        for (int e = 0; e < 8; e += 2) store_shared(to + 2 * e, bits[e] | (unsigned)bits[e + 1] << 16);
+#endif
+    }
+}
+
+// c += A B over STEPS of 16: A as it lies, or TRANSPOSED; B's columns are its rows, or with ACROSS its columns.
+template <int STEPS, bool TRANSPOSED, bool ACROSS, int TILES, int PAIRS, int COLUMNS>
+__device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const LaneRows<COLUMNS> &a_lanes, unsigned a,
+                                         const LaneRows<PAD_D> &b_lanes, unsigned b) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        unsigned left[TILES][4], right[4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            if (TRANSPOSED)
+                load_transposed(left[t], a_lanes(a, step * 16, t));
+            else
+                load_matrices(left[t], a_lanes(a, t * 16, step));
+#pragma unroll
+        for (int n = 0; n < PAIRS; n++) {
+            if (ACROSS)
+                load_transposed(right, b_lanes(b, step * 16, n));
+            else
+                load_matrices(right, b_lanes(b, n * 16, step));
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                mma(sums.c[t][2 * n], left[t], right[0], right[1]);
+                mma(sums.c[t][2 * n + 1], left[t], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// sums += W B, where W are the warp's own sums, rounded to 16 bits, and B is the tile at `b`, (16 * PAIRS) x D.
+template <int TILES, int PAIRS>
+__device__ __forceinline__ void add_product(Sums<TILES, D_STEPS> &sums, const Sums<TILES, PAIRS> &w,
+                                            const LaneRows<PAD_D> &rows_first, unsigned b) {
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++) {
+        unsigned left[TILES][4], right[4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                left[t][e] = pack(w.c[t][2 * n + e / 2][e % 2 * 2], w.c[t][2 * n + e / 2][e % 2 * 2 + 1]);
+#pragma unroll
+        for (int d = 0; d < D_STEPS; d++) {
+            load_transposed(right, rows_first(b, n * 16, d));
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                mma(sums.c[t][2 * d], left[t], right[0], right[1]);
+                mma(sums.c[t][2 * d + 1], left[t], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// `rows` rows of a swizzled tile that has ROWS to global memory, by THREADS threads, in chunks of 16 bytes.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void copy_rows(unsigned tile, int thread, element *to, long long stride, int rows) {
+    const int chunks = PAD_D / 8;
+#pragma unroll
+    for (int x = thread; x < ROWS * chunks; x += THREADS) {
+        int row = x / chunks, chunk = x % chunks;
+        if (row < rows && (HEAD_DIM % 32 == 0 || chunk * 8 < HEAD_DIM)) {
+            uint4 bits;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                         : "r"(tile + swizzled<PAD_D>(row, chunk))
+                         : "memory");
+            *(uint4 *)(to + row * stride + chunk * 8) = bits;
+        }
+    }
+}
+
+// A warp's rows, as 16 bits, over its own rows of a swizzled tile and from there to global memory. `tile`: the warp's
+// first row; `to`: that row of the (T, D) matrix, of which `rows` exist.
+template <int TILES>
+__device__ __forceinline__ void store_rows(unsigned tile, element *to, long long stride, int rows,
+                                           const Sums<TILES, D_STEPS> &sums) {
+    int lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < PAD_D / 8; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                store_shared(tile + swizzled<PAD_D>(t * 16 + half * 8 + lane / 4, n) + lane % 4 * 4,
+                             pack(sums.c[t][n][2 * half], sums.c[t][n][2 * half + 1]));
+    __syncwarp();
+    copy_rows<TILES * 16, 32>(tile, lane, to, stride, rows);
+}
+
+// Four numbers in a row of global memory += low[0], low[1], high[0], high[1].
+__device__ __forceinline__ void add_four(float *to, const float *low, const float *high) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(low[0]), "f"(low[1]), "f"(high[0]),
+                 "f"(high[1])
+                 : "memory");
+#else
+    atomicAdd(to, low[0]), atomicAdd(to + 1, low[1]), atomicAdd(to + 2, high[0]), atomicAdd(to + 3, high[1]);
+#endif
+}

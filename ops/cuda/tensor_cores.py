@@ -1,0 +1,198 @@
+"""Launches the stages of the CUDA ladder on tensor cores: fa2 (ops/csrc tells each).
+
+The functions are those of ops/library.py's register_attention; for options and `Call` see there and call.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops import nvrtc
+from ops.cuda.call import Call
+from ops.cuda.plain import segment_ranges
+
+# Rows of lse2, delta and the accumulator of dQ are padded to the largest tile of queries.
+_PADDED_TO = 128
+_PREPARE_THREADS = 1024
+_FINISH_ROWS = 128  # of a block
+
+
+def padded(head_dim: int) -> int:
+    """The head dim as tiles in shared memory have it: a multiple of 32."""
+    return -(-head_dim // 32) * 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, warps of a block, and blocks that share a multiprocessor, which bounds the
+    registers: of the forward and of dQ by itself."""
+
+    br: int
+    bc: int
+    warps: int
+    blocks: int
+
+    def shared_bytes(self, head_dim: int, query_tiles: int = 1) -> int:
+        """Q (and dO), and two tiles of K and of V."""
+        return 2 * padded(head_dim) * (query_tiles * self.br + 4 * self.bc)
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Queries and keys of a tile, warps of a block, stages of Q and dO, and how many groups of warps share
+    the rows of S and dP, of dK and dV, and of dQ."""
+
+    br: int
+    bc: int
+    warps: int
+    stages: int
+    rows_s: int
+    rows_kv: int
+    rows_q: int
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """K, V, P, dS, and per stage Q, dO and two numbers a row."""
+        row = 2 * padded(head_dim)
+        return 2 * self.bc * row + 4 * self.br * self.bc + self.stages * self.br * (2 * row + 8)
+
+
+# By the padded head dim.
+_FORWARD = {
+    32: Tile(128, 64, 4, 2),
+    64: Tile(128, 64, 4, 2),
+    96: Tile(128, 64, 4, 2),
+    128: Tile(128, 64, 4, 2),
+}
+_DQ = {
+    32: Tile(64, 64, 4, 2),
+    64: Tile(64, 64, 4, 2),
+    96: Tile(64, 64, 4, 2),
+    128: Tile(64, 32, 4, 2),
+}
+# The first that fits into a block's shared memory: 166,912 bytes on sm_80, 101,376 on sm_86 and sm_89.
+_BACKWARD = {
+    32: (BackwardTile(128, 128, 8, 2, 4, 4, 4), BackwardTile(64, 128, 8, 2, 2, 4, 2)),
+    64: (BackwardTile(128, 128, 8, 2, 4, 4, 4), BackwardTile(64, 128, 8, 1, 2, 4, 2)),
+    96: (BackwardTile(64, 128, 8, 2, 2, 4, 4), BackwardTile(64, 64, 8, 1, 4, 2, 4)),
+    128: (BackwardTile(64, 128, 8, 2, 2, 4, 2), BackwardTile(64, 64, 8, 1, 4, 2, 4)),
+}
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def backward_tile(head_dim: int, able: int) -> BackwardTile:
+    """The backward's tile where a block may use `able` bytes of shared memory."""
+    tiles = _BACKWARD[padded(head_dim)]
+    # the launch of the last says what is missing
+    return next((tile for tile in tiles if tile.shared_bytes(head_dim) <= able), tiles[-1])
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, as cp.async needs them."""
+    return all(
+        x.data_ptr() % 16 == 0
+        and all(n == 1 or stride % 8 == 0 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+        for x in tensors
+    )
+
+
+def _defines(call: Call, tile: Tile | BackwardTile, *tensors: Tensor) -> dict[str, int | str]:
+    """The specialisation of a kernel of this file that reads `tensors`."""
+    of_call = call.defines
+    scale_first = of_call["SOFTCAP"] or of_call["ALIBI"] or call.params.scale <= 0
+    own = {"ALIGNED": int(_aligned(*tensors)), "SCALE_FIRST": int(bool(scale_first))}
+    return of_call | {name.upper(): value for name, value in asdict(tile).items()} | own
+
+
+def fa2_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32; options as in ops/library.py, and
+    tuning = [deterministic], which the backward reads."""
+    call = Call(q, k, v, *options)
+    return run_forward(q, k, v, call, _FORWARD[padded(q.shape[3])])
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
+    batch, heads, tq, head_dim = q.shape
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    ranges = segment_ranges(call, tile.br)
+    params = call.params.bind(out=out, lse=lse, ranges=ranges)
+    params.n_tiles = math.ceil(tq / tile.br)
+    params.grouped = min(batch * heads, call.side_by_side(k) * call.defines["GROUP"])
+    kernel = nvrtc.kernel("fa2.cu", "tilegpt_fa2_forward", _defines(call, tile, q, k, v), q.device)
+    shared = tile.shared_bytes(head_dim)
+    kernel.launch(params.n_tiles * batch * heads, 32 * tile.warps, params, shared)
+    return out, lse
+
+
+def fa2_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
+    *options, _ = options
+    call = Call(q, k, v, *options)
+    deterministic = bool(call.tuning and call.tuning[0])
+    tile = backward_tile(q.shape[3], _shared_bytes(q.device))
+    return run_backward(dout, q, k, v, out, lse, call, tile, deterministic)
+
+
+def run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    tile: BackwardTile,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
+    if dout.stride(3) != 1:  # out.sum() sends one number, expanded
+        dout = torch.empty_like(out).copy_(dout)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    padded_tq = math.ceil(tq / _PADDED_TO) * _PADDED_TO
+    n_rows = batch * heads * padded_tq
+    numbers = 2 if deterministic else 2 + padded(head_dim)
+    scratch = q.new_empty(numbers * n_rows, dtype=torch.float32)
+    lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
+    ranges = segment_ranges(call, tile.bc, transposed=True)
+    params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
+    params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
+    params.padded_tq, params.n_tiles = padded_tq, math.ceil(tk / tile.bc)
+    params.grouped = min(batch * kv_heads, max(1, call.side_by_side(q) // call.defines["GROUP"]))
+    defines = _defines(call, tile, q, k, v, out, dout) | {"ATOMIC": int(not deterministic)}
+    kernel = functools.partial(nvrtc.kernel, "fa2_backward.cu", defines=defines, device=q.device)
+    lanes = {32: 4, 64: 8}.get(padded(head_dim), 16)
+    blocks = math.ceil(n_rows * lanes / _PREPARE_THREADS)
+    kernel(name="tilegpt_fa2_backward_prepare").launch(blocks, _PREPARE_THREADS, params)
+    blocks, shared = params.n_tiles * batch * kv_heads, tile.shared_bytes(head_dim)
+    kernel(name="tilegpt_fa2_backward").launch(blocks, 32 * tile.warps, params, shared)
+    if deterministic:
+        _run_dq(q, k, v, dout, call)
+    else:
+        blocks = math.ceil(n_rows / _FINISH_ROWS)
+        kernel(name="tilegpt_fa2_backward_finish").launch(blocks, 256, params)
+    return dq, dk, dv, q.new_empty(0)
+
+
+def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:
+    """dQ by itself, into what `call.params` has for it."""
+    (batch, heads, tq, head_dim), params = q.shape, call.params
+    tile = _DQ[padded(head_dim)]
+    ranges = segment_ranges(call, tile.br)
+    params.bind(ranges=ranges)
+    params.n_tiles = math.ceil(tq / tile.br)
+    params.grouped = min(batch * heads, call.side_by_side(k) * call.defines["GROUP"])
+    defines = _defines(call, tile, q, k, v, dout)
+    kernel = nvrtc.kernel("fa2_backward_dq.cu", "tilegpt_fa2_backward_dq", defines, q.device)
+    shared = tile.shared_bytes(head_dim, query_tiles=2)
+    kernel.launch(params.n_tiles * batch * heads, 32 * tile.warps, params, shared)
