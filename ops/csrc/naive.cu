@@ -1,0 +1,93 @@
+// Stage 1, naive: softmax(Q K^T) V as it is written, a kernel for each of its three steps.
+//
+// Idea: a matrix of scores S (Tq x Tk) in memory for every head; one kernel fills it, one turns its rows into
+// probabilities, one multiplies them with V. A thread owns a strip of STRIP queries, so that what it loads of K or V
+// serves STRIP multiplications instead of one; neighbouring threads store, and where they can load, neighbouring
+// addresses, and what the warps of a block read alike comes from the L1. Nothing is skipped: under a causal mask half of
+// the scores are computed to be thrown away.
+//
+// HBM traffic: N = Tq = Tk. S is written, read and written again by the softmax (its further passes over a row hit the
+// L1), and read by the last step: 16 N^2 bytes a head, beside 8 N D to 16 N D bytes of Q, K, V and out. At N = 4096,
+// D = 128 that is 268 MB against 8 MB: the matrix is all of the traffic.
+//
+// Limits: 4 N^2 bytes of memory a head: 8.6 GB for 32 heads at N = 8192. Any head dim. Causal or not, Tq different from
+// Tk, GQA, lse; forward only. scratch: S, (B, Hq, Tq, Tk) float.
+#include "plain.cuh"
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define STRIP 8
+// Four elements of a row of V for each of the threads that share a strip.
+#define ROW_THREADS ((HEAD_DIM + 3) / 4)
+#define STRIPS_AT_ONCE (THREADS / ROW_THREADS)
+
+// S = scale * Q K^T, -inf where a query does not see a key. Grid: (B * Hq * n_tiles, tiles of 64 queries), where a tile
+// is 32 keys, one for each lane; every warp has a strip of queries of its own.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const __grid_constant__ Params p) {
+    const int head = blockIdx.x / p.n_tiles, b = head / p.heads, h = head % p.heads;
+    const int j = blockIdx.x % p.n_tiles * 32 + threadIdx.x % 32;
+    const int i0 = (blockIdx.y * WARPS + threadIdx.x / 32) * STRIP;
+    if (i0 >= p.tq || j >= p.tk) return;
+    const int keys = keys_of(p, b), diagonal = keys - p.tq;
+    const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
+    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h + j * p.k_stride.t;
+
+    // Every lane walks along a key of its own, 16 bytes a step, so that a load touches 32 lines of memory; the next
+    // steps find them in the L1. The queries are the same for all lanes. Four sums, of every fourth product, round less
+    // than one.
+    float4 sums[STRIP] = {};
+    for (int d = 0; d < HEAD_DIM; d += 4) {
+        const float4 x = load4(k, d);
+#pragma unroll
+        for (int r = 0; r < STRIP; ++r) {
+            const float4 y = load4(q + min_of(i0 + r, p.tq - 1) * p.q_stride.t, d);
+            sums[r].x += x.x * y.x, sums[r].y += x.y * y.y, sums[r].z += x.z * y.z, sums[r].w += x.w * y.w;
+        }
+    }
+    float *s = p.scratch + ((long long)head * p.tq + i0) * p.tk + j;
+    for (int r = 0; r < STRIP && i0 + r < p.tq; ++r) {
+        float capped;
+        const float dot = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
+        const float score = score_of(p, dot, i0 + r, j, diagonal, 0.0f, capped);
+        s[(long long)r * p.tk] = sees(p, i0 + r, j, keys, diagonal, 0, 0) ? score : -INFINITE;
+    }
+}
+
+// P = softmax(S) in its place, and lse. Grid: B * Hq * Tq, a block a row.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_softmax(const __grid_constant__ Params p) {
+    float *s = p.scratch + (long long)blockIdx.x * p.tk;
+    float m = Max::identity;
+    for (int j = threadIdx.x; j < p.tk; j += THREADS) m = fmaxf(m, s[j]);
+    m = reduce_block<Max, WARPS>(m);
+    float l = 0.0f;
+    for (int j = threadIdx.x; j < p.tk; j += THREADS) l += expf(s[j] - m);
+    l = reduce_block<Sum, WARPS>(l);
+    // A row that sees no key: every exponential is 0, and so are l and out.
+    const float inverse = l > 0.0f ? 1.0f / l : 0.0f;
+    for (int j = threadIdx.x; j < p.tk; j += THREADS) s[j] = expf(s[j] - m) * inverse;
+    if (threadIdx.x == 0) p.lse[blockIdx.x] = l > 0.0f ? m + logf(l) : -INFINITE;
+}
+
+// out = P V. Grid: (B * Hq, tiles of STRIPS_AT_ONCE strips). Neighbouring threads own neighbouring columns of V and out.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const __grid_constant__ Params p) {
+    const int head = blockIdx.x, b = head / p.heads, h = head % p.heads;
+    const int d = threadIdx.x % ROW_THREADS * 4, strip = threadIdx.x / ROW_THREADS;
+    const int i0 = (blockIdx.y * STRIPS_AT_ONCE + strip) * STRIP;
+    if (strip >= STRIPS_AT_ONCE || i0 >= p.tq) return;
+    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const float *probs = p.scratch + ((long long)head * p.tq + i0) * p.tk;
+
+    float4 sums[STRIP] = {};
+    for (int j = 0; j < p.tk; ++j) {
+        const float4 x = load4(v + j * p.v_stride.t, d);
+#pragma unroll
+        for (int r = 0; r < STRIP; ++r) {
+            const float w = probs[(long long)min_of(r, p.tq - 1 - i0) * p.tk + j];
+            sums[r].x += w * x.x, sums[r].y += w * x.y, sums[r].z += w * x.z, sums[r].w += w * x.w;
+        }
+    }
+    element *out = p.out + b * p.out_stride.b + h * p.out_stride.h;
+#pragma unroll
+    for (int r = 0; r < STRIP; ++r)
+        if (i0 + r < p.tq) store4(out + (i0 + r) * p.out_stride.t, d, sums[r]);
+}

@@ -1,0 +1,51 @@
+// For packed documents: which keys a tile of queries can see at all, so that whole tiles between documents are skipped.
+//
+// Per tile of TILE queries the first and the end of the keys whose ids lie within those of the tile, (B, n_tiles, 2).
+// Where documents follow each other these are exactly the keys of the tile's documents; in any other order it is a
+// superset, and the comparison of ids decides. For tiles of keys, as dK and dV have them, the host swaps
+// (q_segments, tq) and (k_segments, tk).
+//
+// HBM traffic: Tk ids a tile, from the L2 mostly. Grid: B * n_tiles.
+#include "attention.cuh"
+
+#define THREADS 256
+#define LEAST (-2147483647 - 1)
+#define GREATEST 2147483647
+
+// (the least of a, the greatest of b) over the block, in every thread.
+__device__ __forceinline__ void extent(int &a, int &b) {
+    static __shared__ int least[THREADS / 32], greatest[THREADS / 32];
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+        a = min_of(a, __shfl_xor_sync(0xffffffffu, a, lanes));
+        b = max_of(b, __shfl_xor_sync(0xffffffffu, b, lanes));
+    }
+    __syncthreads();  // nobody still reads those of the last call
+    if (threadIdx.x % 32 == 0) least[threadIdx.x / 32] = a, greatest[threadIdx.x / 32] = b;
+    __syncthreads();
+    for (int warp = 0; warp < THREADS / 32; ++warp) {
+        a = min_of(a, least[warp]);
+        b = max_of(b, greatest[warp]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_segment_ranges(const __grid_constant__ Params p) {
+    const int b = blockIdx.x / p.n_tiles, first = blockIdx.x % p.n_tiles * TILE;
+    const int *own = p.q_segments + (long long)b * p.tq, *other = p.k_segments + (long long)b * p.tk;
+    int least = GREATEST, greatest = LEAST;
+    for (int i = first + threadIdx.x; i < min_of(first + TILE, p.tq); i += THREADS) {
+        least = min_of(least, own[i]);
+        greatest = max_of(greatest, own[i]);
+    }
+    extent(least, greatest);
+    int lo = p.tk, end = 0;
+    for (int j = threadIdx.x; j < p.tk; j += THREADS)
+        if (least <= other[j] && other[j] <= greatest) {
+            lo = min_of(lo, j);
+            end = j + 1;
+        }
+    extent(lo, end);
+    if (threadIdx.x == 0) {
+        int *range = const_cast<int *>(p.ranges) + blockIdx.x * 2ll;
+        range[0] = lo, range[1] = end;
+    }
+}

@@ -1,0 +1,240 @@
+// Stage 3, tiled: the backward, in fp32 and with the same bits each time.
+//
+// Idea: nothing of size N x N was kept; S and P are computed again from Q, K and the log-sum-exp (Dao et al. 2022,
+// algorithm 4; 2023, section 3.1.2). With delta = rowsum(out * dout) (delta.cu):
+//     P = exp(S - lse);  dP = dout V^T;  dS = P * (dP - delta)
+//     dV = P^T dout;  dK = scale * dS^T Q;  dQ = scale * dS K
+//
+// New since the forward: sums along both sides of S. dK and dV are sums over queries, dQ is one over keys; one kernel
+// for both would add one of them up by atomics, in any order. Here are two, each with its sums in registers, that
+// recompute S and dP each: 7 products instead of 5. The queries of a whole group run past a tile of keys, so that GQA
+// needs no further sum.
+// The warps work in pairs on the same 32 rows: one makes S and P, the other dP and then dS, which passes through shared
+// memory. So each holds one product at a time, and in dkdv one of dV and dK: 32 x D floats in the registers of 32
+// threads.
+//
+// HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every 16 WARPS keys, and K and V for
+// every 16 WARPS queries.
+//
+// Limits: as the forward; shared memory 4 (2 (16 WARPS + OTHERS) PADDED + 2 * 16 WARPS * OTHERS) bytes.
+#include "tiles.cuh"
+
+#define PAIRED (16 * WARPS)  // rows of a block
+
+// What a thread needs of a score: P, and P times the derivative of the softcap. s: <q_i, k_j>.
+struct Weight {
+    float p, derived;
+};
+
+__device__ __forceinline__ Weight weight_of(const Params &p, float s, int b, int i, int j, int keys, int diagonal,
+                                            float slope, float lse, bool cut) {
+    float capped = 0.0f;
+    s = score_of(p, s, i, j, diagonal, slope, capped);
+    int q_id = 0, k_id = 0;
+#if SEGMENTS
+    q_id = i < p.tq ? p.q_segments[(long long)b * p.tq + i] : -1;
+    k_id = j < keys ? p.k_segments[(long long)b * p.tk + j] : -1;
+#endif
+    if (cut && !sees(p, i, j, keys, diagonal, q_id, k_id)) s = -INFINITE;
+    const float weight = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
+    Weight both = {weight, SOFTCAP ? weight * (1.0f - capped * capped) : weight};
+    return both;
+}
+
+// dS from derived, dP and delta.
+__device__ __forceinline__ float ds_of(const Params &p, float derived, float dp, float delta, bool keep) {
+    return derived * ((keep ? dp * p.keep_scale : 0.0f) - delta);
+}
+
+// dK and dV of PAIRED keys of one key head. Rows are keys, columns queries. Grid: B * Hkv * n_tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv(const __grid_constant__ Params p) {
+    extern __shared__ float4 shared[];
+    float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + PAIRED * PADDED;
+    float *q_tile = v_tile + PAIRED * PADDED, *dout_tile = q_tile + OTHERS * PADDED;
+    float *weights = dout_tile + OTHERS * PADDED, *derived = weights + PAIRED * OTHERS;
+    int tile, kv_head;
+    unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
+    const int b = kv_head / p.kv_heads, j0 = tile * PAIRED, warp = threadIdx.x / 32;
+    const int row = warp / 2 * 32 + lane_row(), col = lane_col();
+    const bool second = warp % 2;  // dP, dS and dK; the first has S, P and dV
+    const int keys = keys_of(p, b), diagonal = keys - p.tq;
+    const element *k = p.k + b * p.k_stride.b + kv_head % p.kv_heads * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + kv_head % p.kv_heads * p.v_stride.h;
+    int first = 0, end = p.tq;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+    QueryRange range = query_range(p, j0, min_of(PAIRED, p.tk - j0), diagonal, OTHERS, first, end);
+    if (j0 >= keys) range.hi = range.lo;
+
+    float4 sums[ROWS][FLOAT4S] = {};
+    load_tile<PAIRED, BY_4>(k_tile, k, p.k_stride.t, j0, keys);
+    load_tile<PAIRED, BY_4>(v_tile, v, p.v_stride.t, j0, keys);
+    for (int g = 0; g < GROUP; ++g) {
+        const int h = kv_head % p.kv_heads * GROUP + g;
+        const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
+        const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
+        const float *statistic = (second ? p.delta : p.lse2) + ((long long)b * p.heads + h) * p.padded_tq;
+        float slope = 0.0f;
+#if ALIBI
+        slope = p.alibi_slopes[h];
+#endif
+#if DROPOUT
+        const unsigned dropout_key = head_key(p, b, h);
+#endif
+        for (int start = range.lo; start < range.hi; start += OTHERS) {
+            __syncthreads();  // nobody still reads the last tiles
+            load_tile<OTHERS, BY_8>(q_tile, q, p.q_stride.t, start, p.tq);
+            load_tile<OTHERS, BY_8>(dout_tile, dout, p.dout_stride.t, start, p.tq);
+            wait_for_copies();
+            __syncthreads();
+            const bool cut = start < range.full_lo || start >= range.full_hi;
+            float s[ROWS][COLS];
+            product(s, second ? v_tile : k_tile, row, second ? dout_tile : q_tile, col);
+            if (!second) {
+                float factors[ROWS][COLS];
+#pragma unroll
+                for (int c = 0; c < COLS; ++c) {
+                    const int i = start + col + 8 * c;
+                    const float lse = statistic[i];
+#if DROPOUT
+                    const unsigned row_key = absorb(dropout_key, (unsigned)i);
+#endif
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        const int j = j0 + row + 4 * r;
+                        const Weight weight = weight_of(p, s[r][c], b, i, j, keys, diagonal, slope, lse, cut);
+                        s[r][c] = weight.p, factors[r][c] = weight.derived;
+#if DROPOUT
+                        if (!kept(row_key, j, p.threshold)) s[r][c] = 0.0f;
+#endif
+                    }
+                }
+                store_weights(weights, row, col, s);
+                store_weights(derived, row, col, factors);
+            }
+            __syncthreads();  // P is there for the other warp of the pair
+            if (second) {
+                float factors[ROWS][COLS];
+                load_weights(derived, row, col, factors);
+#pragma unroll
+                for (int c = 0; c < COLS; ++c) {
+                    const int i = start + col + 8 * c;
+                    const float delta = statistic[i];
+#if DROPOUT
+                    const unsigned row_key = absorb(dropout_key, (unsigned)i);
+#endif
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) {
+                        bool keep = true;
+#if DROPOUT
+                        keep = kept(row_key, j0 + row + 4 * r, p.threshold);
+#endif
+                        s[r][c] = ds_of(p, factors[r][c], s[r][c], delta, keep);
+                    }
+                }
+                store_weights(derived, row, col, s);
+            }
+            __syncwarp();  // what a warp's product reads from here on it has written itself
+            accumulate<ROWS, BY_8>(sums, second ? derived : weights, row, second ? q_tile : dout_tile, col);
+        }
+    }
+    wait_for_copies();
+
+    element *to = second ? p.dk : p.dv;
+    const Strides stride = second ? p.dk_stride : p.dv_stride;
+    to += b * stride.b + kv_head % p.kv_heads * stride.h;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        const int j = j0 + row + 4 * r;
+        if (j >= p.tk) continue;
+        if (j >= keys)  // K is zero there, P is not
+#pragma unroll
+            for (int n = 0; n < FLOAT4S; ++n) sums[r][n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        store_row(to + j * stride.t, col, sums[r], second ? p.scale : p.keep_scale);
+    }
+}
+
+// dQ of PAIRED queries of one head. Rows are queries, columns keys. Grid: B * Hq * n_tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(const __grid_constant__ Params p) {
+    extern __shared__ float4 shared[];
+    float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + PAIRED * PADDED;
+    float *k_tile = dout_tile + PAIRED * PADDED, *v_tile = k_tile + OTHERS * PADDED;
+    float *derived = v_tile + OTHERS * PADDED;
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * PAIRED, warp = threadIdx.x / 32;
+    const int row = warp / 2 * 32 + lane_row(), col = lane_col();
+    const bool second = warp % 2;  // dP and dS; the first has S and P. Of the 32 rows of dQ each has 16.
+    const int keys = keys_of(p, b), diagonal = keys - p.tq;
+    const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
+    const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
+    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const float *statistic = (second ? p.delta : p.lse2) + (long long)head * p.padded_tq + i0 + row;
+    int first = 0, end = keys;
+    float slope = 0.0f;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+#if ALIBI
+    slope = p.alibi_slopes[h];
+#endif
+#if DROPOUT
+    const unsigned dropout_key = head_key(p, b, h);
+#endif
+    const KeyRange range = key_range(p, i0, min_of(PAIRED, p.tq - i0), keys, diagonal, OTHERS, first, end);
+
+    float4 sums[ROWS / 2][FLOAT4S] = {};
+    load_tile<PAIRED, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
+    load_tile<PAIRED, BY_4>(dout_tile, dout, p.dout_stride.t, i0, p.tq);
+    for (int start = range.lo; start < range.hi; start += OTHERS) {
+        __syncthreads();  // nobody still reads the last tiles
+        load_tile<OTHERS, BY_8>(k_tile, k, p.k_stride.t, start, range.hi);
+        load_tile<OTHERS, BY_8>(v_tile, v, p.v_stride.t, start, range.hi);
+        wait_for_copies();
+        __syncthreads();
+        const bool cut = start < range.full_lo || start >= range.full_hi;
+        float s[ROWS][COLS], factors[ROWS][COLS];
+        product(s, second ? dout_tile : q_tile, row, second ? v_tile : k_tile, col);
+        if (!second) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < COLS; ++c)
+                    s[r][c] = weight_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, diagonal, slope,
+                                        statistic[4 * r], cut)
+                                  .derived;
+            store_weights(derived, row, col, s);
+        }
+        __syncthreads();  // P is there
+        if (second) {
+            load_weights(derived, row, col, factors);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+#if DROPOUT
+                const unsigned row_key = absorb(dropout_key, (unsigned)(i0 + row + 4 * r));
+#endif
+#pragma unroll
+                for (int c = 0; c < COLS; ++c) {
+                    bool keep = true;
+#if DROPOUT
+                    keep = kept(row_key, start + col + 8 * c, p.threshold);
+#endif
+                    s[r][c] = ds_of(p, factors[r][c], s[r][c], statistic[4 * r], keep);
+                }
+            }
+            store_weights(derived, row, col, s);
+        }
+        __syncthreads();  // dS is there
+        accumulate<ROWS / 2, BY_8>(sums, derived, row + 16 * second, k_tile, col);
+    }
+    wait_for_copies();
+
+    element *dq = p.dq + b * p.dq_stride.b + h * p.dq_stride.h;
+#pragma unroll
+    for (int r = 0; r < ROWS / 2; ++r) {
+        const int i = i0 + row + 16 * second + 4 * r;
+        if (i < p.tq) store_row(dq + i * p.dq_stride.t, col, sums[r], p.scale);
+    }
+}

@@ -1,0 +1,196 @@
+"""Launches the plain stages of the CUDA ladder: naive, rowwise and tiled (ops/csrc tells each).
+
+The functions are those of ops/library.py's register_attention; the options and `Call` are said there and in call.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops import nvrtc
+from ops.cuda.call import Call, Params
+
+# Where kernels come from; tests put the CPU in its place.
+_kernel: Callable[..., Any] = nvrtc.kernel
+_THREADS = 256  # of a block of naive, rowwise and segment_ranges
+_STRIP = 8  # queries of a thread of naive
+_WARPS = 8  # of a block of naive and delta
+# Rows of lse2 and delta are padded to the largest tile of queries.
+_PADDED_TO = 128
+# What a block may use on an H200, for tensors on a CPU.
+_SHARED_BYTES = 232_448
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of `tiled`: warps of a block, keys (forward, dQ) or queries (dK, dV) of a tile over 8, and how many blocks
+    are to share a multiprocessor, which bounds the registers."""
+
+    warps: int
+    cols: int
+    blocks: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"WARPS": self.warps, "COLS": self.cols, "BLOCKS": self.blocks}
+
+    def shared_bytes(self, head_dim: int, backward: bool) -> int:
+        padded, rows, others = -(-head_dim // 32) * 32, 32 * self.warps, 8 * self.cols
+        if backward:  # of pairs of warps, with a tile of weights each
+            return 4 * ((rows + 2 * others) * padded + rows * others)
+        return 4 * (rows * (padded + others) + 2 * others * padded)
+
+
+# By the largest head dim: the first that fits into a block's shared memory.
+_FORWARD = {
+    64: (Tile(4, 8, 2), Tile(4, 4, 3), Tile(2, 4, 2)),
+    128: (Tile(4, 4, 2), Tile(2, 4, 2), Tile(1, 4, 2)),
+}
+_BACKWARD = {
+    64: (Tile(4, 8, 2), Tile(4, 4, 2)),
+    128: (Tile(4, 4, 2), Tile(2, 4, 2)),
+}
+
+
+def tile(q: Tensor, backward: bool) -> Tile:
+    """The tile for q's head dim on q's device."""
+    head_dim, able = q.shape[3], _SHARED_BYTES
+    if q.is_cuda:
+        able = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    table = _BACKWARD if backward else _FORWARD
+    for largest, tiles in table.items():
+        if head_dim <= largest:
+            fitting = (each for each in tiles if each.shared_bytes(head_dim, backward) <= able)
+            return next(fitting, tiles[-1])  # the launch of the last says what is missing
+    raise ValueError(f"attention=cuda_tiled got head dim {head_dim}; it needs at most {max(table)}")
+
+
+def _vector(*tensors: Tensor) -> dict[str, int]:
+    """Whether all rows begin at multiples of four elements."""
+    even = all(
+        x.data_ptr() % (4 * x.element_size()) == 0
+        and x.shape[3] % 4 == 0
+        and all(n == 1 or stride % 4 == 0 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+        for x in tensors
+    )
+    return {"VECTOR": int(even)}
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def naive_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse; options as in ops/library.py. Takes 4 B Hq Tq Tk bytes for the scores."""
+    call = Call(q, k, v, *options)
+    (batch, heads, tq, head_dim), tk = q.shape, k.shape[2]
+    out, lse = _outputs(q)
+    scratch = q.new_empty((batch, heads, tq, tk), dtype=torch.float32)
+    params = call.params.bind(out=out, lse=lse, scratch=scratch)
+    params.n_tiles = math.ceil(tk / 32)
+    defines = call.defines | _vector(q, k, v, out)
+    at_once = _THREADS // math.ceil(head_dim / 4)
+    grids = {
+        "scores": (params.n_tiles * batch * heads, math.ceil(tq / (_WARPS * _STRIP)), 1),
+        "softmax": batch * heads * tq,
+        "output": (batch * heads, math.ceil(tq / (at_once * _STRIP)), 1),
+    }
+    for step, grid in grids.items():
+        _kernel("naive.cu", f"tilegpt_naive_{step}", defines, q.device).launch(grid, _THREADS, params)
+    return out, lse
+
+
+def rowwise_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse; options as in ops/library.py."""
+    call = Call(q, k, v, *options)
+    batch, heads, tq, _ = q.shape
+    out, lse = _outputs(q)
+    params = call.params.bind(out=out, lse=lse)
+    kernel = _kernel("rowwise.cu", "tilegpt_rowwise_forward", call.defines | _vector(q, k, v, out), q.device)
+    kernel.launch(batch * heads * tq, _THREADS, params, shared_bytes=4 * k.shape[2])
+    return out, lse
+
+
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse; options as in ops/library.py."""
+    call, choice = Call(q, k, v, *options), tile(q, backward=False)
+    (batch, heads, tq, head_dim), queries = q.shape, 32 * choice.warps
+    out, lse = _outputs(q)
+    ranges = segment_ranges(call, queries)
+    params = call.params.bind(out=out, lse=lse, ranges=ranges)
+    params.n_tiles = math.ceil(tq / queries)
+    params.grouped = min(batch * heads, call.side_by_side(k) * call.defines["GROUP"])
+    defines = call.defines | _vector(q, k, v, out) | choice.defines
+    kernel = _kernel("tiled.cu", "tilegpt_tiled_forward", defines, q.device)
+    shared = choice.shared_bytes(head_dim, backward=False)
+    kernel.launch(params.n_tiles * batch * heads, 32 * choice.warps, params, shared)
+    return out, lse
+
+
+def tiled_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
+    *options, _ = options
+    call, choice = Call(q, k, v, *options), tile(q, backward=True)
+    (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
+    if dout.stride(3) != 1:  # out.sum() sends one number, expanded
+        dout = torch.empty_like(out).copy_(dout)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    statistics = delta(call, dout, out, lse, natural=True)
+    params = call.params.bind(dq=dq, dk=dk, dv=dv)
+    defines = call.defines | _vector(q, k, v, dout, dq, dk, dv) | choice.defines
+    rows, shared = 16 * choice.warps, choice.shared_bytes(head_dim, backward=True)
+
+    def launch(name: str, tokens: int, n_heads: int, grouped: int, ranges: Tensor | None) -> None:
+        params.bind(ranges=ranges)
+        params.n_tiles, params.grouped = math.ceil(tokens / rows), min(batch * n_heads, max(1, grouped))
+        kernel = _kernel("tiled_backward.cu", name, defines, q.device)
+        kernel.launch(params.n_tiles * batch * n_heads, 32 * choice.warps, params, shared)
+
+    group = call.defines["GROUP"]
+    of_keys = segment_ranges(call, rows, transposed=True)
+    launch("tilegpt_tiled_dkdv", tk, kv_heads, call.side_by_side(q) // group, of_keys)
+    of_queries = segment_ranges(call, rows)
+    launch("tilegpt_tiled_dq", tq, heads, call.side_by_side(k) * group, of_queries)
+    del statistics, of_keys, of_queries  # alive until the last launch
+    return dq, dk, dv, q.new_empty(0)
+
+
+def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> Tensor:
+    """(lse2, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/delta.cu."""
+    batch, heads, tq, _ = out.shape
+    padded = math.ceil(tq / _PADDED_TO) * _PADDED_TO
+    statistics = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
+    params = call.params.bind(dout=dout, out=out, lse=lse, lse2=statistics[0], delta=statistics[1])
+    params.padded_tq = padded
+    defines = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
+    defines |= {"NATURAL": int(natural), "VECTOR": 0}
+    kernel = _kernel("delta.cu", "tilegpt_delta", defines, out.device)
+    kernel.launch(batch * heads * padded // _WARPS, 32 * _WARPS, params)
+    return statistics
+
+
+def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | None:
+    """(B, tiles, 2): the keys of the documents of each tile of `rows` queries; `transposed`: the queries of those
+    of each tile of keys. None without documents. See csrc/segment_ranges.cu."""
+    own, other = call.tensors[4:6]
+    if own is None:
+        return None
+    if transposed:
+        own, other = other, own
+    (batch, n_own), n_other = own.shape, other.shape[1]
+    n_tiles = math.ceil(n_own / rows)
+    ranges = torch.empty((batch, n_tiles, 2), dtype=torch.int32, device=own.device)
+    params = Params(tq=n_own, tk=n_other, n_tiles=n_tiles)
+    params.bind(q_segments=own, k_segments=other, ranges=ranges)
+    defines = {"PARAMS_BYTES": call.defines["PARAMS_BYTES"], "ELEMENT": "float", "TILE": rows}
+    kernel = _kernel("segment_ranges.cu", "tilegpt_segment_ranges", defines, own.device)
+    kernel.launch(n_tiles * batch, _THREADS, params)
+    return ranges

@@ -1,0 +1,154 @@
+// Gives g++ what the plain stages of ops/csrc use of CUDA, so that they run on a CPU, one block after the other.
+//
+// The threads of a block are fibers, which take turns where they wait for each other; with
+// -DTHREADS_OF_THE_SYSTEM they are such threads, for -fsanitize=thread, which reports a missing barrier as a data race.
+#pragma once
+#include <math.h>
+#include <string.h>
+
+#include <functional>
+#include <vector>
+#ifdef THREADS_OF_THE_SYSTEM
+#include <pthread.h>
+
+#include <thread>
+#define PER_THREAD thread_local
+#else
+#include <setjmp.h>
+#include <ucontext.h>
+#define PER_THREAD
+#endif
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+// Memory of fixed size is written `static __shared__`, the rest is `extern` and found here.
+#define __shared__
+
+struct Index {
+    unsigned x, y, z;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+static inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
+static inline float __int_as_float(int bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static PER_THREAD Index threadIdx;
+static PER_THREAD Index blockIdx;
+float4 shared[232448 / 16];
+float scores[232448 / 4];
+
+namespace cpu {
+const unsigned most_threads = 1024;
+static unsigned n_threads;
+static std::function<void()> kernel;
+
+#ifdef THREADS_OF_THE_SYSTEM
+struct Barrier {
+    pthread_barrier_t barrier;
+    void expect(unsigned n) { pthread_barrier_init(&barrier, nullptr, n); }
+    void wait() { pthread_barrier_wait(&barrier); }
+};
+
+static void run_threads(void (*body)()) {
+    std::vector<std::thread> all;
+    for (unsigned t = 0; t < n_threads; ++t) all.emplace_back([=] { threadIdx.x = t, body(); });
+    for (auto &each : all) each.join();
+}
+#else
+// A fiber begins by ucontext and goes on by longjmp, which takes no call of the system.
+static ucontext_t begin[most_threads + 1];
+static jmp_buf resume[most_threads + 1];
+static bool begun[most_threads + 1], finished[most_threads];
+static std::vector<char> stacks[most_threads];
+static void (*work)();
+
+// Lets the next fiber run; number n_threads is the caller, who comes when all have finished.
+static void take_turns() {
+    const unsigned self = threadIdx.x;
+    unsigned next = (self + 1) % n_threads;
+    while (finished[next] && next != self) next = (next + 1) % n_threads;
+    if (finished[next]) next = n_threads;
+    if (next == self || _setjmp(resume[self])) return;
+    threadIdx.x = next;
+    if (begun[next]) _longjmp(resume[next], 1);
+    begun[next] = true;
+    setcontext(&begin[next]);
+}
+
+struct Barrier {
+    unsigned expected, arrived, generation;
+    void expect(unsigned n) { expected = n, arrived = 0; }
+    void wait() {
+        const unsigned mine = generation;
+        if (++arrived == expected) arrived = 0, ++generation;
+        while (mine == generation) take_turns();
+    }
+};
+
+static void run_threads(void (*body)()) {
+    work = body;
+    for (unsigned t = 0; t < n_threads; ++t) {
+        stacks[t].resize(1 << 16);
+        getcontext(&begin[t]);
+        begin[t].uc_stack.ss_sp = stacks[t].data(), begin[t].uc_stack.ss_size = stacks[t].size();
+        makecontext(&begin[t], [] { work(), finished[threadIdx.x] = true, take_turns(); }, 0);
+        begun[t] = finished[t] = false;
+    }
+    begun[n_threads] = true;
+    threadIdx.x = n_threads;
+    if (!_setjmp(resume[n_threads])) threadIdx.x = 0, begun[0] = true, setcontext(&begin[0]);
+}
+#endif
+
+static Barrier block, warps[most_threads / 32];
+// What lanes tell each other, in one place and the other, so that one barrier is enough.
+static double values[2][most_threads];
+static unsigned turns[most_threads];
+
+template <class T>
+T shuffle(T x, unsigned from) {
+    const unsigned self = threadIdx.x, turn = turns[self]++ % 2;
+    values[turn][self] = x;
+    warps[self / 32].wait();
+    return (T)values[turn][self / 32 * 32 + from];
+}
+
+static Index grid;
+static unsigned shared_used;
+
+// One thread's part of all blocks.
+static void run_blocks() {
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x = 0; x < grid.x; ++x) {
+                blockIdx = {x, y, z};
+                // What is read and was not written shows as NaN.
+                if (threadIdx.x == 0) memset(shared, 0xff, shared_used), memset(scores, 0xff, shared_used);
+                block.wait();
+                kernel();
+                block.wait();
+            }
+}
+
+static void run_grid(std::function<void()> body, const unsigned *size, unsigned threads, unsigned shared_size) {
+    kernel = body, n_threads = threads, grid = {size[0], size[1], size[2]}, shared_used = shared_size;
+    block.expect(threads);
+    for (unsigned warp = 0; warp < threads / 32; ++warp) warps[warp].expect(32);
+    run_threads(run_blocks);
+}
+}  // namespace cpu
+
+static inline void __syncthreads() { cpu::block.wait(); }
+static inline void __syncwarp() { cpu::warps[threadIdx.x / 32].wait(); }
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int lanes) {
+    return cpu::shuffle(x, (threadIdx.x ^ lanes) % 32);
+}
