@@ -20,7 +20,7 @@ import torch
 from ops import nvrtc_cache
 from ops.nvrtc_build import Cubin, CudaError, Usage, arch_of, build, compiler_version, missing
 
-__all__ = ["Cubin", "CudaError", "Kernel", "Usage", "arch_of", "build", "kernel", "missing"]
+__all__ = ["Cubin", "CudaError", "Kernel", "Usage", "arch_of", "build", "kernel", "loaded", "missing"]
 
 # Dynamic shared memory that a kernel may use without asking for more.
 _PLAIN_SHARED_BYTES = 48 << 10
@@ -47,11 +47,16 @@ def kernel(source: str, name: str, defines: Mapping[str, int | str], device: tor
     return found
 
 
-class Kernel:
-    """A kernel on a device, with what it takes there: see Usage."""
+def loaded() -> list[Kernel]:
+    """The kernels that this process has used, in the order of their first calls."""
+    return list(_kernels.values())
 
-    def __init__(self, name: str, label: str, function: Any, index: int, used: Usage):
-        self.name, self.label, self.index = name, label, index
+
+class Kernel:
+    """A kernel on a device. What it takes: see Usage; `load_ms`: to have it compiled and loaded."""
+
+    def __init__(self, name: str, label: str, function: Any, index: int, used: Usage, load_ms: float = 0.0):
+        self.name, self.label, self.index, self.load_ms = name, label, index, load_ms
         self.registers, self.spilled_bytes = used.registers, used.spilled_bytes
         self.shared_bytes = used.shared_bytes
         self._function, self._allowed_bytes = function, _PLAIN_SHARED_BYTES - used.shared_bytes
@@ -123,12 +128,13 @@ def _index(device: torch.device) -> int:
 
 
 def _load(source: str, name: str, defines: tuple[tuple[str, int | str], ...], index: int) -> Kernel:
+    began = time.perf_counter()
     cubin, module = _module(source, defines, index)
     kernels = cubin.kernels
     if name not in kernels:
         raise CudaError(f"{source} has no kernel {name}; it has {', '.join(kernels)}")
     function = _called(cubin.label, _driver().cuModuleGetFunction(module, name.encode()))
-    return Kernel(name, cubin.label, function, index, kernels[name])
+    return Kernel(name, cubin.label, function, index, kernels[name], 1e3 * (time.perf_counter() - began))
 
 
 @cache

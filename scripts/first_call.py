@@ -1,0 +1,124 @@
+"""What our CUDA kernels cost the host: the first call in a process, and each launch. Needs a GPU.
+
+    python scripts/first_call.py                                   # every stage, head dims 64 and 128, bf16
+    python scripts/first_call.py --attention cuda_fa2 --head-dim 128
+
+Each stage runs forward, and backward where it has one, in a process that finds no cubin and has to compile,
+then in another that loads what is on disk. Times are of one kernel, imports apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+NOTHING = """
+struct Params { char bytes[PARAMS_BYTES]; };
+extern "C" __global__ void tilegpt_nothing(const __grid_constant__ Params p) {}
+"""
+LAUNCHES = 2000
+
+
+def child(name: str, head_dim: int) -> list[dict[str, Any]]:
+    """The kernels of one call, as this process loaded them."""
+    import torch
+
+    from ops import nvrtc
+    from scripts.bench_attention import build
+
+    attention = build([name])[name]
+    backward = attention.capabilities.backward
+    dtype = torch.bfloat16
+    q = torch.randn(1, 4, 1024, head_dim, device="cuda", dtype=dtype, requires_grad=backward)
+    attention(q, q, q).sum().backward() if backward else attention(q, q, q)
+    torch.cuda.synchronize()
+    facts = ("name", "load_ms", "registers", "spilled_bytes")
+    return [{fact: getattr(kernel, fact) for fact in facts} for kernel in nvrtc.loaded()]
+
+
+def launch_us(folder: Path) -> tuple[float, float]:
+    """Microseconds of (a look-up, a look-up and a launch), of an empty kernel with the arguments of ours."""
+    import torch
+
+    from ops import nvrtc
+    from ops.cuda.call import Call, Params
+
+    source = folder / "nothing.cu"
+    source.write_text(NOTHING)
+    q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
+    defines = Call(q, q, q, *[None] * 6, 1.0, -1, 0, 0.0, 0.0, []).defines
+    params = Params()
+    assert ctypes.sizeof(params) == defines["PARAMS_BYTES"]
+
+    def look_up() -> nvrtc.Kernel:
+        return nvrtc.kernel(str(source), "tilegpt_nothing", defines, q.device)
+
+    def seconds(call: Any) -> float:
+        call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(LAUNCHES):
+            call()
+        return time.perf_counter() - began
+
+    def fastest(call: Any) -> float:
+        return 1e6 * min(seconds(call) for _ in range(5)) / LAUNCHES
+
+    return fastest(look_up), fastest(lambda: look_up().launch(1, 128, params))
+
+
+def main() -> None:
+    import torch
+
+    from attention.cuda import STAGES
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [f"cuda_{stage}" for stage in STAGES]
+    parser.add_argument("--attention", nargs="+", default=names, choices=[*names, "cuda"], metavar="NAME")
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("first_call.py measures a GPU, and torch.cuda.is_available() is False")
+    if asked.child:
+        print(json.dumps(child(asked.attention[0], asked.head_dim[0])))
+        return
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print(f"{'kernel':32} {'D':>4} {'compiled':>10} {'from disk':>10}  registers  spilled")
+    with tempfile.TemporaryDirectory() as cache:
+        for name in asked.attention:
+            for head_dim in asked.head_dim:
+                compiled, stored = (run(name, head_dim, Path(cache) / f"{name}{head_dim}") for _ in range(2))
+                for cold, warm in zip(compiled, stored, strict=True):
+                    times = f"{cold['load_ms']:7.0f} ms {warm['load_ms']:7.1f} ms"
+                    used = f"{cold['registers']:9}  {cold['spilled_bytes']:7}"
+                    print(f"{cold['name']:32} {head_dim:4} {times}  {used}")
+        os.environ["TILEGPT_CACHE"] = cache
+        print("\nlook-up {:.1f} us, look-up and launch {:.1f} us".format(*launch_us(Path(cache))))
+
+
+def run(name: str, head_dim: int, cache: Path) -> list[dict[str, Any]]:
+    """`child` in a process of its own, with this folder of cubins."""
+    command = [sys.executable, __file__, "--child", "--attention", name, "--head-dim", str(head_dim)]
+    environment = os.environ | {"TILEGPT_CACHE": str(cache)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode:
+        raise SystemExit(f"{name} failed:\n{result.stderr[-3000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

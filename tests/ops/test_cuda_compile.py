@@ -1,0 +1,193 @@
+"""The specialisations of the CUDA ladder, compiled for GPUs that need not be here: registers, spills, shared
+memory and how many blocks share a multiprocessor, within budgets; and the instructions that are meant."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from attention.base import AttentionCall
+from attention.cuda import STAGES
+from ops import nvrtc
+from tests.grid import CASES, Case, build, make_inputs
+from tests.ops.recorded import SHARED_BYTES, Compiled, compiled, launches
+
+pytestmark = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+CONF = Path(__file__).resolve().parents[2] / "conf"
+ARCHES = list(SHARED_BYTES)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of a kernel, in every specialisation: at most so many registers and bytes spilled, at least so many
+    blocks on a multiprocessor; instructions that are in its SASS, and that are not. With other options than a
+    causal mask it may spill more: they are not what it is tuned for."""
+
+    registers: int = 255
+    spilled_bytes: int = 0
+    spilled_with_options: int = 0
+    blocks: int = 1
+    has: tuple[str, ...] = ()
+    has_not: tuple[str, ...] = ("HMMA",)
+
+
+# Tensor cores, ldmatrix, cp.async.
+TENSOR_CORES = ("HMMA", "LDSM", "LDGSTS")
+# Every kernel of ops/csrc, by name.
+BUDGETS = {
+    "tilegpt_naive_scores": Budget(registers=168),
+    "tilegpt_naive_softmax": Budget(registers=64, blocks=4),
+    "tilegpt_naive_output": Budget(registers=128, blocks=2),
+    "tilegpt_rowwise_forward": Budget(registers=128),
+    # All registers that there are for sums in fp32, and a few bytes spilled outside of the inner loops.
+    "tilegpt_tiled_forward": Budget(spilled_bytes=64, spilled_with_options=64),
+    "tilegpt_tiled_dkdv": Budget(spilled_bytes=64, spilled_with_options=64),
+    "tilegpt_tiled_dq": Budget(spilled_bytes=64, spilled_with_options=64),
+    "tilegpt_delta": Budget(registers=64, blocks=4),
+    "tilegpt_segment_ranges": Budget(registers=64, blocks=4),
+    "tilegpt_fa1_forward": Budget(has=TENSOR_CORES, has_not=()),
+    "tilegpt_fa2_forward": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),
+    "tilegpt_fa2_backward": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),
+    "tilegpt_fa2_backward_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),
+    "tilegpt_fa2_backward_prepare": Budget(registers=32),
+    "tilegpt_fa2_backward_finish": Budget(registers=64, blocks=4),
+}
+# Defines of these, beyond a causal mask.
+OPTIONS = ("HAS_LEFT", "SOFTCAP", "ALIBI", "SEGMENTS", "LENGTHS", "DROPOUT")
+# What a stage meets in a model, and the most that it does at once. The rest of the covering list is slow.
+EVERYTHING = frozenset({"window", "softcap", "alibi", "segments", "kv_lengths", "dropout", "noncausal"})
+USUAL = [Case("usual", 128, 128, d) for d in (64, 128)]
+HEAVY = [Case("heavy", 113, 203, 128, kv_heads=2, features=EVERYTHING)]
+
+
+def able(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) -> bool:
+    """Whether the stage declares that it runs `case`, in as many passes as it has."""
+    stage_attention = build(f"cuda_{stage}")
+    inputs = make_inputs(case, "cpu", dtype)
+    with torch.set_grad_enabled(stage_attention.capabilities.backward):
+        call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+    facts = {name: getattr(call, name) for name in AttentionCall.__dataclass_fields__}
+    return not stage_attention.unsupported_reasons(AttentionCall(**facts | {"device": "cuda", "arch": arch}))
+
+
+@cache
+def disassembler() -> str:
+    spec = importlib.util.find_spec("triton")
+    if spec is None:
+        pytest.skip("triton, whose wheel has nvdisasm, is not installed")
+    return str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm")
+
+
+def sass(cubin: nvrtc.Cubin, kernel: str, folder: Path) -> set[str]:
+    """The instructions of one kernel, without their modifiers: HMMA for HMMA.16816.F32."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin.code)
+    command = [disassembler(), "--print-code", path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ours = re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE)
+    (section,) = (part for part in ours if part.startswith(f".text.{kernel},"))
+    return set(re.findall(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", section, re.MULTILINE))
+
+
+def check(stage: str, cases: list[Case], dtype: torch.dtype, arch: tuple[int, int]) -> list[Compiled]:
+    """Compiles what the cases launch, each specialisation once, and holds it to the budgets."""
+    asked = dict.fromkeys(launch for case in cases for launch in launches(stage, case, dtype, arch))
+    found, wrong = [compiled(launch, arch) for launch in asked], []
+    for each in found:
+        budget = BUDGETS[each.launch.name]
+        heavy = any(dict(each.launch.defines).get(option) for option in OPTIONS)
+        spilled = each.spilled_bytes > (budget.spilled_with_options if heavy else budget.spilled_bytes)
+        over = each.registers > budget.registers or spilled or each.shared_bytes > SHARED_BYTES[arch]
+        if over or each.blocks < budget.blocks:
+            wrong.append(f"sm_{arch[0]}{arch[1]} {each}; {budget}")
+    assert not wrong, "\n".join(["these do not fit:", *wrong])
+    return found
+
+
+def dtypes(stage: str) -> list[torch.dtype]:
+    """One of 16 bits (float16 differs by two instructions) and fp32."""
+    return [x for x in (torch.bfloat16, torch.float32) if x in STAGES[stage].capabilities.dtypes]
+
+
+EACH = pytest.mark.parametrize(("stage", "dtype"), [(s, d) for s in STAGES for d in dtypes(s)], ids=str)
+ON = pytest.mark.parametrize("arch", ARCHES, ids=lambda arch: "sm_{}{}".format(*arch))
+
+
+@ON
+@EACH
+def test_fits_and_does_as_meant(
+    stage: str, dtype: torch.dtype, arch: tuple[int, int], tmp_path: Path
+) -> None:
+    cases = USUAL if arch != (8, 0) else USUAL[:1]
+    for each in check(stage, cases, dtype, arch):
+        if dict(each.launch.defines).get("HEAD_DIM") == 64:
+            budget, found = BUDGETS[each.launch.name], sass(each.cubin, each.launch.name, tmp_path)
+            assert found.issuperset(budget.has) and not found & set(budget.has_not), (
+                str(each),
+                sorted(found),
+            )
+
+
+@ON
+@EACH
+def test_fits_with_every_option(stage: str, dtype: torch.dtype, arch: tuple[int, int]) -> None:
+    cases = [case for case in HEAVY if able(stage, case, dtype, arch)]
+    assert cases or STAGES[stage].capabilities.features < EVERYTHING | {"gqa", "lse", "rectangular"}
+    check(stage, cases, dtype, arch)
+
+
+def shipped() -> list[Case]:
+    """Causal, with the head dims and the groups of conf/model."""
+    found = {}
+    for path in sorted((CONF / "model").glob("*.yaml")):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            model = compose("config", overrides=[f"model={path.stem}"]).model
+        heads = model.n_kv_head or model.n_head
+        case = Case("shipped", 128, 128, model.n_embd // model.n_head, 1, model.n_head, heads)
+        found[case.head_dim, model.n_head // heads] = case
+    return list(found.values())
+
+
+@pytest.mark.parametrize("stage", ["tiled", "fa2"])
+def test_shipped_models_fit(stage: str) -> None:
+    """On Hopper, by what attention=cuda trains them with."""
+    dtype = dtypes(stage)[0]
+    cases = [case for case in shipped() if able(stage, case, dtype, (9, 0))]
+    assert {32, 64} <= {case.head_dim for case in cases}
+    check(stage, cases, dtype, (9, 0))
+
+
+@pytest.mark.slow
+@ON
+@EACH
+def test_the_covering_list_fits(stage: str, dtype: torch.dtype, arch: tuple[int, int]) -> None:
+    cases = [case for case in CASES if case.group != "empty" and able(stage, case, dtype, arch)]
+    assert len(check(stage, cases, dtype, arch)) > 5
+
+
+def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that is too small, on the smallest kernel."""
+    monkeypatch.setitem(BUDGETS, "tilegpt_naive_softmax", Budget(registers=1))
+    with pytest.raises(
+        AssertionError, match=r"tilegpt_naive_softmax .*HEAD_DIM=64.* registers, 0 bytes spilled"
+    ):
+        check("naive", USUAL[:1], torch.float32, (8, 0))
+
+
+def test_every_kernel_has_a_budget() -> None:
+    written = (re.findall(r"\btilegpt_\w+(?=\()", path.read_text()) for path in nvrtc_sources())
+    assert {name for names in written for name in names} == BUDGETS.keys()
+
+
+def nvrtc_sources() -> list[Path]:
+    from ops.nvrtc_build import SOURCES
+
+    return sorted(SOURCES.glob("*.cu"))

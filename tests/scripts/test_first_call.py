@@ -1,0 +1,27 @@
+"""The command that times the first call of the CUDA kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scripts.first_call import ROOT, main
+
+
+def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["first_call.py"])
+    with pytest.raises(SystemExit, match="measures a GPU"):
+        main()
+
+
+@pytest.mark.gpu
+def test_every_kernel_is_compiled_and_then_loaded() -> None:
+    command = [sys.executable, "scripts/first_call.py", "--attention", "cuda_naive", "--head-dim", "64"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = [line.split()[0] for line in said.splitlines() if line.startswith("tilegpt_")]
+    assert names == ["tilegpt_naive_scores", "tilegpt_naive_softmax", "tilegpt_naive_output"]
+    assert "look-up and launch" in said
