@@ -47,8 +47,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A launch, compiled: registers of a thread, bytes that it spills, all shared memory of a block, and how many
-    blocks a multiprocessor has room for."""
+    """A launch, compiled: registers and bytes spilled of a thread, bytes of shared memory of a block, and how
+    many blocks a multiprocessor has room for."""
 
     launch: Launch
     registers: int
@@ -100,7 +100,7 @@ def _bare(x: Any) -> Any:
 
 
 def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) -> list[Launch]:
-    """Those of `case` on `arch`, forward, and backward where `stage` has one."""
+    """Those of `case` on `arch`, forward, and backward where `stage` has one, deterministic and not."""
     found: list[Launch] = []
 
     def kernel(source: str, name: str, defines: dict[str, int | str], device: torch.device) -> _Recorder:
@@ -145,8 +145,10 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
         # By the class's own way from the contract's options to the op's.
         attention(q, k, v, **{name: _bare(option) for name, option in made.options.items()})
         out, lse = cuda._forward(stage, q, k, v, *given["options"])
-        if cuda.STAGES[stage].capabilities.backward:
-            cuda._backward(stage, dout, q, k, v, out, lse, *given["options"], False)
+        *options, _ = given["options"]
+        able = cuda.STAGES[stage].capabilities
+        for tuning in ([0], [1])[: able.backward * (1 if able.deterministic else 2)]:
+            cuda._backward(stage, dout, q, k, v, out, lse, *options, tuning, False)
     return found
 
 
