@@ -3,6 +3,7 @@ checked by test_grid.py, on a GPU, and by tests/ops."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from attention import cuda
 from attention.base import AttentionCall, UnsupportedAttention
 from attention.cuda import STAGES, CudaAttention, CudaStage, rowwise_keys
-from tests.grid import build
+from tests.grid import Case, build, make_inputs
 
 CALL = AttentionCall("training", "cuda", (9, 0), torch.bfloat16, 2, 4, 4, 128, 128, 64, backward=True)
 
@@ -114,7 +115,7 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
         return *map(torch.ones_like, (q, k, v)), q.new_empty(0)
 
     kernels = SimpleNamespace(fa2_forward=forward, fa2_backward=backward)
-    monkeypatch.setattr(cuda.importlib, "import_module", {"ops.cuda.tensor_cores": kernels}.get)
+    monkeypatch.setitem(sys.modules, "ops.cuda.tensor_cores", kernels)
     library = torch.library.Library("tilegpt", "IMPL")  # the ops have CUDA kernels only
     try:
         for suffix, function in (("", cuda._forward), ("_backward", cuda._backward)):
@@ -142,3 +143,33 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
 def test_what_has_no_backward_says_so(stage: str) -> None:
     with pytest.raises(UnsupportedAttention, match=f"cuda_{stage}.*\n.*no backward"):
         cuda._backward(stage, torch.empty(0), torch.empty(0))
+
+
+EVERYTHING = ("window", "softcap", "alibi", "segments", "kv_lengths", "dropout")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [(), EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_ops_are_as_pytorch_wants_them(
+    stage: str, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schema, fakes, autograd and dynamic shapes, forward and backward."""
+    attention, op = CudaStage(stage, deterministic=True), cuda._OPS[stage]
+    if not attention.capabilities.features.issuperset(features):
+        pytest.skip(f"cuda_{stage} has no {', '.join(features)}")
+    trains, calls = attention.capabilities.backward, []
+    monkeypatch.setitem(cuda._OPS, stage, lambda *call: calls.append(call) or op(*call))
+    case = Case("op", 40, 56, 32, kv_heads=2, features=frozenset(features))
+    inputs = make_inputs(case, "cuda", torch.bfloat16)
+    q, k, v = (x.detach().nan_to_num(0.5).requires_grad_(trains) for x in (inputs.q, inputs.k, inputs.v))
+    attention(q, k, v, **inputs.options)
+    results = torch.library.opcheck(op, calls[0])
+    assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+    if trains:
+        q, k, v, *options = (x.detach() if isinstance(x, torch.Tensor) else x for x in calls[0])
+        backward = getattr(torch.ops.tilegpt, f"cuda_{stage}_backward").default
+        results = torch.library.opcheck(
+            backward, (inputs.dout, q, k, v, *op(q, k, v, *options), *options, False)
+        )
+        assert set(results.values()) == {"SUCCESS"} and len(results) == 4
