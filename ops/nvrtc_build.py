@@ -97,7 +97,7 @@ def build(source: str | Path, defines: Mapping[str, int | str], arch: str) -> Cu
     """
     source = SOURCES / source
     text, headers = _texts(source)
-    options = [f"--gpu-architecture={arch}", *_OPTIONS]
+    options = [f"--gpu-architecture={arch}", *_OPTIONS, *_no_cache()]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     facts = [source.name, text, headers, options, compiler_version(), _toolkit()[1]]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -199,6 +199,11 @@ def _major(folder: Path) -> int | None:
         re.search(r"#define CUDA_VERSION (\d+)", path.read_text(errors="replace")) if path.is_file() else None
     )
     return int(found[1]) // 1000 if found else None
+
+
+def _no_cache() -> list[str]:
+    """Without NVRTC's own cache, which is new in 13: what comes from there has no log. Ours has."""
+    return ["--no-cache"] if compiler_version() >= (13, 0) else []
 
 
 def _compile(

@@ -15,37 +15,54 @@
 #define THREADS (WARPS * 32)
 #define TILES (BR / WARPS / 16)  // of 16 rows in a warp
 #define TILE_BYTES (BC * ROW_BYTES)
+#define Q_STAYS (PAD_D <= 64)  // in registers; at D = 128 there is no room, and it is read again for each tile
 
 struct Rows {
     float m[TILES][2], l[TILES][2];  // of rows g and g + 8; l is the lane's own part
 };
 
-// Online softmax: s becomes exp2(c s - c m), m and l go on, o is brought to the new maximum.
-__device__ __forceinline__ void soften(Sums<TILES, BC / 16> &s, Sums<TILES, D_STEPS> &o, Rows &rows,
-                                       float c) {
+// Online softmax: s becomes exp2(c s - c m) and l goes on. m follows the maximum only when that has grown by more than
+// 2^8 for one of the warp's rows (the division at the end absorbs what m is), so that o is rescaled in the first tiles and
+// then hardly ever: 2 D multiplications a tile and thread, an eighth of all instructions at D = 128.
+__device__ __forceinline__ void soften(Sums<TILES, BC / 16> &s, Sums<TILES, D_STEPS> &o, Rows &rows, float c) {
+    float most[TILES][2];
+    bool grew = false;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float most = rows.m[t][half];
+            float &x = most[t][half];
+            x = rows.m[t][half];
 #pragma unroll
-            for (int n = 0; n < BC / 8; n++) most = fmaxf(most, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            for (int n = 0; n < BC / 8; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            grew |= (x - rows.m[t][half]) * c > 8.0f;
+        }
+    if (__any_sync(~0u, grew)) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float rescale = most[t][half] == -INFINITE ? 1.0f : exp2_of((rows.m[t][half] - most[t][half]) * c);
+                rows.m[t][half] = most[t][half], rows.l[t][half] *= rescale;
+#pragma unroll
+                for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
+            }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
             // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
-            float shift = most == -INFINITE ? 0.0f : most * c;
-            float rescale = exp2_of(rows.m[t][half] * c - shift), sum = 0.0f;
-            rows.m[t][half] = most;
+            const float shift = rows.m[t][half] == -INFINITE ? 0.0f : rows.m[t][half] * c;
 #pragma unroll
             for (int n = 0; n < BC / 8; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     s.c[t][n][e] = exp2_of(s.c[t][n][e] * c - shift);
-                    sum += s.c[t][n][e];
+                    rows.l[t][half] += s.c[t][n][e];
                 }
-            rows.l[t][half] = rows.l[t][half] * rescale + sum;
-#pragma unroll
-            for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
         }
 }
 
@@ -55,9 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
-    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
-    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
     const unsigned q_tile = shared_address(memory), k_tile = q_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
+    const unsigned q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
     int first = 0, end = 0;
 #if SEGMENTS
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
@@ -71,11 +87,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         for (int half = 0; half < 2; half++)
             row_key[t][half] = absorb(of_head, (unsigned)(i_first + t * 16 + half * 8 + lane / 4));
 #endif
-    load_rows<BR, THREADS>(q_tile, p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0, p.tq);
-    if (range.lo < range.hi) {
-        load_rows<BC, THREADS>(k_tile, k, p.k_stride.t, range.lo, keys);
-        load_rows<BC, THREADS>(v_tile, v, p.v_stride.t, range.lo, keys);
-    }
+    Loader<BR, THREADS>(p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
+    Loader<BC, THREADS> next_k(p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h, p.k_stride.t, range.lo);
+    Loader<BC, THREADS> next_v(p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h, p.v_stride.t, range.lo);
+    auto load = [&](int start, int odd) {
+        next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
+        next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
+    };
+    if (range.lo < range.hi) load(range.lo, 0);
     commit();
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     Rows rows;
@@ -84,18 +103,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #pragma unroll
     for (int t = 0; t < TILES; t++)
         rows.m[t][0] = rows.m[t][1] = -INFINITE, rows.l[t][0] = rows.l[t][1] = 0.0f;
+#if Q_STAYS
+    unsigned q[TILES][D_STEPS][4];
+    wait_for_all_but<0>();
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int d = 0; d < D_STEPS; d++) load_matrices(q[t][d], rows_first(q_rows, t * 16, d));
+#endif
     for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
-        if (start + BC < range.hi) {
-            load_rows<BC, THREADS>(k_tile + (odd ^ 1) * TILE_BYTES, k, p.k_stride.t, start + BC, keys);
-            load_rows<BC, THREADS>(v_tile + (odd ^ 1) * TILE_BYTES, v, p.v_stride.t, start + BC, keys);
-            commit();
-        }
+        if (start + BC < range.hi) load(start + BC, odd ^ 1);
+        commit();
         Sums<TILES, BC / 16> s;
         s.clear();
-        multiply<D_STEPS, false, false>(s, rows_first, q_tile + warp * TILES * 16 * ROW_BYTES, columns_first,
-                                        k_tile + odd * TILE_BYTES);
+#if Q_STAYS
+        multiply(s, q, columns_first, k_tile + odd * TILE_BYTES);  // S = Q K^T
+#else
+        multiply<D_STEPS, false, false>(s, rows_first, q_rows, columns_first, k_tile + odd * TILE_BYTES);
+#endif
         const bool masked = start < range.full_lo || start >= range.full_hi;
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
         soften(s, o, rows, c);
@@ -125,5 +153,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         }
     // A warp's rows of Q are its own: O goes out over them.
     element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + (long long)i_first * p.out_stride.t;
-    store_rows<TILES>(q_tile + warp * TILES * 16 * ROW_BYTES, out, p.out_stride.t, p.tq - i_first, o);
+    store_rows<TILES>(q_rows, out, p.out_stride.t, p.tq - i_first, o);
 }

@@ -94,21 +94,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
 #endif
     const KeyRange range = query_range(p, j0, keys, diagonal, first, end);
 
-    // Q, dO and what their rows need, of tile i of query head h.
-    auto load = [&](int stage, int h, int i) {
+    Loader<BC, THREADS>(p.k + b * p.k_stride.b + kv_head * p.k_stride.h, p.k_stride.t, j0)
+        .load(k_tile, p.k_stride.t, keys - j0);
+    Loader<BC, THREADS>(p.v + b * p.v_stride.b + kv_head * p.v_stride.h, p.v_stride.t, j0)
+        .load(v_tile, p.v_stride.t, keys - j0);
+    // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
+    const int first_head = kv_head * GROUP, n_rows = ceil_div(range.hi - range.lo, BR) * BR;
+    Loader<BR, THREADS> next_q(p.q + b * p.q_stride.b + first_head * p.q_stride.h, p.q_stride.t, range.lo);
+    Loader<BR, THREADS> next_do(p.dout + b * p.dout_stride.b + first_head * p.dout_stride.h, p.dout_stride.t, range.lo);
+    const float *next_lse2 = p.lse2 + (long long)(b * p.heads + first_head) * p.padded_tq + range.lo + threadIdx.x * 4;
+    const long long to_delta = p.delta - p.lse2 - BR;
+    auto load = [&](int stage, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
-        load_rows<BR, THREADS>(to, p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i, p.tq);
-        load_rows<BR, THREADS>(to + Q_BYTES, p.dout + b * p.dout_stride.b + h * p.dout_stride.h, p.dout_stride.t, i,
-                               p.tq);
-        const long long row = (long long)(b * p.heads + h) * p.padded_tq + i;
-        for (int x = threadIdx.x; x < BR / 2; x += THREADS) {
-            const float *from = x < BR / 4 ? p.lse2 + row + 4 * x : p.delta + row + 4 * x - BR;
-            copy_async(to + 2 * Q_BYTES + 16 * x, from, true);
+        next_q.load(to, p.q_stride.t, p.tq - i);
+        next_do.load(to + Q_BYTES, p.dout_stride.t, p.tq - i);
+        if (threadIdx.x < BR / 2)
+            copy_async(to + 2 * Q_BYTES + 16 * threadIdx.x, next_lse2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
+        next_lse2 += BR;
+        if (GROUP > 1 && i + BR >= range.hi) {
+            next_q.from += p.q_stride.h - n_rows * p.q_stride.t;
+            next_do.from += p.dout_stride.h - n_rows * p.dout_stride.t;
+            next_lse2 += p.padded_tq - n_rows;
         }
     };
-    load_rows<BC, THREADS>(k_tile, p.k + b * p.k_stride.b + kv_head * p.k_stride.h, p.k_stride.t, j0, keys);
-    load_rows<BC, THREADS>(v_tile, p.v + b * p.v_stride.b + kv_head * p.v_stride.h, p.v_stride.t, j0, keys);
-    if (range.lo < range.hi) load(0, kv_head * GROUP, range.lo);
+    if (range.lo < range.hi) load(0, range.lo);
     commit();
 
     const int s_row = warp % ROWS_S * S_TILES * 16, s_column = warp / ROWS_S * S_COLUMNS;
@@ -124,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             wait_for_all_but<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other, with P and with dS
             const bool last_of_head = i0 + BR >= range.hi, more = !last_of_head || g + 1 < GROUP;
-            if (STAGES == 2 && more) load(stage ^ 1, h + last_of_head, last_of_head ? range.lo : i0 + BR);
+            if (STAGES == 2 && more) load(stage ^ 1, last_of_head ? range.lo : i0 + BR);
             if (STAGES == 2) commit();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES;
             const float *lse2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
@@ -157,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             multiply<BR / 16, true, true>(dk, transposed, ds_tile, of_kv, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
-                if (more) load(0, h + last_of_head, last_of_head ? range.lo : i0 + BR);
+                if (more) load(0, last_of_head ? range.lo : i0 + BR);
                 commit();
             }
             stage ^= STAGES - 1;

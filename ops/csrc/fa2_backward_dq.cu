@@ -17,8 +17,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_backwa
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), i_first = i0 + warp * TILES * 16;
-    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
-    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
     const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES, k_tile = do_tile + BR * ROW_BYTES;
     const unsigned v_tile = k_tile + 2 * TILE_BYTES, first_row = warp * TILES * 16 * ROW_BYTES;
     int first = 0, end = 0;
@@ -26,12 +24,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_backwa
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
     const KeyRange range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, first, end);
-    load_rows<BR, THREADS>(q_tile, p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0, p.tq);
-    load_rows<BR, THREADS>(do_tile, p.dout + b * p.dout_stride.b + h * p.dout_stride.h, p.dout_stride.t, i0, p.tq);
-    if (range.lo < range.hi) {
-        load_rows<BC, THREADS>(k_tile, k, p.k_stride.t, range.lo, keys);
-        load_rows<BC, THREADS>(v_tile, v, p.v_stride.t, range.lo, keys);
-    }
+    Loader<BR, THREADS>(p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
+    Loader<BR, THREADS>(p.dout + b * p.dout_stride.b + h * p.dout_stride.h, p.dout_stride.t, i0)
+        .load(do_tile, p.dout_stride.t, p.tq - i0);
+    Loader<BC, THREADS> next_k(p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h, p.k_stride.t, range.lo);
+    Loader<BC, THREADS> next_v(p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h, p.v_stride.t, range.lo);
+    auto load = [&](int start, int odd) {
+        next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
+        next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
+    };
+    if (range.lo < range.hi) load(range.lo, 0);
     commit();
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const long long row = (long long)head * p.padded_tq + i_first;
@@ -40,11 +42,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_backwa
     for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
-        if (start + BC < range.hi) {
-            load_rows<BC, THREADS>(k_tile + (odd ^ 1) * TILE_BYTES, k, p.k_stride.t, start + BC, keys);
-            load_rows<BC, THREADS>(v_tile + (odd ^ 1) * TILE_BYTES, v, p.v_stride.t, start + BC, keys);
-            commit();
-        }
+        if (start + BC < range.hi) load(start + BC, odd ^ 1);
+        commit();
         Sums<TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
         multiply<D_STEPS, false, false>(s, rows_first, q_tile + first_row, columns_first, k_tile + odd * TILE_BYTES);
