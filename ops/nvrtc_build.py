@@ -202,8 +202,8 @@ def _major(folder: Path) -> int | None:
 
 
 def _no_cache() -> list[str]:
-    """Without NVRTC's own cache, which is new in 13: what comes from there has no log. Ours has."""
-    return ["--no-cache"] if compiler_version() >= (13, 0) else []
+    """Without NVRTC's own cache, which came with 12.9: what it gives has no log. Ours has."""
+    return ["--no-cache"] if compiler_version() >= (12, 9) else []
 
 
 def _compile(
