@@ -1,24 +1,24 @@
 // Stage 3, tiled: FlashAttention in fp32. Tiles of queries and keys in shared memory, an online softmax, products in
 // registers; exact fp32 (FMA units, no TF32).
 //
-// Idea: a block owns 32 queries a warp and walks over the keys, a tile of OTHERS keys at a time. The softmax of a row
+// Idea: a block owns WARP_ROWS queries a warp and walks over the keys, a tile of OTHERS keys at a time. The softmax of a row
 // needs its maximum m and sum l only in the end; on the way, whenever a tile brings a larger maximum, what is there is
 // rescaled (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1):
 //     m' = max(m, rowmax S);  P = exp(S - m');  l = l e^(m - m') + rowsum P;  O = O e^(m - m') + P V
 //
 // New since `rowwise`: a tile of K or V serves all queries of the block, and a value in a register a whole column of a
-// thread's 8 x COLS scores (tiles.cuh). Copies to shared memory run behind the products (cp.async): V arrives during
+// thread's ROWS x COLS scores (tiles.cuh). Copies to shared memory run behind the products (cp.async): V arrives during
 // S = Q K^T, the next K during P V, with two barriers a tile. A warp owns whole rows, so that maxima need 8 lanes and P
 // no barrier. Tiles that the mask hides are skipped, and those that it does not cut are not masked.
 //
-// HBM traffic: Q, K, V and out once. From L2 comes K and V for every tile of queries: 8 N^2 D / (32 WARPS) bytes a head,
-// a block's rows times less than `rowwise`: 16 WARPS FLOPs a byte, and the FMA units are what is left to wait for.
+// HBM traffic: Q, K, V and out once. From L2 comes K and V for every tile of queries: 8 N^2 D / QUERIES bytes a head,
+// QUERIES times less than `rowwise`: QUERIES / 2 FLOPs a byte, and the FMA units are what is left to wait for.
 //
-// Limits: shared memory, 4 (32 WARPS (PADDED + OTHERS) + 2 OTHERS PADDED) bytes, and registers, 8 PADDED / 8 for O:
+// Limits: shared memory, 4 (QUERIES (PADDED + OTHERS) + 2 OTHERS PADDED) bytes, and registers, ROWS PADDED / 8 for O:
 // head dims to 128. Every option but a bias. Its backward: tiled_backward.cu.
 #include "tiles.cuh"
 
-#define QUERIES (32 * WARPS)
+#define QUERIES (WARP_ROWS * WARPS)
 
 // -inf where query i, i + 4, ... of batch row b does not see key j, j + 8, ...
 __device__ __forceinline__ void mask(const Params &p, float (&s)[ROWS][COLS], int b, int i, int j, int keys,
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * QUERIES;
-    const int row = threadIdx.x / 32 * 32 + lane_row(), col = lane_col();  // this thread's first of each
+    const int row = threadIdx.x / 32 * WARP_ROWS + lane_row(), col = lane_col();  // this thread's first of each
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
@@ -63,11 +63,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
 #endif
     const KeyRange range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, OTHERS, first, end);
 
-    // l: of this thread's keys, until the end
-    float m[ROWS], l[ROWS];
+    // Of the rows that eight lanes share, a lane keeps the m and l of one: r = lane_col.
+    float m = Max::identity, l = 0.0f;
     float4 o[ROWS][FLOAT4S] = {};
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) m[r] = Max::identity, l[r] = 0.0f;
     load_tile<QUERIES, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
     load_tile<OTHERS, BY_8>(k_tile, k, p.k_stride.t, range.lo, range.hi);
     for (int start = range.lo; start < range.hi; start += OTHERS) {
@@ -86,24 +84,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         if (start < range.full_lo || start >= range.full_hi) mask(p, s, b, i0 + row, start + col, keys, diagonal);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            float largest = m[r];
+            // m begins at the least number, not at -inf: exp(-inf - m) is 0, and never NaN.
+            const float before = from_column(m, r);
+            float largest = before, sum = 0.0f;
 #pragma unroll
             for (int c = 0; c < COLS; ++c) largest = fmaxf(largest, s[r][c]);
-            // m begins at the least number, not at -inf: exp(-inf - m) is 0, and never NaN.
             largest = reduce_row<Max>(largest);
-            const float rescale = expf(m[r] - largest);
-            m[r] = largest, l[r] *= rescale;
+            const float rescale = expf(before - largest);
 #if DROPOUT
             const unsigned row_key = absorb(dropout_key, (unsigned)(i0 + row + 4 * r));
 #endif
 #pragma unroll
             for (int c = 0; c < COLS; ++c) {
                 s[r][c] = expf(s[r][c] - largest);
-                l[r] += s[r][c];
+                sum += s[r][c];
 #if DROPOUT
                 if (!kept(row_key, start + col + 8 * c, p.threshold)) s[r][c] = 0.0f;
 #endif
             }
+            sum = reduce_row<Sum>(sum);
+            if (col == r) m = largest, l = l * rescale + sum;
 #pragma unroll
             for (int n = 0; n < FLOAT4S; ++n)
                 o[r][n].x *= rescale, o[r][n].y *= rescale, o[r][n].z *= rescale, o[r][n].w *= rescale;
@@ -121,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int i = i0 + row + 4 * r;
-        const float sum = reduce_row<Sum>(l[r]);
+        const float sum = from_column(l, r), largest = from_column(m, r);
         if (i >= p.tq) continue;
         store_row(out + i * p.out_stride.t, col, o[r], sum > 0.0f ? p.keep_scale / sum : 0.0f);
-        if (col == 0) p.lse[(long long)head * p.tq + i] = sum > 0.0f ? m[r] + logf(sum) : -INFINITE;
+        if (col == 0) p.lse[(long long)head * p.tq + i] = sum > 0.0f ? largest + logf(sum) : -INFINITE;
     }
 }

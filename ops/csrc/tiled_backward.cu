@@ -9,17 +9,16 @@
 // for both would add one of them up by atomics, in any order. Here are two, each with its sums in registers, that
 // recompute S and dP each: 7 products instead of 5. The queries of a whole group run past a tile of keys, so that GQA
 // needs no further sum.
-// The warps work in pairs on the same 32 rows: one makes S and P, the other dP and then dS, which passes through shared
-// memory. So each holds one product at a time, and in dkdv one of dV and dK: 32 x D floats in the registers of 32
-// threads.
+// The warps work in pairs on the same rows: one makes S and P, the other dP and then dS, which passes through shared
+// memory. So each holds one product at a time, and in dkdv one of dV and dK.
 //
-// HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every 16 WARPS keys, and K and V for
-// every 16 WARPS queries.
+// HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every PAIRED keys, and K and V for
+// every PAIRED queries.
 //
-// Limits: as the forward; shared memory 4 (2 (16 WARPS + OTHERS) PADDED + 2 * 16 WARPS * OTHERS) bytes.
+// Limits: as the forward; shared memory 8 ((PAIRED + OTHERS) PADDED + PAIRED OTHERS) bytes.
 #include "tiles.cuh"
 
-#define PAIRED (16 * WARPS)  // rows of a block
+#define PAIRED (WARP_ROWS * WARPS / 2)  // rows of a block
 
 // What a thread needs of a score: P, and P times the derivative of the softcap. s: <q_i, k_j>.
 struct Weight {
@@ -55,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     int tile, kv_head;
     unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
     const int b = kv_head / p.kv_heads, j0 = tile * PAIRED, warp = threadIdx.x / 32;
-    const int row = warp / 2 * 32 + lane_row(), col = lane_col();
+    const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool second = warp % 2;  // dP, dS and dK; the first has S, P and dV
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
     const element *k = p.k + b * p.k_stride.b + kv_head % p.kv_heads * p.k_stride.h;
@@ -164,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * PAIRED, warp = threadIdx.x / 32;
-    const int row = warp / 2 * 32 + lane_row(), col = lane_col();
-    const bool second = warp % 2;  // dP and dS; the first has S and P. Of the 32 rows of dQ each has 16.
+    const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
+    const bool second = warp % 2;  // dP and dS; the first has S and P. Each has half of their rows of dQ.
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
     const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
@@ -227,14 +226,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
             store_weights(derived, row, col, s);
         }
         __syncthreads();  // dS is there
-        accumulate<ROWS / 2, BY_8>(sums, derived, row + 16 * second, k_tile, col);
+        accumulate<ROWS / 2, BY_8>(sums, derived, row + WARP_ROWS / 2 * second, k_tile, col);
     }
     wait_for_copies();
 
     element *dq = p.dq + b * p.dq_stride.b + h * p.dq_stride.h;
 #pragma unroll
     for (int r = 0; r < ROWS / 2; ++r) {
-        const int i = i0 + row + 16 * second + 4 * r;
+        const int i = i0 + row + WARP_ROWS / 2 * second + 4 * r;
         if (i < p.tq) store_row(dq + i * p.dq_stride.t, col, sums[r], p.scale);
     }
 }

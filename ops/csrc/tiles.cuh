@@ -1,22 +1,25 @@
 // Tiles in shared memory and products of them in registers, for tiled.cu and tiled_backward.cu.
 //
-// A warp owns 32 rows of a product. Its lanes stand 4 x 8: a thread has 8 rows, `lane_row` + 4 r, and of a product with
-// keys or queries COLS columns, `lane_col` + 8 c. Per step of four elements it reads 8 + COLS float4 for 32 COLS
-// multiplications: registers are what feeds the FMA units, at the pace that shared memory can follow.
+// A warp owns 4 ROWS rows of a product. Its lanes stand 4 x 8: a thread has the rows `lane_row` + 4 r and, of a product
+// with a tile of keys or queries, the columns `lane_col` + 8 c. For four elements of each it reads ROWS + COLS float4 and
+// does 4 ROWS COLS multiplications: registers feed the FMA units, at a pace that shared memory can follow.
 //
-// The host defines WARPS, COLS (4 or 8) and VECTOR (see plain.cuh).
+// The host defines WARPS, ROWS and COLS (4 or 8), and VECTOR (see plain.cuh).
 #pragma once
 #include "plain.cuh"
 
 #define THREADS (32 * WARPS)
-#define ROWS 8                                // of a thread
-#define OTHERS (8 * COLS)                     // columns of a product of two tiles
-#define PADDED ((HEAD_DIM + 31) / 32 * 32)    // floats in a row of a tile of Q, K, V or dout
-#define FLOAT4S (PADDED / 32)                 // of a row of out, dQ, dK or dV, a thread's
+#define WARP_ROWS (4 * ROWS)
+#define OTHERS (8 * COLS)                   // columns of a product of two tiles
+#define PADDED ((HEAD_DIM + 31) / 32 * 32)  // floats in a row of a tile of Q, K, V or dout
+#define FLOAT4S (PADDED / 32)               // of a row of out, dQ, dK or dV, a thread's
 
 // How rows are swizzled: readers of four rows at once need BY_4, readers of eight BY_8.
 #define BY_4 3
 #define BY_8 7
+
+// Products are summed over parts of D: one sum of 128 erred 1.2 times as much as one query on 239 keys is allowed.
+#define PART 32
 
 #if ELEMENT_KIND == float_ELEMENT && VECTOR && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define COPIES_ASYNC 1
@@ -34,6 +37,11 @@ __device__ __forceinline__ float reduce_row(float x) {
     x = Op::of(x, __shfl_xor_sync(0xffffffffu, x, 1));
     x = Op::of(x, __shfl_xor_sync(0xffffffffu, x, 4));
     return Op::of(x, __shfl_xor_sync(0xffffffffu, x, 8));
+}
+
+// What the one of these lanes has whose lane_col is `col`.
+__device__ __forceinline__ float from_column(float x, int col) {
+    return __shfl_sync(0xffffffffu, x, (threadIdx.x & 18) | (col & 1) | (col & 6) << 1);
 }
 
 // The float4 number `chunk` of a row. Rows of 128 bytes and more would meet in the same banks: each has its chunks in
@@ -81,26 +89,34 @@ __device__ __forceinline__ void product(float (&s)[ROWS][COLS], float *a, int ro
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; ++c) s[r][c] = 0.0f;
-#pragma unroll 2
-    for (int chunk = 0; chunk < (HEAD_DIM + 3) / 4; ++chunk) {
-        float4 y[COLS];
+#pragma unroll 1
+    for (int first = 0; first < HEAD_DIM; first += PART) {
+        float part[ROWS][COLS] = {};
+#pragma unroll 1
+        for (int chunk = first / 4; chunk < (min_of(first + PART, HEAD_DIM) + 3) / 4; ++chunk) {
+            float4 x[ROWS], y[COLS];
 #pragma unroll
-        for (int c = 0; c < COLS; ++c) y[c] = at<PADDED, BY_8>(b, col + 8 * c, chunk);
+            for (int r = 0; r < ROWS; ++r) x[r] = at<PADDED, BY_4>(a, row + 4 * r, chunk);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const float4 x = at<PADDED, BY_4>(a, row + 4 * r, chunk);
+            for (int c = 0; c < COLS; ++c) y[c] = at<PADDED, BY_8>(b, col + 8 * c, chunk);
 #pragma unroll
-            for (int c = 0; c < COLS; ++c) {
-                s[r][c] += x.x * y[c].x;
-                s[r][c] += x.y * y[c].y;
-                s[r][c] += x.z * y[c].z;
-                s[r][c] += x.w * y[c].w;
-            }
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < COLS; ++c) {
+                    part[r][c] += x[r].x * y[c].x;
+                    part[r][c] += x[r].y * y[c].y;
+                    part[r][c] += x[r].z * y[c].z;
+                    part[r][c] += x[r].w * y[c].w;
+                }
         }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int c = 0; c < COLS; ++c) s[r][c] += part[r][c];
     }
 }
 
-// A warp's weights (32 rows of a product) into shared memory, in the order in which the threads hold them: the columns
+// A warp's weights (its rows of a product) into shared memory, in the order in which the threads hold them: the columns
 // col, col + 8, ... of a thread lie side by side.
 __device__ __forceinline__ void store_weights(float *weights, int row, int col, const float (&s)[ROWS][COLS]) {
 #pragma unroll

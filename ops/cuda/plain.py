@@ -1,6 +1,6 @@
 """Launches the plain stages of the CUDA ladder: naive, rowwise and tiled (ops/csrc tells each).
 
-The functions are those of ops/library.py's register_attention; the options and `Call` are said there and in call.py.
+The functions are those of register_attention in ops/library.py, where the options are said.
 """
 
 from __future__ import annotations
@@ -29,32 +29,37 @@ _SHARED_BYTES = 232_448
 
 @dataclass(frozen=True)
 class Tile:
-    """Of `tiled`: warps of a block, keys (forward, dQ) or queries (dK, dV) of a tile over 8, and how many blocks
-    are to share a multiprocessor, which bounds the registers."""
+    """Of `tiled`: the warps of a block, the rows and columns of a thread's part of S (4 or 8), and how many
+    blocks are to share a multiprocessor, which bounds the registers."""
 
     warps: int
+    rows: int
     cols: int
     blocks: int
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "COLS": self.cols, "BLOCKS": self.blocks}
+        return {"WARPS": self.warps, "ROWS": self.rows, "COLS": self.cols, "BLOCKS": self.blocks}
+
+    def tokens(self, backward: bool) -> int:
+        """Queries (backward: or keys) that a block owns. In the backward two warps share theirs."""
+        return 4 * self.rows * self.warps // (2 if backward else 1)
 
     def shared_bytes(self, head_dim: int, backward: bool) -> int:
-        padded, rows, others = -(-head_dim // 32) * 32, 32 * self.warps, 8 * self.cols
-        if backward:  # of pairs of warps, with a tile of weights each
-            return 4 * ((rows + 2 * others) * padded + rows * others)
-        return 4 * (rows * (padded + others) + 2 * others * padded)
+        padded, own, others = -(-head_dim // 32) * 32, self.tokens(backward), 8 * self.cols
+        if backward:  # two tiles of each kind
+            return 8 * ((own + others) * padded + own * others)
+        return 4 * ((own + 2 * others) * padded + own * others)
 
 
 # By the largest head dim: the first that fits into a block's shared memory.
 _FORWARD = {
-    64: (Tile(4, 8, 2), Tile(4, 4, 3), Tile(2, 4, 2)),
-    128: (Tile(4, 4, 2), Tile(2, 4, 2), Tile(1, 4, 2)),
+    64: (Tile(4, 8, 8, 2), Tile(4, 8, 4, 2), Tile(2, 8, 4, 2)),
+    128: (Tile(4, 8, 4, 2), Tile(2, 8, 4, 2), Tile(1, 8, 4, 2)),
 }
 _BACKWARD = {
-    64: (Tile(4, 8, 2), Tile(4, 4, 2)),
-    128: (Tile(4, 4, 2), Tile(2, 4, 2)),
+    64: (Tile(4, 8, 8, 2), Tile(4, 8, 4, 2)),
+    128: (Tile(4, 8, 4, 2), Tile(2, 8, 4, 2), Tile(2, 4, 4, 2)),
 }
 
 
@@ -120,7 +125,7 @@ def rowwise_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out and lse; options as in ops/library.py."""
     call, choice = Call(q, k, v, *options), tile(q, backward=False)
-    (batch, heads, tq, head_dim), queries = q.shape, 32 * choice.warps
+    (batch, heads, tq, head_dim), queries = q.shape, choice.tokens(backward=False)
     out, lse = _outputs(q)
     ranges = segment_ranges(call, queries)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
@@ -146,7 +151,7 @@ def tiled_backward(
     statistics = delta(call, dout, out, lse, natural=True)
     params = call.params.bind(dq=dq, dk=dk, dv=dv)
     defines = call.defines | _vector(q, k, v, dout, dq, dk, dv) | choice.defines
-    rows, shared = 16 * choice.warps, choice.shared_bytes(head_dim, backward=True)
+    rows, shared = choice.tokens(backward=True), choice.shared_bytes(head_dim, backward=True)
 
     def launch(name: str, tokens: int, n_heads: int, grouped: int, ranges: Tensor | None) -> None:
         params.bind(ranges=ranges)
@@ -178,8 +183,8 @@ def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> 
 
 
 def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | None:
-    """(B, tiles, 2): the keys of the documents of each tile of `rows` queries; `transposed`: the queries of those
-    of each tile of keys. None without documents. See csrc/segment_ranges.cu."""
+    """(B, tiles, 2): the keys of the documents of each tile of `rows` queries; `transposed`: the queries of
+    those of each tile of keys. None without documents. See csrc/segment_ranges.cu."""
     own, other = call.tensors[4:6]
     if own is None:
         return None

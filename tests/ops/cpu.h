@@ -152,3 +152,7 @@ template <class T>
 T __shfl_xor_sync(unsigned, T x, int lanes) {
     return cpu::shuffle(x, (threadIdx.x ^ lanes) % 32);
 }
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+    return cpu::shuffle(x, lane);
+}

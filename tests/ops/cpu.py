@@ -1,4 +1,4 @@
-"""The plain stages of ops/csrc on the CPU: g++ in the place of NVRTC (cpu.h), the same launches, CPU tensors."""
+"""The plain stages of ops/csrc on the CPU: g++ in the place of NVRTC (cpu.h), the same launches."""
 
 from __future__ import annotations
 
