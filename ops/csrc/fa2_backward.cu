@@ -27,27 +27,6 @@
 
 typedef Sums<S_TILES, S_COLUMNS / 16> Scores;
 
-// Queries lo .. hi see some of the keys j0 .. j0 + BC, and tiles within full_lo .. full_hi all of them.
-__device__ __forceinline__ KeyRange query_range(const Params &p, int j0, int keys, int diagonal, int first, int end) {
-    int lo = 0, hi = p.tq, full_lo = 0, full_hi = p.tq;
-#if HAS_RIGHT
-    lo = max_of(lo, j0 - diagonal - p.window_right);
-    full_lo = j0 + BC - 1 - diagonal - p.window_right;
-#endif
-#if HAS_LEFT
-    hi = min_of(hi, min_of(j0 + BC, keys) - diagonal + p.window_left);
-    full_hi = min_of(full_hi, j0 - diagonal + p.window_left + 1);
-#endif
-#if SEGMENTS
-    lo = max_of(lo, first), hi = min_of(hi, end), full_hi = 0;  // every tile compares ids
-#endif
-    if (j0 + BC > keys) full_hi = 0;
-    if (j0 >= keys) hi = 0;
-    lo = lo / BR * BR;
-    KeyRange range = {lo, full_lo, full_hi, max_of(hi, lo)};
-    return range;
-}
-
 // A warp's scores as 16 bits into the (BR, BC) tile of shared memory, from `row` and `column` on.
 __device__ __forceinline__ void share(const Scores &s, unsigned tile, int row, int column) {
     const int lane = threadIdx.x % 32;
@@ -92,7 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
 #if SEGMENTS
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
-    const KeyRange range = query_range(p, j0, keys, diagonal, first, end);
+    const int real = min_of(BC, keys - j0);  // of the keys
+    QueryRange range = {0, 0, 0, 0};
+    if (real > 0) range = query_range(p, j0, real, diagonal, BR, first, end);
 
     Loader<BC, THREADS>(p.k + b * p.k_stride.b + kv_head * p.k_stride.h, p.k_stride.t, j0)
         .load(k_tile, p.k_stride.t, keys - j0);
@@ -141,9 +122,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             s.clear(), dp.clear();
             multiply<D_STEPS, false, false>(s, rows_first, q_tile + s_row * ROW_BYTES, columns_first,
                                             k_tile + s_column * ROW_BYTES);
+            float shifts[S_TILES][2];
+            load_shifts(shifts, lse2);
+            // The exponentials of S run beside the products of dP.
             multiply<D_STEPS, false, false>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
-                                            v_tile + s_column * ROW_BYTES);
-            const bool masked = i0 < range.full_lo || i0 + BR > range.full_hi;
+                                            v_tile + s_column * ROW_BYTES, [&](int step) {
+                                                exponentiate<D_STEPS>(p, s, shifts, step);
+                                            });
+            const bool masked = real < BC || i0 < range.full_lo || i0 + BR > range.full_hi;
             differentiate(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             share(s, p_tile, s_row, s_column);
             share(dp, ds_tile, s_row, s_column);

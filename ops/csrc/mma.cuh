@@ -154,10 +154,15 @@ template <int ROWS, int THREADS> struct Loader {
     }
 };
 
-// c += A B over STEPS of 16: A as it lies, or TRANSPOSED; B's columns are its rows, or with ACROSS its columns.
-template <int STEPS, bool TRANSPOSED, bool ACROSS, int TILES, int PAIRS, int COLUMNS>
+struct Nothing {
+    __device__ __forceinline__ void operator()(int step) const {}
+};
+
+// sums += A B over STEPS of 16: A as it lies, or TRANSPOSED; B's columns are its rows, or with ACROSS its columns.
+// beside(step) is what else to do meanwhile.
+template <int STEPS, bool TRANSPOSED, bool ACROSS, int TILES, int PAIRS, int COLUMNS, typename Beside = Nothing>
 __device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const LaneRows<COLUMNS> &a_lanes, unsigned a,
-                                         const LaneRows<PAD_D> &b_lanes, unsigned b) {
+                                         const LaneRows<PAD_D> &b_lanes, unsigned b, Beside beside = Beside()) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         unsigned left[TILES][4], right[4];
@@ -179,6 +184,7 @@ __device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const LaneRow
                 mma(sums.c[t][2 * n + 1], left[t], right[2], right[3]);
             }
         }
+        beside(step);
     }
 }
 
