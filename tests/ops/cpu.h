@@ -4,14 +4,10 @@
 // -DTHREADS_OF_THE_SYSTEM they are such threads, for -fsanitize=thread, which reports a missing barrier as a data race.
 #pragma once
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
-
-#include <functional>
-#include <vector>
 #ifdef THREADS_OF_THE_SYSTEM
 #include <pthread.h>
-
-#include <thread>
 #define PER_THREAD thread_local
 #else
 #include <setjmp.h>
@@ -48,7 +44,7 @@ float scores[232448 / 4];
 namespace cpu {
 const unsigned most_threads = 1024;
 static unsigned n_threads;
-static std::function<void()> kernel;
+static void (*kernel)();
 
 #ifdef THREADS_OF_THE_SYSTEM
 struct Barrier {
@@ -57,18 +53,18 @@ struct Barrier {
     void wait() { pthread_barrier_wait(&barrier); }
 };
 
-static void run_threads(void (*body)()) {
-    std::vector<std::thread> all;
-    for (unsigned t = 0; t < n_threads; ++t) all.emplace_back([=] { threadIdx.x = t, body(); });
-    for (auto &each : all) each.join();
+static void run_threads(void *(*body)(void *)) {
+    pthread_t all[most_threads];
+    for (size_t t = 0; t < n_threads; ++t) pthread_create(&all[t], nullptr, body, (void *)t);
+    for (size_t t = 0; t < n_threads; ++t) pthread_join(all[t], nullptr);
 }
 #else
 // A fiber begins by ucontext and goes on by longjmp, which takes no call of the system.
 static ucontext_t begin[most_threads + 1];
 static jmp_buf resume[most_threads + 1];
 static bool begun[most_threads + 1], finished[most_threads];
-static std::vector<char> stacks[most_threads];
-static void (*work)();
+static void *stacks[most_threads];
+static void *(*work)(void *);
 
 // Lets the next fiber run; number n_threads is the caller, who comes when all have finished.
 static void take_turns() {
@@ -93,13 +89,14 @@ struct Barrier {
     }
 };
 
-static void run_threads(void (*body)()) {
+static void run_threads(void *(*body)(void *)) {
+    const size_t stack_bytes = 1 << 16;
     work = body;
     for (unsigned t = 0; t < n_threads; ++t) {
-        stacks[t].resize(1 << 16);
+        if (!stacks[t]) stacks[t] = malloc(stack_bytes);
         getcontext(&begin[t]);
-        begin[t].uc_stack.ss_sp = stacks[t].data(), begin[t].uc_stack.ss_size = stacks[t].size();
-        makecontext(&begin[t], [] { work(), finished[threadIdx.x] = true, take_turns(); }, 0);
+        begin[t].uc_stack.ss_sp = stacks[t], begin[t].uc_stack.ss_size = stack_bytes;
+        makecontext(&begin[t], [] { work((void *)(size_t)threadIdx.x), finished[threadIdx.x] = true, take_turns(); }, 0);
         begun[t] = finished[t] = false;
     }
     begun[n_threads] = true;
@@ -124,8 +121,9 @@ T shuffle(T x, unsigned from) {
 static Index grid;
 static unsigned shared_used;
 
-// One thread's part of all blocks.
-static void run_blocks() {
+// Thread number `self`'s part of all blocks.
+static void *run_blocks(void *self) {
+    threadIdx.x = (unsigned)(size_t)self;
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
             for (unsigned x = 0; x < grid.x; ++x) {
@@ -136,9 +134,10 @@ static void run_blocks() {
                 kernel();
                 block.wait();
             }
+    return nullptr;
 }
 
-static void run_grid(std::function<void()> body, const unsigned *size, unsigned threads, unsigned shared_size) {
+static void run_grid(void (*body)(), const unsigned *size, unsigned threads, unsigned shared_size) {
     kernel = body, n_threads = threads, grid = {size[0], size[1], size[2]}, shared_used = shared_size;
     block.expect(threads);
     for (unsigned warp = 0; warp < threads / 32; ++warp) warps[warp].expect(32);

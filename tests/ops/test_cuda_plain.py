@@ -1,0 +1,203 @@
+"""Stages 1 to 3 of the CUDA ladder on the CPU: values by the criterion, barriers by the thread sanitizer.
+
+What launches is ops/cuda/plain.py as it is; only NVRTC is replaced, by g++ and cpu.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.base import Attention
+from attention.cuda import STAGES
+from attention.geometry import diagonal_band
+from ops import nvrtc
+from ops.cuda import plain
+from ops.cuda.call import Call
+from ops.cuda.plain import Tile
+from ops.library import register_attention
+from tests.attention.criterion import run_case
+from tests.grid import CASES, Case
+from tests.ops import cpu
+
+pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+
+
+def _call(name: str, *args: Any) -> Any:
+    return getattr(plain, name)(*args)
+
+
+_OPS = {
+    stage: register_attention(
+        f"on_cpu_{stage}", partial(_call, f"{stage}_forward"), partial(_call, f"{stage}_backward"), "CPU"
+    )
+    for stage in ("naive", "rowwise", "tiled")
+}
+
+
+class OnCPU(Attention):
+    """A stage of the ladder with all that it declares, in fp32 on CPU tensors."""
+
+    def __init__(self, stage: str):
+        super().__init__(f"cuda_{stage}")
+        able = STAGES[stage].capabilities
+        here = {"devices": frozenset({"cpu"}), "dtypes": frozenset({torch.float32})}
+        self.capabilities, self.stage = replace(able, **here), stage
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor]:
+        tensors = (o["alibi_slopes"], o["bias"], *(o["segments"] or (None, None)), o["kv_lengths"])
+        left, right = diagonal_band(o["causal"], o["window"])
+        numbers = (o["scale"], left, right, o["softcap"] or 0.0, o["dropout_p"], [0])
+        return _OPS[self.stage](q, k, v, *tensors, o["dropout_seed"], *numbers)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> cpu.Compiler:
+    return cpu.Compiler(tmp_path_factory.mktemp("csrc"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(compiler: cpu.Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(plain, "_kernel", compiler)
+    yield
+
+
+def _cases() -> Iterator[Any]:
+    for case in CASES:
+        if not case.small or case.features & {"bias", "bias_grad"} or case.group == "empty":
+            continue
+        for stage in STAGES:
+            if stage not in _OPS or not case.features <= STAGES[stage].capabilities.features:
+                continue
+            # a block of 256 fibers for each row: some shapes do
+            rows = stage == "rowwise" and (case.tq * case.tk > 10_000 or case.group == "head_dim")
+            if not (rows and case.tk > 128) and case.head_dim <= (128 if stage == "tiled" else 160):
+                yield pytest.param(stage, case, id=f"{stage}-{case.id}")
+
+
+@pytest.mark.parametrize(("stage", "case"), list(_cases()))
+def test_values(stage: str, case: Case):
+    ratios = run_case(OnCPU(stage), case, "cpu", torch.float32)
+    assert ratios and max(ratios.values()) <= 1, ratios
+    assert ("dq" in ratios) == (stage == "tiled")
+
+
+_TILES = {tile for table in (plain._FORWARD, plain._BACKWARD) for tiles in table.values() for tile in tiles}
+
+
+@pytest.mark.parametrize("tile", sorted(_TILES | {Tile(4, 4, 8, 2)}, key=str), ids=str)
+def test_every_tile_gives_the_values(tile: Tile, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plain, "_FORWARD", {128: (tile,)})
+    monkeypatch.setattr(plain, "_BACKWARD", {128: (tile,)})
+    case = Case("tile", 113, 203, 40, features=frozenset({"window", "kv_lengths", "segments", "dropout"}))
+    if tile.warps == 1:  # the backward works in pairs
+        monkeypatch.setattr(plain, "_BACKWARD", {128: (Tile(2, tile.rows, tile.cols, 1),)})
+    ratios = run_case(OnCPU("tiled"), case, "cpu", torch.float32)
+    assert ratios and max(ratios.values()) <= 1, ratios
+
+
+def _inputs(tq: int = 40, tk: int = 72, head_dim: int = 64) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, 2, t, head_dim, generator=g) for t in (tq, tk, tk))
+
+
+_NO_TENSORS = (None,) * 6
+_CAUSAL = (*_NO_TENSORS, 0.125, -1, 0, 0.0, 0.0, [0])
+
+
+@pytest.mark.parametrize("stage", _OPS)
+def test_rows_that_begin_anywhere_give_the_same(stage: str):
+    """Without a multiple of four to begin at there are no vectors; the sums are the same."""
+    forward = getattr(plain, f"{stage}_forward")
+    q, k, v = _inputs()
+    odd = tuple(torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v))
+    assert plain._vector(q, k, v) == {"VECTOR": 1} and plain._vector(*odd) == {"VECTOR": 0}
+    for ours, theirs in zip(forward(*odd, *_CAUSAL), forward(q, k, v, *_CAUSAL), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_backward_gives_the_same_bits_each_time():
+    q, k, v = _inputs()
+    out, lse = plain.tiled_forward(q, k, v, *_CAUSAL)
+    first, second = (plain.tiled_backward(q, q, k, v, out, lse, *_CAUSAL, False) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_segment_ranges():
+    """The keys of the documents of each tile of queries, and the queries of those of each tile of keys."""
+    q, k, v = _inputs(40, 72)
+    k_ids = torch.tensor([0] * 20 + [1] * 30 + [2] * 20 + [5] * 2, dtype=torch.int32)[None]
+    q_ids = torch.tensor([1] * 16 + [2] * 16 + [3] * 8, dtype=torch.int32)[None]
+    call = Call(q, k, v, None, None, q_ids, k_ids, *_CAUSAL[4:])
+    assert plain.segment_ranges(call, 16).tolist() == [[[20, 50], [50, 70], [72, 0]]]
+    assert plain.segment_ranges(call, 32, transposed=True).tolist() == [[[0, 16], [0, 32], [16, 40]]]
+
+
+def test_errors():
+    q, k, v = _inputs(head_dim=160)
+    with pytest.raises(ValueError, match="head dim 160; it needs at most 128"):
+        plain.tiled_forward(q, k, v, *_CAUSAL)
+    q, k, v = _inputs(tq=64, tk=64)
+    with pytest.raises(ValueError, match="contiguous last dimension"):
+        plain.naive_forward(q.transpose(2, 3), k, v, *_CAUSAL)
+    with pytest.raises(ValueError, match="takes no bias"):
+        plain.tiled_forward(q, k, v, None, torch.zeros(64, 64), *_CAUSAL[2:])
+
+
+_MASK = {"attention.cuh": ("j <= i + diagonal + p.window_right", "j < i + diagonal + p.window_right")}
+
+
+@pytest.mark.parametrize("stage", ["naive", "tiled"])
+def test_a_mask_off_by_one_is_caught(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plain, "_kernel", cpu.Compiler(tmp_path, _MASK))
+    ratios = run_case(OnCPU(stage), Case("planted", 128, 128), "cpu", torch.float32)
+    assert min(ratios["out"], ratios["lse"]) > 100, ratios
+
+
+def _races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, tuple[str, str]]) -> set[str]:
+    """The kernels of all stages in which the thread sanitizer finds a race."""
+    sanitizer = cpu.Sanitizer(cpu.Compiler(tmp_path, changes))
+    q, k, v = _inputs(40, 72)
+    monkeypatch.setattr(plain, "_kernel", sanitizer)
+    out, lse = plain.tiled_forward(q, k, v, *_CAUSAL)
+    plain.tiled_backward(q, q, k, v, out, lse, *_CAUSAL, False)
+    if not changes:
+        plain.naive_forward(q, k, v, *_CAUSAL)
+        plain.rowwise_forward(q[:, :, :2], k, v, *_CAUSAL)
+        ids = torch.zeros(1, 40, dtype=torch.int32), torch.zeros(1, 72, dtype=torch.int32)
+        plain.segment_ranges(Call(q, k, v, None, None, *ids, *_CAUSAL[4:]), 64)
+    assert len(sanitizer.reports) == (4 if changes else 9)
+    return {name for name, said in sanitizer.reports.items() if said}
+
+
+def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert _races(tmp_path, monkeypatch, {}) == set()
+
+
+def test_missing_barriers_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    changes = {
+        "tiled.cu": ("__syncthreads();  // V and P are there", "// V and P are there"),
+        "tiled_backward.cu": ("__syncthreads();  // P is there for the other", "// P is there for the other"),
+    }
+    assert _races(tmp_path, monkeypatch, changes) == {"tilegpt_tiled_forward", "tilegpt_tiled_dkdv"}
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_nothing_spills(head_dim: int, backward: bool):
+    """The plain causal kernels of an H200; two blocks share a multiprocessor of 65,536 registers, 228 KiB."""
+    q = torch.empty(1, 1, 64, head_dim)
+    tile = plain.tile(q, backward)
+    defines = Call(q, q, q, *_CAUSAL).defines | tile.defines | {"VECTOR": 1}
+    cubin = nvrtc.build("tiled_backward.cu" if backward else "tiled.cu", defines, "sm_90a")
+    for name, used in cubin.kernels.items():
+        assert used.spilled_bytes == 0 and used.registers * 32 * tile.warps * tile.blocks <= 65_536, name
+    assert (tile.shared_bytes(head_dim, backward) + 1024) * tile.blocks <= 228 << 10
