@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from model.config import GPTConfig
 
 # Dense bf16 peak in FLOP/s by the vendor's datasheet, keyed by a part of the device's name; longer names
@@ -81,3 +84,173 @@ def kv_cache_bytes(config: GPTConfig, batch: int, tokens: int, bytes_per_value: 
 def score_matrix_bytes(batch: int, heads: int, tq: int, tk: int, bytes_per_value: int = 2) -> int:
     """Bytes of one layer's scores written out, which naive attention holds and tiled attention never does."""
     return batch * heads * tq * tk * bytes_per_value
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the traffic model knows of a GPU: multiprocessors, bytes of L2, and of L1 on each."""
+
+    multiprocessors: int = 132
+    l2_bytes: int = 50 << 20
+    l1_bytes: int = 224 << 10
+
+
+@dataclass(frozen=True)
+class AttentionSize:
+    """The shape of an attention; `value_bytes` of an element of q, k, v and out."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tq: int
+    tk: int
+    head_dim: int
+    causal: bool
+    value_bytes: int = 2
+
+    @property
+    def q_bytes(self) -> int:
+        """Of q, and of out."""
+        return self.batch * self.heads * self.tq * self.head_dim * self.value_bytes
+
+    @property
+    def k_bytes(self) -> int:
+        """Of k, and of v."""
+        return self.batch * self.kv_heads * self.tk * self.head_dim * self.value_bytes
+
+    @property
+    def lse_bytes(self) -> int:
+        return 4 * self.batch * self.heads * self.tq
+
+    @property
+    def compulsory_bytes(self) -> int:
+        """q, k and v read once, out and lse written once: what no implementation can do without."""
+        return 2 * (self.q_bytes + self.k_bytes) + self.lse_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a forward: read from and written to DRAM while it runs; both ways between L2 and the
+    multiprocessors."""
+
+    dram_read: float
+    dram_write: float
+    l2: float
+
+    def __add__(self, other: Traffic) -> Traffic:
+        dram = self.dram_read + other.dram_read, self.dram_write + other.dram_write
+        return Traffic(*dram, self.l2 + other.l2)
+
+
+def missed(walked: float, cache: float) -> float:
+    """Share of reads that miss where `walked` bytes go round and round through a cache of `cache` bytes that
+    replaces lines at random: 0 if they fit, else the m > 0 with 1 - m = exp(-m walked / cache), as a line has
+    to survive m walked replacements until its turn comes again."""
+    low, high = 0.0, 1.0
+    if walked <= cache:
+        return low
+    for _ in range(50):
+        middle = (low + high) / 2
+        if 1 - math.exp(-middle * walked / cache) > middle:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def kernel_traffic(reads: float, writes: float, l2: float, gpu: Gpu) -> Traffic:
+    """One kernel that reads and writes so many bytes beyond the L2. What it writes gets to DRAM when newer
+    lines need the room: at its end the L2 holds the last of both, and the written share of that is not there
+    yet. (A profiler counts as long as the kernel runs.)"""
+    left = gpu.l2_bytes * writes / max(1.0, reads + writes)
+    return Traffic(reads, max(0.0, writes - left), l2)
+
+
+def naive_traffic(size: AttentionSize, gpu: Gpu, softmax_blocks: int, output_blocks: int) -> Traffic:
+    """ops/csrc/naive.cu, from cold caches in each of its three kernels. S is 4 Tq Tk bytes a head, written,
+    read and written, and read, masked or not; to which add:
+
+    - scores: blocks walk the keys of all heads before they turn to the next 64 queries, so K comes from DRAM
+      Tq / 64 times, unless it fits in the L2 with the 64 rows of S that are written meanwhile;
+    - softmax: walks each row three times, `softmax_blocks` rows at a time on the GPU. The second and third
+      walk are reads from L2 if these rows overflow the L1s, and from DRAM if they overflow the L2;
+    - output: `output_blocks` strips of queries at a time, of all heads side by side, walk V in step: V comes
+      once for each such wave.
+    """
+    size_of_row, heads = 4 * size.tk, size.batch * size.heads
+    matrix, tiles = heads * size.tq * size_of_row, math.ceil(size.tq / 64)
+    token = size.head_dim * size.value_bytes
+
+    again = (tiles - 1) * missed(size.k_bytes + 64 * heads * size_of_row, gpu.l2_bytes)
+    reads = size.q_bytes + size.k_bytes * (1 + again)
+    from_l2 = heads * math.ceil(size.tk / 32) * tiles * (32 + 64) * token
+    scores = kernel_traffic(reads, matrix, from_l2 + matrix, gpu)
+
+    rows = min(softmax_blocks, heads * size.tq) * size_of_row
+    again = 2 * missed(rows / gpu.multiprocessors, gpu.l1_bytes)
+    reads, writes = matrix * (1 + again * missed(rows, gpu.l2_bytes)), matrix + size.lse_bytes
+    softmax = kernel_traffic(reads, writes, matrix * (1 + again) + writes, gpu)
+
+    strip = 8 * (256 // math.ceil(size.head_dim / 4))
+    blocks = heads * math.ceil(size.tq / strip)
+    walked = size.k_bytes + min(output_blocks, blocks) * strip * size_of_row
+    again = (math.ceil(blocks / output_blocks) - 1) * missed(walked, gpu.l2_bytes)
+    from_l2 = matrix + blocks * size.tk * token
+    output = kernel_traffic(matrix + size.k_bytes * (1 + again), size.q_bytes, from_l2 + size.q_bytes, gpu)
+    return scores + softmax + output
+
+
+def keys_walked(size: AttentionSize, br: int, bc: int) -> int:
+    """Keys that the tiles of `br` queries of one head read, in tiles of `bc`, those beyond a causal mask left
+    out."""
+    total = 0
+    for start in range(0, size.tq, br):
+        seen = min(size.tk, min(start + br, size.tq) + size.tk - size.tq) if size.causal else size.tk
+        total += min(size.tk, math.ceil(max(0, seen) / bc) * bc)
+    return total
+
+
+def tiled_traffic(
+    size: AttentionSize, gpu: Gpu, br: int, bc: int, blocks: int, grouped_bytes: int = 24 << 20
+) -> Traffic:
+    """One fused kernel, a block for each `br` queries: tiled.cu and fa2.cu; rowwise.cu with br = bc = 1 and
+    nothing grouped.
+
+    q, k and v come from DRAM once, out and lse are written once: K and V are read again for every tile of
+    queries, Tq / br times, but from L2, as the heads that run side by side are as many as have
+    `grouped_bytes` of K and V (one at least). Should these outgrow the L2, each wave of `blocks` blocks reads
+    them again from DRAM.
+    """
+    token, heads = size.head_dim * size.value_bytes, size.batch * size.heads
+    group = size.heads // size.kv_heads
+    at_once = min(heads, group * max(1, grouped_bytes // (2 * size.tk * token)))
+    waves = math.ceil(math.ceil(size.tq / br) * at_once / blocks)
+    again = (waves - 1) * missed(math.ceil(at_once / group) * 2 * size.tk * token, gpu.l2_bytes)
+    reads, writes = size.q_bytes + 2 * size.k_bytes * (1 + again), size.q_bytes + size.lse_bytes
+    from_l2 = size.q_bytes + heads * keys_walked(size, br, bc) * 2 * token
+    return kernel_traffic(reads, writes, from_l2 + writes, gpu)
+
+
+def fa1_traffic(size: AttentionSize, gpu: Gpu, br: int, bc: int, blocks: int) -> Traffic:
+    """ops/csrc/fa1.cu: a block a head, which brings `bc` keys and values at a time and takes all queries that
+    see them past these, `br` at a time. A query brings its row of q, and carries O, m and l in fp32, 4 D + 8
+    bytes, read and written at each step: zeros written at the start, and out made of them at the end.
+
+    min(heads, `blocks`) heads run side by side. Rows of theirs that overflow the L2 go to DRAM and come back
+    from there at every step.
+    """
+    token, state, heads = size.head_dim * size.value_bytes, 4 * size.head_dim + 8, size.batch * size.heads
+    at_once = min(heads, blocks)
+    kv = 2 * size.k_bytes * size.heads // size.kv_heads  # by each query head
+    carried = heads * size.tq * state
+    back = carried * missed(at_once * size.tq * state, gpu.l2_bytes)
+    reads, writes = size.q_bytes + 2 * size.k_bytes + back, carried + back + size.q_bytes + size.lse_bytes
+    both_ways = kv + 2 * carried + size.q_bytes + size.lse_bytes
+    for start in range(0, size.tk, bc):
+        first = max(0, start - (size.tk - size.tq)) // br * br if size.causal else 0
+        rows = max(0, size.tq - first)
+        share = missed(at_once * rows * (token + state), gpu.l2_bytes)
+        reads += heads * rows * share * (state + (token if start else 0))
+        writes += heads * rows * share * state
+        both_ways += heads * rows * (token + 2 * state)
+    return kernel_traffic(reads, writes, both_ways, gpu)

@@ -10,12 +10,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention.naive import NaiveAttention
 from model.flops import (
+    AttentionSize,
+    Gpu,
+    Traffic,
     attention_flops,
+    fa1_traffic,
     flops_per_token,
+    kernel_traffic,
+    keys_walked,
     kv_cache_bytes,
+    missed,
+    naive_traffic,
     parameter_count,
     peak_bf16_flops,
     score_matrix_bytes,
+    tiled_traffic,
 )
 from model.gpt import GPT, GPTConfig
 
@@ -116,3 +125,116 @@ def test_attention_flops_and_bytes() -> None:
 )
 def test_peaks(name: str, peak: float | None) -> None:
     assert peak_bf16_flops(name) == peak
+
+
+# 2 heads of 128 queries and keys, 64 elements of 2 bytes: q, k, v and out 32 KiB each, lse 1 KiB, S 128 KiB.
+SIZE = AttentionSize(1, 2, 2, 128, 128, 64, causal=False)
+MATRIX, TENSOR, LSE = 1 << 17, 1 << 15, 1 << 10
+VAST, TINY = Gpu(l2_bytes=1 << 40, l1_bytes=1 << 40), Gpu(multiprocessors=1, l2_bytes=1, l1_bytes=1)
+
+
+def test_compulsory_bytes() -> None:
+    assert SIZE.compulsory_bytes == 4 * TENSOR + LSE
+    grouped = AttentionSize(1, 2, 1, 4, 8, 16, causal=False)
+    assert (grouped.q_bytes, grouped.k_bytes, grouped.lse_bytes) == (256, 256, 32)
+
+
+def test_what_goes_round_misses_by_how_much_does_not_fit() -> None:
+    assert missed(100, 100) == 0 == missed(99, 100)
+    assert missed(200, 100) == pytest.approx(0.79681, abs=1e-5)  # 1 - exp(-2 * 0.79681) = 0.79681
+    assert missed(1e6, 1) == pytest.approx(1)
+    shares = [missed(walked, 100) for walked in range(100, 400, 10)]
+    assert shares == sorted(shares)
+
+
+def test_what_was_written_last_is_still_in_the_l2() -> None:
+    assert kernel_traffic(300, 100, 7, Gpu(l2_bytes=200)) == Traffic(300, 50, 7)
+    assert kernel_traffic(300, 100, 7, Gpu(l2_bytes=401)) == Traffic(300, 0, 7)
+    assert kernel_traffic(0, 0, 0, Gpu()) == Traffic(0, 0, 0)
+    assert Traffic(1, 2, 3) + Traffic(10, 20, 30) == Traffic(11, 22, 33)
+
+
+def test_naive_reads_its_matrix_twice_from_dram_and_writes_it_twice() -> None:
+    found = naive_traffic(SIZE, VAST, softmax_blocks=4, output_blocks=4)
+    assert (found.dram_read, found.dram_write) == (3 * TENSOR + 2 * MATRIX, 0)
+    # 2 heads of 4 x 2 blocks, 96 rows of 128 bytes each; then V for each of 2 x 1 blocks of 16 strips
+    assert found.l2 == 4 * MATRIX + LSE + TENSOR + 16 * 96 * 128 + 2 * 128 * 128
+
+
+def test_naive_without_caches() -> None:
+    found = naive_traffic(SIZE, TINY, softmax_blocks=4, output_blocks=1)
+    # K for both tiles of 64 queries; S three times in the softmax and once more; V for each of two waves
+    assert found.dram_read == pytest.approx(TENSOR + 2 * TENSOR + 4 * MATRIX + 2 * TENSOR, abs=8)
+    assert found.dram_write == pytest.approx(2 * MATRIX + LSE + TENSOR, abs=3)
+
+
+def test_naive_keeps_k_in_the_l2_up_to_some_length() -> None:
+    """fp32, 32 heads: K and 64 rows of S are 24 MiB at 1,024 tokens and 96 MiB at 4,096."""
+
+    def reads(tokens: int) -> float:
+        size = AttentionSize(1, 32, 32, tokens, tokens, 128, causal=True, value_bytes=4)
+        return naive_traffic(size, Gpu(), softmax_blocks=1056, output_blocks=1 << 20).dram_read
+
+    def least(tokens: int) -> int:
+        return 3 * 32 * tokens * 128 * 4 + 2 * 32 * tokens**2 * 4
+
+    assert reads(1024) == least(1024)
+    k = 32 * 4096 * 128 * 4
+    assert reads(4096) == pytest.approx(least(4096) + 63 * k * missed(96 << 20, 50 << 20))
+
+
+def test_keys_walked() -> None:
+    def walked(causal: bool, tq: int = 256, tk: int = 256) -> int:
+        return keys_walked(AttentionSize(1, 1, 1, tq, tk, 64, causal), 128, 64)
+
+    assert walked(False) == 2 * 256
+    assert walked(True) == 128 + 256
+    assert walked(True, 128, 200) == 200
+    assert walked(True, 200, 300) == 256 + 300  # the first 128 queries see 228 keys, in tiles of 64
+    assert walked(True, 256, 64) == 64  # the first 192 queries see none
+    assert keys_walked(AttentionSize(1, 1, 1, 100, 100, 64, True), 1, 1) == 5050
+
+
+def test_tiled_reads_k_and_v_once_from_dram_and_for_every_tile_from_l2() -> None:
+    size = AttentionSize(1, 32, 32, 4096, 4096, 128, causal=False)
+    tensor, lse = 32 * 4096 * 128 * 2, 32 * 4096 * 4
+    found = tiled_traffic(size, Gpu(), 128, 64, blocks=264)
+    assert found.dram_read == 3 * tensor
+    assert found.l2 == 2 * tensor + lse + 32 * 2 * tensor
+    share = (tensor + lse) / (4 * tensor + lse)
+    assert found.dram_write == pytest.approx(tensor + lse - share * (50 << 20))
+
+
+def test_tiled_with_keys_beyond_the_l2() -> None:
+    """One head of 128 queries: 4 waves of 32 rows, three of them read K and V again."""
+    size = AttentionSize(1, 1, 1, 128, 128, 64, causal=False)
+    found = tiled_traffic(size, TINY, 16, 16, blocks=2)
+    assert found.dram_read == pytest.approx(16384 * (1 + 2 * 4), abs=1)
+    assert tiled_traffic(size, VAST, 16, 16, blocks=2).dram_read == 3 * 16384
+
+
+def test_grouped_queries_share_keys() -> None:
+    of = {kv: AttentionSize(1, 8, kv, 1024, 1024, 64, causal=True) for kv in (8, 2)}
+    mha, gqa = (tiled_traffic(of[kv], Gpu(), 128, 64, 264) for kv in (8, 2))
+    assert mha.dram_read - gqa.dram_read == 6 * 2 * 1024 * 64 * 2
+    assert mha.l2 == gqa.l2
+
+
+def test_fa1_carries_its_output_from_step_to_step() -> None:
+    carried = 2 * 128 * (4 * 64 + 8)
+    found = fa1_traffic(SIZE, VAST, 64, 32, blocks=132)
+    assert (found.dram_read, found.dram_write) == (3 * TENSOR, 0)
+    # four steps, zeros before and the output after them
+    assert found.l2 == 2 * TENSOR + 4 * (TENSOR + 2 * carried) + 2 * carried + TENSOR + LSE
+    found = fa1_traffic(SIZE, TINY, 64, 32, blocks=132)
+    assert found.dram_read == pytest.approx(2 * TENSOR + 4 * TENSOR + 5 * carried, abs=8)
+    assert found.dram_write == pytest.approx(6 * carried + TENSOR + LSE, abs=8)
+
+
+def test_fa1_takes_the_queries_that_see_a_tile() -> None:
+    full, causal = (
+        fa1_traffic(AttentionSize(1, 1, 1, 256, 256, 64, causal), VAST, 64, 64, 132).l2
+        for causal in (False, True)
+    )
+    # 64, 128 and 192 rows less in the second, third and fourth step
+    assert full - causal == (64 + 128 + 192) * (128 + 2 * (4 * 64 + 8))
