@@ -122,13 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             s.clear(), dp.clear();
             multiply<D_STEPS, false, false>(s, rows_first, q_tile + s_row * ROW_BYTES, columns_first,
                                             k_tile + s_column * ROW_BYTES);
-            float shifts[S_TILES][2];
-            load_shifts(shifts, lse2);
-            // The exponentials of S run beside the products of dP.
             multiply<D_STEPS, false, false>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
-                                            v_tile + s_column * ROW_BYTES, [&](int step) {
-                                                exponentiate<D_STEPS>(p, s, shifts, step);
-                                            });
+                                            v_tile + s_column * ROW_BYTES);
             const bool masked = real < BC || i0 < range.full_lo || i0 + BR > range.full_hi;
             differentiate(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             share(s, p_tile, s_row, s_column);

@@ -47,10 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_backwa
         Sums<TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
         multiply<D_STEPS, false, false>(s, rows_first, q_tile + first_row, columns_first, k_tile + odd * TILE_BYTES);
-        float shifts[TILES][2];
-        load_shifts(shifts, p.lse2 + row);
-        multiply<D_STEPS, false, false>(dp, rows_first, do_tile + first_row, columns_first, v_tile + odd * TILE_BYTES,
-                                        [&](int step) { exponentiate<D_STEPS>(p, s, shifts, step); });
+        multiply<D_STEPS, false, false>(dp, rows_first, do_tile + first_row, columns_first, v_tile + odd * TILE_BYTES);
         const bool masked = start < range.full_lo || start >= range.full_hi;
         differentiate(p, s, dp, p.lse2 + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, rows_first, k_tile + odd * TILE_BYTES);  // dQ += dS K

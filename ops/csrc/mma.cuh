@@ -19,20 +19,22 @@ template <int COLUMNS> __device__ __forceinline__ unsigned swizzled(int row, int
     return row * COLUMNS * 2 + ((chunk ^ (COLUMNS % 64 ? (row >> 1) & 3 : row & 7)) << 4);
 }
 
-// A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. Step d along the columns is at
-// at[d % PERIOD] plus a constant, and so are 16 rows further: the swizzle repeats every 8 rows and every group of chunks.
+// A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. PERIOD steps along the columns differ
+// in bits of their own, so that one address serves them, and a period further, like 16 rows further, is a constant away.
 template <int COLUMNS> struct LaneRows {
     static const int PERIOD = COLUMNS % 64 ? 2 : 4;
-    unsigned at[PERIOD];
+    static const int BASES = COLUMNS == 96 ? PERIOD : 1;  // of 96 a warp may have 48, and begin within a period
+    unsigned at[BASES];
     // Rows first: left operands as they lie, right operands through .trans. Columns first: the other way round.
     __device__ __forceinline__ LaneRows(bool rows_first, int first = 0) {
-        int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
-        int row = low + 8 * (rows_first ? second : third), chunk = first / 8 + (rows_first ? third : second);
+        const int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
+        const int row = low + 8 * (rows_first ? second : third), chunk = first / 8 + (rows_first ? third : second);
 #pragma unroll
-        for (int step = 0; step < PERIOD; step++) at[step] = swizzled<COLUMNS>(row, chunk + 2 * step);
+        for (int step = 0; step < BASES; step++) at[step] = swizzled<COLUMNS>(row, chunk + 2 * step);
     }
     __device__ __forceinline__ unsigned operator()(unsigned tile, int row, int step) const {
-        return tile + at[step % PERIOD] + row * COLUMNS * 2 + step / PERIOD * PERIOD * 32;
+        const unsigned here = BASES > 1 ? at[step % BASES] : at[0] ^ (step % PERIOD << 5);
+        return tile + here + row * COLUMNS * 2 + step / PERIOD * PERIOD * 32;
     }
 };
 
@@ -154,15 +156,10 @@ template <int ROWS, int THREADS> struct Loader {
     }
 };
 
-struct Nothing {
-    __device__ __forceinline__ void operator()(int step) const {}
-};
-
 // sums += A B over STEPS of 16: A as it lies, or TRANSPOSED; B's columns are its rows, or with ACROSS its columns.
-// beside(step) is what else to do meanwhile.
-template <int STEPS, bool TRANSPOSED, bool ACROSS, int TILES, int PAIRS, int COLUMNS, typename Beside = Nothing>
+template <int STEPS, bool TRANSPOSED, bool ACROSS, int TILES, int PAIRS, int COLUMNS>
 __device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const LaneRows<COLUMNS> &a_lanes, unsigned a,
-                                         const LaneRows<PAD_D> &b_lanes, unsigned b, Beside beside = Beside()) {
+                                         const LaneRows<PAD_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         unsigned left[TILES][4], right[4];
@@ -184,7 +181,6 @@ __device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const LaneRow
                 mma(sums.c[t][2 * n + 1], left[t], right[2], right[3]);
             }
         }
-        beside(step);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Launches the stages of the CUDA ladder on tensor cores: fa2 (ops/csrc tells each).
+"""Launches the stages of the CUDA ladder on tensor cores: fa1 and fa2 (ops/csrc tells each).
 
 The functions are those of ops/library.py's register_attention; for options and `Call` see there and call.py.
 """
@@ -62,6 +62,25 @@ class BackwardTile:
         return 2 * self.bc * row + 4 * self.br * self.bc + self.stages * self.br * (2 * row + 8)
 
 
+@dataclass(frozen=True)
+class TeamTile(Tile):
+    """Of fa1: `bc` keys are split over the four warps of a team."""
+
+    def shared_bytes(self, head_dim: int, query_tiles: int = 2) -> int:
+        """K and V, and per team its tiles of Q, what each warp leaves of 16 rows of O for the other three, in
+        fp32, and two numbers a row and warp."""
+        row = 2 * padded(head_dim)
+        team = query_tiles * self.br * row + 12 * 4 * padded(head_dim) * 4 + 32 * self.br
+        return 2 * self.bc * row + self.warps // 4 * team
+
+
+# By the padded head dim; the first that fits into a block's shared memory (see _BACKWARD).
+_FA1 = {
+    32: (TeamTile(32, 256, 8, 1),),
+    64: (TeamTile(32, 256, 8, 1), TeamTile(32, 128, 8, 1)),
+    96: (TeamTile(32, 256, 8, 1), TeamTile(32, 64, 4, 1)),
+    128: (TeamTile(32, 256, 8, 1), TeamTile(32, 128, 8, 1), TeamTile(32, 64, 4, 1)),
+}
 # By the padded head dim.
 _FORWARD = {
     32: Tile(128, 64, 4, 2),
@@ -77,7 +96,7 @@ _DQ = {
 }
 # The first that fits into a block's shared memory: 166,912 bytes on sm_80, 101,376 on sm_86 and sm_89.
 _BACKWARD = {
-    32: (BackwardTile(128, 128, 8, 2, 4, 4, 4), BackwardTile(64, 128, 8, 2, 2, 4, 2)),
+    32: (BackwardTile(128, 128, 8, 2, 4, 4, 4), BackwardTile(64, 128, 8, 2, 2, 4, 4)),
     64: (BackwardTile(128, 128, 8, 2, 4, 4, 4), BackwardTile(64, 128, 8, 1, 2, 4, 2)),
     96: (BackwardTile(64, 128, 8, 2, 2, 4, 4), BackwardTile(64, 64, 8, 1, 4, 2, 4)),
     128: (BackwardTile(64, 128, 8, 2, 2, 4, 2), BackwardTile(64, 64, 8, 1, 4, 2, 4)),
@@ -111,6 +130,30 @@ def _defines(call: Call, tile: Tile | BackwardTile, *tensors: Tensor) -> dict[st
     scale_first = of_call["SOFTCAP"] or of_call["ALIBI"] or call.params.scale <= 0
     own = {"ALIGNED": int(_aligned(*tensors)), "SCALE_FIRST": int(bool(scale_first))}
     return of_call | {name.upper(): value for name, value in asdict(tile).items()} | own
+
+
+def fa1_tile(head_dim: int, able: int) -> TeamTile:
+    """fa1's tile where a block may use `able` bytes of shared memory."""
+    tiles = _FA1[padded(head_dim)]
+    return next((tile for tile in tiles if tile.shared_bytes(head_dim) <= able), tiles[-1])
+
+
+def fa1_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """As fa2_forward; it reads no tuning. Of the options scale and a causal mask only."""
+    call = Call(q, k, v, *options)
+    return run_fa1(q, k, v, call, fa1_tile(q.shape[3], _shared_bytes(q.device)))
+
+
+def run_fa1(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: TeamTile) -> tuple[Tensor, Tensor]:
+    batch, heads, tq, head_dim = q.shape
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    padded_tq = math.ceil(tq / tile.br) * tile.br
+    scratch = q.new_empty((padded(head_dim) + 2) * batch * heads * padded_tq, dtype=torch.float32)
+    params = call.params.bind(out=out, lse=lse, scratch=scratch)
+    params.padded_tq = padded_tq
+    kernel = nvrtc.kernel("fa1.cu", "tilegpt_fa1_forward", _defines(call, tile, q, k, v), q.device)
+    kernel.launch(batch * heads, 32 * tile.warps, params, tile.shared_bytes(head_dim))
+    return out, lse
 
 
 def fa2_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -168,7 +211,9 @@ def run_backward(
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
     params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
     params.padded_tq, params.n_tiles = padded_tq, math.ceil(tk / tile.bc)
-    params.grouped = min(batch * kv_heads, max(1, call.side_by_side(q) // call.defines["GROUP"]))
+    # The accumulator of dQ takes as many bytes as Q and dO: 7% at D = 128, T = 16k, causal, where it counts.
+    side_by_side = call.side_by_side(q) // (call.defines["GROUP"] * (1 if deterministic else 2))
+    params.grouped = min(batch * kv_heads, max(1, side_by_side))
     defines = _defines(call, tile, q, k, v, out, dout) | {"ATOMIC": int(not deterministic)}
     kernel = functools.partial(nvrtc.kernel, "fa2_backward.cu", defines=defines, device=q.device)
     lanes = {32: 4, 64: 8}.get(padded(head_dim), 16)

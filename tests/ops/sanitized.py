@@ -1,0 +1,46 @@
+"""Calls for compute-sanitizer, a stage of the ladder a process: `python -m tests.ops.sanitized fa2`.
+
+Small and odd: tiles cut by the ends, the diagonal, windows, documents and lengths, both ways to dQ.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from attention.base import AttentionCall
+from attention.cuda import CudaStage
+from tests.grid import Case, make_inputs
+
+CASES = [
+    Case("shape", 113, 203, 64, batch=1),
+    Case("shape", 200, 200, 128, batch=1, kv_heads=2),
+    Case("noncausal", 70, 300, 40, batch=1, features=frozenset({"noncausal"})),
+    Case("masks", 150, 150, 96, batch=1, features=frozenset({"window", "softcap", "alibi", "dropout"})),
+    Case("lengths", 130, 260, 64, features=frozenset({"kv_lengths", "segments"})),
+    Case("strides", 113, 203, 64, batch=1, layout="sliced"),
+]
+
+
+def main(stage: str) -> None:
+    ran = 0
+    for deterministic in (False, True):
+        attention = CudaStage(stage, deterministic=deterministic)
+        dtype = torch.float32 if stage in ("naive", "rowwise", "tiled") else torch.bfloat16
+        for case in CASES:
+            inputs = make_inputs(case, "cuda", dtype)
+            with torch.set_grad_enabled(attention.capabilities.backward):
+                call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+                if attention.unsupported_reasons(call):
+                    continue
+                out = attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+            if out.requires_grad:
+                out.backward(inputs.dout)
+            torch.cuda.synchronize()
+            ran += 1
+    print(f"{stage}: {ran} calls")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

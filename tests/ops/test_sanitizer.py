@@ -1,0 +1,28 @@
+"""NVIDIA's compute-sanitizer finds nothing in the stages of the CUDA ladder: memory, races, barriers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attention.cuda import STAGES
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("memcheck", "racecheck", "synccheck")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_finds_nothing(stage: str, tool: str) -> None:
+    ours = ["--kernel-regex", "kernel_substring=tilegpt_", "--error-exitcode", "9"]
+    command = ["compute-sanitizer", "--tool", tool, *ours, sys.executable, "-m", "tests.ops.sanitized", stage]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    assert re.search(rf"{stage}: [1-9]", result.stdout)
