@@ -70,15 +70,20 @@ def on_cpu(compiler: cpu.Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def _cases() -> Iterator[Any]:
+    """Those of the grid for which a minute has room: each set of features and each head dim compiles anew."""
     for case in CASES:
-        if not case.small or case.features & {"bias", "bias_grad"} or case.group == "empty":
+        stages = [stage for stage in _OPS if case.features <= STAGES[stage].capabilities.features]
+        if not case.small or case.group == "empty" or case.head_dim > 160:
             continue
-        for stage in STAGES:
-            if stage not in _OPS or not case.features <= STAGES[stage].capabilities.features:
-                continue
-            # a block of 256 fibers for each row: some shapes do
-            rows = stage == "rowwise" and (case.tq * case.tk > 10_000 or case.group == "head_dim")
-            if not (rows and case.tk > 128) and case.head_dim <= (128 if stage == "tiled" else 160):
+        # of one query and D = 128 comes the largest error of a sum
+        if case.group == "feature" and (case.head_dim == 128) != (case.tq == 1):
+            continue
+        if case.group == "head_dim" and case.tq == case.tk:
+            continue
+        for stage in stages:
+            # a row is a block of 256 fibers
+            slow = stage == "rowwise" and (case.tq * case.tk > 20_000 or case.group in ("heads", "feature"))
+            if not slow and (stage != "tiled" or case.head_dim <= 128):
                 yield pytest.param(stage, case, id=f"{stage}-{case.id}")
 
 
