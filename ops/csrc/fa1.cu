@@ -1,0 +1,200 @@
+// FlashAttention-1, forward (Dao et al. 2022, algorithm 1), in our own words.
+//
+// Idea. Keys and values in the outer loop, queries in the inner one. A block owns a head: it holds BC keys and values
+// in shared memory and walks the queries that see any of them, BR at a time. What a row has of the keys so far, output
+// O, maximum m and sum l, waits in HBM: every pair of tiles reads it, rescales it and writes it back, normalised each
+// time. The four warps of a team split the keys of a tile: each has S and P of all BR rows against a quarter of the keys,
+// so a row's maxima and sums meet in shared memory, and so do four partial sums of P V. Teams take query tiles in turn.
+// New since `tiled`. Tensor cores (16-bit products, fp32 sums); tiles swizzled, so that ldmatrix has no conflicts; P
+// goes from one product to the next in registers; the next Q comes by cp.async, 16 bytes a copy, behind this one's work.
+// HBM traffic. K and V once for each query head; Q Tk / BC times, and O (fp32), m and l Tk / BC times each way:
+// (10 D + 16) Tq Tk / BC bytes a head, half of it causal. The L2 keeps O while all heads' fit: 50 MB on an H200.
+// Limits. A grid over batch and heads only: with fewer of them than multiprocessors (132 on an H200) the others idle.
+// Partial sums through shared memory. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
+// Scratch, of N = B * Hq * padded_tq rows: O (N, PAD_D) in slabs of 16 rows, as registers lie (`slab`); m (N); l (N).
+// The host also defines BR, BC, WARPS, BLOCKS, ALIGNED and SCALE_FIRST as for fa2.cu.
+#include "scores.cuh"
+
+#define THREADS (WARPS * 32)
+#define TEAM 4  // warps that split the keys of a tile
+#define TEAMS (WARPS / TEAM)
+#define TILES (BR / 16)
+#define KEYS (BC / TEAM)       // of a warp
+#define ACROSS (PAD_D / 8)     // C tiles of 16 rows of O
+#define SHARE (ACROSS / TEAM)  // those of them that a warp adds up
+#define Q_BYTES (BR * ROW_BYTES)
+#define KV_BYTES (BC * ROW_BYTES)
+#define PARTS_BYTES (TEAM * (TEAM - 1) * SHARE * 512)
+#define TEAM_BYTES (2 * Q_BYTES + PARTS_BYTES + 2 * BR * TEAM * 4)  // two Q; parts of O, maxima and sums
+
+typedef Sums<TILES, KEYS / 16> Scores;
+typedef Loader<BR, TEAM * 32> QLoader;
+static_assert(WARPS % TEAM == 0 && SHARE * TEAM == ACROSS && BR % QLoader::STEP == 0, "whole shares for all");
+
+// A barrier of one team. Teams go at their own pace: while one adds up, another multiplies.
+__device__ __forceinline__ void meet(int team) {
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * 32) : "memory");
+}
+
+// This lane's part of 16 rows of O in HBM: of C tile n at [n * 32], 512 bytes in a row for the warp.
+__device__ __forceinline__ float4 *slab(const Params &p, long long row) {
+    return (float4 *)(p.scratch + row * PAD_D) + threadIdx.x % 32;
+}
+
+// The row of a tile that c[t][..][2 * half] is of.
+__device__ __forceinline__ int row_of(int t, int half) { return t * 16 + half * 8 + threadIdx.x % 32 / 4; }
+
+// The maxima of the warp's scores to maxima (BR, TEAM).
+__device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int warp) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = -INFINITE;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            if (threadIdx.x % 4 == 0) maxima[row_of(t, half) * TEAM + warp] = x;
+        }
+}
+
+// s becomes exp2(c s - c m), where m follows the maxima and l, of the keys before, follows m; the warp's sums to sums
+// (BR, TEAM). The team's first warp writes m back.
+__device__ __forceinline__ void soften(Scores &s, const float (&m)[TILES][2], float (&l)[TILES][2], float *m_of_rows,
+                                       const float *maxima, float *sums, int warp, float c) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = row_of(t, half);
+            const float4 x = ((const float4 *)maxima)[row];
+            const float most = fmaxf(m[t][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+            // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
+            const float shift = most == -INFINITE ? 0.0f : most * c;
+            l[t][half] *= exp2_of(m[t][half] * c - shift);
+            float sum = 0.0f;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; e++) sum += s.c[t][n][e] = exp2_of(s.c[t][n][e] * c - shift);
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (threadIdx.x % 4 == 0) sums[row * TEAM + warp] = sum;
+            if (threadIdx.x % 4 == 0 && warp == 0) m_of_rows[row] = most;
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // K, V, then what each team has
+    const int head = blockIdx.x, b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
+    const int team = threadIdx.x / 32 / TEAM, warp = threadIdx.x / 32 % TEAM, keys = keys_of(p, b);
+    const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
+    const unsigned q_tile = v_tile + KV_BYTES + team * TEAM_BYTES;
+    float4 *parts = (float4 *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + lane;
+    float *maxima = (float *)(parts - lane) + PARTS_BYTES / 4, *sums = maxima + BR * TEAM;
+    const long long first_row = (long long)head * p.padded_tq, n_rows = (long long)p.batch * p.heads * p.padded_tq;
+    float *m = p.scratch + n_rows * PAD_D + first_row, *l = m + n_rows;
+    for (int i = threadIdx.x; i < p.padded_tq; i += THREADS) m[i] = -INFINITE, l[i] = 0.0f;
+    for (int i = threadIdx.x / 32 * 16; i < p.padded_tq; i += WARPS * 16)
+        for (int n = 0; n < ACROSS; n++) slab(p, first_row + i)[n * 32] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
+    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const int ahead = team * QLoader::STEP;  // rows by which a team's threads are further than a loader's should be
+    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const float c = exponent_scale(p);
+    for (int j0 = 0; j0 < keys; j0 += BC) {
+        const QueryRange range = query_range(p, j0, BC, keys - p.tq, BR, 0, 0);
+        if (range.lo >= range.hi) break;
+        __syncthreads();  // all are done with K and V, and with rows of O, m and l that another team may go on with
+        Loader<BC, THREADS>(k, p.k_stride.t, j0).load(k_tile, p.k_stride.t, keys - j0);
+        Loader<BC, THREADS>(v, p.v_stride.t, j0).load(v_tile, p.v_stride.t, keys - j0);
+        int i0 = range.lo + team * BR;
+        QLoader next_q(q, p.q_stride.t, i0 - ahead);
+        auto load = [&](int start, int odd) {
+            const unsigned to = q_tile + odd * Q_BYTES - ahead * ROW_BYTES;
+            if (start < range.hi) next_q.load(to, p.q_stride.t, p.tq - start + ahead, TEAMS * BR);
+            commit();
+        };
+        load(i0, 0);
+        wait_for_all_but<0>();
+        __syncthreads();  // K and V have landed
+        for (int odd = 0; i0 < range.hi; i0 += TEAMS * BR, odd ^= 1) {
+            float m_row[TILES][2], l_row[TILES][2];
+#pragma unroll
+            for (int x = 0; x < 2 * TILES; x++) {
+                m_row[x / 2][x % 2] = m[i0 + row_of(x / 2, x % 2)];
+                l_row[x / 2][x % 2] = l[i0 + row_of(x / 2, x % 2)];
+            }
+            wait_for_all_but<0>();
+            meet(team);  // this Q has landed, and the team is done with the other, with parts, maxima and sums
+            load(i0 + TEAMS * BR, odd ^ 1);
+            Scores s;
+            s.clear();
+            multiply<D_STEPS, false, false>(s, rows_first, q_tile + odd * Q_BYTES, columns_first,
+                                            k_tile + warp * KEYS * ROW_BYTES);  // S = Q K^T
+            const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
+            if (SCALE_FIRST || masked) finish_scores(p, s, i0, j0 + warp * KEYS, keys, b, h, masked);
+            share_maxima(s, maxima, warp);
+            meet(team);  // maxima are whole, and all have read m
+            soften(s, m_row, l_row, m + i0, maxima, sums, warp, c);
+            float4 *to = slab(p, first_row + i0) + warp * SHARE * 32, old[TILES][SHARE];
+#pragma unroll
+            for (int n = 0; n < SHARE; n++) old[0][n] = to[n * 32];
+            Sums<TILES, D_STEPS> o;
+            o.clear();
+            add_product(o, s, rows_first, v_tile + warp * KEYS * ROW_BYTES);  // P V of this warp's keys
+#pragma unroll
+            for (int t = 0; t < TILES; t++, to += ACROSS * 32) {
+                if (t) meet(team);  // all have read the parts of the rows before
+                float4 sum[SHARE];
+#pragma unroll
+                for (int x = 0; x < ACROSS; x++) {
+                    const int owner = x / SHARE, n = x % SHARE, slot = owner * (TEAM - 1) + warp - (warp > owner);
+                    const float4 part = make_float4(o.c[t][x][0], o.c[t][x][1], o.c[t][x][2], o.c[t][x][3]);
+                    if (owner == warp)
+                        sum[n] = part;
+                    else
+                        parts[(slot * SHARE + n) * 32] = part;
+                }
+                meet(team);  // parts and sums are whole
+                float keep[2], divide[2];
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const float4 x = ((const float4 *)sums)[row_of(t, half)];
+                    const float total = l_row[t][half] + ((x.x + x.y) + (x.z + x.w));
+                    divide[half] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+                    keep[half] = l_row[t][half] * divide[half];
+                    if (warp == 0 && lane % 4 == 0) l[i0 + row_of(t, half)] = total;
+                }
+#pragma unroll
+                for (int n = 0; n < SHARE; n++) {
+                    float4 &x = sum[n], was = old[t][n];
+                    if (t + 1 < TILES) old[t + 1][n] = to[(ACROSS + n) * 32];
+#pragma unroll
+                    for (int from = 0; from < TEAM - 1; from++) {
+                        const float4 part = parts[((warp * (TEAM - 1) + from) * SHARE + n) * 32];
+                        x.x += part.x, x.y += part.y, x.z += part.z, x.w += part.w;
+                    }
+                    to[n * 32] = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
+                                             was.z * keep[1] + x.z * divide[1], was.w * keep[1] + x.w * divide[1]);
+                }
+            }
+        }
+    }
+    __syncthreads();
+    element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + lane % 4 * 2;
+    for (int x = threadIdx.x / 32; x * 8 < p.tq; x += WARPS) {  // 8 rows a warp
+        const int half = x % 2, i = x * 8 + lane / 4;
+        if (i >= p.tq) continue;
+        if (lane % 4 == 0)
+            p.lse[(long long)head * p.tq + i] = l[i] == 0.0f ? -INFINITE : (m[i] * c + __log2f(l[i])) * LN2;
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n++) {
+            const float4 o = slab(p, first_row + x / 2 * 16)[n * 32];
+            *(unsigned *)(out + i * p.out_stride.t + n * 8) = half ? pack(o.z, o.w) : pack(o.x, o.y);
+        }
+    }
+}
