@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def build(source: str | Path, defines: Mapping[str, int | str], arch: str) -> Cu
     """
     source = SOURCES / source
     text, headers = _texts(source)
-    options = [f"--gpu-architecture={arch}", *_OPTIONS, *_no_cache()]
+    options = [f"--gpu-architecture={arch}", *_OPTIONS]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     facts = [source.name, text, headers, options, compiler_version(), _toolkit()[1]]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -123,10 +124,17 @@ def build(source: str | Path, defines: Mapping[str, int | str], arch: str) -> Cu
 
 
 @cache
-def compiler_version() -> tuple[int, int]:
-    """(major, minor) of NVRTC. Raises CudaError where it cannot be loaded."""
+def compiler_version() -> tuple[int, ...]:
+    """The version of NVRTC, (13, 0, 88) or (13, 0): that of its wheel, to spare loading it (30 ms) where the
+    cubin is on disk, else what the library says. Raises CudaError where there is none."""
     if reason := missing():
         raise CudaError(reason)
+    try:
+        major = int(metadata.version("cuda-bindings").partition(".")[0])
+        wheel = "nvidia-cuda-nvrtc" if major >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
+        return tuple(map(int, metadata.version(wheel).split(".")[:3]))
+    except (metadata.PackageNotFoundError, ValueError):
+        pass
     try:
         from cuda.bindings import nvrtc
 
@@ -175,8 +183,9 @@ def _texts(source: Path) -> tuple[str, dict[str, str]]:
 
 @cache
 def _toolkit() -> tuple[str | None, str]:
-    """(the folder of cuda_bf16.h and cuda_fp16.h, a hash of them), of the compiler's major version: from the
-    wheels that torch depends on, else from an installed toolkit. Float kernels do without: (None, "")."""
+    """(the folder of cuda_bf16.h and cuda_fp16.h, what tells them from others), of the compiler's major
+    version: from the wheels that torch depends on, else from an installed toolkit. Float kernels do without:
+    (None, "")."""
     major = compiler_version()[0]
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(at) for at in spec.submodule_search_locations or ()] if spec else []
@@ -187,8 +196,8 @@ def _toolkit() -> tuple[str | None, str]:
             folders += [Path(home) / "include", *Path(home).glob("targets/*/include")]
     for at in folders:
         if (at / _CUDA_HEADERS[0]).is_file() and _major(at) in (major, None):
-            contents = [(at / name).read_bytes() for name in _CUDA_HEADERS if (at / name).is_file()]
-            return str(at), hashlib.sha256(b"\0".join(contents)).hexdigest()
+            found = [(at / name).stat() for name in _CUDA_HEADERS if (at / name).is_file()]
+            return str(at), str([(stat.st_size, stat.st_mtime_ns) for stat in found])
     return None, ""
 
 
@@ -213,7 +222,9 @@ def _compile(
     from cuda.bindings import nvrtc
 
     folder = _toolkit()[0]
-    given = [option.encode() for option in options] + ([f"-I{folder}".encode()] if folder else [])
+    given = [option.encode() for option in (*options, *_no_cache())] + (
+        [f"-I{folder}".encode()] if folder else []
+    )
     names, texts = [header.encode() for header in headers], [header.encode() for header in headers.values()]
     program = _called(*nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(names), texts, names))
     try:

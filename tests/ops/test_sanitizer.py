@@ -21,7 +21,9 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_finds_nothing(stage: str, tool: str) -> None:
-    ours = ["--kernel-regex", "kernel_substring=tilegpt_", "--error-exitcode", "9"]
+    ours = ["--kernel-name", "kernel_substring=tilegpt_", "--error-exitcode", "9"]
+    if tool == "memcheck":  # of what torch and the runtime ask the driver, and what it may refuse
+        ours += ["--report-api-errors", "no"]
     command = ["compute-sanitizer", "--tool", tool, *ours, sys.executable, "-m", "tests.ops.sanitized", stage]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
