@@ -16,7 +16,7 @@ from typing import Any
 PLAIN, PLAIN_CPU = "matrix products", "matrix products on the CPU"
 FAMILIES: dict[str, str] = {
     "our Triton kernels": r"^_tilegpt_",
-    "our CUDA kernels": r"^tilegpt_cuda_",
+    "our CUDA kernels": r"^tilegpt_",
     "cuDNN": r"cudnn",
     "FlashAttention-4": r"kernel_cutlass.*flash|flash_?attn_?cute",
     "FlashAttention-3": r"FlashAttn(Fwd|Bwd)",

@@ -31,7 +31,7 @@ NAMES = {
     ),
     "triton_tem_fused_flex_attention_0": "FlexAttention",
     "_tilegpt_attention_forward": "our Triton kernels",
-    "void tilegpt_cuda_fa2<64, true>(Params)": "our CUDA kernels",
+    "tilegpt_fa2_forward": "our CUDA kernels",
     GEMM: "matrix products",
     "void gemv2T_kernel_val<int, float>(cublasGemvParams)": "matrix products",
     "aten::bmm": "matrix products on the CPU",
@@ -73,7 +73,7 @@ def test_launches_are_counted_by_first_appearance():
         ("triton", ["_tilegpt_attention_forward"], None, True, "our Triton kernels"),
         # the forward is fused, the backward is the formula
         ("triton", ["_tilegpt_attention_forward", GEMM], None, False, "our Triton kernels"),
-        ("cuda_fa2", ["tilegpt_cuda_fa2<64>"], None, True, "our CUDA kernels"),
+        ("cuda_fa2", ["tilegpt_fa2_forward"], None, True, "our CUDA kernels"),
         ("naive", [GEMM, SOFTMAX], None, True, "ran matrix products"),
         ("naive", ["_tilegpt_attention_forward"], None, False, "where matrix products was to run"),
         ("naive", [SOFTMAX], None, False, "ran no attention kernel that is known here"),
