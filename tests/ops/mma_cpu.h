@@ -1,0 +1,93 @@
+// Gives g++ what mma.cuh and fa1.cu use of tensor cores, by the PTX ISA's words: bf16, ldmatrix, mma.sync, cp.async, whose
+// copies land when they are waited for and no sooner, and barriers of a team of four warps. For tests/ops/cpu.h.
+#pragma once
+#include <vector>
+
+#define __align__(bytes)
+#define __fdividef(x, y) ((x) / (y))
+#define __log2f log2f
+
+struct __nv_bfloat16 {
+    unsigned short bits;
+};
+static inline float float_of(unsigned bits) { return __int_as_float((int)(bits << 16)); }
+static inline unsigned short rounded(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+#define __cvta_generic_to_shared(pointer) ((unsigned char *)(pointer) - memory)
+alignas(1024) unsigned char memory[232448];
+
+namespace cpu {
+static struct Teams {
+    Barrier barriers[8];
+    Teams() {
+        for (Barrier &each : barriers) each.expect(128);
+    }
+} teams;
+
+// What each lane brings, in one place and the other, as in `shuffle`.
+template <class T> static T brought[2][most_threads];
+template <class T> static T *bring(const T &x) {
+    const unsigned self = threadIdx.x, turn = turns[self]++ % 2;
+    brought<T>[turn][self] = x;
+    warps[self / 32].wait();
+    return &brought<T>[turn][self / 32 * 32];
+}
+
+struct Copy {
+    unsigned to;
+    const void *from;
+    bool inside;
+};
+static std::vector<std::vector<Copy>> groups[most_threads];  // the last is open
+static std::vector<std::vector<Copy>> &mine() {
+    auto &all = groups[threadIdx.x];
+    if (all.empty()) all.emplace_back();
+    return all;
+}
+
+struct Fragments {
+    unsigned a[4], b[2];
+};
+static inline float half_of(unsigned bits, int odd) { return float_of(odd ? bits >> 16 : bits & 0xffff); }
+}  // namespace cpu
+
+static inline void copy_async(unsigned to, const void *from, bool inside) {
+    cpu::mine().back().push_back({to, from, inside});
+}
+static inline void store_shared(unsigned to, unsigned bits) { memcpy(memory + to, &bits, 4); }
+static inline void commit() { cpu::mine().emplace_back(); }
+template <int N> static inline void wait_for_all_but() {
+    auto &all = cpu::mine();
+    for (; all.size() > N + 1; all.erase(all.begin()))
+        for (const cpu::Copy &x : all[0])
+            if (x.inside)
+                memcpy(memory + x.to, x.from, 16);
+            else
+                memset(memory + x.to, 0, 16);
+}
+static inline void load_matrices(unsigned (&r)[4], unsigned address) {
+    const unsigned *rows = cpu::bring(address), lane = threadIdx.x % 32;
+    for (int x = 0; x < 4; x++) memcpy(&r[x], memory + rows[x * 8 + lane / 4] + lane % 4 * 4, 4);
+}
+static inline void load_transposed(unsigned (&r)[4], unsigned address) {
+    const unsigned *rows = cpu::bring(address), lane = threadIdx.x % 32;
+    for (int x = 0; x < 4; x++)
+        for (int e = 0; e < 2; e++)
+            memcpy((char *)&r[x] + 2 * e, memory + rows[x * 8 + lane % 4 * 2 + e] + lane / 4 * 2, 2);
+}
+// c += a b: c[e] is of row lane / 4 + e / 2 * 8 and column lane % 4 * 2 + e % 2.
+static inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const cpu::Fragments *of = cpu::bring(cpu::Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const unsigned lane = threadIdx.x % 32;
+    for (int e = 0; e < 4; e++)
+        for (int k = 0; k < 16; k++)
+            c[e] += cpu::half_of(of[lane / 4 * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2], k % 2) *
+                    cpu::half_of(of[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2].b[k / 8], k % 2);
+}
+static inline unsigned pack(float low, float high) { return rounded(low) | (unsigned)rounded(high) << 16; }
+static inline float exp2_of(float x) { return exp2f(x); }
+static inline void meet(int team) { cpu::teams.barriers[team].wait(); }
