@@ -3,8 +3,8 @@
 // Idea. Keys and values in the outer loop, queries in the inner one. A block owns a head: it holds BC keys and values
 // in shared memory and walks the queries that see any of them, BR at a time. What a row has of the keys so far, output
 // O, maximum m and sum l, waits in HBM: every pair of tiles reads it, rescales it and writes it back, normalised each
-// time. The four warps of a team split the keys of a tile: each has S and P of all BR rows against a quarter of them, so
-// a row's maxima and sums meet in shared memory, and so do four partial sums of P V. Teams take query tiles in turn.
+// time. The four warps of a team split the keys of a tile: each has S and P of all BR rows against a quarter of them,
+// so a row's maxima and sums meet in shared memory, and so do four partial sums of P V. Teams take query tiles in turn.
 // New since `tiled`. Tensor cores (16-bit products, fp32 sums); tiles swizzled, so that ldmatrix has no conflicts; P
 // goes from one product to the next in registers; the next Q comes by cp.async, 16 bytes a copy, during this one.
 // HBM traffic. K and V once for each query head; Q Tk / BC times, and O (fp32), m and l Tk / BC times each way:

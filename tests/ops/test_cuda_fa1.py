@@ -1,5 +1,6 @@
-"""Stage 4 of the CUDA ladder, beyond the grid: ragged shapes, groups, padded head dims, rows that do not begin
-at 16 bytes. On a CPU, with tensor cores imitated (mma_cpu.h) and tiles small beside the call; on a GPU at size."""
+"""Stage 4 of the CUDA ladder, beyond the grid: ragged shapes, groups, padded head dims, rows that do not
+begin at 16 bytes. On a CPU in small tiles, with tensor cores imitated (mma_cpu.h); on a GPU at size.
+"""
 
 from __future__ import annotations
 
