@@ -141,10 +141,12 @@ def decode_tile(
         return DecodeTile(64 if block_d <= 128 else 32, 4, 2, 2)
     # One H200, 32 query heads, 8 KV heads, D = 128, in us (cuDNN's). With descriptors B = 1, L = 4k 9.7
     # (12.1), 16k 22.4 (23.4), 128k 124.0 (124.5); by pointers 11.0, 22.9, 124.3. B = 16, L = 1k 19.9 (19.9),
-    # 64k 921 (922), with a fourth stage 20.5 and 917; by pointers 19.9, 919. Two stages there: more than
-    # 23.6.
+    # 32k, 64k, 128k 486.5, 953.0, 1886 (486.0, 953.8, 1887), with tiles of 128 keys 486.0, 951.3, 1891: all
+    # at what the memory gives. Two stages there: more than 23.6.
     if desc:
-        full_tile = DecodeTile(128, 4, 4 if long else 3, 1, desc, pdl=True)
+        full_tile = (
+            DecodeTile(64, 4, 4, 1, desc, pdl=True) if long else DecodeTile(128, 4, 3, 1, desc, pdl=True)
+        )
         tile = full_tile if full else DecodeTile(128, 4, 2, 2, desc, pdl=True)
     else:
         tile = DecodeTile(64, 4, 4, 1, pdl=True) if full else DecodeTile(64, 4, 3, 2, pdl=True)
