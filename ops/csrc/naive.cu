@@ -16,12 +16,11 @@
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
-#define STRIP 8
-// Four elements of a row of V for each of the threads that share a strip.
+// The host defines STRIP. Four elements of a row of V for each of the threads that share a strip.
 #define ROW_THREADS ((HEAD_DIM + 3) / 4)
 #define STRIPS_AT_ONCE (THREADS / ROW_THREADS)
 
-// S = scale * Q K^T, -inf where a query does not see a key. Grid: (B * Hq * n_tiles, tiles of 64 queries), where a tile
+// S = scale * Q K^T, -inf where a query does not see a key. Grid: (B * Hq * n_tiles, tiles of 8 strips), where a tile
 // is 32 keys, one for each lane; every warp has a strip of queries of its own.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const __grid_constant__ Params p) {
     const int head = blockIdx.x / p.n_tiles, b = head / p.heads, h = head % p.heads;

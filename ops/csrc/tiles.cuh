@@ -4,7 +4,7 @@
 // with a tile of keys or queries, the columns `lane_col` + 8 c. For four elements of each it reads ROWS + COLS float4 and
 // does 4 ROWS COLS multiplications: registers feed the FMA units, at a pace that shared memory can follow.
 //
-// The host defines WARPS, ROWS and COLS (4 or 8), and VECTOR (see plain.cuh).
+// The host defines WARPS, ROWS and COLS (4 or 8), UNROLL (of a product's loop), and VECTOR (see plain.cuh).
 #pragma once
 #include "plain.cuh"
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void product(float (&s)[ROWS][COLS], float *a, int ro
 #pragma unroll 1
     for (int first = 0; first < HEAD_DIM; first += PART) {
         float part[ROWS][COLS] = {};
-#pragma unroll 1
+#pragma unroll UNROLL
         for (int chunk = first / 4; chunk < (min_of(first + PART, HEAD_DIM) + 3) / 4; ++chunk) {
             float4 x[ROWS], y[COLS];
 #pragma unroll

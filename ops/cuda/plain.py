@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ops.cuda.call import Call, Params
 # Where kernels come from; tests put the CPU in its place.
 _kernel: Callable[..., Any] = nvrtc.kernel
 _THREADS = 256  # of a block of naive, rowwise and segment_ranges
-_STRIP = 8  # queries of a thread of naive
+_STRIP = 4  # queries of a thread of naive
 _WARPS = 8  # of a block of naive and delta
 # Rows of lse2 and delta are padded to the largest tile of queries.
 _PADDED_TO = 128
@@ -29,17 +29,18 @@ _SHARED_BYTES = 232_448
 
 @dataclass(frozen=True)
 class Tile:
-    """Of `tiled`: the warps of a block, the rows and columns of a thread's part of S (4 or 8), and how many
-    blocks are to share a multiprocessor, which bounds the registers."""
+    """Of `tiled`: the warps of a block, the rows and columns of a thread's part of S (4 or 8), how many
+    blocks are to share a multiprocessor, which bounds the registers, and how far S = Q K^T is unrolled."""
 
     warps: int
     rows: int
     cols: int
     blocks: int
+    unroll: int = 1
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "ROWS": self.rows, "COLS": self.cols, "BLOCKS": self.blocks}
+        return {name.upper(): value for name, value in asdict(self).items()}
 
     def tokens(self, backward: bool) -> int:
         """Queries (backward: or keys) that a block owns. In the backward two warps share theirs."""
@@ -99,7 +100,7 @@ def naive_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     scratch = q.new_empty((batch, heads, tq, tk), dtype=torch.float32)
     params = call.params.bind(out=out, lse=lse, scratch=scratch)
     params.n_tiles = math.ceil(tk / 32)
-    defines = call.defines | _vector(q, k, v, out)
+    defines = call.defines | _vector(q, k, v, out) | {"STRIP": _STRIP}
     at_once = _THREADS // math.ceil(head_dim / 4)
     grids = {
         "scores": (params.n_tiles * batch * heads, math.ceil(tq / (_WARPS * _STRIP)), 1),
