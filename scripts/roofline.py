@@ -1,0 +1,173 @@
+"""The CUDA ladder under its roofs: ceilings of the GPU, and what each stage moves, measured and by the model.
+
+    python scripts/roofline.py                       ceilings, then every stage from 512 to 16k tokens, causal
+    python scripts/roofline.py --quick               three lengths and the counters of memory alone
+    python scripts/roofline.py --tiles               fa2 over sizes of its tile, at 4k tokens
+    python scripts/roofline.py --plot-only           the pictures and tables again, from the rows
+
+Bytes, FLOPs and occupancy are Nsight Compute's counters where `ncu` is on the PATH and may read them; else
+the model's of model/flops.py, and the row says so. naive, rowwise and tiled run in fp32, fa1 and fa2 in bf16.
+Rows go to results/roofline/<gpu>.jsonl as they are measured, pictures beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.bench_points import Shape  # noqa: E402
+from scripts.ladder import DTYPE, STAGES, Point, counted, measured  # noqa: E402
+from scripts.rows import append, gpu_slug, positive, read  # noqa: E402
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_LENGTHS = (1024, 4096, 16384)
+BUDGET_S = 0.05  # of measured time a point
+# fa2's tiles: queries, keys, warps of a block, blocks that are to share a multiprocessor.
+TILES = [
+    (br, bc, warps, blocks)
+    for br in (64, 128)
+    for bc in (32, 64, 128)
+    for warps in (4, 8)
+    for blocks in (1, 2)
+    if br % (16 * warps) == 0 and not (bc == 128 and blocks == 2)  # K and V of 128 keys leave room for one
+]
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--stages", nargs="+", choices=STAGES, default=STAGES, metavar="NAME", help=", ".join(STAGES))
+    add("--seq-len", type=positive, nargs="+", help="default: 512 to 16,384; with --tiles 4,096")
+    add("--head-dim", type=positive, default=128)
+    add("--batch", type=positive, default=1)
+    add("--heads", type=positive, default=32)
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--causal", action="store_true", default=True, help="the default")
+    mask.add_argument("--full", dest="causal", action="store_false", help="without a mask")
+    add("--quick", action="store_true", help="1k, 4k and 16k tokens; DRAM, L2, time and occupancy alone")
+    add("--tiles", action="store_true", help="the study of fa2's tile in the place of the roofline")
+    add("--no-ncu", dest="ncu", action="store_false", help="times and the model alone")
+    add("--no-ceilings", dest="ceilings", action="store_false", help="those in the rows stand")
+    add("--plot-only", action="store_true", help="draw and print from the rows, measure nothing")
+    add("--out", type=Path, help="rows go here (default: results/roofline/<gpu>.jsonl)")
+    return parser.parse_args(given)
+
+
+def points(options: argparse.Namespace) -> list[list[Point]]:
+    """Those of each stage, which one run of ncu counts; or those of the tiles."""
+
+    def shape(stage: str, tokens: int) -> Shape:
+        heads = options.heads
+        return Shape(options.batch, heads, heads, tokens, options.head_dim, options.causal, DTYPE[stage])
+
+    if options.tiles:
+        return [
+            [Point("cuda_fa2", shape("cuda_fa2", tokens), tile) for tile in TILES]
+            for tokens in options.seq_len or (4096,)
+        ]
+    lengths = options.seq_len or (QUICK_LENGTHS if options.quick else LENGTHS)
+    return [[Point(stage, shape(stage, tokens)) for tokens in lengths] for stage in options.stages]
+
+
+def attempt(result: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Whatever fails is a row, and the rest goes on."""
+    from scripts.side_by_side import failure
+    from scripts.timing import clean_up
+
+    try:
+        return result()
+    except Exception as error:
+        return failure(error)
+    finally:
+        clean_up()
+
+
+def measure_ceilings(out: Path) -> None:
+    from scripts.ceilings import Ceilings
+
+    for name, call in Ceilings().all():
+        result = attempt(lambda call=call: {"status": "ok"} | asdict(call()))
+        append(out, {"study": "roofline", "implementation": "ceiling", "pass": name}, result)
+
+
+def with_counters(result: dict[str, Any], counts: dict[str, float] | str) -> dict[str, Any]:
+    """A row's result with what ncu counted, or the reason why it did not."""
+    if result["status"] != "ok":
+        return result
+    there = not isinstance(counts, str)
+    result |= {
+        "counters": counts if there else None,
+        "counters_from": "ncu" if there else f"the model: {counts}",
+    }
+    moved = counts if there and "dram_read_bytes" in counts else result["model"]
+    dram = moved["dram_read_bytes"] + moved.get("dram_write_bytes", 0)
+    return result | {"gb_per_s": dram / result["ms_median"] / 1e6}
+
+
+def measure(options: argparse.Namespace, out: Path) -> None:
+    """Ceilings, then each stage: counters of all its points, then the points, a row for each."""
+    from scripts.counters import NoCounters
+
+    began, refused = time.perf_counter(), None if options.ncu else "--no-ncu"
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - began:4.0f} s] {text}", flush=True)
+
+    if options.ceilings and not options.tiles:
+        measure_ceilings(out)
+        say("ceilings")
+    for mine in points(options):
+        counts: list[dict[str, float] | str] = [refused or ""] * len(mine)
+        if refused is None:
+            try:
+                counts = counted(mine, options.quick)
+                say(f"{mine[0].stage}: counted by ncu")
+            except NoCounters as error:
+                counts = [str(error)] * len(mine)
+                say(f"{mine[0].stage}: {error}; from the model")
+                if "PATH" in str(error) or "ERR_NVGPUCTRPERM" in str(error):
+                    refused = str(error)  # as it will be for the others
+        for point, counters in zip(mine, counts, strict=True):
+            result = with_counters(attempt(lambda point=point: measured(point, BUDGET_S)), counters)
+            append(out, point.row(), result)
+            took = f"{result['ms_median']:.3f} ms" if result["status"] == "ok" else result["reason"]
+            say(f"{point}: {took}")
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from scripts.roofline_plot import draw
+    from scripts.roofline_report import tables
+
+    cuda = torch.cuda.is_available()
+    if not (cuda or options.plot_only):
+        raise SystemExit(
+            "roofline.py measures a GPU, and torch.cuda.is_available() is False: --plot-only draws."
+        )
+    slug = gpu_slug(torch.cuda.get_device_name()) if cuda else "h200"
+    out = options.out or ROOT / "results" / "roofline" / f"{slug}.jsonl"
+    if not options.plot_only:
+        measure(options, out)
+    rows = list(read(out).values())
+    if not rows:
+        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
+    tables(rows)
+    for picture in draw(rows, out):
+        print(picture)
+    print(f"rows in {out}")
+
+
+if __name__ == "__main__":
+    main()
