@@ -166,34 +166,37 @@ def kernel_traffic(reads: float, writes: float, l2: float, gpu: Gpu) -> Traffic:
     return Traffic(reads, max(0.0, writes - left), l2)
 
 
-def naive_traffic(size: AttentionSize, gpu: Gpu, softmax_blocks: int, output_blocks: int) -> Traffic:
-    """ops/csrc/naive.cu, from cold caches in each of its three kernels. S is 4 Tq Tk bytes a head, written,
-    read and written, and read, masked or not; to which add:
+def naive_traffic(
+    size: AttentionSize, gpu: Gpu, strip: int, softmax_blocks: int, output_blocks: int
+) -> Traffic:
+    """ops/csrc/naive.cu, from cold caches in each of its three kernels; a thread owns `strip` queries. S is
+    4 Tq Tk bytes a head, written, read and written, and read, masked or not; to which add:
 
-    - scores: blocks walk the keys of all heads before they turn to the next 64 queries, so K comes from DRAM
-      Tq / 64 times, unless it fits in the L2 with the 64 rows of S that are written meanwhile;
+    - scores: blocks walk the keys of all heads before they turn to the next 8 strips of queries, so K comes
+      from DRAM for each of these, unless it fits in the L2 with the rows of S that are written meanwhile;
     - softmax: walks each row three times, `softmax_blocks` rows at a time on the GPU. The second and third
       walk are reads from L2 if these rows overflow the L1s, and from DRAM if they overflow the L2;
-    - output: `output_blocks` strips of queries at a time, of all heads side by side, walk V in step: V comes
-      once for each such wave.
+    - output: `output_blocks` blocks at a time, of all heads side by side, walk V in step: V comes once for
+      each such wave.
     """
     size_of_row, heads = 4 * size.tk, size.batch * size.heads
-    matrix, tiles = heads * size.tq * size_of_row, math.ceil(size.tq / 64)
+    matrix, rows = heads * size.tq * size_of_row, 8 * strip
+    tiles = math.ceil(size.tq / rows)
     token = size.head_dim * size.value_bytes
 
-    again = (tiles - 1) * missed(size.k_bytes + 64 * heads * size_of_row, gpu.l2_bytes)
+    again = (tiles - 1) * missed(size.k_bytes + rows * heads * size_of_row, gpu.l2_bytes)
     reads = size.q_bytes + size.k_bytes * (1 + again)
-    from_l2 = heads * math.ceil(size.tk / 32) * tiles * (32 + 64) * token
+    from_l2 = heads * math.ceil(size.tk / 32) * tiles * (32 + rows) * token
     scores = kernel_traffic(reads, matrix, from_l2 + matrix, gpu)
 
-    rows = min(softmax_blocks, heads * size.tq) * size_of_row
-    again = 2 * missed(rows / gpu.multiprocessors, gpu.l1_bytes)
-    reads, writes = matrix * (1 + again * missed(rows, gpu.l2_bytes)), matrix + size.lse_bytes
+    walked = min(softmax_blocks, heads * size.tq) * size_of_row
+    again = 2 * missed(walked / gpu.multiprocessors, gpu.l1_bytes)
+    reads, writes = matrix * (1 + again * missed(walked, gpu.l2_bytes)), matrix + size.lse_bytes
     softmax = kernel_traffic(reads, writes, matrix * (1 + again) + writes, gpu)
 
-    strip = 8 * (256 // math.ceil(size.head_dim / 4))
-    blocks = heads * math.ceil(size.tq / strip)
-    walked = size.k_bytes + min(output_blocks, blocks) * strip * size_of_row
+    rows = strip * (256 // math.ceil(size.head_dim / 4))
+    blocks = heads * math.ceil(size.tq / rows)
+    walked = size.k_bytes + min(output_blocks, blocks) * rows * size_of_row
     again = (math.ceil(blocks / output_blocks) - 1) * missed(walked, gpu.l2_bytes)
     from_l2 = matrix + blocks * size.tk * token
     output = kernel_traffic(matrix + size.k_bytes * (1 + again), size.q_bytes, from_l2 + size.q_bytes, gpu)

@@ -132,7 +132,9 @@ def modelled(point: Point, launches: list[Launch], properties: Any) -> Traffic:
     gpu = Gpu(properties.multi_processor_count, properties.L2_cache_size, l1_bytes)
     at_once = {each.name: each.blocks(properties) * gpu.multiprocessors for each in launches}
     if point.stage == "cuda_naive":
-        return naive_traffic(size, gpu, at_once["tilegpt_naive_softmax"], at_once["tilegpt_naive_output"])
+        strip = int(launches[0].defines["STRIP"])
+        blocks = (at_once[f"tilegpt_naive_{step}"] for step in ("softmax", "output"))
+        return naive_traffic(size, gpu, strip, *blocks)
     (main,) = (each for each in launches if each.name == f"tilegpt_{point.stage[5:]}_forward")
     blocks, defines = at_once[main.name], main.defines
     if point.stage == "cuda_rowwise":

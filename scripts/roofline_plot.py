@@ -81,11 +81,8 @@ def roofline(axes: Any, rows: list[Row], roofs: dict[str, Row]) -> None:
     if "dram_read" in roofs:
         slope = roofs["dram_read"]["value"] / 1e3  # TFLOP/s at one FLOP a byte
         axes.plot([low, top / slope], [low * slope, top], color="0.35", lw=1)
-        at = max(low * 1.3, bottom * 1.6 / slope)
-        said = f"DRAM, {slope:.2f} TB/s"
-        axes.annotate(
-            said, (at, at * slope), xytext=(6, -4), textcoords="offset points", fontsize=8, va="top"
-        )
+        said, at = f"DRAM, {slope:.2f} TB/s", (top * 0.6 / slope, top * 0.6)
+        axes.annotate(said, at, xytext=(-6, 2), textcoords="offset points", fontsize=8, ha="right")
     for name, value in flat.items():
         axes.plot([value / slope if "dram_read" in roofs else low, high], [value] * 2, color="0.35", lw=1)
         said = f"{ROOFS[name]}, {value:.0f}"
@@ -103,6 +100,7 @@ def roofline(axes: Any, rows: list[Row], roofs: dict[str, Row]) -> None:
         style = {"textcoords": "offset points", "color": COLOUR[stage], "fontsize": 8}
         back = len(x) > 1 and x[-1] < x[-2]  # the line comes from the right
         place = {"xytext": (-7 if back else 7, 0), "ha": "right" if back else "left", "va": "center"}
+        style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
         axes.annotate(name, (x[-1], y[-1]), **place, **style)
         if len(mine) > 1:
             axes.annotate(ends[0], (x[0], y[0]), xytext=(0, -11), ha="center", **style)

@@ -155,17 +155,20 @@ def test_what_was_written_last_is_still_in_the_l2() -> None:
 
 
 def test_naive_reads_its_matrix_twice_from_dram_and_writes_it_twice() -> None:
-    found = naive_traffic(SIZE, VAST, softmax_blocks=4, output_blocks=4)
+    found = naive_traffic(SIZE, VAST, strip=8, softmax_blocks=4, output_blocks=4)
     assert (found.dram_read, found.dram_write) == (3 * TENSOR + 2 * MATRIX, 0)
     # 2 heads of 4 x 2 blocks, 96 rows of 128 bytes each; then V for each of 2 x 1 blocks of 16 strips
     assert found.l2 == 4 * MATRIX + LSE + TENSOR + 16 * 96 * 128 + 2 * 128 * 128
 
 
 def test_naive_without_caches() -> None:
-    found = naive_traffic(SIZE, TINY, softmax_blocks=4, output_blocks=1)
+    found = naive_traffic(SIZE, TINY, strip=8, softmax_blocks=4, output_blocks=1)
     # K for both tiles of 64 queries; S three times in the softmax and once more; V for each of two waves
     assert found.dram_read == pytest.approx(TENSOR + 2 * TENSOR + 4 * MATRIX + 2 * TENSOR, abs=8)
     assert found.dram_write == pytest.approx(2 * MATRIX + LSE + TENSOR, abs=3)
+    # half the strip: K for four tiles of 32 queries, V for four waves
+    halved = naive_traffic(SIZE, TINY, strip=4, softmax_blocks=4, output_blocks=1)
+    assert halved.dram_read - found.dram_read == pytest.approx(2 * TENSOR + 2 * TENSOR, abs=8)
 
 
 def test_naive_keeps_k_in_the_l2_up_to_some_length() -> None:
@@ -173,7 +176,7 @@ def test_naive_keeps_k_in_the_l2_up_to_some_length() -> None:
 
     def reads(tokens: int) -> float:
         size = AttentionSize(1, 32, 32, tokens, tokens, 128, causal=True, value_bytes=4)
-        return naive_traffic(size, Gpu(), softmax_blocks=1056, output_blocks=1 << 20).dram_read
+        return naive_traffic(size, Gpu(), 8, softmax_blocks=1056, output_blocks=1 << 20).dram_read
 
     def least(tokens: int) -> int:
         return 3 * 32 * tokens * 128 * 4 + 2 * 32 * tokens**2 * 4

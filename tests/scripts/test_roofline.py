@@ -37,7 +37,7 @@ def launch(name: str, registers: int = 128, threads: int = 128, shared: int = 0,
 
 
 LAUNCHES = {
-    "cuda_naive": [launch(f"naive_{step}", 64, 256) for step in ("scores", "softmax", "output")],
+    "cuda_naive": [launch(f"naive_{step}", 64, 256, STRIP="4") for step in ("scores", "softmax", "output")],
     "cuda_rowwise": [launch("rowwise_forward", 64, 256)],
     "cuda_tiled": [launch("tiled_forward", 255, 128, 100_000, WARPS="4", ROWS="8", COLS="4")],
     "cuda_fa1": [launch("fa1_forward", 255, 256, 150_000, BR="64", BC="128")],
