@@ -32,16 +32,17 @@ class Shape:
     decode: bool = False
     kv_lengths: bool = False
     window: int | None = None  # keys to the left of the diagonal
+    study: str = "attention"
 
     @property
     def tq(self) -> int:
         return 1 if self.decode else self.tokens
 
     def point(self, implementation: str, passed: str) -> dict[str, Any]:
-        """What identifies a row of results/attention."""
+        """What identifies a row of results/<study>."""
         on = [f"window={self.window}"] * (self.window is not None) + ["kv_lengths"] * self.kv_lengths
         return {
-            "study": "attention",
+            "study": self.study,
             "implementation": implementation,
             "pass": passed,
             "batch": self.batch,

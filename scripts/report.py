@@ -7,6 +7,7 @@ capabilities  README.md: what each implementation declares, and the memory it wa
 results       README.md: speeds of all of them as a table and a picture, from results/attention/<gpu>.jsonl
 advice        attention/README.md: the fastest by situation
 auto          attention/auto_table.py: the order in which attention=auto tries them
+ladder        ops/README.md: the stages of the CUDA ladder, from results/cuda_ladder/<gpu>.jsonl
 
 Name some of these to write only them. Run it after scripts/bench_attention.py, and after a change of what an
 implementation declares.
@@ -24,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-PARTS = ("capabilities", "results", "advice", "auto")
+PARTS = ("capabilities", "results", "advice", "auto", "ladder")
 UNMEASURED = (
     "Nothing is measured yet: `python scripts/bench_attention.py` on a GPU, then `scripts/report.py`."
 )
@@ -55,7 +56,7 @@ def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
 
 def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
     """What the files below `root` should hold."""
-    from scripts import advice, capabilities, ranking, summary
+    from scripts import advice, bench_ladder, capabilities, ranking, summary
     from scripts.rows import CONF, choices
 
     measured = rows_by_gpu(root / "results" / "attention")
@@ -83,6 +84,10 @@ def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
         put(page, "advice", advice.table(ranks) if ranks else UNMEASURED)
     if "auto" in parts:
         files[root / "attention" / "auto_table.py"] = ranking.table_source(ranks, CONF / "attention")
+    if "ladder" in parts:
+        stages = rows_by_gpu(root / "results" / bench_ladder.STUDY)
+        said = "\n\n".join(map(bench_ladder.block, stages.values()))
+        put(root / "ops" / "README.md", "ladder", said or UNMEASURED.replace("attention", "ladder"))
     return files
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attention.base import LOW_PRECISION, Attention, Capabilities
-from scripts import advice, capabilities, ranking, report, summary
+from scripts import advice, bench_ladder, capabilities, ranking, report, summary
 from scripts.bench_points import Shape
 from scripts.rows import CONF, key_of
 from tests.running import ROOT
@@ -182,7 +182,12 @@ def checkout(tmp_path):
     folder.mkdir(parents=True)
     (folder / "h200.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "attention").mkdir()
-    for path, names in (("README.md", ("capabilities", "results")), ("attention/README.md", ("advice",))):
+    (tmp_path / "ops").mkdir()
+    for path, names in (
+        ("README.md", ("capabilities", "results")),
+        ("attention/README.md", ("advice",)),
+        ("ops/README.md", ("ladder",)),
+    ):
         blocks = "".join(
             f"<!-- {name}: of results -->\nold\n<!-- end of {name} -->\nkept\n" for name in names
         )
@@ -195,11 +200,34 @@ def run(monkeypatch, *arguments):
     report.main()
 
 
+def ladder_row(name, passed, ms, tokens, heads=32, status="ok"):
+    shape = Shape(1, heads, heads, tokens, 128, False, "bf16", study="cuda_ladder")
+    found = {"ms_median": ms, "tflops": shape.flops(passed) / ms / 1e9} if status == "ok" else {}
+    row = {"point": shape.point(name, passed), "result": {"status": status, **found}}
+    return row | {"machine": {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-21"}}
+
+
+def test_the_ladder():
+    """Stages in order, by N; what ran out of memory says so; fa2 over fa1 by heads."""
+    rows = [ladder_row("cuda_fa2", "forward", ms, n) for n, ms in ((1024, 0.5), (4096, 2.0))]
+    rows += [ladder_row("cuda_fa1", "forward", 10.0, 4096), ladder_row("cuda_fa2", "forward", 1.0, 4096, 8)]
+    rows += [ladder_row("cuda_fa1", "forward", 8.0, 4096, 8)]
+    rows += [ladder_row("cuda_naive", "forward", 0, 8192, status="oom")]
+    lines = bench_ladder.block(rows).splitlines()
+    assert "| `cuda_naive` |  |  | oom |" in lines
+    tflops = 4 * 32 * 4096 * 4096 * 128 / 2.0 / 1e9
+    assert f"| `cuda_fa2` | 0.5 ms, {tflops / 4:.3g} | 2 ms, {tflops:.3g} |  |" in lines
+    assert [line for line in lines if line.endswith(("| 5.0 |", "| 8.0 |"))] == [
+        "| 8 | 8 | 1 | 8.0 |", "| 32 | 10 | 2 | 5.0 |"
+    ]  # fmt: skip
+
+
 def test_everything_is_written_once(checkout, monkeypatch, capsys):
     run(monkeypatch, "--root", checkout)
     written = capsys.readouterr().out.split(" written\n")[:-1]
     assert set(written) == {
-        "README.md", "attention/README.md", "attention/auto_table.py", "results/attention/h200.svg",
+        "README.md", "attention/README.md", "attention/auto_table.py", "ops/README.md",
+        "results/attention/h200.svg",
     }  # fmt: skip
     readme = (checkout / "README.md").read_text()
     assert readme.count("kept") == 2 and "\nold\n" not in readme

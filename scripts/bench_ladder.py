@@ -1,0 +1,177 @@
+"""The stages of the CUDA ladder beside PyTorch, each in its precision, in one process:
+
+    python scripts/bench_ladder.py              batch 1, 32 heads, D = 128, N = 1024, 4096, 8192
+    python scripts/bench_ladder.py --plot-only  the tables again, from the rows
+
+In fp32 (no tf32): the formula in eager PyTorch, naive, rowwise, tiled, and SDPA's kernels for fp32. In bf16:
+fa1, fa2, and SDPA's; fa1 and fa2 with fewer heads too. Forward, and backward of what has one. Rows go to
+results/cuda_ladder/<gpu>.jsonl. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.bench_points import Shape  # noqa: E402
+from scripts.rows import gpu_slug, read  # noqa: E402
+
+STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
+PLAIN = ("naive", "cuda_naive", "cuda_rowwise", "cuda_tiled", "sdpa_math", "sdpa_efficient")
+TENSOR_CORES = ("cuda_fa1", "cuda_fa2", "sdpa_flash", "sdpa_cudnn")
+FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
+TITLES = {
+    "naive": "the formula, eager PyTorch",
+    "sdpa_math": "SDPA, math",
+    "sdpa_efficient": "SDPA, efficient",
+}
+TITLES |= {"sdpa_flash": "SDPA, flash (FlashAttention-2)", "sdpa_cudnn": "SDPA, cuDNN"}
+# What a widely read table says of an A100 (ms at N = 1024, 4096, 8192; batch 1, 32 heads, D = 128).
+CLAIMED = {
+    "cuda_naive": (0.8, 12.4, 49.2),
+    "cuda_rowwise": (0.6, 8.8, 34.1),
+    "cuda_tiled": (0.4, 4.2, 15.8),
+    "cuda_fa2": (0.12, 0.9, 3.2),
+    "sdpa_cudnn": (0.10, 0.8, 2.9),
+}
+A100_TFLOPS = {"float32": 19.5, "bfloat16": 312.0}
+
+
+def shapes() -> list[tuple[Shape, dict[str, list[str]]]]:
+    """The points, with the contestants of each pass."""
+    found = []
+    for causal in (True, False):
+        for tokens in LENGTHS:
+            for dtype, names in (("fp32", PLAIN), ("bf16", TENSOR_CORES)):
+                shape = Shape(1, HEADS[0], HEADS[0], tokens, HEAD_DIM, causal, dtype, study=STUDY)
+                both = [name for name in names if name not in FORWARD_ONLY]
+                found.append((shape, {"forward": list(names), "backward": both}))
+        for heads in HEADS[1:]:
+            shape = Shape(1, heads, heads, 4096, HEAD_DIM, causal, "bf16", study=STUDY)
+            found.append((shape, {"forward": ["cuda_fa1", "cuda_fa2", "sdpa_flash"]}))
+    return found
+
+
+def measure(out: Path, budget_s: float) -> None:
+    import torch
+
+    from scripts.bench_attention import build
+    from scripts.side_by_side import Bench
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    attentions = build(list(dict.fromkeys(PLAIN + TENSOR_CORES)))
+    # It misses the criterion in fp32 and is refused there; here it is to be timed, its error beside it.
+    efficient = attentions["sdpa_efficient"]
+    able = efficient.capabilities
+    efficient.capabilities = replace(able, dtypes=able.dtypes | {torch.float32})
+    bench, all_shapes = Bench(attentions, "cuda", budget_s, out), shapes()
+    for done, (shape, passes) in enumerate(all_shapes, 1):
+        bench.measure(shape, passes)
+        print(f"[{done}/{len(all_shapes)}] {shape}", flush=True)
+
+
+def table(rows: list[dict[str, Any]], passed: str, causal: bool) -> str:
+    """Milliseconds and TFLOP/s by stage and N, as Markdown."""
+    cells = {
+        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"]
+        for row in rows
+        if row["point"]["pass"] == passed
+        and row["point"]["causal"] == causal
+        and row["point"]["heads"] == HEADS[0]
+    }
+    lines = [f"| | {' | '.join(f'N = {n:,}' for n in LENGTHS)} |", "|---" * (1 + len(LENGTHS)) + "|"]
+    for name in PLAIN + TENSOR_CORES:
+        found = [cells.get((name, n)) for n in LENGTHS]
+        if any(found):
+            title = TITLES.get(name, f"`{name}`")
+            lines.append(f"| {title} | {' | '.join(map(cell, found))} |")
+    return "\n".join(lines)
+
+
+def cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    if result["status"] != "ok":
+        return result["status"]
+    return f"{result['ms_median']:.3g} ms, {result['tflops']:.3g}"
+
+
+def by_heads(rows: list[dict[str, Any]], causal: bool) -> str:
+    """fa2's speed over fa1's at 4,096 tokens, by the number of heads, as Markdown."""
+    ms = {
+        (row["point"]["implementation"], row["point"]["heads"]): row["result"].get("ms_median")
+        for row in rows
+        if row["point"]["seq_len"] == 4096
+        and row["point"]["causal"] == causal
+        and row["point"]["pass"] == "forward"
+        and row["point"]["dtype"] == "bfloat16"
+    }
+    lines = ["| batch x heads | fa1, ms | fa2, ms | fa1 / fa2 |", "|---|---|---|---|"]
+    for heads in sorted(HEADS):
+        first, second = (ms.get((f"cuda_{stage}", heads)) for stage in ("fa1", "fa2"))
+        if first and second:
+            lines.append(f"| {heads} | {first:.3g} | {second:.3g} | {first / second:.1f} |")
+    return "\n".join(lines)
+
+
+def claimed() -> str:
+    """The table that is often quoted, and what each figure would need of an A100."""
+    lines = ["| claimed, A100 | " + " | ".join(f"N = {n:,}" for n in LENGTHS) + " | at 8,192, of the peak |"]
+    lines.append("|---" * (2 + len(LENGTHS)) + "|")
+    for name, times in CLAIMED.items():
+        dtype = "float32" if name in PLAIN else "bfloat16"
+        tflops = (
+            Shape(1, HEADS[0], HEADS[0], 8192, HEAD_DIM, False, "fp32").flops("forward") / times[-1] / 1e9
+        )
+        part = f"{tflops:.0f} of {A100_TFLOPS[dtype]:g} TFLOP/s: {tflops / A100_TFLOPS[dtype]:.0%}"
+        lines.append(f"| `{name}` | {' | '.join(f'{ms:g} ms' for ms in times)} | {part} |")
+    return "\n".join(lines)
+
+
+def block(rows: list[dict[str, Any]]) -> str:
+    """What ops/README.md says: generated by scripts/report.py."""
+    first = rows[0]["machine"]
+    said = [
+        f"{first['gpu']}, torch {first['torch']}, {max(row['machine']['date'] for row in rows)}; batch 1, "
+    ]
+    said[0] += (
+        f"{HEADS[0]} heads, D = {HEAD_DIM}; milliseconds and TFLOP/s (`python scripts/bench_ladder.py`)."
+    )
+    for passed in ("forward", "backward"):
+        for causal in (True, False):
+            said += [f"{passed.capitalize()}, {'causal' if causal else 'full'}:", table(rows, passed, causal)]
+    said += ["fa1 and fa2 by the number of heads, 4,096 tokens, full:", by_heads(rows, False), claimed()]
+    return "\n\n".join(said)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plot-only", action="store_true", help="print from the rows, measure nothing")
+    parser.add_argument(
+        "--budget", type=float, default=0.1, metavar="S", help="measured seconds a contestant"
+    )
+    parser.add_argument("--out", type=Path, help="rows go here (default: results/cuda_ladder/<gpu>.jsonl)")
+    asked = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available() and not (asked.plot_only and asked.out):
+        raise SystemExit("bench_ladder.py measures a GPU, and torch.cuda.is_available() is False")
+    out = asked.out or ROOT / "results" / STUDY / f"{gpu_slug(torch.cuda.get_device_name())}.jsonl"
+    if not asked.plot_only:
+        measure(out, asked.budget)
+    rows = list(read(out).values())
+    if not rows:
+        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
+    print(block(rows))
+
+
+if __name__ == "__main__":
+    main()
