@@ -3,8 +3,8 @@
 // Idea: a matrix of scores S (Tq x Tk) in memory for every head; one kernel fills it, one turns its rows into
 // probabilities, one multiplies them with V. A thread owns a strip of STRIP queries, so that what it loads of K or V
 // serves STRIP multiplications instead of one; neighbouring threads store, and where they can load, neighbouring
-// addresses, and what the warps of a block read alike comes from the L1. Nothing is skipped: under a causal mask half of
-// the scores are computed to be thrown away.
+// addresses, and what the warps of a block read alike comes from the L1. Nothing is skipped: under a causal mask half
+// of the scores are computed to be thrown away.
 //
 // HBM traffic: N = Tq = Tk. S is written, read and written again by the softmax (its further passes over a row hit the
 // L1), and read by the last step: 16 N^2 bytes a head, beside 8 N D to 16 N D bytes of Q, K, V and out. At N = 4096,
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_softmax(cons
     if (threadIdx.x == 0) p.lse[blockIdx.x] = l > 0.0f ? m + logf(l) : -INFINITE;
 }
 
-// out = P V. Grid: (B * Hq, tiles of STRIPS_AT_ONCE strips). Neighbouring threads own neighbouring columns of V and out.
+// out = P V. Grid: (B * Hq, tiles of STRIPS_AT_ONCE strips). Neighbouring threads own neighbouring columns of V.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const __grid_constant__ Params p) {
     const int head = blockIdx.x, b = head / p.heads, h = head % p.heads;
     const int d = threadIdx.x % ROW_THREADS * 4, strip = threadIdx.x / ROW_THREADS;

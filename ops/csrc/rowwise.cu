@@ -3,11 +3,11 @@
 // Idea: softmax and the product with V need one row of S at a time. A block owns one query: it fills the row's scores
 // in shared memory, takes their maximum and sum across the block, and adds up the values.
 //
-// New since `naive`: fusion. The N x N matrix is gone, memory grows as N; keys beyond the diagonal are not computed; K is
-// loaded in neighbouring addresses, as the lanes of a warp share a key and add their parts up by shuffles.
+// New since `naive`: fusion. The N x N matrix is gone, memory grows as N; keys beyond the diagonal are not computed;
+// K is loaded in neighbouring addresses, as the lanes of a warp share a key and add their parts up by shuffles.
 //
 // HBM traffic: Q, K, V and out once, 16 N D bytes a head, as long as K and V of the heads in flight fit into the L2.
-// But every block reads all of K and V: 8 N^2 D bytes a head come from L2, 2 D times what `naive` moved. Two FLOPs for
+// But every block reads all of K and V: 8 N^2 D bytes a head come from L2, D / 2 times what `naive` moved. Two FLOPs for
 // a 4-byte load: that is what this stage waits for, and what tiles put right (tiled.cu).
 //
 // Limits: the keys that a query may see have to fit into a block's shared memory, 4 bytes each: 57,600 on an H200. Any

@@ -1,8 +1,8 @@
 // Tiles in shared memory and products of them in registers, for tiled.cu and tiled_backward.cu.
 //
 // A warp owns 4 ROWS rows of a product. Its lanes stand 4 x 8: a thread has the rows `lane_row` + 4 r and, of a product
-// with a tile of keys or queries, the columns `lane_col` + 8 c. For four elements of each it reads ROWS + COLS float4 and
-// does 4 ROWS COLS multiplications: registers feed the FMA units, at a pace that shared memory can follow.
+// with a tile of keys or queries, the columns `lane_col` + 8 c. For four elements of each it reads ROWS + COLS float4
+// and does 4 ROWS COLS multiplications: registers feed the FMA units, at a pace that shared memory can follow.
 //
 // The host defines WARPS, ROWS and COLS (4 or 8), UNROLL (of a product's loop), and VECTOR (see plain.cuh).
 #pragma once

@@ -89,6 +89,12 @@ struct Barrier {
     }
 };
 
+static void run_fiber() {
+    work((void *)(size_t)threadIdx.x);
+    finished[threadIdx.x] = true;
+    take_turns();
+}
+
 static void run_threads(void *(*body)(void *)) {
     const size_t stack_bytes = 1 << 16;
     work = body;
@@ -96,7 +102,7 @@ static void run_threads(void *(*body)(void *)) {
         if (!stacks[t]) stacks[t] = malloc(stack_bytes);
         getcontext(&begin[t]);
         begin[t].uc_stack.ss_sp = stacks[t], begin[t].uc_stack.ss_size = stack_bytes;
-        makecontext(&begin[t], [] { work((void *)(size_t)threadIdx.x), finished[threadIdx.x] = true, take_turns(); }, 0);
+        makecontext(&begin[t], run_fiber, 0);
         begun[t] = finished[t] = false;
     }
     begun[n_threads] = true;
