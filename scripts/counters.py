@@ -46,7 +46,11 @@ Counts = dict[str, float]
 
 
 class NoCounters(RuntimeError):
-    """There are none, and why."""
+    """There are none, and why; `lasting`: as it will be for any other program."""
+
+    def __init__(self, why: str, lasting: bool = False):
+        super().__init__(why)
+        self.lasting = lasting
 
 
 def in_base_unit(text: str, unit: str) -> float | None:
@@ -103,12 +107,14 @@ def gathered(launches: Iterable[Counts]) -> Counts:
     return total
 
 
-def refusal(said: str) -> str | None:
+def refusal(said: str) -> NoCounters | None:
     """Why ncu has counted nothing, by what it printed."""
     if "ERR_NVGPUCTRPERM" in said:
-        return "ncu may not read the counters here (ERR_NVGPUCTRPERM)"
+        return NoCounters("ncu may not read the counters here (ERR_NVGPUCTRPERM)", lasting=True)
     errors = re.findall(r"^==ERROR== (.+)", said, re.MULTILINE)
-    return f"ncu: {errors[0].strip()}" if errors else None
+    if not errors:
+        return None
+    return NoCounters(f"ncu: {errors[0].strip()}", "Failed to initialize" in errors[0])
 
 
 def unknown(said: str, asked: Iterable[str]) -> set[str]:
@@ -132,7 +138,7 @@ def count(program: Sequence[str], quick: bool = False) -> tuple[str, list[tuple[
         NoCounters: there is no ncu, it may not count, the program failed, or it took too long.
     """
     if shutil.which("ncu") is None:
-        raise NoCounters("there is no ncu on the PATH")
+        raise NoCounters("there is no ncu on the PATH", lasting=True)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         while metrics := [name for field in METRICS if not quick or field in QUICK for name in known(field)]:
@@ -147,7 +153,7 @@ def count(program: Sequence[str], quick: bool = False) -> tuple[str, list[tuple[
                 return done.stdout, found
             if not (gone := unknown(said, metrics)):
                 last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-                raise NoCounters(refusal(said) or f"ncu counted nothing: {last[0]}")
+                raise refusal(said) or NoCounters(f"ncu counted nothing: {last[0]}")
             _unknown.update(gone)
     raise NoCounters("ncu knows none of the metrics")
 

@@ -135,8 +135,8 @@ def measure(options: argparse.Namespace, out: Path) -> None:
             except NoCounters as error:
                 counts = [str(error)] * len(mine)
                 say(f"{mine[0].stage}: {error}; from the model")
-                if "PATH" in str(error) or "ERR_NVGPUCTRPERM" in str(error):
-                    refused = str(error)  # as it will be for the others
+                if error.lasting:
+                    refused = str(error)
         for point, counters in zip(mine, counts, strict=True):
             result = with_counters(attempt(lambda point=point: measured(point, BUDGET_S)), counters)
             append(out, point.row(), result)

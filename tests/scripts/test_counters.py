@@ -141,17 +141,19 @@ def test_a_metric_that_ncu_does_not_know_is_left_out(ncu: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("log", "reason"),
+    ("log", "reason", "lasting"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "may not read the counters"),
-        ("==ERROR== The application returned an error code (1).", "ncu: The application returned"),
-        ("==WARNING== No kernels were profiled.", "ncu counted nothing: exit code 0"),
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "may not read the counters", True),
+        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "ncu: Failed to initialize", True),
+        ("==ERROR== The application returned an error code (1).", "ncu: The application returned", False),
+        ("==WARNING== No kernels were profiled.", "ncu counted nothing: exit code 0", False),
     ],
 )
-def test_why_ncu_counts_nothing(ncu: Any, log: str, reason: str) -> None:
+def test_why_ncu_counts_nothing(ncu: Any, log: str, reason: str, lasting: bool) -> None:
     ncu(log)
-    with pytest.raises(counters.NoCounters, match=reason):
+    with pytest.raises(counters.NoCounters, match=reason) as refused:
         counters.count(["python"])
+    assert refused.value.lasting == lasting
 
 
 def test_without_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from model.flops import AttentionSize, Gpu, fa1_traffic, tiled_traffic
 from ops import nvrtc
-from scripts import ceilings, ladder, roofline, roofline_plot, roofline_report
+from scripts import ceilings, counters, ladder, roofline, roofline_plot, roofline_report
 from scripts.bench_points import Shape
 from scripts.ladder import STAGES, Launch, Point
 from scripts.rows import append, read
@@ -226,6 +226,23 @@ def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     first, second = read(out).values()
     assert (first["result"]["status"], first["point"]["seq_len"]) == ("oom", 1024)
     assert second["result"]["counters_from"] == "the model: --no-ncu"
+
+
+@pytest.mark.parametrize(("lasting", "asked"), [(True, 1), (False, 2)])
+def test_ncu_is_asked_again_unless_it_never_will(
+    lasting: bool, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(points: list[Point], quick: bool) -> None:
+        calls.append(points[0].stage)
+        raise counters.NoCounters("it does not count", lasting)
+
+    monkeypatch.setattr(roofline, "counted", counted)
+    monkeypatch.setattr(roofline, "measured", lambda *_: {"status": "oom", "reason": "small"})
+    arguments = ["--no-ceilings", "--stages", "cuda_naive", "cuda_fa2", "--seq-len", "512"]
+    roofline.measure(roofline.arguments(arguments), tmp_path / "x.jsonl")
+    assert len(calls) == asked
 
 
 MEANT = {
