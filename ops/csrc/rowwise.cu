@@ -7,8 +7,8 @@
 // K is loaded in neighbouring addresses, as the lanes of a warp share a key and add their parts up by shuffles.
 //
 // HBM traffic: Q, K, V and out once, 16 N D bytes a head, as long as K and V of the heads in flight fit into the L2.
-// But every block reads all of K and V: 8 N^2 D bytes a head come from L2, D / 2 times what `naive` moved. Two FLOPs for
-// a 4-byte load: that is what this stage waits for, and what tiles put right (tiled.cu).
+// But every block reads all of K and V: 8 N^2 D bytes a head come from L2, D / 2 times what `naive` moved. Two FLOPs
+// for a 4-byte load: that is what this stage waits for, and what tiles put right (tiled.cu).
 //
 // Limits: the keys that a query may see have to fit into a block's shared memory, 4 bytes each: 57,600 on an H200. Any
 // head dim. Causal or not, Tq different from Tk, GQA, lse; forward only.

@@ -1,9 +1,9 @@
 // Stage 3, tiled: FlashAttention in fp32. Tiles of queries and keys in shared memory, an online softmax, products in
 // registers; exact fp32 (FMA units, no TF32).
 //
-// Idea: a block owns QUERIES queries, WARP_ROWS a warp, and walks over the keys, a tile of OTHERS at a time. The softmax
-// of a row needs its maximum m and sum l only in the end; on the way, whenever a tile brings a larger maximum, what is
-// there is rescaled (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1):
+// Idea: a block owns QUERIES queries, WARP_ROWS a warp, and walks over the keys, a tile of OTHERS at a time. The
+// softmax of a row needs its maximum m and sum l only in the end; on the way, whenever a tile brings a larger maximum,
+// what is there is rescaled (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1):
 //     m' = max(m, rowmax S);  P = exp(S - m');  l = l e^(m - m') + rowsum P;  O = O e^(m - m') + P V
 //
 // New since `rowwise`: a tile of K or V serves all queries of the block, and a value in a register a whole column of a
