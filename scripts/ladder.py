@@ -184,8 +184,9 @@ def program(points: list[Point]) -> list[str]:
     return [sys.executable, str(Path(__file__).resolve()), json.dumps([asdict(point) for point in points])]
 
 
-def counted(points: list[Point], quick: bool) -> list[dict[str, float] | str]:
-    """For each point what ncu has counted, or why it has not. All of one program, as ncu is slow to start.
+def counted(points: list[Point], quick: bool) -> list[dict[str, Any] | str]:
+    """For each point what ncu has counted, or why it has not; `by_kernel` where a call has several. All come
+    from one program, as ncu is slow to start.
 
     Raises:
         NoCounters: for none of them.
@@ -193,15 +194,16 @@ def counted(points: list[Point], quick: bool) -> list[dict[str, float] | str]:
     from scripts.counters import count, gathered
 
     said, launches = count(program(points), quick)
-    found: list[dict[str, float] | str] = []
+    found: list[dict[str, Any] | str] = []
     for line in said.splitlines():
         if line.startswith('{"launched"'):
             answer = json.loads(line)
             number = answer["launched"]
             mine, launches = launches[:number], launches[number:]
-            found.append(
-                gathered(counts for _, counts in mine) or answer["reason"] or "ncu has no launch of it"
-            )
+            counts: dict[str, Any] = gathered(of_it for _, of_it in mine)
+            if counts and number > 1:
+                counts["by_kernel"] = {name: gathered([of_it]) for name, of_it in mine}
+            found.append(counts or answer["reason"] or "ncu has no launch of it")
     return found + ["the program ended before it"] * (len(points) - len(found))
 
 

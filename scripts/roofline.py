@@ -100,7 +100,7 @@ def measure_ceilings(out: Path) -> None:
         append(out, {"study": "roofline", "implementation": "ceiling", "pass": name}, result)
 
 
-def with_counters(result: dict[str, Any], counts: dict[str, float] | str) -> dict[str, Any]:
+def with_counters(result: dict[str, Any], counts: dict[str, Any] | str) -> dict[str, Any]:
     """A row's result with what ncu counted, or the reason why it did not."""
     if result["status"] != "ok":
         return result
@@ -127,15 +127,15 @@ def measure(options: argparse.Namespace, out: Path) -> None:
         measure_ceilings(out)
         say("ceilings")
     for mine in points(options):
-        counts: list[dict[str, float] | str] = [refused or ""] * len(mine)
+        counts: list[dict[str, Any] | str] = [refused or ""] * len(mine)
         if refused is None:
             try:
                 counts = counted(mine, options.quick)
                 say(f"{mine[0].stage}: counted by ncu")
-            except NoCounters as error:
+            except Exception as error:  # times and the model are worth having without
                 counts = [str(error)] * len(mine)
                 say(f"{mine[0].stage}: {error}; from the model")
-                if error.lasting:
+                if isinstance(error, NoCounters) and error.lasting:
                     refused = str(error)
         for point, counters in zip(mine, counts, strict=True):
             result = with_counters(attempt(lambda point=point: measured(point, BUDGET_S)), counters)

@@ -108,7 +108,8 @@ def tables(rows: list[Row]) -> None:
         "stage|T|ms|TFLOP/s|DRAM read|model|written|model|L2|model|shared|% of threads|registers|counted by"
     )
     for group, mine in groups(rows).items():
-        show(f"{title(group)}: GB moved", columns, map(_stage_line, mine))
+        lines = (line for row in mine for line in (_stage_line(row), *_kernel_lines(row)))
+        show(f"{title(group)}: GB moved", columns, lines)
     columns = (
         "Br x Bc x warps, blocks|T|ms|TFLOP/s|registers|spilled|shared, KiB|of an SM|% of threads|counted"
     )
@@ -150,6 +151,15 @@ def _stage_line(row: Row) -> list[str]:
     times = [f"{result['ms_median']:.3f}", f"{result['tflops']:.1f}"]
     by = "ncu" if counts else "model"
     return [*start, *times, *cells, _gb(counts.get("shared_bytes")), occupied, registers, by]
+
+
+def _kernel_lines(row: Row) -> Iterator[list[str]]:
+    """What ncu counted of each kernel of a call that has several."""
+    for name, of in ((row["result"].get("counters") or {}).get("by_kernel") or {}).items():
+        cells = [cell for field in (*DRAM, "l2_bytes") for cell in (_gb(of.get(field)), "")]
+        took = "" if "ms" not in of else f"{of['ms']:.3f}"
+        occupied = "" if "occupancy_percent" not in of else f"{of['occupancy_percent']:.0f}"
+        yield [f"  {name.split('_')[-1]}", "", took, "", *cells, _gb(of.get("shared_bytes")), occupied]
 
 
 def _tile_line(row: Row) -> list[str]:

@@ -120,6 +120,8 @@ def test_ncu_counts_each_point_of_a_program(ncu: Any) -> None:
     points = [Point("cuda_naive", Shape(1, 32, 32, n, 128, True, "fp32")) for n in (1024, 16384, 32768)]
     first, *others = ladder.counted(points, quick=False)
     assert first["dram_read_bytes"] == pytest.approx(1.235e9)
+    softmax = first["by_kernel"]["tilegpt_naive_softmax"]
+    assert softmax == {"dram_read_bytes": 5e5, "l2_bytes": 24 * 32, "ms": 0.5, "occupancy_percent": 25.5}
     assert others == ["CUDA out of memory", "the program ended before it"]
 
 

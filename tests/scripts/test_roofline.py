@@ -146,6 +146,8 @@ def result_of(point: Point, ms: float, counted: float | None) -> dict[str, Any]:
     counts = {name: counted * value for name, value in model.items()} if counted else "no ncu"
     if counted:
         counts |= {"occupancy_percent": 12.0, "shared_bytes": 1e9}
+        if point.stage == "cuda_naive":
+            counts["by_kernel"] = {"tilegpt_naive_softmax": {"dram_read_bytes": 7.125e9}}
     return roofline.with_counters(found, counts)
 
 
@@ -193,6 +195,7 @@ def test_tables_from_rows(rows: Path, capsys: pytest.CaptureFixture[str]) -> Non
     roofline_report.tables(list(read(rows).values()))
     said = capsys.readouterr().out
     assert "batch 1, 32 heads, D 128, causal: GB moved" in said
+    assert "  softmax" in said and "7.125" in said
     assert "128 x 64 x 4, 2" in said and "latency_l2" in said
     assert "MORE THAN 25% OFF  cuda_naive, 16k" in said
     assert "ok  cuda_fa2, 4k" in said and "1.10 of the model's" in said
