@@ -14,6 +14,8 @@ struct Params {
 
 static_assert(sizeof(Params) == PARAMS_BYTES, "scripts/ceilings.py and struct Params differ");
 
+#define KERNEL(name, threads) \
+    extern "C" __global__ void __launch_bounds__(threads) tilegpt_ceiling_##name(const __grid_constant__ Params p)
 #define THREADS 256
 #define CHAINS 8             // independent results of a thread, to hide the latency of each
 #define SHARED_BYTES 32768   // of the shared-memory kernels
@@ -27,7 +29,7 @@ __device__ __forceinline__ void finish(const Params &p, long long began, float x
 }
 
 // Tensor cores: mma.sync, 16 x 8 x 16 in bf16, 4,096 FLOPs a warp, CHAINS sums side by side.
-extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_mma(const __grid_constant__ Params p) {
+KERNEL(mma, THREADS) {
     unsigned a[4], b[2];
     // bf16 pairs in [1, 2) of either sign: zeros would cost less power
     for (int i = 0; i < 4; i++) a[i] = (threadIdx.x * 2654435761u + i * 40503u) & 0x807f807fu | 0x3f803f80u;
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_mma(const 
 }
 
 // FMA in fp32: 2 FLOPs a thread and chain.
-extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_fma(const __grid_constant__ Params p) {
+KERNEL(fma, THREADS) {
     float x[CHAINS];
     for (int i = 0; i < CHAINS; i++) x[i] = threadIdx.x + i;
     const long long began = clock64();
@@ -60,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_fma(const 
 }
 
 // exp2, one a thread and chain.
-extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_exp2(const __grid_constant__ Params p) {
+KERNEL(exp2, THREADS) {
     float x[CHAINS];
     for (int i = 0; i < CHAINS; i++) x[i] = -1.0f - (threadIdx.x + i) * 1e-3f;
     const long long began = clock64();
@@ -74,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_exp2(const
 
 // Reads `data`, all blocks together, `steps` times: DRAM's bandwidth where it exceeds the L2, else the L2's. Loads pass
 // by the L1 (.cg), CHAINS of them in flight; `size` is a multiple of what the grid loads at once.
-extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_read(const __grid_constant__ Params p) {
+KERNEL(read, THREADS) {
     const long long first = (long long)blockIdx.x * THREADS + threadIdx.x, at_once = (long long)gridDim.x * THREADS;
     unsigned sum = 0;
     const long long began = clock64();
@@ -93,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_read(const
 }
 
 // Reads shared memory without conflicts, 16 bytes a thread and chain.
-extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_shared(const __grid_constant__ Params p) {
+KERNEL(shared, THREADS) {
     __shared__ uint4 tile[SHARED_BYTES / 16];
     for (int i = threadIdx.x; i < SHARED_BYTES / 16; i += THREADS) tile[i] = make_uint4(i, p.steps, i, i);
     __syncthreads();
@@ -115,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_ceiling_shared(con
 
 // One thread follows a chain of addresses that begins at `data`. A load waits for the one before, so a step is a latency:
 // the L2's or DRAM's, by how much memory the chain goes through.
-extern "C" __global__ void __launch_bounds__(1) tilegpt_ceiling_chase(const __grid_constant__ Params p) {
+KERNEL(chase, 1) {
     const uint4 *at = p.data;
     const long long began = clock64();
     for (int step = 0; step < p.steps; step++) asm volatile("ld.global.cg.u64 %0, [%0];\n" : "+l"(at));
@@ -123,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(1) tilegpt_ceiling_chase(const __gr
 }
 
 // The same in shared memory.
-extern "C" __global__ void __launch_bounds__(1) tilegpt_ceiling_chase_shared(const __grid_constant__ Params p) {
+KERNEL(chase_shared, 1) {
     __shared__ unsigned chain[1024];
     const unsigned base = shared_address(chain);
     for (int i = 0; i < 1024; i++) chain[i] = base + (i * 4 + 132) % 4096;
