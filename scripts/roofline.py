@@ -33,11 +33,12 @@ BUDGET_S = 0.05  # of measured time a point
 # fa2's tiles: queries, keys, warps of a block, blocks that are to share a multiprocessor.
 TILES = [
     (br, bc, warps, blocks)
-    for br in (64, 128)
+    for br in (64, 128, 256)
     for bc in (32, 64, 128)
     for warps in (4, 8)
     for blocks in (1, 2)
-    if br % (16 * warps) == 0 and not (bc == 128 and blocks == 2)  # K and V of 128 keys leave room for one
+    # a warp has one or two rows of tensor cores' tiles; D = 128 leaves room for so many rows of Q, K and V
+    if br // warps in (16, 32) and blocks * (br + 4 * bc) <= 900
 ]
 
 

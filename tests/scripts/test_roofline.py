@@ -286,7 +286,11 @@ def test_ceilings_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_point_on_a_gpu() -> None:
-    found = ladder.measured(Point("cuda_naive", shape(512, "fp32")), 0.01)
-    assert set(found["kernels"]) == {f"tilegpt_naive_{step}" for step in ("scores", "softmax", "output")}
-    assert found["ms_median"] > 0 and found["model"]["dram_read_bytes"] >= 3 * 32 * 512 * 128 * 4
+@pytest.mark.parametrize(
+    ("stage", "dtype", "tile"), [("naive", "fp32", None), ("fa2", "bf16", (64, 64, 4, 2))]
+)
+def test_a_point_on_a_gpu(stage: str, dtype: str, tile: tuple[int, int, int, int] | None) -> None:
+    found = ladder.measured(Point(f"cuda_{stage}", shape(512, dtype), tile), 0.01)
+    steps = {"naive": ("scores", "softmax", "output"), "fa2": ("forward",)}[stage]
+    assert set(found["kernels"]) == {f"tilegpt_{stage}_{step}" for step in steps}
+    assert found["ms_median"] > 0 and found["model"]["dram_read_bytes"] >= 3 * 32 * 512 * 128 * 2
