@@ -172,19 +172,19 @@ def naive_traffic(
     """ops/csrc/naive.cu, from cold caches in each of its three kernels; a thread owns `strip` queries. S is
     4 Tq Tk bytes a head, written, read and written, and read, masked or not; to which add:
 
-    - scores: blocks walk the keys of all heads before they turn to the next 8 strips of queries, so K comes
-      from DRAM for each of these, unless it fits in the L2 with the rows of S that are written meanwhile;
+    - scores: blocks walk the keys of a head before they turn to the next 8 strips of its queries, so its K
+      comes from DRAM once, if it fits in the L2 with the rows of S that are written meanwhile;
     - softmax: walks each row three times, `softmax_blocks` rows at a time on the GPU. The second and third
       walk are reads from L2 if these rows overflow the L1s, and from DRAM if they overflow the L2;
-    - output: `output_blocks` blocks at a time, of all heads side by side, walk V in step: V comes once for
-      each such wave.
+    - output: `output_blocks` blocks at a time, head after head, walk V in step: V comes once for each wave
+      that a head's blocks take.
     """
     size_of_row, heads = 4 * size.tk, size.batch * size.heads
     matrix, rows = heads * size.tq * size_of_row, 8 * strip
     tiles = math.ceil(size.tq / rows)
     token = size.head_dim * size.value_bytes
 
-    again = (tiles - 1) * missed(size.k_bytes + rows * heads * size_of_row, gpu.l2_bytes)
+    again = (tiles - 1) * missed(size.tk * token + rows * size_of_row, gpu.l2_bytes)
     reads = size.q_bytes + size.k_bytes * (1 + again)
     from_l2 = heads * math.ceil(size.tk / 32) * tiles * (32 + rows) * token
     scores = kernel_traffic(reads, matrix, from_l2 + matrix, gpu)
@@ -196,8 +196,8 @@ def naive_traffic(
 
     rows = strip * (256 // math.ceil(size.head_dim / 4))
     blocks = heads * math.ceil(size.tq / rows)
-    walked = size.k_bytes + min(output_blocks, blocks) * rows * size_of_row
-    again = (math.ceil(blocks / output_blocks) - 1) * missed(walked, gpu.l2_bytes)
+    walked = size.tk * token + min(output_blocks, blocks) * rows * size_of_row
+    again = (math.ceil(blocks / heads / output_blocks) - 1) * missed(walked, gpu.l2_bytes)
     from_l2 = matrix + blocks * size.tk * token
     output = kernel_traffic(matrix + size.k_bytes * (1 + again), size.q_bytes, from_l2 + size.q_bytes, gpu)
     return scores + softmax + output

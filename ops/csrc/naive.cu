@@ -20,12 +20,14 @@
 #define ROW_THREADS ((HEAD_DIM + 3) / 4)
 #define STRIPS_AT_ONCE (THREADS / ROW_THREADS)
 
-// S = scale * Q K^T, -inf where a query does not see a key. Grid: (B * Hq * n_tiles, tiles of 8 strips), where a tile
-// is 32 keys, one for each lane; every warp has a strip of queries of its own.
+// S = scale * Q K^T, -inf where a query does not see a key. Grid: B * Hq * tiles of 8 strips * n_tiles, where a tile is
+// 32 keys, one for each lane; every warp has a strip of queries of its own. Head after head, so that its K, which every
+// tile of queries reads again, stays in the L2.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const __grid_constant__ Params p) {
-    const int head = blockIdx.x / p.n_tiles, b = head / p.heads, h = head % p.heads;
+    const int query_tiles = ceil_div(p.tq, WARPS * STRIP), tile = blockIdx.x / p.n_tiles;
+    const int head = tile / query_tiles, b = head / p.heads, h = head % p.heads;
     const int j = blockIdx.x % p.n_tiles * 32 + threadIdx.x % 32;
-    const int i0 = (blockIdx.y * WARPS + threadIdx.x / 32) * STRIP;
+    const int i0 = (tile % query_tiles * WARPS + threadIdx.x / 32) * STRIP;
     if (i0 >= p.tq || j >= p.tk) return;
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
@@ -67,23 +69,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_softmax(cons
     if (threadIdx.x == 0) p.lse[blockIdx.x] = l > 0.0f ? m + logf(l) : -INFINITE;
 }
 
-// out = P V. Grid: (B * Hq, tiles of STRIPS_AT_ONCE strips). Neighbouring threads own neighbouring columns of V.
+// out = P V. Grid: B * Hq * tiles of STRIPS_AT_ONCE strips, head after head. Neighbouring threads own neighbouring columns
+// of V.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const __grid_constant__ Params p) {
-    const int head = blockIdx.x, b = head / p.heads, h = head % p.heads;
+    const int tiles = ceil_div(p.tq, STRIPS_AT_ONCE * STRIP);
+    const int head = blockIdx.x / tiles, b = head / p.heads, h = head % p.heads;
     const int d = threadIdx.x % ROW_THREADS * 4, strip = threadIdx.x / ROW_THREADS;
-    const int i0 = (blockIdx.y * STRIPS_AT_ONCE + strip) * STRIP;
+    const int i0 = (blockIdx.x % tiles * STRIPS_AT_ONCE + strip) * STRIP;
     if (strip >= STRIPS_AT_ONCE || i0 >= p.tq) return;
     const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
     const float *probs = p.scratch + ((long long)head * p.tq + i0) * p.tk;
 
+    // Sums of 32 keys each round less than one of all.
     float4 sums[STRIP] = {};
-    for (int j = 0; j < p.tk; ++j) {
-        const float4 x = load4(v + j * p.v_stride.t, d);
+    for (int first = 0; first < p.tk; first += 32) {
+        float4 part[STRIP] = {};
+        for (int j = first; j < min_of(first + 32, p.tk); ++j) {
+            const float4 x = load4(v + j * p.v_stride.t, d);
 #pragma unroll
-        for (int r = 0; r < STRIP; ++r) {
-            const float w = probs[(long long)min_of(r, p.tq - 1 - i0) * p.tk + j];
-            sums[r].x += w * x.x, sums[r].y += w * x.y, sums[r].z += w * x.z, sums[r].w += w * x.w;
+            for (int r = 0; r < STRIP; ++r) {
+                const float w = probs[(long long)min_of(r, p.tq - 1 - i0) * p.tk + j];
+                part[r].x += w * x.x, part[r].y += w * x.y, part[r].z += w * x.z, part[r].w += w * x.w;
+            }
         }
+#pragma unroll
+        for (int r = 0; r < STRIP; ++r)
+            sums[r].x += part[r].x, sums[r].y += part[r].y, sums[r].z += part[r].z, sums[r].w += part[r].w;
     }
     element *out = p.out + b * p.out_stride.b + h * p.out_stride.h;
 #pragma unroll

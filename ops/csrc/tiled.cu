@@ -82,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
                 s[r][c] = score_of(p, s[r][c], i0 + row + 4 * r, start + col + 8 * c, diagonal, slope, capped);
             }
         if (start < range.full_lo || start >= range.full_hi) mask(p, s, b, i0 + row, start + col, keys, diagonal);
+        float rescale[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             // m begins at the least number, not at -inf: exp(-inf - m) is 0, and never NaN.
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
 #pragma unroll
             for (int c = 0; c < COLS; ++c) largest = fmaxf(largest, s[r][c]);
             largest = reduce_row<Max>(largest);
-            const float rescale = expf(before - largest);
+            rescale[r] = expf(before - largest);
 #if DROPOUT
             const unsigned row_key = absorb(dropout_key, (unsigned)(i0 + row + 4 * r));
 #endif
@@ -103,17 +104,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
 #endif
             }
             sum = reduce_row<Sum>(sum);
-            if (col == r) m = largest, l = l * rescale + sum;
-#pragma unroll
-            for (int n = 0; n < FLOAT4S; ++n)
-                o[r][n].x *= rescale, o[r][n].y *= rescale, o[r][n].z *= rescale, o[r][n].w *= rescale;
+            if (col == r) m = largest, l = l * rescale[r] + sum;
         }
         store_weights(weights, row, col, s);
         wait_for_copies();
         __syncthreads();  // V and P are there, and nobody still reads K
         if (start + OTHERS < range.hi)
             load_tile<OTHERS, BY_8>(k_tile, k, p.k_stride.t, start + OTHERS, range.hi);
-        accumulate<ROWS, 0>(o, weights, row, v_tile, col);
+        // A sum for each tile takes no more instructions; one over 239 keys erred 2.4 times as much as PyTorch's.
+        float4 of_tile[ROWS][FLOAT4S] = {};
+        accumulate<ROWS, 0>(of_tile, weights, row, v_tile, col);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int n = 0; n < FLOAT4S; ++n) {
+                float4 &sum = o[r][n], &more = of_tile[r][n];
+                sum.x = sum.x * rescale[r] + more.x, sum.y = sum.y * rescale[r] + more.y;
+                sum.z = sum.z * rescale[r] + more.z, sum.w = sum.w * rescale[r] + more.w;
+            }
     }
     wait_for_copies();
 
