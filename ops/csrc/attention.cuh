@@ -67,6 +67,11 @@ __device__ __forceinline__ int min_of(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int max_of(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// The (T, D) matrix of head h of batch row b.
+template <typename T> __device__ __forceinline__ T *matrix_of(T *x, const Strides &stride, int b, int h) {
+    return x + b * stride.b + h * stride.h;
+}
+
 // Keys that batch row b has: Tk, or its length.
 __device__ __forceinline__ int keys_of(const Params &p, int b) {
 #if LENGTHS
@@ -152,8 +157,8 @@ __device__ __forceinline__ KeyRange key_range(const Params &p, int i0, int rows,
     return range;
 }
 
-// Queries lo .. hi see some of the keys j0 .. j0 + cols; those of tiles within full_lo .. full_hi see all. (j0 is within
-// `keys`.) All but hi are multiples of `tile`. first and end bound the queries of the keys' documents.
+// Queries lo .. hi see some of the keys j0 .. j0 + cols; those of tiles within full_lo .. full_hi see all. (j0 is
+// within `keys`.) All but hi are multiples of `tile`. first and end bound the queries of the keys' documents.
 struct QueryRange {
     int lo, full_lo, full_hi, hi;
 };
@@ -190,8 +195,8 @@ __device__ __forceinline__ QueryRange query_range(const Params &p, int j0, int c
     return range;
 }
 
-// The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and within
-// them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST.
+// The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and
+// within them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST.
 __device__ __forceinline__ void unswizzle(const Params &p, int index, int n_heads, bool last_first, int &tile,
                                           int &head) {
     int first = index / (p.grouped * p.n_tiles) * p.grouped;

@@ -1,8 +1,8 @@
 // What a GPU gives at most: each kernel keeps one unit busy and nothing else, so that the stages of the ladder can be
 // held against it (scripts/ceilings.py; no attention calls these).
 //
-// A kernel does the same `steps` times over. `cycles` gets the clocks of each block, which tell the rate per clock apart
-// from what the clock was. What is computed is stored only where it cannot be, for the compiler not to drop it.
+// A kernel does the same `steps` times over. `cycles` gets the clocks of each block, which tell the rate per clock
+// apart from what the clock was. What is computed is stored only where it cannot be, for the compiler not to drop it.
 struct Params {
     const uint4 *data;       // what the memory kernels read
     long long *cycles;       // (blocks,)
@@ -115,8 +115,8 @@ KERNEL(shared, THREADS) {
     finish(p, began, __uint_as_float(sum & 0x7fffffffu));
 }
 
-// One thread follows a chain of addresses that begins at `data`. A load waits for the one before, so a step is a latency:
-// the L2's or DRAM's, by how much memory the chain goes through.
+// One thread follows a chain of addresses that begins at `data`. A load waits for the one before, so a step is a
+// latency: the L2's or DRAM's, by how much memory the chain goes through.
 KERNEL(chase, 1) {
     const uint4 *at = p.data;
     const long long began = clock64();

@@ -99,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     for (int i = threadIdx.x / 32 * 16; i < p.padded_tq; i += WARPS * 16)
         for (int n = 0; n < ACROSS; n++) slab(p, first_row + i)[n * 32] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-    const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
-    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
-    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const element *q = matrix_of(p.q, p.q_stride, b, h);
+    const element *k = matrix_of(p.k, p.k_stride, b, h / GROUP);
+    const element *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
     const int ahead = team * QLoader::STEP;  // rows by which a team's threads are further than a loader's should be
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const float c = exponent_scale(p);
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
         }
     }
     __syncthreads();
-    element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + lane % 4 * 2;
+    element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
     for (int x = threadIdx.x / 32; x * 8 < p.tq; x += WARPS) {  // 8 rows a warp
         const int half = x % 2, i = x * 8 + lane / 4;
         if (i >= p.tq) continue;

@@ -1,15 +1,15 @@
 // FlashAttention-2, forward (Dao 2023, algorithm 1), in our own words.
 //
-// Idea. A block owns BR queries of one head and walks the keys that any of them sees, BC at a time; each warp owns whole
-// rows, so maximum and sum of a row stay inside four lanes and warps share nothing but K and V.
+// Idea. A block owns BR queries of one head and walks the keys that any of them sees, BC at a time; each warp owns
+// whole rows, so maximum and sum of a row stay inside four lanes and warps share nothing but K and V.
 // New since fa1. The grid runs over the sequence too; queries are split over the warps, not keys, so no partial sums
 // meet in shared memory; O, m and l stay in registers and O is divided once, at the end; the next K and V arrive by
 // cp.async while this tile is computed, with one barrier a tile; tiles are swizzled, so that ldmatrix has no conflicts.
-// HBM traffic. Q and O once; K and V once per head as long as the heads at work fit in the L2 (unswizzle), though
-// Tq / BR times from there; lse. Nothing of size Tq x Tk.
+// HBM traffic. Q and O once; K and V once per head as long as the heads at work fit in the L2 (unswizzle), though Tq /
+// BR times from there; lse. Nothing of size Tq x Tk.
 // Limits. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer.
-// The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), ALIGNED (all rows begin at 16 bytes), and SCALE_FIRST
-// (where the maximum of the scaled scores is not the scaled maximum).
+// The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), ALIGNED (all rows begin at 16 bytes), and
+// SCALE_FIRST (where the maximum of the scaled scores is not the scaled maximum).
 #include "scores.cuh"
 
 #define THREADS (WARPS * 32)
@@ -22,8 +22,8 @@ struct Rows {
 };
 
 // Online softmax: s becomes exp2(c s - c m) and l goes on. m follows the maximum only when that has grown by more than
-// 2^8 for one of the warp's rows (the division at the end absorbs what m is), so that o is rescaled in the first tiles and
-// then hardly ever: 2 D multiplications a tile and thread, an eighth of all instructions at D = 128.
+// 2^8 for one of the warp's rows (the division at the end absorbs what m is), so that o is rescaled in the first tiles
+// and then hardly ever: D multiplications a tile and thread, an eighth of all instructions at D = 128.
 __device__ __forceinline__ void soften(Sums<TILES, BC / 16> &s, Sums<TILES, D_STEPS> &o, Rows &rows, float c) {
     float most[TILES][2];
     bool grew = false;
@@ -44,7 +44,8 @@ __device__ __forceinline__ void soften(Sums<TILES, BC / 16> &s, Sums<TILES, D_ST
         for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float rescale = most[t][half] == -INFINITE ? 1.0f : exp2_of((rows.m[t][half] - most[t][half]) * c);
+                const float behind = rows.m[t][half] - most[t][half];
+                const float rescale = most[t][half] == -INFINITE ? 1.0f : exp2_of(behind * c);
                 rows.m[t][half] = most[t][half], rows.l[t][half] *= rescale;
 #pragma unroll
                 for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
@@ -87,9 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         for (int half = 0; half < 2; half++)
             row_key[t][half] = absorb(of_head, (unsigned)(i_first + t * 16 + half * 8 + lane / 4));
 #endif
-    Loader<BR, THREADS>(p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
-    Loader<BC, THREADS> next_k(p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h, p.k_stride.t, range.lo);
-    Loader<BC, THREADS> next_v(p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h, p.v_stride.t, range.lo);
+    Loader<BR, THREADS>(matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, range.lo);
     auto load = [&](int start, int odd) {
         next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
         next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
@@ -131,8 +132,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #pragma unroll
         for (int t = 0; t < TILES; t++)
             for (int n = 0; n < BC / 8; n++)
-                for (int e = 0; e < 4; e++)
-                    if (!kept(row_key[t][e / 2], start + n * 8 + lane % 4 * 2 + e % 2, p.threshold)) s.c[t][n][e] = 0.0f;
+                for (int e = 0; e < 4; e++) {
+                    const int j = start + n * 8 + lane % 4 * 2 + e % 2;
+                    if (!kept(row_key[t][e / 2], j, p.threshold)) s.c[t][n][e] = 0.0f;
+                }
 #endif
         add_product(o, s, rows_first, v_tile + odd * TILE_BYTES);  // O += P V
     }
@@ -152,6 +155,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
             for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= divided, o.c[t][n][2 * half + 1] *= divided;
         }
     // A warp's rows of Q are its own: O goes out over them.
-    element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + (long long)i_first * p.out_stride.t;
+    element *out = matrix_of(p.out, p.out_stride, b, h) + (long long)i_first * p.out_stride.t;
     store_rows<TILES>(q_rows, out, p.out_stride.t, p.tq - i_first, o);
 }

@@ -1,9 +1,9 @@
 // FlashAttention-2, backward (Dao 2023, algorithm 2), in our own words.
 //
-// Idea. P is computed again from lse; nothing of size Tq x Tk was kept. A block owns BC keys of one key head, holds their
-// dK and dV in registers and walks the queries, BR at a time, of every head of the group (grouped heads need no copy and
-// no sum). A tile takes five products: S = Q K^T and dP = dO V^T; then, with P and dS = P (dP - delta) passed through
-// shared memory, dV += P^T dO, dK += dS^T Q and dQ = dS K.
+// Idea. P is computed again from lse; nothing of size Tq x Tk was kept. A block owns BC keys of one key head, holds
+// their dK and dV in registers and walks the queries, BR at a time, of every head of the group (grouped heads need no
+// copy and no sum). A tile takes five products: S = Q K^T and dP = dO V^T; then, with P and dS = P (dP - delta) passed
+// through shared memory, dV += P^T dO, dK += dS^T Q and dQ = dS K.
 // dQ. A tile of queries is met by many blocks: each adds its part to an fp32 accumulator in global memory (four numbers
 // at a time where the GPU can), laid out as the registers lie, so that a warp adds 512 bytes in a row; a last kernel
 // rounds it. Without ATOMIC, fa2_backward_dq.cu computes dQ in a pass of its own: seven products, and the same bits.
@@ -75,14 +75,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     QueryRange range = {0, 0, 0, 0};
     if (real > 0) range = query_range(p, j0, real, diagonal, BR, first, end);
 
-    Loader<BC, THREADS>(p.k + b * p.k_stride.b + kv_head * p.k_stride.h, p.k_stride.t, j0)
+    Loader<BC, THREADS>(matrix_of(p.k, p.k_stride, b, kv_head), p.k_stride.t, j0)
         .load(k_tile, p.k_stride.t, keys - j0);
-    Loader<BC, THREADS>(p.v + b * p.v_stride.b + kv_head * p.v_stride.h, p.v_stride.t, j0)
+    Loader<BC, THREADS>(matrix_of(p.v, p.v_stride, b, kv_head), p.v_stride.t, j0)
         .load(v_tile, p.v_stride.t, keys - j0);
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
     const int first_head = kv_head * GROUP, n_rows = ceil_div(range.hi - range.lo, BR) * BR;
-    Loader<BR, THREADS> next_q(p.q + b * p.q_stride.b + first_head * p.q_stride.h, p.q_stride.t, range.lo);
-    Loader<BR, THREADS> next_do(p.dout + b * p.dout_stride.b + first_head * p.dout_stride.h, p.dout_stride.t, range.lo);
+    Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, range.lo);
+    Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, range.lo);
     const float *next_lse2 = p.lse2 + (long long)(b * p.heads + first_head) * p.padded_tq + range.lo + threadIdx.x * 4;
     const long long to_delta = p.delta - p.lse2 - BR;
     auto load = [&](int stage, int i) {
@@ -141,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                 for (int n = 0; n < Q_COLUMNS / 16; n++)
 #pragma unroll
                     for (int half = 0; half < 2; half++)
-                        add_four(to + (t * PAD_D / 16 + q_column / 16 + n) * 256 + half * 128, &dq.c[t][2 * n][2 * half],
-                                 &dq.c[t][2 * n + 1][2 * half]);
+                        add_four(to + (t * D_STEPS + q_column / 16 + n) * 256 + half * 128,
+                                 &dq.c[t][2 * n][2 * half], &dq.c[t][2 * n + 1][2 * half]);
 #endif
             multiply<BR / 16, true, true>(dk, transposed, ds_tile, of_kv, q_tile);
             if (STAGES == 1) {
@@ -154,16 +154,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
         }
     wait_for_all_but<0>();
     __syncthreads();  // K and V have been read: dK and dV go out over them
-    store_gradient(dk, p.scale, k_tile, kv_row, kv_column, p.dk + b * p.dk_stride.b + kv_head * p.dk_stride.h +
-                   (long long)j0 * p.dk_stride.t, p.dk_stride.t, p.tk - j0);
-    store_gradient(dv, DROPOUT ? p.keep_scale : 1.0f, v_tile, kv_row, kv_column, p.dv + b * p.dv_stride.b +
-                   kv_head * p.dv_stride.h + (long long)j0 * p.dv_stride.t, p.dv_stride.t, p.tk - j0);
+    store_gradient(dk, p.scale, k_tile, kv_row, kv_column,
+                   matrix_of(p.dk, p.dk_stride, b, kv_head) + j0 * p.dk_stride.t, p.dk_stride.t, p.tk - j0);
+    store_gradient(dv, DROPOUT ? p.keep_scale : 1.0f, v_tile, kv_row, kv_column,
+                   matrix_of(p.dv, p.dv_stride, b, kv_head) + j0 * p.dv_stride.t, p.dv_stride.t, p.tk - j0);
 }
 
 #define LANES (PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16)  // that share a row, 8 numbers each
 
-// Before: delta = rowsum(dout * out), lse2 = lse * log2(e), infinite where the row sees no key or does not exist, so that
-// its P is 0; and the accumulator of dQ is cleared. A block takes 1,024 / LANES rows of (B, Hq, padded_tq).
+// Before: delta = rowsum(dout * out), lse2 = lse * log2(e), infinite where the row sees no key or does not exist, so
+// that its P is 0; and the accumulator of dQ is cleared. A block takes 1,024 / LANES rows of (B, Hq, padded_tq).
 extern "C" __global__ void __launch_bounds__(1024) tilegpt_fa2_backward_prepare(const __grid_constant__ Params p) {
     const long long row = (long long)blockIdx.x * (1024 / LANES) + threadIdx.x / LANES;
     const int part = threadIdx.x % LANES, head = row / p.padded_tq, i = row % p.padded_tq;
@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(1024) tilegpt_fa2_backward_prepare(
     const int b = head / p.heads, h = head % p.heads;
     float sum = 0.0f;
     if (i < p.tq && part * 8 < HEAD_DIM) {
-        const element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + i * p.out_stride.t + part * 8;
-        const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h + i * p.dout_stride.t + part * 8;
+        const element *out = matrix_of(p.out, p.out_stride, b, h) + i * p.out_stride.t + part * 8;
+        const element *dout = matrix_of(p.dout, p.dout_stride, b, h) + i * p.dout_stride.t + part * 8;
         element a[8], c[8];
 #if ALIGNED
         *(uint4 *)a = *(const uint4 *)out, *(uint4 *)c = *(const uint4 *)dout;
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fa2_backward_finish(co
     if (first >= (long long)p.batch * p.heads * p.padded_tq) return;
     const int head = first / p.padded_tq, lane = threadIdx.x % 32, b = head / p.heads, h = head % p.heads;
     const float4 *from = (const float4 *)(p.scratch + first * PAD_D) + lane;
-    element *to = p.dq + b * p.dq_stride.b + h * p.dq_stride.h;
+    element *to = matrix_of(p.dq, p.dq_stride, b, h);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = first % p.padded_tq + half * 8 + lane / 4;

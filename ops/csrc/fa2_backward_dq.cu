@@ -1,8 +1,8 @@
 // FlashAttention-2, backward, dQ by itself: the deterministic way.
 //
-// Idea. As in the forward a block owns BR queries and each warp whole rows; it walks the keys, computes P and dS again, and
-// sums dQ += dS K in registers, where dS is at once the left operand. No atomics, and no accumulator in global memory; for
-// that S and dP are computed twice, here and for dK and dV (fa2_backward.cu without ATOMIC).
+// Idea. As in the forward a block owns BR queries and each warp whole rows; it walks the keys, computes P and dS again,
+// and sums dQ += dS K in registers, where dS is at once the left operand. No atomics, and no accumulator in global
+// memory; for that S and dP are computed twice, here and for dK and dV (fa2_backward.cu without ATOMIC).
 // HBM traffic. Q, dO and dQ once, K and V once per query tile, from L2 mostly.
 // The host also defines BR, BC, WARPS, BLOCKS, ALIGNED, SCALE_FIRST as for fa2.cu.
 #include "scores.cuh"
@@ -11,24 +11,26 @@
 #define TILES (BR / WARPS / 16)
 #define TILE_BYTES (BC * ROW_BYTES)
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, dO, then two K and V
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), i_first = i0 + warp * TILES * 16;
-    const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES, k_tile = do_tile + BR * ROW_BYTES;
-    const unsigned v_tile = k_tile + 2 * TILE_BYTES, first_row = warp * TILES * 16 * ROW_BYTES;
+    const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES;
+    const unsigned k_tile = do_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
+    const unsigned first_row = warp * TILES * 16 * ROW_BYTES;
     int first = 0, end = 0;
 #if SEGMENTS
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
     const KeyRange range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, first, end);
-    Loader<BR, THREADS>(p.q + b * p.q_stride.b + h * p.q_stride.h, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
-    Loader<BR, THREADS>(p.dout + b * p.dout_stride.b + h * p.dout_stride.h, p.dout_stride.t, i0)
+    Loader<BR, THREADS>(matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
+    Loader<BR, THREADS>(matrix_of(p.dout, p.dout_stride, b, h), p.dout_stride.t, i0)
         .load(do_tile, p.dout_stride.t, p.tq - i0);
-    Loader<BC, THREADS> next_k(p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h, p.k_stride.t, range.lo);
-    Loader<BC, THREADS> next_v(p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h, p.v_stride.t, range.lo);
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, range.lo);
     auto load = [&](int start, int odd) {
         next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
         next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
@@ -60,6 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_backwa
 #pragma unroll
             for (int e = 0; e < 4; e++) dq.c[t][n][e] *= p.scale;
     // A warp's rows of Q are its own: dQ goes out over them.
-    element *to = p.dq + b * p.dq_stride.b + h * p.dq_stride.h + (long long)i_first * p.dq_stride.t;
+    element *to = matrix_of(p.dq, p.dq_stride, b, h) + (long long)i_first * p.dq_stride.t;
     store_rows<TILES>(q_tile + first_row, to, p.dq_stride.t, p.tq - i_first, dq);
 }

@@ -12,15 +12,16 @@
 #define ROW_BYTES (PAD_D * 2)
 #define D_STEPS (PAD_D / 16)  // of 16 along the head dim
 
-// Where chunk `chunk` of 16 bytes of row `row` lies in a swizzled tile of COLUMNS: chunks trade places within groups of 8,
-// or of 4, so that one chunk of 8 rows falls into 8 different groups of banks.
+// Where chunk `chunk` of 16 bytes of row `row` lies in a swizzled tile of COLUMNS: chunks trade places within groups of
+// 8, or of 4, so that one chunk of 8 rows falls into 8 different groups of banks.
 template <int COLUMNS> __device__ __forceinline__ unsigned swizzled(int row, int chunk) {
     static_assert(COLUMNS % 32 == 0, "whole groups of chunks");
     return row * COLUMNS * 2 + ((chunk ^ (COLUMNS % 64 ? (row >> 1) & 3 : row & 7)) << 4);
 }
 
-// A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. PERIOD steps along the columns differ
-// in bits of their own, so that one address serves them, and a period further, like 16 rows further, is a constant away.
+// A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. PERIOD steps along the columns
+// differ in bits of their own, so that one address serves them, and a period further, like 16 rows further, is a
+// constant away.
 template <int COLUMNS> struct LaneRows {
     static const int PERIOD = COLUMNS % 64 ? 2 : 4;
     static const int BASES = COLUMNS == 96 ? PERIOD : 1;  // of 96 a warp may have 48, and begin within a period
@@ -113,9 +114,9 @@ __device__ __forceinline__ float exp2_of(float x) {
     return y;
 }
 
-// What a thread copies of ROWS rows of a (T, D) matrix at a time: a chunk of every STEP-th row. Its addresses are worked
-// out once; a tile then takes a comparison, an addition and a copy a chunk (computing them anew took a fifth of all
-// instructions of the forward).
+// What a thread copies of ROWS rows of a (T, D) matrix at a time: a chunk of every STEP-th row. Its addresses are
+// worked out once; a tile then takes a comparison, an addition and a copy a chunk (computing them anew took a fifth of
+// all instructions of the forward).
 template <int ROWS, int THREADS> struct Loader {
     static const int LANES = PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16, STEP = THREADS / LANES;  // threads of a row; rows
     static_assert(STEP % 8 == 0, "the swizzle of a thread's chunks is the same in all its rows");

@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_softmax(cons
     if (threadIdx.x == 0) p.lse[blockIdx.x] = l > 0.0f ? m + logf(l) : -INFINITE;
 }
 
-// out = P V. Grid: B * Hq * tiles of STRIPS_AT_ONCE strips, head after head. Neighbouring threads own neighbouring columns
-// of V.
+// out = P V. Grid: B * Hq * tiles of STRIPS_AT_ONCE strips, head after head. Neighbouring threads own neighbouring
+// columns of V.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const __grid_constant__ Params p) {
     const int tiles = ceil_div(p.tq, STRIPS_AT_ONCE * STRIP);
     const int head = blockIdx.x / tiles, b = head / p.heads, h = head % p.heads;

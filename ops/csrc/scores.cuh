@@ -32,8 +32,8 @@ struct Sight {
 
 // Scores of a tile that is not seen in full, or that takes more than a scale: -inf where unseen.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void finish_scores(const Params &p, Sums<TILES, PAIRS> &s, int i_first, int j_first, int keys,
-                                              int b, int h, bool masked) {
+__device__ __forceinline__ void finish_scores(const Params &p, Sums<TILES, PAIRS> &s, int i_first, int j_first,
+                                              int keys, int b, int h, bool masked) {
     const int lane = threadIdx.x % 32;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #pragma unroll
