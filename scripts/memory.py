@@ -1,0 +1,292 @@
+"""Where the memory of a training step goes: its peak, and what was alive at that moment, by kind.
+
+    python scripts/memory.py model=tiny attention=tiled data=synthetic data.batch_size=4
+
+takes the overrides of train.py and prints `memory_split` of one step on the device at hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.allocations import PARTS, Event, Halves, Ledger, peak_of, recorder_of, storages  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+    from torch import Tensor
+
+    from attention.base import Attention
+    from model.config import GPTConfig
+    from model.gpt import GPT
+
+MIB = 2**20
+AGREE = 0.03  # how far the parts may sum up to something else than the peak
+
+
+@dataclass
+class Step:
+    """A training step on tensors that are there: `run()` is forward, backward, update, gradients set to
+    None. `training_step` makes one from a config."""
+
+    net: GPT
+    optimizer: torch.optim.Optimizer
+    run: Callable[[], Any]
+    device: torch.device
+    inputs: list[Tensor] = field(default_factory=list)
+    batch: int = 1
+    dtype: torch.dtype | None = None  # that reaches attention
+
+
+def memory_split(step: Step) -> dict[str, float]:
+    """The peak of one step and its parts, in MiB: `parameters`, `gradients`, `optimizer`, `activations`,
+    `attention`, `other` and `peak`. The parts are what was alive at the moment of the peak; each is found by
+    itself, none is the rest of the others, and they sum to the peak within AGREE (see `disagreement`).
+
+    - parameters, optimizer: the bytes of the tensors; gradients: the blocks that ended as a parameter's
+      gradient (at the peak not all of them need be there);
+    - attention: blocks allocated during the calls of an `Attention` and during their backwards, less those of
+      out, dq, dk and dv, which every implementation has to give: scores, probabilities, lse, copies;
+    - activations: blocks that the rest of forward and backward allocated: what is saved for backward, 16-bit
+      copies of the weights under autocast, logits, gradients on their way;
+    - other: what lay there before beside parameters and optimiser state (inputs, tables, workspaces), and
+      what the update takes on its way.
+
+    A compiled step has no calls to watch: its `attention` is what the implementation, compiled by itself on
+    q, k, v of the model's shapes, keeps for backward, for each layer whose backward had not begun; what it
+    takes on its way is among the activations there.
+
+    Takes two steps to warm up (optimiser state, workspaces, compilation) and two that are measured, of which
+    the first, unwatched, gives the peak. Raises torch.OutOfMemoryError as the step does.
+
+        split = memory_split(training_step(cfg))    # cfg as train.py composes it
+    """
+    for _ in range(2):
+        step.run()
+    with peak_of(step.device) as peak:
+        step.run()
+    base = _there_before(step)
+    recorder = recorder_of(step.device)
+    compiled = step.net._compiled_call_impl is not None
+    with recorder, _watched(step, recorder, calls=not compiled):
+        step.run()
+    ledger = Ledger(recorder.events(), base)
+    parts = dict(ledger.at_peak)
+    if compiled:
+        layers = step.net.config.n_layer - ledger.counted_at_peak
+        if step.net.checkpointing:
+            layers = min(layers, 1)
+        kept = MIB * attention_alone(step)["kept"] * max(layers, 0)
+        parts["attention"] += min(kept, parts["activations"])
+        parts["activations"] -= min(kept, parts["activations"])
+    # a CPU's recorder knows of no block that was there before
+    total = peak.bytes + (0 if step.device.type == "cuda" else sum(base.values()))
+    return {name: parts[name] / MIB for name in PARTS} | {"peak": total / MIB}
+
+
+def disagreement(split: dict[str, float]) -> float:
+    """By how much of the peak the parts sum up to something else: at most AGREE, or the split is not to be
+    believed."""
+    return abs(sum(split[name] for name in PARTS) / split["peak"] - 1)
+
+
+def _there_before(step: Step) -> dict[str, int]:
+    """Bytes by kind before the step."""
+    import torch
+
+    state = (x for each in step.optimizer.state.values() for x in each.values())
+    state = (x for x in state if isinstance(x, torch.Tensor) and x.device.type == step.device.type)
+    found = {
+        "parameters": sum(storages(step.net.parameters()).values()),
+        "optimizer": sum(storages(state).values()),
+    }
+    if step.device.type == "cuda":
+        other = torch.cuda.memory_allocated(step.device) - sum(found.values())
+    else:
+        other = sum(storages([*step.net.buffers(), *step.inputs]).values())
+    return found | {"other": other}
+
+
+@contextmanager
+def _watched(step: Step, recorder: Any, calls: bool) -> Iterator[None]:
+    """Marks for the recorder: gradients of parameters, the update, and the `calls` of attention."""
+    from attention.base import Attention
+
+    def is_of(kind: str, x: Tensor) -> None:
+        recorder.mark(Event("kind", x.untyped_storage().data_ptr(), kind=kind))
+
+    def window(what: str, kind: str) -> Callable[..., None]:
+        return lambda *_: recorder.mark(Event(what, kind=kind))
+
+    def forward_ends(module: Attention, inputs: tuple[Tensor, ...], out: Any) -> None:
+        is_of("activations", out)
+        recorder.mark(Event("end", kind="attention"))
+        wanted = [x for x in inputs if x.requires_grad]
+        if not wanted or not out.requires_grad:
+            return
+        left = [len(wanted)]
+
+        def gradient(grad: Tensor) -> None:
+            is_of("activations", grad)
+            left[0] -= 1
+            if not left[0]:
+                recorder.mark(Event("end", kind="attention"))
+
+        out.register_hook(window("begin", "attention"))
+        for x in wanted:
+            x.register_hook(gradient)
+
+    def is_gradient(p: Tensor) -> None:
+        address = p.grad.untyped_storage().data_ptr()
+        recorder.mark(Event("kind", address, kind="gradients", counted=id(p) in of_layers))
+
+    of_layers = {id(block.attn.c_attn.weight) for block in step.net.transformer.h}
+    learnt = [p for p in step.net.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(is_gradient) for p in learnt]
+    hooks.append(step.optimizer.register_step_pre_hook(window("begin", "other")))
+    hooks.append(step.optimizer.register_step_post_hook(window("end", "other")))
+    for module in {m for m in step.net.modules() if isinstance(m, Attention)} if calls else ():
+        hooks.append(module.register_forward_pre_hook(window("begin", "attention")))
+        hooks.append(module.register_forward_hook(forward_ends))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def attention_alone(step: Step) -> dict[str, float]:
+    """Attention by itself on random q, k, v of the step's shapes, compiled where the step is, in MiB: `kept`
+    for backward beside q, k, v and out; `forward`, the most that a forward takes beyond q, k, v and out;
+    `backward`, the most that a backward takes beyond what was kept and dq, dk and dv."""
+    import torch
+
+    config, attention = step.net.config, step.net.transformer.h[0].attn.attention
+    B, T, D = step.batch, config.seq_len, config.head_dim
+    heads = (config.n_head, config.kv_heads, config.kv_heads)
+    like = {"dtype": step.dtype, "device": step.device}
+    qkv = [torch.randn(B, T, H, D, **like).transpose(1, 2).requires_grad_() for H in heads]
+    dout = torch.randn_like(qkv[0])
+    options = config.attention_options | {"alibi_slopes": step.net.slopes, "dropout_p": config.attn_dropout}
+    call = torch.compile(attention, dynamic=False) if step.net._compiled_call_impl is not None else attention
+
+    def run(between: Callable[[], None]) -> None:
+        out = call(*qkv, **options)
+        between()
+        torch.autograd.grad(out, qkv, dout)
+
+    run(lambda: None)
+    recorder = recorder_of(step.device)
+    with recorder:
+        run(lambda: recorder.mark(Event("point")))
+    halves = Halves.of(recorder.events())
+    out_bytes, gradients = dout.nbytes, sum(x.nbytes for x in qkv)
+    found = {
+        "kept": halves.at - out_bytes,
+        "forward": halves.before - out_bytes,
+        "backward": halves.after - halves.at - gradients,
+    }
+    return {name: max(0, size) / MIB for name, size in found.items()}
+
+
+def training_step(cfg: DictConfig) -> Step:
+    """The step that train.py would run with this config, on random tokens, on the device that it would take:
+    the same model, precision, compilation, clipping and optimiser. Of the micro-batches of a step the first
+    two: later ones meet the same memory."""
+    import torch
+    from hydra.utils import instantiate
+
+    from conf.compose import build_attention
+    from model import runtime
+    from model.calls import attention_calls, require
+    from model.gpt import GPT
+    from model.lit_gpt import LitGPT
+
+    device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
+    precision = runtime.precision(cfg.precision, device)
+    dtype, config, batch = runtime.compute_dtype(precision), model_config(cfg), cfg.data.batch_size
+    attention = build_attention(cfg)
+    facts = {"device": device, "dtype": dtype, "segments": cfg.data.document_mask}
+    require(attention, [attention_calls(config, batch, batch, **facts)["training"]])
+    torch.manual_seed(cfg.seed)
+    net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
+    compile = device.type == "cuda" if cfg.compile == "auto" else cfg.compile
+    if compile:
+        net.compile(dynamic=False)
+    lit = LitGPT(net, instantiate(cfg.optim), instantiate(cfg.schedule))
+    optimizer = lit.configure_optimizers()
+    tokens = torch.randint(config.vocab_size, (2, batch, config.seq_len), device=device)
+    micro = {"input_ids": tokens[0], "targets": tokens[1]}
+    if cfg.data.document_mask:
+        micro["segments"] = torch.zeros_like(tokens[0], dtype=torch.int32)
+    repeats = min(2, runtime.accumulation(cfg.tokens_per_step, batch * config.seq_len, 1))
+
+    def run() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            for _ in range(repeats):
+                (net(**micro) / (tokens[1].numel() * repeats)).backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+            optimizer.found_inf = (~norm.isfinite()).float()
+            optimizer.grad_scale = torch.ones_like(norm)
+            if cfg.grad_clip is not None:
+                optimizer.grad_scale = torch.clamp(norm / cfg.grad_clip, min=1.0)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Step(net, optimizer, run, device, [tokens, *list(micro.values())[2:]], batch, dtype)
+
+
+def model_config(cfg: DictConfig) -> GPTConfig:
+    """The model of a config of train.py; its vocabulary is that of the corpus, as far as the config says."""
+    from model.checks import called
+    from model.config import GPTConfig
+
+    return called("model", GPTConfig, vocab_size=vocabulary(cfg), seq_len=cfg.seq_len, **cfg.model)
+
+
+def vocabulary(cfg: DictConfig) -> int:
+    """Entries of the tokenizer that the config names, before any corpus is read (a trained one may end up
+    with fewer); data=synthetic says them itself. ValueError for kind=char, which the corpus decides."""
+    if cfg.data.tokenizer is None:
+        return cfg.data.corpus.vocab_size
+    kind = cfg.data.tokenizer.kind
+    if kind == "char":
+        raise ValueError(
+            "data.tokenizer.kind=char: the vocabulary is known once the corpus is read. Use data=synthetic "
+            "data.corpus.vocab_size=65, or as many as there will be."
+        )
+    return {"gpt2": 50257, "byte": 257}.get(kind) or cfg.data.tokenizer.vocab_size
+
+
+def table(split: dict[str, float]) -> str:
+    rows = [f"{name:<12} {mib:>10,.1f} MiB {100 * mib / split['peak']:>5.1f}%" for name, mib in split.items()]
+    return "\n".join([*rows, f"the parts sum to the peak within {100 * disagreement(split):.2f}%"])
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """The config that train.py would have with these overrides."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=overrides)
+
+
+def main(arguments: list[str]) -> None:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__)
+        return
+    from conf.compose import user_errors
+
+    user_errors(lambda: print(table(memory_split(training_step(composed(arguments))))))()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
