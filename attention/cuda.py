@@ -21,7 +21,7 @@ from attention.base import (
     Capabilities,
     UnsupportedAttention,
 )
-from attention.checks import arch_name
+from attention.checks import arch_name, check_inputs
 from attention.geometry import diagonal_band
 from ops.library import register_attention
 from ops.nvrtc import missing
@@ -80,9 +80,32 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
     return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")(dout, q, *args)
 
 
+def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
+    """What Attention.forward checks; a compiled call comes here, once, while it is traced."""
+    slopes, bias, q_ids, k_ids, kv_lengths, _, _, left, right, softcap, dropout_p, _ = options
+    asked = {
+        "causal": right == 0,
+        "window": (left, right) if left >= 0 or right > 0 else None,
+        "softcap": softcap or None,
+        "alibi_slopes": slopes,
+        "bias": bias,
+        "segments": None if q_ids is None else (q_ids, k_ids),
+        "kv_lengths": kv_lengths,
+        "dropout_p": dropout_p,
+        "return_lse": False,
+    }
+    check_inputs(q, k, v, **asked)
+    attention = CudaStage(stage) if stage else CudaAttention()
+    attention.require(AttentionCall.of(q, k, v, **asked))
+
+
 _OPS = {
     stage: register_attention(
-        f"cuda_{stage}" if stage else "cuda", partial(_forward, stage), partial(_backward, stage), "CUDA"
+        f"cuda_{stage}" if stage else "cuda",
+        partial(_forward, stage),
+        partial(_backward, stage),
+        "CUDA",
+        partial(_check, stage),
     )
     for stage in (None, *STAGES)
 }

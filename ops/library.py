@@ -33,14 +33,16 @@ def register_attention(
     forward: Callable[..., tuple[Tensor, Tensor]],
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
     key: str = "CompositeExplicitAutograd",
+    check: Callable[..., None] | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op, for positional calls.
 
-    `forward(q, k, v, *options)` gives out, made by `torch.empty_like(q)`, and lse (B, Hq, Tq), contiguous,
+    `forward(q, k, v, *options)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq), contiguous,
     fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, *options, bias_grad)` gives dq, dk, dv and dbias,
-    made by `torch.empty_like` of q, k, v and bias; without `bias_grad` dbias is `q.new_empty(0)`.
-    `empty_like` keeps the order of the strides, so that a model that works in (B, T, H, D) need not copy.
-    Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels.
+    made by `empty_as` of q, k and v and `torch.empty_like` of bias; without `bias_grad` dbias is
+    `q.new_empty(0)`. Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels.
+    `check(q, k, v, *options)` is asked where torch.compile traces a call: it has traced past the checks of
+    `Attention.forward`.
     """
     _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
     _LIBRARY.define(
@@ -50,7 +52,13 @@ def register_attention(
     _LIBRARY.impl(name, forward, key)
     _LIBRARY.impl(f"{name}_backward", backward, key)
     qualified = f"tilegpt::{name}"
-    torch.library.register_fake(qualified, _fake_forward, lib=_LIBRARY)
+
+    def fake(*args: Any) -> tuple[Tensor, Tensor]:
+        if check is not None:
+            check(*args)
+        return _fake_forward(*args)
+
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     torch.library.register_fake(f"{qualified}_backward", _fake_backward, lib=_LIBRARY)
     forward_op = getattr(torch.ops.tilegpt, name).default
     backward_op = getattr(torch.ops.tilegpt, f"{name}_backward").default
@@ -83,9 +91,16 @@ def register_attention(
     return forward_op
 
 
+def empty_as(x: Tensor) -> Tensor:
+    """An uninitialised tensor like x (B, H, T, D), for a result: strides in x's order, so that a model that
+    works in (B, T, H, D) need not copy; contiguous where x overlaps itself and D would not be innermost."""
+    made = torch.empty_like(x)
+    return made if made.shape[3] == 1 or made.stride(3) == 1 else x.new_empty(x.shape)
+
+
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return empty_as(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
 def _fake_backward(
@@ -93,4 +108,4 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bias, bias_grad = options[1], options[-1]
     dbias = torch.empty_like(bias) if bias_grad else q.new_empty(0)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias
+    return empty_as(q), empty_as(k), empty_as(v), dbias

@@ -163,7 +163,7 @@ def main() -> None:
     import torch
 
     if not torch.cuda.is_available() and not (asked.plot_only and asked.out):
-        raise SystemExit("bench_ladder.py measures a GPU, and torch.cuda.is_available() is False")
+        raise SystemExit("bench_ladder.py needs a CUDA GPU: torch.cuda.is_available() is False.")
     out = asked.out or ROOT / "results" / STUDY / f"{gpu_slug(torch.cuda.get_device_name())}.jsonl"
     if not asked.plot_only:
         measure(out, asked.budget)

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("first_call.py measures a GPU, and torch.cuda.is_available() is False")
+        raise SystemExit("first_call.py needs a CUDA GPU: torch.cuda.is_available() is False.")
     if asked.child:
         print(json.dumps(child(asked.attention[0], asked.head_dim[0])))
         return

@@ -155,7 +155,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not (cuda or options.plot_only):
         raise SystemExit(
-            "roofline.py measures a GPU, and torch.cuda.is_available() is False: --plot-only draws."
+            "roofline.py needs a CUDA GPU: torch.cuda.is_available() is False. --plot-only draws."
         )
     slug = gpu_slug(torch.cuda.get_device_name()) if cuda else "h200"
     out = options.out or ROOT / "results" / "roofline" / f"{slug}.jsonl"

@@ -100,6 +100,8 @@ def _cases() -> list[Case]:
     cases += [Case("large", *shape, magnitude=8.0) for shape in (square, rectangle)]
     cases.append(Case("scale", *square, scale=0.3))
     cases.append(Case("no_key", 203, 113))
+    # Whole tiles of queries that see no key.
+    cases += [Case("no_key", 250, 40, head_dim) for head_dim in (64, 128)]
     for feature in ("kv_lengths", "segments", "window"):
         cases.append(Case("no_key", *rectangle, features=frozenset({feature}), blind=True))
     # A window that slides past the last key, with more queries than keys and no causal mask.

@@ -86,7 +86,7 @@ def test_train(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_scripts(folder: Path, command: str) -> None:
     words = shlex.split(command)[1:]
     name, arguments = Path(words[0]).stem, words[1:]
-    if name == "bench_train":
+    if name in ("bench_train", "bench_ladder", "first_call", "roofline"):
         import torch
 
         if torch.cuda.is_available():

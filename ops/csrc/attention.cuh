@@ -86,7 +86,7 @@ __device__ __forceinline__ float tanh_of(float x) {
 #if ELEMENT_KIND == float_ELEMENT
     return tanhf(x);
 #else
-    return 1.0f - 2.0f / (exp2f(x * (2.0f * LOG2E)) + 1.0f);
+    return fabsf(x) < 0.05f ? x * (1.0f - x * x * (1.0f / 3.0f)) : 1.0f - 2.0f / (exp2f(x * (2.0f * LOG2E)) + 1.0f);
 #endif
 }
 

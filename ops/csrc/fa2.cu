@@ -21,9 +21,9 @@ struct Rows {
     float m[TILES][2], l[TILES][2];  // of rows g and g + 8; l is the lane's own part
 };
 
-// Online softmax: s becomes exp2(c s - c m) and l goes on. m follows the maximum only when that has grown by more than
-// 2^8 for one of the warp's rows (the division at the end absorbs what m is), so that o is rescaled in the first tiles
-// and then hardly ever: D multiplications a tile and thread, an eighth of all instructions at D = 128.
+// Online softmax: s becomes exp2(c s - c m) and l goes on. A row's m follows its maximum only when that has grown by
+// more than 2^8 (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly
+// ever: D multiplications a tile and thread, an eighth of all instructions at D = 128.
 __device__ __forceinline__ void soften(Sums<TILES, BC / 16> &s, Sums<TILES, D_STEPS> &o, Rows &rows, float c) {
     float most[TILES][2];
     bool grew = false;
@@ -44,8 +44,10 @@ __device__ __forceinline__ void soften(Sums<TILES, BC / 16> &s, Sums<TILES, D_ST
         for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float behind = rows.m[t][half] - most[t][half];
-                const float rescale = most[t][half] == -INFINITE ? 1.0f : exp2_of(behind * c);
+                // Row by row: a row's bits depend on no other row.
+                const float growth = (most[t][half] - rows.m[t][half]) * c;
+                if (!(growth > 8.0f)) continue;
+                const float rescale = exp2_of(-growth);
                 rows.m[t][half] = most[t][half], rows.l[t][half] *= rescale;
 #pragma unroll
                 for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
@@ -88,14 +90,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         for (int half = 0; half < 2; half++)
             row_key[t][half] = absorb(of_head, (unsigned)(i_first + t * 16 + half * 8 + lane / 4));
 #endif
-    Loader<BR, THREADS>(matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
     Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);
     Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, range.lo);
     auto load = [&](int start, int odd) {
         next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
         next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
     };
-    if (range.lo < range.hi) load(range.lo, 0);
+    if (range.lo < range.hi) {  // else Q would land, unwaited for, where O goes out
+        const element *q = matrix_of(p.q, p.q_stride, b, h);
+        Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
+        load(range.lo, 0);
+    }
     commit();
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     Rows rows;
@@ -139,7 +144,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #endif
         add_product(o, s, rows_first, v_tile + odd * TILE_BYTES);  // O += P V
     }
-    wait_for_all_but<0>();  // where no key is seen, Q may still be on its way
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll

@@ -25,6 +25,10 @@
 #define SCORE_BYTES (BR * BC * 2)
 #define STAGE_BYTES (2 * Q_BYTES + 2 * BR * 4)  // Q, dO, lse2, delta
 
+static_assert(S_TILES * 16 * ROWS_S == BR && KV_TILES * 16 * ROWS_KV == BC && Q_TILES * 16 * ROWS_Q == BR &&
+                  S_COLUMNS % 16 == 0 && KV_COLUMNS % 16 == 0 && Q_COLUMNS % 16 == 0,
+              "whole tiles for every warp");
+
 typedef Sums<S_TILES, S_COLUMNS / 16> Scores;
 
 // A warp's scores as 16 bits into the (BR, BC) tile of shared memory, from `row` and `column` on.
@@ -173,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(1024) tilegpt_fa2_backward_prepare(
     if (i < p.tq && part * 8 < HEAD_DIM) {
         const element *out = matrix_of(p.out, p.out_stride, b, h) + i * p.out_stride.t + part * 8;
         const element *dout = matrix_of(p.dout, p.dout_stride, b, h) + i * p.dout_stride.t + part * 8;
-        element a[8], c[8];
+        alignas(16) element a[8], c[8];
 #if ALIGNED
         *(uint4 *)a = *(const uint4 *)out, *(uint4 *)c = *(const uint4 *)dout;
 #else

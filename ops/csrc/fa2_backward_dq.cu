@@ -26,16 +26,18 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
     const KeyRange range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, first, end);
-    Loader<BR, THREADS>(matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
-    Loader<BR, THREADS>(matrix_of(p.dout, p.dout_stride, b, h), p.dout_stride.t, i0)
-        .load(do_tile, p.dout_stride.t, p.tq - i0);
     Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);
     Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, range.lo);
     auto load = [&](int start, int odd) {
         next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
         next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
     };
-    if (range.lo < range.hi) load(range.lo, 0);
+    if (range.lo < range.hi) {  // else Q would land, unwaited for, where dQ goes out
+        const element *q = matrix_of(p.q, p.q_stride, b, h), *dout = matrix_of(p.dout, p.dout_stride, b, h);
+        Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
+        Loader<BR, THREADS>(dout, p.dout_stride.t, i0).load(do_tile, p.dout_stride.t, p.tq - i0);
+        load(range.lo, 0);
+    }
     commit();
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const long long row = (long long)head * p.padded_tq + i_first;
@@ -54,7 +56,6 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         differentiate(p, s, dp, p.lse2 + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, rows_first, k_tile + odd * TILE_BYTES);  // dQ += dS K
     }
-    wait_for_all_but<0>();
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll

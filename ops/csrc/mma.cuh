@@ -8,6 +8,11 @@
 #pragma once
 #include "attention.cuh"
 
+#if ELEMENT_KIND == float_ELEMENT
+#error "these kernels are for 16-bit inputs"
+#endif
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "rows are copied in chunks of 8 elements");
+
 #define PAD_D ((HEAD_DIM + 31) / 32 * 32)
 #define ROW_BYTES (PAD_D * 2)
 #define D_STEPS (PAD_D / 16)  // of 16 along the head dim

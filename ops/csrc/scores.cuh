@@ -109,6 +109,6 @@ __device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 dp.c[t][n][e] *= fabsf(s.c[t][n][e]);
-                if (DROPOUT) s.c[t][n][e] = fmaxf(s.c[t][n][e], 0.0f);  // keep_scale waits for the end
+                if (DROPOUT && s.c[t][n][e] < 0.0f) s.c[t][n][e] = 0.0f;  // keep_scale waits for the end
             }
 }

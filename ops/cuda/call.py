@@ -84,18 +84,17 @@ class Call:
         slopes = None if slopes is None else slopes.float()
         self.tensors = (q, k, v, slopes, q_segments, k_segments, kv_lengths, seed)
         (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
-        # beyond T a bound says nothing, and 32 bits hold what is left
-        longest = tq + tk
         self.params = Params(
             batch=batch,
             heads=heads,
             kv_heads=kv_heads,
             tq=tq,
             tk=tk,
-            window_left=min(left, longest),
-            window_right=min(right, longest),
+            # beyond these a bound says nothing, and sums with what is left stay within 32 bits
+            window_left=min(left, tk),
+            window_right=min(right, tq),
             scale=scale,
-            softcap=softcap,
+            softcap=max(softcap, 1e-37) if softcap > 0 else 0.0,  # a 0 in fp32 would divide
             keep_scale=1.0 / (1.0 - dropout_p),
             threshold=min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,
         ).bind(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.cuda.call import Call, Params
+from ops.library import empty_as
 
 # Where kernels come from; tests put the CPU in its place.
 _kernel: Callable[..., Any] = nvrtc.kernel
@@ -92,7 +93,7 @@ def _vector(*tensors: Tensor) -> dict[str, int]:
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def naive_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -150,8 +151,8 @@ def tiled_backward(
     call, choice = Call(q, k, v, *options), tile(q, backward=True)
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
-        dout = torch.empty_like(out).copy_(dout)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dout = empty_as(out).copy_(dout)
+    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     statistics = delta(call, dout, out, lse, natural=True)
     params = call.params.bind(dq=dq, dk=dk, dv=dv)
     defines = call.defines | _vector(q, k, v, dout, dq, dk, dv) | choice.defines

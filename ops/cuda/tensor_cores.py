@@ -16,6 +16,7 @@ from torch import Tensor
 from ops import nvrtc
 from ops.cuda.call import Call
 from ops.cuda.plain import segment_ranges
+from ops.library import empty_as
 
 # Rows of lse2, delta and the accumulator of dQ are padded to the largest tile of queries.
 _PADDED_TO = 128
@@ -98,7 +99,7 @@ _DQ = {
 _BACKWARD = {
     32: (BackwardTile(128, 128, 8, 2, 4, 4, 4), BackwardTile(64, 128, 8, 2, 2, 4, 4)),
     64: (BackwardTile(128, 128, 8, 2, 4, 4, 4), BackwardTile(64, 128, 8, 1, 2, 4, 2)),
-    96: (BackwardTile(64, 128, 8, 2, 2, 4, 4), BackwardTile(64, 64, 8, 1, 4, 2, 4)),
+    96: (BackwardTile(64, 128, 8, 2, 2, 4, 4), BackwardTile(64, 64, 8, 1, 4, 4, 4)),
     128: (BackwardTile(64, 128, 8, 2, 2, 4, 2), BackwardTile(64, 64, 8, 1, 4, 2, 4)),
 }
 
@@ -116,10 +117,11 @@ def backward_tile(head_dim: int, able: int) -> BackwardTile:
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, as cp.async needs them."""
+    """Whether all rows, those beyond the last too, begin at multiples of 16 bytes, as cp.async needs them."""
     return all(
         x.data_ptr() % 16 == 0
-        and all(n == 1 or stride % 8 == 0 for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+        and x.stride(2) % 8 == 0
+        and all(n == 1 or stride % 8 == 0 for n, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
         for x in tensors
     )
 
@@ -146,7 +148,7 @@ def fa1_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
 
 def run_fa1(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: TeamTile) -> tuple[Tensor, Tensor]:
     batch, heads, tq, head_dim = q.shape
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     padded_tq = math.ceil(tq / tile.br) * tile.br
     scratch = q.new_empty((padded(head_dim) + 2) * batch * heads * padded_tq, dtype=torch.float32)
     params = call.params.bind(out=out, lse=lse, scratch=scratch)
@@ -165,7 +167,7 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     batch, heads, tq, head_dim = q.shape
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     ranges = segment_ranges(call, tile.br)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     params.n_tiles = math.ceil(tq / tile.br)
@@ -200,8 +202,8 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
-        dout = torch.empty_like(out).copy_(dout)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dout = empty_as(out).copy_(dout)
+    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     padded_tq = math.ceil(tq / _PADDED_TO) * _PADDED_TO
     n_rows = batch * heads * padded_tq
     numbers = 2 if deterministic else 2 + padded(head_dim)

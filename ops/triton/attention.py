@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.dropout import threshold
+from ops.library import empty_as
 from ops.triton import configs
 from ops.triton.autotune import fastest
 from ops.triton.backward import _tilegpt_attention_backward_dkdv, _tilegpt_attention_delta
@@ -170,7 +171,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tuple[Tensor, Tensor]:
     batch, heads, tq, _ = q.shape
     tk = k.shape[2]
-    out = torch.empty_like(q)
+    out = empty_as(q)
     lse = q.new_empty((batch, heads, tq), dtype=torch.float32)
     # cp.async with zero-fill keeps out what is parked beyond a length; a descriptor knows only Tk
     desc = tile.desc and call.kv_lengths is None and _describable(q, k, v)
@@ -198,7 +199,7 @@ def _splits(programs: int, slots: int, n_tiles: int) -> int:
 
 def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -> tuple[Tensor, Tensor]:
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
-    out = torch.empty_like(q)
+    out = empty_as(q)
     lse = q.new_empty((batch, heads, tq), dtype=torch.float32)
     splits = _splits(batch * kv_heads, tile.programs * _sms(q.device), triton.cdiv(tk, tile.n))
     args = tuple(_described(x, tile.n, call.block_d) for x in (k, v)) if tile.desc else (k, v)
@@ -235,7 +236,7 @@ def backward(
     _check(q, k, v)
     call = _Call(q, k, *options)
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
-        dout = torch.empty_like(out).copy_(dout)
+        dout = empty_as(out).copy_(dout)
     statistics = run_delta(dout, out, lse, call)
     problem = (dout, q, k, v, *statistics, call)
     dk, dv = run_dkdv(*problem, call.tile("dkdv", lambda tile: run_dkdv(*problem, tile)))
@@ -270,7 +271,7 @@ def run_dkdv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, call: _Call, tile: Tile
 ) -> tuple[Tensor, Tensor]:
     tq, (batch, kv_heads, tk, _) = q.shape[2], k.shape
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk, dv = empty_as(k), empty_as(v)
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tk, tile.n)
     _tilegpt_attention_backward_dkdv[(n_tiles * batch * kv_heads,)](
@@ -288,7 +289,7 @@ def run_dq(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, call: _Call, tile: Tile
 ) -> Tensor:
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
-    dq = torch.empty_like(q)
+    dq = empty_as(q)
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tq, tile.m)
     _tilegpt_attention_backward_dq[(n_tiles * batch * heads,)](

@@ -145,6 +145,40 @@ def test_what_has_no_backward_says_so(stage: str) -> None:
         cuda._backward(stage, torch.empty(0), torch.empty(0))
 
 
+@pytest.mark.parametrize(
+    ("stage", "options", "said"),
+    [
+        ("fa1", {"kv_lengths": torch.tensor([8], dtype=torch.int32)}, "no kv_lengths: "),
+        ("naive", {"left": 3}, "no window: "),
+        ("fa2", {"dtype": torch.float32}, "no float32: "),
+        ("fa2", {"head_dim": 100}, "no head dim 100: "),
+        (None, {"head_dim": 256}, "no head dim 256: "),
+        ("fa2", {"kv_lengths": torch.tensor([8])}, "kv_lengths is torch.int64; it needs torch.int32"),
+        ("fa2", {"v_tokens": 9}, "k and v need the same shape"),
+    ],
+)  # fmt: skip
+def test_a_compiled_call_is_checked_as_it_is_traced(
+    stage: str | None, options: dict[str, Any], said: str
+) -> None:
+    """By the op's fake: torch.compile traces past the checks of Attention.forward."""
+    dtype = options.get("dtype", torch.bfloat16)
+    q, k, v = (
+        torch.empty(1, 2, n, options.get("head_dim", 64), dtype=dtype)
+        for n in (8, 8, options.get("v_tokens", 8))
+    )
+    rest = (None, None, None, None, options.get("kv_lengths"), None, 0.125, options.get("left", -1), 0)
+    with pytest.raises(ValueError, match=said):
+        cuda._check(stage, q, k, v, *rest, 0.0, 0.0, [0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", ["fa1", "fa2"])
+def test_compiled_it_is_refused_all_the_same(stage: str) -> None:
+    q = torch.randn(1, 2, 8, 100, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(Exception, match="no head dim 100"):
+        torch.compile(CudaStage(stage), fullgraph=True)(q, q, q)
+
+
 EVERYTHING = ("window", "softcap", "alibi", "segments", "kv_lengths", "dropout")
 
 

@@ -20,6 +20,8 @@ CASES = [
     Case("masks", 150, 150, 96, batch=1, features=frozenset({"window", "softcap", "alibi", "dropout"})),
     Case("lengths", 130, 260, 64, features=frozenset({"kv_lengths", "segments"})),
     Case("strides", 113, 203, 64, batch=1, layout="sliced"),
+    Case("no_key", 300, 70, 64, batch=1),  # whole tiles that see no key
+    Case("no_key", 300, 70, 128, batch=1),
 ]
 
 

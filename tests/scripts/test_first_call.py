@@ -14,7 +14,7 @@ from scripts.first_call import ROOT, main
 def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["first_call.py"])
-    with pytest.raises(SystemExit, match="measures a GPU"):
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         main()
 
 

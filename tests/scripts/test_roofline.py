@@ -212,7 +212,7 @@ def test_the_bar_is_for_reads_at_both_lengths_and_writes_at_the_longer(rows: Pat
 def test_a_gpu_is_needed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["roofline.py"])
-    with pytest.raises(SystemExit, match="measures a GPU"):
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         roofline.main()
 
 
