@@ -8,6 +8,7 @@ results       README.md: speeds of all of them as a table and a picture, from re
 advice        attention/README.md: the fastest by situation
 auto          attention/auto_table.py: the order in which attention=auto tries them
 ladder        ops/README.md: the stages of the CUDA ladder, from results/cuda_ladder/<gpu>.jsonl
+studies       results/<study>/<gpu>.svg, of the training points of scripts/sweep.py
 
 Name some of these to write only them. Run it after scripts/bench_attention.py, and after a change of what an
 implementation declares.
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-PARTS = ("capabilities", "results", "advice", "auto", "ladder")
+PARTS = ("capabilities", "results", "advice", "auto", "ladder", "studies")
 UNMEASURED = (
     "Nothing is measured yet: `python scripts/bench_attention.py` on a GPU, then `scripts/report.py`."
 )
@@ -88,6 +89,21 @@ def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
         stages = rows_by_gpu(root / "results" / bench_ladder.STUDY)
         said = "\n\n".join(map(bench_ladder.block, stages.values()))
         put(root / "ops" / "README.md", "ladder", said or UNMEASURED.replace("attention", "ladder"))
+    if "studies" in parts:
+        files |= studies(root)
+    return files
+
+
+def studies(root: Path) -> dict[Path, str]:
+    """Pictures of training points that are not those of their rows."""
+    from scripts import sweep_report
+
+    files = {}
+    for folder in sorted((root / "results").glob("*")):
+        for gpu, rows in rows_by_gpu(folder).items():
+            points, path = sweep_report.points(rows), folder / f"{gpu}.svg"
+            if points and not sweep_report.is_drawn(points, path):
+                files[path] = sweep_report.picture(points)
     return files
 
 
@@ -97,6 +113,7 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if out of date")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="all tables and pictures as one page, too")
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the checkout whose results are read and files written"
     )
@@ -112,7 +129,9 @@ def main() -> None:
         old.append(path)
         if not options.check:
             path.write_text(text, encoding="utf-8")
-            if path.suffix == ".svg":  # and the pictures of all panels beside it
+            if (
+                path.suffix == ".svg" and path.parent.name == "attention"
+            ):  # and the pictures of all panels beside it
                 rows = rows_by_gpu(path.parent)[path.stem]
                 draw(rows, path.with_suffix(".jsonl"))
     for path in old:
@@ -121,6 +140,11 @@ def main() -> None:
         raise SystemExit("Run python scripts/report.py, look at the changes and commit them.")
     if not old:
         print("all up to date")
+    if options.html:
+        from scripts.html_report import page
+
+        options.html.write_text(page(options.root / "results"), encoding="utf-8")
+        print(options.html)
 
 
 if __name__ == "__main__":

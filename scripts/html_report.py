@@ -1,0 +1,87 @@
+"""All results as one page that opens from disk: the pictures inside it, tables of the studies of training
+points, every row of the others."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; color: #222 }
+img { max-width: 100% } table { border-collapse: collapse; margin: 1em 0; font-size: 13px }
+td, th { padding: 2px 10px; border-bottom: 1px solid #ddd; text-align: right }
+td:first-child, th:first-child { text-align: left } caption { text-align: left; font-weight: 600 }"""
+# What is shown of a row whose study has no table of its own, where it is there.
+POINT = ("implementation", "pass", "model", "dtype", "batch", "micro_batch", "heads", "kv_heads", "head_dim")
+POINT += ("seq_len", "kv_len", "causal", "features")
+RESULT = (
+    "status",
+    "ms_median",
+    "tflops",
+    "gb_per_s",
+    "tokens_per_s",
+    "mfu",
+    "peak_mib",
+    "error_ratio",
+    "verdict",
+)
+
+
+def page(results: Path) -> str:
+    """The page of results/<study>/*, as HTML."""
+    parts = ["<!doctype html><meta charset=utf-8><title>tilegpt: results</title>"]
+    parts += [f"<style>{STYLE}</style><h1>tilegpt: results</h1>"]
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        parts.append(f"<h2>{escape(folder.name)}</h2>")
+        parts += [image(path) for path in sorted(folder.glob("*.svg"))]
+        for path in sorted(folder.glob("*.jsonl")):
+            parts += study(path)
+    return "\n".join(parts)
+
+
+def image(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{escape(path.name)}" src="data:image/svg+xml;base64,{data}"></p>'
+
+
+def study(path: Path) -> list[str]:
+    """Tables of a file of rows, under the machine, versions and commits behind them."""
+    from scripts import sweep_report
+    from scripts.rows import read
+
+    rows = list(read(path).values())
+    if not rows:
+        return []
+    machines = dict.fromkeys(
+        f"{of['gpu'] or 'CPU'}, torch {of['torch']}, {of['date']}, commit {of['commit']}: {of['command']}"
+        for of in (row["machine"] for row in rows)
+    )
+    said = [f"<p>{'<br>'.join(map(escape, machines))}</p>"]
+    if points := sweep_report.points(rows):
+        said += [table(title, cells) for title, cells in sweep_report.grids(points)]
+        return said + [f"<p>{escape(words)}</p>" for words in sweep_report.doubts(points)]
+    columns = [("point", key) for key in POINT] + [("result", key) for key in RESULT]
+    columns = [
+        (part, key)
+        for part, key in columns
+        if any(isinstance(row[part].get(key), str | float | int) for row in rows)
+    ]
+    body = [[shown(row[part].get(key)) for part, key in columns] for row in rows]
+    cells = table(f"{len(rows)} rows", [[key for _, key in columns], *body])
+    return [*said, f"<details><summary>{escape(path.name)}</summary>{cells}</details>"]
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "" if value is None or isinstance(value, dict) else str(value)
+
+
+def table(title: str, cells: list[list[str]]) -> str:
+    """cells: lines of them, the first the head."""
+    head, *body = [[escape(cell) for cell in line] for line in cells]
+    lines = [f"<tr><th>{'<th>'.join(head)}</tr>", *(f"<tr><td>{'<td>'.join(line)}</tr>" for line in body)]
+    return f"<table><caption>{escape(title)}</caption>{''.join(lines)}</table>"

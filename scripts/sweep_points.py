@@ -1,0 +1,184 @@
+"""The points of a study: an experiment of conf/experiment with a `sweep` block, whose grid names overrides
+with their values, and command-line overrides on top."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.compose import CONF, choices_of
+from scripts.rows import choices
+
+ROOT = CONF.parent
+# What a training point runs: rows that other sources than these have measured are measured again.
+SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*.cu*")
+SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory.py", "scripts/allocations.py")
+NOT_MEASURED = ("callbacks", "ckpt", "hydra", "logger", "name", "sweep", "trainer")  # keys of the config
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """`overrides` are those of every point; a grid has a list of values for each key."""
+
+    name: str
+    overrides: tuple[str, ...]
+    grid: dict[str, list[Any]]
+    micro_tokens: int | None
+    warm_up: int
+    steps: int
+    seconds: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """The overrides that make its config, and what its row says it is."""
+
+    overrides: tuple[str, ...]
+    fields: dict[str, Any]
+
+
+def composed(overrides: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The config as train.py composes it, without Hydra's own part, and the chosen file of each group."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=overrides, return_hydra_config=True)
+    chosen = choices_of(cfg.hydra.runtime.choices)
+    return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), chosen
+
+
+def study_of(overrides: list[str]) -> Study:
+    """Raises ValueError for an experiment that is no study, and for an override that the grid would undo."""
+    from omegaconf import OmegaConf
+
+    cfg, chosen = composed(overrides)
+    block = OmegaConf.to_container(cfg, resolve=True).get("sweep")
+    if block is None:
+        studies = ", ".join(
+            path.stem
+            for path in sorted((CONF / "experiment").glob("*.yaml"))
+            if "sweep" in OmegaConf.load(path)
+        )
+        raise ValueError(
+            f"experiment={chosen.get('experiment')} has no sweep block: choose one of {studies}."
+        )
+    grid = {key: _values(key, value) for key, value in _leaves(block["grid"]).items()}
+    for override in overrides:
+        key = override.lstrip("+").split("=")[0]
+        if key in grid or (key == "data.batch_size" and block["micro_tokens"]):
+            instead = f"sweep.grid.{key}=[...]" if key in grid else "sweep.micro_tokens=..., or null"
+            raise ValueError(f"{override}: the study gives {key} a value at each point; set {instead}.")
+    common = tuple(override for override in overrides if not override.lstrip("+").startswith("sweep."))
+    rest = {key: block[key] for key in ("micro_tokens", "warm_up", "steps", "seconds", "timeout_s")}
+    return Study(chosen["experiment"], common, grid, **rest)
+
+
+def _values(key: str, value: Any) -> list[Any]:
+    if value == "all":
+        return [name for name in choices(key) if name != "auto"]
+    return value if isinstance(value, list) else [value]
+
+
+def _leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as dotted ones."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value as the command line writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def assignments(study: Study) -> list[dict[str, Any]]:
+    """Grid point after grid point, the last key fastest."""
+    return [dict(zip(study.grid, values, strict=True)) for values in itertools.product(*study.grid.values())]
+
+
+def point_of(study: Study, assigned: dict[str, Any], device: str, micro_batch: int | None = None) -> Point:
+    """A point of the grid on "cuda" or "cpu"; micro_batch: in place of the one that the study asks for."""
+    overrides = [*study.overrides, *(f"{key}={shown(value)}" for key, value in assigned.items())]
+    cfg, chosen = composed(overrides)
+    if micro_batch is None and study.micro_tokens:
+        if study.micro_tokens % cfg.seq_len:
+            raise ValueError(
+                f"sweep.micro_tokens={study.micro_tokens} is no multiple of seq_len={cfg.seq_len}: choose "
+                "lengths that divide it, or null for a micro-batch of data.batch_size rows."
+            )
+        micro_batch = study.micro_tokens // cfg.seq_len
+    if micro_batch is not None:
+        overrides.append(f"data.batch_size={micro_batch}")
+        cfg.data.batch_size = micro_batch
+    model = " ".join(
+        [chosen["model"], *(override for override in overrides if override.startswith("model."))]
+    )
+    return Point(tuple(overrides), fields(study.name, cfg, model, device))
+
+
+def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
+    """The `point` of a row; `config` stands for everything else that it could depend on."""
+    from omegaconf import OmegaConf
+
+    config = {k: v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k not in NOT_MEASURED}
+    model = config["model"]
+    features = [f"{key}={model[key]}" for key in ("window", "softcap", "attn_dropout") if model[key]]
+    features += ["alibi"] * (model["position"] == "alibi") + ["documents"] * cfg.data.document_mask
+    usual = "bf16-mixed" if device == "cuda" else "32-true"
+    batch = cfg.data.batch_size
+    return {
+        "study": study,
+        "implementation": cfg.attention.name,
+        "pass": "train",
+        "model": name,
+        "heads": cfg.model.n_head,
+        "kv_heads": cfg.model.n_kv_head or cfg.model.n_head,
+        "head_dim": cfg.model.n_embd // cfg.model.n_head,
+        "seq_len": cfg.seq_len,
+        "micro_batch": batch,
+        "tokens_per_step": cfg.tokens_per_step or batch * cfg.seq_len,
+        "causal": cfg.model.causal,
+        "features": ", ".join(features),
+        "dtype": usual if cfg.precision == "auto" else cfg.precision,
+        "compile": device == "cuda" if cfg.compile == "auto" else cfg.compile,
+        "checkpointing": cfg.checkpointing,
+        "seed": cfg.seed,
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
+    }
+
+
+def smaller(study: Study, assigned: dict[str, Any], device: str, asked: Point) -> list[Point]:
+    """The point with ever smaller micro-batches, powers of two: where the one asked for does not fit."""
+    batch, found = asked.fields["micro_batch"], []
+    power = 1 << ((batch - 1).bit_length() - 1) if batch > 1 else 0
+    while power:
+        found.append(point_of(study, assigned, device, power))
+        power //= 2
+    return found
+
+
+def code(root: Path = ROOT) -> str:
+    """A digest of the sources that a training point runs."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def is_current(row: Row, machine: dict[str, Any], sources: str) -> bool:
+    """Whether it stands: measured by these sources on this machine with these versions. An error is tried
+    again, as it may have been the machine's; what took too long is not."""
+    result = row["result"]
+    ignored = ("commit", "date", "command")
+    same = all(row["machine"].get(key) == value for key, value in machine.items() if key not in ignored)
+    final = result["status"] != "error" or "timeout_s" in result
+    return same and final and result.get("code") == sources

@@ -1,0 +1,157 @@
+"""What a few steps of training take: a callback of Lightning, and the row's result that comes of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import torch
+
+from model.flops import flops_per_token, peak_bf16_flops
+from scripts.kernels import PLAIN, PLAIN_CPU, Kernel, Verdict, as_field, family, profile, verdict
+from scripts.memory import Step, disagreement, memory_split
+from scripts.side_by_side import failure
+from scripts.timing import MIB, spread, synchronise
+
+FEWEST = 3  # steps, however long they take
+LONGEST_S = 60  # of the steps that the memory split takes: it is left out of what is slower
+SPLIT_STEPS = 4
+
+
+def resident_mib() -> float:
+    """The most memory that this process has had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (MIB if sys.platform == "darwin" else 1024)
+
+
+class Meter(lightning.Callback):
+    """Times steps: `warm_up` that do not count, then up to `steps`, or as many as `seconds` have room for.
+    After them come a step that is profiled and those of the memory split, training ends, and `result` is
+    there.
+
+    On a GPU a step's time is that between two events at the ends of steps, as the host runs ahead; the peak
+    is of all steps but the first, which compiles and tunes. On a CPU the peak is that of the process, less
+    `before_mib`, what it had before model and data were built.
+
+    asked, ran: names of the attention, and of what it delegates to; dtype: what reaches it."""
+
+    def __init__(
+        self,
+        asked: str,
+        ran: str,
+        dtype: torch.dtype,
+        warm_up: int,
+        steps: int,
+        seconds: float,
+        before_mib: float,
+    ):
+        self.asked, self.ran, self.dtype = asked, ran, dtype
+        self.warm_up, self.steps, self.seconds, self.before_mib = warm_up, steps, seconds, before_mib
+        self.marks: list[Any] = []  # the end of each step
+        self.losses: list[float] = []
+        self.result: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, lit: Any) -> None:
+        self.cuda = lit.device.type == "cuda"
+        lit.listeners.append(lambda step, scalars: self.losses.append(scalars["train/loss"]))
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, lit: Any, outputs: Any, batch: dict[str, torch.Tensor], index: int
+    ) -> None:
+        self.marks.append(self._mark())
+        done = len(self.marks)
+        if done == 1:
+            synchronise()
+            self.first_step_s = time.perf_counter() - self.began
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats()
+        if done == self.warm_up:
+            self.start = time.perf_counter()
+        if done < self.warm_up + FEWEST:
+            return
+        if done == self.warm_up + self.steps or time.perf_counter() - self.start > self.seconds:
+            self.result = self._finish(trainer, lit, batch)
+            trainer.should_stop = True
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _finish(self, trainer: lightning.Trainer, lit: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        lit.flush()
+        synchronise()
+        if lit.fault:
+            raise ArithmeticError(lit.fault.split(". ")[0])
+        if self.cuda:
+            peak, of = torch.cuda.max_memory_allocated() / MIB, "allocated on the GPU"
+        else:
+            peak, of = resident_mib() - self.before_mib, "resident memory of the process above its start"
+        losses = list(self.losses)
+        marks = itertools.pairwise(self.marks[self.warm_up - 1 :])
+        timed = spread([a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in marks])
+        rate = 1e3 * batch["targets"].numel() / timed["ms_median"]
+        fastest = peak_bf16_flops(torch.cuda.get_device_name()) if self.cuda else None
+
+        def step() -> None:
+            with trainer.precision_plugin.train_step_context():
+                lit.training_step(batch, 0)
+
+        return {
+            **timed,
+            "tokens_per_s": rate,
+            "mfu": flops_per_token(lit.net.config) * rate / fastest if fastest else None,
+            "first_step_s": self.first_step_s,
+            "warm_up": self.warm_up,
+            "peak_mib": peak,
+            "peak_of": of,
+            "loss": {"first": losses[0], "last": losses[-1]},
+            "learns": math.isfinite(losses[-1]) and losses[-1] < losses[0],
+            **self._kernels(lit, step),
+            **self._split(lit, batch, step, timed["ms_median"] / 1e3),
+        }
+
+    def _kernels(self, lit: Any, step: Callable[[], None]) -> dict[str, Any]:
+        found = profile(step, lit.device.type, warm_up=0)
+        said = of_step(self.asked, found, self.ran)
+        return {
+            "kernels": as_field([kernel for kernel in found if family(kernel.name)]),
+            "kernels_ok": said.ok,
+            "verdict": said.text,
+            "kernels_from": "a whole training step",
+        }
+
+    def _split(
+        self, lit: Any, batch: dict[str, torch.Tensor], step: Callable[[], None], step_s: float
+    ) -> dict[str, Any]:
+        if SPLIT_STEPS * step_s > LONGEST_S:
+            return {
+                "memory_split": None,
+                "memory_split_reason": f"{SPLIT_STEPS} more steps would take too long",
+            }
+        rows = batch["targets"].shape[0] // lit.accumulate
+        watched = Step(
+            lit.net, lit.optimizers().optimizer, step, lit.device, list(batch.values()), rows, self.dtype
+        )
+        try:
+            split = memory_split(watched)
+        except Exception as error:  # the point stands without it
+            return {"memory_split": None, "memory_split_reason": failure(error)["reason"]}
+        return {"memory_split": split, "memory_split_error": disagreement(split)}
+
+
+def of_step(asked: str, found: list[Kernel], ran: str | None) -> Verdict:
+    """Whether a training step ran the attention asked for: its other matrix products are no evidence against
+    a fused kernel."""
+    names = [kernel.name for kernel in found if family(kernel.name)]
+    fused = [name for name in names if family(name) not in (PLAIN, PLAIN_CPU)]
+    return verdict(asked, fused or names, ran)
