@@ -8,33 +8,33 @@ Order = tuple[tuple[int | None, int | None, str], ...]
 # (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)
 MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
     ((9, 0), 16, "training", "causal"): (
-        (64, 1024, "flash4 sdpa_cudnn triton flash2 sdpa_flash flex sdpa_efficient"),
-        (64, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "flash4 sdpa_cudnn triton flash2 flex sdpa_flash sdpa_efficient"),
-        (128, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
+        (64, 1024, "flash4 sdpa_cudnn triton cuda_fa2 flash2 sdpa_flash flex sdpa_efficient"),
+        (64, None, "flash4 sdpa_cudnn triton cuda_fa2 flex flash2 sdpa_flash sdpa_efficient"),
+        (128, 1024, "flash4 sdpa_cudnn triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient"),
+        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (256, 1024, "sdpa_cudnn flash4 flash2 sdpa_flash triton flex"),
         (256, None, "sdpa_cudnn flash4 flash2 sdpa_flash triton flex"),
     ),
     ((9, 0), 16, "training", "full"): (
-        (64, 1024, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
-        (64, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
-        (128, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
+        (64, 1024, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (64, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, 1024, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (256, 1024, "flash4 sdpa_cudnn triton flash2 sdpa_flash flex"),
     ),
     ((9, 0), 16, "forward", "causal"): (
-        (64, 1024, "sdpa_cudnn triton flash4 flex flash2 sdpa_flash sdpa_efficient"),
-        (64, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "sdpa_cudnn flash4 triton flash2 flex sdpa_flash sdpa_efficient"),
-        (128, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
+        (64, 1024, "sdpa_cudnn triton flash4 flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (64, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, 1024, "sdpa_cudnn flash4 triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient"),
+        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (256, 1024, "flash4 sdpa_cudnn triton flash2 sdpa_flash flex"),
         (256, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash flex"),
     ),
     ((9, 0), 16, "forward", "full"): (
-        (64, 1024, "sdpa_cudnn flash4 triton flex flash2 sdpa_flash sdpa_efficient"),
-        (64, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "sdpa_cudnn flash4 triton flex flash2 sdpa_flash sdpa_efficient"),
-        (128, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash sdpa_efficient"),
+        (64, 1024, "sdpa_cudnn flash4 triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (64, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, 1024, "sdpa_cudnn flash4 triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (256, 1024, "flash4 sdpa_cudnn triton flash2 flex sdpa_flash"),
         (256, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash"),
     ),
@@ -45,6 +45,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
 }
 # What auto builds: the class and the options of conf/attention/<name>.yaml.
 ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cuda_fa2": ("attention.cuda.CudaStage", {"stage": "fa2", "deterministic": False}),
     "flash2": ("attention.flash_lib.FlashLibAttention", {"version": 2, "deterministic": False}),
     "flash4": ("attention.flash_lib.FlashLibAttention", {"version": 4, "deterministic": False}),
     "flex": ("attention.flex.FlexAttention", {}),

@@ -62,7 +62,8 @@ def ranked(points: dict[tuple, dict[str, list[Row]]], passes: int) -> dict[str, 
     }
     names = {name for name in checked if not any(map(wrong, rows[name]))}
     full = 0
-    for point in points.values():
+    # Where some were not measured, those that were are not compared with the fastest.
+    for point in [p for p in points.values() if names <= p.keys()] or points.values():
         ms = {
             name: sum(row["result"]["ms_median"] for row in point[name])
             for name in names & point.keys()

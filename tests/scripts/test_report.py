@@ -73,6 +73,11 @@ def test_no_time_somewhere_comes_after_a_time_everywhere():
     assert training([row("triton", "forward", 1)]) is None  # no backward, no training
 
 
+def test_points_where_some_were_not_measured_do_not_count():
+    rows = both("triton", 1, 1) + both("flex", 2, 2) + both("flex", 2, 2, tokens=512)
+    assert training(rows) == pytest.approx({"triton": 1.0, "flex": 2.0})
+
+
 def test_classes_of_calls():
     rows = both("flex", 1, 1, tokens=2048, head_dim=96) + both("flex", 1, 1, causal=False)
     rows += [*both("flex", 1, 1, window=100), row("flex", "decode", 1, head_dim=320)]
