@@ -14,6 +14,7 @@ sources that a point runs are the same; errors are tried again.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +75,11 @@ class Sweep:
             self.rows.clear()
         self.slow: dict[str, int] = {}  # the context at which an implementation took too long
 
-    def run(self, assigned: dict[str, Any]) -> Iterator[tuple[Row, bool]]:
+    def run(self, assigned: dict[str, Any], asked: Point) -> Iterator[tuple[Row, bool]]:
         """Rows of a point, as asked for first, and whether each was measured now: where it is out of memory,
         of smaller micro-batches too."""
-        from scripts.sweep_points import point_of, smaller
+        from scripts.sweep_points import smaller
 
-        asked = point_of(self.study, assigned, self.device)
         row, new = self.row(asked, assigned)
         yield row, new
         if row["result"]["status"] != "oom" or "attention" not in assigned:
@@ -103,7 +104,8 @@ class Sweep:
             result = {"status": "error", "reason": why, "timeout_s": limit}
         else:
             result = measured(self.command(point, assigned), self.study.timeout_s)
-        row = append(self.out, fields, result | {"code": self.sources})
+        with alone(self.out):
+            row = append(self.out, fields, result | {"code": self.sources})
         self._note(row)
         return row, True
 
@@ -118,6 +120,15 @@ class Sweep:
             point = row["point"]
             before = self.slow.get(point["implementation"], point["seq_len"])
             self.slow[point["implementation"]] = min(before, point["seq_len"])
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Shards that write to one file take turns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def measured(command: list[str], timeout_s: float) -> dict[str, Any]:
@@ -206,13 +217,12 @@ def run(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
     out = options.out or ROOT / "results" / study.name / f"{gpu}.jsonl"
-    for assigned in todo:
-        point_of(study, assigned, device)  # a mistake in the last one is said before the first one runs
+    points = [point_of(study, assigned, device) for assigned in todo]  # mistakes are said before one runs
     sweep = Sweep(study, device, out, options.fresh, options.nanogpt)
     new, start = 0, time.perf_counter()
     print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
-    for done, assigned in enumerate(todo, 1):
-        for row, fresh in sweep.run(assigned):
+    for done, (assigned, point) in enumerate(zip(todo, points, strict=True), 1):
+        for row, fresh in sweep.run(assigned, point):
             new += fresh
             print(f"[{done}/{len(todo)}] {said(row)}" + ("" if fresh else " (kept)"), flush=True)
             if options.wandb:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,14 +157,13 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
     }
 
 
-def smaller(study: Study, assigned: dict[str, Any], device: str, asked: Point) -> list[Point]:
+def smaller(study: Study, assigned: dict[str, Any], device: str, asked: Point) -> Iterator[Point]:
     """The point with ever smaller micro-batches, powers of two: where the one asked for does not fit."""
-    batch, found = asked.fields["micro_batch"], []
+    batch = asked.fields["micro_batch"]
     power = 1 << ((batch - 1).bit_length() - 1) if batch > 1 else 0
     while power:
-        found.append(point_of(study, assigned, device, power))
+        yield point_of(study, assigned, device, power)
         power //= 2
-    return found
 
 
 def code(root: Path = ROOT) -> str:
