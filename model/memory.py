@@ -116,7 +116,8 @@ def attention_own(run: Run) -> Own:
 
     fused kernels: lse; in backward the padded row statistics (lse2 and delta), and where blocks of keys add
     to dq by atomics, its fp32 accumulator, padded to tiles of 128 rows and 32 columns. flash-attn 2 writes dk
-    and dv of GQA for each query head before it sums them, 3 and 4 in fp32.
+    and dv of GQA for each query head before it sums them, 3 and 4 in fp32. SDPA takes a window as a mask of
+    T^2 values of e bytes, ALiBi as H of them; its own out is kept beside the one without blind rows.
     """
     config, name = run.config, family(run)
     B, T, H, D = run.batch, run.config.seq_len, config.n_head, config.head_dim
@@ -124,25 +125,28 @@ def attention_own(run: Run) -> Own:
     if name == "naive":
         dropped = M // 4 if config.attn_dropout else 0  # which probabilities were kept, as bool
         return Own(2 * M + 3 * wide + T * T + 2 * lse + dropped, M if run.compiled else 4 * M - wide)
+    masks = T * T * run.value_bytes * (H if config.position == "alibi" else int(config.window is not None))
+    masks += run.width_bytes if masks else 0
     if name == "sdpa_math":
         mask = M // 4 if run.device == "cuda" else M
         dropped = M + mask if config.attn_dropout else 0
-        return Own(M + 3 * wide + dropped, M if run.compiled else 2 * M)
+        return Own(M + 3 * wide + dropped + masks, M if run.compiled else 2 * M)
     if name == "tiled":
         rows = min(T, TILE)
         tiles = 4 * B * H * rows * (5 * rows + 6 * D)
         return Own(lse, tiles + (wide if run.value_bytes == 2 else 0))
     if name == "sdpa_cpu":
-        return Own(lse, 0)
+        return Own(lse + masks, 0)
     padded = 4 * B * H * math.ceil(T / TILE) * TILE
     accumulator = padded * math.ceil(D / 32) * 32
     grouped = config.kv_heads < H
     if name in ("sdpa_flash", "flash2"):
+        lse += masks if name == "sdpa_flash" else 0  # then the memory-efficient kernel's
         return Own(lse, padded + accumulator + (2 * run.width_bytes if grouped else 0))
     if name in ("flash3", "flash4"):
         return Own(lse, 2 * padded + accumulator + (8 * run.tokens * config.kv_heads * D if grouped else 0))
     if name in ("cuda_fa2", "sdpa_cudnn", "sdpa_efficient"):
-        return Own(lse, 2 * padded + accumulator)
+        return Own(lse + (masks if name != "cuda_fa2" else 0), 2 * padded + accumulator)
     return Own(lse, 2 * padded)  # triton, cuda_tiled, flex
 
 

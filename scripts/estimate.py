@@ -1,0 +1,266 @@
+"""Will it fit, and how long will it take? Predicted from a config before anything runs.
+
+    python scripts/estimate.py model=gpt2 seq_len=8192 data.batch_size=4 attention=triton gpu=h200
+    python scripts/estimate.py model=tiny attention=naive --measure
+
+takes the overrides of train.py and gpu=, the GPU to predict for (it need not be here; left out, the one at
+hand, else the CPU), and prints what a step of training takes: the scores, what attention keeps, the peak by
+kind and by moment, FLOPs, bytes and time at the roofline, whether it fits and the longest context that does.
+With --measure a step runs on the device at hand, and each figure stands beside the measured one.
+The formulas, each with its derivation: model/memory.py and model/roofline.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from model.gpus import GpuSheet
+    from model.memory import Run
+
+MIB = 2**20
+KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "other")
+STEPS = 3  # that are timed
+
+
+def main(arguments: Sequence[str]) -> None:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__)
+        return
+    from conf.compose import user_errors
+
+    user_errors(estimate)(list(arguments))
+
+
+def estimate(arguments: list[str]) -> None:
+    from scripts.memory import composed
+
+    measure, gpu, overrides = parse(arguments)
+    cfg = composed(overrides)
+    sheet = chosen_gpu(gpu, cfg.trainer.accelerator, measure)
+    run = run_of(cfg, sheet)
+    print(heading(run, sheet, cfg))
+    measured = measurements(cfg) if measure else {}
+    print(table([*memory_rows(run), *work_rows(run, sheet)], measured))
+    print(verdict(run, sheet))
+
+
+def parse(arguments: list[str]) -> tuple[bool, str | None, list[str]]:
+    """(--measure, gpu=, the overrides of train.py)"""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    if unknown := [flag for flag in flags if flag != "--measure"]:
+        raise ValueError(f"{' '.join(unknown)}: the only flag is --measure; everything else is key=value.")
+    gpus = [argument.removeprefix("gpu=") for argument in arguments if argument.startswith("gpu=")]
+    others = [argument for argument in arguments if argument not in flags and not argument.startswith("gpu=")]
+    return bool(flags), gpus[-1] if gpus else None, others
+
+
+def chosen_gpu(name: str | None, accelerator: str, measure: bool) -> GpuSheet | None:
+    """The sheet of the GPU asked for, else of that at hand; None: the CPU."""
+    from model.gpus import gpu_sheet
+
+    if name is not None and not measure:
+        return gpu_sheet(name)
+    import torch
+
+    here = torch.cuda.is_available() and accelerator != "cpu"
+    at_hand = gpu_sheet(torch.cuda.get_device_name()) if here else None
+    if name is not None and gpu_sheet(name) != at_hand:
+        where = at_hand.name if at_hand else "the CPU"
+        raise ValueError(f"gpu={name} --measure: what is at hand is {where}. Leave gpu= or --measure out.")
+    return at_hand
+
+
+def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
+    """What train.py would run on this GPU (None: a CPU) with this config. Raises ValueError for what it would
+    refuse."""
+    from omegaconf import OmegaConf
+
+    from model.checks import check
+    from model.memory import Run
+    from scripts.memory import model_config
+
+    check(OmegaConf.to_container(cfg, resolve=True), None, {})
+    if cfg.precision not in ("auto", "32-true", "bf16-mixed"):
+        raise ValueError(f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed.")
+    narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
+    run = Run(
+        model_config(cfg),
+        cfg.data.batch_size,
+        cfg.attention.name,
+        value_bytes=2 if narrow else 4,
+        device="cuda" if gpu else "cpu",
+        compiled=gpu is not None if cfg.compile == "auto" else cfg.compile,
+        checkpointing=cfg.checkpointing,
+        accumulates=(cfg.tokens_per_step or 0) > cfg.data.batch_size * cfg.seq_len,
+        workspace_bytes=gpu.workspace_bytes if gpu else 0,
+    )
+    _require(run, cfg, gpu)
+    return run
+
+
+def _require(run: Run, cfg: DictConfig, gpu: GpuSheet | None) -> None:
+    """UnsupportedAttention where the implementation says that it cannot train this, wherever it is
+    installed."""
+    from dataclasses import replace
+
+    import torch
+
+    from attention.base import UnsupportedAttention
+    from conf.compose import build_attention
+    from model.calls import attention_call
+
+    dtype = torch.bfloat16 if run.value_bytes == 2 else torch.float32
+    facts = {"device": torch.device("cpu"), "dtype": dtype, "segments": cfg.data.document_mask}
+    call = attention_call(run.config, "training", batch=run.batch, tokens=run.config.seq_len, **facts)
+    call = replace(call, device=run.device, arch=gpu.arch if gpu else None)
+    attention = build_attention(cfg)
+    if reasons := attention.capabilities.reasons(call):
+        raise UnsupportedAttention(attention.name, reasons, call)
+
+
+def heading(run: Run, gpu: GpuSheet | None, cfg: DictConfig) -> str:
+    from model.flops import parameter_count
+
+    config = run.config
+    how = ["bf16-mixed" if run.value_bytes == 2 else "32-true"]
+    how += ["compiled"] * run.compiled + ["checkpointed"] * run.checkpointing
+    count = sum(parameter_count(config).values()) / 1e6
+    return (
+        f"{count:.1f}M parameters, {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, "
+        f"width {config.n_embd}, vocabulary {config.vocab_size}\n"
+        f"{run.batch} x {config.seq_len} tokens, attention={run.attention}, {', '.join(how)}, on "
+        f"{gpu.name if gpu else 'a CPU'}"
+    )
+
+
+Row = tuple[str, float, str]  # what, predicted, unit
+
+
+def memory_rows(run: Run) -> list[Row]:
+    """What a step holds, in MiB. The kinds are those of scripts/memory.py, at the moment of the peak."""
+    from model.flops import kv_cache_bytes, score_matrix_bytes
+    from model.memory import (
+        attention_own,
+        cast_weight_bytes,
+        logits_bytes,
+        lse_bytes,
+        peak,
+        saved_by_layer,
+        scores_bytes,
+    )
+
+    T, L = run.config.seq_len, run.config.n_layer
+    own, most = attention_own(run), peak(run)
+    rows: list[Row] = [
+        ("scores, a head, if written out (fp32)", score_matrix_bytes(1, 1, T, T, 4) / MIB, "MiB"),
+        ("scores, a layer, if written out (fp32)", scores_bytes(run) / MIB, "MiB"),
+        ("lse, a layer", lse_bytes(run) / MIB, "MiB"),
+        ("attention keeps, a layer", own.kept / MIB, "MiB"),
+        ("attention's backward on its way", own.transient / MIB, "MiB"),
+    ]
+    rows += [
+        (f"{name} keep, a layer", size / MIB, "MiB") for name, size in saved_by_layer(run).items() if size
+    ]
+    rows += [
+        ("16-bit copies of the weights", cast_weight_bytes(run) / MIB, "MiB"),
+        ("logits", logits_bytes(run) / MIB, "MiB"),
+    ]
+    rows += [(f"at the peak: {kind}", getattr(most, kind) / MIB, "MiB") for kind in KINDS]
+    rows.append((f"peak ({most.name})", most.peak / MIB, "MiB"))
+    cache = kv_cache_bytes(run.config, run.batch, T, run.value_bytes)
+    return [*rows, (f"KV cache of {run.batch} x {T} tokens, {L} layers", cache / MIB, "MiB")]
+
+
+def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
+    """FLOPs and bytes of DRAM of attention and of the step; their time at the GPU's roofline; shared memory
+    of our kernels' tiles."""
+    from model.roofline import attention_work, step_work
+    from scripts.tiles import shared_memory
+
+    forward, backward = attention_work(run)
+    rows: list[Row] = []
+    for name, work in {
+        "attention forward, a layer": forward,
+        "attention backward, a layer": backward,
+        "step": step_work(run),
+    }.items():
+        rows += [
+            (f"{name}: FLOPs", work.flops / 1e9, "GFLOP"),
+            (f"{name}: DRAM", work.bytes / 1e9, "GB"),
+        ]
+        if gpu:
+            bound = work.bound(gpu, run.value_bytes)
+            rows.append((f"{name}: at best, by {bound}", 1e3 * work.seconds(gpu, run.value_bytes), "ms"))
+    if gpu:
+        tiles = shared_memory(run, gpu)
+        rows += [(f"shared memory of a block: {name}", size / 1024, "KiB") for name, size in tiles.items()]
+    return rows
+
+
+def measurements(cfg: DictConfig) -> dict[str, float]:
+    """What can be measured of the rows, by their names, on the device at hand."""
+    import statistics
+    import time
+
+    import torch
+
+    from scripts.memory import attention_alone, disagreement, memory_split, training_step
+
+    step = training_step(cfg)
+    split, alone = memory_split(step), attention_alone(step)
+    print(f"measured: the parts sum to the peak within {100 * disagreement(split):.2f}%")
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        step.run()
+        if step.device.type == "cuda":
+            torch.cuda.synchronize(step.device)
+        times.append(1e3 * (time.perf_counter() - start))
+    found = {f"at the peak: {kind}": split[kind] for kind in KINDS}
+    found |= {"attention keeps, a layer": alone["kept"], "peak": split["peak"]}
+    return found | {
+        "attention's backward on its way": alone["backward"],
+        "step: at best": statistics.median(times),
+    }
+
+
+def table(rows: list[Row], measured: dict[str, float]) -> str:
+    """A line a row: what, predicted, and, where it was, measured, with the ratio."""
+    lines = [f"{'':<48} {'predicted':>12}" + (f" {'':<6}{'measured':>12} {'ratio':>6}" if measured else "")]
+    for name, value, unit in rows:
+        line = f"{name:<48} {value:>12,.2f} {unit:<6}"
+        got = next((x for known, x in measured.items() if name.startswith(known)), None)
+        if got is not None:
+            line += f"{got:>12,.2f}" + (f" {value / got:>6.2f}" if got >= 0.005 else "")
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def verdict(run: Run, gpu: GpuSheet | None) -> str:
+    """Whether it fits, and the longest context that does."""
+    from model.memory import longest_context, peak
+
+    if gpu is None:
+        return "gpu= says for which GPU: then also the time at its roofline, and whether it fits."
+    need, able = peak(run).peak, gpu.usable_bytes
+    room = f"{need / 2**30:.1f} of {able / 2**30:.1f} GiB that {gpu.name} can give ({gpu.memory_gib} GiB)"
+    longest = longest_context(run, able)
+    growth = "T^2" if run.quadratic else "T"
+    said = "fits" if need <= able else "does not fit"
+    return (
+        f"{said}: {room}; attention's own grows as {growth}\n"
+        f"longest context that fits with data.batch_size={run.batch}: {longest:,} tokens"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
