@@ -120,13 +120,14 @@ __device__ __forceinline__ bool sees(const Params &p, int i, int j, int keys, in
     return seen;
 }
 
-// Keys lo .. hi are seen by some of the queries i0 .. i0 + rows; tiles that lie within full_lo .. full_hi by all.
-struct KeyRange {
+// What of the others a tile has to do with: lo .. hi, and in the tiles within full_lo .. full_hi no mask is needed.
+struct Range {
     int lo, full_lo, full_hi, hi;
 };
 
-// lo, full_lo and full_hi are multiples of `tile`. first and end bound the keys of the queries' documents.
-__device__ __forceinline__ KeyRange key_range(const Params &p, int i0, int rows, int keys, int diagonal, int tile,
+// Keys that some of the queries i0 .. i0 + rows see, and those that all see. lo, full_lo and full_hi are multiples of
+// `tile`. first and end bound the keys of the queries' documents.
+__device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, int keys, int diagonal, int tile,
                                               int first, int end) {
     int lo = 0, hi = keys;
 #if HAS_LEFT
@@ -153,17 +154,13 @@ __device__ __forceinline__ KeyRange key_range(const Params &p, int i0, int rows,
 #endif
     full_hi = max_of(full_hi / tile * tile, full_lo);
 #endif
-    KeyRange range = {lo, full_lo, full_hi, hi};
+    Range range = {lo, full_lo, full_hi, hi};
     return range;
 }
 
-// Queries lo .. hi see some of the keys j0 .. j0 + cols; those of tiles within full_lo .. full_hi see all. (j0 is
-// within `keys`.) All but hi are multiples of `tile`. first and end bound the queries of the keys' documents.
-struct QueryRange {
-    int lo, full_lo, full_hi, hi;
-};
-
-__device__ __forceinline__ QueryRange query_range(const Params &p, int j0, int cols, int diagonal, int tile, int first,
+// Queries that see some of the keys j0 .. j0 + cols (j0 is a key), and those that see all. All but hi are multiples of
+// `tile`. first and end bound the queries of the keys' documents.
+__device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, int diagonal, int tile, int first,
                                                   int end) {
     int lo = 0, hi = p.tq;
 #if HAS_RIGHT
@@ -191,7 +188,7 @@ __device__ __forceinline__ QueryRange query_range(const Params &p, int j0, int c
 #endif
     full_hi = max_of(full_hi, full_lo);
 #endif
-    QueryRange range = {lo, full_lo, full_hi, hi};
+    Range range = {lo, full_lo, full_hi, hi};
     return range;
 }
 

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const float c = exponent_scale(p);
     for (int j0 = 0; j0 < keys; j0 += BC) {
-        const QueryRange range = query_range(p, j0, BC, keys - p.tq, BR, 0, 0);
+        const Range range = query_range(p, j0, BC, keys - p.tq, BR, 0, 0);
         if (range.lo >= range.hi) break;
         __syncthreads();  // all are done with K and V, and with rows of O, m and l that another team may go on with
         Loader<BC, THREADS>(k, p.k_stride.t, j0).load(k_tile, p.k_stride.t, keys - j0);

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #if SEGMENTS
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
-    const KeyRange range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, first, end);
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, first, end);
     const float c = exponent_scale(p);
 #if DROPOUT
     unsigned row_key[TILES][2], of_head = head_key(p, b, h);

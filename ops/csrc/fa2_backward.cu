@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
     const int real = min_of(BC, keys - j0);  // of the keys
-    QueryRange range = {0, 0, 0, 0};
+    Range range = {0, 0, 0, 0};
     if (real > 0) range = query_range(p, j0, real, diagonal, BR, first, end);
 
     Loader<BC, THREADS>(matrix_of(p.k, p.k_stride, b, kv_head), p.k_stride.t, j0)

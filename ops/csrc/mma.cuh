@@ -3,6 +3,7 @@
 //
 // Who holds what, lane = 4 * g + c (PTX ISA, "Matrix fragments for mma.m16n8k16"):
 //   C (16 x 8)   [0], [1]: row g, columns 2c, 2c + 1        [2], [3]: row g + 8
+//   B (16 x 8)   first register: rows 2c, 2c + 1 of column g; second: rows + 8
 //   A (16 x 16)  [0]: row g, columns 2c, 2c + 1   [1]: row g + 8   [2], [3]: the same, columns + 8
 // so two neighbouring C tiles, rounded to 16 bits, are one A tile: P never leaves the registers.
 #pragma once

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);
 #endif
-    const KeyRange range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, OTHERS, first, end);
+    const Range range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, OTHERS, first, end);
 
     // Of the rows that eight lanes share, a lane keeps the m and l of one: r = lane_col.
     float m = Max::identity, l = 0.0f;

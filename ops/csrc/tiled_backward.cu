@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #if SEGMENTS
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
-    QueryRange range = query_range(p, j0, min_of(PAIRED, p.tk - j0), diagonal, OTHERS, first, end);
+    Range range = query_range(p, j0, min_of(PAIRED, p.tk - j0), diagonal, OTHERS, first, end);
     if (j0 >= keys) range.hi = range.lo;
 
     float4 sums[ROWS][FLOAT4S] = {};
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);
 #endif
-    const KeyRange range = key_range(p, i0, min_of(PAIRED, p.tq - i0), keys, diagonal, OTHERS, first, end);
+    const Range range = key_range(p, i0, min_of(PAIRED, p.tq - i0), keys, diagonal, OTHERS, first, end);
 
     float4 sums[ROWS / 2][FLOAT4S] = {};
     load_tile<PAIRED, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);

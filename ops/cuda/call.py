@@ -12,6 +12,8 @@ from ops.dropout import threshold
 
 # Bytes of K and V that the heads running side by side may take: half of an H200's 50 MB of L2.
 _L2_BYTES = 24 << 20
+# Rows of lse2, delta and what else a backward keeps are padded to the largest tile of queries.
+PADDED_TO = 128
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.cuda.call import Call, Params
+from ops.cuda.call import PADDED_TO, Call, Params
 from ops.library import empty_as
 
 # Where kernels come from; tests put the CPU in its place.
@@ -22,8 +22,6 @@ _kernel: Callable[..., Any] = nvrtc.kernel
 _THREADS = 256  # of a block of naive, rowwise and segment_ranges
 _STRIP = 8  # queries of a thread of naive: 16 is 3% slower, 4 15%
 _WARPS = 8  # of a block of naive and delta
-# Rows of lse2 and delta are padded to the largest tile of queries.
-_PADDED_TO = 128
 # What a block may use on an H200, for tensors on a CPU.
 _SHARED_BYTES = 232_448
 
@@ -176,7 +174,7 @@ def tiled_backward(
 def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> Tensor:
     """(lse2, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/delta.cu."""
     batch, heads, tq, _ = out.shape
-    padded = math.ceil(tq / _PADDED_TO) * _PADDED_TO
+    padded = math.ceil(tq / PADDED_TO) * PADDED_TO
     statistics = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
     params = call.params.bind(dout=dout, out=out, lse=lse, lse2=statistics[0], delta=statistics[1])
     params.padded_tq = padded

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.cuda.call import Call
+from ops.cuda.call import PADDED_TO, Call
 from ops.cuda.plain import segment_ranges
 from ops.library import empty_as
 
-# Rows of lse2, delta and the accumulator of dQ are padded to the largest tile of queries.
-_PADDED_TO = 128
 _PREPARE_THREADS = 1024
 _FINISH_ROWS = 128  # of a block
 
@@ -204,7 +202,7 @@ def run_backward(
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
-    padded_tq = math.ceil(tq / _PADDED_TO) * _PADDED_TO
+    padded_tq = math.ceil(tq / PADDED_TO) * PADDED_TO
     n_rows = batch * heads * padded_tq
     numbers = 2 if deterministic else 2 + padded(head_dim)
     scratch = q.new_empty(numbers * n_rows, dtype=torch.float32)
