@@ -45,13 +45,11 @@ class Run:
         return self.batch * self.config.seq_len
 
     @property
-    def width_bytes(self) -> int:
-        """N C e: an activation as wide as the model."""
+    def width_bytes(self) -> int:  # N C e
         return self.tokens * self.config.n_embd * self.value_bytes
 
     @property
-    def residual_bytes(self) -> int:
-        """4 N C"""
+    def residual_bytes(self) -> int:  # 4 N C
         return 4 * self.tokens * self.config.n_embd
 
     @property
@@ -60,13 +58,11 @@ class Run:
         return self.tokens * (config.n_head + 2 * config.kv_heads) * config.head_dim * self.value_bytes
 
     @property
-    def hidden_bytes(self) -> int:
-        """N h e"""
+    def hidden_bytes(self) -> int:  # N h e
         return self.tokens * self.config.mlp_hidden * self.value_bytes
 
     @property
-    def quadratic(self) -> bool:
-        """Whether scores are written out."""
+    def quadratic(self) -> bool:  # scores are written out
         return family(self) in QUADRATIC
 
 
@@ -110,14 +106,15 @@ def attention_own(run: Run) -> Own:
     products take them, contiguous, fp32 and of all H heads; the mask, T^2 bytes; sum and lse. In backward dP
     and three of the division's products at once, when the copy of v has gone; compiled, dP alone.
 
-    sdpa_math: the probabilities, and q, k, v scaled and copied, in fp32; in backward dP and dS.
+    sdpa_math: the probabilities, and q, k, v scaled and copied, in fp32; in backward dP and dS, on a GPU one
+    matrix more. SDPA of any kind takes a window as a mask of T^2 values of e bytes, ALiBi as H of them, and
+    keeps its own out beside the one without rows that see nothing.
 
     tiled: lse; in backward dq in fp32 where q is not, and the tiles: five of scores and six of rows.
 
     fused kernels: lse; in backward the padded row statistics (lse2 and delta), and where blocks of keys add
     to dq by atomics, its fp32 accumulator, padded to tiles of 128 rows and 32 columns. flash-attn 2 writes dk
-    and dv of GQA for each query head before it sums them, 3 and 4 in fp32. SDPA takes a window as a mask of
-    T^2 values of e bytes, ALiBi as H of them; its own out is kept beside the one without blind rows.
+    and dv of GQA for each query head before it sums them, 3 and 4 in fp32. flex has dout times out.
     """
     config, name = run.config, family(run)
     B, T, H, D = run.batch, run.config.seq_len, config.n_head, config.head_dim
@@ -130,7 +127,9 @@ def attention_own(run: Run) -> Own:
     if name == "sdpa_math":
         mask = M // 4 if run.device == "cuda" else M
         dropped = M + mask if config.attn_dropout else 0
-        return Own(M + 3 * wide + dropped + masks, M if run.compiled else 2 * M)
+        return Own(
+            M + 3 * wide + dropped + masks, M if run.compiled else (3 if run.device == "cuda" else 2) * M
+        )
     if name == "tiled":
         rows = min(T, TILE)
         tiles = 4 * B * H * rows * (5 * rows + 6 * D)
@@ -147,7 +146,9 @@ def attention_own(run: Run) -> Own:
         return Own(lse, 2 * padded + accumulator + (8 * run.tokens * config.kv_heads * D if grouped else 0))
     if name in ("cuda_fa2", "sdpa_cudnn", "sdpa_efficient"):
         return Own(lse + (masks if name != "cuda_fa2" else 0), 2 * padded + accumulator)
-    return Own(lse, 2 * padded)  # triton, cuda_tiled, flex
+    if name == "flex":
+        return Own(lse, padded + run.width_bytes)
+    return Own(lse, 2 * padded)  # triton, cuda_tiled
 
 
 def saved_by_layer(run: Run) -> dict[str, int]:

@@ -40,6 +40,7 @@ class Event:
 
 @dataclass
 class Block:
+    size: int
     kind: str
     counted: bool = False
 
@@ -74,10 +75,11 @@ class Ledger:
             elif event.what == "end":
                 windows.remove(event.kind)
             elif event.what == "alloc":
-                alive[event.address] = Block(windows[-1] if windows else USUAL)
-                changes.append((event.size, alive[event.address]))
+                block = alive[event.address] = Block(event.size, windows[-1] if windows else USUAL)
+                changes.append((block.size, block))
             elif event.what == "free":  # one that was there before counts among the rest
-                changes.append((-event.size, alive.pop(event.address, Block("other"))))
+                block = alive.pop(event.address, None) or Block(event.size, "other")
+                changes.append((-block.size, block))
             elif event.what == "kind" and event.address in alive:
                 block = alive[event.address]
                 block.kind, block.counted = event.kind, event.counted

@@ -147,7 +147,7 @@ Row = tuple[str, float, str]  # what, predicted, unit
 
 def memory_rows(run: Run) -> list[Row]:
     """What a step holds, in MiB. The kinds are those of scripts/memory.py, at the moment of the peak."""
-    from model.flops import kv_cache_bytes, score_matrix_bytes
+    from model.flops import kv_cache_bytes, parameter_count, score_matrix_bytes
     from model.memory import (
         attention_own,
         cast_weight_bytes,
@@ -171,6 +171,7 @@ def memory_rows(run: Run) -> list[Row]:
         (f"{name} keep, a layer", size / MIB, "MiB") for name, size in saved_by_layer(run).items() if size
     ]
     rows += [
+        ("gradients, all of them", 4 * sum(parameter_count(run.config).values()) / MIB, "MiB"),
         ("16-bit copies of the weights", cast_weight_bytes(run) / MIB, "MiB"),
         ("logits", logits_bytes(run) / MIB, "MiB"),
     ]
