@@ -1,8 +1,10 @@
-// Gives g++ what the plain stages of ops/csrc use of CUDA, so that they run on a CPU, one block after the other.
+// Gives g++ what the stages of ops/csrc use of CUDA, so that they run on a CPU, one block after the other; what is of
+// tensor cores is in mma_cpu.h.
 //
 // The threads of a block are fibers, which take turns where they wait for each other; with
 // -DTHREADS_OF_THE_SYSTEM they are such threads, for -fsanitize=thread, which reports a missing barrier as a data race.
 #pragma once
+#include <initializer_list>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,6 +31,9 @@ struct Index {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 static inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
 static inline float __int_as_float(int bits) {
     float x;
@@ -38,8 +43,11 @@ static inline float __int_as_float(int bits) {
 
 static PER_THREAD Index threadIdx;
 static PER_THREAD Index blockIdx;
-float4 shared[232448 / 16];
-float scores[232448 / 4];
+// Dynamic shared memory, by the names that kernels have for it.
+const unsigned most_shared = 232448;
+float4 shared[most_shared / 16];
+float scores[most_shared / 4];
+alignas(1024) unsigned char memory[most_shared];
 
 namespace cpu {
 const unsigned most_threads = 1024;
@@ -126,6 +134,19 @@ T shuffle(T x, unsigned from) {
 
 static Index grid;
 static unsigned shared_used;
+static const char *fault;  // what a GPU would stop at
+
+// What is read and was not written shows as NaN.
+static void forget(unsigned bytes) {
+    for (void *array : {(void *)shared, (void *)scores, (void *)memory}) memset(array, 0xff, bytes);
+}
+
+static bool kept_within() {
+    for (const void *array : {(void *)shared, (void *)scores, (void *)memory})
+        for (unsigned at = shared_used; at < most_shared; ++at)
+            if (((const unsigned char *)array)[at] != 0xff) return false;
+    return true;
+}
 
 // Thread number `self`'s part of all blocks.
 static void *run_blocks(void *self) {
@@ -134,8 +155,7 @@ static void *run_blocks(void *self) {
         for (unsigned y = 0; y < grid.y; ++y)
             for (unsigned x = 0; x < grid.x; ++x) {
                 blockIdx = {x, y, z};
-                // What is read and was not written shows as NaN.
-                if (threadIdx.x == 0) memset(shared, 0xff, shared_used), memset(scores, 0xff, shared_used);
+                if (threadIdx.x == 0) forget(shared_used);
                 block.wait();
                 kernel();
                 block.wait();
@@ -143,11 +163,14 @@ static void *run_blocks(void *self) {
     return nullptr;
 }
 
-static void run_grid(void (*body)(), const unsigned *size, unsigned threads, unsigned shared_size) {
+// Gives what the kernel did wrong, or nothing.
+static const char *run_grid(void (*body)(), const unsigned *size, unsigned threads, unsigned shared_size) {
     kernel = body, n_threads = threads, grid = {size[0], size[1], size[2]}, shared_used = shared_size;
     block.expect(threads);
     for (unsigned warp = 0; warp < threads / 32; ++warp) warps[warp].expect(32);
+    fault = nullptr, forget(most_shared);
     run_threads(run_blocks);
+    return fault ? fault : kept_within() ? nullptr : "wrote beyond its shared memory";
 }
 }  // namespace cpu
 
@@ -160,4 +183,16 @@ T __shfl_xor_sync(unsigned, T x, int lanes) {
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
     return cpu::shuffle(x, lane);
+}
+static inline bool __any_sync(unsigned, bool x) {
+    int any = x;
+    for (int lanes = 16; lanes; lanes /= 2) any |= cpu::shuffle(any, (threadIdx.x ^ lanes) % 32);
+    return any;
+}
+static inline unsigned __activemask() { return ~0u; }  // warps part as a whole
+static inline void atomicAdd(float *to, float x) {
+    float old, sum;
+    __atomic_load(to, &old, __ATOMIC_RELAXED);
+    do sum = old + x;
+    while (!__atomic_compare_exchange(to, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
 }

@@ -1,9 +1,10 @@
-"""The plain stages of ops/csrc on the CPU: g++ in the place of NVRTC (cpu.h), the same launches."""
+"""The stages of ops/csrc on the CPU: g++ in the place of NVRTC (cpu.h, mma_cpu.h), the same launches."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -20,21 +21,22 @@ HERE = Path(__file__).parent
 # With FMA, as on the GPU; -Og, as most of the time goes into compiling.
 _OPTIONS = ("-std=c++17", "-Og", "-pipe", "-mfma", "-ffp-contract=fast", "-w")
 _LIBRARY = ("-fPIC", "-shared")
-_SANITIZED = ("-fsanitize=thread", "-DTHREADS_OF_THE_SYSTEM", "-pthread")
+_SANITIZED = ("-fsanitize=thread", "-DTHREADS_OF_THE_SYSTEM", "-pthread", "-rdynamic")
 
 _LAUNCH = """
 static void (*of_the_grid)(Params);
 static Params argument;
-extern "C" void launch(void (*kernel)(Params), const Params *p, const unsigned *grid, unsigned threads,
+extern "C" const char *launch(void (*kernel)(Params), const Params *p, const unsigned *grid, unsigned threads,
                        unsigned shared_bytes) {
     of_the_grid = kernel, argument = *p;
-    cpu::run_grid([] { of_the_grid(argument); }, grid, threads, shared_bytes);
+    return cpu::run_grid([] { of_the_grid(argument); }, grid, threads, shared_bytes);
 }
 """
 
 
 # A program that reads the Params, gives each pointer a megabyte of zeros and launches; 66 is a race.
 _MAIN = """
+#include <dlfcn.h>
 #include <stdio.h>
 int main(int, char **words) {
     Params p;
@@ -42,9 +44,14 @@ int main(int, char **words) {
     for (int i = 0; i < POINTERS; ++i)
         if (((void **)&p)[i]) ((void **)&p)[i] = calloc(1, 1 << 20);
     const unsigned grid[] = {(unsigned)atoi(words[1]), (unsigned)atoi(words[2]), (unsigned)atoi(words[3])};
-    launch(KERNEL, &p, grid, atoi(words[4]), atoi(words[5]));
+    launch((void (*)(Params))dlsym(RTLD_DEFAULT, words[6]), &p, grid, atoi(words[4]), atoi(words[5]));
 }
 """
+
+
+def _key(source: str, flags: list[str]) -> str:
+    """A name for a specialisation."""
+    return hashlib.sha256(" ".join([source, *flags]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,10 @@ class Kernel:
         assert min(x, y, z) > 0 and max(y, z) <= 65_535 and threads % 32 == 0 and shared_bytes <= 232_448
         kernel = ctypes.cast(getattr(self.library, self.name), ctypes.c_void_p)
         size = (ctypes.c_uint * 3)(x, y, z)
-        self.library.launch(kernel, ctypes.byref(params), size, threads, shared_bytes)
+        launch = self.library.launch
+        launch.restype = ctypes.c_char_p
+        fault = launch(kernel, ctypes.byref(params), size, threads, shared_bytes)
+        assert fault is None, f"{self.name} {fault.decode()}, with {shared_bytes} bytes of shared memory"
 
 
 class Compiler:
@@ -90,7 +100,7 @@ class Compiler:
     ) -> Kernel:
         assert device.type == "cpu"
         flags = [f"-D{define}={value}" for define, value in defines.items()]
-        key = hashlib.sha256(" ".join([source, *flags]).encode()).hexdigest()[:16]
+        key = _key(source, flags)
         if key not in self._libraries:
             library = self.compile(source, _LAUNCH, key, [*_LIBRARY, *flags])
             self._libraries[key] = ctypes.CDLL(str(library))
@@ -106,6 +116,27 @@ class Compiler:
         return result
 
 
+# The one load that is written in PTX amid C++: where to, and from where.
+_LOAD = re.compile(
+    r'asm volatile\("ld\.shared\.v4\.u32 .*?: "=r"\((\w+)\.x\).*?: "r"\((.*?)\)\n *: "memory"\)', re.S
+)
+
+
+class TensorCores(Compiler):
+    """Of the sources without what is written in PTX: mma_cpu.h has it, in the place of CUDA's header."""
+
+    def __init__(self, folder: Path, changes: Mapping[str, tuple[str, str]] | None = None):
+        super().__init__(folder, changes)
+        for name in ("mma.cuh", "fa1.cu"):
+            text, loads = _LOAD.subn(r"\1 = load_shared(\2)", (folder / name).read_text())
+            assert loads == (name == "mma.cuh"), f"{name} loads {loads} times by hand"
+            # What asks for the architecture has C++ for none.
+            parts = (part for part in text.split("\n\n") if "asm" not in part or "__CUDA_ARCH__" in part)
+            (folder / name).write_text("\n\n".join(parts))
+        header = folder / "attention.cuh"
+        header.write_text(header.read_text().replace("<cuda_bf16.h>", '"mma_cpu.h"'))
+
+
 class Sanitizer:
     """Stands in for ops.nvrtc.kernel too: runs each launch by itself under the thread sanitizer, on zeros.
 
@@ -114,22 +145,25 @@ class Sanitizer:
 
     def __init__(self, compiler: Compiler):
         self.compiler, self.reports = compiler, {}
+        self._programs: dict[str, Path] = {}
 
     def __call__(
         self, source: str, name: str, defines: Mapping[str, int | str], device: torch.device
     ) -> Sanitizer:
         flags = [f"-D{define}={value}" for define, value in defines.items()]
-        self.name = name
-        more = _LAUNCH + _MAIN.replace("KERNEL", name).replace("POINTERS", str(len(_POINTERS.split())))
-        self.program = self.compiler.compile(source, more, f"{name}.sanitized", [*_SANITIZED, *flags])
+        key = _key(source, flags) + ".sanitized"
+        if key not in self._programs:
+            more = _LAUNCH + _MAIN.replace("POINTERS", str(len(_POINTERS.split())))
+            self._programs[key] = self.compiler.compile(source, more, key, [*_SANITIZED, *flags])
+        self.name, self.program = name, self._programs[key]
         return self
 
     def launch(
         self, grid: int | tuple[int, int, int], threads: int, params: Params, shared_bytes: int = 0
     ) -> None:
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
-        command = [str(self.program), *map(str, (x, y, z, threads, shared_bytes))]
+        command = [str(self.program), *map(str, (x, y, z, threads, shared_bytes)), self.name]
         done = subprocess.run(command, input=bytes(params), capture_output=True, timeout=60)
         said = done.stderr.decode()
         assert done.returncode == 0 or "data race" in said, said
-        self.reports[self.name] = said
+        self.reports[self.name] = self.reports.get(self.name, "") + said

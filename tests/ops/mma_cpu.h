@@ -1,4 +1,4 @@
-// Gives g++ what mma.cuh and fa1.cu use of tensor cores, by the PTX ISA's words: bf16, ldmatrix, mma.sync, cp.async, whose
+// Gives g++ what the stages on tensor cores use, by the PTX ISA's words: bf16, ldmatrix, mma.sync, cp.async, whose
 // copies land when they are waited for and no sooner, and barriers of a team of four warps. For tests/ops/cpu.h.
 #pragma once
 #include <vector>
@@ -7,10 +7,11 @@
 #define __fdividef(x, y) ((x) / (y))
 #define __log2f log2f
 
+static inline float float_of(unsigned bits) { return __int_as_float((int)(bits << 16)); }
 struct __nv_bfloat16 {
     unsigned short bits;
+    operator float() const { return float_of(bits); }
 };
-static inline float float_of(unsigned bits) { return __int_as_float((int)(bits << 16)); }
 static inline unsigned short rounded(float x) {
     unsigned bits;
     memcpy(&bits, &x, sizeof bits);
@@ -18,7 +19,6 @@ static inline unsigned short rounded(float x) {
 }
 
 #define __cvta_generic_to_shared(pointer) ((unsigned char *)(pointer) - memory)
-alignas(1024) unsigned char memory[232448];
 
 namespace cpu {
 static struct Teams {
@@ -56,9 +56,15 @@ static inline float half_of(unsigned bits, int odd) { return float_of(odd ? bits
 }  // namespace cpu
 
 static inline void copy_async(unsigned to, const void *from, bool inside) {
+    if (to % 16 || (size_t)from % 16) cpu::fault = "copied 16 bytes that do not begin at a multiple of 16";
     cpu::mine().back().push_back({to, from, inside});
 }
 static inline void store_shared(unsigned to, unsigned bits) { memcpy(memory + to, &bits, 4); }
+static inline uint4 load_shared(unsigned from) {
+    uint4 bits;
+    memcpy(&bits, memory + from, 16);
+    return bits;
+}
 static inline void commit() { cpu::mine().emplace_back(); }
 template <int N> static inline void wait_for_all_but() {
     auto &all = cpu::mine();

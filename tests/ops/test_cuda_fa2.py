@@ -1,0 +1,275 @@
+"""Stage 5 of the CUDA ladder on a CPU, beyond the grid, in small: both backwards, every tile, blocks that see
+no key, rows that do not begin at 16 bytes, races. Tensor cores are imitated (mma_cpu.h); the rest is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import cuda
+from attention.cuda import CudaStage
+from ops import nvrtc
+from ops.cuda import plain, tensor_cores
+from ops.cuda.tensor_cores import BackwardTile, fa2_backward, fa2_forward
+from ops.library import register_attention
+from scripts.accuracy import Problem, computed, error_ratios, expected
+from tests.ops import cpu
+from tests.ops.recorded import SHARED_BYTES
+
+pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+
+_OP = register_attention("on_cpu_fa2", partial(cuda._forward, "fa2"), partial(cuda._backward, "fa2"), "CPU")
+
+
+class _OnCPU(CudaStage):
+    """fa2 with all that it declares, in bf16 on CPU tensors."""
+
+    def __init__(self, deterministic: bool):
+        super().__init__("fa2", deterministic)
+        here = {"devices": frozenset({"cpu"}), "dtypes": frozenset({torch.bfloat16})}
+        self.capabilities = replace(self.capabilities, **here)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> cpu.TensorCores:
+    return cpu.TensorCores(tmp_path_factory.mktemp("csrc"))
+
+
+@pytest.fixture(autouse=True)
+def use(monkeypatch: pytest.MonkeyPatch, compiler: cpu.TensorCores) -> Callable[[Any], None]:
+    """Puts something in the place of NVRTC; at first `compiler`."""
+
+    def use(kernel: Any) -> None:
+        monkeypatch.setattr(nvrtc, "kernel", kernel)
+        monkeypatch.setattr(plain, "_kernel", kernel)
+
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setitem(cuda._OPS, "fa2", _OP)
+    monkeypatch.setattr(tensor_cores, "_shared_bytes", lambda _: SHARED_BYTES[9, 0])
+    use(compiler)
+    return use
+
+
+def _inputs(
+    shape: tuple[int, int, int],
+    heads: tuple[int, int] = (1, 1),
+    batch: int = 1,
+    unaligned: bool = False,
+    lengths: list[int] | None = None,
+) -> tuple[Tensor, ...]:
+    """q, k, v and dout. unaligned: each row begins 2 bytes beyond a multiple of 16. Keys and values beyond
+    `lengths` are NaN."""
+    (tq, tk, head_dim), g = shape, torch.Generator().manual_seed(7)
+    made = []
+    for h, t in ((heads[0], tq), (heads[1], tk), (heads[1], tk), (heads[0], tq)):
+        x = torch.randn(batch, h, t, head_dim + 8 * unaligned, generator=g).bfloat16()
+        made.append(x[..., 1 : 1 + head_dim] if unaligned else x)
+    for b, length in enumerate(lengths or []):
+        made[1][b, :, length:] = made[2][b, :, length:] = torch.nan
+    return tuple(made)
+
+
+def _judge(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> dict[str, float]:
+    """The error ratios of out, lse and the gradients, and of these once more for the deterministic way."""
+    problem, ratios = Problem(q, k, v, options, dout), {}
+    reference, plain_formula = expected(problem)
+    for way in (True, False):
+        got = computed(_OnCPU(deterministic=way), problem)
+        assert got.keys() == reference.keys()
+        judged = error_ratios(got, reference, plain_formula, q.dtype)
+        ratios |= {f"{name}_deterministic" if way else name: ratio for name, ratio in judged.items()}
+    return ratios
+
+
+def _ids(*runs: int) -> Tensor:
+    """Documents of these lengths, one after the other."""
+    return torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).int()[None]
+
+
+_CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((97, 200, 32), {"heads": (2, 1)}, {"causal": False, "window": (30, 20)}),
+    ((200, 90, 40), {"unaligned": True}, {"window": (37, 0), "softcap": 1.5}),
+    ((97, 90, 40), {"unaligned": True}, {"window": (37, 0), "softcap": 1e7}),
+    ((97, 90, 40), {"unaligned": True}, {"window": (37, 0), "softcap": 1e-46}),  # 0 in fp32
+    ((300, 70, 64), {"heads": (2, 2)}, {}),  # 230 rows that see no key, and whole blocks
+    ((300, 70, 128), {"heads": (1, 1)}, {}),
+    ((40, 150, 128), {"heads": (6, 2), "batch": 2}, {}),  # one tile of queries a head
+    ((33, 190, 64), {"batch": 3, "lengths": [0, 100, 190]}, {"causal": False}),
+    (
+        (150, 140, 72),
+        {"batch": 2, "lengths": [140, 77]},
+        {"alibi_slopes": torch.tensor([0.1])},
+    ),
+    (
+        (190, 210, 96),
+        {},
+        {"causal": False, "dropout_p": 0.2, "segments": (_ids(70, 1, 119), _ids(80, 1, 60, 69))},
+    ),
+    (
+        (130, 140, 128),
+        {"heads": (2, 1), "unaligned": True},
+        {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0},
+    ),
+    ((70, 150, 96), {"unaligned": True}, {"scale": -0.2}),
+    ((70, 80, 96), {"unaligned": True}, {"scale": 0.0}),
+    ((1, 3, 8), {}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"), _CASES, ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _CASES]
+)
+def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> None:
+    q, k, v, dout = _inputs(shape, **made)
+    if "lengths" in made:
+        options = options | {"kv_lengths": torch.tensor(made["lengths"], dtype=torch.int32)}
+    ratios = _judge(q, k, v, dout, **options)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(head_dim, tile) for head_dim, tiles in tensor_cores._BACKWARD.items() for tile in tiles],
+    ids=str,
+)
+def test_every_tile(monkeypatch: pytest.MonkeyPatch, head_dim: int, tile: BackwardTile) -> None:
+    """Of the forward and of dQ there is one each."""
+    monkeypatch.setitem(tensor_cores._BACKWARD, head_dim, (tile,))
+    ratios = _judge(*_inputs((140, 150, head_dim)))
+    assert max(ratios.values()) <= 1, ratios
+
+
+def _options(head_dim: int, deterministic: bool = False) -> tuple[object, ...]:
+    """Causal, as the launch functions take it."""
+    return (*[None] * 6, head_dim**-0.5, -1, 0, 0.0, 0.0, [int(deterministic)])
+
+
+@pytest.mark.parametrize("changed", ["query", "keys"])
+def test_the_future_changes_no_bit(changed: str) -> None:
+    """Nor do later tokens any of dQ, nor earlier queries any of dK and dV."""
+    at, (q, k, v, dout) = 120, _inputs((192, 192, 64))
+    options = _options(64, deterministic=True)
+    others = [x.clone() for x in (q, k, v, dout)]
+    if changed == "query":  # one whose maximum is far above the others'
+        others[0][:, :, at] = 4 * k[:, :, at - 1]
+        others[3][:, :, at] = 1
+    else:
+        others[1][:, :, at:] = 3 * q[:, :, at:]
+        others[2][:, :, at:] = 1
+    results = []
+    for a, b, c, d in ((q, k, v, dout), others):
+        out, lse = fa2_forward(a, b, c, *options)
+        results.append((out, lse, *fa2_backward(d, a, b, c, out, lse, *options, False)[:3]))
+    for name, before, after in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        assert not torch.equal(before, after), name
+        if name in ("out", "lse", "dq"):
+            assert torch.equal(before[:, :, :at], after[:, :, :at]), name
+        elif changed == "query":
+            assert torch.equal(before[:, :, at + 1 :], after[:, :, at + 1 :]), name
+
+
+def _one_token(x: Tensor) -> Tensor:
+    """The next row would begin at 2 bytes beyond a multiple of 16."""
+    return x[:, :, :1].as_strided((1, 1, 1, 64), (64, 64, 65, 1))
+
+
+def _overlapping(x: Tensor) -> Tensor:
+    return x.flatten()[: 69 + 64].view(1, 1, -1).unfold(-1, 64, 1)
+
+
+@pytest.mark.parametrize("layout", [_one_token, _overlapping])
+def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
+    q, k, v, dout = (layout(x) for x in _inputs((70, 70, 64)))
+    results = []
+    for a, b, c, d in ((q, k, v, dout), [x.contiguous() for x in (q, k, v, dout)]):
+        out, lse = fa2_forward(a, b, c, *_options(64))
+        results.append((out, lse, *fa2_backward(d, a, b, c, out, lse, *_options(64), False)[:3]))
+    for strided, contiguous in zip(*results, strict=True):
+        assert torch.equal(strided, contiguous)
+
+
+class _Sanitizer(cpu.Sanitizer):
+    """Of kernels whose threads share memory, each once."""
+
+    def launch(self, *arguments: Any) -> None:
+        if self.name not in self.reports and not self.name.endswith(("_prepare", "_finish")):
+            super().launch(*arguments)
+
+
+def _races(use: Callable[[Any], None], compiler: cpu.Compiler, *inputs: Tensor) -> set[str]:
+    """The kernels of both ways in which the thread sanitizer finds a race."""
+    sanitizer = _Sanitizer(compiler)
+    use(sanitizer)
+    q, k, v, dout = inputs
+    out, lse = fa2_forward(q, k, v, *_options(q.shape[3]))
+    for deterministic in (False, True):
+        fa2_backward(dout, q, k, v, out, lse, *_options(q.shape[3], deterministic), False)
+    assert sanitizer.reports.keys() == {
+        f"tilegpt_fa2_{name}" for name in ("forward", "backward", "backward_dq")
+    }
+    return {name.removeprefix("tilegpt_fa2_") for name, said in sanitizer.reports.items() if said}
+
+
+def test_no_races(compiler: cpu.TensorCores, use: Callable[[Any], None]) -> None:
+    """Two tiles of keys, and of queries one of each head."""
+    assert _races(use, compiler, *_inputs((20, 70, 32), (2, 1))) == set()
+
+
+def test_no_races_where_blocks_see_no_key(
+    compiler: cpu.TensorCores, use: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with one stage of Q and dO, where Q does not stay in registers."""
+    monkeypatch.setattr(tensor_cores, "_shared_bytes", lambda _: SHARED_BYTES[8, 9])
+    assert _races(use, compiler, *_inputs((140, 10, 96), (2, 1))) == set()
+
+
+def test_missing_barriers_are_caught(tmp_path: Path, use: Callable[[Any], None]) -> None:
+    landed = "__syncthreads();  // this tile has landed"
+    changes = {
+        "fa2.cu": (landed, "// this tile has landed"),
+        "fa2_backward.cu": ("__syncthreads();  // P and dS are whole", "// P and dS are whole"),
+        "fa2_backward_dq.cu": (landed, "// this tile has landed"),
+    }
+    found = _races(use, cpu.TensorCores(tmp_path, changes), *_inputs((20, 70, 32), (2, 1)))
+    assert found == {"forward", "backward", "backward_dq"}
+
+
+_WAIT = "wait_for_all_but<0>();"
+
+
+@pytest.mark.parametrize(
+    ("source", "wait", "wrong"),
+    [
+        ("fa2.cu", f"{_WAIT}\n        __syncthreads();  // this tile", {"out", "lse"}),
+        ("fa2_backward.cu", f"{_WAIT}\n            __syncthreads();  // this stage", {"dq", "dk", "dv"}),
+        ("fa2_backward_dq.cu", f"{_WAIT}\n        __syncthreads();  // this tile", {"dq_deterministic"}),
+    ],
+    ids=["forward", "backward", "dQ"],
+)
+def test_copies_not_awaited_are_caught(
+    tmp_path: Path,
+    compiler: cpu.TensorCores,
+    use: Callable[[Any], None],
+    source: str,
+    wait: str,
+    wrong: set[str],
+) -> None:
+    mistaken = cpu.TensorCores(tmp_path, {source: (wait, wait.removeprefix(_WAIT))})
+    use(lambda asked, *rest, **more: (mistaken if asked == source else compiler)(asked, *rest, **more))
+    ratios = _judge(*_inputs((70, 150, 64)))
+    assert min(ratios[name] for name in wrong) > 1, ratios
+
+
+def test_a_mask_off_by_one_is_caught(tmp_path: Path, use: Callable[[Any], None]) -> None:
+    mask = "i + keys - p.tq + p.window_right"
+    use(cpu.TensorCores(tmp_path, {"scores.cuh": (mask, f"{mask} + 1")}))
+    ratios = _judge(*_inputs((70, 150, 64)))
+    assert min(ratios.values()) > 1, ratios
