@@ -105,11 +105,16 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
     """The same of nanoGPT, and the kernels of one more step."""
-    from scripts.kernels import as_field, counted
-
     command = [sys.executable, "-c", NANOGPT, str(options.nanogpt), str(options.batch), str(options.seq_len)]
     done = subprocess.run([*command, str(options.steps)], check=True, capture_output=True, text=True)
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    return nanogpt_result(done.stdout)
+
+
+def nanogpt_result(printed: str) -> dict[str, Any]:
+    """What NANOGPT has measured, from what it printed."""
+    from scripts.kernels import as_field, counted
+
+    line = next(line for line in printed.splitlines() if line.startswith("RESULT "))
     measured = json.loads(line.removeprefix("RESULT "))
     found = counted((name, 0.0) for name in measured.pop("kernel_names"))
     return measured | {"kernels": as_field(found), "kernels_from": "a whole training step"}

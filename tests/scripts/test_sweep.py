@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts import html_report, report, sweep, sweep_points, sweep_report, training_meter, training_point
+from scripts import (
+    bench_train,
+    html_report,
+    report,
+    sweep,
+    sweep_points,
+    sweep_report,
+    training_meter,
+    training_point,
+)
 from scripts.kernels import Kernel
 from scripts.rows import key_of, machine, read
 from tests.running import ROOT
@@ -304,6 +313,27 @@ def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
     ran.clear()
     sweep.main()
     assert not ran  # it is there already
+
+
+def test_nanogpt_is_measured_in_the_process_of_the_point(monkeypatch):
+    printed = {
+        "ms": [90.0, 80.0, 10.0, 11.0, 12.0],
+        "peak_mib": 5.0,
+        "kernel_names": ["flash", "gemm", "flash"],
+    }
+    seen = "import sys\nassert sys.argv[1:] == ['m.py', '64', '1024', '60']\n"
+    script = f"{seen}print('RESULT', {json.dumps(printed)!r})"
+    monkeypatch.setattr(bench_train, "NANOGPT", script)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    cfg, _ = sweep_points.composed(["experiment=seqlen_scaling", "data.batch_size=64"])
+    result = training_point.nanogpt(Path("m.py"), cfg)
+    assert (result["ms_median"], result["n"], result["kernels"]) == (11.0, 3, {"flash": 2, "gemm": 1})
+    assert result["tokens_per_s"] == pytest.approx(65536e3 / 11) and "ms" not in result
+    flops = 6 * (50304 * 768 + 12 * 12 * 768**2 + 25 * 768) + 12 * 12 * 768 * 1024  # 6 N + 12 L C T
+    assert result["mfu"] == pytest.approx(flops * result["tokens_per_s"] / 989e12)
+    cfg.data.batch_size = 32
+    with pytest.raises(ValueError, match="a step in one micro-batch"):
+        training_point.nanogpt(Path("m.py"), cfg)
 
 
 def result_of(
