@@ -97,8 +97,13 @@ class Halves:
     @classmethod
     def of(cls, events: list[Event]) -> Halves:
         total, most, at, before = 0, 0, 0, 0
+        alive: dict[int, int] = {}
         for event in events:
-            total += {"alloc": event.size, "free": -event.size}.get(event.what, 0)
+            if event.what == "alloc":
+                alive[event.address] = event.size
+                total += event.size
+            elif event.what == "free":
+                total -= alive.pop(event.address, 0)
             most = max(most, total)
             if event.what == "point":
                 before, at, most = most, total, total

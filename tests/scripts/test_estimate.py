@@ -1,0 +1,136 @@
+"""Predicted against measured on small models, and what estimate.py says of large ones and of mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from attention.base import UnsupportedAttention
+from model.gpt import GPTConfig
+from model.gpus import GPUS
+from model.memory import Run, peak
+from scripts.estimate import KINDS, main, parse, run_of, table, verdict
+from scripts.memory import composed, memory_split, training_step
+from scripts.tiles import shared_memory
+from tests.running import ROOT
+
+GPT2 = ("model=gpt2", "data=synthetic", "seq_len=8192", "data.batch_size=4")
+SMALL = ("data=synthetic", "data.corpus.vocab_size=300", "data.batch_size=2", "trainer.accelerator=cpu")
+CONFIGS = {
+    "gpt2 naive": "model=tiny attention=naive",
+    "gpt2 naive bf16": "model=tiny attention=naive precision=bf16-mixed",
+    "gpt2 sdpa checkpointed": "model=tiny attention=sdpa checkpointing=true",
+    "gpt2 tiled, a large vocabulary": "model=tiny attention=tiled data.corpus.vocab_size=4000",
+    "gpt2 sdpa, dropout": "model=char model.n_layer=2 attention=sdpa",
+    "gpt2 sdpa, a window": "model=tiny attention=sdpa model.window=32",
+    "llama naive checkpointed": "model=llama_tiny attention=naive checkpointing=true",
+    "llama tiled bf16": "model=llama_tiny attention=tiled precision=bf16-mixed",
+    "llama sdpa": "model=llama_tiny attention=sdpa",
+    "gpt2 sdpa_math, accumulated": "model=tiny attention=sdpa_math tokens_per_step=1024",
+}
+
+
+@pytest.mark.parametrize("overrides", CONFIGS.values(), ids=CONFIGS)
+def test_predicted_peaks_are_the_measured_ones(overrides: str) -> None:
+    cfg = composed([*SMALL, *overrides.split()])
+    split, predicted = memory_split(training_step(cfg)), peak(run_of(cfg, None))
+    assert predicted.peak / 2**20 == pytest.approx(split["peak"], rel=0.1)
+    for kind in ("parameters", "optimizer"):
+        assert getattr(predicted, kind) / 2**20 == pytest.approx(split[kind], rel=0.001)
+
+
+def test_a_table_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*GPT2, "attention=cuda_fa2", "gpu=h200"])
+    out = capsys.readouterr().out
+    rows = {line[:48].strip(): line[48:].split() for line in out.splitlines()}
+    assert rows["lse, a layer"] == ["1.50", "MiB"]
+    assert rows["scores, a layer, if written out (fp32)"] == ["12,288.00", "MiB"]
+    assert rows["KV cache of 4 x 8192 tokens, 12 layers"] == ["1,152.00", "MiB"]
+    assert rows["attention forward, a layer: FLOPs"] == ["412.32", "GFLOP"]
+    assert rows["attention forward, a layer: at best, by compute"] == ["0.42", "ms"]
+    assert rows["shared memory of a block: forward, 128 x 64"] == ["48.00", "KiB"]
+    total = float(rows["peak (head)"][0].replace(",", ""))
+    parts = [float(rows[f"at the peak: {kind}"][0].replace(",", "")) for kind in KINDS]
+    assert sum(parts) == pytest.approx(total, abs=0.05)
+    assert "fits:" in out and "grows as T\n" in out and "bf16-mixed, compiled, on h200" in out
+
+
+def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["model=tiny", "model.n_layer=2", *SMALL, "seq_len=128", "attention=naive", "--measure"])
+    out = capsys.readouterr().out
+    lines = {line[:48].strip(): line[48:].split() for line in out.splitlines()}
+    predicted, _, measured, ratio = next(row for name, row in lines.items() if name.startswith("peak ("))
+    assert float(ratio) == pytest.approx(float(predicted) / float(measured), abs=0.01)
+    assert 0.9 < float(ratio) < 1.1
+    assert len(lines["attention keeps, a layer"]) == 4
+
+
+def test_naive_attention_at_length_does_not_fit() -> None:
+    config = GPTConfig(vocab_size=50304, seq_len=8192)
+    said = verdict(Run(config, 4, "naive", 2, compiled=True), GPUS["l4"])
+    assert said.startswith("does not fit: ") and "grows as T^2" in said
+    assert "fits: " in verdict(Run(config, 4, "triton", 2, compiled=True), GPUS["h200"])
+
+
+def test_the_table_puts_ratios_where_something_was_measured() -> None:
+    lines = table([("peak (loss)", 20.0, "MiB"), ("logits", 3.0, "MiB")], {"peak": 10.0}).splitlines()
+    assert lines[1].split() == ["peak", "(loss)", "20.00", "MiB", "10.00", "2.00"]
+    assert lines[2].split() == ["logits", "3.00", "MiB"]
+
+
+def test_shared_memory_comes_from_the_kernels_tables() -> None:
+    def of(name: str, gpu: str, narrow: bool = True) -> dict[str, int]:
+        return shared_memory(Run(GPTConfig(64, n_head=12), 1, name, 2 if narrow else 4), GPUS[gpu])
+
+    # Q of 128 and two tiles each of K and V of 64, D = 64, 16 bits
+    assert of("cuda_fa2", "h200")["forward, 128 x 64"] == 2 * 64 * (128 + 4 * 64)
+    assert (
+        max(of("cuda_fa2", "l4").values()) <= GPUS["l4"].shared_bytes < max(of("cuda_fa2", "h200").values())
+    )
+    assert set(of("cuda_tiled", "h200", False)) == {"forward", "backward"}
+    assert all(0 < size <= GPUS["h200"].shared_bytes for size in of("triton", "h200").values())
+    assert of("naive", "h200") == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gpu=h300"], "gpu=h300: its datasheet is not known here. Known are a100"),
+        (["model=gpt2", "model.n_head=7", "gpu=l4"], "does not divide into model.n_head=7"),
+        (["seq_len=0", "gpu=l4"], "seq_len=0"),
+        (["precision=16", "gpu=l4"], "choose auto, 32-true or bf16-mixed"),
+        (["attention=cuda_fa1", "gpu=h200"], "no backward: runs forward only"),
+        (["attention=flash3", "gpu=a100"], "no sm_80"),
+        (["--fast"], "the only flag is --measure"),
+        (["data.tokenizer.kind=char", "gpu=l4"], "once the corpus is read"),
+    ],
+)
+def test_mistakes_are_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 1 and said in capsys.readouterr().err
+
+
+def test_another_gpu_than_that_at_hand_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gpu=l4", "--measure", "trainer.accelerator=cpu"])
+    assert "what is at hand is the CPU" in capsys.readouterr().err
+
+
+def test_what_cannot_train_is_refused_wherever_it_is_installed() -> None:
+    with pytest.raises(UnsupportedAttention, match="float32"):
+        run_of(composed([*GPT2, "attention=flash2", "precision=32-true"]), GPUS["h200"])
+
+
+def test_arguments() -> None:
+    assert parse(["model=tiny", "gpu=l4", "--measure", "gpu=a100"]) == (True, "a100", ["model=tiny"])
+    assert parse([]) == (False, None, [])
+
+
+def test_help_answers_before_anything_heavy_is_imported() -> None:
+    code = "import sys; from scripts.estimate import main; main(['--help']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "gpu=h200" in done.stdout
+    assert "'torch'" not in done.stdout and "'hydra'" not in done.stdout
