@@ -48,7 +48,7 @@ def estimate(arguments: list[str]) -> None:
     sheet = chosen_gpu(gpu, cfg.trainer.accelerator, measure)
     run = run_of(cfg, sheet)
     print(heading(run, sheet, cfg))
-    measured = measurements(cfg) if measure else {}
+    measured = measurements(cfg, run, sheet) if measure else {}
     print(table([*memory_rows(run), *work_rows(run, sheet)], measured))
     print(verdict(run, sheet))
 
@@ -207,17 +207,24 @@ def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
     return rows
 
 
-def measurements(cfg: DictConfig) -> dict[str, float]:
-    """What can be measured of the rows, by their names, on the device at hand."""
+def measurements(cfg: DictConfig, run: Run, gpu: GpuSheet | None) -> dict[str, float]:
+    """What can be measured of the rows, by the beginnings of their names, on the device at hand; nothing,
+    said, where memory runs out."""
     import statistics
     import time
 
     import torch
 
+    from model.memory import peak
     from scripts.memory import attention_alone, disagreement, memory_split, training_step
 
-    step = training_step(cfg)
-    split, alone = memory_split(step), attention_alone(step)
+    try:
+        step = training_step(cfg)
+        split, alone = memory_split(step), attention_alone(step)
+    except torch.OutOfMemoryError:
+        foreseen = gpu is not None and peak(run).peak > gpu.usable_bytes
+        print(f"measured: out of memory, {'as' if foreseen else 'not as'} predicted")
+        return {}
     print(f"measured: the parts sum to the peak within {100 * disagreement(split):.2f}%")
     times = []
     for _ in range(STEPS):

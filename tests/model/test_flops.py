@@ -27,6 +27,7 @@ from model.flops import (
     tiled_traffic,
 )
 from model.gpt import GPT, GPTConfig
+from model.gpus import GPUS
 
 GPT2 = {"vocab_size": 50257, "seq_len": 1024}
 SMALL = {"vocab_size": 64, "seq_len": 32, "n_layer": 2, "n_head": 4, "n_embd": 64}
@@ -241,3 +242,10 @@ def test_fa1_takes_the_queries_that_see_a_tile() -> None:
     )
     # 64, 128 and 192 rows less in the second, third and fourth step
     assert full - causal == (64 + 128 + 192) * (128 + 2 * (4 * 64 + 8))
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_sheets_peak_is_the_one_that_mfu_is_against(name: str) -> None:
+    written = name.replace("-40gb", "").upper().replace("PCIE", "PCIe")
+    if name != "rtx-5090":  # no MFU
+        assert GPUS[name].bf16_flops == pytest.approx(peak_bf16_flops(f"NVIDIA {written}"), rel=0.01)
