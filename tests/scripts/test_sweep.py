@@ -1,4 +1,4 @@
-"""Studies of training points: a sweep survives kills, failures are rows, the picture is drawn."""
+"""Sweeps: they survive kills, failures are rows, shards and printed commands make up the whole."""
 
 from __future__ import annotations
 
@@ -15,27 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts import (
-    bench_train,
-    html_report,
-    report,
-    sweep,
-    sweep_points,
-    sweep_report,
-    training_meter,
-    training_point,
-)
-from scripts.kernels import Kernel
-from scripts.rows import key_of, machine, read
+from scripts import sweep, sweep_points, sweep_report
+from scripts.rows import key_of, read
 from tests.running import ROOT
-
-TINY = ["experiment=seqlen_scaling_tiny", "data=synthetic", "data.corpus.vocab_size=64", "model.n_embd=32"]
-TINY += ["data.corpus.n_tokens=4096", "model.n_layer=1", "tokens_per_step=128", "sweep.steps=3"]
-GRID = ["sweep.grid.attention=[naive,sdpa]", "sweep.grid.seq_len=[16,32]"]
+from tests.scripts.studies import GRID, TINY, fake_result, points_of, study
 
 
-def study(*overrides: str, tiny: list[str] = TINY) -> sweep_points.Study:
-    return sweep_points.study_of([*tiny, *overrides])
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on every machine."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 def environment() -> dict[str, str]:
@@ -106,12 +95,6 @@ def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert sweep_report.is_drawn(list(read(out).values()), tmp_path / "cpu.svg")
 
 
-def fake_result(**more: object) -> dict[str, object]:
-    result = {"status": "ok", "reason": None, "ms_median": 10.0, "tokens_per_s": 1000.0, "peak_mib": 50.0}
-    result |= {"kernels_ok": True, "learns": True, "peak_of": "allocated on the GPU", "mfu": None}
-    return result | more
-
-
 @pytest.fixture
 def point_results(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of points, which are not run: naive is out of memory above micro-batches of 2, flash2
@@ -168,29 +151,6 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path, point_results, monk
     assert len(point_results) == 3 + 14
 
 
-def test_rows_of_other_sources_and_machines_are_measured_again():
-    row = {"machine": machine() | {"date": "1999-01-01", "commit": "old"}, "result": fake_result(code="abc")}
-    assert sweep_points.is_current(row, machine(), "abc") and not sweep_points.is_current(
-        row, machine(), "abd"
-    )
-    other = row | {"machine": row["machine"] | {"torch": "1.0"}}
-    assert not sweep_points.is_current(other, machine(), "abc")
-    broken = row | {"result": row["result"] | {"status": "error"}}
-    assert not sweep_points.is_current(broken, machine(), "abc")
-    late = row | {"result": broken["result"] | {"timeout_s": 5}}
-    assert sweep_points.is_current(late, machine(), "abc")
-
-
-def test_the_digest_of_sources_changes_with_them(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "gpt.py").write_text("a")
-    before = sweep_points.code(tmp_path)
-    (tmp_path / "README.md").write_text("b")
-    assert sweep_points.code(tmp_path) == before
-    (tmp_path / "model" / "gpt.py").write_text("c")
-    assert sweep_points.code(tmp_path) != before != sweep_points.code()
-
-
 def test_a_point_that_dies_or_hangs_is_an_error():
     died = sweep.measured([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 60)
     assert died == {"status": "error", "reason": "the point's process was killed by signal 9"}
@@ -198,51 +158,6 @@ def test_a_point_that_dies_or_hangs_is_an_error():
     assert left["reason"] == "the point's process was ended with exit code 1: no such thing"
     hung = sweep.measured([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
     assert hung["status"] == "error" and hung["timeout_s"] == 0.2
-
-
-def points_of(study: sweep_points.Study, device: str = "cpu") -> list[sweep_points.Point]:
-    return [sweep_points.point_of(study, assigned, device) for assigned in sweep_points.assignments(study)]
-
-
-def test_the_grid():
-    found = points_of(study(*GRID, "optim.lr=2e-3", "+sweep.grid.model.n_head=[2,4]"))
-    named = [(p.fields["implementation"], p.fields["seq_len"], p.fields["heads"]) for p in found]
-    assert named == [
-        (name, tokens, heads) for name in ("naive", "sdpa") for tokens in (16, 32) for heads in (2, 4)
-    ]
-    assert "optim.lr=2e-3" in found[0].overrides and "data.batch_size=8" in found[0].overrides
-    assert len({key_of(p.fields) for p in found}) == 8
-    assert found[0].fields["model"] == "tiny model.n_embd=32 model.n_layer=1 model.n_head=2"
-    slower = points_of(study(*GRID, "optim.lr=1e-3", "sweep.seconds=9"))[0]
-    assert key_of(slower.fields) != key_of(points_of(study(*GRID, "optim.lr=2e-3"))[0].fields)
-    assert key_of(slower.fields) == key_of(points_of(study(*GRID, "optim.lr=1e-3"))[0].fields)
-
-
-def test_on_a_gpu_precision_and_compilation_are_on():
-    fields = points_of(study(*GRID, "checkpointing=true", "model.window=8"), "cuda")[0].fields
-    assert (fields["dtype"], fields["compile"], fields["checkpointing"]) == ("bf16-mixed", True, True)
-    assert fields["features"] == "window=8"
-
-
-def test_the_study_of_a_gpu():
-    large = study(tiny=["experiment=seqlen_scaling"])
-    found = points_of(
-        sweep_points.study_of(["experiment=seqlen_scaling", "sweep.grid.attention=[naive]"]), "cuda"
-    )
-    sizes = [(p.fields["seq_len"], p.fields["micro_batch"], p.fields["tokens_per_step"]) for p in found]
-    assert sizes == [(1024 << i, 64 >> i, 65536) for i in range(7)]
-    names = large.grid["attention"]
-    assert {"naive", "tiled", "triton", "cuda_fa2", "sdpa", "flash4"} <= set(names) and "auto" not in names
-
-
-def test_smaller_micro_batches_are_the_powers_of_two_below():
-    one = study(*GRID, "tokens_per_step=96")
-    assigned = {"attention": "naive", "seq_len": 16}
-    asked = sweep_points.point_of(one, assigned, "cpu")
-    assert asked.fields["micro_batch"] == 6
-    found = list(sweep_points.smaller(one, assigned, "cpu", asked))
-    assert [p.fields["micro_batch"] for p in found] == [4, 2, 1]
-    assert not list(sweep_points.smaller(one, assigned, "cpu", found[-1]))
 
 
 @pytest.mark.parametrize(
@@ -313,150 +228,6 @@ def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
     ran.clear()
     sweep.main()
     assert not ran  # it is there already
-
-
-def test_nanogpt_is_measured_in_the_process_of_the_point(monkeypatch):
-    printed = {
-        "ms": [90.0, 80.0, 10.0, 11.0, 12.0],
-        "peak_mib": 5.0,
-        "kernel_names": ["flash", "gemm", "flash"],
-    }
-    seen = "import sys\nassert sys.argv[1:] == ['m.py', '64', '1024', '60']\n"
-    script = f"{seen}print('RESULT', {json.dumps(printed)!r})"
-    monkeypatch.setattr(bench_train, "NANOGPT", script)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-    cfg, _ = sweep_points.composed(["experiment=seqlen_scaling", "data.batch_size=64"])
-    result = training_point.nanogpt(Path("m.py"), cfg)
-    assert (result["ms_median"], result["n"], result["kernels"]) == (11.0, 3, {"flash": 2, "gemm": 1})
-    assert result["tokens_per_s"] == pytest.approx(65536e3 / 11) and "ms" not in result
-    flops = 6 * (50304 * 768 + 12 * 12 * 768**2 + 25 * 768) + 12 * 12 * 768 * 1024  # 6 N + 12 L C T
-    assert result["mfu"] == pytest.approx(flops * result["tokens_per_s"] / 989e12)
-    cfg.data.batch_size = 32
-    with pytest.raises(ValueError, match="a step in one micro-batch"):
-        training_point.nanogpt(Path("m.py"), cfg)
-
-
-def result_of(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: str
-) -> dict[str, object]:
-    """What a training point prints, run in this process."""
-    short = ("--warm-up=1", "--steps=3", "--seconds=0")
-    monkeypatch.setattr(sys, "argv", ["training_point.py", *TINY, "seq_len=16", *short, *arguments])
-    training_point.main()
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("RESULT ")
-    return json.loads(line.removeprefix("RESULT "))
-
-
-def test_a_point_that_accumulates(monkeypatch, capsys):
-    result = result_of(monkeypatch, capsys, "attention=tiled", "data.batch_size=2")
-    assert result["status"] == "ok" and result["n"] == 3 and result["warm_up"] == 1
-    assert result["tokens_per_s"] == pytest.approx(
-        128e3 / result["ms_median"]
-    )  # four micro-batches of 2 x 16
-
-
-@pytest.mark.parametrize(
-    ("overrides", "status", "words"),
-    [
-        (("attention=sdpa_cudnn", "data.batch_size=8"), "unsupported", "cpu"),
-        (("attention=naive", "data.batch_size=3"), "error", "tokens_per_step=128"),
-        (("attention=naive", "optim.lr=nan"), "error", "optim.lr"),
-        (("attention=naive", "trainer.devices=2"), "error", "one device"),
-        (("attention=naive", "model.nlayer=2"), "error", "nlayer"),
-    ],
-)
-def test_a_point_that_cannot(monkeypatch, capsys, overrides, status, words):
-    result = result_of(monkeypatch, capsys, *overrides)
-    assert result["status"] == status and words in result["reason"]
-
-
-def test_a_point_without_memory(monkeypatch, capsys):
-    def build(*_):
-        raise RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-        )
-
-    monkeypatch.setattr(training_point, "build", build)
-    result = result_of(monkeypatch, capsys, "attention=naive", "data.batch_size=8")
-    assert result["status"] == "oom" and "can't allocate memory" in result["reason"]
-
-
-def test_fused_kernels_are_seen_beside_other_products():
-    product = [Kernel("nvjet_sm90_tst", 9, 1.0)]
-    flash = Kernel("pytorch_flash::flash_fwd_kernel", 1, 1.0)
-    assert training_meter.of_step("sdpa_flash", [*product, flash], None).ok
-    assert not training_meter.of_step("sdpa_flash", product, None).ok
-    assert training_meter.of_step("naive", product, None).ok
-    assert not training_meter.of_step("naive", [*product, flash], None).ok
-
-
-def fake_rows() -> list[dict[str, object]]:
-    """An H200 on which naive needs a smaller micro-batch at 2k and never fits at 4k."""
-    rows, gpu = [], machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
-    for name in ("naive", "sdpa"):
-        for tokens, batch in ((1024, 64), (2048, 32), (2048, 16), (4096, 16), (4096, 1)):
-            if name == "sdpa" and (tokens, batch) in ((2048, 16), (4096, 1)):
-                continue
-            fields = {"study": "seqlen_scaling", "implementation": name, "pass": "train", "model": "gpt2"}
-            fields |= {
-                "seq_len": tokens,
-                "micro_batch": batch,
-                "tokens_per_step": 65536,
-                "dtype": "bf16-mixed",
-            }
-            fields |= {"features": "", "checkpointing": False, "config": "0" * 12}
-            gone = name == "naive" and (tokens, batch) not in ((1024, 64), (2048, 16))
-            result = (
-                {"status": "oom", "reason": "out"}
-                if gone
-                else fake_result(tokens_per_s=1e9 / tokens, mfu=0.4)
-            )
-            rows.append(
-                {"key": key_of(fields), "run_id": "r", "point": fields, "result": result, "machine": gpu}
-            )
-    return rows
-
-
-def test_the_picture_marks_where_memory_ends():
-    picture = sweep_report.picture(fake_rows())
-    texts = re.findall(r"<!-- (.*?) -->", picture)
-    assert texts.count("naive (out of memory at 2k)") == 2 and texts.count("sdpa") == 2
-    assert "seqlen_scaling: NVIDIA H200, 2026-11-21" in texts and {"1k", "2k", "4k"} <= set(texts)
-    assert "peak memory, GiB (allocated on the GPU)" in texts
-    assert sweep_report.picture(fake_rows()) == picture  # the same figures, the same file
-    assert sweep_report.picture(fake_rows(), "png").startswith(b"\x89PNG")
-
-
-def test_the_table_says_what_did_not_fit():
-    (speed, cells), (memory, _) = sweep_report.grids(fake_rows())
-    assert speed == "gpt2, 65,536 tokens a step, bf16-mixed: tokens/s, MFU" and memory.endswith("peak MiB")
-    assert cells[:2] == [
-        ["T", "1,024", "2,048", "4,096"],
-        ["naive", "976,562, 40%", "488,281, 40% (16)", "oom"],
-    ]
-    doubtful = [row | {"result": row["result"] | {"learns": False}} for row in fake_rows()[5:6]]
-    assert sweep_report.grids(doubtful)[0][1][1][1].endswith(" !")
-
-
-def test_the_report_draws_studies_and_one_page_has_it_all(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "results" / "seqlen_scaling"
-    folder.mkdir(parents=True)
-    (folder / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fake_rows()))
-    command = ["report.py", "studies", f"--root={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", [*command, "--check"])
-    with pytest.raises(SystemExit):
-        report.main()
-    page = tmp_path / "report.html"
-    monkeypatch.setattr(sys, "argv", [*command, f"--html={page}"])
-    report.main()
-    assert "h200.svg written" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*command, "--check"])
-    report.main()
-    text = page.read_text()
-    assert "data:image/svg+xml;base64," in text and "<td>488,281, 40% (16)" in text
-    assert set(re.findall(r'(?:src|href)="(.*?)[:"]', text)) == {"data"}  # nothing from outside
-    assert "<h2>parity</h2>" in html_report.page(ROOT / "results")
 
 
 def test_wandb_gets_a_run_for_each_point(tmp_path, point_results, monkeypatch):

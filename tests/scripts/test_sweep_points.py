@@ -1,0 +1,71 @@
+"""What a study's grid comes to, and which rows stand."""
+
+from __future__ import annotations
+
+from scripts import sweep_points
+from scripts.rows import key_of, machine
+from tests.scripts.studies import GRID, fake_result, points_of, study
+
+
+def test_rows_of_other_sources_and_machines_are_measured_again():
+    row = {"machine": machine() | {"date": "1999-01-01", "commit": "old"}, "result": fake_result(code="abc")}
+    assert sweep_points.is_current(row, machine(), "abc") and not sweep_points.is_current(
+        row, machine(), "abd"
+    )
+    other = row | {"machine": row["machine"] | {"torch": "1.0"}}
+    assert not sweep_points.is_current(other, machine(), "abc")
+    broken = row | {"result": row["result"] | {"status": "error"}}
+    assert not sweep_points.is_current(broken, machine(), "abc")
+    late = row | {"result": broken["result"] | {"timeout_s": 5}}
+    assert sweep_points.is_current(late, machine(), "abc")
+
+
+def test_the_digest_of_sources_changes_with_them(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "gpt.py").write_text("a")
+    before = sweep_points.code(tmp_path)
+    (tmp_path / "README.md").write_text("b")
+    assert sweep_points.code(tmp_path) == before
+    (tmp_path / "model" / "gpt.py").write_text("c")
+    assert sweep_points.code(tmp_path) != before != sweep_points.code()
+
+
+def test_the_grid():
+    found = points_of(study(*GRID, "optim.lr=2e-3", "+sweep.grid.model.n_head=[2,4]"))
+    named = [(p.fields["implementation"], p.fields["seq_len"], p.fields["heads"]) for p in found]
+    assert named == [
+        (name, tokens, heads) for name in ("naive", "sdpa") for tokens in (16, 32) for heads in (2, 4)
+    ]
+    assert "optim.lr=2e-3" in found[0].overrides and "data.batch_size=8" in found[0].overrides
+    assert len({key_of(p.fields) for p in found}) == 8
+    assert found[0].fields["model"] == "tiny model.n_embd=32 model.n_layer=1 model.n_head=2"
+    slower = points_of(study(*GRID, "optim.lr=1e-3", "sweep.seconds=9"))[0]
+    assert key_of(slower.fields) != key_of(points_of(study(*GRID, "optim.lr=2e-3"))[0].fields)
+    assert key_of(slower.fields) == key_of(points_of(study(*GRID, "optim.lr=1e-3"))[0].fields)
+
+
+def test_on_a_gpu_precision_and_compilation_are_on():
+    fields = points_of(study(*GRID, "checkpointing=true", "model.window=8"), "cuda")[0].fields
+    assert (fields["dtype"], fields["compile"], fields["checkpointing"]) == ("bf16-mixed", True, True)
+    assert fields["features"] == "window=8"
+
+
+def test_the_study_of_a_gpu():
+    large = study(tiny=["experiment=seqlen_scaling"])
+    found = points_of(
+        sweep_points.study_of(["experiment=seqlen_scaling", "sweep.grid.attention=[naive]"]), "cuda"
+    )
+    sizes = [(p.fields["seq_len"], p.fields["micro_batch"], p.fields["tokens_per_step"]) for p in found]
+    assert sizes == [(1024 << i, 64 >> i, 65536) for i in range(7)]
+    names = large.grid["attention"]
+    assert {"naive", "tiled", "triton", "cuda_fa2", "sdpa", "flash4"} <= set(names) and "auto" not in names
+
+
+def test_smaller_micro_batches_are_the_powers_of_two_below():
+    one = study(*GRID, "tokens_per_step=96")
+    assigned = {"attention": "naive", "seq_len": 16}
+    asked = sweep_points.point_of(one, assigned, "cpu")
+    assert asked.fields["micro_batch"] == 6
+    found = list(sweep_points.smaller(one, assigned, "cpu", asked))
+    assert [p.fields["micro_batch"] for p in found] == [4, 2, 1]
+    assert not list(sweep_points.smaller(one, assigned, "cpu", found[-1]))

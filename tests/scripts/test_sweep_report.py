@@ -1,0 +1,82 @@
+"""Tables, picture and page of a study."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from scripts import html_report, report, sweep_report
+from scripts.rows import key_of, machine
+from tests.running import ROOT
+from tests.scripts.studies import fake_result
+
+
+def fake_rows() -> list[dict[str, object]]:
+    """An H200 on which naive needs a smaller micro-batch at 2k and never fits at 4k."""
+    rows, gpu = [], machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
+    for name in ("naive", "sdpa"):
+        for tokens, batch in ((1024, 64), (2048, 32), (2048, 16), (4096, 16), (4096, 1)):
+            if name == "sdpa" and (tokens, batch) in ((2048, 16), (4096, 1)):
+                continue
+            fields = {"study": "seqlen_scaling", "implementation": name, "pass": "train", "model": "gpt2"}
+            fields |= {
+                "seq_len": tokens,
+                "micro_batch": batch,
+                "tokens_per_step": 65536,
+                "dtype": "bf16-mixed",
+            }
+            fields |= {"features": "", "checkpointing": False, "config": "0" * 12}
+            gone = name == "naive" and (tokens, batch) not in ((1024, 64), (2048, 16))
+            result = (
+                {"status": "oom", "reason": "out"}
+                if gone
+                else fake_result(tokens_per_s=1e9 / tokens, mfu=0.4)
+            )
+            rows.append(
+                {"key": key_of(fields), "run_id": "r", "point": fields, "result": result, "machine": gpu}
+            )
+    return rows
+
+
+def test_the_picture_marks_where_memory_ends():
+    picture = sweep_report.picture(fake_rows())
+    texts = re.findall(r"<!-- (.*?) -->", picture)
+    assert texts.count("naive (out of memory at 2k)") == 2 and texts.count("sdpa") == 2
+    assert "seqlen_scaling: NVIDIA H200, 2026-11-21" in texts and {"1k", "2k", "4k"} <= set(texts)
+    assert "peak memory, GiB (allocated on the GPU)" in texts
+    assert sweep_report.picture(fake_rows()) == picture  # the same figures, the same file
+    assert sweep_report.picture(fake_rows(), "png").startswith(b"\x89PNG")
+
+
+def test_the_table_says_what_did_not_fit():
+    (speed, cells), (memory, _) = sweep_report.grids(fake_rows())
+    assert speed == "gpt2, 65,536 tokens a step, bf16-mixed: tokens/s, MFU" and memory.endswith("peak MiB")
+    assert cells[:2] == [
+        ["T", "1,024", "2,048", "4,096"],
+        ["naive", "976,562, 40%", "488,281, 40% (16)", "oom"],
+    ]
+    doubtful = [row | {"result": row["result"] | {"learns": False}} for row in fake_rows()[5:6]]
+    assert sweep_report.grids(doubtful)[0][1][1][1].endswith(" !")
+
+
+def test_the_report_draws_studies_and_one_page_has_it_all(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "results" / "seqlen_scaling"
+    folder.mkdir(parents=True)
+    (folder / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fake_rows()))
+    command = ["report.py", "studies", f"--root={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*command, "--check"])
+    with pytest.raises(SystemExit):
+        report.main()
+    page = tmp_path / "report.html"
+    monkeypatch.setattr(sys, "argv", [*command, f"--html={page}"])
+    report.main()
+    assert "h200.svg written" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--check"])
+    report.main()
+    text = page.read_text()
+    assert "data:image/svg+xml;base64," in text and "<td>488,281, 40% (16)" in text
+    assert set(re.findall(r'(?:src|href)="(.*?)[:"]', text)) == {"data"}  # nothing from outside
+    assert "<h2>parity</h2>" in html_report.page(ROOT / "results")
