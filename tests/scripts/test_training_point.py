@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import bench_train, sweep_points, training_meter, training_point
 from scripts.kernels import Kernel
@@ -106,3 +107,11 @@ def test_a_point_on_a_gpu(monkeypatch, capsys):
     assert result["peak_of"] == "allocated on the GPU" and result["memory_split_error"] <= 0.03
     assert result["peak_mib"] == pytest.approx(result["memory_split"]["peak"], rel=0.1)
     assert result["tokens_per_s"] == pytest.approx(512e3 / result["ms_median"])
+
+
+def test_a_slow_step_is_neither_profiled_nor_split():
+    meter = training_meter.Meter("tiled", "tiled", torch.float32, 1, 3, 1.0, 0.0)
+    meter.cuda = True
+    found = meter._kernels(None, None, 3.5) | meter._split(None, {}, None, 5.5)
+    assert found["kernels"] is None and not found["kernels_ok"] and "3.5 s" in found["verdict"]
+    assert found["memory_split"] is None and "too long" in found["memory_split_reason"]
