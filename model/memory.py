@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from model.config import GPTConfig
 from model.flops import parameter_count, score_matrix_bytes
 
-QUADRATIC = ("naive", "sdpa_math")
-TILE = 128  # of `tiled`, and what fused kernels pad rows to
+QUADRATIC, TILE = ("naive", "sdpa_math"), 128  # rows of a tile of `tiled`, and what fused kernels pad to
 
 
 @dataclass(frozen=True)
@@ -244,15 +243,15 @@ def moments(run: Run) -> list[Moment]:
       what the MLP's or attention's backward takes on its way: for GELU one more N h e, for SwiGLU two; dq, dk
       and dv and attention's own. What the MLP kept has gone when attention's turn comes, except in a compiled
       step, which frees it later;
-    - embedding: a gradient of the whole table beside that of the output embedding that it is added to;
+    - embedding: tied, the gradients of the whole table from input and output, and, where the latter is a
+      transposed view, as a product in fp32 gives it, their sum;
     - update: all gradients.
     """
     config, N, e = run.config, run.tokens, run.value_bytes
     counts = {name: 4 * count for name, count in parameter_count(config).items()}
     parameters, L = sum(counts.values()), config.n_layer
     block = {name: counts[name] // L for name in ("attention", "mlp")}
-    table = 4 * config.padded_vocab_size * config.n_embd
-    layer, own = saved_by_layer(run), attention_own(run)
+    layer, own, table = saved_by_layer(run), attention_own(run), 4 * config.padded_vocab_size * config.n_embd
     whole, cast = sum(layer.values()), cast_weight_bytes(run)
     embedded = N * config.n_embd * (1 if run.device == "cuda" else 4) if config.dropout else 0
     last = layer["norms"] // 2  # the norm before the output embedding
@@ -284,7 +283,8 @@ def moments(run: Run) -> list[Moment]:
         if not run.quadratic:  # which at its peak has dv alone, and does not keep out
             rest += run.residual_bytes + run.qkv_bytes
         at(f"attention {index}", done + block["mlp"], kept + rest, held + own.kept + own.transient)
-    at("embedding", parameters, run.residual_bytes + table, 0)
+    tables = (1 if e == 2 or run.compiled else 2) if config.tie_embeddings else 0
+    at("embedding", parameters, run.residual_bytes + tables * table, 0)
     at("update", parameters, 0, 0)
     return found
 

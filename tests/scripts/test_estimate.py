@@ -28,6 +28,8 @@ CONFIGS = {
     "llama naive checkpointed": "model=llama_tiny attention=naive checkpointing=true",
     "llama tiled bf16": "model=llama_tiny attention=tiled precision=bf16-mixed",
     "llama sdpa": "model=llama_tiny attention=sdpa",
+    "few tokens": "model=tiny attention=sdpa seq_len=32 data.corpus.vocab_size=4000",
+    "few tokens, untied": "model=tiny attention=sdpa seq_len=32 model.tie_embeddings=false",
     "gpt2 sdpa_math, accumulated": "model=tiny attention=sdpa_math tokens_per_step=1024",
 }
 
