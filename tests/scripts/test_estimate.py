@@ -9,7 +9,7 @@ import pytest
 
 from attention.base import UnsupportedAttention
 from model.gpt import GPTConfig
-from model.gpus import GPUS
+from model.gpus import GPUS, gpu_sheet
 from model.memory import Run, peak
 from scripts.estimate import KINDS, main, parse, run_of, table, verdict
 from scripts.memory import composed, memory_split, training_step
@@ -136,3 +136,23 @@ def test_help_answers_before_anything_heavy_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "gpu=h200" in done.stdout
     assert "'torch'" not in done.stdout and "'hydra'" not in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "data.batch_size=8 attention=triton",
+        "data.batch_size=4 attention=naive compile=false",
+        "data.batch_size=4 attention=sdpa_flash compile=false checkpointing=true",
+        "data.batch_size=4 attention=cuda_fa2 model.position=rope model.norm=rmsnorm model.mlp=swiglu",
+        "data.batch_size=2 attention=sdpa_math precision=32-true compile=false",
+    ],
+)
+def test_predicted_peaks_on_a_gpu(overrides: str) -> None:
+    import torch
+
+    cfg = composed(["model=gpt2", "data=synthetic", "seq_len=1024", *overrides.split()])
+    split = memory_split(training_step(cfg))
+    predicted = peak(run_of(cfg, gpu_sheet(torch.cuda.get_device_name())))
+    assert predicted.peak / 2**20 == pytest.approx(split["peak"], rel=0.1)
