@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.grid import NAMES
 from tests.running import ROOT, finish, start, train_here, write_book
 
 # Overrides that do not go with those of a tiny run, which are of data=text.
@@ -161,7 +162,8 @@ def test_one_message(case: str, folder: Path) -> None:
     assert "Traceback" not in result.err + result.out
     for word in words:
         assert word in result.err, result.err
-    assert len(result.err.strip().splitlines()) <= 22, result.err  # an unknown name: all of its group
+    # an unknown name: all of its group
+    assert len(result.err.strip().splitlines()) <= len(NAMES) + 7, result.err
 
 
 def test_bf16_on_a_gpu_without_it() -> None:

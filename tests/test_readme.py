@@ -55,7 +55,8 @@ def run_script(folder: Path, name: str, arguments: list[str]) -> Result:
         contextlib.redirect_stderr(err),
     ):
         try:
-            code = module.main(arguments) if name == "generate" else module.main()
+            takes = name in ("generate", "estimate")
+            code = module.main(arguments) if takes else module.main()
         except SystemExit as stop:
             code = stop.code
     return Result(code or 0, out.getvalue(), err.getvalue())
@@ -102,6 +103,7 @@ def test_scripts(folder: Path, command: str) -> None:
         "which_kernel": "seq_len=32 heads=2",
         "compare": "seq_len=32 heads=2",
         "parity": "--seeds 1 2 --steps 4 --cpu --out z.jsonl model.n_layer=1",
+        "estimate": "",
         "report": "auto --check",  # all of it: tests/scripts/test_report.py
     }[name].split()
     result = run_script(folder, name, [*arguments, *small])
