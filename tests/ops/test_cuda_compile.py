@@ -57,7 +57,7 @@ BUDGETS = {
     # Where its rows begin, for the outer loop only.
     "tilegpt_fa1_forward": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=64, spilled_with_options=64),
     "tilegpt_fa2_forward": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),
-    # 12 bytes: a number or two, loaded once a tile; variants that spill none were slower on an H200
+    # 12 bytes at D = 128, causal: three numbers, loaded once a tile of queries
     "tilegpt_fa2_backward": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=16, spilled_with_options=256),
     "tilegpt_fa2_backward_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),
     "tilegpt_fa2_backward_prepare": Budget(registers=32),
