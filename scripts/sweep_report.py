@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.attention_report import STYLES, ours_first
+from scripts.figures import name_ends, thousands
 from scripts.plot import COLOURS
 from scripts.summary import digest
 
@@ -191,12 +192,12 @@ def _panel(axes: Any, by_name: dict[str, Line], value: Callable[[dict[str, Any]]
         never = [t for t in gone if t not in less]
         for end in [fits] * bool(gone and fits) + [shown] * bool(never and less):
             axes.plot(*list(end.items())[-1], "x", color=colour, ms=9, mew=2)
-        words = f" (out of memory at {_thousands(min(gone))})" if gone else ""
+        words = f" (out of memory at {thousands(min(gone))})" if gone else ""
         labels.append((*list(shown.items())[-1], name + words, colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({tokens for line in by_name.values() for tokens in line})
-    axes.set_xticks(lengths, [_thousands(tokens) for tokens in lengths])
+    axes.set_xticks(lengths, [thousands(tokens) for tokens in lengths])
     low, high = axes.get_ylim()
     digits = "23457" if high < 10 * low else "25"  # of the ticks between powers of ten that have a number
     axes.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
@@ -207,44 +208,4 @@ def _panel(axes: Any, by_name: dict[str, Line], value: Callable[[dict[str, Any]]
     axes.set_xlabel("T, tokens of context", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, which="both")
-    _label(axes, labels)
-
-
-def _thousands(tokens: int) -> str:
-    return f"{tokens / 1024:g}k" if tokens >= 1024 else str(tokens)
-
-
-def _label(axes: Any, labels: list[tuple[int, float, str, str]]) -> None:
-    """Names beside the panel, in the order of the ends of their lines, moved apart where these are close."""
-    if not labels:
-        return
-    axes.figure.canvas.draw()
-    height, places = max(0.02, min(0.06, 1 / len(labels))), []
-    ends = sorted(
-        (axes.transAxes.inverted().transform(axes.transData.transform(at[:2]))[1], at) for at in labels
-    )
-    for end, _ in ends:
-        places.append(max(end, places[-1] + height if places else 0.0))
-    top = 1.0
-    for i in reversed(range(len(places))):  # from the top down again where that has run out of the panel
-        places[i] = min(places[i], top)
-        top = places[i] - height
-    for (_, (tokens, number, name, colour)), place in zip(ends, places, strict=True):
-        axes.annotate(
-            name,
-            xy=(tokens, number),
-            xytext=(1.07, place),
-            textcoords="axes fraction",
-            color=colour,
-            fontsize=8,
-            va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "lw": 0.5,
-                "shrinkA": 0,
-                "shrinkB": 2,
-                "relpos": (0, 0.5),
-            },
-        )
+    name_ends(axes, labels)

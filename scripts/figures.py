@@ -1,0 +1,140 @@
+"""Lines of measurements, drawn alike in every study: logarithmic axes, names at the ends of the lines, units,
+the GPU and the date; told apart by colour-blind readers and in print."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.plot import COLOURS
+from scripts.summary import digest
+
+STYLES = ("-", "--", ":", "-.")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """`points`: x -> y, for x in order; `ends`: what stopped it there ("out of memory at 64k"), marked x;
+    `place`: its colour and style, for the same name in several panels."""
+
+    name: str
+    points: dict[float, float]
+    place: int
+    ends: str = ""
+
+
+def canvas(
+    rows: Sequence[Row], title: str, columns: int, lines: int = 1, width: float = 6.3
+) -> tuple[Any, Any]:
+    """(figure, (lines, columns) array of axes) under the title, the GPUs and the date of the newest row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
+    from matplotlib import pyplot as plt
+
+    size = (6.3 * columns, 4.3 * lines + 0.5)
+    figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in rows)
+    figure.suptitle(f"{title}: {', '.join(gpus)}, {max(row['machine']['date'] for row in rows)}", fontsize=11)
+    return figure, axes
+
+
+def panel(
+    axes: Any,
+    lines: Sequence[Line],
+    title: str,
+    x: str,
+    y: str,
+    *,
+    log_x: bool = True,
+    log_y: bool = True,
+) -> None:
+    """Draw the lines, a tick at each x, the names to the right of the panel."""
+    labels = []
+    for line in lines:
+        if not line.points:
+            continue
+        colour, style = COLOURS[line.place % len(COLOURS)], STYLES[line.place // len(COLOURS) % len(STYLES)]
+        axes.plot(
+            list(line.points), list(line.points.values()), style, color=colour, lw=1.6, marker="o", ms=4
+        )
+        end = list(line.points.items())[-1]
+        if line.ends:
+            axes.plot(*end, "x", color=colour, ms=9, mew=2)
+        labels.append((*end, line.name + (f" ({line.ends})" if line.ends else ""), colour))
+    if log_x:
+        axes.set_xscale("log", base=2)
+        every = sorted({at for line in lines for at in line.points})
+        axes.set_xticks(every, [thousands(at) for at in every])
+        axes.xaxis.minorticks_off()
+    if log_y:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        digits = "23457" if high < 10 * low else "25"  # of the ticks between powers of ten that have a number
+        axes.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
+        axes.yaxis.set_minor_formatter(lambda number, _: f"{number:,g}" if f"{number:e}"[0] in digits else "")
+    axes.tick_params(axis="both", which="both", labelsize=8)
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, which="both")
+    name_ends(axes, labels)
+
+
+def svg(figure: Any, rows: Sequence[Row]) -> str:
+    """The figure as text that says which rows it shows (`is_drawn`), and closes it."""
+    from matplotlib import pyplot as plt
+
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Description": f"rows {digest(list(rows))}"})
+    plt.close(figure)
+    return text.getvalue()
+
+
+def thousands(number: float) -> str:
+    """4096 as 4k, 512 as 512."""
+    return f"{number / 1024:g}k" if number >= 1024 else f"{number:g}"
+
+
+def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> None:
+    """(x, y, name, colour): names beside the panel, in the order of the ends of their lines, moved apart
+    where these are close."""
+    if not labels:
+        return
+    axes.figure.canvas.draw()
+    height, places = max(0.02, min(0.06, 1 / len(labels))), []
+    ends = sorted(
+        (axes.transAxes.inverted().transform(axes.transData.transform(at[:2]))[1], at) for at in labels
+    )
+    for end, _ in ends:
+        places.append(max(end, places[-1] + height if places else 0.0))
+    top = 1.0
+    for i in reversed(range(len(places))):  # from the top down again where that has run out of the panel
+        places[i] = min(places[i], top)
+        top = places[i] - height
+    for (_, (x, y, name, colour)), place in zip(ends, places, strict=True):
+        arrow = {
+            "arrowstyle": "-",
+            "color": colour,
+            "lw": 0.5,
+            "shrinkA": 0,
+            "shrinkB": 2,
+            "relpos": (0, 0.5),
+        }
+        axes.annotate(
+            name,
+            xy=(x, y),
+            xytext=(1.07, place),
+            textcoords="axes fraction",
+            color=colour,
+            fontsize=8,
+            va="center",
+            annotation_clip=False,
+            arrowprops=arrow | {"relpos": (0, 0.5)},
+        )
