@@ -96,7 +96,9 @@ def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, *options: Any) ->
     }
     check_inputs(q, k, v, **asked)
     attention = CudaStage(stage) if stage else CudaAttention()
-    attention.require(AttentionCall.of(q, k, v, **asked))
+    call = AttentionCall.of(q, k, v, **asked)
+    # A process that has compiled other head dims traces it as a symbol; kernels are made for a number.
+    attention.require(replace(call, head_dim=int(call.head_dim)))
 
 
 _OPS = {

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def shapes() -> list[tuple[Shape, dict[str, list[str]]]]:
     return found
 
 
-def measure(out: Path, budget_s: float) -> None:
+def measure(out: Path, budget_s: float, only: Sequence[str]) -> None:
     import torch
 
     from scripts.bench_attention import build
@@ -66,10 +68,12 @@ def measure(out: Path, budget_s: float) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     attentions = build(list(dict.fromkeys(PLAIN + TENSOR_CORES)))
     # It misses the criterion in fp32 and is refused there; here it is to be timed, its error beside it.
-    attentions["sdpa_efficient"].unsupported_reasons = lambda call: []
+    efficient = attentions["sdpa_efficient"]
+    reasons = efficient.unsupported_reasons
+    efficient.unsupported_reasons = lambda call: reasons(replace(call, dtype=torch.bfloat16))
     bench, all_shapes = Bench(attentions, "cuda", budget_s, out), shapes()
     for done, (shape, passes) in enumerate(all_shapes, 1):
-        bench.measure(shape, passes)
+        bench.measure(shape, {name: [at for at in of if at in only] for name, of in passes.items()})
         print(f"[{done}/{len(all_shapes)}] {shape}", flush=True)
 
 
@@ -148,12 +152,16 @@ def block(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    names = PLAIN + TENSOR_CORES
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plot-only", action="store_true", help="print from the rows, measure nothing")
     parser.add_argument(
         "--budget", type=float, default=0.1, metavar="S", help="measured seconds a contestant"
+    )
+    parser.add_argument(
+        "--attention", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names)
     )
     parser.add_argument("--out", type=Path, help="rows go here (default: results/cuda_ladder/<gpu>.jsonl)")
     asked = parser.parse_args()
@@ -163,7 +171,7 @@ def main() -> None:
         raise SystemExit("bench_ladder.py needs a CUDA GPU: torch.cuda.is_available() is False.")
     out = asked.out or ROOT / "results" / STUDY / f"{gpu_slug(torch.cuda.get_device_name())}.jsonl"
     if not asked.plot_only:
-        measure(out, asked.budget)
+        measure(out, asked.budget, asked.attention)
     rows = list(read(out).values())
     if not rows:
         raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
