@@ -187,6 +187,19 @@ def test_naive_keeps_k_in_the_l2() -> None:
     assert reads(131072) == pytest.approx(least(131072) + again)
 
 
+def test_naives_softmax_misses_whatever_is_more_than_the_l2() -> None:
+    """1,024 rows at a time: 64 MiB at 16k keys, more than the 50 of L2, and 32 MiB at 8k."""
+
+    def reads(tokens: int) -> float:
+        size = AttentionSize(1, 1, 1, tokens, tokens, 128, causal=True, value_bytes=4)
+        found = naive_traffic(size, Gpu(multiprocessors=128), 8, softmax_blocks=1024, output_blocks=1 << 20)
+        return (found.dram_read - 3 * tokens * 128 * 4) / (4 * tokens**2)
+
+    assert reads(8192) == 2
+    # of the second and third walk, what the L1s keep is left out
+    assert reads(16384) == pytest.approx(2 + 2 * missed(512 << 10, Gpu().l1_bytes))
+
+
 def test_keys_walked() -> None:
     def walked(causal: bool, tq: int = 256, tk: int = 256) -> int:
         return keys_walked(AttentionSize(1, 1, 1, tq, tk, 64, causal), 128, 64)
