@@ -42,10 +42,32 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
         (128, 1024, "triton sdpa_cudnn flash2 flex sdpa_flash flash4"),
         (128, None, "triton sdpa_cudnn flash2 sdpa_flash flash4"),
     ),
+    ((9, 0), 32, "training", "causal"): (
+        (64, 1024, "cuda_tiled triton"),
+        (64, None, "cuda_tiled triton"),
+        (128, 1024, "cuda_tiled triton"),
+        (128, None, "cuda_tiled triton"),
+    ),
+    ((9, 0), 32, "training", "full"): (
+        (64, 1024, "cuda_tiled triton"),
+        (64, None, "cuda_tiled triton"),
+    ),
+    ((9, 0), 32, "forward", "causal"): (
+        (64, 1024, "cuda_tiled triton"),
+        (64, None, "cuda_tiled triton"),
+        (128, 1024, "cuda_tiled triton"),
+        (128, None, "cuda_tiled triton"),
+    ),
+    ((9, 0), 32, "forward", "full"): (
+        (64, 1024, "cuda_tiled triton"),
+        (64, None, "cuda_tiled triton"),
+        (128, 1024, "cuda_tiled triton"),
+    ),
 }
 # What auto builds: the class and the options of conf/attention/<name>.yaml.
 ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cuda_fa2": ("attention.cuda.CudaStage", {"stage": "fa2", "deterministic": False}),
+    "cuda_tiled": ("attention.cuda.CudaStage", {"stage": "tiled"}),
     "flash2": ("attention.flash_lib.FlashLibAttention", {"version": 2, "deterministic": False}),
     "flash4": ("attention.flash_lib.FlashLibAttention", {"version": 4, "deterministic": False}),
     "flex": ("attention.flex.FlexAttention", {}),
