@@ -138,12 +138,12 @@ def graded(ours: float, claimed: float, least: float = 1.0) -> str:
     return HOLDS if ours >= claimed else IN_PART if ours > least else FAILS
 
 
-def answer(rows: Iterable[Row], figure: str, verdict: str, why: str) -> Answer:
-    """An answer from these rows, with their GPU and the command of their study."""
+def answer(rows: Iterable[Row], figure: str, verdict: str, why: str, command: str = "") -> Answer:
+    """An answer from these rows, with their GPU and the command of their study, or the one given."""
     rows = list(rows)
     gpus = ", ".join(dict.fromkeys(row["machine"]["gpu"] for row in rows))
     commands = ", ".join(dict.fromkeys(f"`{command_of(row['point']['study'])}`" for row in rows))
-    return Answer(figure, verdict, why, gpus, commands)
+    return Answer(figure, verdict, why, gpus, f"`{command}`" if command else commands)
 
 
 Answering = Callable[[Results], Answer]
