@@ -1,12 +1,15 @@
-"""All results as one page that opens from disk: the pictures inside it, tables of the studies of training
-points, every row of the others."""
+"""All results as one page that opens from disk, with the pictures inside: what each study says, and the rows
+of what has no report."""
 
 from __future__ import annotations
 
 import base64
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scripts.results_page import Found
 
 Row = dict[str, Any]
 
@@ -32,24 +35,45 @@ RESULT = (
 
 def page(results: Path) -> str:
     """The page of results/<study>/*, as HTML."""
+    from scripts.results_page import reports
+
     parts = ["<!doctype html><meta charset=utf-8><title>tilegpt: results</title>"]
     parts += [f"<style>{STYLE}</style><h1>tilegpt: results</h1>"]
-    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+    told: set[str] = set()
+    for found in reports(results):
+        if found.study not in told:
+            parts += [f"<h2>{escape(found.study)}</h2>", f"<p><b>{escape(found.report.question)}</b></p>"]
+            parts += [f"<pre>{escape(found.report.command)}</pre>"]
+            told.add(found.study)
+        parts += report(found)
+    for folder in sorted(path for path in results.iterdir() if path.is_dir() and path.name not in told):
         parts.append(f"<h2>{escape(folder.name)}</h2>")
-        parts += [image(path) for path in sorted(folder.glob("*.svg"))]
+        parts += [image(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.svg"))]
         for path in sorted(folder.glob("*.jsonl")):
-            parts += study(path)
+            parts += rows_of(path)
     return "\n".join(parts)
 
 
-def image(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<p><img alt="{escape(path.name)}" src="data:image/svg+xml;base64,{data}"></p>'
+def report(found: Found) -> list[str]:
+    """A study's pictures, notes and tables, under the machine."""
+    from scripts.results_page import machine
+
+    notes = "".join(f"<li>{escape(note)}" for note in found.report.notes)
+    return [
+        f"<p>{escape(machine(found.rows))}</p>",
+        *(image(f"{found.study} {name}", text) for name, text in found.report.pictures.items()),
+        f"<ul>{notes}</ul>",
+        *(table(of.title, of.lines) for of in found.report.tables),
+    ]
 
 
-def study(path: Path) -> list[str]:
-    """Tables of a file of rows, under the machine, versions and commits behind them."""
-    from scripts import sweep_report
+def image(name: str, svg: str) -> str:
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<p><img alt="{escape(name)}" src="data:image/svg+xml;base64,{data}"></p>'
+
+
+def rows_of(path: Path) -> list[str]:
+    """A file of rows, under the machines, versions and commits behind them."""
     from scripts.rows import read
 
     rows = list(read(path).values())
@@ -60,9 +84,6 @@ def study(path: Path) -> list[str]:
         for of in (row["machine"] for row in rows)
     )
     said = [f"<p>{'<br>'.join(map(escape, machines))}</p>"]
-    if points := sweep_report.points(rows):
-        said += [table(title, cells) for title, cells in sweep_report.grids(points)]
-        return said + [f"<p>{escape(words)}</p>" for words in sweep_report.doubts(points)]
     columns = [("point", key) for key in POINT] + [("result", key) for key in RESULT]
     columns = [
         (part, key)

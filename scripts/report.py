@@ -8,7 +8,8 @@ results       README.md: speeds of all of them as a table and a picture, from re
 advice        attention/README.md: the fastest by situation
 auto          attention/auto_table.py: the order in which attention=auto tries them
 ladder        ops/README.md: the stages of the CUDA ladder, from results/cuda_ladder/<gpu>.jsonl
-studies       results/<study>/<gpu>.svg, of the training points of scripts/sweep.py
+studies       results/README.md: what each study says, and its pictures, results/<study>/<gpu>[_<name>].svg
+claims        results/CLAIMS.md: what the sources claim, beside what was measured
 
 Name some of these to write only them. Run it after scripts/bench_attention.py, and after a change of what an
 implementation declares.
@@ -26,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-PARTS = ("capabilities", "results", "advice", "auto", "ladder", "studies")
+PARTS = ("capabilities", "results", "advice", "auto", "ladder", "studies", "claims")
 UNMEASURED = (
     "Nothing is measured yet: `python scripts/bench_attention.py` on a GPU, then `scripts/report.py`."
 )
@@ -57,14 +58,16 @@ def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
 
 def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
     """What the files below `root` should hold."""
-    from scripts import advice, bench_ladder, capabilities, ranking, summary
+    from scripts import advice, bench_ladder, capabilities, ranking, results_page, summary
+    from scripts.claims import Results
+    from scripts.claims.page import page
     from scripts.rows import CONF, choices
 
     measured = rows_by_gpu(root / "results" / "attention")
     rows = [row for found in measured.values() for row in found]
     generated = [row for found in rows_by_gpu(root / "results" / "generate").values() for row in found]
     ranks = ranking.ranking(rows) | ranking.compiled_decode(generated)
-    readme, page = root / "README.md", root / "attention" / "README.md"
+    readme, advised = root / "README.md", root / "attention" / "README.md"
     files: dict[Path, str] = {}
 
     def put(path: Path, name: str, content: str) -> None:
@@ -82,7 +85,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
             if not summary.is_drawn(measured[gpu], path):
                 files[path] = summary.picture(measured[gpu])
     if "advice" in parts:
-        put(page, "advice", advice.table(ranks) if ranks else UNMEASURED)
+        put(advised, "advice", advice.table(ranks) if ranks else UNMEASURED)
     if "auto" in parts:
         files[root / "attention" / "auto_table.py"] = ranking.table_source(ranks, CONF / "attention")
     if "ladder" in parts:
@@ -90,20 +93,9 @@ def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
         said = "\n\n".join(map(bench_ladder.block, stages.values()))
         put(root / "ops" / "README.md", "ladder", said or UNMEASURED.replace("attention", "ladder"))
     if "studies" in parts:
-        files |= studies(root)
-    return files
-
-
-def studies(root: Path) -> dict[Path, str]:
-    """Pictures of training points that are not those of their rows."""
-    from scripts import sweep_report
-
-    files = {}
-    for folder in sorted((root / "results").glob("*")):
-        for gpu, rows in rows_by_gpu(folder).items():
-            points, path = sweep_report.points(rows), folder / f"{gpu}.svg"
-            if points and not sweep_report.is_drawn(points, path):
-                files[path] = sweep_report.picture(points)
+        files |= results_page.written(root / "results")
+    if "claims" in parts:
+        files[root / "results" / "CLAIMS.md"] = page(Results(root / "results"))
     return files
 
 
@@ -128,6 +120,7 @@ def main() -> None:
             continue
         old.append(path)
         if not options.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             if (
                 path.suffix == ".svg" and path.parent.name == "attention"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.figures import svg
 from scripts.ladder import STAGES
 from scripts.plot import COLOURS
 from scripts.roofline_report import DRAM, Row, bytes_of, ceilings, groups, length, moved, title
@@ -17,27 +18,33 @@ ROOFS = {"tensor_cublas": "tensor cores, cuBLAS", "tensor_mma": "tensor cores, m
 
 
 def draw(rows: list[Row], out: Path) -> list[Path]:
-    """SVGs beside `out`: for each group of rows a roofline, and bytes against the model."""
+    """The pictures as SVGs beside `out`."""
+    found = {out.with_name(f"{out.stem}_{name}.svg"): text for name, text in pictures(rows).items()}
+    for path, text in found.items():
+        path.write_text(text, encoding="utf-8")
+    return list(found)
+
+
+def pictures(rows: list[Row]) -> dict[str, str]:
+    """For each group of rows a roofline, and bytes against the model: SVGs as text, by name."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
     from matplotlib import pyplot as plt
 
-    pictures, roofs = [], ceilings(rows)
+    found, roofs = {}, ceilings(rows)
     for group, mine in groups(rows).items():
         timed = [row for row in mine if row["result"]["status"] == "ok"]
         if not timed:
             continue
         gpu = ", ".join(dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in timed))
         machine = f"{gpu}, {max(row['machine']['date'] for row in timed)}"
-        name = f"{out.stem}_{'causal' if group[3] else 'full'}_d{group[2]}"
+        name = f"{'causal' if group[3] else 'full'}_d{group[2]}"
         figure, axes = plt.subplots(figsize=(8.6, 5.4), layout="constrained")
         roofline(axes, timed, roofs)
         figure.suptitle(f"The CUDA ladder under its roofs, forward: {title(group)}\n{machine}", fontsize=10)
-        pictures.append(out.with_name(f"{name}_roofline.svg"))
-        figure.savefig(pictures[-1], metadata={"Date": None})
-        plt.close(figure)
+        found[f"{name}_roofline"] = svg(figure, rows)
         figure, both = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
         panel(both[0], timed, "DRAM, read and written", *DRAM)
         panel(both[1], timed, "L2 to and from the multiprocessors", "l2_bytes")
@@ -45,10 +52,8 @@ def draw(rows: list[Row], out: Path) -> list[Path]:
             f"Bytes that a forward moves, {title(group)}: {machine}\nlines: the model; marks: counted by ncu"
         )
         figure.suptitle(caption, fontsize=10)
-        pictures.append(out.with_name(f"{name}_bytes.svg"))
-        figure.savefig(pictures[-1], metadata={"Date": None})
-        plt.close(figure)
-    return pictures
+        found[f"{name}_bytes"] = svg(figure, rows)
+    return found
 
 
 def by_stage(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scripts.ladder import STAGES
+from scripts.studies import Report, Table
 
 Row = dict[str, Any]
 Group = tuple[int, int, int, bool]  # batch, heads, head dim, causal
@@ -85,45 +86,65 @@ def bar(rows: Iterable[Row]) -> Iterator[tuple[str, bool | None]]:
                     yield said, abs(ratio - 1) <= BAR
 
 
-def tables(rows: list[Row]) -> None:
-    """Ceilings, then the stages by what they share, then tiles, then measured against the model."""
-    from rich.console import Console
-    from rich.table import Table
+CEILINGS = "what|measured|unit|a clock and SM, or clocks|MiB walked"
+STAGE = "stage|T|ms|TFLOP/s|DRAM read|model|written|model|L2|model|shared|% of threads|registers|counted by"
+TILE = "Br x Bc x warps, blocks|T|ms|TFLOP/s|registers|spilled|shared, KiB|of an SM|% of threads|counted"
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a log has room
 
-    def show(caption: str, columns: str, lines: Iterable[Iterable[str]]) -> None:
-        table = Table(title=caption, title_justify="left")
-        for i, column in enumerate(columns.split("|")):
-            table.add_column(column, justify="left" if i == 0 else "right")
-        for line in lines:
-            table.add_row(*line)
-        if table.row_count:
-            console.print(table)
-
-    show("Ceilings", "what|measured|unit|a clock and SM, or clocks|MiB walked", _ceiling_lines(rows))
-    columns = (
-        "stage|T|ms|TFLOP/s|DRAM read|model|written|model|L2|model|shared|% of threads|registers|counted by"
-    )
+def grids(rows: list[Row]) -> list[Table]:
+    """Ceilings, then the stages by what they share, then tiles."""
+    found = [("Ceilings", CEILINGS, list(_ceiling_lines(rows)))]
     for group, mine in groups(rows).items():
-        lines = (line for row in mine for line in (_stage_line(row), *_kernel_lines(row)))
-        show(f"{title(group)}: GB moved", columns, lines)
-    columns = (
-        "Br x Bc x warps, blocks|T|ms|TFLOP/s|registers|spilled|shared, KiB|of an SM|% of threads|counted"
-    )
+        lines = [line for row in mine for line in (_stage_line(row), *_kernel_lines(row))]
+        found.append((f"{title(group)}: GB moved", STAGE, lines))
     for group, mine in groups(rows, tiles=True).items():
-        show(f"fa2's tile, {title(group)}", columns, map(_tile_line, mine))
-    for said, within in bar(rows):
-        mark = {True: "ok", False: f"MORE THAN {BAR:.0%} OFF", None: "-"}[within]
-        console.print(f"{mark}  {said}", highlight=False, soft_wrap=True)
+        found.append((f"fa2's tile, {title(group)}", TILE, list(map(_tile_line, mine))))
+    return [Table(caption, [columns.split("|"), *lines]) for caption, columns, lines in found if lines]
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """Measured against the model, then what failed."""
+    marks = {True: "ok", False: f"MORE THAN {BAR:.0%} OFF", None: "-"}
+    said = [f"{marks[within]}  {words}" for words, within in bar(rows)]
     for row in rows:
         if row["result"]["status"] != "ok":
             p = row["point"]
             where = p["pass"] if p["implementation"] == "ceiling" else f"T {p['seq_len']} {p.get('tile', '')}"
-            said = f"{row['result']['status']}  {p['implementation']} {where}: {row['result']['reason']}"
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
+            said.append(
+                f"{row['result']['status']}  {p['implementation']} {where}: {row['result']['reason']}"
+            )
+    return said
+
+
+def tables(rows: list[Row]) -> None:
+    """Print them, and the notes."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a log has room
+    for table in grids(rows):
+        grid = Grid(title=table.title, title_justify="left")
+        for i, column in enumerate(table.lines[0]):
+            grid.add_column(column, justify="left" if i == 0 else "right")
+        for line in table.lines[1:]:
+            grid.add_row(*line)
+        console.print(grid)
+    for said in notes(rows):
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+
+
+def report(rows: list[Row]) -> Report:
+    """For results/README.md, as the studies have one."""
+    from scripts.roofline_plot import pictures
+
+    question = (
+        "What does each stage of the CUDA ladder move and compute, beside what the GPU gives at most and "
+        "what "
+        "a model of its traffic expects?"
+    )
+    return Report(question, "python scripts/roofline.py", grids(rows), pictures(rows), notes(rows))
 
 
 def _ceiling_lines(rows: list[Row]) -> Iterator[list[str]]:

@@ -10,7 +10,9 @@ HEAD = """# What the sources claim, and what we measured
 
 Tutorials on optimising attention and the FlashAttention papers make {n} claims. Each is answered by rows of
 `results/`: a threshold in `scripts/claims/` decides whether it holds, and its sentence is composed of the
-figures (`python scripts/report.py claims` writes this page). {counts}"""
+figures (`python scripts/report.py claims` writes this page).
+
+{counts}"""
 
 
 def page(results: Results) -> str:
@@ -29,11 +31,10 @@ def page(results: Results) -> str:
 
 def counted(found: dict[int, Answer]) -> str:
     """How many of each verdict, in a sentence."""
+    plural = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold"}
     count = {verdict: sum(one.verdict == verdict for one in found.values()) for verdict in VERDICTS}
-    said = ", ".join(
-        f"{n} {verdict.replace('holds', 'hold').replace('does', 'do')}" for verdict, n in count.items()
-    )
-    return f"Of them, {said}"
+    said = [f"{number} {plural.get(verdict, f'are {verdict}')}" for verdict, number in count.items()]
+    return f"{', '.join(said[:-1])} and {said[-1]}"
 
 
 def cell(text: str) -> str:
@@ -51,8 +52,7 @@ def table(found: dict[int, Answer]) -> str:
 
 
 def section(claim: Claim, ours: Answer) -> str:
-    source = "the paper says" if claim.source == "paper" else "the sources say"
-    lines = [f"### Claim {claim.number}", f"{claim.claim} ({source}: {claim.figures}.)"]
+    lines = [f"### Claim {claim.number}", f"*{claim.claim}*"]
     if ours.verdict == UNTESTED:
         return "\n\n".join([*lines, f"**Not tested here**: {ours.why}."])
     lines.append(f"**{ours.verdict.capitalize()}**: {ours.figure}. {ours.why}")

@@ -232,7 +232,7 @@ def test_everything_is_written_once(checkout, monkeypatch, capsys):
     written = capsys.readouterr().out.split(" written\n")[:-1]
     assert set(written) == {
         "README.md", "attention/README.md", "attention/auto_table.py", "ops/README.md",
-        "results/attention/h200.svg",
+        "results/attention/h200.svg", "results/README.md", "results/CLAIMS.md",
     }  # fmt: skip
     readme = (checkout / "README.md").read_text()
     assert readme.count("kept") == 2 and "\nold\n" not in readme

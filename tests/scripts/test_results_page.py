@@ -1,0 +1,97 @@
+"""results/README.md: every study's report, its pictures beside the rows, and the same as one HTML page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from scripts import html_report, results_page
+from scripts.figures import Line, canvas, panel, svg
+from scripts.studies import Report, Table
+
+
+def row(n, ms, study="probe", gpu="NVIDIA H200"):
+    machine = {"gpu": gpu, "date": "2026-11-21", "torch": "2.11", "triton": "3.6.0", "commit": "abc"}
+    point = {"study": study, "implementation": "naive", "pass": "forward", "seq_len": n}
+    machine["command"] = "python probe.py"
+    return {
+        "key": f"{gpu} {n}",
+        "point": point,
+        "result": {"status": "ok", "ms_median": ms},
+        "machine": machine,
+    }
+
+
+def report(rows):
+    points = {r["point"]["seq_len"]: r["result"]["ms_median"] for r in rows}
+    figure, axes = canvas(rows, "Probe", 1)
+    panel(axes[0, 0], [Line("naive", points, 0)], "time", "T", "ms")
+    lines = [["T", "ms|p50"], *([str(n), f"{ms:g}"] for n, ms in points.items()), ["x"]]
+    pictures = {"": svg(figure, rows), "more": "<svg>more</svg>"}
+    return Report(
+        "How slow?", "python scripts/studies/probe.py", [Table("Times, ms", lines)], pictures, ["So."]
+    )
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A study with a module, and one without a report."""
+    module = tmp_path / "scripts" / "studies" / "probe.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    monkeypatch.setattr(results_page, "ROOT", tmp_path)
+    monkeypatch.setitem(sys.modules, "scripts.studies.probe", SimpleNamespace(report=report))
+    for one in (row(1024, 1.5), row(2048, 6), row(64, 1, "plain"), row(64, 1, gpu=None)):
+        folder = tmp_path / "results" / one["point"]["study"]
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ("h200.jsonl" if one["machine"]["gpu"] else "cpu.jsonl"), "a") as file:
+            file.write(json.dumps(one) + "\n")
+    return tmp_path / "results"
+
+
+def test_the_page_has_all_of_a_report(results):
+    text = results_page.written(results)[results / "README.md"]
+    assert "| [probe](#probe) | How slow? | NVIDIA H200 | 2026-11-21 |" in text
+    assert "## probe\n\n**How slow?**\n\n```\npython scripts/studies/probe.py\n```" in text
+    assert "torch 2.11, triton 3.6.0; 2026-11-21, commit abc. Rows: [h200.jsonl](probe/h200.jsonl)." in text
+    assert "![probe, h200](probe/h200.svg)" in text and "(probe/h200_more.svg)" in text
+    assert "*Times, ms*\n\n| T | ms\\|p50 |\n| --- | ---: |\n| 1024 | 1.5 |\n| 2048 | 6 |\n| x |  |" in text
+    assert "- So." in text and "cpu" not in text
+    other = "| plain | [1](plain/h200.jsonl) | NVIDIA H200 | 2026-11-21 | `python probe.py` |  |"
+    assert other in text.split("## Other measurements")[1]
+
+
+def test_pictures_are_drawn_where_they_do_not_show_their_rows(results):
+    files = results_page.written(results)
+    assert {path.name for path in files} == {"h200.svg", "h200_more.svg", "README.md"}
+    for path, text in files.items():
+        path.write_text(text.replace("matplotlib", "another version of it"))
+    assert [path.name for path in results_page.written(results)] == ["README.md"]
+    with open(results / "probe" / "h200.jsonl", "a") as file:
+        file.write(json.dumps(row(4096, 24)) + "\n")
+    assert {path.name for path in results_page.written(results)} == {"h200.svg", "README.md"}
+
+
+def test_a_report_that_fails_is_named(results, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scripts.studies.probe", SimpleNamespace(report=lambda rows: rows["x"]))
+    with pytest.raises(TypeError) as caught:
+        results_page.written(results)
+    assert caught.value.__notes__ == ["in the report of results/probe/h200.jsonl"]
+
+
+def test_one_html_page_shows_the_reports_and_other_rows(results):
+    text = html_report.page(results)
+    assert "<h2>probe</h2>" in text and "<pre>python scripts/studies/probe.py</pre>" in text
+    assert text.count("data:image/svg+xml;base64,") == 2 and "<li>So." in text
+    assert "<caption>Times, ms</caption>" in text and "<td>1024<td>1.5" in text
+    assert "<h2>plain</h2>" in text and "<summary>h200.jsonl</summary>" in text
+
+
+def test_an_experiment_says_what_it_is_for():
+    assert results_page._purpose("seqlen_scaling") == (
+        "What the context costs: GPT-2 124M, 65,536 tokens a step, T = 1k to 64k, every attention."
+    )
+    assert results_page._purpose("of my own") == "What training costs."
