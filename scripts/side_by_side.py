@@ -36,9 +36,11 @@ class Bench:
         self.clocks = {flush: Clock(budget_s, flush) for flush in (True, False)}
         self.memory_mib = torch.cuda.mem_get_info()[1] / 2**20 if device == "cuda" else None
 
-    def measure(self, shape: Shape, passes: dict[str, list[str]]) -> None:
-        """Passes of a shape with their contestants, a row for each. Raises DeviceLost."""
+    def measure(self, shape: Shape, passes: dict[str, list[str]]) -> dict[str, Results]:
+        """Passes of a shape with their contestants, a row for each; the results by pass. Raises
+        DeviceLost."""
         field, failed = None, {}
+        measured: dict[str, Results] = {}
         try:
             field = Field(shape, self.device)
         except RuntimeError as error:
@@ -46,6 +48,7 @@ class Bench:
             failed["reason"] = f"the inputs: {failed['reason']}"
         for passed, names in passes.items():
             results: Results = {name: dict(failed) for name in names}
+            measured[passed] = results
             try:
                 if field is not None:
                     self.run(field, passed, results)
@@ -57,6 +60,7 @@ class Bench:
                         append(self.out, shape.point(name, passed), results[name])
         del field
         clean_up()
+        return measured
 
     def run(self, field: Field, passed: str, results: Results) -> None:
         """Fill in the results of one pass."""
