@@ -1,5 +1,5 @@
-"""softmax(Q K^T) V as textbooks and tutorials write it, in the precision of its inputs, and other ways to keep
-what the backward needs: contestants of the studies `numerics` and `backward_recompute`.
+"""softmax(Q K^T) V as textbooks and tutorials write it, in the precision of its inputs, and other ways to
+keep what the backward needs: contestants of the studies.
 
 They are no implementations to train with: the contract wants fp32 statistics, and these are here because they
 have none. A GPU's matrix product sums in fp32 and rounds what it writes to the dtype of its inputs.

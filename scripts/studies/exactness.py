@@ -1,0 +1,176 @@
+"""Is online softmax exact? Small answers that can be checked by hand, and errors over sizes of tiles.
+
+Parts of the study `numerics`; what its rows hold is told there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, AttentionCall
+from attention.tiled import TiledAttention
+from scripts.bench_points import Shape
+
+Result = dict[str, Any]
+
+HEAD_DIM = 64
+# The sources' examples. The sum of exp(s - 5) of the first, over a block [2, 5] and a block [3]; the output
+# of the second.
+SUM_SCORES, SUM_SHIFT = (2.0, 5.0, 3.0), 5.0
+OUT_SCORES, OUT_VALUES = (1.0, 2.0, 0.5), (10.0, 20.0, 40.0)
+# Keys between the second and the third of them, so that no tile of a kernel holds all three. Their scores
+# leave exp() nothing: of a weight of exp(-10,000) no precision here keeps anything.
+APART, NOTHING = 381, -10_000.0
+EXACT_DTYPES = ("float64", "float32", "float16")
+TILES = ((1, 1), (16, 16), (64, 32), (128, 128), (100, 7))
+FA2_TILES = ((64, 32, 4, 2), (64, 128, 4, 1), (128, 64, 8, 1))  # queries, keys, warps, blocks
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A point, and what gives its result; `run` may raise."""
+
+    point: dict[str, Any]
+    run: Callable[[], Result]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the study runs, the shape of its random inputs, and who takes part."""
+
+    device: str
+    batch: int
+    heads: int
+    tokens: int
+    attentions: dict[str, Attention]
+
+    def point(self, part: str, name: str, passed: str, dtype: str, **more: Any) -> dict[str, Any]:
+        shape = Shape(
+            self.batch, self.heads, self.heads, self.tokens, HEAD_DIM, True, "fp32", study="numerics"
+        )
+        return shape.point(name, passed) | {"dtype": dtype, "part": part} | more
+
+    def tensors(self, dtype: str, magnitude: float = 1.0, seed: int = 0) -> tuple[Tensor, ...]:
+        """q, k, v, dout, normally distributed; q and k times `magnitude`. From the CPU's generator, so that
+        every device has the same."""
+        g, shape = torch.Generator().manual_seed(seed), (self.batch, self.heads, self.tokens, HEAD_DIM)
+        q, k, v, dout = (torch.randn(shape, generator=g) for _ in range(4))
+        made = (q * magnitude, k * magnitude, v, dout)
+        return tuple(x.to(self.device, getattr(torch, dtype)) for x in made)
+
+    def able(self, attention: Attention, dtype: str, backward: bool = False) -> bool:
+        like = {"dtype": getattr(torch, dtype), "device": self.device, "requires_grad": backward}
+        x = torch.empty(self.batch, self.heads, self.tokens, HEAD_DIM, **like)
+        return not attention.unsupported_reasons(AttentionCall.of(x, x, x, causal=True))
+
+    def passes(self, attention: Attention, dtype: str) -> str:
+        """ "both" where it has a backward, else "forward"."""
+        return "both" if self.able(attention, dtype, backward=True) else "forward"
+
+
+def dtypes_of(setting: Setting, attention: Attention) -> list[str]:
+    """Those of EXACT_DTYPES that it has; one, which it will refuse with the reason, for none."""
+    return [d for d in EXACT_DTYPES if setting.able(attention, d)] or ["float16"]
+
+
+def known(setting: Setting) -> Iterator[Measurement]:
+    """The small answers by every implementation, keys apart; by `tiled` also as the sources have them, two
+    keys to a tile."""
+    for name, attention in setting.attentions.items():
+        for dtype in dtypes_of(setting, attention):
+            point = setting.point("known", name, "forward", dtype, batch=1, heads=1, kv_heads=1)
+            places = [("apart", APART, attention)]
+            if name == "tiled":
+                places.append(("two keys to a tile", 0, TiledAttention(block_q=2, block_k=2)))
+            for said, apart, by in places:
+                of_it = point | {"features": said, "seq_len": 3 + apart, "kv_len": 3 + apart}
+                yield Measurement(of_it, partial(small, by, setting.device, dtype, apart))
+
+
+def small(attention: Attention, device: str, dtype: str, apart: int) -> Result:
+    """Both examples: what was got and what the formula gives."""
+    weights = [math.exp(s) for s in OUT_SCORES]
+    expected = {
+        "sum": sum(math.exp(s - SUM_SHIFT) for s in SUM_SCORES),
+        "out": sum(w * v for w, v in zip(weights, OUT_VALUES, strict=True)) / sum(weights),
+    }
+    like = {"device": device, "dtype": getattr(torch, dtype)}
+    out, _ = last_row(attention, OUT_SCORES, OUT_VALUES, apart, like)
+    _, lse = last_row(attention, SUM_SCORES, OUT_VALUES, apart, like)
+    got = {"sum": None if lse is None else math.exp(lse - SUM_SHIFT), "out": out}
+    return {"status": "ok", "got": got, "expected": expected}
+
+
+def last_row(
+    attention: Attention,
+    scores: tuple[float, ...],
+    values: tuple[float, ...],
+    apart: int,
+    like: dict[str, Any],
+) -> tuple[float, float | None]:
+    """(out, lse) of a query with these scores: the last row of a causal square, which sees every key."""
+    middle = [NOTHING] * apart
+    keys = [*scores[:2], *middle, *scores[2:]]
+    numbers = [*values[:2], *[0.0] * apart, *values[2:]]
+    q, k, v = (torch.zeros(1, 1, len(keys), HEAD_DIM, **like) for _ in range(3))
+    q[..., 0] = 1
+    k[..., 0] = torch.tensor(keys, **like)
+    v[:] = torch.tensor(numbers, **like)[:, None]
+    with torch.no_grad():
+        lse = not attention.unsupported_reasons(
+            AttentionCall.of(q, k, v, causal=True, scale=1.0, return_lse=True)
+        )
+        result = attention(q, k, v, causal=True, scale=1.0, return_lse=lse)
+    out = result[0] if lse else result
+    return float(out[0, 0, -1].double().mean()), float(result[1][0, 0, -1]) if lse else None
+
+
+def tiles(setting: Setting) -> Iterator[Measurement]:
+    """Errors against fp64 of every implementation with its own tile, of `tiled` with others, and on a GPU of
+    `cuda_fa2` with others."""
+    for name, attention in setting.attentions.items():
+        for dtype in dtypes_of(setting, attention):
+            yield _tile(setting, name, dtype, None, attention)
+            if name == "tiled":
+                for br, bc in TILES:
+                    yield _tile(setting, name, dtype, (br, bc), TiledAttention(br, bc))
+    if setting.device == "cuda" and "cuda_fa2" in setting.attentions:
+        for tile in FA2_TILES:
+            yield _tile(setting, "cuda_fa2", "float16", tile, partial(fa2, tile))
+
+
+def fa2(tile: tuple[int, int, int, int], q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Our kernel of FlashAttention-2 with a tile of its own."""
+    from ops.cuda.call import Call
+    from ops.cuda.tensor_cores import Tile, run_forward
+
+    options = (*[None] * 6, q.shape[3] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0, [])
+    return run_forward(q, k, v, Call(q, k, v, *options), Tile(*tile))[0]
+
+
+def _tile(
+    setting: Setting, name: str, dtype: str, tile: tuple[int, ...] | None, call: Callable[..., Tensor]
+) -> Measurement:
+    point = setting.point("tiles", name, "forward", dtype, tile=tile and list(tile[:2]))
+    return Measurement(point, partial(rounding, setting, dtype, call))
+
+
+def rounding(setting: Setting, dtype: str, call: Callable[..., Tensor]) -> Result:
+    """The largest error of the output against the formula in fp64, and in units of the dtype's epsilon of
+    the largest value."""
+    from attention.naive import naive_attention
+
+    q, k, v, _ = setting.tensors(dtype)
+    with torch.no_grad():
+        got = call(q, k, v, causal=True).double()
+        exact = naive_attention(q.double(), k.double(), v.double(), causal=True)[0]
+    error = float((got - exact).abs().max())
+    unit = torch.finfo(getattr(torch, dtype)).eps * float(exact.abs().max())
+    return {"status": "ok", "max_error": error, "epsilons": error / unit}

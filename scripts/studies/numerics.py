@@ -1,0 +1,135 @@
+"""Is tiled attention the same function, does it survive large inputs, and does what one asks for run?
+
+    python scripts/studies/numerics.py                 all three parts
+    python scripts/studies/numerics.py --part asked --attention sdpa triton
+
+known      online softmax on two small answers, keys in different tiles           (claim 21)
+tiles      errors against fp64 over sizes of tiles and precisions                  (claim 21)
+stability  fp16 and bf16 with q and k scaled up: errors, NaN, infinities           (claim 25)
+asked      backends asked for, and the kernels that ran                            (claim 20)
+
+No model and no training: random q, k, v of 2 x 8 heads, 512 tokens, D = 64, causal. On an H200 about 40
+seconds, most of them compilation; on a CPU less than a minute, with smaller tensors and fp32 where there are
+no 16-bit kernels. Rows go to results/numerics/<gpu>.jsonl as they are measured, and what has a row is left
+out the next time.
+
+The points have, beside the usual fields, `part`, one of the above. Results by part:
+
+known      got, expected: {"sum": of exp(s - 5) over scores 2, 5, 3; "out"}; features: where the keys lie
+tiles      max_error, epsilons (of the largest value); point: tile [queries, keys] or null, its own
+stability  max_error, nan, inf, of out, and of the gradients max_error_gradients, nan_.., inf_..; the inputs'
+           largest_product (q k) and largest_score (times scale); point: magnitude, the factor on q and k
+asked      kernels, ran (families of them), as_asked, said (warnings); point: wants (what it asks for, or "")
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
+from scripts.studies import Report, rows_path, todo  # noqa: E402
+
+if TYPE_CHECKING:
+    from scripts.studies.exactness import Measurement
+
+PARTS = ("known", "tiles", "stability", "asked")
+SIZES = {"cuda": (2, 8, 512), "cpu": (1, 2, 256)}  # batch, heads, tokens
+MINUTES = {"cuda": 0.7, "cpu": 0.5}
+# They compile for seconds at each kind of call: asked and measured in one precision, fp16.
+SLOW_TO_COMPILE = ("flex", "flash4")
+
+Row = dict[str, Any]
+
+
+def report(rows: list[Row]) -> Report:
+    """Tables, pictures and findings of the rows; nothing is measured."""
+    from scripts.studies.numerics_report import notes, pictures, tables
+
+    question = "Is tiled attention exact, is it stable in 16 bits, and does what one asks for run?"
+    return Report(question, "python scripts/studies/numerics.py", tables(rows), pictures(rows), notes(rows))
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = choices("attention")
+    add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    add("--attention", nargs="+", choices=names, metavar="NAME", help="default: all but auto")
+    add("--tokens", type=positive, help="default: 512, on a CPU 256")
+    add("--fresh", action="store_true", help="measure again what has a row")
+    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
+    add("--out", type=Path, help="rows go here (default: results/numerics/<gpu>.jsonl)")
+    return parser.parse_args(given)
+
+
+def measurements(options: argparse.Namespace, device: str) -> list[Measurement]:
+    """The points asked for, the parts in turn."""
+    from scripts.bench_attention import build
+    from scripts.studies.asked import asked
+    from scripts.studies.exactness import Setting, known, tiles
+    from scripts.studies.stability import stability
+
+    batch, heads, tokens = SIZES[device]
+    names = options.attention or [name for name in choices("attention") if name != "auto"]
+    setting = Setting(device, batch, heads, options.tokens or tokens, build(names))
+    of = {
+        "known": known,
+        "tiles": tiles,
+        "stability": partial(stability, slow=SLOW_TO_COMPILE),
+        "asked": asked,
+    }
+    found = [each for part in options.part for each in of[part](setting)]
+    return list({key_of(each.point): each for each in found}.values())  # on a CPU some asks are the same
+
+
+def measure(options: argparse.Namespace, device: str, out: Path) -> None:
+    """What has no row yet, a row for each at once."""
+    from scripts.side_by_side import failure
+    from scripts.timing import clean_up, synchronise
+
+    every = measurements(options, device)
+    left = todo([each.point for each in every], out, options.fresh)
+    print(f"{len(left)} of {len(every)} points to measure: about {MINUTES[device]:g} minutes for all of them")
+    began = time.perf_counter()
+    work = [each for each in every if each.point in left]
+    for done, each in enumerate(work, 1):
+        try:
+            result = each.run()
+            synchronise()
+        except Exception as error:  # whatever a library raises is a row
+            result = failure(error)
+            clean_up()
+        append(out, each.point, result)
+        if done % 20 == 0 or done == len(work):
+            rate = done / (time.perf_counter() - began)
+            said = f"[{done}/{len(work)}] {each.point['part']}: {60 * rate:.0f} points/min"
+            print(f"{said}, {(len(work) - done) / rate:.0f} s left", flush=True)
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from scripts.studies.printed import show
+
+    out = options.out or rows_path("numerics")
+    if not options.plot_only:
+        measure(options, "cuda" if torch.cuda.is_available() else "cpu", out)
+    rows = list(read(out).values())
+    if not rows:
+        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
+    show(report(rows), out)
+
+
+if __name__ == "__main__":
+    main()
