@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
-from dataclasses import dataclass
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
