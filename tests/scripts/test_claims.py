@@ -8,6 +8,7 @@ import pytest
 
 from scripts import claims
 from scripts.claims import FAILS, HOLDS, IN_PART, UNTESTED, Answer, NotMeasured, Results, answer, graded, of
+from scripts.claims.page import page
 from scripts.claims.sources import CLAIMS
 
 
@@ -21,7 +22,7 @@ def row(study="kv_cache", gpu="NVIDIA H200", result=None, **point):
 def results(tmp_path, *rows):
     for one in rows:
         folder = tmp_path / one["point"]["study"]
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{(one['machine']['gpu'] or 'cpu').split()[-1].lower()}.jsonl", "a") as file:
             file.write(json.dumps(one) + "\n")
     return Results(tmp_path)
@@ -81,3 +82,123 @@ def test_two_answers_to_a_claim_are_a_mistake(monkeypatch):
     claims.answers(17)(len)
     with pytest.raises(ValueError, match="claim 17 is answered by builtins already"):
         claims.answers(17)(max)
+
+
+def ladder(first=10.0, second=1.0, slow=1.0):
+    """Times that a table of claim 10 needs, and fa1's and fa2's at 4,096 tokens."""
+    alike = {"passed": "forward", "heads": 32, "head_dim": 128, "causal": False}
+    times = {"cuda_naive": 40.0, "cuda_rowwise": 30.0 * slow, "cuda_tiled": 5.0, "cuda_fa2": second}
+    times |= {"cuda_fa1": first, "sdpa_cudnn": second / 2}
+    return [
+        row(
+            "cuda_ladder", implementation=name, seq_len=n, dtype="bfloat16", **alike,
+            result={"ms_median": ms, "tflops": 100 / ms},
+        )
+        for name, ms in times.items()
+        for n in (1024, 4096, 8192)
+    ]  # fmt: skip
+
+
+def attention(name, ms, tflops, head_dim=128):
+    alike = {"passed": "forward", "causal": False, "dtype": "bfloat16", "seq_len": 1024, "features": ""}
+    result = {"ms_median": ms, "tflops": tflops}
+    return row("attention", implementation=name, head_dim=head_dim, **alike, result=result)
+
+
+def test_second_generation_over_first(tmp_path):
+    """Their factor, 9x over eager and half of the peak (of 989 TFLOP/s) for all of it."""
+    rows = [*ladder(), attention("naive", 10.0, 40), attention("cuda_fa2", 1.0, 500)]
+    found = claims.answered(results(tmp_path / "a", *rows))[8]
+    assert (found.verdict, found.figure) == (HOLDS, "fa2 10.0x fa1, 10x eager, 51% of the peak")
+    rows[-1] = attention("cuda_fa2", 1.0, 400)
+    assert claims.answered(results(tmp_path / "b", *rows))[8].verdict == IN_PART
+    rows = [*ladder(first=0.9), *rows[-2:]]
+    assert claims.answered(results(tmp_path / "c", *rows))[8].verdict == FAILS
+
+
+def test_third_generation_is_never_more_than_in_part_without_fp8(tmp_path):
+    rows = [attention("flash2", 1, 300), attention("flash4", 1, 742)]
+    found = claims.answered(results(tmp_path / "a", *rows))[9]
+    assert (found.verdict, found.figure) == (IN_PART, "2.5x to 2.5x, 75% of the peak")
+    assert "FlashAttention-4, in the place of 3" in found.why
+    slower = attention("flash4", 1, 200, 64), attention("flash2", 1, 250, 64)
+    assert claims.answered(results(tmp_path / "b", *rows, *slower))[9].verdict == FAILS
+    assert claims.answered(results(tmp_path / "c", rows[0]))[9].verdict == UNTESTED
+
+
+def test_every_stage_of_the_ladder_has_to_be_faster(tmp_path):
+    assert claims.answered(results(tmp_path / "a", *ladder()))[10].verdict == HOLDS
+    found = claims.answered(results(tmp_path / "b", *ladder(slow=2)))[10]
+    assert found.verdict == IN_PART and "Not faster at every N: rowwise." in found.why
+    assert claims.answered(results(tmp_path / "c", *ladder(slow=2, second=9)))[10].verdict == FAILS
+
+
+def ceiling(name, value, per_clock=None):
+    result = {"value": value, "per_clock": per_clock, "unit": "", "mib": None}
+    return row("roofline", implementation="ceiling", passed=name, result=result)
+
+
+def ceilings(exp2=3.0, shared=30e3):
+    rates = {"tensor_cublas": 800, "fma": 50, "exp2": exp2, "shared_read": shared, "l2_read": 8e3}
+    clocks = {"latency_shared": 23, "latency_l2": 280, "latency_dram": 660}
+    rows = [ceiling(name, value) for name, value in (rates | {"dram_read": 4e3}).items()]
+    return rows + [ceiling(name, 1, value) for name, value in clocks.items()]
+
+
+def test_rates_and_memories(tmp_path):
+    found = claims.answered(results(tmp_path / "a", *ceilings(shared=26e3)))
+    assert (found[26].verdict, found[26].figure) == (HOLDS, "16x for fp32 FMA, 267x for exp2")
+    assert found[27].verdict == HOLDS and found[27].figure.startswith("shared memory 26 TB/s, 23 clocks")
+    found = claims.answered(results(tmp_path / "b", *ceilings(exp2=4.0, shared=120e3)))
+    assert found[26].verdict == IN_PART
+    assert found[27].verdict == IN_PART and "more than 128 bytes a clock" in found[27].why
+    found = claims.answered(results(tmp_path / "c", *ceilings(exp2=900.0, shared=6e3)))
+    assert (found[26].verdict, found[27].verdict) == (FAILS, FAILS)
+
+
+def moved(stage, n, dram, level_2, tile=None, **result):
+    counters = {"dram_read_bytes": dram / 2, "dram_write_bytes": dram / 2, "l2_bytes": level_2}
+    point = {"implementation": stage, "passed": "forward", "seq_len": n, "head_dim": 128, "causal": True}
+    point |= {"tile": tile} if tile else {}
+    return row("roofline", **point, result={"counters": counters} | result)
+
+
+def test_traffic_is_counted_and_its_orders_fitted(tmp_path):
+    def rows(dram, lengths=(1024, 4096, 16384)):
+        return [
+            moved(stage, n, n**2 if stage == "cuda_naive" else dram * n, n**2)
+            for stage in ("cuda_naive", "cuda_tiled")
+            for n in lengths
+        ]
+
+    found = claims.answered(results(tmp_path / "a", *rows(400)))[13]
+    assert (found.verdict, found.figure) == (HOLDS, "DRAM traffic 3x at 1,024, 10x at 4,096, 41x at 16,384")
+    assert "grows as N^2.0, that of tiles as N^1.0" in found.why
+    assert claims.answered(results(tmp_path / "b", *rows(500)))[13].verdict == IN_PART
+    found = claims.answered(results(tmp_path / "c", *rows(400, (4096,))))[13]
+    assert found.verdict == UNTESTED and "no counters of cuda_naive's traffic" in found.why
+
+
+def test_tiles_trade_where_neither_end_is_best(tmp_path):
+    def tile(br, bc, occupancy, tflops):
+        usage = {"f": {"occupancy_percent": occupancy, "shared_bytes": 1024 * (br + bc)}}
+        return moved("cuda_fa2", 4096, 1, 1, {"br": br, "bc": bc}, usage=usage, tflops=tflops)
+
+    rows = [tile(128, 128, 6, 300), tile(128, 64, 12, 400), tile(64, 32, 25, 250)]
+    found = claims.answered(results(tmp_path / "a", *rows))[29]
+    assert (found.verdict, found.figure) == (HOLDS, "128 x 64 is best, 1.6x the worst")
+    assert found.command == "`python scripts/roofline.py --tiles`"
+    found = claims.answered(results(tmp_path / "b", *rows[::2]))[29]
+    assert found.verdict == IN_PART and "reaches 100% of it" in found.why
+    assert claims.answered(results(tmp_path / "c", moved("cuda_fa2", 1, 1, 1)))[29].verdict == UNTESTED
+
+
+def test_the_page_has_every_claim_and_counts_them(tmp_path):
+    text = page(results(tmp_path, *ladder(slow=2), row(passed="generate")))
+    assert "0 hold, 1 hold in part, 0 do not hold and 28 are not tested here." in text
+    assert all(f"\n### Claim {n}\n" in text and f"| [{n}](#claim-{n}) | " in text for n in range(1, 30))
+    assert "**Holds in part**: ms: naive 40 / 40 / 40" in text
+    assert "NVIDIA H200; `python scripts/bench_ladder.py`" in text
+    assert "70 of 19.5 TFLOP/s: 357%" in text and "6 MiB at 1,024, 72 MiB at 4,096" in text
+    assert "10.0 GiB with 64 KV heads, 1.25 GiB with its 8" in text
+    assert text.rstrip().splitlines()[-3].startswith("| holds in part | 1 | [10](#claim-10) |")
