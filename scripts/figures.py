@@ -3,8 +3,9 @@ the GPU and the date; told apart by colour-blind readers and in print."""
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,23 @@ from scripts.summary import digest
 STYLES = ("-", "--", ":", "-.")
 
 Row = dict[str, Any]
+_drawing = True
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """While this lasts, `svg` gives no more than which rows a picture shows: enough, and fast, to see whether
+    it has to be drawn."""
+    global _drawing
+    _drawing = False
+    try:
+        yield
+    finally:
+        _drawing = True
+
+
+def drawing() -> bool:
+    return _drawing
 
 
 @dataclass(frozen=True)
@@ -91,10 +109,11 @@ def svg(figure: Any, rows: Sequence[Row]) -> str:
     """The figure as text that says which rows it shows (`is_drawn`), and closes it."""
     from matplotlib import pyplot as plt
 
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Description": f"rows {digest(list(rows))}"})
+    text, shown = io.StringIO(), f"rows {digest(list(rows))}"
+    if _drawing:
+        figure.savefig(text, format="svg", metadata={"Date": None, "Description": shown})
     plt.close(figure)
-    return text.getvalue()
+    return text.getvalue() or shown
 
 
 def thousands(number: float) -> str:
@@ -105,7 +124,7 @@ def thousands(number: float) -> str:
 def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> None:
     """(x, y, name, colour): names beside the panel, in the order of the ends of their lines, moved apart
     where these are close."""
-    if not labels:
+    if not (labels and _drawing):
         return
     axes.figure.canvas.draw()
     height, places = max(0.02, min(0.06, 1 / len(labels))), []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.claims import command_of
+from scripts.figures import drawing, undrawn
 from scripts.rows import CONF
 from scripts.studies import Report, Row, Table
+from scripts.summary import digest
 
 ROOT = Path(__file__).resolve().parent.parent
 # The order of the page; what is not named here follows, by name.
@@ -69,7 +71,7 @@ def report_of(study: str, rows: list[Row]) -> Report | None:
     if not points:
         return None
     tables = [Table(title, cells) for title, cells in sweep_report.grids(points)]
-    picture = {"": sweep_report.picture(points)}
+    picture = {"": sweep_report.picture(points) if drawing() else f"rows {digest(points)}"}
     return Report(_purpose(study), command_of(study), tables, picture, sweep_report.doubts(points))
 
 
@@ -109,13 +111,14 @@ def same_picture(text: str, path: Path) -> bool:
 
 def written(results: Path) -> dict[Path, str]:
     """The pictures that are not those of their rows, and the page."""
-    found = list(reports(results))
-    files = {
-        path: text
-        for one in found
-        for path, text in one.paths(results).items()
-        if not same_picture(text, path)
-    }
+    with undrawn():
+        found = list(reports(results))
+    files: dict[Path, str] = {}
+    for one in found:
+        old = [path for path, text in one.paths(results).items() if not same_picture(text, path)]
+        if old:
+            drawn = replace(one, report=report_of(one.study, one.rows)).paths(results)
+            files |= {path: drawn[path] for path in old}
     return files | {results / "README.md": page(results, found)}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from scripts import html_report, results_page
-from scripts.figures import Line, canvas, panel, svg
+from scripts.figures import Line, canvas, panel, svg, undrawn
 from scripts.studies import Report, Table
 
 
@@ -95,3 +96,12 @@ def test_an_experiment_says_what_it_is_for():
         "What the context costs: GPT-2 124M, 65,536 tokens a step, T = 1k to 64k, every attention."
     )
     assert results_page._purpose("of my own") == "What training costs."
+
+
+def test_a_picture_is_not_drawn_to_see_whether_it_is_current():
+    rows = [row(1024, 1.5), row(2048, 6)]
+    drawn = report(rows).pictures[""]
+    with undrawn():
+        said = report(rows).pictures[""]
+    assert re.fullmatch(r"rows [0-9a-f]{16}", said) and said in drawn and drawn.startswith("<?xml")
+    assert report(rows).pictures[""] == drawn
