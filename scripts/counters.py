@@ -32,6 +32,7 @@ METRICS: dict[str, tuple[tuple[str, ...], float]] = {
     "fmul_flops": (("smsp__sass_thread_inst_executed_op_fmul_pred_on.sum",), 1),
 }
 QUICK = ("dram_read_bytes", "dram_write_bytes", "l2_bytes", "ms", "occupancy_percent")
+DRAM = ("dram_read_bytes", "dram_write_bytes")  # in one pass
 # Of a call, the kernels' shares of the time weigh these; the others are added up.
 AVERAGED = ("occupancy_percent",)
 # To bytes and seconds.
@@ -124,15 +125,20 @@ def unknown(said: str, asked: Iterable[str]) -> set[str]:
     return {name for name in asked if name in named or name.rpartition(".")[0] in named}
 
 
-def command(metrics: Sequence[str], log: Path, program: Sequence[str]) -> list[str]:
-    """Caches are flushed before every launch, and clocks are left alone."""
+def command(metrics: Sequence[str], log: Path, program: Sequence[str], marked: bool = False) -> list[str]:
+    """Caches are flushed before every launch, and clocks are left alone. Counted are our own kernels, or
+    whatever is launched where the program has `marked` it, from torch.cuda.profiler.start() to stop()."""
     options = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics)]
-    options += ["--kernel-name", "regex:^tilegpt_", "--cache-control", "all", "--clock-control", "none"]
+    options += ["--profile-from-start", "off"] if marked else ["--kernel-name", "regex:^tilegpt_"]
+    options += ["--cache-control", "all", "--clock-control", "none"]
     return ["ncu", *options, "--target-processes", "all", "--log-file", str(log), *program]
 
 
-def count(program: Sequence[str], quick: bool = False) -> tuple[str, list[tuple[str, Counts]]]:
-    """(what the program printed, its launches) under ncu, with the metrics that this ncu knows.
+def count(
+    program: Sequence[str], quick: bool = False, marked: bool = False
+) -> tuple[str, list[tuple[str, Counts]]]:
+    """(what the program printed, its launches) under ncu, with the metrics that this ncu knows: all of
+    METRICS, those of QUICK, or of `marked` launches (`command`) those of DRAM.
 
     Raises:
         NoCounters: there is no ncu, it may not count, the program failed, or it took too long.
@@ -141,9 +147,10 @@ def count(program: Sequence[str], quick: bool = False) -> tuple[str, list[tuple[
         raise NoCounters("there is no ncu on the PATH", lasting=True)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        while metrics := [name for field in METRICS if not quick or field in QUICK for name in known(field)]:
+        fields = DRAM if marked else QUICK if quick else tuple(METRICS)
+        while metrics := [name for field in fields for name in known(field)]:
             try:
-                line = command(metrics, log, program)
+                line = command(metrics, log, program, marked)
                 done = subprocess.run(line, capture_output=True, text=True, timeout=MOST_S)
             except subprocess.TimeoutExpired:
                 raise NoCounters(f"ncu took more than {MOST_S:g} s") from None
