@@ -3,8 +3,8 @@
     python scripts/bench_train.py --nanogpt ~/nanoGPT/model.py
 
 Ours is train.py itself, with its loader, logging and clipping; nanoGPT's is its model and the step of its
-train.py (bf16 autocast, torch.compile, fused AdamW, clipping). Each runs in a process of its own, both on
-batches of the same shape. A row each goes to results/gpt2_124m/<gpu>.jsonl.
+train.py, as scripts/training_peers.py runs it. Each has a process of its own, both have batches of the same
+shape. A row each goes to results/gpt2_124m/<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,40 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-# In a process of its own: the path of model.py, rows, tokens of context, steps.
-NANOGPT = """
-import importlib.util, json, sys, time, torch
-path, B, T, steps = sys.argv[1], *map(int, sys.argv[2:])
-spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-config = module.GPTConfig(block_size=T, vocab_size=50304, dropout=0.0, bias=False)
-model = module.GPT(config).cuda()
-optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cuda")
-model = torch.compile(model)
-tokens = torch.randint(50304, (16, 2, B, T)).pin_memory()
-def step(i):
-    x, y = tokens[i % 16].cuda(non_blocking=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        _, loss = model(x, y)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step(); optimizer.zero_grad(set_to_none=True)
-times = []
-for i in range(steps):
-    if i % 10 == 0:
-        torch.cuda.synchronize(); times.append(time.perf_counter())
-    step(i)
-torch.cuda.synchronize(); times.append(time.perf_counter())
-ms = [100 * (b - a) for a, b in zip(times, times[1:])]
-peak_mib = torch.cuda.max_memory_allocated() / 2**20
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-    step(0); torch.cuda.synchronize()
-events = sorted(seen.events(), key=lambda event: event.time_range.start)
-names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-print("RESULT", json.dumps({"ms": ms, "peak_mib": peak_mib, "kernel_names": names}))
-"""
+POINT = ROOT / "scripts" / "training_point.py"
 
 
 def arguments() -> argparse.Namespace:
@@ -83,7 +49,9 @@ def arguments() -> argparse.Namespace:
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of every ten steps and peak memory, from the run's own metrics."""
+    """Times of ten steps each, and peak memory, from the run's own metrics."""
+    from scripts.timing import spread
+
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train.py"), "experiment=gpt2_124m", "data=synthetic"]
         command += [f"attention={options.attention}", f"seq_len={options.seq_len}", "name=bench"]
@@ -96,28 +64,33 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         subprocess.run(command, check=True, cwd=folder, stdout=sys.stderr)
         with open(Path(folder) / "runs" / "bench" / "metrics.csv", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("perf/step_ms")]
+    blocks = [float(row["perf/step_ms"]) for row in rows]
     return {
-        "ms": [float(row["perf/step_ms"]) for row in rows],
+        **spread(blocks[2:-1]),  # without those that compile and the one that ends with a validation
         "peak_mib": max(float(row["perf/peak_mib"]) for row in rows),
         **attention_kernels(options),
     }
 
 
 def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
-    """The same of nanoGPT, and the kernels of one more step."""
-    command = [sys.executable, "-c", NANOGPT, str(options.nanogpt), str(options.batch), str(options.seq_len)]
-    done = subprocess.run([*command, str(options.steps)], check=True, capture_output=True, text=True)
-    return nanogpt_result(done.stdout)
-
-
-def nanogpt_result(printed: str) -> dict[str, Any]:
-    """What NANOGPT has measured, from what it printed."""
-    from scripts.kernels import as_field, counted
-
-    line = next(line for line in printed.splitlines() if line.startswith("RESULT "))
-    measured = json.loads(line.removeprefix("RESULT "))
-    found = counted((name, 0.0) for name in measured.pop("kernel_names"))
-    return measured | {"kernels": as_field(found), "kernels_from": "a whole training step"}
+    """The same of nanoGPT, a step at a time. Raises RuntimeError where it fails."""
+    sizes = [f"seq_len={options.seq_len}", f"data.batch_size={options.batch}"]
+    sizes += [f"tokens_per_step={options.batch * options.seq_len}"]
+    command = [
+        sys.executable,
+        str(POINT),
+        "experiment=seqlen_scaling",
+        *sizes,
+        "--warm-up=20",
+        "--seconds=1e9",
+    ]
+    command += [f"--steps={options.steps - 20}", f"--peer=nanogpt={options.nanogpt}"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    result = json.loads(line.removeprefix("RESULT "))
+    if result["status"] != "ok":
+        raise RuntimeError(f"nanoGPT: {result['reason']}")
+    return result
 
 
 def attention_kernels(options: argparse.Namespace) -> dict[str, Any]:
@@ -161,19 +134,9 @@ def main() -> None:
     print(f"{'':<28} {'ms/step':>8} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9}")
     for name, run in contestants.items():
         measured = run(options)
-        blocks = sorted(
-            measured["ms"][2:-1]
-        )  # without the compiling ones and the one that ends with a validation
-        ms = statistics.median(blocks)
-        result = {
-            "status": "ok",
-            "ms_median": ms,
-            "ms_p10": blocks[len(blocks) // 10],
-            "ms_p90": blocks[-1 - len(blocks) // 10],
-            "tokens_per_s": 1e3 * tokens / ms,
-            "mfu": flops * 1e3 * tokens / ms / peak if peak else None,
-            **{name: value for name, value in measured.items() if name != "ms"},
-        }
+        ms = measured["ms_median"]
+        result = {"status": "ok", "tokens_per_s": 1e3 * tokens / ms}
+        result |= {"mfu": flops * result["tokens_per_s"] / peak if peak else None, **measured}
         point = {
             "study": "gpt2_124m",
             "implementation": name,

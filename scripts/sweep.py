@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +26,10 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
+from scripts.sweep_process import Process, measured  # noqa: E402
+
 if TYPE_CHECKING:
-    from scripts.sweep_points import Point, Study
+    from scripts.sweep_points import Point, Study, Task
 
 Row = dict[str, Any]
 CHILD = ROOT / "scripts" / "training_point.py"
@@ -44,6 +43,8 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def arguments() -> argparse.Namespace:
+    from scripts.rows import positive
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,7 +53,9 @@ def arguments() -> argparse.Namespace:
     add("--fresh", action="store_true", help="measure again what has been measured")
     add("--shard", type=shard, default=(0, 1), metavar="I/N", help="points I, I + N, I + 2 N, ...")
     add("--print-commands", action="store_true", help="print a command for each point, run nothing")
-    add("--nanogpt", type=Path, metavar="MODEL.PY", help="nanoGPT's model, trained at the same lengths")
+    add("--nanogpt", metavar="MODEL.PY", help="nanoGPT's model, trained at the same lengths")
+    add("--peer", action="append", default=[], metavar="NAME", help="the same of a scripts/training_peers.py")
+    add("--together", type=positive, metavar="K", help="points set up at a time (default: a GPU 4, a CPU 1)")
     add("--wandb", metavar="PROJECT", help="log every point as a run, in a group named by the study")
     add("--out", type=Path, help="rows go here (default: results/<study>/<gpu or cpu>.jsonl)")
     return parser.parse_intermixed_args()
@@ -61,10 +64,11 @@ def arguments() -> argparse.Namespace:
 class Sweep:
     """Measures the points of a study on this machine, and appends their rows to `out`."""
 
-    def __init__(self, study: Study, device: str, out: Path, fresh: bool, nanogpt: Path | None):
+    def __init__(self, study: Study, device: str, out: Path, fresh: bool, together: int):
         from scripts import rows, sweep_points
+        from scripts.sweep_company import Room
 
-        self.study, self.device, self.out, self.nanogpt = study, device, out, nanogpt
+        self.study, self.device, self.out, self.room = study, device, out, Room.here(together)
         self.sources, self.machine = sweep_points.code(), rows.machine()
         self.rows = {
             key: row
@@ -75,45 +79,89 @@ class Sweep:
             self.rows.clear()
         self.slow: dict[str, int] = {}  # the context at which an implementation took too long
 
-    def run(self, assigned: dict[str, Any], asked: Point) -> Iterator[tuple[Row, bool]]:
-        """Rows of a point, as asked for first, and whether each was measured now: where it is out of memory,
-        of smaller micro-batches too."""
+    def run(self, points: list[Point]) -> Iterator[tuple[Row, bool]]:
+        """Rows of the points, and whether each was measured now: where one is out of memory, of smaller
+        micro-batches too. What was out of memory in company is measured again alone."""
+        old = [point for point in points if self.kept(point) is not None]
+        for point in old:
+            yield from self.alone(point)
+        for group in self.room.groups([point for point in points if point not in old]):
+            left = []
+            for point, result in self.in_company(group):
+                if result is None or result["status"] == "oom":
+                    left.append(point)
+                else:
+                    yield self.append(point, result), True
+            for point in left:
+                yield from self.alone(point)
+
+    def in_company(self, group: list[Point]) -> Iterator[tuple[Point, dict[str, Any] | None]]:
+        """Results of points whose first steps, which compile, ran side by side, and the rest one by one; None
+        for those that have no company, or need not be tried."""
+        tried = [point for point in group if self.too_slow(point) is None]
+        processes: dict[Point, Process] = {}
+        try:
+            for point in tried if len(tried) > 1 else ():
+                command = self.command(point)
+                processes[point] = Process(command, self.study.timeout_s, beside=len(tried) - 1)
+            for process in processes.values():
+                process.ready()
+            for point in group:
+                yield point, processes.pop(point).result() if point in processes else None
+        finally:
+            for process in processes.values():
+                process.end()
+
+    def alone(self, asked: Point) -> Iterator[tuple[Row, bool]]:
+        """Rows of a point by itself, and of ever smaller micro-batches of it until one fits."""
         from scripts.sweep_points import smaller
 
-        row, new = self.row(asked, assigned)
+        row, new = self.row(asked)
         yield row, new
-        if row["result"]["status"] != "oom" or "attention" not in assigned:
+        if row["result"]["status"] != "oom":
             return
-        for point in smaller(self.study, assigned, self.device, asked):
-            row, new = self.row(point, assigned)
+        for point in smaller(self.study, asked, self.device):
+            if self.room.is_hopeless(point):
+                continue
+            row, new = self.row(point)
             yield row, new
             if row["result"]["status"] != "oom":
                 return
 
-    def row(self, point: Point, assigned: dict[str, Any]) -> tuple[Row, bool]:
-        from scripts.rows import append, key_of
-
-        fields = point.fields | ({} if "attention" in assigned else {"implementation": "nanoGPT"})
-        if (row := self.rows.get(key_of(fields))) is not None:
+    def row(self, point: Point) -> tuple[Row, bool]:
+        if (row := self.kept(point)) is not None:
             self._note(row)
             return row, False
-        name, tokens = fields["implementation"], fields["seq_len"]
-        if self.slow.get(name, tokens) < tokens:
-            limit, shorter = self.study.timeout_s, self.slow[name]
-            why = f"not tried: a context of {shorter:,} tokens took longer than {limit} s"
-            result = {"status": "error", "reason": why, "timeout_s": limit}
-        else:
-            result = measured(self.command(point, assigned), self.study.timeout_s)
-        with alone(self.out):
-            row = append(self.out, fields, result | {"code": self.sources})
-        self._note(row)
-        return row, True
+        result = self.too_slow(point) or measured(self.command(point), self.study.timeout_s)
+        return self.append(point, result), True
 
-    def command(self, point: Point, assigned: dict[str, Any]) -> list[str]:
+    def kept(self, point: Point) -> Row | None:
+        from scripts.rows import key_of
+
+        return self.rows.get(key_of(point.fields))
+
+    def too_slow(self, point: Point) -> dict[str, Any] | None:
+        """The result of a point that is not tried, as a shorter context took too long."""
+        name, tokens = point.fields["implementation"], point.fields["seq_len"]
+        if self.slow.get(name, tokens) >= tokens:
+            return None
+        limit, shorter = self.study.timeout_s, self.slow[name]
+        why = f"not tried: a context of {shorter:,} tokens took longer than {limit} s"
+        return {"status": "error", "reason": why, "timeout_s": limit}
+
+    def append(self, point: Point, result: dict[str, Any]) -> Row:
+        from scripts.rows import append
+
+        with alone(self.out):
+            row = append(self.out, point.fields, result | {"code": self.sources})
+        self._note(row)
+        return row
+
+    def command(self, point: Point) -> list[str]:
         study = self.study
         words = [sys.executable, str(CHILD), *point.overrides, f"--warm-up={study.warm_up}"]
         words += [f"--steps={study.steps}", f"--seconds={study.seconds}"]
-        return words + ([] if "attention" in assigned else [f"--nanogpt={self.nanogpt}"])
+        return words + ([f"--peer={point.peer}"] if point.peer else [])
 
     def _note(self, row: Row) -> None:
         if "timeout_s" in row["result"]:
@@ -131,56 +179,20 @@ def alone(path: Path) -> Iterator[None]:
         yield
 
 
-def measured(command: list[str], timeout_s: float) -> dict[str, Any]:
-    """The result of a point's own process, which ends when this one does; how it failed, where it did."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            [*command, "--until-eof"], stdin=subprocess.PIPE, stdout=out, stderr=err, text=True
-        )
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            why = f"timeout: the point took longer than {timeout_s} s"
-            return {"status": "error", "reason": why, "timeout_s": timeout_s}
-        finally:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-        out.seek(0)
-        for line in out:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
-        err.seek(0)
-        last = next((line for line in reversed(err.read().splitlines()) if line.strip()), "")[:300]
-    code = process.returncode
-    how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return {"status": "error", "reason": f"the point's process was {how}: {last}".rstrip(": ")}
-
-
-def tasks(study: Study, nanogpt: Path | None) -> list[dict[str, Any]]:
-    """What to run: nanoGPT at each of the other coordinates, then the grid."""
-    from dataclasses import replace
-
-    from scripts.sweep_points import assignments
-
-    rest = {key: values for key, values in study.grid.items() if key != "attention"}
-    peers = assignments(replace(study, grid=rest)) if nanogpt else []
-    return peers + assignments(study)
-
-
-def commands(options: argparse.Namespace, study: Study, todo: list[dict[str, Any]]) -> Iterator[str]:
+def commands(options: argparse.Namespace, study: Study, todo: list[Task]) -> Iterator[str]:
     """A command line for each task: this script, its grid cut down to one point."""
     from scripts.sweep_points import shown
 
-    common = [o for o in options.overrides if not o.lstrip("+").startswith("sweep.grid.")]
+    ours = ("sweep.grid.", "sweep.peers=")
+    common = [o for o in options.overrides if not o.lstrip("+").startswith(ours)]
+    common += ["sweep.peers=[]"] if study.peers else []
     added = {o.split("=")[0] for o in options.overrides if o.startswith("+")}
-    for assigned in todo:
-        keys = {key: f"sweep.grid.{key}" for key in assigned}
+    for task in todo:
+        keys = {key: f"sweep.grid.{key}" for key in task.assigned}
         keys = {key: f"+{name}" if f"+{name}" in added else name for key, name in keys.items()}
-        grid = [f"{keys[key]}=[{shown(value)}]" for key, value in assigned.items()]
+        grid = [f"{keys[key]}=[{shown(value)}]" for key, value in task.assigned.items()]
         words = ["python", "scripts/sweep.py", *common, *grid]
-        if "attention" not in assigned:
-            words += ["sweep.grid.attention=[]", f"--nanogpt={options.nanogpt}"]
+        words += ["sweep.grid.attention=[]", f"--peer={task.peer}"] if task.peer else []
         words += [f"--out={options.out}"] if options.out else []
         words += [f"--wandb={options.wandb}"] if options.wandb else []
         yield shlex.join([*words, *(["--fresh"] if options.fresh else [])])
@@ -196,16 +208,25 @@ def said(row: Row) -> str:
     return f"{head}{result['tokens_per_s']:,.0f} tokens/s, {ms:,.1f} ms/step, peak {mib:,.0f} MiB"
 
 
-def run(options: argparse.Namespace) -> None:
-    from scripts.sweep_points import point_of, study_of
+def asked(options: argparse.Namespace) -> Study:
+    """The study of the command line, its peers included."""
+    from dataclasses import replace
+
+    from scripts.sweep_points import study_of
 
     study = study_of(options.overrides)
-    if not study.grid.get("attention") and not options.nanogpt:
-        raise ValueError("sweep.grid.attention is empty: name one, or give --nanogpt.")
-    if options.nanogpt and not options.nanogpt.is_file():
-        raise ValueError(f"--nanogpt {options.nanogpt}: no such file.")
-    index, count = options.shard
-    todo = tasks(study, options.nanogpt)[index::count]
+    more = [*options.peer, *([f"nanogpt={options.nanogpt}"] if options.nanogpt else [])]
+    study = replace(study, peers=(*study.peers, *more))
+    if not study.grid.get("attention") and not study.peers:
+        raise ValueError("sweep.grid.attention is empty: name one, or give --nanogpt or --peer.")
+    return study
+
+
+def run(options: argparse.Namespace) -> None:
+    from scripts.sweep_points import point_of, tasks
+
+    study, (index, count) = asked(options), options.shard
+    todo = tasks(study)[index::count]
     if options.print_commands:
         print("\n".join(commands(options, study, todo)))
         return
@@ -217,21 +238,11 @@ def run(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
     out = options.out or ROOT / "results" / study.name / f"{gpu}.jsonl"
-    points = [point_of(study, assigned, device) for assigned in todo]  # mistakes are said before one runs
-    sweep = Sweep(study, device, out, options.fresh, options.nanogpt)
-    new, start = 0, time.perf_counter()
+    points = [point_of(study, task, device) for task in todo]  # mistakes are said before one runs
+    points.sort(key=lambda point: point.fields["seq_len"])  # what is slow shows early
+    sweep = Sweep(study, device, out, options.fresh, options.together or (4 if device == "cuda" else 1))
     print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
-    for done, (assigned, point) in enumerate(zip(todo, points, strict=True), 1):
-        for row, fresh in sweep.run(assigned, point):
-            new += fresh
-            print(f"[{done}/{len(todo)}] {said(row)}" + ("" if fresh else " (kept)"), flush=True)
-            if options.wandb:
-                from scripts.sweep_wandb import log_point
-
-                log_point(row, options.wandb)
-        if new and done < len(todo):
-            rate = new / (time.perf_counter() - start)
-            print(f"    {60 * rate:.1f} points/min, about {(len(todo) - done) / rate:.0f} s left", flush=True)
+    progress(options, sweep, points)
     rows = [row for row in read(out).values() if row["result"].get("code") == sweep.sources]  # of all shards
     tables(rows)
     picture = draw(rows, out.with_suffix(".svg"))
@@ -240,6 +251,25 @@ def run(options: argparse.Namespace) -> None:
 
         log_picture(rows, options.wandb)
     print(f"picture  {picture}\nrows     {out}")
+
+
+def progress(options: argparse.Namespace, sweep: Sweep, points: list[Point]) -> None:
+    """Run the sweep, and say each row and how long the rest will take."""
+    from scripts.rows import key_of
+
+    keys = {key_of(point.fields) for point in points}
+    new, done, start = 0, 0, time.perf_counter()
+    for row, fresh in sweep.run(points):
+        new, done = new + fresh, done + (row["key"] in keys)
+        print(f"[{done}/{len(points)}] {said(row)}" + ("" if fresh else " (kept)"), flush=True)
+        if options.wandb:
+            from scripts.sweep_wandb import log_point
+
+            log_point(row, options.wandb)
+        if new and fresh and done < len(points):
+            rate = new / (time.perf_counter() - start)
+            left = (len(points) - done) / rate
+            print(f"    {60 * rate:.1f} points/min, about {left:.0f} s left", flush=True)
 
 
 def main() -> None:

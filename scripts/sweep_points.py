@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.compose import CONF, choices_of
+from scripts import training_peers
 from scripts.rows import choices
 
 ROOT = CONF.parent
@@ -30,6 +31,7 @@ class Study:
     name: str
     overrides: tuple[str, ...]
     grid: dict[str, list[Any]]
+    peers: tuple[str, ...]
     micro_tokens: int | None
     warm_up: int
     steps: int
@@ -38,11 +40,25 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The overrides that make its config, and what its row says it is."""
+class Task:
+    """What the grid assigns; with `peer`, that in the place of ours (scripts/training_peers.py)."""
 
+    assigned: dict[str, Any]
+    peer: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A task, the overrides that make its config, that config, and what its row says it is."""
+
+    task: Task
     overrides: tuple[str, ...]
+    cfg: Any
     fields: dict[str, Any]
+
+    @property
+    def peer(self) -> str:
+        return self.task.peer
 
 
 def composed(overrides: list[str]) -> tuple[Any, dict[str, Any]]:
@@ -79,7 +95,7 @@ def study_of(overrides: list[str]) -> Study:
             raise ValueError(f"{override}: the study gives {key} a value at each point; set {instead}.")
     common = tuple(override for override in overrides if not override.lstrip("+").startswith("sweep."))
     rest = {key: block[key] for key in ("micro_tokens", "warm_up", "steps", "seconds", "timeout_s")}
-    return Study(chosen["experiment"], common, grid, **rest)
+    return Study(chosen["experiment"], common, grid, tuple(block["peers"]), **rest)
 
 
 def _values(key: str, value: Any) -> list[Any]:
@@ -101,14 +117,21 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def assignments(study: Study) -> list[dict[str, Any]]:
-    """Grid point after grid point, the last key fastest."""
-    return [dict(zip(study.grid, values, strict=True)) for values in itertools.product(*study.grid.values())]
+def tasks(study: Study) -> list[Task]:
+    """Each peer at each of the other coordinates, compiled or not as it is used; then the grid, grid point
+    after grid point, the last key fastest."""
+    rest = {key: values for key, values in study.grid.items() if key not in ("attention", "compile")}
+    peers = [Task(assigned, peer) for peer in study.peers for assigned in _product(rest)]
+    return peers + [Task(assigned) for assigned in _product(study.grid)]
 
 
-def point_of(study: Study, assigned: dict[str, Any], device: str, micro_batch: int | None = None) -> Point:
-    """A point of the grid on "cuda" or "cpu"; micro_batch: in place of the one that the study asks for."""
-    overrides = [*study.overrides, *(f"{key}={shown(value)}" for key, value in assigned.items())]
+def _product(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def point_of(study: Study, task: Task, device: str, micro_batch: int | None = None) -> Point:
+    """The point of a task on "cuda" or "cpu"; micro_batch: in place of the one that the study asks for."""
+    overrides = [*study.overrides, *(f"{key}={shown(value)}" for key, value in task.assigned.items())]
     cfg, chosen = composed(overrides)
     if micro_batch is None and study.micro_tokens:
         if study.micro_tokens % cfg.seq_len:
@@ -123,7 +146,11 @@ def point_of(study: Study, assigned: dict[str, Any], device: str, micro_batch: i
     model = " ".join(
         [chosen["model"], *(override for override in overrides if override.startswith("model."))]
     )
-    return Point(tuple(overrides), fields(study.name, cfg, model, device))
+    said = fields(study.name, cfg, model, device)
+    if task.peer:
+        peer, _ = training_peers.chosen(task.peer)
+        said |= {"implementation": peer.name, "compile": peer.compiled and device == "cuda"}
+    return Point(task, tuple(overrides), cfg, said)
 
 
 def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
@@ -157,12 +184,12 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
     }
 
 
-def smaller(study: Study, assigned: dict[str, Any], device: str, asked: Point) -> Iterator[Point]:
+def smaller(study: Study, asked: Point, device: str) -> Iterator[Point]:
     """The point with ever smaller micro-batches, powers of two: where the one asked for does not fit."""
     batch = asked.fields["micro_batch"]
     power = 1 << ((batch - 1).bit_length() - 1) if batch > 1 else 0
     while power:
-        yield point_of(study, assigned, device, power)
+        yield point_of(study, asked.task, device, power)
         power //= 2
 
 

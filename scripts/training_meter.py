@@ -13,14 +13,16 @@ from typing import Any
 import lightning
 import torch
 
+from model.config import GPTConfig
 from model.flops import flops_per_token, peak_bf16_flops
 from scripts.kernels import PLAIN, PLAIN_CPU, Kernel, Verdict, as_field, family, profile, verdict
 from scripts.memory import Step, disagreement, memory_split
 from scripts.side_by_side import failure
 from scripts.timing import MIB, spread, synchronise
 
-FEWEST = 3  # steps, however long they take
-LONGEST_S = 20  # of the steps that the memory split takes: it is left out of what is slower
+FEWEST = 3  # steps that are timed, unless they take longer than LONGEST_S
+LONGEST_S = 20  # of timed steps, and of those that the memory split takes: it is left out of what is slower
+AHEAD = 2  # steps by which the host may be ahead of the device
 SLOW_S = 3.0  # a step of a GPU that takes longer is one of a million launches, minutes for the profiler
 SPLIT_STEPS = 4
 
@@ -31,55 +33,45 @@ def resident_mib() -> float:
     return peak / (MIB if sys.platform == "darwin" else 1024)
 
 
-class Meter(lightning.Callback):
-    """Times steps: `warm_up` that do not count, then up to `steps`, or as many as `seconds` have room for.
-    After them come a step that is profiled and those of the memory split, training ends, and `result` is
-    there.
+class Laps:
+    """Times steps: the first, which compiles and tunes; the rest of `warm_up`, which do not count either;
+    then up to `steps`, or as many as `seconds` have room for.
 
     On a GPU a step's time is that between two events at the ends of steps, as the host runs ahead; the peak
-    is of all steps but the first, which compiles and tunes. On a CPU the peak is that of the process, less
-    `before_mib`, what it had before model and data were built.
+    of memory is of all steps but the first. On a CPU it is that of the process, less what it had when this
+    was made.
 
-    asked, ran: names of the attention, and of what it delegates to; dtype: what reaches it."""
+    ready: called when the first step has ended, to wait for something."""
 
     def __init__(
-        self,
-        asked: str,
-        ran: str,
-        dtype: torch.dtype,
-        warm_up: int,
-        steps: int,
-        seconds: float,
-        before_mib: float,
-    ):
-        self.asked, self.ran, self.dtype = asked, ran, dtype
-        self.warm_up, self.steps, self.seconds, self.before_mib = warm_up, steps, seconds, before_mib
+        self, warm_up: int, steps: int, seconds: float, ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self.warm_up, self.steps, self.seconds, self.ready = warm_up, steps, seconds, ready
+        self.before_mib = resident_mib()
         self.marks: list[Any] = []  # the end of each step
-        self.losses: list[float] = []
-        self.result: dict[str, Any] | None = None
 
-    def on_train_start(self, trainer: lightning.Trainer, lit: Any) -> None:
-        self.cuda = lit.device.type == "cuda"
-        lit.listeners.append(lambda step, scalars: self.losses.append(scalars["train/loss"]))
+    def start(self, cuda: bool) -> None:
+        self.cuda = cuda
         self.began = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, lit: Any, outputs: Any, batch: dict[str, torch.Tensor], index: int
-    ) -> None:
-        self.marks.append(self._mark())
-        done = len(self.marks)
-        if done == 1:
+    def ended(self) -> bool:
+        """To be called at the end of each step; whether it was the last."""
+        if not self.marks:
             synchronise()
             self.first_step_s = time.perf_counter() - self.began
+            self.ready()
             if self.cuda:
                 torch.cuda.reset_peak_memory_stats()
-        if done == self.warm_up:
-            self.start = time.perf_counter()
-        if done < self.warm_up + FEWEST:
-            return
-        if done == self.warm_up + self.steps or time.perf_counter() - self.start > self.seconds:
-            self.result = self._finish(trainer, lit, batch)
-            trainer.should_stop = True
+        self.marks.append(self._mark())
+        done = len(self.marks)
+        if self.cuda and done > AHEAD:
+            self.marks[-1 - AHEAD].synchronize()
+        if done <= self.warm_up:
+            self.from_here = time.perf_counter()
+            return False
+        timed, spent = done - self.warm_up, time.perf_counter() - self.from_here
+        few = timed < min(FEWEST, self.steps) and spent < LONGEST_S
+        return timed >= self.steps or (spent > self.seconds and not few)
 
     def _mark(self) -> Any:
         if not self.cuda:
@@ -88,38 +80,70 @@ class Meter(lightning.Callback):
         event.record()
         return event
 
+    def spread(self) -> dict[str, float]:
+        """Of the milliseconds of the steps that count, as a row names it."""
+        synchronise()
+        marks = itertools.pairwise(self.marks[self.warm_up - 1 :])
+        return spread([a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in marks])
+
+    def result(self) -> dict[str, Any]:
+        """Times and the peak of memory."""
+        if self.cuda:
+            peak, of = torch.cuda.max_memory_allocated() / MIB, "allocated on the GPU"
+        else:
+            peak, of = resident_mib() - self.before_mib, "resident memory of the process above its start"
+        found = {**self.spread(), "first_step_s": self.first_step_s, "warm_up": self.warm_up}
+        return found | {"peak_mib": peak, "peak_of": of}
+
+
+def rated(config: GPTConfig, tokens: int, result: dict[str, Any]) -> dict[str, Any]:
+    """tokens/s of steps of so many tokens, and the MFU where the GPU's peak is known."""
+    rate = 1e3 * tokens / result["ms_median"]
+    fastest = peak_bf16_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return {"tokens_per_s": rate, "mfu": flops_per_token(config) * rate / fastest if fastest else None}
+
+
+class Meter(lightning.Callback):
+    """Times steps of a trainer by `laps`. After them come, unless it is to be `brief`, a step that is
+    profiled and those of the memory split; then training ends, and `result` is there.
+
+    asked, ran: names of the attention, and of what it delegates to; dtype: what reaches it."""
+
+    def __init__(self, asked: str, ran: str, dtype: torch.dtype, laps: Laps, brief: bool = False):
+        self.asked, self.ran, self.dtype, self.laps, self.brief = asked, ran, dtype, laps, brief
+        self.losses: list[float] = []
+        self.result: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, lit: Any) -> None:
+        self.cuda = lit.device.type == "cuda"
+        lit.listeners.append(lambda step, scalars: self.losses.append(scalars["train/loss"]))
+        self.laps.start(self.cuda)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, lit: Any, outputs: Any, batch: dict[str, torch.Tensor], index: int
+    ) -> None:
+        if self.laps.ended():
+            self.result = self._finish(trainer, lit, batch)
+            trainer.should_stop = True
+
     def _finish(self, trainer: lightning.Trainer, lit: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         lit.flush()
         synchronise()
         if lit.fault:
             raise ArithmeticError(lit.fault.split(". ")[0])
-        if self.cuda:
-            peak, of = torch.cuda.max_memory_allocated() / MIB, "allocated on the GPU"
-        else:
-            peak, of = resident_mib() - self.before_mib, "resident memory of the process above its start"
-        losses = list(self.losses)
-        marks = itertools.pairwise(self.marks[self.warm_up - 1 :])
-        timed = spread([a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in marks])
-        rate = 1e3 * batch["targets"].numel() / timed["ms_median"]
-        fastest = peak_bf16_flops(torch.cuda.get_device_name()) if self.cuda else None
+        losses, found = list(self.losses), self.laps.result()
+        found |= rated(lit.net.config, batch["targets"].numel(), found)
+        found["loss"] = {"first": losses[0], "last": losses[-1]}
+        found["learns"] = math.isfinite(losses[-1]) and losses[-1] < losses[0]
+        if self.brief:
+            return found
+        step_s = found["ms_median"] / 1e3
 
         def step() -> None:
             with trainer.precision_plugin.train_step_context():
                 lit.training_step(batch, 0)
 
-        return {
-            **timed,
-            "tokens_per_s": rate,
-            "mfu": flops_per_token(lit.net.config) * rate / fastest if fastest else None,
-            "first_step_s": self.first_step_s,
-            "warm_up": self.warm_up,
-            "peak_mib": peak,
-            "peak_of": of,
-            "loss": {"first": losses[0], "last": losses[-1]},
-            "learns": math.isfinite(losses[-1]) and losses[-1] < losses[0],
-            **self._kernels(lit, step, timed["ms_median"] / 1e3),
-            **self._split(lit, batch, step, timed["ms_median"] / 1e3),
-        }
+        return found | self._kernels(lit, step, step_s) | self._split(lit, batch, step, step_s)
 
     def _kernels(self, lit: Any, step: Callable[[], None], step_s: float) -> dict[str, Any]:
         if self.cuda and step_s > SLOW_S:

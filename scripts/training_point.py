@@ -2,30 +2,31 @@
 
     python scripts/training_point.py experiment=seqlen_scaling attention=triton seq_len=4096
 
-The training step is train.py's own, compiled and accumulated as the config says; with --nanogpt MODEL.PY it
-is nanoGPT's, on batches of the same shape. The last line is "RESULT " and a row's result as JSON, also where
-memory ran out, the attention cannot, or something failed. scripts/sweep.py runs one of these for each point.
+The training step is train.py's own, compiled and accumulated as the config says; with --peer it is that of
+others, on batches of the same shape (scripts/training_peers.py). The last line is "RESULT " and a row's
+result as JSON, also where memory ran out, the attention cannot, or something failed. scripts/sweep.py runs
+one of these for each point.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 if TYPE_CHECKING:
     import torch
+
+    from model.config import GPTConfig
 
 
 def arguments() -> argparse.Namespace:
@@ -36,39 +37,57 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="of the config, as train.py takes them")
-    add("--warm-up", type=positive, default=5, help="steps before those that count (default: 5)")
+    add("--warm-up", type=positive, default=3, help="steps before those that count (default: 3)")
     add("--steps", type=positive, default=20, help="steps that are timed, at most (default: 20)")
-    add("--seconds", type=float, default=10, help="of timed steps; three in any case (default: 10)")
-    add("--nanogpt", type=Path, metavar="MODEL.PY", help="measure nanoGPT in the place of ours")
+    add("--seconds", type=float, default=5, help="of timed steps; three in any case (default: 5)")
+    add("--brief", action="store_true", help="times and peak alone: no kernels, no memory split")
+    add("--peer", metavar="NAME", help="nanogpt=MODEL.PY, transformers_eager or transformers_sdpa for ours")
     add("--until-eof", action="store_true", help="end when standard input does: with whoever holds it")
+    add("--wait", action="store_true", help="after the first step say READY, and wait for a line there")
     return parser.parse_intermixed_args()
 
 
-def end_with_input() -> None:
-    """A sweep that is killed must leave no point behind that goes on beside the next one."""
+def follow_input() -> Callable[[], None]:
+    """End this process when standard input does: a sweep that is killed must leave no point behind that goes
+    on beside the next one. What is returned says READY and waits for a line."""
+    told = threading.Event()
 
-    def wait() -> None:
-        sys.stdin.buffer.read()
+    def follow() -> None:
+        for _ in sys.stdin.buffer:
+            told.set()
         os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    def wait() -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # whoever is first finds room
+        print("READY", flush=True)
+        told.wait()
+
+    threading.Thread(target=follow, daemon=True).start()
+    return wait
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row's result. Raises whatever keeps the config from training."""
+def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str, Any]:
+    """A row's result; `ready` is called after the first step. Raises whatever keeps the config from
+    training."""
     began = time.perf_counter()
     import lightning
 
     from model import runtime
     from model.checks import check
     from scripts.sweep_points import composed
-    from scripts.training_meter import Meter, resident_mib
+    from scripts.training_meter import Laps, Meter
 
     runtime.quiet()
-    before_mib = resident_mib()
     cfg, _ = composed([*options.overrides, f"trainer.max_steps={options.warm_up + options.steps}"])
-    if options.nanogpt:
-        return nanogpt(options.nanogpt, cfg)
+    laps = Laps(options.warm_up, options.steps, options.seconds, ready)
+    if options.peer:
+        from scripts import training_peers
+
+        sizes = cfg.data.batch_size, cfg.tokens_per_step or cfg.data.batch_size * cfg.seq_len
+        return training_peers.measure(options.peer, config_of(cfg, data_of(cfg)), *sizes, laps)
     if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
         raise ValueError("a training point is measured on one device: leave trainer=default.")
     from omegaconf import OmegaConf
@@ -78,8 +97,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     precision = runtime.precision(cfg.precision, device)
     dtype = runtime.compute_dtype(precision)
     data, lit, ran = build(cfg, device, dtype)
-    lasting = (options.warm_up, options.steps, options.seconds)
-    meter = Meter(cfg.attention.name, ran, dtype, *lasting, before_mib)
+    meter = Meter(cfg.attention.name, ran, dtype, laps, options.brief)
     trainer = lightning.Trainer(
         accelerator=device.type,
         devices=1,
@@ -98,6 +116,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"status": "ok", "reason": None, **meter.result, "set_up_s": set_up_s}
 
 
+def data_of(cfg: Any) -> Any:
+    """The data module, prepared and set up."""
+    from hydra.utils import instantiate
+
+    data = instantiate(cfg.data)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def config_of(cfg: Any, data: Any) -> GPTConfig:
+    from model.checks import called
+    from model.config import GPTConfig
+
+    return called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
+
+
 def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, str]:
     """Data, the model with its training step, and the name of the attention that runs. As train.py builds
     them, for training alone: an attention that cannot decode is no obstacle here."""
@@ -107,15 +142,12 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     from conf.compose import build_attention
     from model import runtime
     from model.calls import attention_call, require
-    from model.checks import called
-    from model.gpt import GPT, GPTConfig
+    from model.gpt import GPT
     from model.lit_gpt import LitGPT
 
-    data = instantiate(cfg.data)
-    data.prepare_data()
-    data.setup()
+    data = data_of(cfg)
     data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, 1)
-    config = called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
+    config = config_of(cfg, data)
     attention = build_attention(cfg)
     facts = {"device": device, "dtype": dtype, "segments": data.document_mask}
     call = attention_call(config, "training", batch=data.batch_size, tokens=cfg.seq_len, **facts)
@@ -133,38 +165,13 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     return data, lit, attention.resolve(call).name
 
 
-def nanogpt(path: Path, cfg: Any) -> dict[str, Any]:
-    """The same of nanoGPT's GPT-2 124M, by scripts/bench_train.py; all of a step in one micro-batch."""
-    import torch
-
-    from model.flops import flops_per_token, peak_bf16_flops
-    from model.gpt import GPTConfig
-    from scripts import bench_train
-    from scripts.timing import spread
-
-    batch, tokens, model = cfg.data.batch_size, cfg.seq_len, cfg.model
-    if (model.n_layer, model.n_head, model.n_embd, cfg.tokens_per_step) != (12, 12, 768, batch * tokens):
-        raise ValueError("--nanogpt is GPT-2 124M with a step in one micro-batch: model=gpt2, and no less.")
-    printed, words = io.StringIO(), ["nanogpt", str(path), str(batch), str(tokens), "60"]
-    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", words):
-        exec(bench_train.NANOGPT, {"__name__": "nanogpt"})  # this process is the fresh one that it needs
-    found = bench_train.nanogpt_result(printed.getvalue())
-    timed = spread(found.pop("ms")[2:])  # means of ten steps; the first two compile and warm up
-    rate, peak = 1e3 * batch * tokens / timed["ms_median"], peak_bf16_flops(torch.cuda.get_device_name())
-    flops = flops_per_token(GPTConfig(vocab_size=50304, seq_len=tokens, bias=False))
-    mfu = flops * rate / peak if peak else None
-    of = {"peak_of": "allocated on the GPU"}
-    return {"status": "ok", "reason": None, **timed, "tokens_per_s": rate, "mfu": mfu, **found, **of}
-
-
 def main() -> None:
     options = arguments()
-    if options.until_eof:
-        end_with_input()
+    wait = follow_input() if options.until_eof or options.wait else None
     from scripts.side_by_side import failure
 
     try:
-        result = measure(options)
+        result = measure(options, wait if options.wait else lambda: None)
     except Exception as error:  # whatever it is, it is the point's result
         result = failure(error)
     print("RESULT", json.dumps(result), flush=True)

@@ -14,7 +14,7 @@ def study(*overrides: str, tiny: list[str] = TINY) -> sweep_points.Study:
 
 
 def points_of(study: sweep_points.Study, device: str = "cpu") -> list[sweep_points.Point]:
-    return [sweep_points.point_of(study, assigned, device) for assigned in sweep_points.assignments(study)]
+    return [sweep_points.point_of(study, task, device) for task in sweep_points.tasks(study)]
 
 
 def fake_result(**more: object) -> dict[str, object]:

@@ -168,7 +168,9 @@ def test_a_point_that_dies_or_hangs_is_an_error():
         ([*TINY, "data.batch_size=3"], ["data.batch_size=3", "sweep.micro_tokens"]),
         ([*TINY, "sweep.grid.seq_len=[48]"], ["sweep.micro_tokens=128", "seq_len=48"]),
         ([*TINY, "sweep.grid.attention=[]"], ["sweep.grid.attention", "--nanogpt"]),
-        ([*TINY, "--nanogpt=nowhere.py"], ["--nanogpt nowhere.py", "no such file"]),
+        ([*TINY, "--nanogpt=nowhere.py"], ["nanogpt=nowhere.py", "no such file"]),
+        ([*TINY, "--peer=megatron"], ["megatron", "transformers_eager"]),
+        ([*TINY, "--together=0"], ["--together", "at least 1"]),
         ([*TINY, "sweep.grid.attention=[foo]"], ["foo"]),
         ([*TINY, "--shard=4/4"], ["4/4", "0 <= i < n"]),
     ],
@@ -218,16 +220,55 @@ def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
     )
     arguments = ("sweep.grid.attention=[sdpa]", "sweep.grid.seq_len=[16]", f"--nanogpt={model}")
     run(tmp_path / "cpu.jsonl", *arguments, monkeypatch=monkeypatch)
-    assert [f"--nanogpt={model}" in command for command in ran] == [True, False]
+    assert [f"--peer=nanogpt={model}" in command for command in ran] == [True, False]
     names = [row["point"]["implementation"] for row in read(tmp_path / "cpu.jsonl").values()]
     assert names == ["nanoGPT", "sdpa"] and "500, 1.00x" in capsys.readouterr().out
     run(tmp_path / "cpu.jsonl", *arguments, "--print-commands", monkeypatch=monkeypatch)
     first, second = capsys.readouterr().out.splitlines()
-    assert "sweep.grid.attention=[]" in first and "--nanogpt" in first and "--nanogpt" not in second
+    assert "sweep.grid.attention=[]" in first and "--peer=nanogpt" in first and "--peer" not in second
     monkeypatch.setattr(sys, "argv", shlex.split(first)[1:])
     ran.clear()
     sweep.main()
     assert not ran  # it is there already
+
+
+def test_set_up_side_by_side(tmp_path, monkeypatch):
+    """Two points take their first steps at once, and the rest in turn."""
+    monkeypatch.setattr("os.environ", environment())
+    grid = ("sweep.grid.attention=[naive,tiled]", "sweep.grid.seq_len=[16]", "--together=2")
+    run(tmp_path / "cpu.jsonl", *grid, monkeypatch=monkeypatch)
+    results = {row["point"]["implementation"]: row["result"] for row in read(tmp_path / "cpu.jsonl").values()}
+    assert results.keys() == {"naive", "tiled"}
+    for result in results.values():
+        assert result["status"] == "ok" and result["beside"] == 1, result["reason"]
+        assert result["n"] == 3 and result["kernels_ok"]
+
+
+class Beside:
+    """A point of a company: naive is out of memory in it."""
+
+    def __init__(self, command: list[str], timeout_s: float, beside: int):
+        self.lost, self.beside = "attention=naive" in command, beside
+
+    def ready(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def result(self) -> dict[str, object]:
+        more = {"beside": self.beside}
+        return {"status": "oom", "reason": "out", **more} if self.lost else fake_result(**more)
+
+
+def test_out_of_memory_in_company_is_measured_again_alone(tmp_path, point_results, monkeypatch):
+    monkeypatch.setattr(sweep, "Process", Beside)
+    grid = ("sweep.grid.attention=[naive,sdpa]", "sweep.grid.seq_len=[64]", "--together=2")
+    run(tmp_path / "cpu.jsonl", *grid, monkeypatch=monkeypatch)
+    rows = list(read(tmp_path / "cpu.jsonl").values())
+    said = [
+        (row["point"]["implementation"], row["result"]["status"], "beside" in row["result"]) for row in rows
+    ]
+    assert said == [("sdpa", "ok", True), ("naive", "ok", False)]
+    assert len(point_results) == 1 and "attention=naive" in point_results[0]
 
 
 def test_wandb_gets_a_run_for_each_point(tmp_path, point_results, monkeypatch):

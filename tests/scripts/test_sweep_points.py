@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from model.gpus import GPUS
 from scripts import sweep_points
 from scripts.rows import key_of, machine
+from scripts.sweep_company import Room
+from scripts.sweep_points import Task
 from tests.scripts.studies import GRID, fake_result, points_of, study
 
 
@@ -63,9 +68,37 @@ def test_the_study_of_a_gpu():
 
 def test_smaller_micro_batches_are_the_powers_of_two_below():
     one = study(*GRID, "tokens_per_step=96")
-    assigned = {"attention": "naive", "seq_len": 16}
-    asked = sweep_points.point_of(one, assigned, "cpu")
+    asked = sweep_points.point_of(one, Task({"attention": "naive", "seq_len": 16}), "cpu")
     assert asked.fields["micro_batch"] == 6
-    found = list(sweep_points.smaller(one, assigned, "cpu", asked))
+    found = list(sweep_points.smaller(one, asked, "cpu"))
     assert [p.fields["micro_batch"] for p in found] == [4, 2, 1]
-    assert not list(sweep_points.smaller(one, assigned, "cpu", found[-1]))
+    assert not list(sweep_points.smaller(one, found[-1], "cpu"))
+
+
+def test_peers_are_at_every_length_as_their_users_run_them(tmp_path):
+    model = tmp_path / "model.py"
+    model.write_text("")
+    one = replace(study(*GRID, "+sweep.grid.compile=[false,true]"), peers=(f"nanogpt={model}",))
+    asked = [sweep_points.point_of(one, task, "cuda") for task in sweep_points.tasks(one)]
+    said = [(p.fields["implementation"], p.fields["seq_len"], p.fields["compile"]) for p in asked]
+    assert said[:2] == [("nanoGPT", 16, True), ("nanoGPT", 32, True)] and len(said) == 2 + 8
+    assert [p.peer for p in asked] == [f"nanogpt={model}"] * 2 + [""] * 8
+    uncompiled = replace(one, peers=("transformers_eager",))
+    first = sweep_points.point_of(uncompiled, sweep_points.tasks(uncompiled)[0], "cuda")
+    assert (first.fields["implementation"], first.fields["compile"]) == ("transformers eager", False)
+
+
+def test_as_many_are_set_up_together_as_have_room():
+    """GPT-2 124M, 65,536 tokens in a micro-batch: some 29 GiB each of an H200's 130, naive far more."""
+    grid = ("sweep.grid.attention=[sdpa_flash,triton,flex,sdpa_cudnn,sdpa]", "sweep.grid.seq_len=[1024]")
+    points = points_of(sweep_points.study_of(["experiment=seqlen_scaling", *grid]), "cuda")
+    room = Room(GPUS["h200"], 8)
+    assert 25 < room.needs(points[0]) / 2**30 < 33 and not room.is_hopeless(points[0])
+    assert [len(group) for group in room.groups(points)] == [4, 1]
+    assert [len(group) for group in Room(GPUS["h200"], 2).groups(points)] == [2, 2, 1]
+    assert [len(group) for group in Room(None, 3).groups(points)] == [3, 2]
+    grid = ("sweep.grid.attention=[naive,triton]", "sweep.grid.seq_len=[16384]")
+    naive, triton = points_of(sweep_points.study_of(["experiment=seqlen_scaling", *grid]), "cuda")
+    assert room.is_hopeless(naive) and [len(group) for group in room.groups([triton, naive])] == [1, 1]
+    peer = replace(naive, task=Task({"seq_len": 16384}, "transformers_sdpa"))
+    assert room.needs(triton) < room.needs(peer) < room.needs(naive)

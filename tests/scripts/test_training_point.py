@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from scripts import bench_train, sweep_points, training_meter, training_point
+from scripts import training_meter, training_point
 from scripts.kernels import Kernel
 from tests.scripts.studies import TINY
 
@@ -18,27 +17,6 @@ from tests.scripts.studies import TINY
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on every machine."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-
-
-def test_nanogpt_is_measured_in_the_process_of_the_point(monkeypatch):
-    printed = {
-        "ms": [90.0, 80.0, 10.0, 11.0, 12.0],
-        "peak_mib": 5.0,
-        "kernel_names": ["flash", "gemm", "flash"],
-    }
-    seen = "import sys\nassert sys.argv[1:] == ['m.py', '64', '1024', '60']\n"
-    script = f"{seen}print('RESULT', {json.dumps(printed)!r})"
-    monkeypatch.setattr(bench_train, "NANOGPT", script)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-    cfg, _ = sweep_points.composed(["experiment=seqlen_scaling", "data.batch_size=64"])
-    result = training_point.nanogpt(Path("m.py"), cfg)
-    assert (result["ms_median"], result["n"], result["kernels"]) == (11.0, 3, {"flash": 2, "gemm": 1})
-    assert result["tokens_per_s"] == pytest.approx(65536e3 / 11) and "ms" not in result
-    flops = 6 * (50304 * 768 + 12 * 12 * 768**2 + 25 * 768) + 12 * 12 * 768 * 1024  # 6 N + 12 L C T
-    assert result["mfu"] == pytest.approx(flops * result["tokens_per_s"] / 989e12)
-    cfg.data.batch_size = 32
-    with pytest.raises(ValueError, match="a step in one micro-batch"):
-        training_point.nanogpt(Path("m.py"), cfg)
 
 
 def result_of(
@@ -96,6 +74,38 @@ def test_fused_kernels_are_seen_beside_other_products():
     assert not training_meter.of_step("naive", [*product, flash], None).ok
 
 
+def test_a_brief_point(monkeypatch, capsys):
+    """Two steps, and nothing after them."""
+    result = result_of(monkeypatch, capsys, "attention=naive", "data.batch_size=8", "--brief", "--steps=1")
+    assert (result["status"], result["n"], result["warm_up"]) == ("ok", 1, 1) and result["peak_mib"] > 0
+    assert not {"kernels", "memory_split"} & result.keys()
+
+
+def test_laps(monkeypatch):
+    """The first step is set-up, after which `ready` may wait; no step counts its time."""
+    now, waited = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def ready() -> None:
+        waited.append(now[0])
+        now[0] += 100
+
+    def ran(warm_up: int, steps: int, seconds: float, each: float) -> training_meter.Laps:
+        laps = training_meter.Laps(warm_up, steps, seconds, ready)
+        laps.start(False)
+        for _ in range(50):
+            now[0] += each
+            if laps.ended():
+                return laps
+        raise AssertionError("no end")
+
+    found = ran(1, 5, 1e9, 1.0).result()
+    assert (found["n"], found["ms_median"], found["first_step_s"]) == (5, 1e3, 1.0) and waited == [1.0]
+    assert ran(2, 20, 2.5, 1.0).spread()["n"] == 3  # seconds, but three steps in any case
+    assert ran(2, 20, 9.5, 1.0).spread()["n"] == 10
+    assert ran(1, 20, 1.0, 25.0).spread()["n"] == 1  # unless they take very long
+
+
 @pytest.mark.gpu
 def test_a_point_on_a_gpu(monkeypatch, capsys):
     """Compiled, in bf16, accumulated: the figures of a GPU are there, and the kernels are those asked for."""
@@ -110,7 +120,7 @@ def test_a_point_on_a_gpu(monkeypatch, capsys):
 
 
 def test_a_slow_step_is_neither_profiled_nor_split():
-    meter = training_meter.Meter("tiled", "tiled", torch.float32, 1, 3, 1.0, 0.0)
+    meter = training_meter.Meter("tiled", "tiled", torch.float32, training_meter.Laps(1, 3, 1.0))
     meter.cuda = True
     found = meter._kernels(None, None, 3.5) | meter._split(None, {}, None, 5.5)
     assert found["kernels"] is None and not found["kernels_ok"] and "3.5 s" in found["verdict"]

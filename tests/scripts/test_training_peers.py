@@ -1,0 +1,164 @@
+"""Others' GPTs beside ours: what is built, what is measured, what is refused."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from model.config import GPTConfig
+from scripts import bench_train, training_peers
+from scripts.training_meter import Laps, rated
+from tests.running import ROOT
+
+# nanoGPT's interface: the least of a model that its name promises.
+MODEL = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        assert (config.block_size, config.dropout, config.bias) == (16, 0.0, True)
+
+    def forward(self, x, y):
+        assert x.shape == y.shape == (4, 16) and x.max() < 60
+        logits = self.wte(x) @ self.wte.weight.T
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+CONFIG = GPTConfig(vocab_size=60, seq_len=16, n_layer=1, n_head=2, n_embd=32)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on every machine."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture
+def nanogpt(tmp_path: Path) -> str:
+    (tmp_path / "model.py").write_text(MODEL)
+    return f"nanogpt={tmp_path / 'model.py'}"
+
+
+def test_a_step_is_made_of_its_micro_batches(nanogpt):
+    peer, path = training_peers.chosen(nanogpt)
+    torch.manual_seed(1)
+    model = peer.build(CONFIG, path)
+    weight = model.wte.weight
+    assert weight.shape == (64, 32)  # the vocabulary is padded to a multiple of 64
+    seen, before = [], weight.detach().clone()
+    weight.register_hook(lambda grad: seen.append(grad.norm().item()))
+    step = training_peers.stepper(peer, model, (16, 2, 3, 4, 16), 60)
+    first = step().item()
+    assert len(seen) == 3 and weight.grad is None and not torch.equal(weight, before)
+    assert first > 4.0  # the logarithm of 60: nothing is learnt yet
+    losses = [step().item() for _ in range(15)]
+    assert step().item() < first and len(losses) == 15  # the first batch again
+
+
+def test_a_row_of_nanogpt(nanogpt, monkeypatch):
+    result = training_peers.measure(nanogpt, CONFIG, 4, 128, Laps(1, 3, 0.0))
+    assert (result["status"], result["n"], result["kernels_from"]) == ("ok", 3, "a whole training step")
+    assert result["tokens_per_s"] == pytest.approx(128e3 / result["ms_median"]) and result["mfu"] is None
+    assert result["peak_mib"] >= 0 and result["loss"]["first"] > 4
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    gpt2 = GPTConfig(vocab_size=50304, seq_len=1024, bias=False)
+    flops = 6 * (50304 * 768 + 12 * 12 * 768**2 + 25 * 768) + 12 * 12 * 768 * 1024  # 6 N + 12 L C T
+    found = rated(gpt2, 65536, {"ms_median": 100.0})
+    assert found == {"tokens_per_s": 655360.0, "mfu": pytest.approx(flops * 655360 / 989e12)}
+
+
+@pytest.mark.parametrize(
+    ("peer", "change", "words"),
+    [
+        ("megatron", {}, ["megatron", "nanogpt", "transformers_sdpa"]),
+        ("nanogpt", {}, ["nanogpt=path/to/model.py"]),
+        ("transformers_sdpa=x.py", {}, ["it takes no path"]),
+        ("transformers_sdpa", {"causal": False}, ["model.causal=False", "GPT-2"]),
+        ("transformers_sdpa", {"position": "rope"}, ["model.position=rope", "learned"]),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(peer, change, words):
+    with pytest.raises(ValueError) as error:
+        training_peers.measure(peer, replace(CONFIG, **change), 4, 64, Laps(1, 1, 0.0))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_transformers_is_asked_for_its_attention_and_no_dropout(monkeypatch):
+    """By a stand-in of its interface: it need not be installed."""
+
+    class Config:
+        def __init__(self, **values: object):
+            self.__dict__ |= values
+
+    class Model(nn.Module):
+        def __init__(self, config: Config):
+            super().__init__()
+            self.config = config
+
+        def forward(self, input_ids, labels):
+            assert input_ids is labels
+            return types.SimpleNamespace(loss=input_ids.sum())
+
+    module = types.ModuleType("transformers")
+    module.GPT2Config, module.GPT2LMHeadModel = Config, Model
+    utils = types.ModuleType("transformers.utils")
+    utils.logging = types.SimpleNamespace(set_verbosity_error=lambda: None)
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    monkeypatch.setitem(sys.modules, "transformers.utils", utils)
+    peer, path = training_peers.chosen("transformers_eager")
+    model = peer.build(CONFIG, path)
+    assert model.config.attn_implementation == "eager" and model.config.n_positions == 16
+    assert model.config.attn_pdrop == model.config.resid_pdrop == model.config.embd_pdrop == 0
+    assert not model.config.use_cache and model.config.vocab_size == 64 and not peer.compiled
+    assert peer.loss(model, torch.ones(2), torch.zeros(2)) == 2
+    with pytest.raises(ValueError, match=r"model\.bias=false"):
+        peer.build(replace(CONFIG, bias=False), path)
+
+
+def test_what_is_not_installed_is_unsupported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = training_peers.measure("transformers_sdpa", CONFIG, 4, 64, Laps(1, 1, 0.0))
+    assert result["status"] == "unsupported" and "transformers" in result["reason"]
+
+
+def test_bench_train_runs_nanogpt_as_a_training_point(monkeypatch):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        found = (
+            '{"status": "ok", "ms_median": 11.0}'
+            if "ok" in command[-1]
+            else '{"status": "oom", "reason": "no"}'
+        )
+        return types.SimpleNamespace(stdout=f"x\nRESULT {found}\n")
+
+    monkeypatch.setattr(bench_train.subprocess, "run", run)
+    options = types.SimpleNamespace(seq_len=1024, batch=64, steps=80, nanogpt=Path("ok.py"))
+    assert bench_train.nanogpt(options)["ms_median"] == 11.0
+    assert ran[0][1] == str(ROOT / "scripts" / "training_point.py")
+    assert {"seq_len=1024", "data.batch_size=64", "tokens_per_step=65536", "--steps=60"} <= set(ran[0])
+    options.nanogpt = Path("model.py")
+    with pytest.raises(RuntimeError, match="nanoGPT: no"):
+        bench_train.nanogpt(options)
