@@ -103,6 +103,6 @@ def shown(value: Any) -> str:
 
 def table(title: str, cells: list[list[str]]) -> str:
     """cells: lines of them, the first the head."""
-    head, *body = [[escape(cell) for cell in line] for line in cells]
+    head, *body = [[escape(cell.replace("**", "")) for cell in line] for line in cells]
     lines = [f"<tr><th>{'<th>'.join(head)}</tr>", *(f"<tr><td>{'<td>'.join(line)}</tr>" for line in body)]
     return f"<table><caption>{escape(title)}</caption>{''.join(lines)}</table>"

@@ -10,27 +10,17 @@ from pathlib import Path
 
 from scripts.claims import command_of
 from scripts.figures import drawing, undrawn
+from scripts.results_tables import REPORTS, drawn_elsewhere
 from scripts.rows import CONF
 from scripts.studies import Report, Row, Table
 from scripts.summary import digest
 
 ROOT = Path(__file__).resolve().parent.parent
 # The order of the page; what is not named here follows, by name.
-ORDER = (
-    "attention_memory",
-    "attention_speed",
-    "numerics",
-    "roofline",
-    "backward_recompute",
-    "seqlen_scaling",
-)
-ORDER += ("longest_context", "speedup_end_to_end", "long_context_quality", "encoder_short", "long_range")
+ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "roofline")
+ORDER += ("backward_recompute", "gpt2_124m", "seqlen_scaling", "speedup_end_to_end", "longest_context")
+ORDER += ("long_context_quality", "encoder_short", "long_range", "parity", "shakespeare_char", "generate")
 ORDER += ("kv_cache", "prefill_decode")
-# Measurements whose tables are elsewhere.
-SHOWN_IN = {
-    "attention": "[README](../README.md)",
-    "cuda_ladder": "[ops](../ops/README.md)",
-}
 HEAD = """# Results
 
 What was measured, by study: the question, the command that measures it again, pictures, findings, tables.
@@ -65,6 +55,8 @@ def report_of(study: str, rows: list[Row]) -> Report | None:
     if (ROOT / "scripts" / "studies" / f"{study}.py").is_file():
         module = importlib.import_module(f"scripts.studies.{study}")
         return module.report(rows) if hasattr(module, "report") else None
+    if study in REPORTS:
+        return REPORTS[study](rows)
     if study == "roofline":
         return roofline_report.report(rows)
     points = sweep_report.points(rows)
@@ -146,8 +138,8 @@ def section(results: Path, found: list[Found]) -> str:
     parts = [f"## {found[0].study}", f"**{first.question}**", f"```\n{first.command}\n```"]
     for one in found:
         parts.append(f"{machine(one.rows)}. Rows: [{one.gpu}.jsonl]({one.study}/{one.gpu}.jsonl).")
-        for path in one.paths(results):
-            parts.append(f"![{one.study}, {path.stem}]({path.relative_to(results).as_posix()})")
+        names = [path.name for path in one.paths(results)] or drawn_elsewhere(one.study, one.gpu, one.rows)
+        parts += [f"![{one.study}, {name.removesuffix('.svg')}]({one.study}/{name})" for name in names]
         if one.report.notes:
             parts.append("\n".join(f"- {note}" for note in one.report.notes))
         for table in one.report.tables:
@@ -178,15 +170,14 @@ def markdown(lines: list[list[str]], align: str = "r") -> str:
 
 
 def others(results: Path, told: set[str]) -> str:
-    """Rows whose tables are elsewhere, or nowhere."""
+    """Rows of which there is no report."""
     from scripts.report import rows_by_gpu
 
-    lines = [["study", "rows", "GPU", "date", "command", "shown in"]]
+    lines = [["study", "rows", "GPU", "date", "command"]]
     for folder in sorted(path for path in results.glob("*") if path.is_dir() and path.name not in told):
         for gpu, rows in rows_by_gpu(folder).items():
             newest = max(rows, key=lambda row: row["machine"]["date"])["machine"]
             link = f"[{len(rows)}]({folder.name}/{gpu}.jsonl)"
             command = f"`{newest.get('command', '')}`"
-            shown = SHOWN_IN.get(folder.name, "")
-            lines.append([folder.name, link, gpus(rows), newest["date"], command, shown])
+            lines.append([folder.name, link, gpus(rows), newest["date"], command])
     return markdown(lines, "l") if len(lines) > 1 else ""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import html_report, results_page
+from scripts import html_report, results_page, results_tables
 from scripts.figures import Line, canvas, panel, svg, undrawn
 from scripts.studies import Report, Table
 
@@ -61,7 +61,7 @@ def test_the_page_has_all_of_a_report(results):
     assert "![probe, h200](probe/h200.svg)" in text and "(probe/h200_more.svg)" in text
     assert "*Times, ms*\n\n| T | ms\\|p50 |\n| --- | ---: |\n| 1024 | 1.5 |\n| 2048 | 6 |\n| x |  |" in text
     assert "- So." in text and "cpu" not in text
-    other = "| plain | [1](plain/h200.jsonl) | NVIDIA H200 | 2026-11-21 | `python probe.py` |  |"
+    other = "| plain | [1](plain/h200.jsonl) | NVIDIA H200 | 2026-11-21 | `python probe.py` |"
     assert other in text.split("## Other measurements")[1]
 
 
@@ -105,3 +105,30 @@ def test_a_picture_is_not_drawn_to_see_whether_it_is_current():
         said = report(rows).pictures[""]
     assert re.fullmatch(r"rows [0-9a-f]{16}", said) and said in drawn and drawn.startswith("<?xml")
     assert report(rows).pictures[""] == drawn
+
+
+def test_tables_of_what_is_no_study():
+    def made(study, **result):
+        one = row(1024, 2.0, study)
+        one["point"] |= {"model": "gpt2", "tokens_per_step": 65536, "dtype": "bf16-mixed", "steps": 200}
+        one["point"] |= {"seeds": [1, 2], "implementation": result.pop("name", "naive"), "batch": 1}
+        one["result"] |= result
+        return one
+
+    speed = {"mfu": 0.5, "ms_p10": 1.9, "ms_p90": 2.1, "peak_mib": 10.0}
+    rows = [made("gpt2_124m", name="nanoGPT", tokens_per_s=1000.0, **speed)]
+    rows += [made("gpt2_124m", name="ours", tokens_per_s=1100.0, **speed), made("gpt2_124m", status="oom")]
+    (table,) = results_tables.training(rows).tables
+    assert table.title == "gpt2, T = 1,024, 65,536 tokens a step, bf16-mixed, compiled"
+    assert table.lines[1:] == [
+        ["ours", "1,100", "1.100x", "50.0%", "2.0 (1.9 to 2.1)", "10"],
+        ["nanoGPT", "1,000", "1.000x", "50.0%", "2.0 (1.9 to 2.1)", "10"],
+        ["naive", "oom"],
+    ]
+    losses = {"loss": 2.5, "difference": 1e-5, "standard_error": 1e-3}
+    rows = [made("parity", parity=True, **losses), made("parity", parity=False, **losses)]
+    found = results_tables.parity(rows)
+    assert found.tables[0].title == "The last 50 of 200 steps, 2 seeds, bf16-mixed"
+    assert found.tables[0].lines[1] == ["naive", "2.5000", "+1.0e-05", "1.0e-03", "yes"]
+    assert found.notes[0].startswith("1 of 2 train")
+    assert results_tables.cells("| | `a` |\n|---|---|\n| b |  |\ntext") == [["", "a"], ["b", ""]]
