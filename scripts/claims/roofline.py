@@ -146,8 +146,8 @@ def tiles(results: Results) -> Answer:
 
     def said(row: Row) -> str:
         (use,) = row["result"]["usage"].values()
-        f"{tile(row)['br']} x {tile(row)['bc']} ({use['shared_bytes'] / 1024:.0f} KiB, "
-        f"{occupancy(row):.0f}% of threads)"
+        shared, threads = use["shared_bytes"] / 1024, use["occupancy_percent"]
+        return f"{tile(row)['br']} x {tile(row)['bc']} ({shared:.0f} KiB, {threads:.0f}% of the threads)"
 
     fastest = max(rows, key=lambda row: row["result"]["tflops"])
     slowest = min(rows, key=lambda row: row["result"]["tflops"])

@@ -188,6 +188,7 @@ def test_tiles_trade_where_neither_end_is_best(tmp_path):
     found = claims.answered(results(tmp_path / "a", *rows))[29]
     assert (found.verdict, found.figure) == (HOLDS, "128 x 64 is best, 1.6x the worst")
     assert found.command == "`python scripts/roofline.py --tiles`"
+    assert "fastest is 128 x 64 (192 KiB, 12% of the threads), the slowest 64 x 32 (96 KiB" in found.why
     found = claims.answered(results(tmp_path / "b", *rows[::2]))[29]
     assert found.verdict == IN_PART and "reaches 100% of it" in found.why
     assert claims.answered(results(tmp_path / "c", moved("cuda_fa2", 1, 1, 1)))[29].verdict == UNTESTED
