@@ -1,0 +1,62 @@
+"""The bench of scripts/side_by_side.py for the study `backward_recompute`: also what the forward keeps, and
+what the backward does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention.base import Attention
+from scripts.allocations import Event, Halves, recorder_of
+from scripts.bench_points import Shape
+from scripts.contestants import Field
+from scripts.side_by_side import Bench, Results
+from scripts.studies.backward_work import KINDS, Counted, flops_done, model_bytes
+from scripts.timing import MIB, Contestant, Probe
+
+
+def kept_mib(contestant: Contestant, device: str) -> float:
+    """What a forward leaves until its backward: out, and all that was saved beside q, k and v."""
+    with recorder_of(torch.device(device)) as recorder:
+        out = contestant.prepare()
+        recorder.mark(Event("point"))
+        del out
+    return Halves.of(recorder.events()).at / MIB
+
+
+class BackwardBench(Bench):
+    """`counters` by name and shape, from backward_work.counted; `why` there are none for the others."""
+
+    def __init__(
+        self,
+        attentions: dict[str, Attention],
+        device: str,
+        budget_s: float,
+        out: Path,
+        counters: Counted,
+        why: str,
+    ):
+        super().__init__(attentions, device, budget_s, out)
+        self.counters, self.why = counters, why
+
+    def alone(self, field: Field, passed: str, name: str, probes: dict[str, Probe]) -> Results:
+        found = super().alone(field, passed, name, probes)
+        contestant = field.contestant(name, self.attentions[name], passed)
+        found[name] |= {"kept_mib": kept_mib(contestant, self.device)} | self.done(name, field.shape)
+        return found
+
+    def done(self, name: str, shape: Shape) -> dict[str, Any]:
+        """What is known of the work without a clock."""
+        kind, counts = KINDS[name], self.counters.get((name, shape), self.why)
+        there = not isinstance(counts, str)
+        return {
+            "keeps": kind.keeps,
+            "products": kind.products,
+            "flops_done": flops_done(kind, shape),
+            "model_bytes": model_bytes(name, shape),
+            "counters": counts if there else None,
+            "counters_from": "ncu" if there else counts,
+            "copy_gb_per_s": self.copy_gb_per_s,
+        }

@@ -1,0 +1,182 @@
+"""The backward computes P again from lse, tile by tile, instead of reading it: does that pay? (claim 22)
+
+    python scripts/studies/backward_recompute.py
+    python scripts/studies/backward_recompute.py --attention naive naive_compiled sdpa_flash --head-dim 64
+
+Side by side on the same tensors, the backward of those that kept the probabilities (naive, standard, which is
+the formula in 16 bits, eager and compiled, and SDPA's math) and of those that kept out and lse. And
+naive_checkpointed: the formula's whole forward again in plain PyTorch, with all scores written again.
+
+No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512 to 8k at D = 64, and
+512, 2k, 8k at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200
+about 75 seconds, 20 of them Nsight Compute's; on a CPU a small version in half a minute. Rows go to
+results/backward_recompute/<gpu>.jsonl; a shape that has all its rows is left out the next time.
+
+Beside the fields of scripts/side_by_side.py (the time is the backward's) a row's result has: keeps (whether P
+was kept), products and flops_done, kept_mib (out and what the forward saved, measured), model_bytes (DRAM, by
+the model) and counters: {"forward", "backward": {dram_read_bytes, dram_write_bytes, launches}} by ncu, with
+counters_from "ncu" or why there are none; copy_gb_per_s, of a copy on this device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.bench_points import Shape  # noqa: E402
+from scripts.rows import choices, positive, read  # noqa: E402
+from scripts.studies import Report, rows_path, todo  # noqa: E402
+from scripts.studies.backward_work import KINDS  # noqa: E402
+
+if TYPE_CHECKING:
+    from scripts.studies.backward_work import Counted
+
+STUDY = "backward_recompute"
+NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_math", "tiled", "triton")
+NAMES += ("cuda_fa2", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3")
+NAMES_FP32 = ("naive", "naive_checkpointed", "sdpa_math", "tiled", "triton", "cuda_tiled")
+NAMES_CPU = ("naive", "naive_checkpointed", "standard", "sdpa_math", "tiled", "sdpa_flash")
+LENGTHS = {64: (512, 1024, 2048, 4096, 8192), 128: (512, 2048, 8192)}
+FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (1024, 4096)
+TILED_MOST = 2048  # thousands of launches above: seconds of the host's time
+SECONDS = {"cuda": 75, "cpu": 30}
+
+Row = dict[str, Any]
+Work = list[tuple[Shape, list[str]]]
+
+
+def report(rows: list[Row]) -> Report:
+    """Tables, pictures and findings of the rows; nothing is measured."""
+    from scripts.studies.backward_report import notes, pictures, tables
+
+    question = "Does a backward that computes P again beat one that has kept it?"
+    command = "python scripts/studies/backward_recompute.py"
+    return Report(question, command, tables(rows), pictures(rows), notes(rows))
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = sorted(set(KINDS) & {*choices("attention"), *NAMES, "naive_compiled"})
+    add("--attention", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    add("--head-dim", type=positive, nargs="+", help="default: 64 and 128")
+    add("--seq-len", type=positive, nargs="+", help="default: see above")
+    add("--tokens", type=positive, help="in all rows of a batch (default: 16,384; on a CPU 512)")
+    add("--width", type=positive, help="heads times head dim (default: 1,024; on a CPU 128)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="only this one")
+    add("--counted", type=positive, nargs="*", default=COUNTED_LENGTHS, help="N that ncu counts at D = 64")
+    add("--budget", type=float, default=0.03, metavar="S", help="measured seconds a contestant and point")
+    add("--no-ncu", dest="ncu", action="store_false", help="no counters")
+    add("--fresh", action="store_true", help="measure again what has rows")
+    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
+    add("--out", type=Path, help="rows go here (default: results/backward_recompute/<gpu>.jsonl)")
+    return parser.parse_args(given)
+
+
+def work(options: argparse.Namespace, cuda: bool) -> Work:
+    """Shapes with their contestants."""
+    tokens, width = options.tokens or (16384 if cuda else 512), options.width or (1024 if cuda else 128)
+    found: Work = []
+    for dtype in ("bf16", "fp16", "fp32"):
+        usual = {"bf16": LENGTHS, "fp32": {64: FP32_LENGTHS}} if cuda else {"fp32": {64: CPU_LENGTHS}}
+        if dtype != (options.dtype or dtype) or (dtype not in usual and options.dtype is None):
+            continue
+        of_dtype = usual.get(dtype, LENGTHS)
+        names = NAMES_CPU if not cuda else NAMES_FP32 if dtype == "fp32" else NAMES
+        for head_dim in options.head_dim or of_dtype:
+            for n in options.seq_len or of_dtype.get(head_dim, LENGTHS[64]):
+                heads = max(1, width // head_dim)
+                shape = Shape(max(1, tokens // n), heads, heads, n, head_dim, True, dtype, study=STUDY)
+                mine = options.attention or [x for x in names if x != "tiled" or n <= TILED_MOST]
+                found.append((shape, list(mine)))
+    return found
+
+
+def left(asked: Work, out: Path, fresh: bool) -> Work:
+    """Shapes that lack a row, with all their contestants: only times of one run compare."""
+    return [
+        (shape, names)
+        for shape, names in asked
+        if todo([shape.point(name, "backward") for name in names], out, fresh)
+    ]
+
+
+def count(asked: Work, options: argparse.Namespace) -> tuple[Counted, str]:
+    """Counters by point, and why there are none elsewhere."""
+    from scripts.counters import NoCounters
+    from scripts.studies.backward_work import counted
+
+    points = [
+        (name, shape)
+        for shape, names in asked
+        for name in names
+        if shape.tokens in options.counted and shape.head_dim == 64 and name != "tiled"
+    ]
+    if not options.ncu or not points:
+        return {}, "not asked for"
+    try:
+        return counted(points), "not counted at this length"
+    except (NoCounters, OSError) as error:  # times and the model are worth having without
+        return {}, str(error)
+
+
+def measure(options: argparse.Namespace, device: str, out: Path) -> None:
+    """Counters of all points, then each shape, its contestants in turn, a row for each."""
+    from scripts.side_by_side import DeviceLost
+    from scripts.studies.backward_bench import BackwardBench
+    from scripts.studies.backward_work import contestants
+
+    asked = work(options, device == "cuda")
+    todo_ = left(asked, out, options.fresh)
+    number = sum(len(names) for _, names in todo_)
+    said = f"{number} points at {len(todo_)} of {len(asked)} shapes"
+    print(f"{said}; about {SECONDS[device]} s for all of them", flush=True)
+    if not todo_:
+        return
+    began = time.perf_counter()
+    counters, why = count(todo_, options) if device == "cuda" else ({}, "no GPU")
+    print(
+        f"[{time.perf_counter() - began:.0f} s] counters: {why if not counters else len(counters)}",
+        flush=True,
+    )
+    names = list(dict.fromkeys(name for _, names in todo_ for name in names))
+    bench = BackwardBench(contestants(names), device, options.budget, out, counters, why)
+    start, done = time.perf_counter(), 0
+    for shape, names in todo_:
+        try:
+            bench.measure(shape, {"backward": names})
+        except DeviceLost as lost:
+            raise SystemExit(f"{shape}: the device is lost after {lost}. The same command goes on.") from None
+        done += len(names)
+        rate = done / (time.perf_counter() - start)
+        print(
+            f"[{done}/{number}] {shape}: {60 * rate:.0f} points/min, {(number - done) / rate:.0f} s left",
+            flush=True,
+        )
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from scripts.studies.printed import show
+
+    out = options.out or rows_path(STUDY)
+    if not options.plot_only:
+        measure(options, "cuda" if torch.cuda.is_available() else "cpu", out)
+    rows = list(read(out).values())
+    if not rows:
+        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
+    show(report(rows), out)
+
+
+if __name__ == "__main__":
+    main()
