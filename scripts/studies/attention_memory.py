@@ -16,8 +16,9 @@ status, reason  ok, oom, unsupported, error; not_tried: true where a shorter N o
                 out of memory (oom) or took so long that this one would take over --most-s (error)
 peak_mib        allocated at most during the call, beyond its inputs
 extra_mib       the peak less outputs_mib: what the call has to give, out (and dq, dk, dv)
-inputs_mib, outputs_mib, scores_mib (N x N, all heads, dtype of the inputs), scores_fp32_mib, lse_mib: computed
-kernels, kernels_ok, verdict    as in results/attention; ms: one call's wall time beside others, no measurement
+inputs_mib, outputs_mib, scores_mib (N x N, all heads, dtype of the inputs), scores_fp32_mib, lse_mib:
+                computed
+kernels, kernels_ok, verdict: as in results/attention; ms: one call's wall time beside others, no measurement
 """
 
 from __future__ import annotations
@@ -185,10 +186,11 @@ class Study:
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.studies.attention_memory_report import notes, picture, tables
+    from scripts.studies.attention_memory_report import is_curve, notes, picture, tables
 
     rows = [row for row in rows if row["point"]["study"] == STUDY]
-    return Report(QUESTION, COMMAND, tables(rows), {"": picture(rows)} if rows else {}, notes(rows))
+    drawn = any(is_curve(row) and row["result"]["status"] == "ok" for row in rows)
+    return Report(QUESTION, COMMAND, tables(rows), {"": picture(rows)} if drawn else {}, notes(rows))
 
 
 def arguments() -> argparse.Namespace:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from scripts.figures import Line, canvas, panel, svg, thousands
 from scripts.studies import Row, Table
+from scripts.studies.standard import MATERIALISED
 
 Series = dict[int, Row]  # by N
 PASSES = {"forward": "forward", "both": "forward + backward"}
@@ -173,13 +174,15 @@ def one_head(rows: list[Row]) -> list[Table]:
     """Claim 11."""
     found = series(rows, "forward", lambda row: (row["point"]["heads"], row["point"]["head_dim"]) == (1, 128))
     lines = [["N", "implementation", "scores, MiB", "q, k, v, out", "peak and inputs"]]
-    for name, of in found.items():
-        for n, row in of.items():
-            ok = row["result"]["status"] == "ok"
-            r = row["result"]
-            given = f"{r['inputs_mib'] + r['outputs_mib']:,.1f}" if ok else ""
-            total = f"{r['peak_mib'] + r['inputs_mib']:,.1f}" if ok else cell(row)
-            lines.append([thousands(n), name, cell(row, "scores_mib") if ok else "", given, total])
+    flat = [(n, name, row) for name, of in found.items() for n, row in of.items()]
+    for n, name, row in sorted(flat, key=lambda at: at[:2]):
+        r = row["result"]
+        if r["status"] == "ok":
+            given, total = r["inputs_mib"] + r["outputs_mib"], r["inputs_mib"] + r["peak_mib"]
+            figures = [cell(row, "scores_mib"), f"{given:,.1f}", f"{total:,.1f}"]
+        else:
+            figures = ["", "", cell(row)]
+        lines.append([thousands(n), name, *figures])
     return [Table("Claim 11: one head, D = 128, fp32, forward", lines)] if len(lines) > 1 else []
 
 
@@ -201,8 +204,11 @@ def in_pytorch(rows: list[Row]) -> list[Table]:
 def picture(rows: list[Row]) -> str:
     """Peak memory over N, a panel a pass; implementations whose peaks are the same share a line."""
     passes = [passed for passed in PASSES if any(map(measured, series(rows, passed).values()))]
-    figure, axes = canvas(rows, "Memory of attention, one layer of GPT-2 small, batch 1", max(1, len(passes)))
-    names = list(dict.fromkeys(name for passed in PASSES for name in series(rows, passed)))
+    p = next(row["point"] for row in rows if is_curve(row) and row["result"]["status"] == "ok")
+    title = f"Memory of attention, batch 1, {p['heads']} heads of {p['head_dim']}, causal, {p['dtype']}"
+    figure, axes = canvas(rows, title, len(passes))
+    found = {name for passed in PASSES for name in series(rows, passed)}
+    names = [*MATERIALISED, *sorted(found - set(MATERIALISED))]  # which are a line each
     for at, passed in zip(axes[0], passes, strict=False):
         drawn = series(rows, passed)
         lines = [

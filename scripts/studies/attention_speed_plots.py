@@ -1,0 +1,124 @@
+"""Pictures and findings of attention_speed, from its rows."""
+
+from __future__ import annotations
+
+from scripts.attention_report import trusted
+from scripts.figures import Line, canvas, panel, svg, thousands
+from scripts.studies import Row
+from scripts.studies.attention_speed_report import (
+    MANY,
+    MEASURES,
+    ONE,
+    PASSES,
+    at_short,
+    crossover,
+    lengths,
+    order,
+    paper,
+    pick,
+    timed,
+    winners,
+)
+from scripts.studies.speed_points import SHORT
+
+
+def pictures(rows: list[Row]) -> dict[str, str]:
+    """ "" speed over N; "short" microseconds at short N. What there is no row of is not drawn."""
+    drawn = {"": speed(rows), "short": short(rows)}
+    return {name: picture for name, picture in drawn.items() if picture}
+
+
+def speed(rows: list[Row]) -> str:
+    """TFLOP/s over N, forward and backward, causal; a CPU's forward and both."""
+    cpu = all(row["point"]["dtype"] == "float32" for row in rows)
+    found: dict[str, dict[int, dict[str, Row]]] = {}
+    for passed in ("forward", "both" if cpu else "backward"):
+        for n in lengths(rows):
+            wanted = {"seq_len": n, "causal": True, "dtype": "float32"} if cpu else paper(n, 64, True)
+            if (cpu or n >= SHORT) and (mine := pick(rows, passed=passed, **wanted)):
+                found.setdefault(passed, {})[n] = mine
+    if not found:
+        return ""
+    names = sorted({name for by_n in found.values() for of in by_n.values() for name in of}, key=order)
+    what = "causal, fp32" if cpu else "causal, D = 64, 32 heads, 16,384 tokens or one sequence, bf16"
+    figure, axes = canvas(rows, f"Attention by itself, {what}", len(found))
+    for at, (passed, by_n) in zip(axes[0], found.items(), strict=True):
+        lines = [line(name, by_n, names.index(name)) for name in names]
+        panel(at, lines, PASSES[passed], "N, tokens", "TFLOP/s")
+    return svg(figure, rows)
+
+
+def line(name: str, by_n: dict[int, dict[str, Row]], place: int) -> Line:
+    """An implementation's TFLOP/s, with what stopped it."""
+    points, ends = {}, ""
+    for n, of in by_n.items():
+        result = of[name]["result"] if name in of else {"status": ""}
+        if result["status"] == "ok":
+            points[n] = result["tflops"]
+        elif result.get("not_tried") or result["status"] == "oom":
+            why = "out of memory" if result["status"] == "oom" else "not tried"
+            ends = ends or f"{why} at {thousands(n)}"
+    return Line(name, points, place, ends)
+
+
+def short(rows: list[Row]) -> str:
+    """Microseconds of the forward over short N: by the device and in a stream, one sequence and many."""
+    found = {many: at_short(rows, "forward", many) for many in (False, True)}
+    found = {many: by_n for many, by_n in found.items() if by_n}
+    if not found:
+        return ""
+    names = sorted({name for by_n in found.values() for of in by_n.values() for name in of}, key=order)
+    figure, axes = canvas(rows, "Short sequences, forward, causal, D = 64, 32 heads, bf16", 2, len(found))
+    for at, (many, by_n) in zip(axes, found.items(), strict=True):
+        for each, (what, us) in zip(at, MEASURES.items(), strict=True):
+            lines = []
+            for name in names:
+                mine = {n: of[name]["result"] for n, of in by_n.items() if name in of}
+                points = {n: us(result) for n, result in mine.items() if result["status"] == "ok"}
+                lines.append(Line(name, points, names.index(name)))
+            won = winners(rows, "forward", many, what)
+            wins = [n for n, (_, written, _, tiled) in won.items() if written < tiled]
+            for n in wins:
+                each.axvspan(n / 2**0.5, n * 2**0.5, color="0.92", lw=0)
+            title = f"{MANY if many else ONE}: {what}" + (" (shaded: scores written out win)" if wins else "")
+            panel(each, lines, title, "N, tokens", "microseconds")
+    return svg(figure, rows)
+
+
+def notes(rows: list[Row]) -> list[str]:
+    found = []
+    for many in (False, True):
+        for passed in ("forward", "both"):
+            for what in MEASURES:
+                if won := winners(rows, passed, many, what):
+                    said = f"Scores written out, {PASSES[passed]}, {MANY if many else ONE}, {what}"
+                    found.append(f"{said}: {crossover(won)}.")
+    for n in (1024, 2048, 16384):
+        for passed in ("forward", "both"):
+            of = pick(rows, passed=passed, **paper(n, 64, True))
+            standard = timed(of.get("standard"))
+            fast = {name: row["result"]["ms_median"] for name, row in of.items() if trusted(row["result"])}
+            best = min(fast, key=fast.get, default="standard")
+            if standard and best != "standard":
+                factor = standard / fast[best]
+                found.append(f"N = {n:,}, {PASSES[passed]}: {best} is {factor:.1f}x as fast as standard.")
+    return found + doubts(rows)
+
+
+def doubts(rows: list[Row]) -> list[str]:
+    """What may not be trusted, and why; what failed."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        p, result = row["point"], row["result"]
+        if result["status"] == "error" and not result.get("not_tried"):
+            words = f"{p['implementation']} failed: {result['reason']}"
+        elif result["status"] != "ok" or trusted(result):
+            continue
+        elif not result.get("kernels_ok", True):
+            words = f"! {result['verdict']}"
+        else:
+            words = (
+                f"! {p['implementation']} has an error ratio of {result.get('error_ratio')}, correct up to 1"
+            )
+        found.setdefault(words, []).append(f"{p['pass']} {p['seq_len']:,}")
+    return [f"{words} ({', '.join(dict.fromkeys(where))})" for words, where in found.items()]

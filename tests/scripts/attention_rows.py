@@ -1,0 +1,81 @@
+"""Rows as an H200 might give them for attention_memory and attention_speed, made up from simple formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.rows import key_of
+from scripts.studies import attention_memory, speed_points
+from scripts.studies.standard import MATERIALISED, known
+from scripts.studies.workers import sizes
+
+MACHINE = {"gpu": "NVIDIA H200", "date": "2026-11-21", "commit": "abc", "torch": "2.11.0", "command": "x"}
+GPU_MIB = 139 * 1024
+FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
+
+
+def row(point: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": 1, "key": key_of(point), "run_id": "r", "point": point, "result": result,
+            "machine": MACHINE}  # fmt: skip
+
+
+def memory_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
+    """Peaks: outputs and a row statistic; of what writes scores out, so many matrices of them more."""
+    copies = {"standard": 2, "naive": 6, "sdpa_math": 5, "cuda_naive": 4}
+    found = []
+    for task in attention_memory.tasks(names or known(), [2**n for n in range(9, 17)], True):
+        for shapes in task.series:
+            before = None
+            for shape in shapes:
+                of = sizes(shape, task.passed)
+                extra = of["lse_mib"] * (1 if task.passed == "forward" else 2)
+                extra += copies.get(task.name, 0) * of["scores_mib"] * (1 if task.passed == "forward" else 2)
+                peak = of["outputs_mib"] + extra
+                result: dict[str, Any] = {
+                    "status": "ok",
+                    "peak_mib": peak,
+                    "extra_mib": extra,
+                    "ms": 1.0,
+                    **of,
+                }
+                if (task.passed == "both" and task.name in FORWARD_ONLY) or task.name == "flash3":
+                    result = {"status": "unsupported", "reason": "no backward"}
+                elif before == "oom" or peak > GPU_MIB:
+                    result = {"status": "oom", "reason": "CUDA out of memory"}
+                before = result["status"]
+                found.append(row(shape.point(task.name, task.passed), result))
+    return found
+
+
+def speed_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
+    """Times: FLOPs at a rate, a launch, and the scores' trips over memory where they are written out."""
+    found = []
+    names = names or known()
+    for asked in speed_points.asked(list(speed_points.PARTS), names, True):
+        for passed, mine in asked.passes.items():
+            for name in mine:
+                found.append(row(asked.shape.point(name, passed), _timed(asked.shape, passed, name, names)))
+    return found
+
+
+def _timed(shape: Any, passed: str, name: str, names: list[str]) -> dict[str, Any]:
+    if name == "flash3" or (passed != "forward" and name in FORWARD_ONLY):
+        return {"status": "unsupported", "reason": "no"}
+    written = name in MATERIALISED
+    rate = 80.0 if written else 250.0 + 20 * names.index(name)
+    launches = 5 if written else 9
+    ms = shape.flops(passed) / rate / 1e9 + launches / 1e3
+    if written:
+        ms += 8 * sizes(shape, passed)["scores_mib"] * 2**20 / 4e12 * 1e3
+    if ms > 300:
+        return {"status": "error", "reason": "not tried: a call took 100 ms at N = 8,192", "not_tried": True}
+    result = {"status": "ok", "ms_median": ms, "tflops": shape.flops(passed) / ms / 1e9, "error_ratio": 0.5}
+    result |= {"kernels_ok": True, "verdict": "", "copy_gb_per_s": 4200.0}
+    if shape.tokens <= speed_points.SHORT and passed != "backward":
+        result["stream_us"] = max(1e3 * ms, 30.0 if written else 40.0)
+    if passed == "forward" and name in ("tiled", "cuda_fa2", "triton"):
+        from scripts.studies.speed_bench import tiles
+
+        computed, every = tiles(shape, 128, 64)
+        result |= {"tile": [128, 64], "tiles_computed": computed, "tiles_all": every}
+    return result
