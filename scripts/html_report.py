@@ -16,7 +16,7 @@ Row = dict[str, Any]
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; color: #222 }
 img { max-width: 100% } table { border-collapse: collapse; margin: 1em 0; font-size: 13px }
 td, th { padding: 2px 10px; border-bottom: 1px solid #ddd; text-align: right }
-td:first-child, th:first-child { text-align: left } caption { text-align: left; font-weight: 600 }"""
+td:first-child, th:first-child, .claims td, caption { text-align: left } caption { font-weight: 600 }"""
 # What is shown of a row whose study has no table of its own, where it is there.
 POINT = ("implementation", "pass", "model", "dtype", "batch", "micro_batch", "heads", "kv_heads", "head_dim")
 POINT += ("seq_len", "kv_len", "causal", "features")
@@ -38,14 +38,14 @@ def page(results: Path) -> str:
     from scripts.results_page import reports
 
     parts = ["<!doctype html><meta charset=utf-8><title>tilegpt: results</title>"]
-    parts += [f"<style>{STYLE}</style><h1>tilegpt: results</h1>"]
+    parts += [f"<style>{STYLE}</style><h1>tilegpt: results</h1>", claimed(results)]
     told: set[str] = set()
     for found in reports(results):
         if found.study not in told:
             parts += [f"<h2>{escape(found.study)}</h2>", f"<p><b>{escape(found.report.question)}</b></p>"]
             parts += [f"<pre>{escape(found.report.command)}</pre>"]
             told.add(found.study)
-        parts += report(found)
+        parts += report(results, found)
     for folder in sorted(path for path in results.iterdir() if path.is_dir() and path.name not in told):
         parts.append(f"<h2>{escape(folder.name)}</h2>")
         parts += [image(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.svg"))]
@@ -54,15 +54,32 @@ def page(results: Path) -> str:
     return "\n".join(parts)
 
 
-def report(found: Found) -> list[str]:
+def claimed(results: Path) -> str:
+    """results/CLAIMS.md's table, the reasons beside it."""
+    from scripts.claims import Results, answered
+    from scripts.claims.sources import CLAIMS
+
+    found = answered(Results(results))
+    lines = [["", "what the sources claim", "their figures", "ours", "verdict", "why"]]
+    for claim in CLAIMS:
+        ours = found[claim.number]
+        lines.append([str(claim.number), claim.claim, claim.figures, ours.figure, ours.verdict, ours.why])
+    return f"<h2>Claims</h2><div class=claims>{table('', lines)}</div>"
+
+
+def report(results: Path, found: Found) -> list[str]:
     """A study's pictures, notes and tables, under the machine."""
     from scripts.results_page import machine
+    from scripts.results_tables import drawn_elsewhere
 
-    notes = "".join(f"<li>{escape(note)}" for note in found.report.notes)
+    pictures = dict(found.report.pictures)
+    for name in drawn_elsewhere(found.study, found.gpu, found.rows):
+        if (path := results / found.study / name).is_file():
+            pictures[name] = path.read_text(encoding="utf-8")
     return [
         f"<p>{escape(machine(found.rows))}</p>",
-        *(image(f"{found.study} {name}", text) for name, text in found.report.pictures.items()),
-        f"<ul>{notes}</ul>",
+        *(image(f"{found.study} {name}", text) for name, text in pictures.items()),
+        f"<ul>{''.join(f'<li>{escape(note)}' for note in found.report.notes)}</ul>",
         *(table(of.title, of.lines) for of in found.report.tables),
     ]
 

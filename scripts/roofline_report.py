@@ -141,8 +141,7 @@ def report(rows: list[Row]) -> Report:
 
     question = (
         "What does each stage of the CUDA ladder move and compute, beside what the GPU gives at most and "
-        "what "
-        "a model of its traffic expects?"
+        "what a model of its traffic expects?"
     )
     return Report(question, "python scripts/roofline.py", grids(rows), pictures(rows), notes(rows))
 

@@ -43,14 +43,11 @@ def second_generation(results: Results) -> Answer:
     verdict = IN_PART if verdict == HOLDS and (used < 0.5 or over_naive < 9) else verdict
     rates = " and ".join(f"{row['result']['tflops']:.0f}" for row in (first, second))
     why = (
-        f"Without a mask at N = 4096 with {many} heads (D = 128), fa1 and fa2 reach {rates} TFLOP/s; part "
-        f"of the "
-        f"factor is the grid, as fa1's {many} blocks, one a head, leave most multiprocessors idle. fa2 is "
-        f"{over_naive:.0f}x the formula in eager PyTorch at N = 1024. Its best forward uses {used:.0%} of "
-        f"the "
-        f"peak: {'as' if used >= 0.5 else 'less than'} the 50-73% of an A100, as its instructions are those "
-        f"of "
-        "an A100 and the peak is that of newer ones."
+        f"Without a mask at N = 4096 with {many} heads (D = 128), fa1 and fa2 reach {rates} TFLOP/s; part of "
+        f"the factor is the grid, as fa1's {many} blocks, one a head, leave most multiprocessors idle. fa2 "
+        f"is {over_naive:.0f}x the formula in eager PyTorch at N = 1024. Its best forward uses {used:.0%} of "
+        f"the peak: {'as' if used >= 0.5 else 'less than'} the 50-73% of an A100, as its instructions are "
+        "those of an A100 and the peak is that of newer ones."
     )
     return answer(
         [*stages, *pair],
@@ -90,10 +87,8 @@ def third_generation(results: Results) -> Answer:
     verdict = min(graded(min(factors), 2), IN_PART, key=(FAILS, IN_PART, HOLDS).index)
     why = (
         f"{name}{'' if newer == 'flash3' else ', in the place of 3, which is not installed there,'} over 2, "
-        f"the "
-        f"best forward of each: {said}. It reaches {share(newest):.0%} of the peak. Nothing here computes "
-        f"in fp8, "
-        "so that those figures and the Hadamard transform are not tested."
+        f"the best forward of each: {said}. It reaches {share(newest):.0%} of the peak. Nothing here "
+        "computes in fp8, so that those figures and the Hadamard transform are not tested."
     )
     figure = f"{min(factors):.1f}x to {max(factors):.1f}x, {share(newest):.0%} of the peak"
     return answer(mine, figure, verdict, why)

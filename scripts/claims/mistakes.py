@@ -61,8 +61,7 @@ def l2_rereads(results: Results) -> str:
     times = row["result"]["counters"]["l2_bytes"] / once
     return (
         f"Counted on {row['machine']['gpu']} (fa2, N = {p['seq_len']:,}, causal): the L2 moved {times:.0f} "
-        f"times "
-        "what Q, K, V and O take."
+        "times what Q, K, V and O take."
     )
 
 
@@ -96,10 +95,8 @@ MISTAKES = [
         (12,),
         "Code of tiled attention in plain PyTorch.",
         "It raises an error at the shape that is stated (it multiplies over the axis of heads of a (B, N, "
-        "H, D) "
-        "layout), rescales by a tile's maximum in the place of the running one, builds an N x N mask, and "
-        "does "
-        "not reset the peak before the baseline is measured.",
+        "H, D) layout), rescales by a tile's maximum in the place of the running one, builds an N x N "
+        "mask, and does not reset the peak before the baseline is measured.",
     ),
     Mistake(
         (10,),
@@ -116,8 +113,7 @@ MISTAKES = [
     Mistake(
         (9, 20),
         "A flag of Hugging Face's for FlashAttention-2 gives FlashAttention-3; `TORCH_LOGS=+dynamo` shows "
-        "the "
-        "backend of SDPA.",
+        "the backend of SDPA.",
         "The flag gives version 2, and that log shows the compiler. Kernel names in a profile show what ran.",
     ),
     Mistake(
@@ -130,7 +126,7 @@ MISTAKES = [
         (14, 27),
         "An A100's HBM gives 2.0 TB/s in one source, 1.5 in another.",
         f"These are the 80 GB and the 40 GB card; the balance is {312 / 2.0:.0f} or {312 / 1.5:.0f} "
-        f"FLOP/byte.",
+        "FLOP/byte.",
     ),
     Mistake(
         (27,),
@@ -141,8 +137,7 @@ MISTAKES = [
         (21,),
         'Online softmax goes from "two passes to one", or "three to two, as one is impossible".',
         "Both are true: one pass for attention, whose output may be rescaled; two for softmax alone, which "
-        "has to "
-        "write every value.",
+        "has to write every value.",
     ),
     Mistake(
         (17, 23),

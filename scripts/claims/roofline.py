@@ -66,8 +66,8 @@ def traffic_to_memory(results: Results) -> Answer:
     why = (
         f"Counted by ncu in fp32, causal, D = 128: DRAM traffic of the three kernels grows as N^{grows:.1f}, "
         f"that of tiles as N^{beyond_l2:.1f}, since the L2 keeps K and V; between L2 and the "
-        f"multiprocessors, "
-        f"where the formula applies, as N^{within:.1f}. The factor has no fixed size: it grows with N."
+        f"multiprocessors, where the formula applies, as N^{within:.1f}. The factor has no fixed size: it "
+        "grows with N."
     )
     return answer(rows, f"DRAM traffic {said}", verdict, why)
 
@@ -91,8 +91,7 @@ def other_arithmetic(results: Results) -> Answer:
     why = (
         f"cuBLAS multiplies matrices at {rate['tensor_cublas']['value']:.0f} TFLOP/s, beside "
         f"{rate['fma']['value']:.0f} of FMAs in fp32 and {rate['exp2']['value']:.1f} T exp2 a second, all "
-        f"measured; "
-        "the sources divide datasheets' peaks, which no matrix product reaches."
+        "measured; the sources divide datasheets' peaks, which no matrix product reaches."
     )
     return answer(rows, f"{fma:.0f}x for fp32 FMA, {exp2:.0f}x for exp2", verdict, why)
 
@@ -114,15 +113,13 @@ def memories(results: Results) -> Answer:
         f"{dram:.1f} TB/s, {clocks[2]:.0f}"
     )
     why = (
-        f"L2 gives {level_2 / dram:.1f}x DRAM's bandwidth and answers {clocks[2] / clocks[1]:.1f}x sooner; "
-        f"a load "
-        f"from shared memory takes {clocks[0]:.0f} clocks. DRAM is {dram / 2:.1f}x an A100's 2 TB/s."
+        f"L2 gives {level_2 / dram:.1f}x DRAM's bandwidth and answers {clocks[2] / clocks[1]:.1f}x sooner; a "
+        f"load from shared memory takes {clocks[0]:.0f} clocks. DRAM is {dram / 2:.1f}x an A100's 2 TB/s."
     )
     if not possible:
         why += (
             f" The row of shared memory's bandwidth, {shared:.0f} TB/s, is more than 128 bytes a clock of "
-            f"each "
-            "multiprocessor and does not count."
+            "each multiprocessor and does not count."
         )
     return answer(rows, figure, verdict, why)
 
@@ -159,9 +156,8 @@ def tiles(results: Results) -> Answer:
     verdict = (FAILS, IN_PART, HOLDS)[ends] if largest is not fullest else (FAILS, HOLDS)[ends > 0]
     why = (
         f"Of {len(rows)} tiles of fa2 the fastest is {said(fastest)}, the slowest {said(slowest)}. The "
-        f"largest, "
-        f"{said(largest)}, reaches {speed[id(largest)]:.0%} of it; that with most threads, {said(fullest)}, "
-        f"{speed[id(fullest)]:.0%}."
+        f"largest, {said(largest)}, reaches {speed[id(largest)]:.0%} of it; that with most threads, "
+        f"{said(fullest)}, {speed[id(fullest)]:.0%}."
     )
     spread = fastest["result"]["tflops"] / slowest["result"]["tflops"]
     figure = f"{tile(fastest)['br']} x {tile(fastest)['bc']} is best, {spread:.1f}x the worst"

@@ -9,8 +9,8 @@ CLAIMS = [
     Claim(
         1,
         "Standard attention stores the N x N scores, tiled attention a statistic a row.",
-        "B = 8, H = 32, N = 8192, fp16: 32 GiB against 8 MiB (4,096x). From N = 1k to 16k the one grows "
-        "1x 4x 16x 64x 256x, the other 1x 2x 4x 8x 16x",
+        "B = 8, H = 32, N = 8192, fp16: 32 GiB against 8 MiB (4,096x). From N = 1k to 16k the one grows 1x "
+        "4x 16x 64x 256x, the other 1x 2x 4x 8x 16x",
     ),
     Claim(
         2,
@@ -32,8 +32,8 @@ CLAIMS = [
     Claim(
         5,
         "A longer context costs little time and gives a better perplexity.",
-        "GPT-2 small at 1k / 2k / 4k: 18.2 / 17.6 / 17.5 in 2.7 / 3.0 / 3.6 days: 1.7x, 1.6x, 1.3x as "
-        "fast as Megatron at 1k",
+        "GPT-2 small at 1k / 2k / 4k: 18.2 / 17.6 / 17.5 in 2.7 / 3.0 / 3.6 days: 1.7x, 1.6x, 1.3x as fast "
+        "as Megatron at 1k",
     ),
     Claim(
         6,
@@ -50,8 +50,8 @@ CLAIMS = [
         8,
         "FlashAttention-2 doubles 1: queries split over the warps instead of keys, and a grid over the "
         "sequence.",
-        "forward at N = 2k (A100) 124 -> 230 TFLOP/s; utilisation 25-40% -> 50-73%; end to end 225 "
-        "TFLOP/s (72% MFU); about 9x over PyTorch's standard attention on long sequences",
+        "forward at N = 2k (A100) 124 -> 230 TFLOP/s; utilisation 25-40% -> 50-73%; end to end 225 TFLOP/s "
+        "(72% MFU); about 9x over PyTorch's standard attention on long sequences",
     ),
     Claim(
         9,
@@ -73,8 +73,8 @@ CLAIMS = [
     ),
     Claim(
         12,
-        "Tiles written in plain PyTorch beat standard attention in time and memory; or, by another "
-        "source, will not be faster.",
+        "Tiles written in plain PyTorch beat standard attention in time and memory; or, by another source, "
+        "will not be faster.",
         '3.1x faster ("2-4x") and 48% ("50%") less memory: B = 1, N = 2048, H = 8, D = 64, fp16, causal',
     ),
     Claim(
@@ -108,8 +108,8 @@ CLAIMS = [
     Claim(
         18,
         "What a KV cache takes, and how far GQA and MQA shrink it.",
-        "2 x kv_heads x head_dim x bytes a token and layer; 8 to 32x smaller; Llama-2-70B at 4,096 "
-        "tokens: 10.5 GB",
+        "2 x kv_heads x head_dim x bytes a token and layer; 8 to 32x smaller; Llama-2-70B at 4,096 tokens: "
+        "10.5 GB",
     ),
     Claim(
         19,
