@@ -54,7 +54,8 @@ def report_of(study: str, rows: list[Row]) -> Report | None:
 
     if (ROOT / "scripts" / "studies" / f"{study}.py").is_file():
         module = importlib.import_module(f"scripts.studies.{study}")
-        return module.report(rows) if hasattr(module, "report") else None
+        if hasattr(module, "report"):
+            return module.report(rows)
     if study in REPORTS:
         return REPORTS[study](rows)
     if study == "roofline":

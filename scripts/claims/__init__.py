@@ -35,7 +35,6 @@ COMMANDS = {
     "gpt2_124m": "python scripts/bench_train.py --nanogpt nanoGPT/model.py",
     "parity": "python scripts/parity.py",
     "roofline": "python scripts/roofline.py",
-    "seqlen_scaling": "python scripts/sweep.py experiment=seqlen_scaling",
 }
 
 
