@@ -1,12 +1,26 @@
-"""Claims 8, 9 and 10: generations of kernels beside each other, from results/cuda_ladder and "
-"results/attention."""
+"""Claims 8, 9 and 10: generations of kernels beside each other, from results/attention_speed (before that is
+measured results/cuda_ladder and results/attention) and results/cuda_ladder."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from model.gpus import gpu_sheet
-from scripts.claims import FAILS, HOLDS, IN_PART, Answer, Results, Row, answer, answers, graded, missing, of
+from scripts.claims import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    Answer,
+    NotMeasured,
+    Results,
+    Row,
+    answer,
+    answers,
+    graded,
+    missing,
+    of,
+)
 
 # The claim's own table, without a mask: batch 1, 32 heads, D = 128.
 STAGES = ("cuda_naive", "cuda_rowwise", "cuda_tiled", "cuda_fa2", "sdpa_cudnn")
@@ -26,72 +40,89 @@ def share(row: Row) -> float:
     return row["result"]["tflops"] * 1e12 / gpu_sheet(row["machine"]["gpu"]).bf16_flops
 
 
+def first_measured(results: Results, *wanted: tuple[str, dict[str, Any]]) -> list[Row]:
+    """Rows of the first of these (study, point) that were measured; raises what the first raises."""
+    reason = None
+    for study, point in wanted:
+        try:
+            return results.ok(study, **point)
+        except NotMeasured as missed:
+            reason = reason or missed
+    raise reason or missing(wanted[0][0])
+
+
 @answers(8)
 def second_generation(results: Results) -> Answer:
     """Ours of both, written alike: fa1 (keys split over the warps, a block a head) and fa2."""
-    wanted = {"passed": "forward", "seq_len": 4096, "causal": False, "dtype": "bfloat16"}
-    stages = results.ok("cuda_ladder", implementation=("cuda_fa1", "cuda_fa2"), **wanted)
-    many = max(row["point"]["heads"] for row in stages)
-    first, second = (of(stages, implementation=f"cuda_fa{n}", heads=many) for n in (1, 2))
-    factor = ms(first) / ms(second)
-    alike = {"passed": "forward", "seq_len": 1024, "head_dim": 128, "causal": False, "dtype": "bfloat16"}
-    pair = results.ok("attention", implementation=("naive", "cuda_fa2"), **alike)
-    over_naive = ms(of(pair, implementation="naive")) / ms(of(pair, implementation="cuda_fa2"))
+    full = {"passed": "forward", "head_dim": 128, "causal": False, "dtype": "bfloat16", "features": ""}
+    both = {"implementation": ("cuda_fa1", "cuda_fa2")}
+    rows = first_measured(
+        results,
+        ("attention_speed", full | both | {"seq_len": 2048}),
+        ("cuda_ladder", full | both | {"seq_len": 4096, "heads": 32}),
+    )
+    first, second = (of(rows, implementation=name) for name in both["implementation"])
+    p, factor = first["point"], ms(first) / ms(second)
+    pair = first_measured(
+        results,
+        ("attention_speed", full | {"implementation": ("standard", "cuda_fa2"), "seq_len": 2048}),
+        ("attention", full | {"implementation": ("naive", "cuda_fa2"), "seq_len": 1024}),
+    )
+    eager = next((row for row in pair if row["point"]["implementation"] != "cuda_fa2"), None)
+    if eager is None:
+        raise missing("attention_speed", implementation="standard", seq_len=2048)
+    over_eager = ms(eager) / ms(of(pair, implementation="cuda_fa2"))
     used = share(best(results.ok("attention", implementation="cuda_fa2", passed="forward")))
     # Their factor is 230 / 124; their utilisation, of an A100 with the same instructions, 50% at least.
     verdict = graded(factor, 230 / 124)
-    verdict = IN_PART if verdict == HOLDS and (used < 0.5 or over_naive < 9) else verdict
+    verdict = IN_PART if verdict == HOLDS and (used < 0.5 or over_eager < 9) else verdict
     rates = " and ".join(f"{row['result']['tflops']:.0f}" for row in (first, second))
+    blocks = p["batch"] * p["heads"]
     why = (
-        f"Without a mask at N = 4096 with {many} heads (D = 128), fa1 and fa2 reach {rates} TFLOP/s; part of "
-        f"the factor is the grid, as fa1's {many} blocks, one a head, leave most multiprocessors idle. fa2 "
-        f"is {over_naive:.0f}x the formula in eager PyTorch at N = 1024. Its best forward uses {used:.0%} of "
-        f"the peak: {'as' if used >= 0.5 else 'less than'} the 50-73% of an A100, as its instructions are "
-        "those of an A100 and the peak is that of newer ones."
+        f"Without a mask at N = {p['seq_len']:,} (batch {p['batch']}, {p['heads']} heads, D = 128) fa1 and "
+        f"fa2 reach {rates} TFLOP/s; fa1 has a block for each of {blocks} heads, whatever N. fa2 is "
+        f"{over_eager:.0f}x the formula in eager PyTorch at N = {eager['point']['seq_len']:,}. Its best "
+        f"forward uses {used:.0%} of the peak: {'as' if used >= 0.5 else 'less than'} the 50-73% of an A100, "
+        "as its instructions are those of an A100 and the peak is that of newer ones."
     )
-    return answer(
-        [*stages, *pair],
-        f"fa2 {factor:.1f}x fa1, {over_naive:.0f}x eager, {used:.0%} of the peak",
-        verdict,
-        why,
-    )
+    figure = f"fa2 {factor:.1f}x fa1, {over_eager:.0f}x eager, {used:.0%} of the peak"
+    return answer([*rows, *pair], figure, verdict, why)
 
 
 @answers(9)
 def third_generation(results: Results) -> Answer:
     """FlashAttention-3, or 4 where 3 is not measured, over 2: their best forward in 16 bits."""
     wanted = {"passed": "forward", "dtype": ("bfloat16", "float16"), "features": ""}
-    rows = results.ok("attention", **wanted)
-    newer = next(
-        (n for n in ("flash3", "flash4") if any(r["point"]["implementation"] == n for r in rows)), None
+    rows = first_measured(
+        results,
+        ("attention_speed", wanted | {"implementation": ("flash3", "flash4"), "dtype": "float16"}),
+        ("attention", wanted | {"implementation": ("flash3", "flash4")}),
     )
-    if newer is None:
-        raise missing("attention", implementation="flash3")
-    mine = [row for row in rows if row["point"]["implementation"] in (newer, "flash2")]
-    dims = sorted({row["point"]["head_dim"] for row in mine})
-    pairs = {
-        dim: [
-            best([r for r in mine if r["point"]["implementation"] == name and r["point"]["head_dim"] == dim])
-            for name in ("flash2", newer)
-        ]
-        for dim in dims
-        if {r["point"]["implementation"] for r in mine if r["point"]["head_dim"] == dim} == {"flash2", newer}
-    }
+    newer = min(row["point"]["implementation"] for row in rows)
+    study, dtypes = rows[0]["point"]["study"], tuple({row["point"]["dtype"] for row in rows})
+    rows = results.ok(study, **wanted | {"implementation": ("flash2", newer), "dtype": dtypes})
+    fastest: dict[int, dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda row: row["result"]["tflops"]):
+        fastest.setdefault(row["point"]["head_dim"], {})[row["point"]["implementation"]] = row
+    pairs = {dim: (of["flash2"], of[newer]) for dim, of in sorted(fastest.items()) if len(of) == 2}
+    if not pairs:
+        raise missing(study, implementation="flash2")
     said = "; ".join(
         f"D = {dim}: {old['result']['tflops']:.0f} -> {new['result']['tflops']:.0f} TFLOP/s"
         for dim, (old, new) in pairs.items()
     )
     factors = [new["result"]["tflops"] / old["result"]["tflops"] for old, new in pairs.values()]
-    newest, name = best([new for _, new in pairs.values()]), f"FlashAttention-{newer[-1]}"
-    # "Doubles" and 75% of the peak; never more than in part while nothing here measures fp8.
+    used = share(best([new for _, new in pairs.values()]))
+    # "Doubles", and 75% of the peak; never more than in part while nothing here measures fp8.
     verdict = min(graded(min(factors), 2), IN_PART, key=(FAILS, IN_PART, HOLDS).index)
+    stands_in = "" if newer == "flash3" else ", in the place of 3, which was not measured,"
     why = (
-        f"{name}{'' if newer == 'flash3' else ', in the place of 3, which is not installed there,'} over 2, "
-        f"the best forward of each: {said}. It reaches {share(newest):.0%} of the peak. Nothing here "
-        "computes in fp8, so that those figures and the Hadamard transform are not tested."
+        f"FlashAttention-{newer[-1]}{stands_in} over 2, the best forward of each: {said}. It reaches "
+        f"{used:.0%} of the peak. Nothing here computes in fp8, so that those figures and the Hadamard "
+        "transform are not tested."
     )
-    figure = f"{min(factors):.1f}x to {max(factors):.1f}x, {share(newest):.0%} of the peak"
-    return answer(mine, figure, verdict, why)
+    figure = f"{min(factors):.1f}x to {max(factors):.1f}x, {used:.0%} of the peak"
+    return answer(rows, figure, verdict, why)
 
 
 @answers(10)

@@ -86,7 +86,7 @@ def test_two_answers_to_a_claim_are_a_mistake(monkeypatch):
 
 def ladder(first=10.0, second=1.0, slow=1.0):
     """Times that a table of claim 10 needs, and fa1's and fa2's at 4,096 tokens."""
-    alike = {"passed": "forward", "heads": 32, "head_dim": 128, "causal": False}
+    alike = {"passed": "forward", "batch": 1, "heads": 32, "head_dim": 128, "causal": False, "features": ""}
     times = {"cuda_naive": 40.0, "cuda_rowwise": 30.0 * slow, "cuda_tiled": 5.0, "cuda_fa2": second}
     times |= {"cuda_fa1": first, "sdpa_cudnn": second / 2}
     return [
@@ -114,6 +114,18 @@ def test_second_generation_over_first(tmp_path):
     assert claims.answered(results(tmp_path / "b", *rows))[8].verdict == IN_PART
     rows = [*ladder(first=0.9), *rows[-2:]]
     assert claims.answered(results(tmp_path / "c", *rows))[8].verdict == FAILS
+    # the papers' shape, once it is measured
+    alike = {"passed": "forward", "batch": 8, "heads": 16, "head_dim": 128, "causal": False, "features": ""}
+    rows += [
+        row(
+            "attention_speed", implementation=name, seq_len=2048, dtype="bfloat16", **alike,
+            result={"ms_median": ms, "tflops": 400 / ms},
+        )
+        for name, ms in (("cuda_fa1", 2.0), ("cuda_fa2", 1.0), ("standard", 8.0))
+    ]  # fmt: skip
+    found = claims.answered(results(tmp_path / "d", *rows))[8]
+    assert (found.verdict, found.figure) == (IN_PART, "fa2 2.0x fa1, 8x eager, 40% of the peak")
+    assert "N = 2,048 (batch 8, 16 heads" in found.why and "block for each of 128 heads" in found.why
 
 
 def test_third_generation_is_never_more_than_in_part_without_fp8(tmp_path):
