@@ -176,4 +176,7 @@ def answered(results: Results) -> dict[int, Answer]:
             found[claim.number] = ANSWERS[claim.number](results)
         except NotMeasured as reason:
             found[claim.number] = Answer("", UNTESTED, str(reason))
+        except Exception as error:
+            error.add_note(f"in the answer to claim {claim.number}")
+            raise
     return found

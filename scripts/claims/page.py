@@ -64,7 +64,7 @@ def mistakes(results: Results) -> str:
     for mistake in MISTAKES:
         about = ", ".join(f"[{n}](#claim-{n})" for n in mistake.about)
         evidence = mistake.evidence(results)
-        text = f"- {mistake.said} ({about}) {mistake.fact}"
+        text = f"- **{mistake.said}** ({about}) {mistake.fact}"
         said.append(text + (f" {evidence}" if evidence and not evidence.startswith("\n") else evidence))
     return "\n".join(said)
 

@@ -77,6 +77,13 @@ def test_without_rows_every_claim_is_not_tested_and_says_why(tmp_path):
     assert all(one.why for one in found.values())
 
 
+def test_an_answer_that_fails_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(claims.ANSWERS, 17, lambda results: {}["x"])
+    with pytest.raises(KeyError) as caught:
+        claims.answered(Results(tmp_path))
+    assert caught.value.__notes__ == ["in the answer to claim 17"]
+
+
 def test_two_answers_to_a_claim_are_a_mistake(monkeypatch):
     monkeypatch.setattr(claims, "ANSWERS", {})
     claims.answers(17)(len)
