@@ -255,7 +255,7 @@ def main(given: list[str] | None = None) -> None:
     out = options.out or rows_path("kv_cache")
     measure(options, out)
     rows: list[Row] = list(read(out).values())
-    found = report(rows)
+    found = report(rows, draw=False)
     for table in found.tables:
         print(f"\n{table.title}")
         widths = [max(map(len, cells)) for cells in zip(*table.lines, strict=True)]

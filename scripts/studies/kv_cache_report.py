@@ -14,11 +14,12 @@ def said(way: Way) -> str:
     return f"{way[0]}, {'cache' if way[1] else 'no cache'}"
 
 
-def report(rows: list[Row]) -> Report:
+def report(rows: list[Row], draw: bool = True) -> Report:
+    """draw: False leaves the picture out."""
     steps = Steps(rows)
     tables = [counts(rows), caches(rows), tokens(steps), sums(steps), checks(rows, steps), growth(steps)]
     tables = [table for table in tables if len(table.lines) > 1]
-    pictures = {"": picture(rows, steps)} if steps.lengths else {}
+    pictures = {"": picture(rows, steps)} if draw and steps.lengths else {}
     return Report(QUESTION, COMMAND, tables, pictures, notes(rows, steps))
 
 

