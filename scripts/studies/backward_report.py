@@ -221,20 +221,27 @@ def bytes_moved(of: Panel, rows: list[Row]) -> str:
     )
 
 
-def checkpointing(of: Panel, rows: list[Row]) -> str:
-    """Recomputation without fusion."""
-    said, slower = [], []
+def again(rows: list[Row]) -> dict[int, tuple[float, float]]:
+    """The formula computed again by checkpointing over the formula, by length: time, and what is kept."""
+    found = {}
     for n in unique(rows, "seq_len"):
         here = {row["point"]["implementation"]: row["result"] for row in measured(at(rows, n))}
         if {"naive", "naive_checkpointed"} <= here.keys():
-            plain, again = here["naive"], here["naive_checkpointed"]
-            slower.append(again["ms_median"] / plain["ms_median"])
-            less = plain["kept_mib"] / again["kept_mib"]
-            said.append(f"{slower[-1]:.2f}x the time and 1/{less:.0f} kept at N = {thousands(n)}")
-    if not said:
+            plain, twice = here["naive"], here["naive_checkpointed"]
+            time = twice["ms_median"] / plain["ms_median"]
+            found[n] = time, twice["kept_mib"] / plain["kept_mib"]
+    return found
+
+
+def checkpointing(of: Panel, rows: list[Row]) -> str:
+    """Recomputation without fusion."""
+    if not (found := again(rows)):
         return ""
+    said = [
+        f"{time:.2f}x the time, {kept:.1%} kept at N = {thousands(n)}" for n, (time, kept) in found.items()
+    ]
     told = f"{SHORT[of[0]]}, D = {of[1]}: the same formula computed again by checkpointing, scores and all: "
-    told += f"{', '.join(said)}."
-    if min(slower) > 1:
+    told += f"{'; '.join(said)}."
+    if min(time for time, _ in found.values()) > 1:
         told += " To compute again saves memory, not time: time is saved where the scores are not written."
     return told

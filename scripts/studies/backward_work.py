@@ -41,11 +41,11 @@ class Kind:
 
 # With P at hand four products are left: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q. S = Q K^T again is
 # the fifth; two passes (one for dQ, one for dK and dV) make S and dP twice: seven. A checkpointed formula
-# runs its forward again, two more.
+# runs its forward again, as far as something is kept of it: not P V.
 _STORED, _TILED, _TWO_PASSES = Kind(True, 4, False), Kind(False, 5, True), Kind(False, 7, True)
 KINDS: dict[str, Kind] = {
     "naive": _STORED,
-    "naive_checkpointed": Kind(False, 6, False, again=True),
+    "naive_checkpointed": Kind(False, 5, False, again=True),
     "standard": _STORED,
     "standard_compiled": _STORED,
     "naive_compiled": _STORED,
@@ -78,7 +78,7 @@ def model_bytes(name: str, shape: Shape) -> float | None:
     """DRAM bytes of the backward by the model of model/roofline.py, for an L2 that holds no matrix of scores;
     None for what Inductor wrote."""
     from model.config import GPTConfig
-    from model.memory import Run
+    from model.memory import Run, scores_bytes
     from model.roofline import attention_size, attention_work
 
     if name.endswith("_compiled"):
@@ -97,7 +97,8 @@ def model_bytes(name: str, shape: Shape) -> float | None:
         size = attention_size(run)
         scores = shape.batch * shape.heads * shape.tokens**2 * value_bytes
         return 4 * size.q_bytes + 4 * size.k_bytes + _STANDARD_WALKS * scores
-    return backward.bytes + (forward.bytes if KINDS[name].again else 0)
+    again = forward.bytes - scores_bytes(run) if KINDS[name].again else 0
+    return backward.bytes + again
 
 
 def contestants(names: list[str]) -> dict[str, Attention]:

@@ -1,0 +1,195 @@
+"""The study numerics: known answers by hand, overflow where the format says, kernels other than asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.claims import exactness as claims
+from scripts.rows import read
+from scripts.studies import numerics
+from scripts.studies.asked import ASKS, Ask, run
+from scripts.studies.exactness import Setting, rounding, small
+from scripts.studies.stability import compared, errors, exact
+from scripts.studies.textbook import FORMULAS, Formula
+from tests.grid import build
+
+CONTESTANTS = ["naive", "tiled", "sdpa", "sdpa_cudnn"]
+
+
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """A CPU, also where there is a GPU, but for what is marked so."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The command on tiny tensors, without the one that compiles: its file of rows."""
+    out = tmp_path_factory.mktemp("numerics") / "cpu.jsonl"
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    patch.setattr("scripts.studies.asked.ASKS", [ask for ask in ASKS if ask.call != "compiled"])
+    patch.setattr("scripts.studies.printed.show", lambda report, out: None)
+    arguments = ["--attention", *CONTESTANTS, "--tokens", "24", "--out", str(out)]
+    patch.setattr(sys, "argv", ["numerics.py", *arguments])
+    numerics.main()
+    patch.undo()
+    return out
+
+
+def rows_of(measured, part, **wanted):
+    return [
+        row
+        for row in read(measured).values()
+        if row["point"]["part"] == part and all(row["point"][key] == value for key, value in wanted.items())
+    ]
+
+
+def test_known_answers_are_the_sources(measured):
+    found = rows_of(measured, "known", implementation="tiled", dtype="float64")
+    assert {row["point"]["features"] for row in found} == {"apart", "two keys to a tile"}
+    for row in found:
+        got, expected = row["result"]["got"], row["result"]["expected"]
+        assert round(expected["sum"], 2) == 1.19 and round(expected["out"], 6) == 20.492649
+        assert got == pytest.approx(expected, abs=1e-14)
+    (sdpa,) = rows_of(measured, "known", implementation="sdpa", dtype="float32")
+    assert sdpa["result"]["got"]["sum"] is None  # it gives no lse
+    (refused,) = rows_of(measured, "known", implementation="sdpa_cudnn")
+    assert refused["result"]["status"] == "unsupported" and "no cpu" in refused["result"]["reason"]
+
+
+def test_a_wrong_rescaling_shows_in_the_known_answers(monkeypatch):
+    from attention import tiled
+
+    def forgets(m, total, acc, scores, values, weight=None):  # by the tile's maximum in place of the running
+        m_new = scores.amax(dim=-1, keepdim=True)
+        p = (scores - m_new).exp()
+        return m_new, total + p.sum(dim=-1, keepdim=True), acc + p @ values
+
+    right = small(tiled.TiledAttention(2, 2), "cpu", "float64", 0)
+    monkeypatch.setattr(tiled, "online_softmax_step", forgets)
+    wrong = small(tiled.TiledAttention(2, 2), "cpu", "float64", 0)
+    assert right["got"] == pytest.approx(right["expected"], abs=1e-12)
+    assert abs(wrong["got"]["out"] - wrong["expected"]["out"]) > 0.1
+
+
+def test_tiles_differ_by_rounding_alone(measured):
+    found = rows_of(measured, "tiles", implementation="tiled", dtype="float64")
+    assert len(found) == 6 and [1, 1] in [row["point"]["tile"] for row in found]
+    assert all(0 < row["result"]["epsilons"] < 4 for row in found)
+    setting = Setting("cpu", 1, 1, 8, {})
+    off = rounding(setting, "float32", lambda q, k, v, causal: 1.01 * build("naive")(q, k, v, causal=causal))
+    assert off["epsilons"] > 1e4
+
+
+def test_formulas_overflow_where_their_format_does():
+    setting = Setting("cpu", 1, 1, 32, {})
+    first = {}
+    for name in FORMULAS:
+        for magnitude in (1, 4, 16, 64):
+            reference = exact(setting, "float16", magnitude)
+            result = errors(
+                setting, Formula(name), "forward", "float16", magnitude, lambda *_, r=reference: r
+            )
+            if result["nan"]:
+                first[name] = result
+                break
+    # exp(s) of 16 bits, the product of 16 bits, exp(s) of fp32
+    assert first["formula_no_max"]["largest_score"] > 11.1
+    assert first["formula_torch"]["largest_product"] > 65504 and first["formula_torch"]["inf"] == 0
+    assert first["formula_no_max_fp32"]["largest_score"] > 88.7
+    assert "formula_scale_first" not in first
+    assert first["formula_no_max"]["largest_score"] < first["formula_no_max_fp32"]["largest_score"]
+
+
+def test_what_is_not_finite_is_a_share_and_no_error():
+    got = torch.tensor([1.0, torch.nan, torch.inf, 2.5])
+    found = compared([got[:2], got[2:]], [torch.ones(2), torch.ones(2)], "")
+    assert found == {"max_error": 1.5, "nan": 0.25, "inf": 0.25}
+    assert compared([got[1:2]], [torch.ones(1)], "_x")["max_error_x"] is None
+
+
+def test_implementations_survive(measured):
+    found = rows_of(measured, "stability", implementation="tiled", dtype="float16")
+    assert [row["point"]["magnitude"] for row in found] == [1, 2, 4, 16, 64, 256]
+    assert all(row["result"]["nan"] == row["result"]["nan_gradients"] == 0 for row in found)
+    assert not rows_of(measured, "stability", implementation="sdpa_cudnn")
+
+
+def test_asked_for_flash_and_silently_run_as_products(measured):
+    found = {
+        (row["point"]["implementation"], row["point"]["features"]): row["result"]
+        for row in rows_of(measured, "asked")
+    }
+    asked = found["sdpa_kernel([FLASH_ATTENTION, MATH])", "dropout"]
+    assert asked["as_asked"] is False and asked["said"] == [] and "aten::bmm" in asked["kernels"]
+    assert found["sdpa_kernel([FLASH_ATTENTION, MATH])", ""]["as_asked"] is True
+    assert found["sdpa_kernel(FLASH_ATTENTION)", "dropout"]["status"] == "unsupported"
+    assert found["SDPA", "transposed"]["as_asked"] is None
+    assert found["naive", ""]["as_asked"] and found["softmax(Q K^T) V", ""]["as_asked"]
+    setting = Setting("cpu", 1, 1, 16, {})
+    assert run(Ask("formula", "sdpa_flash", call="formula"), setting, "float32")["as_asked"] is False
+
+
+def test_report_and_claims_from_rows_alone(measured, tmp_path):
+    rows = list(read(measured).values())
+    report = numerics.report(rows)
+    titles = [table.title for table in report.tables]
+    assert len(titles) == 7 and titles[0].startswith("Known answers")
+    assert all(len(set(map(len, table.lines))) == 1 for table in report.tables)
+    assert report.pictures[""].startswith("<?xml") and "NaN from x 2" in report.pictures[""]
+    assert any("Online softmax is exact" in note for note in report.notes)
+    assert any("silently" in " ".join(line) for line in report.tables[-1].lines)
+    assert numerics.report([]).tables == [] and numerics.report([]).pictures == {}
+
+    results = claimed(tmp_path / "as measured", rows)
+    assert claims.exact(results).verdict == HOLDS and claims.asked_and_run(results).verdict == HOLDS
+    assert claims.stable(results).verdict == IN_PART and "naive" in claims.stable(results).why
+    for row in rows:
+        if row["point"]["implementation"] == "tiled":  # a NaN of its own, and tiles that are no rounding
+            row["result"] |= {"nan": 0.5, "epsilons": 100.0}
+        if row["point"]["part"] == "asked":
+            row["result"]["as_asked"] = True
+    results = claimed(tmp_path / "spoilt", rows)
+    assert claims.stable(results).verdict == claims.asked_and_run(results).verdict == FAILS
+    assert claims.exact(results).verdict == IN_PART
+    with pytest.raises(NotMeasured):
+        claims.exact(claimed(tmp_path / "nothing", []))
+
+
+def claimed(folder, rows):
+    """Results with these rows, as of a GPU."""
+    (folder / "numerics").mkdir(parents=True)
+    lines = [json.dumps(row | {"machine": row["machine"] | {"gpu": "NVIDIA H200"}}) for row in rows]
+    (folder / "numerics" / "h200.jsonl").write_text("\n".join(lines))
+    return Results(folder)
+
+
+def test_what_has_a_row_is_left_out(measured, monkeypatch, capsys):
+    before = measured.read_text()
+    arguments = ["--attention", *CONTESTANTS, "--tokens", "24", "--out", str(measured), "--part", "tiles"]
+    monkeypatch.setattr(sys, "argv", ["numerics.py", *arguments])
+    numerics.main()
+    said = capsys.readouterr().out
+    assert "0 of 25 points" in said and measured.read_text() == before
+    assert "Online softmax is exact but for rounding: with 6 sizes of tiles" in said
+    assert measured.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu(tmp_path, monkeypatch):
+    out = tmp_path / "gpu.jsonl"
+    arguments = ["--attention", "naive", "sdpa_flash", "cuda_fa2", "--tokens", "256", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["numerics.py", *arguments])
+    numerics.main()
+    assert not [row for row in read(out).values() if row["result"]["status"] == "error"]
+    for row in rows_of(out, "known", implementation="cuda_fa2", dtype="float16"):
+        assert row["result"]["got"]["out"] == pytest.approx(20.492649, abs=0.04)
+    fp32 = rows_of(out, "asked", implementation="sdpa_kernel([FLASH_ATTENTION, MATH])", dtype="float32")
+    assert [row["result"]["as_asked"] for row in fp32] == [False]

@@ -1,0 +1,251 @@
+"""The study backward_recompute: products counted, bytes split, memory between forward and backward."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scripts import counters
+from scripts.bench_points import Shape
+from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.claims.exactness import recomputed
+from scripts.contestants import Field
+from scripts.rows import read
+from scripts.studies import backward_recompute, backward_work
+from scripts.studies.backward_bench import kept_mib
+from scripts.studies.backward_work import KINDS, contestants, counted, flops_done, model_bytes
+
+STUDY = "backward_recompute"
+SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study=STUDY)
+NAMES = ["naive", "naive_checkpointed", "standard", "sdpa_math", "tiled"]
+
+
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """A CPU, also where there is a GPU, but for what is marked so."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def built():
+    return contestants(NAMES)
+
+
+@pytest.mark.parametrize("name", ["naive", "naive_checkpointed", "standard", "sdpa_math"])
+def test_products_of_the_formulas_are_counted(built, name):
+    contestant = Field(SHAPE, "cpu").contestant(name, built[name], "backward")
+    out = contestant.prepare()
+    with FlopCounterMode(display=False) as counter:
+        contestant.run(out)
+    assert counter.get_total_flops() == flops_done(KINDS[name], SHAPE)
+
+
+def test_products_of_tiles_are_counted():
+    from attention.tiled import tiled_backward
+
+    full = Shape(1, 2, 2, 64, 16, False, "fp32")
+    q, k, v, dout = full.tensors("cpu")
+    lse, options = torch.zeros(1, 2, 64), (*[None] * 6, 0.25, -1, -1, 0.0, 0.0, [16, 16], False)
+    with FlopCounterMode(display=False) as counter:
+        tiled_backward(dout, q, k, v, q, lse, *options)
+    assert counter.get_total_flops() == flops_done(KINDS["tiled"], full)
+    assert flops_done(KINDS["triton"], full) == 7 / 5 * flops_done(KINDS["tiled"], full)
+    assert flops_done(KINDS["tiled"], SHAPE) == flops_done(KINDS["tiled"], full) / 2
+
+
+def test_all_that_run_are_of_a_kind():
+    cuda = backward_recompute.work(backward_recompute.arguments([]), cuda=True)
+    names = {name for _, names in cuda for name in names}
+    assert names <= KINDS.keys() and {"cuda_fa2", "cuda_tiled", "standard_compiled"} <= names
+    assert {shape.tokens for shape, _ in cuda} == {512, 1024, 2048, 4096, 8192}
+    assert {shape.batch * shape.tokens for shape, _ in cuda} == {16384}
+
+
+def test_memory_between_forward_and_backward(built):
+    matrix, row = 2 * 64 * 64 * 4, 2 * 64 * 16 * 4  # scores of both heads; q, k, v or out
+    kept = {
+        name: kept_mib(Field(SHAPE, "cpu").contestant(name, built[name], "backward"), "cpu") * 2**20
+        for name in NAMES
+    }
+    assert kept["tiled"] == row + 2 * 64 * 4  # out and lse
+    assert 2 * matrix < kept["naive"] < 3 * matrix  # exp(s - max) and P, and the mask
+    assert all(matrix < kept[name] < 2 * matrix for name in ("standard", "sdpa_math"))
+    assert row <= kept["naive_checkpointed"] < row + 64
+
+
+def test_checkpointed_and_standard_are_the_formula(built):
+    field = Field(SHAPE, "cpu")
+    for name in ("naive_checkpointed", "standard"):
+        found = field.errors(built[name], "backward")
+        assert set(found) == {"out", "dq", "dk", "dv"} and max(found.values()) <= 1
+
+
+def test_model_bytes_by_hand():
+    bf16 = Shape(1, 2, 2, 64, 16, True, "bf16", study=STUDY)
+    token, matrix = 2 * 64 * 16 * 2, 2 * 64 * 64
+    assert model_bytes("standard", bf16) == 8 * token + 11 * 2 * matrix
+    fused = model_bytes("triton", bf16)
+    assert 8 * token <= fused <= 8 * token + 2 * 4 * 2 * 64
+    assert model_bytes("naive", bf16) == fused + 25 * 4 * matrix
+    assert model_bytes("naive_checkpointed", bf16) > model_bytes("naive", bf16) + 13 * 4 * matrix
+    assert model_bytes("standard_compiled", bf16) is None
+
+
+def launches(*kernels):
+    one = {"dram__bytes_read.sum": 100.0, "dram__bytes_write.sum": 10.0}
+    return [(name, one) for name in kernels]
+
+
+def test_counters_are_split_at_the_separators(monkeypatch):
+    spin, asked = "spin_kernel(long)", []
+    seen = launches(
+        "gemm", "softmax", "gemm", spin, "gemm", "gemm", spin, spin, spin, "flash", spin, "bwd", spin
+    )
+    answers = [(None, 2), ("out of memory", 2), ("refused", 0), (None, 2)]
+    said = "\n".join(json.dumps({"reason": reason, "parts": parts}) for reason, parts in answers)
+
+    def count(program, quick=False, marked=False):
+        asked.append((json.loads(program[-1]), marked))
+        return f"a warning\n{said}\n", seen
+
+    monkeypatch.setattr(counters, "count", count)
+    points = [(name, SHAPE) for name in ("naive", "sdpa_math", "flash2", "sdpa_flash", "triton")]
+    found = list(counted(points).values())
+    assert found[0] == {
+        "forward": {"dram_read_bytes": 300, "dram_write_bytes": 30, "launches": 3},
+        "backward": {"dram_read_bytes": 200, "dram_write_bytes": 20, "launches": 2},
+    }
+    assert found[1:3] == ["out of memory", "refused"]
+    assert found[3]["backward"]["launches"] == 1
+    assert found[4] == "the program ended before it"
+    assert asked[0][1] is True and asked[0][0][0][0] == "naive"
+
+
+def test_ncu_is_asked_for_all_kernels_that_are_marked(tmp_path):
+    line = counters.command(["a", "b"], tmp_path, ["python", "x.py"], marked=True)
+    assert line[line.index("--profile-from-start") + 1] == "off" and "--kernel-name" not in line
+    assert "--profile-from-start" not in counters.command(["a"], tmp_path, ["python"])
+
+
+def run(monkeypatch, out, *arguments):
+    tiny = ["--seq-len", "32", "--tokens", "64", "--width", "32", "--head-dim", "16", "--budget", "0.001"]
+    monkeypatch.setattr(sys, "argv", ["backward_recompute.py", *tiny, "--out", str(out), *arguments])
+    backward_recompute.main()
+
+
+def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
+    out, names = tmp_path / "cpu.jsonl", ("naive", "tiled", "sdpa_cudnn")
+    shown = []
+    monkeypatch.setattr("scripts.studies.printed.show", lambda report, out: shown.append(report))
+    monkeypatch.setattr("scripts.studies.backward_report.pictures", lambda rows: {})  # a second each
+    run(monkeypatch, out, "--attention", *names)
+    found = {row["point"]["implementation"]: row["result"] for row in read(out).values()}
+    assert found["sdpa_cudnn"]["status"] == "unsupported"
+    for name in ("naive", "tiled"):
+        result = found[name]
+        assert result["status"] == "ok" and result["error_ratio"] <= 1 and result["kernels_ok"]
+        assert result["keeps"] is KINDS[name].keeps and result["kept_mib"] > 0
+        assert result["products"] == KINDS[name].products and result["flops_done"] > 0
+        assert result["counters"] is None and result["counters_from"] == "no GPU"
+    assert "3 points at 1 of 1 shapes" in capsys.readouterr().out
+    assert any("P again over P kept" in note for note in shown[0].notes)
+    assert [line[0] for line in shown[0].tables[0].lines] == ["", "naive", "tiled"]
+
+    before = out.read_text()
+    run(monkeypatch, out, "--attention", *names)
+    assert "0 points at 0 of 1 shapes" in capsys.readouterr().out and out.read_text() == before
+    run(monkeypatch, out, "--attention", "standard", *names)  # times of two runs do not compare
+    assert "4 points at 1 of 1 shapes" in capsys.readouterr().out
+
+
+def faked(kept_ms, again_ms, counters_=True):
+    """Rows of a GPU: one that kept P, one that did not, one checkpointed, at two lengths."""
+    rows = []
+    for n in (1024, 4096):
+        shape = Shape(16384 // n, 16, 16, n, 64, True, "bf16", study=STUDY)
+        for name, ms in (("naive", kept_ms), ("sdpa_flash", again_ms), ("naive_checkpointed", 2 * kept_ms)):
+            moved = {"dram_read_bytes": 9e9, "dram_write_bytes": 1e9} if name == "naive" else None
+            moved = moved or {"dram_read_bytes": 4e8, "dram_write_bytes": 1e8}
+            result = {"status": "ok", "ms_median": ms * n, "error_ratio": 0.5, "kernels_ok": True}
+            result |= {"keeps": KINDS[name].keeps, "products": KINDS[name].products, "kept_mib": 32.0}
+            result |= {"flops_done": flops_done(KINDS[name], shape), "model_bytes": model_bytes(name, shape)}
+            result |= {"counters": {"forward": moved, "backward": moved} if counters_ else None}
+            result |= {"counters_from": "ncu", "copy_gb_per_s": 4000.0}
+            machine = {"gpu": "NVIDIA H200", "date": "2026-11-21", "torch": "2.11", "triton": "3.6.0"}
+            point = shape.point(name, "backward")
+            rows.append({"key": f"{name}{n}", "point": point, "result": result, "machine": machine})
+    return rows
+
+
+def test_report_of_a_gpu():
+    report = backward_recompute.report(faked(3.0, 1.0))
+    times, work = report.tables
+    assert times.lines[0] == ["", "P", "N = 1k", "N = 4k"]
+    assert times.lines[2] == ["sdpa_flash", "again", "1.02e+03 (3.00x)", "4.1e+03 (3.00x)"]
+    head, first = work.lines[:2]
+    assert first[:2] == ["sdpa_flash", "again"] and first[head.index("DRAM, GB backward")] == "0.5"
+    said = " ".join(report.notes)
+    assert (
+        "3.0x at N = 4k (sdpa_flash over naive)" in said and "20 times fewer bytes of DRAM (by ncu)" in said
+    )
+    # half of 4 x 16 x 4096^2 in 2 bytes, twice, at 4,000 GB/s
+    assert f"takes {1e3 * 64 * 4096**2 * 2 / 4000e9:.3g} ms at a copy's speed" in said
+    assert "2.00x the time" in said and "saves memory, not time" in said
+    assert "counted by ncu" in report.pictures[""]
+    assert backward_recompute.report([]).tables == [] and backward_recompute.report([]).pictures == {}
+
+
+@pytest.mark.parametrize(("kept", "again", "verdict"), [(3, 1, HOLDS), (1, 3, FAILS)])
+def test_the_claim(tmp_path, kept, again, verdict):
+    assert claimed(tmp_path, faked(kept, again)).verdict == verdict
+
+
+def test_the_claim_in_part(tmp_path):
+    rows = faked(3.0, 1.0)
+    rows[1]["result"]["ms_median"] *= 10  # then the checkpointed one is the fastest, at half the speed
+    found = claimed(tmp_path, rows)
+    assert found.verdict == IN_PART and found.figure.startswith("0.5 to 3.0x")
+    with pytest.raises(NotMeasured):
+        recomputed(Results(tmp_path / "nothing"))
+
+
+def claimed(folder, rows):
+    (folder / STUDY).mkdir()
+    (folder / STUDY / "h200.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return recomputed(Results(folder))
+
+
+def test_help_is_instant():
+    for name in ("backward_recompute", "numerics"):
+        code = "import sys; sys.argv = ['x', '--help']; import runpy; sys.modules['torch'] = None; "
+        code += f"runpy.run_path('scripts/studies/{name}.py', run_name='__main__')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=backward_work.ROOT
+        )
+        assert done.returncode == 0 and "results/" in done.stdout, done.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, monkeypatch):
+    out = tmp_path / "gpu.jsonl"
+    run(
+        monkeypatch,
+        out,
+        "--attention",
+        "standard",
+        "sdpa_flash",
+        "--dtype",
+        "bf16",
+        "--head-dim",
+        "64",
+        "--no-ncu",
+    )
+    results = {row["point"]["implementation"]: row["result"] for row in read(out).values()}
+    assert all(result["status"] == "ok" and result["kernels_ok"] for result in results.values()), results
+    assert results["standard"]["keeps"] and results["sdpa_flash"]["products"] == 5
