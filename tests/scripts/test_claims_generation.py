@@ -1,0 +1,126 @@
+"""Claims 14, 17, 18, 19, 23 and 28: verdicts by thresholds, from faked rows of a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.claims.generation import linear_generation, size_of_the_cache, stacking
+from scripts.claims.intensity import intensity_decides, prefill_and_decode, utilisations
+from scripts.studies.prefill_decode import BERT
+from tests.scripts import test_study_kv_cache, test_study_prefill_decode
+
+Rows = list[dict[str, Any]]
+
+
+def results(folder: Path, study: str, change: Callable[[Rows], Any] = lambda rows: None) -> Results:
+    """Of one study: its faked rows, changed, as those of an H200."""
+    fake = {"kv_cache": test_study_kv_cache, "prefill_decode": test_study_prefill_decode}[study].fake_rows
+    rows = fake(folder / "fake")
+    change(rows)
+    (folder / study).mkdir()
+    with open(folder / study / "h200.jsonl", "w", encoding="utf-8") as file:
+        for row in rows:
+            row["machine"]["gpu"] = "NVIDIA H200"
+            file.write(json.dumps(row) + "\n")
+    return Results(folder)
+
+
+def steps(rows: Rows, us: Callable[[dict[str, Any]], float]) -> None:
+    for row in rows:
+        if row["point"]["pass"] == "step":
+            row["result"]["ms_median"] = us(row["point"]) / 1e3
+
+
+def test_a_cache_makes_generation_linear(tmp_path: Path) -> None:
+    found = linear_generation(results(tmp_path, "kv_cache"))
+    assert found.verdict == HOLDS and found.gpu == "NVIDIA H200" and "kv_cache.py" in found.command
+    assert "exponents 2.00 and 1.00" in found.why and "5x from 32 tokens on" in found.why
+
+
+def test_a_cache_that_saves_little_holds_in_part(tmp_path: Path) -> None:
+    def flat(rows: Rows) -> None:
+        steps(rows, lambda point: 1.0 if point["kv_cache"] else 1.5)
+
+    found = linear_generation(results(tmp_path, "kv_cache", flat))
+    assert found.verdict == IN_PART and "1.5x at 4,096 tokens, 5x at no length measured" in found.why
+
+
+def test_the_size_of_a_cache(tmp_path: Path) -> None:
+    found = size_of_the_cache(results(tmp_path, "kv_cache"))
+    assert found.verdict == IN_PART  # the formula, but not their figure
+    assert found.figure == "1.34 GB (8 KV heads), 10.74 GB (64)" and "8x with 4 and 32x with 1" in found.why
+
+
+def test_a_size_off_the_formula_fails(tmp_path: Path) -> None:
+    def larger(rows: Rows) -> None:
+        for row in rows:
+            if row["point"]["pass"] == "cache_bytes":
+                row["result"]["allocated_bytes"] *= 1.1
+
+    assert size_of_the_cache(results(tmp_path, "kv_cache", larger)).verdict == FAILS
+
+
+@pytest.mark.parametrize(
+    ("cached", "verdict"),
+    [((1.0, 0.5), HOLDS), ((1.0, 0.9), IN_PART), ((1.0, 1.5), FAILS)],
+)
+def test_stacking(cached: tuple[float, float], verdict: str, tmp_path: Path) -> None:
+    """Without a cache 10 and 5: both are worth 10 x 2 where the cached ones differ by 2 as well."""
+
+    def us(point: dict[str, Any]) -> float:
+        tiled = point["implementation"] == "triton"
+        return cached[tiled] if point["kv_cache"] else (10.0, 5.0)[tiled]
+
+    found = stacking(results(tmp_path, "kv_cache", lambda rows: steps(rows, us)))
+    assert found.verdict == verdict
+    assert "tiled 2.0x" in found.figure and f"{cached[0] / cached[1]:.2f}x with it" in found.why
+
+
+def test_all_at_80_percent_of_their_roofs(tmp_path: Path) -> None:
+    found = results(tmp_path, "prefill_decode")
+    first = intensity_decides(found)
+    assert first.verdict == HOLDS and "QKV projection 647 FLOP/byte" in first.why
+    second = prefill_and_decode(found)
+    assert second.verdict == HOLDS and "67,108,864 scores" in second.why
+    third = utilisations(found)  # 80% of 700 TFLOP/s, of 989
+    assert third.verdict == IN_PART and third.figure.startswith("products 57%")
+
+
+def test_products_that_use_little_are_not_as_claimed(tmp_path: Path) -> None:
+    def slow(rows: Rows) -> None:
+        for row in rows:
+            for part in row["result"].get("parts", {}).values():
+                if part["kind"] == "weights":
+                    part["ms_median"] *= 20
+                    part["tflops"] /= 20
+            if row["point"]["model"] == BERT:
+                softmax = row["result"]["parts"]["softmax"]
+                softmax["tflops"] = 100.0
+
+    found = results(tmp_path, "prefill_decode", slow)
+    assert intensity_decides(found).verdict == FAILS
+    assert utilisations(found).verdict == FAILS
+
+
+def test_nothing_measured(tmp_path: Path) -> None:
+    for one in (linear_generation, size_of_the_cache, stacking, intensity_decides, prefill_and_decode):
+        with pytest.raises(NotMeasured, match=r"run `python scripts/studies/(kv_cache|prefill_decode)\.py`"):
+            one(Results(tmp_path))
+    with pytest.raises(NotMeasured):
+        utilisations(Results(tmp_path))
+
+
+def test_a_prefill_that_is_not_saturated(tmp_path: Path) -> None:
+    def late(rows: Rows) -> None:
+        for row in rows:
+            if row["point"]["implementation"] != "parts" and row["point"]["pass"] == "prefill":
+                row["result"]["tflops"] = 0.3 * row["point"]["seq_len"]
+
+    found = prefill_and_decode(results(tmp_path, "prefill_decode", late))
+    assert found.verdict == IN_PART and "at 2,048 tokens" in found.why
