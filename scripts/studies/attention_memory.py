@@ -51,6 +51,7 @@ ON_CPU = ("standard", "naive", "tiled", "sdpa")
 COMPARED = ("standard", "sdpa_flash", "cuda_fa2", "triton", "flash4")
 # A kernel or more for each length, or a launch for each tile: what the others can overlap with.
 LONGEST = ("flex", "tiled")
+MOST_JOBS = 16
 SHARED = 0.8  # of the GPU's memory, for all processes that run at once
 
 
@@ -201,7 +202,7 @@ def arguments() -> argparse.Namespace:
     add("--attention", nargs="+", choices=known(), metavar="NAME", help="default: all but auto, and standard")
     add("--seq-len", type=positive, nargs="+", help="of the curve (default: 512 to 64k; on a CPU 64 to 512)")
     add("--curve", action="store_true", help="the curve alone, without the shapes of the claims")
-    add("--jobs", type=positive, help="processes at once (default: one for each CPU, at most 12)")
+    add("--jobs", type=positive, help="processes at once (default: one for each CPU, at most 16)")
     add("--most-s", type=float, default=30.0, help="a call that would take longer is not tried (default: 30)")
     add("--fresh", action="store_true", help="measure again what has a row")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
@@ -213,7 +214,7 @@ def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
     lengths = options.seq_len or [2**n for n in (range(9, 17) if cuda else range(6, 10))]
     asked = tasks(options.attention or (known() if cuda else list(ON_CPU)), lengths, cuda, not options.curve)
     points = sum(len(shapes) for task in asked for shapes in task.series)
-    jobs = options.jobs or min(os.cpu_count() or 1, 12)
+    jobs = options.jobs or min(os.cpu_count() or 1, MOST_JOBS)
     print(
         f"{STUDY}: {points} points, the curve from {curve(min(lengths), cuda)} on; {jobs} processes at once; "
         f"about {'100 s of an H200' if cuda else 'a minute'}. Rows in {out}",

@@ -9,7 +9,8 @@ side by side on the same tensors (scripts/side_by_side.py), their kernels and er
 
 claims   the shapes of claims 8 and 9 (D = 128 and 256), 12 (tiles in PyTorch) and 24 (scores of 8192 x 8192)
 curve    D = 64, 32 heads, bf16, N = 512 to 64k, 16,384 tokens; without a mask too at 1k, 2k, 4k and 16k
-short    N = 32 to 512, one sequence and 16,384 tokens: device time, and time in a stream of calls
+short    N = 32 to 512, one sequence (forward, and both passes) and 16,384 tokens (forward): device time, and
+         time in a stream of calls
 windows  a causal window of 256, 1k and 4k keys in N = 16k
 
 Kernels are compiled beforehand, in processes side by side with nothing that is timed. flex compiles for each

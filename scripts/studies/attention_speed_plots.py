@@ -80,7 +80,9 @@ def short(rows: list[Row]) -> str:
             wins = [n for n, (_, written, _, tiled) in won.items() if written < tiled]
             for n in wins:
                 each.axvspan(n / 2**0.5, n * 2**0.5, color="0.92", lw=0)
-            title = f"{MANY if many else ONE}: {what}" + (" (shaded: scores written out win)" if wins else "")
+            title = f"{MANY if many else ONE}: {what}" + (
+                " (shaded: standard attention wins)" if wins else ""
+            )
             panel(each, lines, title, "N, tokens", "microseconds")
     return svg(figure, rows)
 
@@ -91,7 +93,7 @@ def notes(rows: list[Row]) -> list[str]:
         for passed in ("forward", "both"):
             for what in MEASURES:
                 if won := winners(rows, passed, many, what):
-                    said = f"Scores written out, {PASSES[passed]}, {MANY if many else ONE}, {what}"
+                    said = f"Standard attention, {PASSES[passed]}, {MANY if many else ONE}, {what}"
                     found.append(f"{said}: {crossover(won)}.")
     for n in (1024, 2048, 16384):
         for passed in ("forward", "both"):

@@ -9,7 +9,7 @@ from scripts.attention_report import ours_first, trusted
 from scripts.figures import thousands
 from scripts.studies import Row, Table
 from scripts.studies.speed_points import FUSED, HEADS, SHORT, TOKENS, WINDOWS
-from scripts.studies.standard import MATERIALISED
+from scripts.studies.standard import EAGER, MATERIALISED
 
 PASSES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 ONE, MANY = "one sequence", f"{TOKENS:,} tokens"
@@ -229,11 +229,11 @@ def shorts(rows: list[Row]) -> list[Table]:
 
 
 def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tuple[str, float, str, float]]:
-    """N -> (fastest that writes out the scores, its us, fastest of the others, its us)."""
+    """N -> (fastest standard attention, its us, fastest that writes no scores, its us)."""
     found = {}
     for n, of in at_short(rows, passed, many).items():
         us = {name: MEASURES[what](row["result"]) for name, row in of.items() if trusted(row["result"])}
-        written = min((name for name in us if name in MATERIALISED), key=us.get, default=None)
+        written = min((name for name in us if name in EAGER), key=us.get, default=None)
         tiled = min((name for name in us if name not in MATERIALISED), key=us.get, default=None)
         if written and tiled:
             found[n] = written, us[written], tiled, us[tiled]
@@ -241,7 +241,7 @@ def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tu
 
 
 def crossover(found: dict[int, tuple[str, float, str, float]]) -> str:
-    """From which N on writing out the scores never wins, in words."""
+    """From which N on standard attention never wins, in words."""
     wins = [n for n, (_, written, _, tiled) in found.items() if written < tiled]
     if not wins:
         return f"it never wins from N = {min(found):,} on"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Those that write out the scores; cuda_rowwise has a row of them at a time.
 MATERIALISED = ("standard", "naive", "sdpa_math", "cuda_naive")
+EAGER = MATERIALISED[:3]  # in PyTorch's own matrix products
 
 
 def known() -> list[str]:

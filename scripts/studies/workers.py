@@ -166,7 +166,7 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(request["cap"] or 1.0)
         result = gauge.measure(Shape(**request["shape"]), request["pass"])
-        print("RESULT", json.dumps(result), flush=True)
+        print("\nRESULT", json.dumps(result), flush=True)  # a library may have begun a line
 
 
 if __name__ == "__main__":
