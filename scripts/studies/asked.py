@@ -7,6 +7,7 @@ is the profiler's list of kernels (scripts/kernels.py) and nothing else; `said` 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 # What the formula and each backend stand for, as keys of scripts/kernels.py's EXPECTED.
 OF = {FLASH: "sdpa_flash", EFFICIENT: "sdpa_efficient", CUDNN: "sdpa_cudnn", MATH: "sdpa_math"}
+ABOUT = "attention|sdp|kernel|backend"  # what a warning that says what runs would speak of
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,22 @@ def asked(setting: Setting) -> Iterator[Measurement]:
 def run(ask: Ask, setting: Setting, dtype: str) -> dict[str, Any]:
     """What an ask ran; a refusal of PyTorch's is a result too, `refused`."""
     q, k, v = tensors(ask, setting, dtype)
-    call = CALLS[ask.call]
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
-        try:
-            with sdpa_kernel(list(ask.backends)) if ask.backends else nullcontext():
-                kernels = profile(partial(call, ask, q, k, v), setting.device)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return {"status": "unsupported", "reason": str(error).splitlines()[0]}
-    told = [each for each in caught if not issubclass(each.category, DeprecationWarning | FutureWarning)]
-    said = list(dict.fromkeys(str(each.message).split(" (Triggered internally")[0] for each in told))
+    call, always = CALLS[ask.call], torch.is_warn_always_enabled()
+    with sdpa_kernel(list(ask.backends)) if ask.backends else nullcontext(), torch.no_grad():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.set_warn_always(True)  # some come once in a process
+            try:
+                call(ask, q, k, v)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                return {"status": "unsupported", "reason": str(error).splitlines()[0]}
+            finally:
+                torch.set_warn_always(always)
+        kernels = profile(partial(call, ask, q, k, v), setting.device)
+    told = (str(each.message).split(" (Triggered internally")[0] for each in caught)
+    said = list(dict.fromkeys(text for text in told if re.search(ABOUT, text, re.IGNORECASE)))
     names = [kernel.name for kernel in kernels]
     ran = list(dict.fromkeys(label for name in names if (label := family(name))))
     as_asked = set(ran) <= set(EXPECTED[ask.wants]) and bool(ran) if ask.wants else None

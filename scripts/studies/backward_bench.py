@@ -3,17 +3,15 @@ what the backward does."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention.base import Attention
 from scripts.allocations import Event, Halves, recorder_of
 from scripts.bench_points import Shape
 from scripts.contestants import Field
 from scripts.side_by_side import Bench, Results
-from scripts.studies.backward_work import KINDS, Counted, flops_done, model_bytes
+from scripts.studies.backward_work import KINDS, NOT_YET, flops_done, model_bytes
 from scripts.timing import MIB, Contestant, Probe
 
 
@@ -27,19 +25,7 @@ def kept_mib(contestant: Contestant, device: str) -> float:
 
 
 class BackwardBench(Bench):
-    """`counters` by name and shape, from backward_work.counted; `why` there are none for the others."""
-
-    def __init__(
-        self,
-        attentions: dict[str, Attention],
-        device: str,
-        budget_s: float,
-        out: Path,
-        counters: Counted,
-        why: str,
-    ):
-        super().__init__(attentions, device, budget_s, out)
-        self.counters, self.why = counters, why
+    """Rows have no counters yet: those come last, from a program of their own (backward_work.counted)."""
 
     def alone(self, field: Field, passed: str, name: str, probes: dict[str, Probe]) -> Results:
         found = super().alone(field, passed, name, probes)
@@ -49,14 +35,13 @@ class BackwardBench(Bench):
 
     def done(self, name: str, shape: Shape) -> dict[str, Any]:
         """What is known of the work without a clock."""
-        kind, counts = KINDS[name], self.counters.get((name, shape), self.why)
-        there = not isinstance(counts, str)
+        kind = KINDS[name]
         return {
             "keeps": kind.keeps,
             "products": kind.products,
             "flops_done": flops_done(kind, shape),
             "model_bytes": model_bytes(name, shape),
-            "counters": counts if there else None,
-            "counters_from": "ncu" if there else counts,
+            "counters": None,
+            "counters_from": NOT_YET,
             "copy_gb_per_s": self.copy_gb_per_s,
         }

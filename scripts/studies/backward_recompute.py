@@ -23,19 +23,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import Shape  # noqa: E402
-from scripts.rows import choices, positive, read  # noqa: E402
+from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
 from scripts.studies import Report, rows_path, todo  # noqa: E402
 from scripts.studies.backward_work import KINDS  # noqa: E402
-
-if TYPE_CHECKING:
-    from scripts.studies.backward_work import Counted
 
 STUDY = "backward_recompute"
 NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_math", "tiled", "triton")
@@ -109,58 +107,61 @@ def left(asked: Work, out: Path, fresh: bool) -> Work:
     ]
 
 
-def count(asked: Work, options: argparse.Namespace) -> tuple[Counted, str]:
-    """Counters by point, and why there are none elsewhere."""
-    from scripts.counters import NoCounters
-    from scripts.studies.backward_work import counted
-
-    points = [
-        (name, shape)
-        for shape, names in asked
-        for name in names
-        if shape.tokens in options.counted and shape.head_dim == 64 and name != "tiled"
-    ]
-    if not options.ncu or not points:
-        return {}, "not asked for"
-    try:
-        return counted(points), "not counted at this length"
-    except (NoCounters, OSError) as error:  # times and the model are worth having without
-        return {}, str(error)
-
-
 def measure(options: argparse.Namespace, device: str, out: Path) -> None:
-    """Counters of all points, then each shape, its contestants in turn, a row for each."""
+    """Each shape, its contestants in turn, a row for each."""
     from scripts.side_by_side import DeviceLost
     from scripts.studies.backward_bench import BackwardBench
     from scripts.studies.backward_work import contestants
 
     asked = work(options, device == "cuda")
-    todo_ = left(asked, out, options.fresh)
-    number = sum(len(names) for _, names in todo_)
-    said = f"{number} points at {len(todo_)} of {len(asked)} shapes"
+    lacking = left(asked, out, options.fresh)
+    number = sum(len(names) for _, names in lacking)
+    said = f"{number} points at {len(lacking)} of {len(asked)} shapes"
     print(f"{said}; about {SECONDS[device]} s for all of them", flush=True)
-    if not todo_:
-        return
-    began = time.perf_counter()
-    counters, why = count(todo_, options) if device == "cuda" else ({}, "no GPU")
-    print(
-        f"[{time.perf_counter() - began:.0f} s] counters: {why if not counters else len(counters)}",
-        flush=True,
-    )
-    names = list(dict.fromkeys(name for _, names in todo_ for name in names))
-    bench = BackwardBench(contestants(names), device, options.budget, out, counters, why)
+    if lacking:
+        names = list(dict.fromkeys(name for _, names in lacking for name in names))
+        bench = BackwardBench(contestants(names), device, options.budget, out)
     start, done = time.perf_counter(), 0
-    for shape, names in todo_:
+    for shape, names in lacking:
         try:
             bench.measure(shape, {"backward": names})
         except DeviceLost as lost:
             raise SystemExit(f"{shape}: the device is lost after {lost}. The same command goes on.") from None
         done += len(names)
         rate = done / (time.perf_counter() - start)
-        print(
-            f"[{done}/{number}] {shape}: {60 * rate:.0f} points/min, {(number - done) / rate:.0f} s left",
-            flush=True,
+        remaining = f"{60 * rate:.0f} points/min, {(number - done) / rate:.0f} s left"
+        print(f"[{done}/{number}] {shape}: {remaining}", flush=True)
+    if device == "cuda" and options.ncu:
+        count(asked, options.counted, out)
+
+
+def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
+    """ncu's counters into the rows that have none and are to have some: those rows once more, with them."""
+    from scripts.counters import NoCounters
+    from scripts.studies.backward_work import NOT_YET, counted
+
+    rows, points = read(out), {}
+    for shape, names in asked:
+        for name in names if shape.tokens in lengths and shape.head_dim == 64 else ():
+            row = rows.get(key_of(shape.point(name, "backward")))
+            fresh = row and row["result"].get("counters_from") == NOT_YET
+            if fresh and name != "tiled":  # which launches thousands
+                points[name, shape] = row["result"]
+    if not points:
+        return
+    began = time.perf_counter()
+    try:
+        found = counted(list(points))
+        said = (
+            f"{sum(not isinstance(counts, str) for counts in found.values())} of {len(points)} points counted"
         )
+    except (NoCounters, OSError) as error:  # times and the model are worth having without
+        found, said = dict.fromkeys(points, str(error)), str(error)
+    print(f"ncu: {said}, {time.perf_counter() - began:.0f} s", flush=True)
+    for (name, shape), counts in found.items():
+        there = not isinstance(counts, str)
+        more = {"counters": counts if there else None, "counters_from": "ncu" if there else counts}
+        append(out, shape.point(name, "backward"), points[name, shape] | more)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Counted = dict[tuple[str, Shape], dict[str, Any] | str]  # what ncu counted, or why nothing
 
+NOT_YET = "not counted"
 SEPARATOR = "spin_kernel"  # what torch.cuda._sleep launches, and nothing else
 
 
@@ -155,6 +157,7 @@ def split(launches: list[tuple[str, Counts]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # ncu would look into each of those processes
     from scripts.contestants import Field
     from scripts.side_by_side import failure
     from scripts.timing import clean_up, probe

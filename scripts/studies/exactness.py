@@ -25,9 +25,9 @@ HEAD_DIM = 64
 # of the second.
 SUM_SCORES, SUM_SHIFT = (2.0, 5.0, 3.0), 5.0
 OUT_SCORES, OUT_VALUES = (1.0, 2.0, 0.5), (10.0, 20.0, 40.0)
-# Keys between the second and the third of them, so that no tile of a kernel holds all three. Their scores
-# leave exp() nothing: of a weight of exp(-10,000) no precision here keeps anything.
-APART, NOTHING = 381, -10_000.0
+# Between the second and the third of them lie keys whose scores leave exp() nothing (exp(-10,000) is 0 in all
+# precisions), as many as no tile of a kernel holds.
+LEAST_APART, NOTHING = 384, -10_000.0
 EXACT_DTYPES = ("float64", "float32", "float16")
 TILES = ((1, 1), (16, 16), (64, 32), (128, 128), (100, 7))
 FA2_TILES = ((64, 32, 4, 2), (64, 128, 4, 1), (128, 64, 8, 1))  # queries, keys, warps, blocks
@@ -83,53 +83,49 @@ def dtypes_of(setting: Setting, attention: Attention) -> list[str]:
 def known(setting: Setting) -> Iterator[Measurement]:
     """The small answers by every implementation, keys apart; by `tiled` also as the sources have them, two
     keys to a tile."""
+    tokens = max(setting.tokens, LEAST_APART)
     for name, attention in setting.attentions.items():
         for dtype in dtypes_of(setting, attention):
-            point = setting.point("known", name, "forward", dtype, batch=1, heads=1, kv_heads=1)
-            places = [("apart", APART, attention)]
+            places = [("apart", tokens, attention)]
             if name == "tiled":
-                places.append(("two keys to a tile", 0, TiledAttention(block_q=2, block_k=2)))
-            for said, apart, by in places:
-                of_it = point | {"features": said, "seq_len": 3 + apart, "kv_len": 3 + apart}
-                yield Measurement(of_it, partial(small, by, setting.device, dtype, apart))
+                places.append(("two keys to a tile", 3, TiledAttention(block_q=2, block_k=2)))
+            for said, n, by in places:
+                point = setting.point("known", name, "forward", dtype, features=said, seq_len=n, kv_len=n)
+                yield Measurement(point, partial(small, setting, by, dtype, n))
 
 
-def small(attention: Attention, device: str, dtype: str, apart: int) -> Result:
+def small(setting: Setting, attention: Attention, dtype: str, tokens: int) -> Result:
     """Both examples: what was got and what the formula gives."""
     weights = [math.exp(s) for s in OUT_SCORES]
     expected = {
         "sum": sum(math.exp(s - SUM_SHIFT) for s in SUM_SCORES),
         "out": sum(w * v for w, v in zip(weights, OUT_VALUES, strict=True)) / sum(weights),
     }
-    like = {"device": device, "dtype": getattr(torch, dtype)}
-    out, _ = last_row(attention, OUT_SCORES, OUT_VALUES, apart, like)
-    _, lse = last_row(attention, SUM_SCORES, OUT_VALUES, apart, like)
+    out, _ = last_row(setting, attention, OUT_SCORES, dtype, tokens)
+    _, lse = last_row(setting, attention, SUM_SCORES, dtype, tokens)
     got = {"sum": None if lse is None else math.exp(lse - SUM_SHIFT), "out": out}
     return {"status": "ok", "got": got, "expected": expected}
 
 
 def last_row(
-    attention: Attention,
-    scores: tuple[float, ...],
-    values: tuple[float, ...],
-    apart: int,
-    like: dict[str, Any],
+    setting: Setting, attention: Attention, scores: tuple[float, ...], dtype: str, tokens: int
 ) -> tuple[float, float | None]:
-    """(out, lse) of a query with these scores: the last row of a causal square, which sees every key."""
-    middle = [NOTHING] * apart
-    keys = [*scores[:2], *middle, *scores[2:]]
-    numbers = [*values[:2], *[0.0] * apart, *values[2:]]
-    q, k, v = (torch.zeros(1, 1, len(keys), HEAD_DIM, **like) for _ in range(3))
+    """(out, lse) of a query with these scores, the first two at the first keys and the third at the last: the
+    last row of a causal square, which sees every key. All heads are alike, and as many as elsewhere, so that
+    no kernel is compiled for this alone."""
+    like = {"device": setting.device, "dtype": getattr(torch, dtype)}
+    q, k, v = (torch.zeros(setting.batch, setting.heads, tokens, HEAD_DIM, **like) for _ in range(3))
+    places = torch.tensor([0, 1, tokens - 1], device=setting.device)
     q[..., 0] = 1
-    k[..., 0] = torch.tensor(keys, **like)
-    v[:] = torch.tensor(numbers, **like)[:, None]
+    k[..., 0] = NOTHING
+    k[:, :, places, 0] = torch.tensor(scores, **like)
+    v[:, :, places] = torch.tensor(OUT_VALUES, **like)[:, None]
+    options = {"causal": True, "scale": 1.0}
     with torch.no_grad():
-        lse = not attention.unsupported_reasons(
-            AttentionCall.of(q, k, v, causal=True, scale=1.0, return_lse=True)
-        )
-        result = attention(q, k, v, causal=True, scale=1.0, return_lse=lse)
+        lse = not attention.unsupported_reasons(AttentionCall.of(q, k, v, **options, return_lse=True))
+        result = attention(q, k, v, **options, return_lse=lse)
     out = result[0] if lse else result
-    return float(out[0, 0, -1].double().mean()), float(result[1][0, 0, -1]) if lse else None
+    return float(out[-1, -1, -1].double().mean()), float(result[1][-1, -1, -1]) if lse else None
 
 
 def tiles(setting: Setting) -> Iterator[Measurement]:

@@ -72,9 +72,10 @@ def test_a_wrong_rescaling_shows_in_the_known_answers(monkeypatch):
         p = (scores - m_new).exp()
         return m_new, total + p.sum(dim=-1, keepdim=True), acc + p @ values
 
-    right = small(tiled.TiledAttention(2, 2), "cpu", "float64", 0)
+    setting = Setting("cpu", 1, 1, 3, {})
+    right = small(setting, tiled.TiledAttention(2, 2), "float64", 3)
     monkeypatch.setattr(tiled, "online_softmax_step", forgets)
-    wrong = small(tiled.TiledAttention(2, 2), "cpu", "float64", 0)
+    wrong = small(setting, tiled.TiledAttention(2, 2), "float64", 3)
     assert right["got"] == pytest.approx(right["expected"], abs=1e-12)
     assert abs(wrong["got"]["out"] - wrong["expected"]["out"]) > 0.1
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scripts import counters
+from scripts import counters, rows
 from scripts.bench_points import Shape
 from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
 from scripts.claims.exactness import recomputed
@@ -18,7 +18,7 @@ from scripts.contestants import Field
 from scripts.rows import read
 from scripts.studies import backward_recompute, backward_work
 from scripts.studies.backward_bench import kept_mib
-from scripts.studies.backward_work import KINDS, contestants, counted, flops_done, model_bytes
+from scripts.studies.backward_work import KINDS, NOT_YET, contestants, counted, flops_done, model_bytes
 
 STUDY = "backward_recompute"
 SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study=STUDY)
@@ -127,6 +127,36 @@ def test_counters_are_split_at_the_separators(monkeypatch):
     assert asked[0][1] is True and asked[0][0][0][0] == "naive"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_counters_come_into_rows_that_have_none(tmp_path, monkeypatch, capsys, there):
+    out, seen = tmp_path / "gpu.jsonl", []
+    asked = [(Shape(1, 2, 2, n, 64, True, "bf16", study=STUDY), ["naive", "tiled"]) for n in (64, 128)]
+    for shape, names in asked:
+        for name in names:
+            rows.append(out, shape.point(name, "backward"), {"status": "ok", "counters_from": NOT_YET})
+
+    def counts(points):
+        seen.append(points)
+        if not there:
+            raise counters.NoCounters("there is no ncu on the PATH")
+        return {point: {"forward": {}, "backward": {"launches": 7}} for point in points}
+
+    monkeypatch.setattr(backward_work, "counted", counts)
+    for _ in range(2):  # the second time there is nothing to do
+        backward_recompute.count(asked, (64,), out)
+    assert seen == [[("naive", asked[0][0])]]
+    results = {
+        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"] for row in read(out).values()
+    }
+    assert results["naive", 128]["counters_from"] == results["tiled", 64]["counters_from"] == NOT_YET
+    got = results["naive", 64]
+    if there:
+        assert got["counters_from"] == "ncu" and got["counters"]["backward"] == {"launches": 7}
+        assert "1 of 1 points counted" in capsys.readouterr().out
+    else:
+        assert got["counters_from"] == "there is no ncu on the PATH" and got["counters"] is None
+
+
 def test_ncu_is_asked_for_all_kernels_that_are_marked(tmp_path):
     line = counters.command(["a", "b"], tmp_path, ["python", "x.py"], marked=True)
     assert line[line.index("--profile-from-start") + 1] == "off" and "--kernel-name" not in line
@@ -152,7 +182,7 @@ def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
         assert result["status"] == "ok" and result["error_ratio"] <= 1 and result["kernels_ok"]
         assert result["keeps"] is KINDS[name].keeps and result["kept_mib"] > 0
         assert result["products"] == KINDS[name].products and result["flops_done"] > 0
-        assert result["counters"] is None and result["counters_from"] == "no GPU"
+        assert result["counters"] is None and result["counters_from"] == NOT_YET
     assert "3 points at 1 of 1 shapes" in capsys.readouterr().out
     assert any("P again over P kept" in note for note in shown[0].notes)
     assert [line[0] for line in shown[0].tables[0].lines] == ["", "naive", "tiled"]
@@ -166,7 +196,7 @@ def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
 
 def faked(kept_ms, again_ms, counters_=True):
     """Rows of a GPU: one that kept P, one that did not, one checkpointed, at two lengths."""
-    rows = []
+    made = []
     for n in (1024, 4096):
         shape = Shape(16384 // n, 16, 16, n, 64, True, "bf16", study=STUDY)
         for name, ms in (("naive", kept_ms), ("sdpa_flash", again_ms), ("naive_checkpointed", 2 * kept_ms)):
@@ -179,8 +209,8 @@ def faked(kept_ms, again_ms, counters_=True):
             result |= {"counters_from": "ncu", "copy_gb_per_s": 4000.0}
             machine = {"gpu": "NVIDIA H200", "date": "2026-11-21", "torch": "2.11", "triton": "3.6.0"}
             point = shape.point(name, "backward")
-            rows.append({"key": f"{name}{n}", "point": point, "result": result, "machine": machine})
-    return rows
+            made.append({"key": f"{name}{n}", "point": point, "result": result, "machine": machine})
+    return made
 
 
 def test_report_of_a_gpu():
@@ -207,17 +237,17 @@ def test_the_claim(tmp_path, kept, again, verdict):
 
 
 def test_the_claim_in_part(tmp_path):
-    rows = faked(3.0, 1.0)
-    rows[1]["result"]["ms_median"] *= 10  # then the checkpointed one is the fastest, at half the speed
-    found = claimed(tmp_path, rows)
+    fakes = faked(3.0, 1.0)
+    fakes[1]["result"]["ms_median"] *= 10  # then the checkpointed one is the fastest, at half the speed
+    found = claimed(tmp_path, fakes)
     assert found.verdict == IN_PART and found.figure.startswith("0.5 to 3.0x")
     with pytest.raises(NotMeasured):
         recomputed(Results(tmp_path / "nothing"))
 
 
-def claimed(folder, rows):
+def claimed(folder, fakes):
     (folder / STUDY).mkdir()
-    (folder / STUDY / "h200.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / STUDY / "h200.jsonl").write_text("\n".join(map(json.dumps, fakes)))
     return recomputed(Results(folder))
 
 
