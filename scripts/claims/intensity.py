@@ -57,10 +57,10 @@ def intensity_decides(results: Results) -> Answer:
         for name in names
     )
     why = (
-        f"At 8 rows of 512 tokens, 16 heads of 64, which reproduces their figures: {said}; the balance of "
-        f"this GPU, as measured, is {meet:.0f} FLOP/byte. Products are {flops:.1%} of a layer's FLOPs and "
-        f"{time:.0%} of its time. Their 910, 102 and 2.5 are FLOPs an element, not a byte: the projection's "
-        "for one of Q, K and V by itself."
+        f"At 8 rows of 512 tokens, 16 heads of 64, a shape whose products have their figures: {said}; the "
+        f"balance of this GPU, as measured, is {meet:.0f} FLOP/byte. Products are {flops:.1%} of a layer's "
+        f"FLOPs and {time:.0%} of its time. Their 910 and 102 come out as FLOPs an element, not a byte (910 "
+        "for one of Q, K and V by itself), and so does 2.5 with 5 FLOPs counted for a score's softmax."
     )
     figure = f"QKV {used['QKV projection'][0]:.0%}, softmax {used['softmax'][0]:.1%} of the compute"
     return answer([row], figure, verdict, why)
