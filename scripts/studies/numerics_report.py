@@ -59,14 +59,15 @@ def known(rows: list[Row]) -> Table:
 
 def tiles(rows: list[Row]) -> Table:
     title = "Largest error against fp64 by tile, and in epsilons of the dtype (of the largest value)"
-    lines = [["implementation", "tile, queries x keys", *(SHORT[d] for d in unique(rows, "dtype"))]]
+    dtypes = [dtype for dtype in SHORT if dtype in unique(rows, "dtype")]
+    lines = [["implementation", "tile, queries x keys", *(SHORT[dtype] for dtype in dtypes)]]
     by: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
         tile, result = row["point"]["tile"], row["result"]
         key = row["point"]["implementation"], " x ".join(map(str, tile)) if tile else "its own"
         cell = f"{result['max_error']:.1e} ({result['epsilons']:.1f})"
         by.setdefault(key, {})[row["point"]["dtype"]] = cell
-    lines += [[*key, *(cells.get(d, "-") for d in unique(rows, "dtype"))] for key, cells in by.items()]
+    lines += [[*key, *(cells.get(dtype, "-") for dtype in dtypes)] for key, cells in by.items()]
     return Table(title, lines)
 
 
@@ -173,7 +174,7 @@ def exact_note(rows: list[Row]) -> str:
     if not found:
         return ""
     said = []
-    for dtype in unique(found, "dtype"):
+    for dtype in (d for d in SHORT if d in unique(found, "dtype")):
         mine = [row["result"]["epsilons"] for row in found if row["point"]["dtype"] == dtype]
         said.append(f"{max(mine):.1f} in {SHORT[dtype]}")
     every = [row["result"]["epsilons"] for row in of_part(rows, "tiles")]
