@@ -1,6 +1,6 @@
 """Is tiled attention the same function, does it survive large inputs, and does what one asks for run?
 
-    python scripts/studies/numerics.py                 all three parts
+    python scripts/studies/numerics.py                 all four parts
     python scripts/studies/numerics.py --part asked --attention sdpa triton
 
 known      online softmax on two small answers, keys in different tiles           (claim 21)
