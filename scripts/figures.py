@@ -131,12 +131,15 @@ def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> Non
     ends = sorted(
         (axes.transAxes.inverted().transform(axes.transData.transform(at[:2]))[1], at) for at in labels
     )
-    for end, _ in ends:
-        places.append(max(end, places[-1] + height if places else 0.0))
+    # the least distance of each from the one below: more where a name has several lines
+    tall = [height * max(1.0, 0.8 * (at[2].count("\n") + 1)) for _, at in ends]
+    between = [(below + above) / 2 for below, above in zip([0.0, *tall], tall, strict=False)]
+    for (end, _), apart in zip(ends, between, strict=True):
+        places.append(max(end, places[-1] + apart if places else 0.0))
     top = 1.0
     for i in reversed(range(len(places))):  # from the top down again where that has run out of the panel
         places[i] = min(places[i], top)
-        top = places[i] - height
+        top = places[i] - between[i]
     for (_, (x, y, name, colour)), place in zip(ends, places, strict=True):
         arrow = {
             "arrowstyle": "-",

@@ -11,7 +11,7 @@ from scripts.studies.standard import MATERIALISED
 
 Series = dict[int, Row]  # by N
 PASSES = {"forward": "forward", "both": "forward + backward"}
-SAME = 0.02  # peaks this close at all N are one line of the picture
+SAME = 0.1  # peaks this close at all N are one line of the picture
 FEWEST = 3  # points of a fit
 
 
