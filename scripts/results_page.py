@@ -18,9 +18,9 @@ from scripts.summary import digest
 ROOT = Path(__file__).resolve().parent.parent
 # The order of the page; what is not named here follows, by name.
 ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "roofline")
-ORDER += ("backward_recompute", "gpt2_124m", "seqlen_scaling", "speedup_end_to_end", "longest_context")
-ORDER += ("long_context_quality", "encoder_short", "long_range", "parity", "shakespeare_char", "generate")
-ORDER += ("kv_cache", "prefill_decode")
+ORDER += ("backward_recompute", "gpt2_124m", "seqlen_scaling", "speedup_end_to_end", "memory_estimate")
+ORDER += ("longest_context", "long_context_quality", "encoder_short", "long_range", "parity")
+ORDER += ("shakespeare_char", "generate", "kv_cache", "prefill_decode")
 HEAD = """# Results
 
 What was measured, by study: the question, the command that measures it again, pictures, findings, tables.
