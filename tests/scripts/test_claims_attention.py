@@ -1,0 +1,57 @@
+"""Claims about attention by itself, answered from rows as a GPU would give them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.claims import attention as claims
+from tests.scripts.attention_rows import memory_rows, speed_rows
+
+
+@pytest.fixture
+def results(tmp_path):
+    def results(memory=(), speed=()):
+        for name, rows in (("attention_memory", memory), ("attention_speed", speed)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (tmp_path / name / "h200.jsonl").write_text(text)
+        return Results(tmp_path)
+
+    return results
+
+
+def test_claims_are_answered_from_rows(results):
+    found = results(memory_rows(), speed_rows())
+    first = claims.scores_and_statistics(found)
+    assert (first.figure, first.verdict) == ("64 GiB against 8.0 MiB", HOLDS) and "256x and 16x" in first.why
+    assert claims.twenty_times_less(found).figure == "32.8x at N = 4k"
+    assert claims.alone(found).verdict == HOLDS and "11.7x at N = 2,048" in claims.alone(found).why
+    eleven = claims.one_head(found)
+    assert eleven.verdict == IN_PART and "528 MiB at 8,192" in eleven.figure
+    assert claims.tiles_in_pytorch(found).figure == "11.85x as fast, 98% less memory"
+    assert claims.skipped_tiles(found).figure == "2.00x at N = 16k"
+    assert claims.short_sequences(found).figure == "it wins up to N = 256"
+    last = claims.scores_over_memory(found)
+    assert last.figure == "at least 4.1 ms, measured 15.5 ms a layer" and last.gpu == "NVIDIA H200"
+
+
+def test_claims_without_rows_are_not_answered(results):
+    found = results(memory_rows(["triton"]), speed_rows(["triton"]))
+    for claim in (claims.scores_and_statistics, claims.twenty_times_less, claims.alone, claims.one_head,
+                  claims.tiles_in_pytorch, claims.short_sequences, claims.scores_over_memory):  # fmt: skip
+        with pytest.raises(NotMeasured):
+            claim(found)
+
+
+def test_a_claim_can_fail(results):
+    rows = speed_rows()
+    for row in rows:  # standard attention as fast as anything
+        if row["point"]["implementation"] == "standard" and row["result"]["status"] == "ok":
+            row["result"]["ms_median"] = 1e-3
+    found = results(memory_rows(), rows)
+    assert claims.alone(found).verdict == FAILS
+    assert claims.tiles_in_pytorch(found).verdict == IN_PART  # it still saves memory
+    assert claims.scores_over_memory(found).verdict == FAILS
