@@ -8,7 +8,7 @@ from typing import Any
 from scripts.attention_report import ours_first, trusted
 from scripts.figures import thousands
 from scripts.studies import Row, Table
-from scripts.studies.speed_points import FUSED, HEADS, SHORT, TOKENS, WINDOWS
+from scripts.studies.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
 from scripts.studies.standard import EAGER, MATERIALISED
 
 PASSES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -140,7 +140,7 @@ def hopper(rows: list[Row]) -> list[Table]:
         for causal in (True, False):
             found = pick(rows, passed=passed, **paper(n, d, causal, dtype))
             columns[f"{label} {MASKS[causal]} {passed}"] = {
-                name: row for name, row in found.items() if name in FUSED
+                name: row for name, row in found.items() if fused(name)
             }
 
     peak = (peak_bf16_flops(rows[0]["machine"]["gpu"]) if rows and rows[0]["machine"]["gpu"] else None) or 0

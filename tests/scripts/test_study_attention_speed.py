@@ -102,6 +102,8 @@ def test_points_of_speed():
     assert short == {32, 64, 128, 256, 512}
     flex = {p.shape.tokens for p in every if p.part == "curve" and "flex" in p.passes["forward"]}
     assert flex == {1024, 4096, 16384}
+    later = speed_points.asked(list(speed_points.PARTS), ["later"], True)  # an implementation yet to come
+    assert {p.part for p in later} == set(speed_points.PARTS)
     assert max(p.shape.tokens for p in speed_points.asked(["curve"], names, True, longest=2048)) == 2048
 
 
