@@ -222,14 +222,15 @@ def asked(options: argparse.Namespace) -> Study:
     return study
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> list[Row]:
+    """The study's rows, measured where they were not there."""
     from scripts.sweep_points import point_of, tasks
 
     study, (index, count) = asked(options), options.shard
     todo = tasks(study)[index::count]
     if options.print_commands:
         print("\n".join(commands(options, study, todo)))
-        return
+        return []
     import torch
 
     from scripts.rows import gpu_slug, read
@@ -251,6 +252,7 @@ def run(options: argparse.Namespace) -> None:
 
         log_picture(rows, options.wandb)
     print(f"picture  {picture}\nrows     {out}")
+    return rows
 
 
 def progress(options: argparse.Namespace, sweep: Sweep, points: list[Point]) -> None:
@@ -272,11 +274,11 @@ def progress(options: argparse.Namespace, sweep: Sweep, points: list[Point]) -> 
             print(f"    {60 * rate:.1f} points/min, about {left:.0f} s left", flush=True)
 
 
-def main() -> None:
+def main() -> list[Row]:
     options = arguments()  # --help answers before anything is imported
     from conf.compose import user_errors
 
-    user_errors(run)(options)
+    return user_errors(run)(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Table and picture of a study of training points: tokens/s and peak memory against the context."""
+"""Tables and picture of a study of training points: tokens/s and peak memory against the context; of a study
+at one context, bars (scripts/sweep_bars.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from scripts import sweep_bars
 from scripts.attention_report import STYLES, ours_first
 from scripts.figures import name_ends, thousands
 from scripts.plot import COLOURS
@@ -22,15 +24,23 @@ def points(rows: list[Row]) -> list[Row]:
 
 
 def lines(rows: list[Row]) -> dict[str, Line]:
-    """Implementation -> its rows by T; of one point measured under two configs, the later."""
-    newest = {
-        (row["point"]["implementation"], row["point"]["seq_len"], row["point"]["micro_batch"]): row
-        for row in rows
-    }
+    """Implementation -> its rows by T; of one point measured under two configs, the later. Compiled and not
+    are two, where there are both."""
+    ways = {(row["point"]["implementation"], bool(row["point"].get("compile"))) for row in rows}
+    newest = {}
+    for row in rows:
+        point = row["point"]
+        name = point["implementation"]
+        name += ", compiled" * bool(point.get("compile") and (name, False) in ways)
+        newest[name, point["seq_len"], point["micro_batch"]] = row
     found: dict[str, Line] = {}
     for (name, tokens, _), row in sorted(newest.items(), key=lambda item: (ours_first(item[0][0]), item[0])):
         found.setdefault(name, {}).setdefault(tokens, []).insert(0, row)
     return found
+
+
+def at_one_length(rows: list[Row]) -> bool:
+    return len({row["point"]["seq_len"] for row in rows}) == 1
 
 
 def panels(rows: list[Row]) -> dict[str, list[Row]]:
@@ -39,7 +49,9 @@ def panels(rows: list[Row]) -> dict[str, list[Row]]:
     for row in rows:
         point = row["point"]
         words = [point["model"], f"{point['tokens_per_step']:,} tokens a step", point["dtype"]]
+        words += ["not causal"] * (not point.get("causal", True))
         words += [point["features"]] * bool(point["features"]) + ["checkpointing"] * point["checkpointing"]
+        words += [f"T = {point['seq_len']:,}"] * at_one_length(rows)
         found.setdefault(", ".join(words), []).append(row)
     return found
 
@@ -70,6 +82,9 @@ def grids(rows: list[Row]) -> list[tuple[str, list[list[str]]]]:
     """(title, lines of cells, the head first) of each table."""
     found = []
     for common, mine in panels(rows).items():
+        if at_one_length(rows):
+            found.append((common, sweep_bars.cells(mine)))
+            continue
         by_name = lines(mine)
         lengths = sorted({tokens for line in by_name.values() for tokens in line})
 
@@ -111,7 +126,7 @@ def tables(rows: list[Row]) -> None:
         for line in body:
             table.add_row(*line)
         console.print(table)
-    if any(row["result"]["status"] == "oom" for row in rows):
+    if any(row["result"]["status"] == "oom" for row in rows) and not at_one_length(rows):
         console.print("(n): in micro-batches of n, as the one asked for is out of memory", highlight=False)
     for words in doubts(rows):
         console.print(words, highlight=False, markup=False, soft_wrap=True)
@@ -141,18 +156,24 @@ def draw(rows: list[Row], out: Path) -> Path:
 
 
 def picture(rows: list[Row], kind: str = "svg") -> Any:
-    """An SVG as text (png: bytes): a line of two panels for each model and precision."""
+    """An SVG as text (png: bytes): a line of two panels for each model and precision; at one length, a panel
+    of bars for each."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
     from matplotlib import pyplot as plt
 
-    found = panels(rows)
-    figure, grid = plt.subplots(
-        len(found), 2, figsize=(12.6, 4.3 * len(found) + 0.5), layout="constrained", squeeze=False
-    )
+    found, one = panels(rows), at_one_length(rows)
+    columns, height = 1 if one else 2, 4.3
+    if one:
+        height = 1.1 + 0.27 * max(len(sweep_bars.best(mine)) for mine in found.values())
+    size = (12.6 if not one else 9.5, height * len(found) + 0.6)
+    figure, grid = plt.subplots(len(found), columns, figsize=size, layout="constrained", squeeze=False)
     for (common, mine), axes in zip(found.items(), grid, strict=True):
+        if one:
+            sweep_bars.bars(axes[0], mine, common)
+            continue
         by_name = lines(mine)
         scale, unit = (1024, "GiB") if mine[0]["machine"]["gpu"] else (1, "MiB")
         _panel(axes[0], by_name, lambda result: result["tokens_per_s"], f"{common}\ntokens/s")
@@ -162,7 +183,9 @@ def picture(rows: list[Row], kind: str = "svg") -> Any:
     gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in rows)
     date = max(row["machine"]["date"] for row in rows)
     figure.suptitle(f"{rows[0]['point']['study']}: {', '.join(gpus)}, {date}")
-    if any(row["result"]["status"] == "oom" for row in rows):
+    if one:
+        sweep_bars.legend(figure, rows)
+    elif any(row["result"]["status"] == "oom" for row in rows):
         figure.supxlabel(
             "x: out of memory at the next T.   Hollow: the largest micro-batch that fits", fontsize=8
         )

@@ -1,0 +1,51 @@
+"""What fused attention brings a short encoder: claim 6 of results/CLAIMS.md.
+
+BERT-large's shape (24 layers, 1,024 wide, 16 heads), not causal, N = 512, 65,536 tokens a step in
+micro-batches of 32 rows, bf16. Baselines: attention written out (naive), not compiled, and compiled, where
+Inductor fuses the softmax. Each token sees the one that it is to predict: the study is of speed. 12 points,
+some 12 s each: two and a half minutes of a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.studies import Report, Row, training  # noqa: E402
+
+EXPERIMENT = "encoder_short"
+SMALL = ("seq_len=64", "tokens_per_step=1024", "sweep.micro_tokens=512", "model.n_layer=2", "model.n_head=4")
+SMALL += ("model.n_embd=128", "data.corpus.vocab_size=512", "data.corpus.n_tokens=65536")
+SMALL += ("sweep.grid.compile=[false]", "sweep.grid.attention=[naive,sdpa]", "sweep.seconds=1")
+
+
+def report(rows: list[Row]) -> Report:
+    question = "How much faster does a short encoder without a causal mask train with fused attention?"
+    notes = [note for found in training.panels(rows).values() for note in compared(found)]
+    return training.report(rows, question, "python scripts/studies/encoder_short.py", notes)
+
+
+def compared(found: dict[tuple[str, bool], Row]) -> list[str]:
+    """Sentences: fused against written out, compiled and not; and fused ones among each other."""
+    from scripts.sweep_bars import kind, label
+
+    notes = []
+    for compiled, words in ((False, "where nothing is compiled"), (True, "where both are compiled")):
+        mine = {key: row for key, row in found.items() if key[1] == compiled}
+        best, base = training.fastest(mine), mine.get(("naive", compiled))
+        if best and base:
+            times = training.speed(best) / training.speed(base)
+            notes.append(f"{label(best)} trains {times:.2f}x as fast as attention written out, {words}.")
+        fused = [row for (name, _), row in mine.items() if kind(name) in ("ours", "library")]
+        if len(fused) > 1:
+            slowest = min(fused, key=training.speed)
+            times = training.speed(best) / training.speed(slowest)
+            notes.append(f"Among the fused ones, {label(best)} is {times:.2f}x as fast as {label(slowest)}.")
+    return notes
+
+
+if __name__ == "__main__":
+    training.run(EXPERIMENT, __doc__, SMALL, report)

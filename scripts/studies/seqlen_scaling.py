@@ -1,0 +1,81 @@
+"""What the context costs in training: claims 1, 2 and 4 of results/CLAIMS.md.
+
+GPT-2 124M, 65,536 tokens a step, T = 1k to 64k, every attention, beside nanoGPT (--nanogpt MODEL.PY). Out of
+memory is a row; a second one has the largest micro-batch that fits. Some 130 points, of which the refused
+take 2 s, the others some 13: 25 minutes of a GPU. A sweep that was stopped goes on; with fewer
+implementations it is shorter: sweep.grid.attention=[naive,sdpa_cudnn,triton,cuda].
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.studies import Report, Row, training  # noqa: E402
+
+EXPERIMENT = "seqlen_scaling"
+SMALL = ("model=tiny", "model.n_layer=1", "tokens_per_step=1024", "data.corpus.vocab_size=512")
+SMALL += ("data.corpus.n_tokens=65536", "sweep.grid.attention=[naive,sdpa]")
+SMALL += ("sweep.grid.seq_len=[64,128,256]", "sweep.seconds=1")
+
+
+def report(rows: list[Row]) -> Report:
+    from scripts import sweep_report
+
+    question = "What does a longer context cost in training, and where does memory end?"
+    mine = sweep_report.points(rows)
+    notes = []
+    for panel in sweep_report.panels(mine).values():
+        by_name = sweep_report.lines(panel)
+        notes += [*against_nanogpt(by_name), *where_memory_ends(by_name)]
+    return training.report(rows, question, "python scripts/studies/seqlen_scaling.py", notes)
+
+
+def against_nanogpt(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
+    """The best implementation at each length, as a multiple of nanoGPT's speed there."""
+    from scripts.sweep_report import trusted, works
+
+    times = {}
+    for tokens, rows in by_name.get("nanoGPT", {}).items():
+        peer = works(rows)
+        ours = [
+            (training.speed(row), name)
+            for name, line in by_name.items()
+            if name != "nanoGPT" and (row := works(line.get(tokens, []))) and trusted(row["result"])
+        ]
+        if peer and ours:
+            speed, name = max(ours)
+            times[tokens] = (speed / training.speed(peer), name)
+    if not times:
+        return []
+    each = ", ".join(f"{name} {ratio:.2f}x at {tokens:,}" for tokens, (ratio, name) in sorted(times.items()))
+    least = min(ratio for ratio, _ in times.values())
+    return [f"The fastest is at least {least:.2f}x nanoGPT's speed at every length: {each}."]
+
+
+def where_memory_ends(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
+    from scripts.sweep_report import works
+
+    notes = []
+    for name, line in by_name.items():
+        gone = [tokens for tokens, rows in line.items() if rows[0]["result"]["status"] == "oom"]
+        fits = [tokens for tokens, rows in line.items() if works(rows)]
+        if gone:
+            most = f"; in smaller micro-batches it trains up to T = {max(fits):,}" if fits else ""
+            notes.append(f"{name} is out of memory at T = {min(gone):,} in one micro-batch{most}.")
+    goes_on = [
+        name
+        for name, line in by_name.items()
+        if works(line[max(line)]) is line[max(line)][0] and len(line) > 1
+    ]
+    if notes and goes_on:
+        longest = max(tokens for name in goes_on for tokens in by_name[name])
+        notes.append(f"To T = {longest:,} in one micro-batch: {', '.join(sorted(goes_on))}.")
+    return notes
+
+
+if __name__ == "__main__":
+    training.run(EXPERIMENT, __doc__, SMALL, report)

@@ -1,0 +1,55 @@
+"""How much faster GPT-2 trains end to end: claim 4 of results/CLAIMS.md.
+
+GPT-2 small and medium, T = 1,024, 65,536 tokens a step in micro-batches of 16 rows, bf16 autocast, fused
+AdamW, gradients clipped, no dropout, random tokens: transformers' GPT2LMHeadModel with its eager attention,
+which is the baseline, and with SDPA; our model with standard attention and with fused ones, not compiled and
+compiled. 20 points, some 12 s each: 4 minutes of a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+
+from scripts.studies import Report, Row, training  # noqa: E402
+
+EXPERIMENT = "speedup_end_to_end"
+SMALL = ("seq_len=64", "tokens_per_step=1024", "sweep.micro_tokens=512", "sweep.grid.model=[tiny]")
+SMALL += ("data.corpus.vocab_size=512", "data.corpus.n_tokens=65536", "sweep.grid.compile=[false]")
+SMALL += ("sweep.grid.attention=[naive,sdpa]", "model.bias=true", "sweep.seconds=1")
+# What is compared with, and what that says.
+AGAINST = {
+    ("transformers eager", False): "Hugging Face's with its eager attention",
+    ("transformers SDPA", False): "Hugging Face's with SDPA",
+    ("naive", False): "ours with standard attention and no compilation",
+    ("naive", True): "the same compiled, which is what attention alone brings",
+}
+
+
+def report(rows: list[Row]) -> Report:
+    question = "How much faster does GPT-2 train than Hugging Face's, and what of that is attention?"
+    notes = [note for title, found in training.panels(rows).items() if (note := compared(title, found))]
+    return training.report(rows, question, "python scripts/studies/speedup_end_to_end.py", notes)
+
+
+def compared(title: str, found: dict[tuple[str, bool], Row]) -> str:
+    """A sentence about the fastest and what it is held against."""
+    from scripts.sweep_bars import label
+
+    best = training.fastest(found)
+    if best is None:
+        return ""
+    times = [
+        f"{training.speed(best) / training.speed(found[key]):.2f}x {words}"
+        for key, words in AGAINST.items()
+        if key in found
+    ]
+    said = f"{title.split(',')[0]}: {label(best)} trains {training.speed(best):,.0f} tokens/s"
+    return f"{said}: {', '.join(times)}." if times else f"{said}."
+
+
+if __name__ == "__main__":
+    training.run(EXPERIMENT, __doc__, SMALL, report)

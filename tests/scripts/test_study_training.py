@@ -1,0 +1,131 @@
+"""The studies of training points: what their rows say, and the command."""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from scripts import sweep, sweep_bars, sweep_points, sweep_report
+from scripts.rows import key_of, machine
+from scripts.studies import encoder_short, seqlen_scaling, speedup_end_to_end, training
+from tests.scripts.studies import fake_result
+
+# tokens/s by implementation, not compiled and compiled
+SPEEDS = {"transformers eager": (100, None), "transformers SDPA": (150, None), "naive": (120, 250)}
+SPEEDS |= {"sdpa_cudnn": (300, 400), "triton": (310, 450), "cuda": (290, 440)}
+SPEEDS |= {"sdpa_efficient": (200, 300), "sdpa_flash": (250, 375)}
+
+
+def rows_of(*overrides: str) -> list[dict[str, object]]:
+    """Of an experiment, measured on an H200 at SPEEDS."""
+    study, found = sweep_points.study_of(list(overrides)), []
+    for task in sweep_points.tasks(study):
+        point = sweep_points.point_of(study, task, "cuda").fields
+        speed = 1e3 * SPEEDS[point["implementation"]][point["compile"]]
+        result = fake_result(tokens_per_s=speed, ms_median=65536e3 / speed, mfu=speed / 1e6)
+        found.append({"key": key_of(point), "run_id": "r", "point": point, "result": result})
+        found[-1]["machine"] = machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
+    return found
+
+
+def test_end_to_end():
+    rows = rows_of("experiment=speedup_end_to_end", "sweep.grid.model=[gpt2]")
+    assert len(rows) == 2 + 8 and {row["point"]["micro_batch"] for row in rows} == {16}
+    assert {row["point"]["tokens_per_step"] for row in rows} == {65536}
+    report = speedup_end_to_end.report(rows)
+    (table,) = report.tables
+    assert table.title == "gpt2, 65,536 tokens a step, bf16-mixed, T = 1,024"
+    assert table.lines[0][:3] == ["", "tokens/s", "x transformers eager"]
+    assert table.lines[1] == ["transformers eager", "100,000", "1.00x", "655.4", "10%", "50", "16"]
+    assert [line[0] for line in table.lines[1:4]] == ["transformers eager", "naive", "transformers SDPA"]
+    assert table.lines[-1][:3] == ["triton, compiled", "450,000", "4.50x"]
+    (note,) = report.notes
+    assert note.startswith(
+        "gpt2: triton, compiled trains 450,000 tokens/s: 4.50x Hugging Face's with its eager"
+    )
+    assert "3.00x Hugging Face's with SDPA" in note and "1.80x the same compiled" in note
+    ElementTree.fromstring(report.pictures[""])
+    assert "450,000  4.50x  0.0 GiB" in re.findall(r"<!-- (.*?) -->", report.pictures[""])
+
+
+def test_a_baseline_that_does_not_fit_gives_way_to_the_next():
+    rows = rows_of("experiment=speedup_end_to_end", "sweep.grid.model=[gpt2]")
+    rows[0]["result"] = {"status": "oom", "reason": "out"}
+    assert sweep_bars.label(sweep_bars.baseline(rows)) == "naive"
+    assert sweep_bars.cells(rows)[1][:3] == ["transformers eager", "oom", ""]
+    half = {**rows[0], "point": rows[0]["point"] | {"micro_batch": 8}, "result": fake_result()}
+    assert sweep_bars.baseline([*rows, half]) is half  # in smaller micro-batches
+    assert len(sweep_bars.best([*rows, half])) == len(rows)
+    again = {**half, "result": fake_result(tokens_per_s=2.0)}
+    assert sweep_bars.baseline([*rows, half, again]) is again  # the newest of one point
+
+
+def test_a_speed_with_another_kernel_is_marked_and_not_told():
+    rows = rows_of("experiment=speedup_end_to_end", "sweep.grid.model=[gpt2]")
+    best = next(row for row in rows if sweep_bars.label(row) == "triton, compiled")
+    best["result"] |= {"kernels_ok": False, "verdict": "asked for triton, but ran another"}
+    report = speedup_end_to_end.report(rows)
+    assert report.tables[0].lines[-1][1] == "450,000 !"
+    assert report.notes[0].startswith("gpt2: cuda, compiled trains 440,000 tokens/s")
+    assert report.notes[-1] == "triton ! asked for triton, but ran another"
+
+
+def test_a_short_encoder():
+    rows = rows_of("experiment=encoder_short")
+    point = rows[0]["point"]
+    assert (point["seq_len"], point["heads"], point["head_dim"], point["micro_batch"]) == (512, 16, 64, 32)
+    assert not any(row["point"]["causal"] for row in rows)
+    report = encoder_short.report(rows)
+    assert "not causal" in report.tables[0].title and len(report.tables[0].lines) == 1 + 12
+    assert report.notes[0].startswith("triton trains 2.58x as fast as attention written out, where nothing")
+    assert report.notes[1] == "Among the fused ones, triton is 1.55x as fast as sdpa_efficient."
+    assert (
+        report.notes[2].startswith("triton, compiled trains 1.80x") and "both are compiled" in report.notes[2]
+    )
+
+
+def test_where_memory_ends_and_how_nanogpt_compares():
+    rows = []
+    for name, tokens, batch, speed in (
+        ("nanoGPT", 1024, 64, 500), ("nanoGPT", 2048, 32, 400), ("cuda", 1024, 64, 500),
+        ("cuda", 2048, 32, 450), ("naive", 1024, 64, 200), ("naive", 2048, 32, 0), ("naive", 2048, 16, 90),
+        ("sdpa", 1024, 64, 550), ("sdpa", 2048, 32, 410),
+    ):  # fmt: skip
+        point = {"study": "seqlen_scaling", "implementation": name, "pass": "train", "model": "gpt2"}
+        point |= {"seq_len": tokens, "micro_batch": batch, "tokens_per_step": 65536, "dtype": "bf16-mixed"}
+        point |= {"features": "", "checkpointing": False, "config": "0", "compile": True}
+        result = fake_result(tokens_per_s=1e3 * speed) if speed else {"status": "oom", "reason": "out"}
+        gpu = machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
+        rows.append({"key": key_of(point), "run_id": "r", "point": point, "result": result, "machine": gpu})
+    report = seqlen_scaling.report(rows)
+    assert report.notes == [
+        "The fastest is at least 1.10x nanoGPT's speed at every length: sdpa 1.10x at 1,024, cuda 1.12x at "
+        "2,048.",
+        "naive is out of memory at T = 2,048 in one micro-batch; in smaller micro-batches it trains up to T "
+        "= 2,048.",
+        "To T = 2,048 in one micro-batch: cuda, nanoGPT, sdpa.",
+    ]
+    assert len(report.tables) == 2 and not sweep_report.at_one_length(rows)
+
+
+@pytest.mark.parametrize("study", [speedup_end_to_end, encoder_short, seqlen_scaling], ids=str)
+def test_the_command_sweeps_a_small_version_on_a_cpu(study, tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def measured(command: list[str], _: float) -> dict[str, object]:
+        ran.append(command)
+        return fake_result()
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sweep, "measured", measured)
+    monkeypatch.setattr(sys, "argv", [f"{study.EXPERIMENT}.py", "--out", str(tmp_path / "cpu.jsonl")])
+    training.run(study.EXPERIMENT, study.__doc__, study.SMALL, study.report)
+    out = capsys.readouterr().out
+    assert f"No GPU: a small version of {study.EXPERIMENT}" in out and (tmp_path / "cpu.svg").is_file()
+    assert 2 <= len(ran) <= 6 and out.count(": 1,000 tokens/s") == len(ran)
+    monkeypatch.setattr(sys, "argv", [f"{study.EXPERIMENT}.py", "--help"])
+    training.run(study.EXPERIMENT, study.__doc__, study.SMALL, study.report)
+    assert "of a GPU" in capsys.readouterr().out and len(ran) <= 6
