@@ -1,0 +1,130 @@
+"""The search for the longest context, on a GPU that the memory model stands for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from model.memory import peak
+from scripts import rows, sweep_process
+from scripts.estimate import run_of
+from scripts.memory import composed
+from scripts.rows import read
+from scripts.studies import longest_context, longest_context_report
+
+MIB, TOTAL = 2**20, 140 * 2**30
+
+
+class Gpu:
+    """In the place of processes on an H200: peaks are `off` times the predicted ones, and a step takes 1 s
+    for each 10^15 FLOPs."""
+
+    def __init__(self, off: float = 1.04) -> None:
+        self.off, self.asked, self.peaks = off, [], {}
+
+    def measured(self, command: list[str], timeout_s: float) -> dict[str, object]:
+        from model.gpus import GPUS
+        from model.roofline import step_work
+
+        words = [word for word in command if "=" in word and not word.startswith("-")]
+        values = dict(word.split("=") for word in words)
+        assert {"--brief", "--warm-up=1", "--steps=1"} <= set(command) and values["data.batch_size"] == "1"
+        run = run_of(composed(words), GPUS["h200"])
+        size, tokens = self.off * peak(run).peak, int(values["seq_len"])
+        self.asked.append((values["attention"], values["checkpointing"], tokens))
+        if size > 0.98 * TOTAL:
+            why = ("CUDA out of memory.", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED")[len(self.asked) % 2]
+            return {"status": "error" if "CUBLAS" in why else "oom", "reason": why}
+        return {
+            "status": "ok",
+            "reason": None,
+            "peak_mib": size / MIB,
+            "ms_median": step_work(run).flops / 1e12,
+        }
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = Gpu()
+    monkeypatch.setattr(sweep_process, "measured", found.measured)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA H200")
+    memory = types.SimpleNamespace(total_memory=TOTAL)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: memory)
+    machine = {"gpu": "NVIDIA H200", "date": "2026-11-21", "command": "x", "torch": "2"}
+    monkeypatch.setattr(rows, "machine", lambda: machine)
+    return found
+
+
+def run(out: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["longest_context.py", f"--out={out}", *arguments])
+    longest_context.main()
+
+
+@pytest.mark.parametrize("off", [0.9, 1.04, 1.2])
+def test_a_search_ends_within_3_percent_after_few_steps(gpu, tmp_path, monkeypatch, capsys, off):
+    gpu.off = off
+    two = ("--attention", "naive", "triton", "--checkpointing", "yes")
+    run(tmp_path / "h200.jsonl", *two, monkeypatch=monkeypatch)
+    found = list(read(tmp_path / "h200.jsonl").values())
+    for name in ("naive", "triton"):
+        mine = [row for row in found if row["point"]["implementation"] == name]
+        one = longest_context_report.end(mine)
+        assert one.tokens < one.fails <= 1.03 * one.tokens + 64 and len(mine) <= 5
+        assert one.fits["predicted_longest"] / one.tokens == pytest.approx(off, rel=0.25)
+        assert one.fits["predicted_compiled"] > one.fits["predicted_longest"]
+    assert len(gpu.asked) == len(found)
+    out = capsys.readouterr().out
+    assert "naive is out of memory at T = " in out and "triton, checkpointing T=" in out
+    ElementTree.parse(tmp_path / "h200.svg")
+
+
+def test_it_goes_on_where_it_stopped(gpu, tmp_path, monkeypatch):
+    out, one = tmp_path / "h200.jsonl", ("--attention", "naive", "--checkpointing", "no")
+    run(out, *one, monkeypatch=monkeypatch)
+    asked, lines = list(gpu.asked), out.read_text().splitlines()
+    gpu.asked.clear()
+    run(out, *one, monkeypatch=monkeypatch)
+    assert not gpu.asked
+    broken = json.loads(lines[-1])
+    broken["result"] = {"status": "error", "reason": "RuntimeError: broken"}
+    out.write_text("\n".join([*lines[:-1], json.dumps(broken)]) + "\n")
+    run(out, *one, monkeypatch=monkeypatch)
+    assert gpu.asked == asked[-1:]  # an error is tried again
+    gpu.asked.clear()
+    run(out, *one, "--fresh", monkeypatch=monkeypatch)
+    assert gpu.asked == asked
+
+
+def test_what_takes_too_long_is_not_tried(gpu, tmp_path, monkeypatch, capsys):
+    only = ("--attention", "triton", "--checkpointing", "yes", "--compile", "--limit-s", "5")
+    run(tmp_path / "h200.jsonl", *only, monkeypatch=monkeypatch)
+    *_, fits, late = found = list(read(tmp_path / "h200.jsonl").values())
+    assert fits["result"]["status"] == "ok" and fits["result"]["ms_median"] < 5e3
+    assert late["result"]["too_slow"] and "more than 5" in late["result"]["reason"]
+    assert late["result"]["predicted_step_s"] > 5 and len(gpu.asked) == len(found) - 1
+    assert fits["result"]["predicted_longest"] == fits["result"]["predicted_compiled"]
+    assert "not tried: a step would take" in capsys.readouterr().out
+    gpu.asked.clear()
+    run(tmp_path / "h200.jsonl", *only, monkeypatch=monkeypatch)
+    assert not gpu.asked
+
+
+def test_a_refusal_is_a_row(gpu, tmp_path, monkeypatch):
+    run(
+        tmp_path / "h200.jsonl", "--attention", "cuda_tiled", "--checkpointing", "no", monkeypatch=monkeypatch
+    )
+    statuses = {row["result"]["status"] for row in read(tmp_path / "h200.jsonl").values()}
+    assert statuses and statuses <= {"unsupported", "ok", "oom"}
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["longest_context.py"])
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        longest_context.main()
