@@ -1,113 +1,16 @@
-"""Classification of sequences, or of pairs of them: examples drawn once, and batches of them.
-
-Example i of a split is a pure function of (seed, split, i), and the order of training one of (the run's seed,
-i).
-"""
+"""The LightningDataModule of a classification of sequences: examples (data/examples.py) as batches."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from data.datamodule import Cursor, TrainStream, ValBatches
+from data.examples import Examples, Shuffled
 from data.options import whole
-from data.tokens import IGNORE, mix, permute
-
-PAD, CLS = 0, 1  # before the tokens of the task
-SPECIAL = 2
-
-
-class Task(Protocol):
-    """How examples are drawn, see data/listops.py and data/matching.py: of `sequences` sequences each, with
-    tokens below `n_tokens` and a label below `n_classes`."""
-
-    name: str
-    sequences: int
-    n_tokens: int
-    n_classes: int
-
-    def example(self, rng: random.Random, split: str) -> tuple[Sequence[Any], int]:
-        """(the tokens of each sequence, the label)."""
-        ...
-
-
-@dataclass(frozen=True)
-class Examples:
-    """N examples of S sequences, each of these a CLS, its tokens and padding.
-
-    tokens (N, S, T) uint16, lengths (N, S) int32 with the CLS and without the padding, labels (N,) int64;
-    vocab_size counts PAD and CLS."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    labels: np.ndarray
-    vocab_size: int
-    n_classes: int
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def n_windows(self) -> int:
-        """As data.datamodule.ValBatches asks."""
-        return len(self)
-
-    @property
-    def padded(self) -> bool:
-        return bool((self.lengths < self.tokens.shape[2]).any())
-
-    @property
-    def majority(self) -> float:
-        """The accuracy of always saying the most frequent class."""
-        return np.bincount(self.labels).max() / len(self)
-
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """input_ids (B, S, T) int64, targets (B,) int64 and, where there is padding, lengths (B, S) int32.
-        Indices beyond the last example give one whose target is ignored."""
-        rows = np.minimum(indices, len(self) - 1)
-        targets = np.where(indices < len(self), self.labels[rows], IGNORE)
-        batch = {"input_ids": self.tokens[rows].astype(np.int64), "targets": targets}
-        return batch | ({"lengths": self.lengths[rows]} if self.padded else {})
-
-
-@dataclass(frozen=True)
-class Shuffled:
-    """Examples without end: an order of its own in each epoch, which (seed, epoch) gives."""
-
-    examples: Examples
-    seed: int
-
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        n = len(self.examples)
-        epochs, positions = np.divmod(indices.astype(np.uint64), np.uint64(n))
-        keys = mix(mix(np.full(1, self.seed % 2**64, dtype=np.uint64)) ^ epochs)
-        return self.examples.batch(permute(positions, n, keys).astype(np.int64))
-
-
-def draw(task: Task, split: str, count: int, seq_len: int, seed: int = 0) -> Examples:
-    """`count` examples of a split. ValueError where one is longer than seq_len, its CLS counted."""
-    whole("the number of examples", count, 1)
-    tokens = np.full((count, task.sequences, seq_len), PAD, dtype=np.uint16)
-    lengths, labels = np.empty((count, task.sequences), dtype=np.int32), np.empty(count, dtype=np.int64)
-    tokens[:, :, 0] = CLS
-    for i in range(count):
-        sequences, labels[i] = task.example(random.Random(f"{seed} {split} {i}"), split)
-        for s, drawn in enumerate(sequences):
-            lengths[i, s] = length = len(drawn) + 1
-            if length > seq_len:
-                raise ValueError(
-                    f"an example of {task.name} has {length} tokens with its CLS, and seq_len is {seq_len}: "
-                    "raise seq_len, or draw shorter ones"
-                )
-            tokens[i, s, 1:length] = np.asarray(drawn, dtype=np.uint16) + SPECIAL
-    return Examples(tokens, lengths, labels, task.n_tokens + SPECIAL, task.n_classes)
 
 
 class ClassificationDataModule(lightning.LightningDataModule):

@@ -48,7 +48,7 @@ def value_of(tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class ListOps:
-    """The task for data.classification: one sequence, 10 classes. `min_length` to `max_length` tokens."""
+    """The task for data.examples: one sequence, 10 classes. `min_length` to `max_length` tokens."""
 
     min_length: int = 500
     max_length: int = 2000

@@ -21,7 +21,7 @@ from data.options import whole
 
 @dataclass(frozen=True)
 class Matching:
-    """The task for data.classification: two sequences of `excerpt` bytes, 2 classes, 1 where they belong
+    """The task for data.examples: two sequences of `excerpt` bytes, 2 classes, 1 where they belong
     together."""
 
     excerpt: int

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.classification import CLS, PAD, SPECIAL, ClassificationDataModule, Shuffled, draw
+from data.classification import ClassificationDataModule
+from data.examples import CLS, PAD, SPECIAL, Shuffled, draw
 from data.listops import ListOps
 
 
@@ -51,6 +52,12 @@ def test_an_example_is_a_function_of_seed_split_and_number():
     assert np.array_equal(few.tokens, many.tokens[:3])
     for other in (draw(Counting(), "val", 9, 6), draw(Counting(), "train", 9, 6, seed=1)):
         assert not np.array_equal(many.lengths, other.lengths)
+
+
+def test_several_processes_draw_the_same():
+    alone, shared = (draw(ListOps(5, 20), "train", 600, 24, workers=workers) for workers in (1, 2))
+    for name in ("tokens", "lengths", "labels"):
+        assert np.array_equal(getattr(alone, name), getattr(shared, name))
 
 
 def test_what_is_too_long_is_refused():

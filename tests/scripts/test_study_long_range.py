@@ -1,0 +1,210 @@
+"""scripts/studies/long_range.py on a CPU: its rows from end to end, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.naive import NaiveAttention
+from data.examples import Examples
+from scripts import claims
+from scripts.claims import long_range as claim
+from scripts.rows import key_of, read
+from scripts.studies import Row, long_range, long_range_runs
+from scripts.studies.long_range_report import comparisons, groups, learned, report, speed_ups, student
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY: dict[str, Any] = {
+    "shapes": {key: {"layers": 1, "heads": 2, "width": 16} for key in ("accuracy", "speed")},
+    "tasks": {"listops": (48, 4), "matching": (32, 4)},
+    "lengths": [16, 32],
+    "attention": ["standard", "sdpa"],
+    "seeds": 2,
+    "test": 20,
+    "tokens_per_step": {"accuracy": 256, "speed": 128},
+    "timed_steps": 3,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)  # the other tests' own business
+    monkeypatch.setitem(long_range.USUAL, "cpu", long_range.USUAL["cpu"] | TINY)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_the_whole_study(
+    tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "cpu.jsonl"
+    asked = ["--out", str(out), "--attention", "standard", "sdpa", "flash2"]
+    long_range.run(long_range.arguments(asked))
+    rows = list(read(out).values())
+    assert len(rows) == 2 * 3 + 2 * 2 * 3
+    for row in rows:
+        point, result = row["point"], row["result"]
+        if point["implementation"] == "flash2":
+            assert result["status"] == "unsupported" and "no cpu" in result["reason"]
+            continue
+        assert result["status"] == "ok" and result["kernels_ok"] and result["error_ratio"] <= 1
+        assert result["ms_p10"] <= result["ms_median"] <= result["ms_p90"]
+        assert result["tokens_per_s"] == pytest.approx(1e3 * point["tokens_per_step"] / result["ms_median"])
+        if point["measured"] == "accuracy":
+            assert 0 <= result["accuracy"] <= 1 and result["accuracy"] * 20 == pytest.approx(
+                round(result["accuracy"] * 20)
+            )
+            assert len(result["loss"]["curve"]) <= 10 and result["loss"]["first"] > 0
+    pairs = {}
+    for row in rows:
+        point, result = row["point"], row["result"]
+        if point["measured"] == "accuracy" and result["status"] == "ok":
+            pairs.setdefault((point["task"], point["seed"]), []).append(result)
+    assert len(pairs) == 4
+    for standard, sdpa in pairs.values():  # the same weights and data: in fp32 the same losses
+        assert standard["data"] == sdpa["data"]
+        assert standard["val_loss"] == pytest.approx(sdpa["val_loss"], rel=1e-4)
+    printed = capsys.readouterr().out
+    assert "ListOps" in printed and "no cpu" in printed and out.with_suffix(".svg").is_file()
+    # once more: nothing is left to be measured
+    monkeypatch.setattr(long_range_runs, "measure", None)
+    long_range.run(long_range.arguments(asked))
+    assert len(out.read_text().splitlines()) == len(rows)
+
+
+def test_help_is_instant_and_one_step_is_refused() -> None:
+    code = "import sys; import scripts.studies.long_range; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+    with pytest.raises(ValueError, match="--steps 1"):
+        long_range.settled(long_range.arguments(["--steps", "1"]), "cpu")
+
+
+def test_what_a_gpu_is_asked_for() -> None:
+    """Every length in eager and compiled; the tokens of a step are those said, in sequences of T."""
+    points = long_range.points(long_range.settled(long_range.arguments([]), "cuda"), "cuda")
+    speeds = [point for point in points if point["measured"] == "speed"]
+    assert {(p["seq_len"], p["compile"]) for p in speeds} == {
+        (t, c) for t in (1024, 2048, 4096) for c in (False, True)
+    }
+    assert {p["tokens_per_step"] for p in speeds} == {32768}
+    assert {(p["task"], p["seq_len"], p["micro_batch"]) for p in points if p["measured"] == "accuracy"} == {
+        ("listops", 2048, 32),
+        ("matching", 1024, 32),
+    }
+    task = long_range_runs.listops_of(2048)
+    assert (task.min_length, task.max_length) == (500, 2000)
+    assert long_range_runs.listops_of(4096) == task and long_range_runs.listops_of(128).max_length == 125
+
+
+def test_standard_attention_is_right() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 9, 8, dtype=torch.float64) for _ in range(3))
+    segments = (torch.arange(9) >= torch.tensor([[4], [9]])).int()
+    for options in ({}, {"segments": segments}):
+        expected = NaiveAttention()(q, k, v, causal=False, **options)
+        got = long_range_runs.StandardAttention()(q, k, v, causal=False, **options)
+        torch.testing.assert_close(got, expected)
+
+
+def test_answering_by_the_first_token_alone() -> None:
+    def made(first: list[int], labels: list[int]) -> Examples:
+        tokens = np.array([[[1, token, 9]] for token in first], dtype=np.uint16)
+        return Examples(tokens, np.full((len(first), 1), 3, np.int32), np.array(labels), 10, 3)
+
+    train = made([5, 5, 5, 6, 6], [2, 2, 0, 1, 1])
+    test = made([5, 6, 6, 5], [2, 1, 0, 0])
+    assert long_range_runs.first_token_accuracy(train, test) == 0.5
+    assert long_range_runs.facts(train, test)["majority"] == 0.5
+
+
+def gpu_rows(
+    accuracies: dict[str, list[float]], ms: dict[str, list[float]], majority: float = 0.2
+) -> list[Row]:
+    """Rows as of a GPU: accuracies on ListOps by seed, step times at 1k and 4k."""
+    rows = []
+    options = long_range.settled(long_range.arguments(["--lengths", "1024", "4096", "--seeds", "3"]), "cuda")
+    options.attention = list(accuracies)
+    for point in long_range.points(options, "cuda"):
+        name, result = point["implementation"], {"status": "ok", "reason": None, "kernels_ok": True}
+        if point["measured"] == "speed":
+            result["ms_median"] = ms[name][point["seq_len"] > 1024] * (0.5 if point["compile"] else 1)
+        elif point["task"] == "matching":
+            continue
+        else:
+            result |= {"accuracy": accuracies[name][point["seed"] - long_range.SEED], "ms_median": 5.0}
+            result |= {"majority": majority, "first_token": 0.3, "test_examples": 2000}
+        machine = {"gpu": "NVIDIA H200", "date": "2026-11-21"}
+        rows.append({"key": key_of(point), "point": point, "result": result, "machine": machine})
+    return rows
+
+
+ACCURACIES = {"standard": [0.36, 0.37, 0.38], "triton": [0.37, 0.38, 0.36], "cuda": [0.30, 0.31, 0.32]}
+MS = {"standard": [12.0, 36.0], "triton": [6.0, 9.0], "cuda": [6.0, 12.0]}
+
+
+def test_accuracies_are_compared_by_the_spread_over_seeds() -> None:
+    triton, cuda = comparisons(groups(gpu_rows(ACCURACIES, MS)))
+    assert triton.difference == pytest.approx(0) and triton.alike
+    # three groups of three seeds with a standard deviation of 0.01: 6 degrees of freedom, two comparisons
+    expected = student(1 - 0.05 / 2 / 2, 6) * 0.01 * (2 / 3) ** 0.5
+    assert cuda.difference == pytest.approx(-0.06) and cuda.allowed == pytest.approx(expected)
+    assert cuda.alike is False
+    one = [row for row in gpu_rows(ACCURACIES, MS) if row["point"].get("seed") == long_range.SEED]
+    assert [each.alike for each in comparisons(groups(one))] == [None, None]
+
+
+@pytest.mark.parametrize(("p", "freedom", "t"), [(0.975, 4, 2.776), (0.975, 8, 2.306), (0.995, 8, 3.355)])
+def test_quantiles_of_student(p: float, freedom: int, t: float) -> None:
+    assert student(p, freedom) == pytest.approx(t, rel=0.01)
+
+
+def test_speed_ups_are_of_steps_run_alike() -> None:
+    rows = gpu_rows(ACCURACIES, MS)
+    expected = {"triton": {1024: 2.0, 4096: 4.0}, "cuda": {1024: 2.0, 4096: 3.0}}
+    assert speed_ups(rows, False) == expected == speed_ups(rows, True)
+    rows = [r for r in rows if (r["point"]["implementation"], r["point"]["compile"]) != ("standard", True)]
+    assert speed_ups(rows, True) == {}
+    for row in rows:
+        if row["point"]["implementation"] == "cuda":
+            row["result"]["kernels_ok"] = False
+    assert set(speed_ups(rows, False)) == {"triton"}
+
+
+def test_a_report_of_a_gpu() -> None:
+    made = report(gpu_rows(ACCURACIES, MS))
+    assert "allowed" in made.tables[0].lines[0] and made.tables[1].lines[2][2] == "9.00 (4.00x)"
+    said = " ".join(made.notes)
+    assert "all but cuda on ListOps of 2 comparisons" in said and "mean 2.83x" in said
+    assert "Not all learned" not in said and "NVIDIA H200" in made.pictures[""]
+    assert "Not all learned" in " ".join(report(gpu_rows(ACCURACIES, MS, majority=0.36)).notes)
+    assert report([]).tables == []
+
+
+@pytest.mark.parametrize(
+    ("cuda", "majority", "slower", "verdict"),
+    [
+        ([0.36, 0.38, 0.37], 0.2, 1, claims.HOLDS),
+        ([0.36, 0.38, 0.37], 0.2, 2, claims.IN_PART),
+        ([0.36, 0.38, 0.37], 0.36, 1, claims.IN_PART),
+        ([0.36, 0.38, 0.37], 0.2, 8, claims.FAILS),
+        ([0.30, 0.31, 0.32], 0.2, 1, claims.IN_PART),
+    ],
+)
+def test_the_claim(cuda: list[float], majority: float, slower: float, verdict: str, tmp_path: Path) -> None:
+    ms = {name: [slower * x if name != "standard" else x for x in times] for name, times in MS.items()}
+    rows = gpu_rows(ACCURACIES | {"cuda": cuda}, ms, majority)
+    (tmp_path / "long_range").mkdir()
+    (tmp_path / "long_range" / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = claim.accuracy_and_speed(claims.Results(tmp_path))
+    assert found.verdict == verdict and found.gpu == "NVIDIA H200"
+    mean = statistics.geometric_mean([2 / slower, 4 / slower])
+    assert found.figure.startswith(f"{mean:.1f}x") and "ListOps 37.0%" in found.why
+    assert all(map(learned, groups(rows))) == (majority == 0.2)
