@@ -1,0 +1,308 @@
+"""The study long_context_quality: its documents, what a target may see, and the whole command on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from concurrent.futures import Executor, Future
+
+import numpy as np
+import pytest
+import torch
+
+from attention.sdpa import SDPAAttention
+from data.tokenizers import ByteTokenizer
+from model.gpt import GPT, GPTConfig
+from scripts import sweep_process
+from scripts.rows import key_of, read
+from scripts.studies import long_context_quality as study
+from scripts.studies import long_context_runs as runs
+from scripts.studies import long_documents
+from scripts.studies import loss_by_position as losses
+from scripts.studies.long_context_report import Measured, report
+from scripts.studies.long_documents import documents, gather, held_out_groups, own
+from tests.running import train_here
+
+TINY = ["model.n_layer=1", "model.n_embd=32", "data.tokenizer.kind=byte", "trainer.accelerator=cpu"]
+TINY += ["callbacks.checkpoints.every=10", "callbacks.checkpoints.keep=9", "schedule.warmup_steps=2"]
+
+
+def write(path, seed, lines=60):
+    """Lines of words, no two files with a line in common; the same every time."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefghij", k=6)) for _ in range(200)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(" ".join(draw.choices(words, k=5)) + "\n" for _ in range(lines)))
+    return path
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """(package, file) of 12 packages of two files each."""
+    return [
+        (f"package{i}", write(tmp_path / f"site/package{i}/{name}.py", 2 * i + at))
+        for i in range(12)
+        for at, name in enumerate(("one", "two"))
+    ]
+
+
+def test_what_is_no_long_text_is_left_out_and_a_copy_counts_once(packages, tmp_path):
+    bad = {"short": b"pass\n", "binary": b"\0" * 4000, "latin": b"\xe9" * 4000, "table": b"1," * (1 << 18)}
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content * (2 if name == "table" else 1))
+        packages.append((name, tmp_path / name))
+    copy = tmp_path / "copy.py"
+    copy.write_bytes(packages[0][1].read_bytes())
+    found = documents([*packages, ("vendor", copy), ("gone", tmp_path / "gone.py")], 1000)
+    assert len(found) == 24 and [d.sha256 for d in found] == sorted(d.sha256 for d in found)
+    assert found == documents([("vendor", copy), *reversed(packages)], 1000)  # whatever the order
+
+
+def test_whole_packages_are_held_out_without_what_training_has_already(packages, tmp_path, monkeypatch):
+    monkeypatch.setattr(long_documents, "HELD_OUT", 0.6)  # of twelve packages, so that there are some
+    groups = held_out_groups(documents(packages, 1000), 0.6)
+    assert 6 <= len(groups) <= 9
+    # under a held-out package's name a fork of a training file: a line of its own, and the rest copied
+    original = next(path for group, path in packages if group not in groups)
+    fork = tmp_path / "fork.py"
+    fork.write_text(original.read_text() + "a line that the original does not have\n")
+    made = gather([*packages, (groups[0], fork)], tmp_path / "out", 1000, 10**9)
+    texts = {
+        part: [p.read_text() for p in (tmp_path / "out" / part).iterdir()]
+        for part in ("training", "held_out")
+    }
+    assert made["held_out"]["repeats_left_out"] == 1 and fork.read_text() not in texts["held_out"]
+    for group, path in packages:
+        inside = group in made["held_out"]["packages"]
+        assert (path.read_text() in texts["held_out"], path.read_text() in texts["training"]) == (
+            inside,
+            not inside,
+        )
+    assert made["training"]["files"] == len(texts["training"]) and made["found"]["packages"] == 12
+    assert gather([], tmp_path / "out", 1000, 10**9) == made  # complete: nothing is looked at again
+
+
+def test_the_text_is_bounded_and_its_digest_knows_contents_alone(packages, tmp_path):
+    size = packages[0][1].stat().st_size
+    one = gather(packages, tmp_path / "one", 1000, 3 * size)
+    assert 3 * size <= one["training"]["bytes"] < 5 * size
+    renamed = [(group, path.rename(path.with_suffix(".txt"))) for group, path in packages]
+    assert gather(renamed, tmp_path / "two", 1000, 3 * size) == one
+    write(renamed[0][1], 99)
+    assert gather(renamed, tmp_path / "three", 1000, 3 * size)["found"]["sha256"] != one["found"]["sha256"]
+    with pytest.raises(ValueError, match="it takes two, one to train"):
+        gather(own(str(renamed[0][1]), "*"), tmp_path / "four", 1000, 10**6)
+
+
+@pytest.mark.parametrize("span, context", [(64, 16), (64, 64), (48, 8), (64, 4), (60, 16)])
+def test_a_target_counts_in_the_window_that_gives_it_most(span, context):
+    starts = losses.window_starts(span, context)
+    chosen = losses.most_context(starts, span, context)
+    for position in range(span):
+        covering = [start for start in starts if start <= position < start + context]
+        assert starts[chosen[position]] == min(covering)
+        seen = position - min(covering) + 1
+        assert (
+            seen == position + 1 if position < context else context - max(1, context // 8) < seen <= context
+        )
+
+
+def test_losses_are_those_of_the_model_given_what_precedes():
+    torch.manual_seed(0)
+    tokens = np.random.default_rng(1).integers(0, 50, (3, 33))
+    model = GPT(GPTConfig(50, seq_len=16, n_layer=1, n_head=2, n_embd=16, position="rope"), SDPAAttention())
+    found = losses.evaluate(model.eval(), tokens, 16, 4, torch.device("cpu"))
+    expected = np.empty((3, 32))
+    for position in range(32):
+        first = max(0, -(-(position - 15) // 2) * 2)  # windows move on by 2
+        ids = torch.from_numpy(tokens[:, first : position + 1])
+        with torch.inference_mode():
+            last = model(ids)[:, -1, :50].log_softmax(-1)
+        expected[:, position] = -last[range(3), tokens[:, position + 1]]
+    assert found["loss"] == pytest.approx(expected.mean(), abs=1e-5)
+    assert found["loss_last_half"] == pytest.approx(expected[:, 16:].mean(), abs=1e-5)
+    assert found["loss_by_document"] == pytest.approx(expected.mean(1).tolist(), abs=2e-5)
+    assert found["loss_by_position"] == [
+        [middle, pytest.approx(expected[:, part].mean(), abs=2e-5)]
+        for middle, part in ((8.5, slice(16)), (20.5, slice(16, 24)), (28.5, slice(24, 32)))
+    ]
+    with torch.inference_mode():  # two windows that follow each other
+        sums = [
+            model(
+                torch.from_numpy(tokens[:, at : at + 16]),
+                targets=torch.from_numpy(tokens[:, at + 1 : at + 17]),
+            )
+            for at in (0, 16)
+        ]
+    assert found["loss_chunked"] == pytest.approx(float(sum(sums)) / 96, abs=1e-5)
+
+
+def test_documents_that_are_long_enough_are_evaluated_from_their_start():
+    tokens = losses.evaluation_tokens(["abcdef", "ab", "abcde", "xyzwv"], ByteTokenizer(), 5, 2)
+    assert tokens.tolist() == [[256, *b"abcde"]] * 2
+    with pytest.raises(ValueError, match=r"none of the 1 held-out documents has 5 tokens"):
+        losses.evaluation_tokens(["ab"], ByteTokenizer(), 5, 2)
+
+
+def result(values, documents=(0.0, 0.0), **more):
+    """A fake result; `values`: loss at positions 40 and 300."""
+    corpus = {"training": {"files": 9, "bytes": 10**8, "sha256": "a" * 64, "tokens": 10**6}, "passes": 1}
+    corpus |= {"evaluated": {"documents": 2, "targets": 1024, "sha256": "b" * 64}}
+    loss = sum(values) / 2
+    by_position = [[40.0, values[0]], [300.0, values[1]]]
+    found = {"status": "ok", "reason": None, "loss": loss, "loss_last_half": values[1], "loss_chunked": loss}
+    found |= {"loss_by_position": by_position, "corpus": corpus, "wall_s": 9.0}
+    return found | {"loss_by_document": [loss + one for one in documents]} | more
+
+
+def row(measured, seq_len, seed, result, **more):
+    point = {"study": study.STUDY, "measured": measured, "seq_len": seq_len, "seed": seed, "tokens": 10**6}
+    point |= {
+        "text": "t",
+        "model": "m",
+        "tokens_per_step": 64,
+        "implementation": "auto",
+        "dtype": "bf16-mixed",
+    }
+    machine = {"gpu": "NVIDIA H200", "date": "2026-01-01"}
+    point |= {"compile": True} | more
+    return {"key": key_of(point), "point": point, "result": result, "machine": machine}
+
+
+def speed(train_s):
+    found = {"status": "ok", "reason": None, "tokens_per_s": 1e6 / train_s, "train_s": train_s, "mfu": 0.3}
+    return found | {"ms_median": 5.0, "ms_p10": 4.9, "ms_p90": 5.2, "peak_mib": 2048.0}
+
+
+def test_the_report_says_what_the_rows_say():
+    rows = [row("loss", 128, 1, result((9, 9)), text="older")]
+    rows += [row("loss", 128, seed, result((2.0, 1.5 + seed / 100), (0.01, -0.01))) for seed in (1, 2)]
+    rows += [row("loss", 512, seed, result((2.02, 1.3 + seed / 100))) for seed in (1, 2)]
+    rows += [row("speed", 128, 1, speed(2.0)), row("speed", 512, 1, speed(3.0))]
+    rows += [row("loss", 1024, 1, {"status": "oom", "reason": "CUDA out of memory"})]
+    made = report(rows)
+    quality, cost, positions = (table.lines for table in made.tables)
+    assert [line[0] for line in quality] == ["context", "128", "512"]
+    assert quality[1][1:3] == ["2", "1.7575 ± 0.0035"] and quality[2][-1] == "-0.0900 ± 0.0000 ± 0.0100"
+    assert [line[4] for line in cost[1:]] == ["1.00x", "1.50x"] and cost[2][1] == "333,333"
+    assert positions[1:] == [
+        ["40", "2.0000 ± 0.0000", "2.0200 ± 0.0000"],
+        ["300", "1.5150 ± 0.0071", "1.3150 ± 0.0071"],
+    ]
+    said = " ".join(made.notes)
+    assert "the loss is lower by 0.0900 nats than with 128" in said and "differs by +0.0200" in said
+    assert (
+        "3 s at 512 against 2 s at 128" in said and "T=1,024, loss, seed 1: oom, CUDA out of memory" in said
+    )
+    assert made.pictures[""].count("NVIDIA H200") == 1 and "older" not in said
+
+
+def test_a_difference_within_the_spread_is_none():
+    rows = [row("loss", 128, seed, result((2.0, 1.5))) for seed in (1, 2)]
+    rows += [row("loss", 512, seed, result((2.0, 1.5 + (seed - 1.4) / 10))) for seed in (1, 2)]
+    assert "no different beyond the spread" in report(rows).notes[0]
+    alone = Measured([row("loss", 128, 1, result((2.0, 1.5)))])
+    assert alone.gain(128) is None
+    failed = report([row("loss", 128, 1, {"status": "error", "reason": "killed"})])
+    assert failed.tables == [] and "error, killed" in failed.notes[0]
+
+
+class Here(Executor):
+    """A pool that works at submission, in this thread: a run wants the main one, for its signals."""
+
+    def __init__(self, workers): ...
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+class FakeProcess:
+    """In the place of a timed training point in a process."""
+
+    def __init__(self, command, timeout_s, beside):
+        assert "--steps=20" in command and beside == 0
+        self.seq_len = next(word for word in command if word.startswith("seq_len="))
+
+    def ready(self): ...
+
+    def end(self): ...
+
+    def result(self):
+        return speed(1.0) | {"tokens_per_s": 1000.0, "of": self.seq_len}
+
+
+def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("scripts.studies.long_documents.installed", lambda: iter(packages))
+    monkeypatch.setattr(sweep_process, "Process", FakeProcess)
+    monkeypatch.setattr(study, "ThreadPoolExecutor", Here)
+    trained = []
+
+    def here(self, command):
+        trained.append(command[3:])
+        done = train_here(tmp_path, *command[3:], tiny=False)
+        return None if done.code == 0 else done.err
+
+    monkeypatch.setattr(runs.Trainings, "_ended", here)
+    out = tmp_path / "rows.jsonl"
+    words = ["--work", str(tmp_path), "--out", str(out), "--contexts", "16", "32", "--seeds", "2"]
+    words += ["--tokens", "1000", "--step-tokens", "128", "--least-bytes", "1000", "--documents", "2"]
+    monkeypatch.setattr(sys, "argv", ["long_context_quality.py", *words, *TINY])
+    study.main()
+    rows = sorted(
+        read(out).values(), key=lambda r: [r["point"][key] for key in ("measured", "seed", "seq_len")]
+    )
+    assert [(r["point"]["measured"], r["point"]["seed"], r["point"]["seq_len"]) for r in rows] == [
+        *(("loss", seed, context) for seed in (1337, 1338) for context in (16, 32)),
+        *(("speed", 1337, context) for context in (16, 32)),
+    ]
+    assert all(r["result"]["status"] == "ok" for r in rows)
+    losses_of = [r["result"]["loss"] for r in rows[:4]]
+    assert len(set(losses_of)) == 4 and max(losses_of) < np.log(257)  # it has learnt something
+    point, corpus = rows[0]["point"], rows[0]["result"]["corpus"]
+    # one pass, short of it by less than a step and two windows
+    assert -128 - 64 <= point["tokens"] - corpus["training"]["tokens"] <= 0
+    assert corpus["evaluated"] == rows[3]["result"]["corpus"]["evaluated"] and point["micro_batch"] == 8
+    assert str(tmp_path) not in str(point) and rows[1]["point"]["micro_batch"] == 4
+    assert rows[5]["result"]["train_s"] == point["tokens"] / 1000
+    said = capsys.readouterr().out
+    assert "less that of 16" in said and "sha256" in said and out.with_suffix(".svg").is_file()
+
+    kept = [line for line in out.read_text().splitlines() if rows[0]["key"] not in line]
+    out.write_text("\n".join(kept) + "\n")  # a row is lost
+    run = next((tmp_path / "runs").glob("long-context-16-1337-*"))
+    sorted(run.glob("checkpoints/step-*.ckpt"))[-1].unlink()  # and its run had not come to its end
+    study.main()
+    again = next(r for r in read(out).values() if r["point"] == point)
+    assert trained[4:] == [[f"ckpt={run.name}"]]  # it went on, and nothing else ran
+    assert again["result"]["loss"] == rows[0]["result"]["loss"] and again["result"]["wall_s"] is None
+
+
+def test_a_run_in_a_process_ends_well_and_says_why_it_failed(packages, tmp_path, monkeypatch):
+    monkeypatch.setattr("scripts.studies.long_documents.installed", lambda: iter(packages))
+    monkeypatch.setattr(sys, "argv", ["x", "--contexts", "16", "--work", str(tmp_path), *TINY])
+    options = study.settled(study.arguments(), "cpu")
+    options.tokens, options.step_tokens, options.least_bytes, options.at_once = 500, 64, 1000, 2
+    plan = runs.planned(study.STUDY, options, "cpu", [1])
+    plan = dataclasses.replace(plan, steps=2, overrides=[*plan.overrides, "trainer.max_steps=2"])
+    trainings = runs.Trainings(plan, False)
+    done = trainings.train(plan.losses[0])
+    assert done["status"] == "ok" and done["wall_s"] > 0 and plan.final(plan.losses[0]).is_file()
+    monkeypatch.setattr(
+        runs, "CHILD", "raise SystemExit('a warning\\ntorch.OutOfMemoryError: out of memory')"
+    )
+    failed = runs.Trainings(plan, True).train(plan.losses[0])
+    said = "the run ended with exit code 1: torch.OutOfMemoryError: out of memory"
+    assert failed == {"status": "oom", "reason": said} and plan.final(plan.losses[0]) is None
+
+
+@pytest.mark.parametrize(
+    "words", [["--contexts", "96", "128"], ["--contexts", "48", "64", "--step-tokens", "64"]]
+)
+def test_contexts_that_do_not_fit_a_step_are_refused(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", *words])
+    with pytest.raises(ValueError, match=f"--contexts {words[1]}: it has to divide"):
+        study.settled(study.arguments(), "cpu")
