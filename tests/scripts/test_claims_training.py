@@ -1,0 +1,81 @@
+"""Claims 4 and 6: verdicts by thresholds, from faked rows of a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.claims.training import end_to_end, short_encoder
+from tests.scripts.test_study_training import rows_of
+
+
+def results(folder: Path, **studies: list[dict[str, object]]) -> Results:
+    for study, rows in studies.items():
+        (folder / study).mkdir()
+        (folder / study / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Results(folder)
+
+
+@pytest.fixture(scope="module")
+def both_models() -> str:
+    return json.dumps(rows_of("experiment=speedup_end_to_end"))
+
+
+def parity(same: bool) -> list[dict[str, object]]:
+    result = {"status": "ok", "difference": 2e-5, "parity": same}
+    point = {"study": "parity", "implementation": "triton", "pass": "train"}
+    machine = {"gpu": "NVIDIA H200", "date": "2026-11-21"}
+    return [{"key": "k", "point": point, "result": result, "machine": machine}]
+
+
+def test_as_fast_as_claimed_to_the_same_losses(tmp_path, both_models):
+    found = end_to_end(results(tmp_path, speedup_end_to_end=json.loads(both_models), parity=parity(True)))
+    assert found.verdict == HOLDS and found.figure == "4.5x (gpt2) and 4.5x (gpt2_medium)"
+    assert "gpt2: triton, compiled is 4.5x, 3.0x its SDPA, 1.8x our own model" in found.why
+    assert "by 0.00002 at most, within" in found.why and "speedup_end_to_end.py" in found.command
+
+
+def test_without_the_same_losses_or_the_factor_it_holds_in_part(tmp_path, both_models):
+    rows = json.loads(both_models)
+    (tmp_path / "a").mkdir()
+    found = end_to_end(results(tmp_path / "a", speedup_end_to_end=rows))
+    assert found.verdict == IN_PART and "was not measured" in found.why
+    for row in rows:
+        if row["point"]["implementation"] == "transformers eager":
+            row["result"]["tokens_per_s"] = 150e3
+    (tmp_path / "b").mkdir()
+    found = end_to_end(results(tmp_path / "b", speedup_end_to_end=rows, parity=parity(True)))
+    assert found.verdict == IN_PART and found.figure.startswith("3.0x (gpt2)")
+    for row in rows:
+        if row["point"]["implementation"] == "transformers eager":
+            row["result"]["tokens_per_s"] = 500e3
+    (tmp_path / "c").mkdir()
+    assert end_to_end(results(tmp_path / "c", speedup_end_to_end=rows)).verdict == FAILS
+
+
+def test_one_model_is_not_enough(tmp_path, both_models):
+    rows = [row for row in json.loads(both_models) if "medium" not in row["point"]["model"]]
+    with pytest.raises(NotMeasured, match="speedup_end_to_end"):
+        end_to_end(results(tmp_path, speedup_end_to_end=rows))
+
+
+@pytest.mark.parametrize(
+    ("naive", "verdict", "word"),
+    [
+        (250e3, HOLDS, "substantially"),
+        (330e3, HOLDS, "moderately"),
+        (420e3, IN_PART, "little"),
+        (460e3, FAILS, "little"),
+    ],
+)
+def test_a_short_encoder(tmp_path, naive, verdict, word):
+    rows = rows_of("experiment=encoder_short", "sweep.grid.attention=[naive,triton]")
+    for row in rows:
+        if row["point"]["implementation"] == "naive" and row["point"]["compile"]:
+            row["result"]["tokens_per_s"] = naive
+    found = short_encoder(results(tmp_path, encoder_short=rows))
+    assert found.verdict == verdict and f"it gains {word}" in found.why
+    assert found.figure == f"{450e3 / naive:.2f}x over compiled, 2.58x over eager"
