@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import sys
 from concurrent.futures import Executor, Future
@@ -15,6 +16,8 @@ from attention.sdpa import SDPAAttention
 from data.tokenizers import ByteTokenizer
 from model.gpt import GPT, GPTConfig
 from scripts import sweep_process
+from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.claims.long_context import longer_contexts
 from scripts.rows import key_of, read
 from scripts.studies import long_context_quality as study
 from scripts.studies import long_context_runs as runs
@@ -206,6 +209,25 @@ def test_a_difference_within_the_spread_is_none():
     assert alone.gain(128) is None
     failed = report([row("loss", 128, 1, {"status": "error", "reason": "killed"})])
     assert failed.tables == [] and "error, killed" in failed.notes[0]
+
+
+@pytest.mark.parametrize(
+    "gain, train_s, verdict", [(0.2, 2.6, HOLDS), (0.2, 2.8, IN_PART), (-0.2, 2.1, FAILS)]
+)
+def test_claim_5_wants_a_better_model_at_little_cost(tmp_path, gain, train_s, verdict):
+    rows = [row("loss", 512, 1, result((9, 9))), row("speed", 512, 1, speed(1.0))]
+    rows += [row("loss", 1024, seed, result((2.0, 2.0 + seed / 100))) for seed in (1, 2)]
+    rows += [row("loss", 4096, seed, result((2.0, 2.0 + seed / 100 - gain))) for seed in (1, 2)]
+    folder = tmp_path / study.STUDY
+    folder.mkdir()
+    (folder / "h200.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    with pytest.raises(NotMeasured, match="speed"):
+        longer_contexts(Results(tmp_path))
+    rows += [row("speed", 1024, 1, speed(2.0)), row("speed", 4096, 1, speed(train_s))]
+    (folder / "h200.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    found = longer_contexts(Results(tmp_path))
+    assert found.verdict == verdict and f"{-gain / 2:+.4f} ± 0.0000 nats at 4,096" in found.why
+    assert found.figure.endswith(f"time 1.00 / {train_s / 2:.2f}") and found.gpu == "NVIDIA H200"
 
 
 class Here(Executor):
