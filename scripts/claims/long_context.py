@@ -36,12 +36,12 @@ def longer_contexts(results: Results) -> Answer:
     differences = ", ".join(
         f"{gain.nats:+.4f} ± {gain.seeds:.4f} nats at {context:,}" for context, gain in gains.items() if gain
     )
-    point = rows[-1]["point"]
+    tokens, parameters = rows[-1]["point"]["tokens"], measured.runs[longest][-1]["result"]["parameters"]
     why = (
         f"Contexts of {', '.join(f'{context:,}' for context in contexts)} on the same tokens, with the same "
         f"held-out targets: {differences}, against {SHORTEST:,} with the same seed (standard deviation over "
         f"seeds). The time at {longest:,} is {costs[longest]:.2f}x that at {SHORTEST:,}, the paper's "
-        f"{LITTLE:.2f}x. This is a small model ({point['model']}, {point['tokens'] / 1e6:.0f} million tokens), "
-        "not GPT-2 small trained for days: attention is a larger part of its time."
+        f"{LITTLE:.2f}x. This is a model of {parameters / 1e6:.1f}M parameters after {tokens / 1e6:.0f}M "
+        "tokens, not GPT-2 small after days: attention is a larger part of its time."
     )
     return answer(rows, figure, verdict, why)

@@ -217,11 +217,12 @@ def notes(measured: Measured) -> list[str]:
     if longest in measured.speeds and shortest in measured.speeds:
         times = [measured.speeds[context]["result"]["train_s"] for context in (shortest, longest)]
         found.append(f"The budget takes {times[1]:,.0f} s at {b} against {times[0]:,.0f} s at {a}.")
-    corpus = measured.runs[longest][-1]["result"]["corpus"]
+    result = measured.runs[longest][-1]["result"]
+    corpus, parameters = result["corpus"], result["parameters"]
     training, evaluated = corpus["training"], corpus["evaluated"]
     found.append(
-        f"Trained on {training['files']:,} documents ({training['bytes'] / 1e6:,.0f} MB, sha256 "
-        f"{training['sha256'][:12]}), {corpus['passes']} pass(es) of {training['tokens']:,} tokens; "
+        f"{parameters / 1e6:.2f}M parameters, trained on {training['files']:,} documents "
+        f"({training['bytes'] / 1e6:,.0f} MB, sha256 {training['sha256'][:12]}), {corpus['passes']} pass(es) of {training['tokens']:,} tokens; "
         f"evaluated on {evaluated['documents']} others, held out with all of their package: "
         f"{evaluated['targets']:,} targets (sha256 {evaluated['sha256'][:12]}), the same for all contexts."
     )

@@ -260,6 +260,7 @@ def evaluation(plan: Plan, point: Point) -> dict[str, Any]:
     device = torch.device(plan.device)
     batch = max(1, plan.options.step_tokens // point["seq_len"])
     result = evaluate(model.eval().to(device), plan.tokens, point["seq_len"], batch, device)
+    result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()  # for the runs beside this one

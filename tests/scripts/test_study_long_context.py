@@ -155,7 +155,7 @@ def result(values, documents=(0.0, 0.0), **more):
     loss = sum(values) / 2
     by_position = [[40.0, values[0]], [300.0, values[1]]]
     found = {"status": "ok", "reason": None, "loss": loss, "loss_last_half": values[1], "loss_chunked": loss}
-    found |= {"loss_by_position": by_position, "corpus": corpus, "wall_s": 9.0}
+    found |= {"loss_by_position": by_position, "corpus": corpus, "wall_s": 9.0, "parameters": 5}
     return found | {"loss_by_document": [loss + one for one in documents]} | more
 
 
