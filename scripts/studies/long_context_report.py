@@ -222,7 +222,8 @@ def notes(measured: Measured) -> list[str]:
     training, evaluated = corpus["training"], corpus["evaluated"]
     found.append(
         f"{parameters / 1e6:.2f}M parameters, trained on {training['files']:,} documents "
-        f"({training['bytes'] / 1e6:,.0f} MB, sha256 {training['sha256'][:12]}), {corpus['passes']} pass(es) of {training['tokens']:,} tokens; "
+        f"({training['bytes'] / 1e6:,.0f} MB, sha256 {training['sha256'][:12]}), {corpus['passes']} pass(es) "
+        f"of {training['tokens']:,} tokens; "
         f"evaluated on {evaluated['documents']} others, held out with all of their package: "
         f"{evaluated['targets']:,} targets (sha256 {evaluated['sha256'][:12]}), the same for all contexts."
     )
