@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -222,3 +223,11 @@ def test_the_page_has_every_claim_and_counts_them(tmp_path):
     assert "70 of 19.5 TFLOP/s: 357%" in text and "6 MiB at 1,024, 72 MiB at 4,096" in text
     assert "10.0 GiB with 64 KV heads, 1.25 GiB with its 8" in text
     assert text.rstrip().splitlines()[-3].startswith("| holds in part | 1 | [10](#claim-10) |")
+
+
+def test_every_claim_has_who_answers_it(tmp_path):
+    found = claims.answered(Results(tmp_path))
+    assert sorted(claims.ANSWERS) == [claim.number for claim in CLAIMS]
+    assert all(
+        re.match(r"no (rows|counters) of .*run `python scripts/\S+\.py", one.why) for one in found.values()
+    )
