@@ -199,7 +199,10 @@ def left_out(rows: Iterable[Row]) -> list[list[str]]:
         point, result = row["point"], row["result"]
         if result["status"] == "ok" and not wrong(result):
             continue
-        why = result["reason"] if result["status"] != "ok" else "another kernel, or beyond rounding"
+        why = result["reason"]
+        if result["status"] == "ok":
+            right = result.get("kernels_ok", True)
+            why = f"error ratio {result.get('error_ratio'):.2f}" if right else "not the kernels asked for"
         name = point["implementation"] + (", compiled" if point["compile"] else "")
         lines.append([NAMES[point["task"]], f"{point['seq_len']:,}", name, result["status"], why])
     return [list(line) for line in dict.fromkeys(map(tuple, lines))]

@@ -94,7 +94,7 @@ def test_what_a_gpu_is_asked_for() -> None:
     assert {(p["seq_len"], p["compile"]) for p in speeds} == {
         (t, c) for t in (1024, 2048, 4096) for c in (False, True)
     }
-    assert {p["tokens_per_step"] for p in speeds} == {32768}
+    assert {p["tokens_per_step"] for p in points} == {65536}
     assert {(p["task"], p["seq_len"], p["micro_batch"]) for p in points if p["measured"] == "accuracy"} == {
         ("listops", 2048, 32),
         ("matching", 1024, 32),
@@ -208,3 +208,16 @@ def test_the_claim(cuda: list[float], majority: float, slower: float, verdict: s
     mean = statistics.geometric_mean([2 / slower, 4 / slower])
     assert found.figure.startswith(f"{mean:.1f}x") and "ListOps 37.0%" in found.why
     assert all(map(learned, groups(rows))) == (majority == 0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["standard", "sdpa", "triton", "cuda"])
+def test_points_of_a_gpu(name: str) -> None:
+    """A compiled step without padding, and a short run with it."""
+    speed = {"seed": 1, "steps": 8, "compile": True}
+    run = {"seed": 1, "steps": 8, "compile": False, "test_examples": 40}
+    for kind, task, more in (("speed", "matching", speed), ("accuracy", "listops", run)):
+        point = long_range.point_of(kind, task, name, 256, 1e-3, "cuda", more)
+        found = long_range_runs.measure(point, 40, torch.device("cuda"))
+        assert found["status"] == "ok" and found["error_ratio"] <= 1 and found["peak_mib"] > 0
+        assert found["kernels_ok"], found["kernels"]
