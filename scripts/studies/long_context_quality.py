@@ -17,12 +17,12 @@ on the same targets, each given as much of its document as the context allows
 (scripts/studies/loss_by_position.py).
 
 Rows, one per run and per speed, answer row 5 of results/CLAIMS.md. Point: measured ("loss" or "speed"),
-seq_len, seed, tokens, micro_batch, tokens_per_step, model, text (of which digest). Result of a loss, nats per
-token: loss, loss_last_half, loss_by_position and loss_in_window ([position, loss] of each bin), loss_chunked,
-loss_by_document; parameters, corpus, wall_s (beside the other runs: no measure of speed). Result of a speed:
-as of scripts/training_point.py (tokens_per_s, ms_median, mfu, peak_mib, kernels), with train_s, what the
-budget of tokens takes at that speed. A study that was killed goes on where it stopped, its runs from their
-checkpoints.
+seq_len, seed, tokens, micro_batch, tokens_per_step, model; text and recipe, digests of the text and of the
+config that all runs share. Result of a loss, nats per token: loss, loss_last_half, loss_by_position and
+loss_in_window ([position, loss] of each bin), loss_chunked, loss_by_document; parameters, corpus, wall_s
+(beside the other runs: no measure of speed). Result of a speed: as of scripts/training_point.py
+(tokens_per_s, ms_median, mfu, peak_mib, kernels), with train_s, what the budget of tokens takes at that
+speed. A study that was killed goes on where it stopped, its runs from their checkpoints.
 """
 
 from __future__ import annotations

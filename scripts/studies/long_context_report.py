@@ -40,12 +40,12 @@ class Gain:
 
 
 class Measured:
-    """The rows of the text, model and budget that was studied last.
+    """The rows of the text, config and budget that was studied last.
 
     runs: context -> finished runs by seed; speeds: context -> row; failed: rows of everything else."""
 
     def __init__(self, rows: Sequence[Row]):
-        keys = ("text", "tokens", "model", "tokens_per_step", "implementation", "dtype", "compile")
+        keys = ("text", "tokens", "tokens_per_step", "recipe", "dtype", "compile")
         last = rows[-1]["point"]
         self.rows = [row for row in rows if all(row["point"][key] == last[key] for key in keys)]
         self.rows.sort(key=lambda row: (row["point"]["seq_len"], row["point"]["seed"]))

@@ -62,22 +62,30 @@ class Plan:
     def speeds(self) -> list[Point]:
         return [self.point("speed", context, self.seeds[0]) for context in self.options.contexts]
 
-    def point(self, measured: str, context: int, seed: int) -> Point:
-        """The `point` of a row, with nothing in it of where the text lies."""
-        from scripts.sweep_points import composed, fields
+    @cached_property
+    def recipe(self) -> str:
+        """Of everything in the config that all points share."""
+        return self._fields(1, 0, 1)["config"]
 
-        cfg, chosen = composed([*self.overrides, *of_point(context, seed, self.options.step_tokens)])
-        cfg.data.path = cfg.data.data_dir = ""
-        name = f"{chosen['model']} model.position={cfg.model.position}"
-        found = fields(self.study, cfg, name, self.device)
-        recipe = found.pop("config")
+    def point(self, measured: str, context: int, seed: int) -> Point:
+        """The `point` of a row."""
+        found = self._fields(context, seed, self.options.step_tokens)
+        del found["config"]
         parts = [self.corpus[part]["sha256"] for part in ("training", "evaluated")]
         return found | {
             "measured": measured,
             "tokens": self.steps * self.options.step_tokens,
-            "recipe": recipe,
+            "recipe": self.recipe,
             "text": hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12],
         }
+
+    def _fields(self, context: int, seed: int, step_tokens: int) -> dict[str, Any]:
+        """With nothing in it of where the text lies."""
+        from scripts.sweep_points import composed, fields
+
+        cfg, chosen = composed([*self.overrides, *of_point(context, seed, step_tokens)])
+        cfg.data.path = cfg.data.data_dir = ""
+        return fields(self.study, cfg, f"{chosen['model']} model.position={cfg.model.position}", self.device)
 
     def words(self, point: Point) -> list[str]:
         """The overrides of a point's run."""
