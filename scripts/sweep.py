@@ -5,6 +5,9 @@
     python scripts/sweep.py experiment=seqlen_scaling --shard 0/4        every fourth point; 1/4, 2/4, 3/4
     python scripts/sweep.py experiment=seqlen_scaling --print-commands   one for each point, for a scheduler
 
+On a GPU the first steps of several points, which compile, run side by side (--together), as many as have room
+by the memory model; what is timed has the GPU to itself, and out of memory counts when alone.
+
 Rows go to results/<study>/<gpu or cpu>.jsonl as points end, the picture beside it at the end. What runs out
 of memory, is refused or fails is a row with the reason; where memory runs out, smaller micro-batches follow,
 to the largest that fits. A sweep that was killed goes on where it stopped, as long as the machine and the

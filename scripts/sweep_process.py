@@ -57,7 +57,15 @@ class Process:
 
     def ready(self) -> None:
         """Wait until the first step is done, or the point has failed."""
-        self.first_step.wait()
+        self._wait(self.first_step)
+
+    def _wait(self, event: threading.Event) -> None:
+        """For the event, or the end of the process: its output may stay open for longer, where a child of its
+        own holds it."""
+        while not event.wait(0.2):
+            if self.process.poll() is not None:
+                event.wait(2)  # what it has printed last may be on its way
+                return
 
     def result(self) -> dict[str, Any]:
         """A row's result: the point's own, or how its process failed."""
@@ -68,7 +76,7 @@ class Process:
                 with contextlib.suppress(BrokenPipeError):  # it has failed, and has said so
                     self.process.stdin.write("go\n")
                     self.process.stdin.flush()
-            self.ended.wait()
+            self._wait(self.ended)
             if self.found is None and not self.late:
                 self.process.wait()
             return (self.found or self._failed()) | ({"beside": self.beside} if self.beside else {})
@@ -79,10 +87,11 @@ class Process:
         self.timer.cancel()
         self.process.kill()
         self.process.wait()
-        self.reader.join()
+        self.reader.join(2)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.stdout.close()
+        if not self.reader.is_alive():
+            self.process.stdout.close()
         self.err.close()
 
     def _failed(self) -> dict[str, Any]:

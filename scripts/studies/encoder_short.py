@@ -18,8 +18,13 @@ from scripts.studies import Report, Row, training  # noqa: E402
 
 EXPERIMENT = "encoder_short"
 SMALL = ("seq_len=64", "tokens_per_step=1024", "sweep.micro_tokens=512", "model.n_layer=2", "model.n_head=4")
-SMALL += ("model.n_embd=128", "data.corpus.vocab_size=512", "data.corpus.n_tokens=65536")
-SMALL += ("sweep.grid.compile=[false]", "sweep.grid.attention=[naive,sdpa]", "sweep.seconds=1")
+SMALL += ("model.n_embd=128", "data.corpus.vocab_size=64", "data.corpus.n_tokens=4096")
+SMALL += (
+    "sweep.grid.compile=[false]",
+    "sweep.grid.attention=[naive,sdpa]",
+    "optim.lr=3e-3",
+    "sweep.seconds=1",
+)
 
 
 def report(rows: list[Row]) -> Report:

@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from scripts.studies import Report, Row, training  # noqa: E402
 
 EXPERIMENT = "seqlen_scaling"
-SMALL = ("model=tiny", "model.n_layer=1", "tokens_per_step=1024", "data.corpus.vocab_size=512")
-SMALL += ("data.corpus.n_tokens=65536", "sweep.grid.attention=[naive,sdpa]")
-SMALL += ("sweep.grid.seq_len=[64,128,256]", "sweep.seconds=1")
+SMALL = ("model=tiny", "model.n_layer=1", "tokens_per_step=1024", "data.corpus.vocab_size=64")
+SMALL += ("data.corpus.n_tokens=4096", "sweep.grid.attention=[naive,sdpa]")
+SMALL += ("sweep.grid.seq_len=[64,128,256]", "optim.lr=3e-3", "sweep.seconds=1")
 
 
 def report(rows: list[Row]) -> Report:

@@ -18,8 +18,8 @@ from scripts.studies import Report, Row, training  # noqa: E402
 
 EXPERIMENT = "speedup_end_to_end"
 SMALL = ("seq_len=64", "tokens_per_step=1024", "sweep.micro_tokens=512", "sweep.grid.model=[tiny]")
-SMALL += ("data.corpus.vocab_size=512", "data.corpus.n_tokens=65536", "sweep.grid.compile=[false]")
-SMALL += ("sweep.grid.attention=[naive,sdpa]", "model.bias=true", "sweep.seconds=1")
+SMALL += ("data.corpus.vocab_size=64", "data.corpus.n_tokens=4096", "sweep.grid.compile=[false]")
+SMALL += ("sweep.grid.attention=[naive,sdpa]", "model.bias=true", "optim.lr=3e-3", "sweep.seconds=1")
 # What is compared with, and what that says.
 AGAINST = {
     ("transformers eager", False): "Hugging Face's with its eager attention",

@@ -158,6 +158,10 @@ def test_a_point_that_dies_or_hangs_is_an_error():
     assert left["reason"] == "the point's process was ended with exit code 1: no such thing"
     hung = sweep.measured([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
     assert hung["status"] == "error" and hung["timeout_s"] == 0.2
+    lasting = "import subprocess, sys; subprocess.Popen(['sleep', '30']); sys.exit('gone')"
+    start = time.monotonic()
+    assert "gone" in sweep.measured([sys.executable, "-c", lasting], 60)["reason"]
+    assert time.monotonic() - start < 20  # its child holds the output open
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 
 from model.config import GPTConfig
 from scripts import bench_train, training_peers
+from scripts.kernels import PLAIN, family
 from scripts.training_meter import Laps, rated
 from tests.running import ROOT
 
@@ -140,6 +141,23 @@ def test_what_is_not_installed_is_unsupported(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = training_peers.measure("transformers_sdpa", CONFIG, 4, 64, Laps(1, 1, 0.0))
     assert result["status"] == "unsupported" and "transformers" in result["reason"]
+
+
+@pytest.mark.gpu
+def test_transformers_on_a_gpu(monkeypatch):
+    """Eager attention runs matrix products, SDPA a fused kernel; both in bf16."""
+    monkeypatch.undo()
+    pytest.importorskip("transformers")
+    config = replace(CONFIG, vocab_size=512, seq_len=128, n_embd=128)
+    found = {
+        name: training_peers.measure(name, config, 4, 1024, Laps(1, 3, 0.0))
+        for name in ("transformers_eager", "transformers_sdpa")
+    }
+    families = {name: set(map(family, result["kernels"])) for name, result in found.items()}
+    assert families["transformers_eager"] == {PLAIN} != families["transformers_sdpa"]
+    for result in found.values():
+        assert result["status"] == "ok" and result["peak_of"] == "allocated on the GPU"
+        assert result["tokens_per_s"] == pytest.approx(1024e3 / result["ms_median"])
 
 
 def test_bench_train_runs_nanogpt_as_a_training_point(monkeypatch):
