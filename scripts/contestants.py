@@ -106,7 +106,8 @@ class Field:
 
 
 def captured(call: Callable[[], None]) -> Callable[[Any], None]:
-    """The call as a CUDA graph; the function replays it."""
+    """The call as a CUDA graph; the function replays it, and keeps alive what the call reads: the graph has
+    addresses alone, and what lies there once that is freed is anyone's."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -115,4 +116,8 @@ def captured(call: Callable[[], None]) -> Callable[[Any], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return lambda _: graph.replay()
+
+    def replay(_: Any = None, alive: Callable[[], None] = call) -> None:
+        graph.replay()
+
+    return replay

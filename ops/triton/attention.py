@@ -163,7 +163,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     if q.shape[2] * call.group <= _DECODE_ROWS:
         full = k.shape[0] * k.shape[1] >= 0.9 * _sms(q.device)
         desc = call.kv_lengths is None and _describable(k, v)
-        tile = configs.decode_tile(*call.device_facts, full, desc, long=k.shape[2] >= 16_384)
+        tile = configs.decode_tile(*call.device_facts, full, desc)
         return run_decode(q, k, v, call, tile)
     return run_forward(q, k, v, call, call.tile("forward", lambda tile: run_forward(q, k, v, call, tile)))
 

@@ -124,14 +124,12 @@ class DecodeTile:
     pdl: bool = False
 
 
-def decode_tile(
-    arch: Arch, bits: int, block_d: int, full: bool, desc: bool, long: bool = False
-) -> DecodeTile:
+def decode_tile(arch: Arch, bits: int, block_d: int, full: bool, desc: bool) -> DecodeTile:
     """The tile of the split-key kernel.
 
     Args:
         full: batch and KV heads alone fill the GPU, and nothing is split.
-        desc: descriptors can be used; long: there are 16k keys and more.
+        desc: descriptors can be used.
     """
     if INTERPRETED:
         return DecodeTile(32, 4, 1, 2, desc)
@@ -141,13 +139,10 @@ def decode_tile(
         return DecodeTile(64 if block_d <= 128 else 32, 4, 2, 2)
     # One H200, 32 query heads, 8 KV heads, D = 128, in us (cuDNN's). With descriptors B = 1, L = 4k 9.7
     # (12.1), 16k 22.4 (23.4), 128k 124.0 (124.5); by pointers 11.0, 22.9, 124.3. B = 16, L = 1k 19.9 (19.9),
-    # 32k, 64k, 128k 486.5, 953.0, 1886 (486.0, 953.8, 1887), with tiles of 128 keys 486.0, 951.3, 1891: all
-    # at what the memory gives. Two stages there: more than 23.6.
+    # 64k 942, 128k 1876 (945, 1880). There all wait for memory, and a GPU that also gets hot has the slower
+    # clock tell short tiles: 64 keys 945, 1966, with one sum a row added up in each tile 128 keys 945, 1881.
     if desc:
-        full_tile = (
-            DecodeTile(64, 4, 4, 1, desc, pdl=True) if long else DecodeTile(128, 4, 3, 1, desc, pdl=True)
-        )
-        tile = full_tile if full else DecodeTile(128, 4, 2, 2, desc, pdl=True)
+        tile = DecodeTile(128, 4, 3 if full else 2, 1 if full else 2, desc, pdl=True)
     else:
         tile = DecodeTile(64, 4, 4, 1, pdl=True) if full else DecodeTile(64, 4, 3, 2, pdl=True)
     return tile if block_d <= 128 else replace(tile, n=tile.n // 2, warps=8)

@@ -114,7 +114,8 @@ def _tilegpt_decode_split(
     if SEGMENTS:
         k_segments += b64 * tk
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    # A sum for each column of the tile: the warps share the columns, and add up once, not in every tile.
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(first, last, BLOCK_N):
         k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, True)
@@ -136,11 +137,12 @@ def _tilegpt_decode_split(
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = exp_difference(s, shift[:, None], 1.0, EXACT, bias is not None)
         rescale = exp_difference(m, shift, 1.0, EXACT, bias is not None)
-        total = total * rescale + tl.sum(p, 1)
+        total = total * rescale[:, None] + p
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         m = m_new
+    total = tl.sum(total, 1)
     at = ((tl.cast(split, tl.int64) * kv_rows + kv_row) * GROUP + rows % GROUP) * tq + i
     if SPLIT:
         out_rows = at * D
