@@ -11,10 +11,10 @@ parameters, contexts of 64 to 512, two seeds, 1.5 million tokens, about 8 minute
 
 The text is every Python source of 16 KiB or more that this interpreter has installed, or one of your own;
 the held-out documents are of packages that training does not see (scripts/studies/long_documents.py). The
-budget is whole passes over the training text, so that every context sees the same tokens, in steps of the
-same number of them; windows of different lengths cannot come in the same order. All contexts are evaluated
-on the same targets, each given as much of its document as the context allows
-(scripts/studies/loss_by_position.py).
+budget is whole passes over the training text, and every context sees the same tokens in the same steps, cut
+into windows of its length (scripts/studies/same_tokens.py); with --own-windows each draws its windows by
+itself, as train.py does. All contexts are evaluated on the same targets, each given as much of its document
+as the context allows (scripts/studies/loss_by_position.py).
 
 Rows, one per run and per speed, answer row 5 of results/CLAIMS.md. Point: measured ("loss" or "speed"),
 seq_len, seed, tokens, micro_batch, tokens_per_step, model; text and recipe, digests of the text and of the
@@ -78,6 +78,7 @@ def arguments() -> argparse.Namespace:
     add("--least-bytes", type=positive, default=16384, help="of a document (default: 16384)")
     add("--text", help="a file, folder or glob of your own instead of Python sources")
     add("--pattern", default="**/*.txt", help="which files of that folder (default: **/*.txt)")
+    add("--own-windows", action="store_true", help="every context draws its windows by itself")
     add("--at-once", type=positive, help="runs that train at the same time on the device (default: 4)")
     add("--timeout", type=positive, default=900, metavar="S", help="of a run (default: 900)")
     add("--work", type=Path, default=ROOT, help="where runs/ and data/prepared/ are (default: the checkout)")

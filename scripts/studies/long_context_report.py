@@ -228,8 +228,7 @@ def notes(measured: Measured) -> list[str]:
         f"{evaluated['targets']:,} targets (sha256 {evaluated['sha256'][:12]}), the same for all contexts."
     )
     found.append(
-        "One size of model, one learning rate for all contexts, batches of as many tokens but fewer windows "
-        "where these are longer: other choices could move the differences."
+        "One size of model and one learning rate for all contexts: other choices could move the differences."
     )
     return found
 

@@ -130,6 +130,7 @@ def planned(study: str, options: argparse.Namespace, device: str, seeds: list[in
     from data.tokenizers import tokenizer_from_dict
     from scripts.studies.long_documents import gather, installed, own
     from scripts.studies.loss_by_position import digest, evaluation_tokens
+    from scripts.studies.same_tokens import TARGET
     from scripts.sweep_points import composed
 
     prepared, longest = options.work.resolve() / "data" / "prepared", options.contexts[-1]
@@ -161,6 +162,8 @@ def planned(study: str, options: argparse.Namespace, device: str, seeds: list[in
         "passes": passes,
     }
     overrides += [f"trainer.max_steps={steps}"]
+    if not options.own_windows:
+        overrides += [f"data._target_={TARGET}", f"+data.block={longest}"]
     return Plan(study, options, device, seeds, overrides, steps, tokens, corpus)
 
 
@@ -193,7 +196,8 @@ class Trainings:
             shutil.rmtree(plan.options.work / "runs" / name, ignore_errors=True)
         goes_on = bool(plan.checkpoints(point))
         if plan.final(point) is None:
-            words = [f"ckpt={name}"] if goes_on else [f"name={name}", *plan.words(point)]
+            target = [word for word in plan.overrides if word.startswith("data._target_=")]
+            words = [f"ckpt={name}", *target] if goes_on else [f"name={name}", *plan.words(point)]
             if why := self._ended([sys.executable, "-c", CHILD, *words]):
                 status = "oom" if "out of memory" in why.lower() else "error"
                 return {"status": status, "reason": why}

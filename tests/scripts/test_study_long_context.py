@@ -14,6 +14,7 @@ import torch
 
 from attention.sdpa import SDPAAttention
 from data.tokenizers import ByteTokenizer
+from data.tokens import TokenFile, TrainWindows
 from model.gpt import GPT, GPTConfig
 from scripts import sweep_process
 from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
@@ -21,7 +22,7 @@ from scripts.claims.long_context import longer_contexts
 from scripts.rows import key_of, read
 from scripts.studies import long_context_quality as study
 from scripts.studies import long_context_runs as runs
-from scripts.studies import long_documents
+from scripts.studies import long_documents, same_tokens
 from scripts.studies import loss_by_position as losses
 from scripts.studies.long_context_report import Measured, report
 from scripts.studies.long_documents import documents, gather, held_out_groups, own
@@ -146,6 +147,20 @@ def test_documents_that_are_long_enough_are_evaluated_from_their_start():
     assert tokens.tolist() == [[256, *b"abcde"]] * 2
     with pytest.raises(ValueError, match=r"none of the 1 held-out documents has 5 tokens"):
         losses.evaluation_tokens(["ab"], ByteTokenizer(), 5, 2)
+
+
+def test_every_context_sees_the_same_tokens_in_every_step():
+    file = TokenFile.from_array(np.arange(1000, dtype=np.uint16))
+    steps = {}
+    for context in (8, 16, 32):
+        windows = same_tokens.BlockWindows(file, context, 5, block=32)
+        batches = np.arange(60 * 32 // context).reshape(30, -1)  # two passes, 64 tokens a step
+        steps[context] = [windows.batch(batch)["input_ids"].ravel().tolist() for batch in batches]
+    assert steps[8] == steps[16] == steps[32]
+    assert len(set(np.concatenate(steps[32][:15]))) == 30 * 32  # a pass has no token twice
+    assert (windows.starts(np.arange(30)) == TrainWindows(file, 32, 5).starts(np.arange(30))).all()
+    with pytest.raises(ValueError, match="a multiple of seq_len=12"):
+        same_tokens.BlockWindows(file, 12, 5, block=32)
 
 
 def result(values, documents=(0.0, 0.0), **more):
@@ -301,7 +316,9 @@ def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, cap
     sorted(run.glob("checkpoints/step-*.ckpt"))[-1].unlink()  # and its run had not come to its end
     study.main()
     again = next(r for r in read(out).values() if r["point"] == point)
-    assert trained[4:] == [[f"ckpt={run.name}"]]  # it went on, and nothing else ran
+    assert trained[4:] == [
+        [f"ckpt={run.name}", f"data._target_={same_tokens.TARGET}"]
+    ]  # it went on, and nothing else ran
     assert again["result"]["loss"] == rows[0]["result"]["loss"] and again["result"]["wall_s"] is None
 
 
