@@ -8,10 +8,10 @@ Order = tuple[tuple[int | None, int | None, str], ...]
 # (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)
 MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
     ((9, 0), 16, "training", "causal"): (
-        (64, 1024, "flash4 sdpa_cudnn triton cuda_fa2 flash2 sdpa_flash flex sdpa_efficient"),
-        (64, None, "flash4 sdpa_cudnn triton cuda_fa2 flex flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "flash4 sdpa_cudnn triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient"),
-        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (64, 1024, "flash4 sdpa_cudnn triton cuda_fa2 flash2 sdpa_flash flex sdpa_efficient cuda_tiled"),
+        (64, None, "flash4 sdpa_cudnn triton cuda_fa2 flex flash2 sdpa_flash sdpa_efficient cuda_tiled"),
+        (128, 1024, "flash4 sdpa_cudnn triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient cuda_tiled"),
+        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled"),
         (256, 1024, "sdpa_cudnn flash4 flash2 sdpa_flash triton flex"),
         (256, None, "sdpa_cudnn flash4 flash2 sdpa_flash triton flex"),
     ),
@@ -23,10 +23,10 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
         (256, 1024, "flash4 sdpa_cudnn triton flash2 sdpa_flash flex"),
     ),
     ((9, 0), 16, "forward", "causal"): (
-        (64, 1024, "sdpa_cudnn triton flash4 flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
-        (64, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "sdpa_cudnn flash4 triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient"),
-        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (64, 1024, "sdpa_cudnn triton flash4 flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled"),
+        (64, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled"),
+        (128, 1024, "sdpa_cudnn flash4 triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient cuda_tiled"),
+        (128, None, "flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled"),
         (256, 1024, "flash4 sdpa_cudnn triton flash2 sdpa_flash flex"),
         (256, None, "flash4 sdpa_cudnn triton flash2 sdpa_flash flex"),
     ),

@@ -149,12 +149,12 @@ def recomputed(results: Results) -> Answer:
     paid = [ratio > 1 for ratio in ratios]
     verdict = HOLDS if all(paid) and min(fewer, default=0) > 1 else IN_PART if any(paid) else FAILS
     by = "ncu and the model" if any(backward_report.dram(row["result"]) for row in rows) else "the model"
-    bytes_said = (
-        f"{min(fewer):.0f} to {max(fewer):.0f} times fewer bytes of DRAM" if fewer else "bytes unknown"
-    )
+    bytes_said = "bytes not counted"
+    if fewer:
+        bytes_said = f"{min(fewer):.0f} to {max(fewer):.0f} times fewer bytes of DRAM ({by})"
     why = (
         f"The fastest backward that computes P again over the fastest that kept it: {'; '.join(said)}; five "
-        f"or seven products a tile for four, {bytes_said} ({by})."
+        f"or seven products a tile for four, {bytes_said}."
     )
     slower = [
         ratio
