@@ -35,8 +35,8 @@ class Gain:
 
     @property
     def clear(self) -> bool:
-        """Beyond two standard errors, of the seeds and of the documents."""
-        return abs(self.nats) > 2 * max(self.seeds / sqrt(self.runs), self.documents)
+        """Beyond two standard errors, of the seeds, which takes two of them, and of the documents."""
+        return self.runs > 1 and abs(self.nats) > 2 * max(self.seeds / sqrt(self.runs), self.documents)
 
 
 class Measured:
@@ -202,9 +202,10 @@ def notes(measured: Measured) -> list[str]:
         first, last = (measured.losses(context)[0] for context in (shortest, longest))
         how = "lower" if gain.nats < 0 else "higher"
         word = f"{how} by {abs(gain.nats):.4f} nats" if gain.clear else "no different beyond the spread"
+        word = word if gain.runs > 1 else f"{how}, with one seed, whose spread is not known,"
         found.append(
             f"With a context of {b} the loss is {word} than with {a}: perplexity {exp(last):.2f} against "
-            f"{exp(first):.2f}; {gain.runs} seeds, difference {gain.nats:+.4f} ± {gain.seeds:.4f} over seeds."
+            f"{exp(first):.2f}; difference {gain.nats:+.4f} ± {gain.seeds:.4f}, seeds: {gain.runs}."
         )
         parts = measured.gain_by_position(longest)
         near = [m for position, (m, _) in parts.items() if position < shortest]
