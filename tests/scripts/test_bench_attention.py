@@ -13,7 +13,7 @@ from scripts.attention_report import cell, panels, ratio
 from scripts.bench_points import Shape, points
 from scripts.rows import key_of, machine, read
 from scripts.side_by_side import Bench, failure
-from scripts.timing import Clock, Contestant, Probe, probe, spread
+from scripts.timing import Clock, Contestant, Probe, probe, sleeps, spread
 
 SHAPE = Shape(1, 2, 1, 32, 16, True, "fp32")
 DECODE = Shape(2, 4, 2, 64, 16, True, "fp32", decode=True, kv_lengths=True)
@@ -219,6 +219,12 @@ def test_contestants_take_turns():
     # three rounds to warm up, five that count
     assert order == ["a", "b"] * 8 and [len(ms) for ms in times] == [5, 5]
     assert [clock.rounds([ms]) for ms in (100.0, 2.0, 0.0)] == [1, 3, 200]
+
+
+def test_the_device_sleeps_until_the_host_has_issued():
+    assert sleeps([100.0, 1000.0]) == [3_000_000] * 2  # one and a half times the slower one's, at 2 GHz
+    assert sleeps([100.0, 1000.0, 3000.0, 1e6]) == [3_000_000, 3_000_000, 9_000_000, 20_000_000]
+    assert sleeps([5000.0]) == [15_000_000]
 
 
 def test_probe_warms_up_and_prepares_every_call():

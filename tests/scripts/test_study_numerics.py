@@ -82,7 +82,7 @@ def test_a_wrong_rescaling_shows_in_the_known_answers(monkeypatch):
 
 def test_tiles_differ_by_rounding_alone(measured):
     found = rows_of(measured, "tiles", implementation="tiled", dtype="float64")
-    assert len(found) == 6 and [1, 1] in [row["point"]["tile"] for row in found]
+    assert len(found) == 6 and [128, 1] in [row["point"]["tile"] for row in found]
     assert all(0 < row["result"]["epsilons"] < 4 for row in found)
     setting = Setting("cpu", 1, 1, 8, {})
     off = rounding(setting, "float32", lambda q, k, v, causal: 1.01 * build("naive")(q, k, v, causal=causal))
