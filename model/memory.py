@@ -103,7 +103,9 @@ def attention_own(run: Run) -> Own:
 
     naive: exp(s - max) and the probabilities, which the division and P V keep, M each; q, k and v as the
     products take them, contiguous, fp32 and of all H heads; the mask, T^2 bytes; sum and lse. In backward dP
-    and three of the division's products at once, when the copy of v has gone; compiled, dP alone.
+    and three of the division's products at once, when the copy of v has gone; compiled, dP alone. What is
+    compiled under autocast has its backward products in 16 bits: of q, k and v as kept for them, and of P as
+    exp(s - max) gives it again (after dropout as kept in 16 bits). Compiled layers share a mask.
 
     sdpa_math: the probabilities, and q, k, v scaled and copied, in fp32; in backward dP and dS, on a GPU one
     matrix more. SDPA of any kind takes a window as a mask of T^2 values of e bytes, ALiBi as H of them, and
@@ -115,23 +117,23 @@ def attention_own(run: Run) -> Own:
     to dq by atomics, its fp32 accumulator, padded to tiles of 128 rows and 32 columns. flash-attn 2 writes dk
     and dv of GQA for each query head before it sums them, 3 and 4 in fp32. flex has dout times out.
     """
-    config, name = run.config, family(run)
-    B, T, H, D = run.batch, run.config.seq_len, config.n_head, config.head_dim
+    config, name, B, T = run.config, family(run), run.batch, run.config.seq_len
+    H, D = config.n_head, config.head_dim
     M, lse, wide = scores_bytes(run), lse_bytes(run), run.residual_bytes
     if name == "naive":
         dropped = M // 4 if config.attn_dropout else 0  # which probabilities were kept, as bool
-        return Own(2 * M + 3 * wide + T * T + 2 * lse + dropped, M if run.compiled else 4 * M - wide)
+        if run.compiled:
+            matrices = 2 * M if run.value_bytes == 4 else M + 2 * dropped
+            return Own(matrices + 3 * run.width_bytes + T * T // config.n_layer + 2 * lse, M)
+        return Own(2 * M + 3 * wide + T * T + 2 * lse + dropped, 4 * M - wide)
     masks = T * T * run.value_bytes * (H if config.position == "alibi" else int(config.window is not None))
     masks += run.width_bytes if masks else 0
     if name == "sdpa_math":
         mask = M // 4 if run.device == "cuda" else M
-        dropped = M + mask if config.attn_dropout else 0
-        return Own(
-            M + 3 * wide + dropped + masks, M if run.compiled else (3 if run.device == "cuda" else 2) * M
-        )
+        kept = M + 3 * wide + masks + (M + mask if config.attn_dropout else 0)
+        return Own(kept, M if run.compiled else (3 if run.device == "cuda" else 2) * M)
     if name == "tiled":
-        rows = min(T, TILE)
-        tiles = 4 * B * H * rows * (5 * rows + 6 * D)
+        tiles = 4 * B * H * min(T, TILE) * (5 * min(T, TILE) + 6 * D)
         return Own(lse, tiles + (wide if run.value_bytes == 2 else 0))
     if name == "sdpa_cpu":
         return Own(lse + masks, 0)
@@ -192,9 +194,8 @@ def cast_weight_bytes(run: Run) -> int:
     """The 16-bit copies of all matrices that autocast makes and keeps for the whole step."""
     if run.value_bytes == 4:
         return 0
-    config = run.config
-    parts = parameter_count(config)
-    return 2 * (parts["attention"] + parts["mlp"] + config.padded_vocab_size * config.n_embd)
+    parts = parameter_count(run.config)
+    return 2 * (parts["attention"] + parts["mlp"] + run.config.padded_vocab_size * run.config.n_embd)
 
 
 def logits_bytes(run: Run) -> int:
@@ -204,8 +205,7 @@ def logits_bytes(run: Run) -> int:
 
 def table_bytes(run: Run) -> int:
     """What is there besides weights and state: inputs and targets, int64, rotary angles, workspaces."""
-    config = run.config
-    rope = 4 * config.seq_len * config.head_dim if config.position == "rope" else 0
+    rope = 4 * run.config.seq_len * run.config.head_dim if run.config.position == "rope" else 0
     return 16 * run.tokens + rope + run.workspace_bytes
 
 
@@ -223,8 +223,8 @@ class Moment:
 
     @property
     def peak(self) -> int:
-        held = self.parameters + self.gradients + self.optimizer
-        return held + self.activations + self.attention + self.other
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.attention + self.other
 
 
 def peak(run: Run) -> Moment:

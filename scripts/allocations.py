@@ -7,6 +7,7 @@ the largest sum of live blocks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,21 +48,26 @@ class Block:
 
 class Ledger:
     """Live bytes by kind over the events of a step, from `base` on: `peak`, `at_peak` by kind, and
-    `counted_at_peak` blocks.
+    `counted_at_peak` blocks; `usual_at_peak`: how many blocks of each size of which nothing is said.
 
     A block's kind is that of the innermost window it was allocated in, or what a mark says of it at any time
     later, also if the peak was before the mark."""
 
     def __init__(self, events: list[Event], base: dict[str, int]):
         live, counted = dict.fromkeys(PARTS, 0) | base, 0
+        usual: Counter[int] = Counter()
         self.at_peak, self.peak, self.counted_at_peak = dict(live), sum(live.values()), 0
+        self.usual_at_peak: Counter[int] = Counter()
         total = self.peak
         for size, block in self._changes(events):
+            sign = 1 if size > 0 else -1
             live[block.kind] += size
-            counted += block.counted * (1 if size > 0 else -1)
+            counted += sign * block.counted
+            usual[block.size] += sign * (block.kind == USUAL)
             total += size
             if total > self.peak:
                 self.at_peak, self.peak, self.counted_at_peak = dict(live), total, counted
+                self.usual_at_peak = usual.copy()
 
     @staticmethod
     def _changes(events: list[Event]) -> list[tuple[int, Block]]:
@@ -88,16 +94,19 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Halves:
-    """Bytes: the most before a point, what was live at it, the most after it."""
+    """Bytes: the most before a point, what was live at it, the most after it; sizes of the blocks live at
+    it."""
 
     before: int
     at: int
     after: int
+    blocks: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, events: list[Event]) -> Halves:
         total, most, at, before = 0, 0, 0, 0
         alive: dict[int, int] = {}
+        blocks: tuple[int, ...] = ()
         for event in events:
             if event.what == "alloc":
                 alive[event.address] = event.size
@@ -107,7 +116,8 @@ class Halves:
             most = max(most, total)
             if event.what == "point":
                 before, at, most = most, total, total
-        return cls(before, at, most)
+                blocks = tuple(sorted(alive.values()))
+        return cls(before, at, most, blocks)
 
 
 def recorder_of(device: torch.device) -> CpuRecorder | CudaRecorder:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.allocations import PARTS, Event, Halves, Ledger, peak_of, recorder_of, storages  # noqa: E402
+from scripts.allocations import PARTS, Event, Ledger, peak_of, recorder_of, storages  # noqa: E402
+from scripts.memory_alone import alone, attention_alone, owned  # noqa: E402, F401
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +61,10 @@ def memory_split(step: Step) -> dict[str, float]:
     - other: what lay there before beside parameters and optimiser state (inputs, tables, workspaces), and
       what the update takes on its way.
 
-    A compiled step has no calls to watch: its `attention` is what the implementation, compiled by itself on
-    q, k, v of the model's shapes, keeps for backward, for each layer whose backward had not begun; what it
-    takes on its way is among the activations there.
+    A compiled step has no calls to watch. Its `attention` are blocks of the sizes that the implementation,
+    compiled by itself on q, k, v of the model's shapes, keeps for backward, for each layer whose backward had
+    not begun, as far as the step has such blocks: compiled as a whole it may keep fewer. What attention takes
+    on its way is among the activations there.
 
     Takes two steps to warm up (optimiser state, workspaces, compilation) and two that are measured, of which
     the first, unwatched, gives the peak. Raises torch.OutOfMemoryError as the step does.
@@ -84,9 +86,9 @@ def memory_split(step: Step) -> dict[str, float]:
         layers = step.net.config.n_layer - ledger.counted_at_peak
         if step.net.checkpointing:
             layers = min(layers, 1)
-        kept = MIB * attention_alone(step)["kept"] * max(layers, 0)
-        parts["attention"] += min(kept, parts["activations"])
-        parts["activations"] -= min(kept, parts["activations"])
+        own = owned(ledger.usual_at_peak, alone(step)[1], max(layers, 0))
+        parts["attention"] += own
+        parts["activations"] -= own
     # a CPU's recorder knows of no block that was there before
     total = peak.bytes + (0 if step.device.type == "cuda" else sum(base.values()))
     return {name: parts[name] / MIB for name in PARTS} | {"peak": total / MIB}
@@ -161,40 +163,6 @@ def _watched(step: Step, recorder: Any, calls: bool) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def attention_alone(step: Step) -> dict[str, float]:
-    """Attention by itself on random q, k, v of the step's shapes, compiled where the step is, in MiB: `kept`
-    for backward beside q, k, v and out; `forward`, the most that a forward takes beyond q, k, v and out;
-    `backward`, the most that a backward takes beyond what was kept and dq, dk and dv."""
-    import torch
-
-    config, attention = step.net.config, step.net.transformer.h[0].attn.attention
-    B, T, D = step.batch, config.seq_len, config.head_dim
-    heads = (config.n_head, config.kv_heads, config.kv_heads)
-    like = {"dtype": step.dtype, "device": step.device}
-    qkv = [torch.randn(B, T, H, D, **like).transpose(1, 2).requires_grad_() for H in heads]
-    dout = torch.randn_like(qkv[0])
-    options = config.attention_options | {"alibi_slopes": step.net.slopes, "dropout_p": config.attn_dropout}
-    call = torch.compile(attention, dynamic=False) if step.net._compiled_call_impl is not None else attention
-
-    def run(between: Callable[[], None]) -> None:
-        out = call(*qkv, **options)
-        between()
-        torch.autograd.grad(out, qkv, dout)
-
-    run(lambda: None)
-    recorder = recorder_of(step.device)
-    with recorder:
-        run(lambda: recorder.mark(Event("point")))
-    halves = Halves.of(recorder.events())
-    out_bytes, gradients = dout.nbytes, sum(x.nbytes for x in qkv)
-    found = {
-        "kept": halves.at - out_bytes,
-        "forward": halves.before - out_bytes,
-        "backward": halves.after - halves.at - gradients,
-    }
-    return {name: max(0, size) / MIB for name, size in found.items()}
 
 
 def training_step(cfg: DictConfig) -> Step:

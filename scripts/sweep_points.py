@@ -18,7 +18,7 @@ from scripts.rows import choices
 ROOT = CONF.parent
 # What a training point runs: rows that other sources than these have measured are measured again.
 SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*.cu*")
-SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory.py", "scripts/allocations.py")
+SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory*.py", "scripts/allocations.py")
 NOT_MEASURED = ("callbacks", "ckpt", "hydra", "logger", "name", "sweep", "trainer")  # keys of the config
 
 Row = dict[str, Any]

@@ -105,7 +105,7 @@ def test_attentions_backward_takes_on_an_h200_what_it_took(name: str) -> None:
     for point, result in ((row["point"], row["result"]) for row in rows):
         width, T = point["heads"] * point["head_dim"], point["seq_len"]
         config = GPTConfig(100, T, 1, point["heads"], width, point["kv_heads"])
-        run = Run(config, point["batch"], name, 2)
+        run = Run(config, point["batch"], name, 4 if point["dtype"] == "float32" else 2)
         own = attention_own(run).transient + (0 if run.quadratic else run.qkv_bytes)
         assert own / MIB == pytest.approx(result["peak_mib"], rel=0.06), point
 
@@ -214,3 +214,49 @@ def test_an_h200s_sheet() -> None:
     assert (sheet.bandwidth, sheet.bf16_flops, sheet.fp32_flops) == (4.8e12, 989e12, 67e12)
     assert sheet.shared_bytes == 232_448 and sheet.flops(4) == 67e12
     assert 129 * 2**30 < sheet.usable_bytes < 139 * 2**30
+
+
+def test_a_compiled_step_that_writes_scores_out_peaks_on_an_h200_where_it_did() -> None:
+    rows = read(ROOT / "results/memory_estimate/h200.jsonl").values()
+    config = "model=gpt2 data=synthetic seq_len=1024 data.batch_size=8 attention=naive"
+    (row,) = (row for row in rows if row["point"]["config"] == config)
+    workspace = GPUS["h200"].workspace_bytes
+    gpt2 = replace(GPT2, vocab_size=50257, bias=True)
+    most = peak(Run(gpt2, 8, "naive", 2, compiled=True, workspace_bytes=workspace))
+    assert most.peak / MIB == pytest.approx(row["result"]["memory_split"]["peak"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "dropout", "matrices"), [(False, 0.0, 2), (True, 0.0, 1), (True, 0.1, 1.5)]
+)
+def test_what_compiled_scores_keep_is_what_the_partitioner_saves(
+    narrow: bool, dropout: float, matrices: float
+) -> None:
+    """The forward that AOTAutograd cuts out of the joint graph, under autocast too: its outputs of T^2."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    from attention.naive import NaiveAttention
+
+    kept: list[torch.Tensor] = []
+
+    def forward(graph: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        (outputs,) = (node for node in graph.graph.nodes if node.op == "output")
+        kept.extend(n.meta["val"] for n in outputs.args[0] if isinstance(n.meta.get("val"), torch.Tensor))
+        return graph
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, inputs: graph,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    config = GPTConfig(vocab_size=64, seq_len=128, n_layer=1, n_head=2, n_embd=64, attn_dropout=dropout)
+    net, tokens = GPT(config, NaiveAttention()).train(), torch.zeros(1, 128, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        torch.compile(net, backend=backend, dynamic=False)(tokens, targets=tokens)
+    run = Run(config, 1, "naive", 2 if narrow else 4, "cpu", compiled=True)
+    squares = sum(x.nbytes for x in kept if x.shape[-2:] == (128, 128))
+    assert squares == pytest.approx(matrices * scores_bytes(run), rel=0.3)  # masks of a byte beside them
+    assert attention_own(run).kept > matrices * scores_bytes(run)

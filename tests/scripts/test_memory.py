@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from scripts.memory import (
     training_step,
     vocabulary,
 )
+from scripts.memory_alone import owned
 
 MIB = 2**20
 TINY = ("model=tiny", "model.n_layer=2", "data=synthetic", "data.corpus.vocab_size=64", "data.batch_size=2")
@@ -53,6 +56,20 @@ def test_the_ledger_tells_what_was_alive_at_the_peak() -> None:
         "gradients": 60,
     }
     assert ledger.counted_at_peak == 1
+
+
+def test_the_ledger_knows_the_sizes_of_what_nothing_is_said_about() -> None:
+    events = [alloc(1, 100), alloc(2, 100), alloc(3, 7), alloc(4, 100), free(1), alloc(5, 5), free(2)]
+    events.append(Event("kind", 4, kind="gradients"))
+    assert Ledger(events, {}).usual_at_peak == {100: 2, 7: 1}  # before 1 went
+    assert Ledger(events[:2], {}).usual_at_peak == {100: 2}
+
+
+def test_of_a_compiled_step_attention_has_blocks_that_are_there() -> None:
+    """Alone it may keep two matrices a layer where the whole step keeps one: the rest is not attention's."""
+    there = Counter({384: 12, 8: 50, 3: 100})
+    assert owned(there, [384, 384, 8, 8, 8], 12) == 12 * 384 + 36 * 8
+    assert owned(there, [384, 16], 2) == 2 * 384 and owned(there, [384], 0) == 0
 
 
 def test_a_block_that_was_there_before_leaves_the_rest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     out = tmp_path / "cpu.jsonl"
     config = memory_estimate.CPU_CONFIGS[0] + " model.n_layer=2"
     monkeypatch.setattr("sys.argv", ["memory_estimate.py", "--config", config, "--out", str(out)])
+    monkeypatch.setattr(memory_estimate, "measured", memory_estimate.one)  # here, not in a process of its own
     memory_estimate.main()
     (row,) = map(json.loads, out.read_text().splitlines())
     result = row["result"]
@@ -36,6 +38,27 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "1 of 1 peaks are within 10% of the prediction" in capsys.readouterr().out
     memory_estimate.main()  # has its row
     assert len(out.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("printed", "result"),
+    [
+        ('a note\nRESULT {"status": "ok"}\n', {"status": "ok"}),
+        ("", {"status": "error", "reason": "exit code 3: broken"}),
+    ],
+)
+def test_a_configuration_has_a_process_of_its_own(
+    printed: str, result: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 3, printed, "a warning\nbroken\n")
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert memory_estimate.measured("model=tiny") == result
+    assert asked[0][1:] == [memory_estimate.__file__, "--one", "model=tiny"]
 
 
 def test_what_is_off_is_said() -> None:
