@@ -26,10 +26,8 @@ error_ratio, kernels, peak_mib), and: `not_tried`; `stream_us`, a call's wall ti
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +36,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.rows import key_of, positive, read  # noqa: E402
 from scripts.studies import Report, Row, rows_path  # noqa: E402
+from scripts.studies.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
 from scripts.studies.speed_points import ON_CPU, PARTS, STUDY, Asked, asked  # noqa: E402
 from scripts.studies.standard import known  # noqa: E402
 
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 
 COMMAND = f"python scripts/studies/{STUDY}.py"
 QUESTION = "How fast is each attention by itself, from N = 32 to 64k, and where does standard attention win?"
-COMPILED = ("cuda", "triton", "flex")  # how the names of those begin whose kernels end up in a cache on disk
-SHARED = 0.8  # of the GPU's memory, for all processes that compile
 CHUNKS = 6  # processes for what compiles at every shape
 
 
@@ -67,7 +64,7 @@ def missing(point: Asked, rows: dict[str, Any]) -> dict[str, list[str]]:
     return {passed: names for passed, names in found.items() if names}
 
 
-def to_compile(points: list[Asked]) -> list[tuple[str, list[tuple[Shape, str]]]]:
+def to_compile(points: list[Asked]) -> list[Task]:
     """Implementations with the calls that make each of their kernels once: all shapes for flex, one of each
     kind for the others, as short as can be."""
     calls: dict[str, dict[Any, tuple[Shape, str]]] = {}
@@ -82,23 +79,6 @@ def to_compile(points: list[Asked]) -> list[tuple[str, list[tuple[Shape, str]]]]
         chunks = CHUNKS if name.startswith("flex") else 1
         found += [(name, list(kinds.values())[i::chunks]) for i in range(chunks)]
     return [(name, chunk) for name, chunk in found if chunk]
-
-
-def compile_ahead(points: list[Asked], jobs: int) -> None:
-    """Fill the caches of kernels on disk; what fails here fails again where it is a row."""
-    from scripts.studies.workers import Worker
-
-    def one(task: tuple[str, list[tuple[Shape, str]]]) -> None:
-        name, calls = task
-        worker = Worker(name)
-        for shape, passed in calls:
-            worker.ask(shape, passed, SHARED / jobs)
-        worker.close()
-
-    start, tasks = time.perf_counter(), to_compile(points)
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, tasks))
-    print(f"compiled ahead in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
@@ -118,7 +98,7 @@ def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
     if not left:
         return
     if cuda and not options.no_compile:
-        compile_ahead([point for point, _ in left], min(os.cpu_count() or 1, 14))
+        compile_ahead(to_compile([point for point, _ in left]))
     device, start = "cuda" if cuda else "cpu", time.perf_counter()
     slow_ms = options.slow_ms or (60.0 if cuda else 2000.0)
     bench = SpeedBench(contestants(names), device, options.budget, out, slow_ms=slow_ms)

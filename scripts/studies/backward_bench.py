@@ -3,6 +3,7 @@ what the backward does."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class BackwardBench(Bench):
         found = super().alone(field, passed, name, probes)
         contestant = field.contestant(name, self.attentions[name], passed)
         found[name] |= {"kept_mib": kept_mib(contestant, self.device)} | self.done(name, field.shape)
+        gc.freeze()  # what is imported and compiled by now need not be gone through at every clean-up
         return found
 
     def done(self, name: str, shape: Shape) -> dict[str, Any]:

@@ -7,10 +7,11 @@ Side by side on the same tensors, the backward of those that kept the probabilit
 the formula in 16 bits, eager and compiled, and SDPA's math) and of those that kept out and lse. And
 naive_checkpointed: the formula's whole forward again in plain PyTorch, with all scores written again.
 
-No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512 to 8k at D = 64, and
-512, 2k, 8k at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200
-about 75 seconds, 20 of them Nsight Compute's; on a CPU a small version in half a minute. Rows go to
-results/backward_recompute/<gpu>.jsonl; a shape that has all its rows is left out the next time.
+No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512, 1k and 4k at D = 64,
+and 512 and 4k at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200
+about 75 seconds, 25 of them compilation, in processes side by side before anything is timed, and 20 Nsight
+Compute's; on a CPU a small version in half a minute. Rows go to results/backward_recompute/<gpu>.jsonl; a
+shape that has all its rows is left out the next time.
 
 Beside the fields of scripts/side_by_side.py (the time is the backward's) a row's result has: keeps (whether P
 was kept), products and flops_done, kept_mib (out and what the forward saved, measured), model_bytes (DRAM, by
@@ -34,14 +35,16 @@ from scripts.bench_points import Shape  # noqa: E402
 from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
 from scripts.studies import Report, rows_path, todo  # noqa: E402
 from scripts.studies.backward_work import KINDS  # noqa: E402
+from scripts.studies.compile_ahead import Task, compile_ahead  # noqa: E402
 
 STUDY = "backward_recompute"
 NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_math", "tiled", "triton")
 NAMES += ("cuda_fa2", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3")
 NAMES_FP32 = ("naive", "naive_checkpointed", "sdpa_math", "tiled", "triton", "cuda_tiled")
 NAMES_CPU = ("naive", "naive_checkpointed", "standard", "sdpa_math", "tiled", "sdpa_flash")
-LENGTHS = {64: (512, 1024, 2048, 4096, 8192), 128: (512, 2048, 8192)}
-FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (1024, 4096)
+LENGTHS = {64: (512, 1024, 4096), 128: (512, 4096)}
+FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (4096,)
+COMPILES = ("cuda", "triton", "flex", "standard_compiled", "naive_compiled")  # how such names begin
 TILED_MOST = 2048  # thousands of launches above: seconds of the host's time
 SECONDS = {"cuda": 75, "cpu": 30}
 
@@ -72,6 +75,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="only this one")
     add("--counted", type=positive, nargs="*", default=COUNTED_LENGTHS, help="N that ncu counts at D = 64")
     add("--budget", type=float, default=0.03, metavar="S", help="measured seconds a contestant and point")
+    add("--no-compile", dest="compile", action="store_false", help="compile as kernels are met, not ahead")
     add("--no-ncu", dest="ncu", action="store_false", help="no counters")
     add("--fresh", action="store_true", help="measure again what has rows")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
@@ -107,6 +111,16 @@ def left(asked: Work, out: Path, fresh: bool) -> Work:
     ]
 
 
+def to_compile(lacking: Work) -> list[Task]:
+    """Those whose kernels end up in a cache on disk, the shortest shape of each dtype and head dim; a process
+    for each."""
+    found: dict[tuple[str, str, int], Shape] = {}
+    for shape, names in sorted(lacking, key=lambda each: each[0].tokens):
+        for name in (name for name in names if name.startswith(COMPILES)):
+            found.setdefault((name, shape.dtype, shape.head_dim), shape)
+    return [(name, [(shape, "both")]) for (name, _, _), shape in found.items()]
+
+
 def measure(options: argparse.Namespace, device: str, out: Path) -> None:
     """Each shape, its contestants in turn, a row for each."""
     from scripts.side_by_side import DeviceLost
@@ -119,6 +133,8 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> None:
     said = f"{number} points at {len(lacking)} of {len(asked)} shapes"
     print(f"{said}; about {SECONDS[device]} s for all of them", flush=True)
     if lacking:
+        if device == "cuda" and options.compile:
+            compile_ahead(to_compile(lacking))
         names = list(dict.fromkeys(name for _, names in lacking for name in names))
         bench = BackwardBench(contestants(names), device, options.budget, out)
     start, done = time.perf_counter(), 0

@@ -18,9 +18,11 @@ from scripts.side_by_side import Bench, Results
 from scripts.studies.speed_points import SHORT, Asked
 from scripts.timing import Clock, Contestant, Probe, synchronise
 
-STREAM_MS = 5.0  # of calls one after the other, a round
-ROUNDS = 5
-MOST = 40  # calls of a contestant: before each the device sleeps for up to a millisecond
+STREAM_MS = 8.0  # of calls one after the other, a round
+STREAMED = (8, 200)  # calls in it, at least and at most
+SETTLE = 3  # calls before: the host's caches are full of the contestant before, its autograd thread asleep
+ROUNDS = 3
+MOST = 40  # calls of a contestant: before each the device sleeps for milliseconds
 
 
 class ShortClock(Clock):
@@ -97,10 +99,12 @@ def streamed(contestants: list[Contestant], probes: list[Probe]) -> list[float]:
     """Microseconds a call takes in a stream of calls, the device waited for at the end only: the larger of
     the device's time and the host's. Contestants alternate; the median of some rounds."""
     slowest = [max(probe.ms, probe.host_us / 1e3, 1e-3) for probe in probes]
-    calls = [min(200, max(3, int(STREAM_MS / ms))) for ms in slowest]
+    calls = [min(STREAMED[1], max(STREAMED[0], int(STREAM_MS / ms))) for ms in slowest]
     times: list[list[float]] = [[] for _ in contestants]
     for _ in range(ROUNDS):
         for contestant, n, kept in zip(contestants, calls, times, strict=True):
+            for _ in range(SETTLE):
+                contestant.run(contestant.prepare())
             synchronise()
             start = time.perf_counter()
             for _ in range(n):

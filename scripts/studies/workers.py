@@ -163,7 +163,7 @@ def main() -> None:
     import torch
 
     from scripts.bench_points import Shape
-    from scripts.studies.standard import contestants
+    from scripts.studies.backward_work import contestants
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gauge = Gauge(name, contestants([name])[name], device)

@@ -136,8 +136,8 @@ def test_kernels_are_compiled_by_processes_that_end(monkeypatch, capsys):
 
     monkeypatch.setattr(workers, "Worker", Asked)
     points = speed_points.asked(["windows"], ["triton", "standard"], True)
-    attention_speed.compile_ahead(points, jobs=2)
-    triton = [("triton", 16384, passed, 0.4) for passed in ("forward", "backward")]
+    attention_speed.compile_ahead(attention_speed.to_compile(points), jobs=2)
+    triton = [("triton", 16384, passed, 0.4) for passed in ("forward", "both")]  # no backward of nothing
     assert asked == [*triton, "triton"] and "compiled ahead in" in capsys.readouterr().out
 
 

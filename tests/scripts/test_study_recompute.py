@@ -63,8 +63,20 @@ def test_all_that_run_are_of_a_kind():
     cuda = backward_recompute.work(backward_recompute.arguments([]), cuda=True)
     names = {name for _, names in cuda for name in names}
     assert names <= KINDS.keys() and {"cuda_fa2", "cuda_tiled", "standard_compiled"} <= names
-    assert {shape.tokens for shape, _ in cuda} == {512, 1024, 2048, 4096, 8192}
+    assert {shape.tokens for shape, _ in cuda} == {512, 1024, 4096}
     assert {shape.batch * shape.tokens for shape, _ in cuda} == {16384}
+
+
+def test_kernels_to_compile_ahead():
+    cuda = backward_recompute.work(backward_recompute.arguments([]), cuda=True)
+    found = {
+        (name, shape.dtype, shape.head_dim, shape.tokens, passed)
+        for name, calls in backward_recompute.to_compile(cuda)
+        for shape, passed in calls
+    }
+    bf16 = {(name, "bf16", d) for name in ("triton", "cuda_fa2", "standard_compiled") for d in (64, 128)}
+    assert {each[:3] for each in found} == bf16 | {("triton", "fp32", 64), ("cuda_tiled", "fp32", 64)}
+    assert {each[4] for each in found} == {"both"} and {t for _, d, _, t, _ in found if d == "bf16"} == {512}
 
 
 def test_memory_between_forward_and_backward(built):
