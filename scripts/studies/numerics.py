@@ -9,9 +9,10 @@ stability  fp16 and bf16 with q and k scaled up: errors, NaN, infinities        
 asked      backends asked for, and the kernels that ran                            (claim 20)
 
 No model and no training: random q, k, v of 2 x 8 heads, 512 tokens, D = 64, causal. On an H200 about 45
-seconds, most of them compilation; on a CPU about a minute, with smaller tensors and fp32 where there are
-no 16-bit kernels. Rows go to results/numerics/<gpu>.jsonl as they are measured, and what has a row is left
-out the next time.
+seconds: nothing is timed, so that our kernels are compiled, by processes of their own, while what needs no
+compilation is measured. On a CPU about a minute, with smaller tensors and fp32 where there are no 16-bit
+kernels. Rows go to results/numerics/<gpu>.jsonl as they are measured; what has a row is left out the next
+time.
 
 The points have, beside the usual fields, `part`, one of the above. Results by part:
 
@@ -27,15 +28,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
+from scripts.bench_points import DTYPES, Shape  # noqa: E402
 from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
-from scripts.studies import Report, rows_path, todo  # noqa: E402
+from scripts.studies import Point, Report, rows_path, todo  # noqa: E402
+from scripts.studies.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
 
 if TYPE_CHECKING:
     from scripts.studies.exactness import Measurement
@@ -43,8 +46,7 @@ if TYPE_CHECKING:
 PARTS = ("known", "tiles", "stability", "asked")
 SIZES = {"cuda": (2, 8, 512), "cpu": (1, 2, 256)}  # batch, heads, tokens
 MINUTES = {"cuda": 0.75, "cpu": 1}
-# They compile for seconds at each kind of call: only their 16 bits are measured, in fp16, and what they run.
-SLOW_TO_COMPILE = ("flex", "flash4")
+SLOW_TO_COMPILE = ("flex", "flash4")  # seconds at each kind of call: they take part where they are named
 
 Row = dict[str, Any]
 
@@ -64,7 +66,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     names = choices("attention")
     add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    add("--attention", nargs="+", choices=names, metavar="NAME", help="default: all but auto")
+    others = f"auto, {' and '.join(SLOW_TO_COMPILE)}"
+    add("--attention", nargs="+", choices=names, metavar="NAME", help=f"default: all but {others}")
     add("--tokens", type=positive, help="default: 512, on a CPU 256")
     add("--fresh", action="store_true", help="measure again what has a row")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
@@ -80,42 +83,65 @@ def measurements(options: argparse.Namespace, device: str) -> list[Measurement]:
     from scripts.studies.stability import stability
 
     batch, heads, tokens = SIZES[device]
-    names = options.attention or [name for name in choices("attention") if name != "auto"]
-    built, slow = build(names), () if options.attention else SLOW_TO_COMPILE
-    every = Setting(device, batch, heads, options.tokens or tokens, built)
-    quick = replace(every, attentions={name: built[name] for name in names if name not in slow})
-    of = {
-        "known": known(quick),
-        "tiles": tiles(quick),
-        "stability": stability(every, slow),
-        "asked": asked(every),
-    }
-    found = [each for part in options.part for each in of[part]]
+    usual = [name for name in choices("attention") if name not in ("auto", *SLOW_TO_COMPILE)]
+    built = build(options.attention or usual)
+    setting = Setting(device, batch, heads, options.tokens or tokens, built)
+    of = {"known": known, "tiles": tiles, "stability": stability, "asked": asked}
+    found = [each for part in options.part for each in of[part](setting)]
     return list({key_of(each.point): each for each in found}.values())  # on a CPU some asks are the same
 
 
+def compiles(point: Point) -> bool:
+    """Whether its implementation has kernels that may have to be compiled, seconds in all."""
+    return point["implementation"].startswith((*COMPILED, "torch.compile"))
+
+
+def to_compile(points: list[Point]) -> list[Task]:
+    """Of each implementation and dtype the call with most kernels. A process for each implementation of our
+    CUDA, which compiles fast, and for each dtype of others."""
+    shorts, found = {long: short for short, long in DTYPES.items()}, {}
+    for point in sorted(points, key=lambda point: point["pass"] != "both"):
+        name, dtype = point["implementation"], shorts.get(point["dtype"])
+        if name.startswith(COMPILED) and dtype:
+            heads, tokens = point["heads"], point["kv_len"]
+            shape = Shape(point["batch"], heads, heads, tokens, point["head_dim"], True, dtype)
+            found.setdefault((name, dtype), (shape, point["pass"]))
+    tasks: dict[tuple[str, str], Task] = {}
+    for (name, dtype), call in found.items():
+        apart = "" if name.startswith("cuda") else dtype
+        tasks.setdefault((name, apart), (name, []))[1].append(call)
+    return list(tasks.values())
+
+
 def measure(options: argparse.Namespace, device: str, out: Path) -> None:
-    """What has no row yet, a row for each at once."""
+    """What has no row yet, a row for each at once; what waits for kernels last."""
     from scripts.side_by_side import failure
     from scripts.timing import clean_up, synchronise
 
     every = measurements(options, device)
-    left = todo([each.point for each in every], out, options.fresh)
-    print(f"{len(left)} of {len(every)} points to measure: about {MINUTES[device]:g} minutes for all of them")
+    left = {key_of(point) for point in todo([each.point for each in every], out, options.fresh)}
+    work = sorted(
+        (each for each in every if key_of(each.point) in left), key=lambda each: compiles(each.point)
+    )
+    print(f"{len(work)} of {len(every)} points to measure: about {MINUTES[device]:g} minutes for all of them")
+    tasks = to_compile([each.point for each in work]) if device == "cuda" else []
     began = time.perf_counter()
-    work = [each for each in every if each.point in left]
-    for done, each in enumerate(work, 1):
-        try:
-            result = each.run()
-            synchronise()
-        except Exception as error:  # whatever a library raises is a row
-            result = failure(error)
-            clean_up()
-        append(out, each.point, result)
-        if done % 20 == 0 or done == len(work):
-            rate = done / (time.perf_counter() - began)
-            said = f"[{done}/{len(work)}] {each.point['part']}: {60 * rate:.0f} points/min"
-            print(f"{said}, {(len(work) - done) / rate:.0f} s left", flush=True)
+    with ThreadPoolExecutor(1) as beside:
+        ready = beside.submit(compile_ahead, tasks) if tasks else None
+        for done, each in enumerate(work, 1):
+            if ready and compiles(each.point):
+                ready.result()
+            try:
+                result = each.run()
+                synchronise()
+            except Exception as error:  # whatever a library raises is a row
+                result = failure(error)
+                clean_up()
+            append(out, each.point, result)
+            if done % 20 == 0 or done == len(work):
+                rate = done / (time.perf_counter() - began)
+                said = f"[{done}/{len(work)}] {each.point['part']}: {60 * rate:.0f} points/min"
+                print(f"{said}, {(len(work) - done) / rate:.0f} s left", flush=True)
 
 
 def main() -> None:

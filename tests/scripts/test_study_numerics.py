@@ -13,7 +13,7 @@ from scripts.claims import exactness as claims
 from scripts.rows import read
 from scripts.studies import numerics
 from scripts.studies.asked import ASKS, Ask, run
-from scripts.studies.exactness import Setting, rounding, small
+from scripts.studies.exactness import Measurement, Setting, rounding, small
 from scripts.studies.stability import compared, errors, exact
 from scripts.studies.textbook import FORMULAS, Formula
 from tests.grid import build
@@ -62,6 +62,36 @@ def test_known_answers_are_the_sources(measured):
     assert sdpa["result"]["got"]["sum"] is None  # it gives no lse
     (refused,) = rows_of(measured, "known", implementation="sdpa_cudnn")
     assert refused["result"]["status"] == "unsupported" and "no cpu" in refused["result"]["reason"]
+
+
+def test_kernels_are_compiled_beside_what_needs_none(monkeypatch, tmp_path):
+    """The order of things on a GPU, by points alone."""
+    order, names = [], ["triton", "cuda_fa2", "cuda_naive", "sdpa", "tiled"]
+    dtypes = ("float16", "float32", "float64")
+
+    def points(options, device):
+        setting = Setting(device, 2, 8, 512, {})
+        passes = {"float16": ("both", "forward"), "float32": ("forward",), "float64": ("forward",)}
+        for name in names:
+            for dtype in dtypes if name not in ("triton", "cuda_fa2", "cuda_naive") else dtypes[:2]:
+                for passed in passes[dtype] if name != "cuda_naive" else ("forward",):
+                    point = setting.point("stability", name, passed, dtype)
+                    yield Measurement(point, lambda name=name: order.append(name) or {"status": "ok"})
+
+    monkeypatch.setattr(numerics, "measurements", lambda *given: list(points(*given)))
+    monkeypatch.setattr(numerics, "compile_ahead", lambda tasks: order.append(tasks))
+    numerics.measure(numerics.arguments([]), "cuda", tmp_path / "gpu.jsonl")
+    (tasks,) = (each for each in order if isinstance(each, list))
+    ran = [each for each in order if isinstance(each, str)]
+    assert set(ran[:8]) == {"sdpa", "tiled"} and set(ran[8:]) == {"triton", "cuda_fa2", "cuda_naive"}
+    assert order.index(tasks) < order.index("triton")
+    said = [(name, [(shape.dtype, shape.tokens, passed) for shape, passed in calls]) for name, calls in tasks]
+    assert said == [
+        ("triton", [("fp16", 512, "both")]),
+        ("cuda_fa2", [("fp16", 512, "both"), ("fp32", 512, "forward")]),
+        ("triton", [("fp32", 512, "forward")]),
+        ("cuda_naive", [("fp16", 512, "forward"), ("fp32", 512, "forward")]),
+    ]
 
 
 def test_a_wrong_rescaling_shows_in_the_known_answers(monkeypatch):
