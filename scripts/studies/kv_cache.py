@@ -214,7 +214,7 @@ def measure(options: argparse.Namespace, out: Path) -> None:
 
     from scripts.side_by_side import failure
     from scripts.studies.cache_counts import cache_bytes, counted
-    from scripts.studies.whole_model import Progress
+    from scripts.studies.whole_model import Progress, stop_if_lost
 
     asked = points(options, torch.cuda.is_available())
     left = todo(asked, out, options.fresh)
@@ -243,6 +243,7 @@ def measure(options: argparse.Namespace, out: Path) -> None:
         tokens = point.get("new_tokens") or point["seq_len"]
         said = f"{kind} {' '.join(dict.fromkeys(p['implementation'] for p in together))}, {tokens} tokens"
         progress.say(said, len(together))
+        stop_if_lost(said)
 
 
 def length_of(point: Point) -> int:

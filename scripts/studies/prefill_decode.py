@@ -23,6 +23,7 @@ implementation triton   (or another) the whole model with that attention: `ms_me
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,12 @@ def measure(options: argparse.Namespace, out: Path) -> None:
     if not left:
         return
     from scripts.studies.layer_times import Measuring
-    from scripts.studies.whole_model import Progress
+    from scripts.studies.whole_model import Progress, stop_if_lost
 
     with torch.inference_mode():
         context = max(point["kv_len"] for point in asked)
         measuring = Measuring(fused_of(options, cuda), "cuda" if cuda else "cpu", context)
+        gc.freeze()  # what is imported by now need not be gone through at every clean-up
         progress = Progress(len(left))
         for point in left:
             try:
@@ -137,10 +139,12 @@ def measure(options: argparse.Namespace, out: Path) -> None:
             except Exception as error:  # whatever fails is a row
                 result = failure(error)
             append(out, point, result)
-            clean_up()
             shape = f"{point['batch']} x {point['seq_len']} on {point['kv_len']}"
             took = f"{result['ms_median']:.3f} ms" if "ms_median" in result else result["status"]
-            progress.say(f"{point['model']} {point['implementation']} {point['pass']} {shape}: {took}")
+            said = f"{point['model']} {point['implementation']} {point['pass']} {shape}: {took}"
+            progress.say(said)
+            stop_if_lost(said)
+            clean_up()
 
 
 def main(given: list[str] | None = None) -> None:

@@ -16,7 +16,8 @@ from model.generate import advance
 from model.gpt import GPT
 from scripts.contestants import captured
 from scripts.kernels import EXPECTED, PLAIN, PLAIN_CPU, as_field, family, profile
-from scripts.timing import Contestant
+from scripts.side_by_side import failure
+from scripts.timing import Contestant, synchronise
 
 GREEDY = Sampling(temperature=0.0)
 SPARE = 64  # tokens of room behind a text, for steps that are repeated before it is put back
@@ -74,6 +75,16 @@ class Progress:
         took = time.perf_counter() - self.began
         left = took / self.done * (self.total - self.done) if self.done else 0.0
         print(f"[{self.done}/{self.total}, {took:.0f} s, about {left:.0f} s left] {text}", flush=True)
+
+
+def stop_if_lost(said: str) -> None:
+    """Ends the program where a failed kernel has left it without its device: what would come after is errors
+    too, about nothing."""
+    try:
+        synchronise()
+    except RuntimeError as error:
+        why = failure(error)["reason"]
+        raise SystemExit(f"{said}: the device is lost ({why}). The same command goes on.") from None
 
 
 def right_kernels(asked: str, names: Iterable[str]) -> bool:

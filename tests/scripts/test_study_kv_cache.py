@@ -170,6 +170,25 @@ def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
     assert kv_cache_report.report([]).tables == [] and kv_cache_report.report([]).pictures == {}
 
 
+def test_a_lost_device_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its point is a row, to be tried again; those after it, errors for no fault of theirs, are none."""
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def fails(point: dict[str, Any]) -> dict[str, Any]:
+        monkeypatch.setattr(whole_model, "synchronise", lost)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("scripts.studies.cache_counts.counted", fails)
+    out = tmp_path / "cpu.jsonl"
+    with pytest.raises(SystemExit, match="the device is lost"):
+        kv_cache.main([f"--out={out}"])
+    assert [row["result"]["status"] for row in read(out).values()] == ["error"]
+
+
 def test_integration_knows_its_range() -> None:
     steps = {1: 1.0, 4: 4.0}
     assert kv_cache_report.integrated(steps, 4) == pytest.approx(10e-3)
