@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import shlex
 import sys
 import time
@@ -72,11 +73,11 @@ class Sweep:
         from scripts.sweep_company import Room
 
         self.study, self.device, self.out, self.room = study, device, out, Room.here(together)
-        self.sources, self.machine = sweep_points.code(), rows.machine()
+        self.code, self.machine = functools.cache(sweep_points.code), rows.machine()  # as it is now
         self.rows = {
             key: row
             for key, row in rows.read(out).items()
-            if sweep_points.is_current(row, self.machine, self.sources)
+            if sweep_points.is_current(row, self.machine, self.code(row["point"]["implementation"]))
         }
         if fresh:
             self.rows.clear()
@@ -84,14 +85,14 @@ class Sweep:
 
     def run(self, points: list[Point]) -> Iterator[tuple[Row, bool]]:
         """Rows of the points, and whether each was measured now: where one is out of memory, of smaller
-        micro-batches too. What was out of memory in company is measured again alone."""
+        micro-batches too. What was out of memory or failed in company is measured again alone."""
         old = [point for point in points if self.kept(point) is not None]
         for point in old:
             yield from self.alone(point)
         for group in self.room.groups([point for point in points if point not in old]):
             left = []
             for point, result in self.in_company(group):
-                if result is None or result["status"] == "oom":
+                if result is None or may_be_of_company(result):
                     left.append(point)
                 else:
                     yield self.append(point, result), True
@@ -156,7 +157,7 @@ class Sweep:
         from scripts.rows import append
 
         with alone(self.out):
-            row = append(self.out, point.fields, result | {"code": self.sources})
+            row = append(self.out, point.fields, result | {"code": self.code(point.fields["implementation"])})
         self._note(row)
         return row
 
@@ -171,6 +172,12 @@ class Sweep:
             point = row["point"]
             before = self.slow.get(point["implementation"], point["seq_len"])
             self.slow[point["implementation"]] = min(before, point["seq_len"])
+
+
+def may_be_of_company(result: dict[str, Any]) -> bool:
+    """Whether a failure may be that of points set up side by side: the room that others took, or caches that
+    they write. What took too long would take long alone."""
+    return result["status"] in ("oom", "error") and "timeout_s" not in result
 
 
 @contextmanager
@@ -247,7 +254,11 @@ def run(options: argparse.Namespace) -> list[Row]:
     sweep = Sweep(study, device, out, options.fresh, options.together or (4 if device == "cuda" else 1))
     print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
     progress(options, sweep, points)
-    rows = [row for row in read(out).values() if row["result"].get("code") == sweep.sources]  # of all shards
+    rows = [
+        row
+        for row in read(out).values()  # of all shards
+        if row["result"].get("code") == sweep.code(row["point"]["implementation"])
+    ]
     tables(rows)
     picture = draw(rows, out.with_suffix(".svg"))
     if options.wandb:

@@ -16,9 +16,16 @@ from scripts import training_peers
 from scripts.rows import choices
 
 ROOT = CONF.parent
-# What a training point runs: rows that other sources than these have measured are measured again.
+# What a training point runs: rows that other sources than these have measured are measured again. Kernels
+# concern those alone that run them; what predicts, generates or saves is no part of a step.
 SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*.cu*")
 SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory*.py", "scripts/allocations.py")
+OWN = {"cuda": ("attention/cuda.py", "ops/cuda/", "ops/csrc/", "ops/nvrtc")}
+OWN |= {"triton": ("attention/triton_", "ops/triton/"), "flash": ("attention/flash_",)}
+OWN |= {"flex": ("attention/flex",), "tiled": ("attention/tiled",), "sdpa": ("attention/sdpa",)}
+NOT_RUN = tuple(
+    f"model/{name}.py" for name in ("memory", "roofline", "generate", "decode", "checkpoint", "runs")
+)
 NOT_MEASURED = ("callbacks", "ckpt", "hydra", "logger", "name", "sweep", "trainer")  # keys of the config
 
 Row = dict[str, Any]
@@ -193,11 +200,15 @@ def smaller(study: Study, asked: Point, device: str) -> Iterator[Point]:
         power //= 2
 
 
-def code(root: Path = ROOT) -> str:
-    """A digest of the sources that a training point runs."""
+def code(name: str = "auto", root: Path = ROOT) -> str:
+    """A digest of the sources that a training point of this implementation runs; auto may run any."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+        place = path.relative_to(root).as_posix()
+        owners = [owner for owner, places in OWN.items() if place.startswith(places)]
+        if place in NOT_RUN or (owners and name != "auto" and not name.startswith(tuple(owners))):
+            continue
+        digest.update(f"{place}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -113,7 +114,7 @@ def point_results(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return fake_result()
 
     monkeypatch.setattr(sweep, "measured", measured)
-    monkeypatch.setattr(sweep_points, "code", lambda: "sources")  # whoever edits them meanwhile
+    monkeypatch.setattr(sweep_points, "code", lambda *_: "sources")  # whoever edits them meanwhile
     return ran
 
 
@@ -215,7 +216,7 @@ def is_smaller(row: dict[str, dict[str, int]]) -> bool:
 
 
 def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep_points, "code", lambda: "sources")
+    monkeypatch.setattr(sweep_points, "code", lambda *_: "sources")
     model = tmp_path / "model.py"
     model.write_text("")
     ran = []
@@ -249,10 +250,17 @@ def test_set_up_side_by_side(tmp_path, monkeypatch):
 
 
 class Beside:
-    """A point of a company: naive is out of memory in it."""
+    """A point of a company: naive is out of memory in it, tiled breaks, sdpa_math takes too long."""
+
+    LOST: ClassVar = {
+        "attention=naive": {"status": "oom", "reason": "out"},
+        "attention=tiled": {"status": "error", "reason": "no room for a handle"},
+        "attention=sdpa_math": {"status": "error", "reason": "late", "timeout_s": 1},
+    }
 
     def __init__(self, command: list[str], timeout_s: float, beside: int):
-        self.lost, self.beside = "attention=naive" in command, beside
+        self.lost = next((how for word, how in self.LOST.items() if word in command), None)
+        self.beside = beside
 
     def ready(self) -> None: ...
 
@@ -260,19 +268,23 @@ class Beside:
 
     def result(self) -> dict[str, object]:
         more = {"beside": self.beside}
-        return {"status": "oom", "reason": "out", **more} if self.lost else fake_result(**more)
+        return {**self.lost, **more} if self.lost else fake_result(**more)
 
 
-def test_out_of_memory_in_company_is_measured_again_alone(tmp_path, point_results, monkeypatch):
+def test_what_fails_in_company_is_measured_again_alone(tmp_path, point_results, monkeypatch):
+    """Also where it has failed, as others may be to blame; not what took too long."""
     monkeypatch.setattr(sweep, "Process", Beside)
-    grid = ("sweep.grid.attention=[naive,sdpa]", "sweep.grid.seq_len=[64]", "--together=2")
+    names = "sweep.grid.attention=[naive,tiled,sdpa_math,sdpa]"
+    grid = (names, "sweep.grid.seq_len=[16]", "sweep.micro_tokens=32", "--together=4")
     run(tmp_path / "cpu.jsonl", *grid, monkeypatch=monkeypatch)
     rows = list(read(tmp_path / "cpu.jsonl").values())
     said = [
         (row["point"]["implementation"], row["result"]["status"], "beside" in row["result"]) for row in rows
     ]
-    assert said == [("sdpa", "ok", True), ("naive", "ok", False)]
-    assert len(point_results) == 1 and "attention=naive" in point_results[0]
+    assert said == [
+        ("sdpa_math", "error", True), ("sdpa", "ok", True), ("naive", "ok", False), ("tiled", "ok", False)
+    ]  # fmt: skip
+    assert len(point_results) == 2 and "attention=naive" in point_results[0]
 
 
 def test_wandb_gets_a_run_for_each_point(tmp_path, point_results, monkeypatch):

@@ -28,11 +28,21 @@ def test_rows_of_other_sources_and_machines_are_measured_again():
 def test_the_digest_of_sources_changes_with_them(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "gpt.py").write_text("a")
-    before = sweep_points.code(tmp_path)
+    before = sweep_points.code(root=tmp_path)
     (tmp_path / "README.md").write_text("b")
-    assert sweep_points.code(tmp_path) == before
+    (tmp_path / "model" / "memory.py").write_text("b")  # predicts
+    assert sweep_points.code(root=tmp_path) == before
     (tmp_path / "model" / "gpt.py").write_text("c")
-    assert sweep_points.code(tmp_path) != before != sweep_points.code()
+    assert sweep_points.code(root=tmp_path) != before != sweep_points.code()
+
+
+def test_a_kernel_concerns_those_who_run_it(tmp_path):
+    names = ("naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto")
+    before = {name: sweep_points.code(name, tmp_path) for name in names}
+    (tmp_path / "ops" / "csrc").mkdir(parents=True)
+    (tmp_path / "ops" / "csrc" / "fa2.cu").write_text("a")
+    changed = {name for name in names if sweep_points.code(name, tmp_path) != before[name]}
+    assert changed == {"cuda", "cuda_fa2", "auto"}
 
 
 def test_the_grid():

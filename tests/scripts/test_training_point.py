@@ -54,15 +54,20 @@ def test_a_point_that_cannot(monkeypatch, capsys, overrides, status, words):
     assert result["status"] == status and words in result["reason"]
 
 
-def test_a_point_without_memory(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_point_without_memory(said, monkeypatch, capsys):
     def build(*_):
-        raise RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-        )
+        raise RuntimeError(said)
 
     monkeypatch.setattr(training_point, "build", build)
     result = result_of(monkeypatch, capsys, "attention=naive", "data.batch_size=8")
-    assert result["status"] == "oom" and "can't allocate memory" in result["reason"]
+    assert result["status"] == "oom" and said in result["reason"]
 
 
 def test_fused_kernels_are_seen_beside_other_products():
