@@ -16,7 +16,7 @@ Task = tuple[str, list[tuple["Shape", str]]]  # an implementation, and calls tha
 
 COMPILED = ("cuda", "triton", "flex")  # how the names of those begin whose kernels end up in a cache on disk
 SHARED = 0.8  # of the GPU's memory, for all processes that compile
-MOST_JOBS = 14
+MOST_JOBS = 16
 
 
 def compile_ahead(tasks: list[Task], jobs: int | None = None) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,7 @@ class Worker:
 def main() -> None:
     """Answer requests until standard input ends: with whoever holds it."""
     name = sys.argv[1]
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # it is one of many processes
     import torch
 
     from scripts.bench_points import Shape
