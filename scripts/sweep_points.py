@@ -20,12 +20,16 @@ ROOT = CONF.parent
 # concern those alone that run them; what predicts, generates or saves is no part of a step.
 SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*.cu*")
 SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory*.py", "scripts/allocations.py")
+SOURCES += ("scripts/studies/textbook.py",)
 OWN = {"cuda": ("attention/cuda.py", "ops/cuda/", "ops/csrc/", "ops/nvrtc")}
 OWN |= {"triton": ("attention/triton_", "ops/triton/"), "flash": ("attention/flash_",)}
 OWN |= {"flex": ("attention/flex",), "tiled": ("attention/tiled",), "sdpa": ("attention/sdpa",)}
 NOT_RUN = tuple(
     f"model/{name}.py" for name in ("memory", "roofline", "generate", "decode", "checkpoint", "runs")
 )
+# attention=standard in a grid, which conf/ does not have: scripts/studies/textbook.py says what it is.
+STANDARD = ("attention=naive", "attention._target_=scripts.studies.textbook.Formula")
+STANDARD += ("attention.name=standard", "+attention.formula=formula_torch")
 NOT_MEASURED = ("callbacks", "ckpt", "hydra", "logger", "name", "sweep", "trainer")  # keys of the config
 
 Row = dict[str, Any]
@@ -124,6 +128,11 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def assigned(key: str, value: Any) -> tuple[str, ...]:
+    """The overrides that a value of a grid stands for."""
+    return STANDARD if (key, value) == ("attention", "standard") else (f"{key}={shown(value)}",)
+
+
 def tasks(study: Study) -> list[Task]:
     """Each peer at each of the other coordinates, compiled or not as it is used; then the grid, grid point
     after grid point, the last key fastest."""
@@ -138,7 +147,7 @@ def _product(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 def point_of(study: Study, task: Task, device: str, micro_batch: int | None = None) -> Point:
     """The point of a task on "cuda" or "cpu"; micro_batch: in place of the one that the study asks for."""
-    overrides = [*study.overrides, *(f"{key}={shown(value)}" for key, value in task.assigned.items())]
+    overrides = [*study.overrides, *(word for item in task.assigned.items() for word in assigned(*item))]
     cfg, chosen = composed(overrides)
     if micro_batch is None and study.micro_tokens:
         if study.micro_tokens % cfg.seq_len:

@@ -47,7 +47,7 @@ def end_to_end(results: Results) -> Answer:
             continue
         rows += [best, found["transformers eager", False]]
         factors[model] = times(found, best, ("transformers eager", False))
-        sdpa, alone = (times(found, best, key) for key in (("transformers SDPA", False), ("naive", True)))
+        sdpa, alone = (times(found, best, key) for key in (("transformers SDPA", False), ("standard", True)))
         more = [f"{sdpa:.1f}x its SDPA"] if sdpa else []
         more += [f"{alone:.1f}x our own model with standard attention, compiled too"] if alone else []
         said.append(f"{model}: {label(best)} is {factors[model]:.1f}x{''.join(f', {m}' for m in more)}")
@@ -86,10 +86,10 @@ def short_encoder(results: Results) -> Answer:
     for compiled in (False, True):
         mine = {key: row for key, row in found.items() if key[1] == compiled}
         best = training.fastest(mine)
-        if best is None or ("naive", compiled) not in mine:
-            raise missing("encoder_short", implementation=("naive", "triton"), compile=compiled)
-        factors[compiled] = times(mine, best, ("naive", compiled))
-        rows += [best, mine["naive", compiled]]
+        if best is None or ("standard", compiled) not in mine:
+            raise missing("encoder_short", implementation=("standard", "triton"), compile=compiled)
+        factors[compiled] = times(mine, best, ("standard", compiled))
+        rows += [best, mine["standard", compiled]]
     plain, fused = factors[False], factors[True]
     word = "little" if fused < FUSED_CLAIM else "substantially" if fused >= SUBSTANTIAL else "moderately"
     why = (

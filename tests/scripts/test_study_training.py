@@ -14,7 +14,7 @@ from scripts.studies import encoder_short, seqlen_scaling, speedup_end_to_end, t
 from tests.scripts.studies import fake_result
 
 # tokens/s by implementation, not compiled and compiled
-SPEEDS = {"transformers eager": (100, None), "transformers SDPA": (150, None), "naive": (120, 250)}
+SPEEDS = {"transformers eager": (100, None), "transformers SDPA": (150, None), "standard": (120, 250)}
 SPEEDS |= {"sdpa_cudnn": (300, 400), "triton": (310, 450), "cuda": (290, 440)}
 SPEEDS |= {"sdpa_efficient": (200, 300), "sdpa_flash": (250, 375)}
 
@@ -40,7 +40,7 @@ def test_end_to_end():
     assert table.title == "gpt2, 65,536 tokens a step, bf16-mixed, T = 1,024"
     assert table.lines[0][:3] == ["", "tokens/s", "x transformers eager"]
     assert table.lines[1] == ["transformers eager", "100,000", "1.00x", "655.4", "10%", "50", "16"]
-    assert [line[0] for line in table.lines[1:4]] == ["transformers eager", "naive", "transformers SDPA"]
+    assert [line[0] for line in table.lines[1:4]] == ["transformers eager", "standard", "transformers SDPA"]
     assert table.lines[-1][:3] == ["triton, compiled", "450,000", "4.50x"]
     (note,) = report.notes
     assert note.startswith(
@@ -54,7 +54,7 @@ def test_end_to_end():
 def test_a_baseline_that_does_not_fit_gives_way_to_the_next():
     rows = rows_of("experiment=speedup_end_to_end", "sweep.grid.model=[gpt2]")
     rows[0]["result"] = {"status": "oom", "reason": "out"}
-    assert sweep_bars.label(sweep_bars.baseline(rows)) == "naive"
+    assert sweep_bars.label(sweep_bars.baseline(rows)) == "standard"
     assert sweep_bars.cells(rows)[1][:3] == ["transformers eager", "oom", ""]
     half = {**rows[0], "point": rows[0]["point"] | {"micro_batch": 8}, "result": fake_result()}
     assert sweep_bars.baseline([*rows, half]) is half  # in smaller micro-batches

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from model.gpus import GPUS
 from scripts import sweep_points
 from scripts.rows import key_of, machine
@@ -74,6 +76,20 @@ def test_the_study_of_a_gpu():
     assert sizes == [(1024 << i, 64 >> i, 65536) for i in range(7)]
     names = large.grid["attention"]
     assert {"naive", "tiled", "triton", "cuda_fa2", "sdpa", "flash4"} <= set(names) and "auto" not in names
+
+
+def test_standard_attention_is_a_value_of_the_grid_that_conf_does_not_have():
+    from conf.compose import build_attention
+
+    one = sweep_points.study_of(["experiment=encoder_short", "sweep.grid.attention=[standard,triton]"])
+    found = points_of(one, "cuda")[:2]
+    assert [p.fields["implementation"] for p in found] == ["standard", "triton"]
+    attention = build_attention(found[0].cfg)
+    q = torch.randn(1, 2, 8, 4)
+    same = torch.softmax(q @ q.mT / 2, dim=-1) @ q
+    assert attention.name == "standard" and torch.allclose(attention(q, q, q, causal=False), same, atol=1e-6)
+    room = Room(GPUS["h200"], 8)
+    assert room.needs(found[0]) > 2 * room.needs(found[1])  # its scores are there
 
 
 def test_smaller_micro_batches_are_the_powers_of_two_below():
