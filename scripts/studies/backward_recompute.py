@@ -7,11 +7,11 @@ Side by side on the same tensors, the backward of those that kept the probabilit
 the formula in 16 bits, eager and compiled, and SDPA's math) and of those that kept out and lse. And
 naive_checkpointed: the formula's whole forward again in plain PyTorch, with all scores written again.
 
-No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512, 1k and 4k at D = 64,
-and 512 and 4k at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200
-about 75 seconds, 25 of them compilation, in processes side by side before anything is timed, and 20 Nsight
-Compute's; on a CPU a small version in half a minute. Rows go to results/backward_recompute/<gpu>.jsonl; a
-shape that has all its rows is left out the next time.
+No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512 and 4k at D = 64 and 4k
+at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200 about 75
+seconds, 25 of them compilation, in processes side by side before anything is timed, and 25 Nsight Compute's;
+on a CPU a small version in half a minute. Rows go to results/backward_recompute/<gpu>.jsonl; a shape that has
+all its rows is left out the next time.
 
 Beside the fields of scripts/side_by_side.py (the time is the backward's) a row's result has: keeps (whether P
 was kept), products and flops_done, kept_mib (out and what the forward saved, measured), model_bytes (DRAM, by
@@ -25,6 +25,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_m
 NAMES += ("cuda_fa2", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3")
 NAMES_FP32 = ("naive", "naive_checkpointed", "sdpa_math", "tiled", "triton", "cuda_tiled")
 NAMES_CPU = ("naive", "naive_checkpointed", "standard", "sdpa_math", "tiled", "sdpa_flash")
-LENGTHS = {64: (512, 1024, 4096), 128: (512, 4096)}
+LENGTHS = {64: (512, 4096), 128: (4096,)}
 FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (4096,)
 COMPILES = ("cuda", "triton", "flex", "standard_compiled", "naive_compiled")  # how such names begin
 TILED_MOST = 2048  # thousands of launches above: seconds of the host's time
@@ -73,7 +74,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=positive, help="in all rows of a batch (default: 16,384; on a CPU 512)")
     add("--width", type=positive, help="heads times head dim (default: 1,024; on a CPU 128)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="only this one")
-    add("--counted", type=positive, nargs="*", default=COUNTED_LENGTHS, help="N that ncu counts at D = 64")
+    add(
+        "--counted",
+        type=positive,
+        nargs="*",
+        default=COUNTED_LENGTHS,
+        help="N that ncu counts at D = 64, in bf16",
+    )
     add("--budget", type=float, default=0.03, metavar="S", help="measured seconds a contestant and point")
     add("--no-compile", dest="compile", action="store_false", help="compile as kernels are met, not ahead")
     add("--no-ncu", dest="ncu", action="store_false", help="no counters")
@@ -133,10 +140,13 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> None:
     said = f"{number} points at {len(lacking)} of {len(asked)} shapes"
     print(f"{said}; about {SECONDS[device]} s for all of them", flush=True)
     if lacking:
-        if device == "cuda" and options.compile:
-            compile_ahead(to_compile(lacking))
-        names = list(dict.fromkeys(name for _, names in lacking for name in names))
-        bench = BackwardBench(contestants(names), device, options.budget, out)
+        with ThreadPoolExecutor(1) as beside:  # contestants import much
+            tasks = to_compile(lacking) if device == "cuda" and options.compile else []
+            ready = beside.submit(compile_ahead, tasks) if tasks else None
+            made = contestants(list(dict.fromkeys(name for _, names in lacking for name in names)))
+            if ready:
+                ready.result()
+        bench = BackwardBench(made, device, options.budget, out)
     start, done = time.perf_counter(), 0
     for shape, names in lacking:
         try:
@@ -158,7 +168,8 @@ def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
 
     rows, points = read(out), {}
     for shape, names in asked:
-        for name in names if shape.tokens in lengths and shape.head_dim == 64 else ():
+        wanted = shape.tokens in lengths and shape.head_dim == 64 and shape.dtype == "bf16"
+        for name in names if wanted else ():
             row = rows.get(key_of(shape.point(name, "backward")))
             fresh = row and row["result"].get("counters_from") == NOT_YET
             if fresh and name != "tiled":  # which launches thousands
