@@ -114,6 +114,7 @@ def point_results(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return fake_result()
 
     monkeypatch.setattr(sweep, "measured", measured)
+    monkeypatch.setattr(sweep_report, "draw", lambda rows, out: out)  # has tests of its own
     monkeypatch.setattr(sweep_points, "code", lambda *_: "sources")  # whoever edits them meanwhile
     return ran
 
