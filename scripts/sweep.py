@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import functools
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from scripts.sweep_process import Process, measured  # noqa: E402
 
 if TYPE_CHECKING:
-    from scripts.sweep_points import Point, Study, Task
+    from scripts.sweep_points import Point, Study
 
 Row = dict[str, Any]
 CHILD = ROOT / "scripts" / "training_point.py"
@@ -82,6 +81,7 @@ class Sweep:
         if fresh:
             self.rows.clear()
         self.slow: dict[str, int] = {}  # the context at which an implementation took too long
+        self.full: dict[str, int] = {}  # and at which it was out of memory
 
     def run(self, points: list[Point]) -> Iterator[tuple[Row, bool]]:
         """Rows of the points, and whether each was measured now: where one is out of memory, of smaller
@@ -102,7 +102,7 @@ class Sweep:
     def in_company(self, group: list[Point]) -> Iterator[tuple[Point, dict[str, Any] | None]]:
         """Results of points whose first steps, which compile, ran side by side, and the rest one by one; None
         for those that have no company, or need not be tried."""
-        tried = [point for point in group if self.too_slow(point) is None]
+        tried = [point for point in group if self.not_tried(point) is None]
         processes: dict[Point, Process] = {}
         try:
             for point in tried if len(tried) > 1 else ():
@@ -136,7 +136,7 @@ class Sweep:
         if (row := self.kept(point)) is not None:
             self._note(row)
             return row, False
-        result = self.too_slow(point) or measured(self.command(point), self.study.timeout_s)
+        result = self.not_tried(point) or measured(self.command(point), self.study.timeout_s)
         return self.append(point, result), True
 
     def kept(self, point: Point) -> Row | None:
@@ -144,14 +144,18 @@ class Sweep:
 
         return self.rows.get(key_of(point.fields))
 
-    def too_slow(self, point: Point) -> dict[str, Any] | None:
-        """The result of a point that is not tried, as a shorter context took too long."""
+    def not_tried(self, point: Point) -> dict[str, Any] | None:
+        """The result of a point that is not tried, as a shorter context took too long, or was out of memory
+        where this one needs far more than there is."""
         name, tokens = point.fields["implementation"], point.fields["seq_len"]
-        if self.slow.get(name, tokens) >= tokens:
-            return None
-        limit, shorter = self.study.timeout_s, self.slow[name]
-        why = f"not tried: a context of {shorter:,} tokens took longer than {limit} s"
-        return {"status": "error", "reason": why, "timeout_s": limit}
+        if (shorter := self.slow.get(name, tokens)) < tokens:
+            limit = self.study.timeout_s
+            why = f"not tried: a context of {shorter:,} tokens took longer than {limit} s"
+            return {"status": "error", "reason": why, "timeout_s": limit}
+        if (shorter := self.full.get(name, tokens)) < tokens and self.room.is_hopeless(point):
+            why = f"not tried: {shorter:,} tokens were out of memory, and this is predicted to take "
+            return {"status": "oom", "reason": f"{why}{self.room.needs(point) / 2**30:,.0f} GiB"}
+        return None
 
     def append(self, point: Point, result: dict[str, Any]) -> Row:
         from scripts.rows import append
@@ -168,10 +172,13 @@ class Sweep:
         return words + ([f"--peer={point.peer}"] if point.peer else [])
 
     def _note(self, row: Row) -> None:
-        if "timeout_s" in row["result"]:
-            point = row["point"]
-            before = self.slow.get(point["implementation"], point["seq_len"])
-            self.slow[point["implementation"]] = min(before, point["seq_len"])
+        name, tokens = row["point"]["implementation"], row["point"]["seq_len"]
+        for ended, limits in (
+            ("timeout_s" in row["result"], self.slow),
+            (row["result"]["status"] == "oom", self.full),
+        ):
+            if ended:
+                limits[name] = min(limits.get(name, tokens), tokens)
 
 
 def may_be_of_company(result: dict[str, Any]) -> bool:
@@ -187,25 +194,6 @@ def alone(path: Path) -> Iterator[None]:
     with open(path, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def commands(options: argparse.Namespace, study: Study, todo: list[Task]) -> Iterator[str]:
-    """A command line for each task: this script, its grid cut down to one point."""
-    from scripts.sweep_points import shown
-
-    ours = ("sweep.grid.", "sweep.peers=")
-    common = [o for o in options.overrides if not o.lstrip("+").startswith(ours)]
-    common += ["sweep.peers=[]"] if study.peers else []
-    added = {o.split("=")[0] for o in options.overrides if o.startswith("+")}
-    for task in todo:
-        keys = {key: f"sweep.grid.{key}" for key in task.assigned}
-        keys = {key: f"+{name}" if f"+{name}" in added else name for key, name in keys.items()}
-        grid = [f"{keys[key]}=[{shown(value)}]" for key, value in task.assigned.items()]
-        words = ["python", "scripts/sweep.py", *common, *grid]
-        words += ["sweep.grid.attention=[]", f"--peer={task.peer}"] if task.peer else []
-        words += [f"--out={options.out}"] if options.out else []
-        words += [f"--wandb={options.wandb}"] if options.wandb else []
-        yield shlex.join([*words, *(["--fresh"] if options.fresh else [])])
 
 
 def said(row: Row) -> str:
@@ -234,7 +222,7 @@ def asked(options: argparse.Namespace) -> Study:
 
 def run(options: argparse.Namespace) -> list[Row]:
     """The study's rows, measured where they were not there."""
-    from scripts.sweep_points import point_of, tasks
+    from scripts.sweep_points import commands, point_of, tasks
 
     study, (index, count) = asked(options), options.shard
     todo = tasks(study)[index::count]
