@@ -33,7 +33,7 @@ _CPU_FLASH = "PyTorch's flash attention for CPUs"
 # What an implementation may run, by the beginning of its name: the longest that fits counts.
 EXPECTED: dict[str, tuple[str, ...]] = {
     "naive": (PLAIN, PLAIN_CPU),
-    "standard": (PLAIN, PLAIN_CPU),  # scripts/studies/standard.py
+    "standard": (PLAIN, PLAIN_CPU),  # scripts/studies/parts/standard.py
     "tiled": (PLAIN, PLAIN_CPU),
     "sdpa": (*_SDPA, _CPU_FLASH, PLAIN_CPU),
     "sdpa_flash": ("FlashAttention-2 in PyTorch", _CPU_FLASH),

@@ -24,15 +24,15 @@ ROOT = CONF.parent
 # concern those alone that run them; what predicts, generates or saves is no part of a step.
 SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*.cu*")
 SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory*.py", "scripts/allocations.py")
-SOURCES += ("scripts/studies/textbook.py",)
+SOURCES += ("scripts/studies/parts/textbook.py",)
 OWN = {"cuda": ("attention/cuda.py", "ops/cuda/", "ops/csrc/", "ops/nvrtc")}
 OWN |= {"triton": ("attention/triton_", "ops/triton/"), "flash": ("attention/flash_",)}
 OWN |= {"flex": ("attention/flex",), "tiled": ("attention/tiled",), "sdpa": ("attention/sdpa",)}
 NOT_RUN = tuple(
     f"model/{name}.py" for name in ("memory", "roofline", "generate", "decode", "checkpoint", "runs")
 )
-# attention=standard in a grid, which conf/ does not have: scripts/studies/textbook.py says what it is.
-STANDARD = ("attention=naive", "attention._target_=scripts.studies.textbook.Formula")
+# attention=standard in a grid, which conf/ does not have: scripts/studies/parts/textbook.py says what it is.
+STANDARD = ("attention=naive", "attention._target_=scripts.studies.parts.textbook.Formula")
 STANDARD += ("attention.name=standard", "+attention.formula=formula_torch")
 NOT_MEASURED = ("callbacks", "ckpt", "hydra", "logger", "name", "sweep", "trainer")  # keys of the config
 

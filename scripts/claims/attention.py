@@ -31,7 +31,7 @@ def ms(row: Row) -> float:
 
 def fastest(rows: list[Row]) -> Row:
     """Of those that keep no scores. Raises NotMeasured for none."""
-    from scripts.studies.standard import MATERIALISED
+    from scripts.studies.parts.standard import MATERIALISED
 
     rows = [row for row in rows if row["point"]["implementation"] not in MATERIALISED]
     if not rows:
@@ -173,7 +173,7 @@ def tiles_in_pytorch(results: Results) -> Answer:
 @answers(15)
 def skipped_tiles(results: Results) -> Answer:
     from scripts.bench_points import Shape
-    from scripts.studies.speed_bench import tiles
+    from scripts.studies.parts.speed_bench import tiles
 
     wanted = {"passed": "forward", "head_dim": 64, "dtype": "bfloat16", "features": "", "heads": 32}
     lengths = (1024, 2048, 4096, 16384)
@@ -203,7 +203,7 @@ def skipped_tiles(results: Results) -> Answer:
 
 @answers(16)
 def short_sequences(results: Results) -> Answer:
-    from scripts.studies.attention_speed_report import MEASURES, ONE, PASSES, crossover, winners
+    from scripts.studies.parts.attention_speed_report import MEASURES, ONE, PASSES, crossover, winners
 
     rows = results.rows(SPEED)
     said, wins = [], {}

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from scripts.claims import FAILS, HOLDS, IN_PART, Answer, Results, Row, answer, answers, missing
-from scripts.studies import backward_report
-from scripts.studies import numerics_report as numerics
-from scripts.studies.textbook import FORMULAS
+from scripts.studies.parts import backward_report
+from scripts.studies.parts import numerics_report as numerics
+from scripts.studies.parts.textbook import FORMULAS
 
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scripts.claims import FAILS, HOLDS, IN_PART, Answer, Results, Row, answer, answers, missing, of
-from scripts.studies.steps import Steps, exponent, factors, halves
+from scripts.studies.parts.steps import Steps, exponent, factors, halves
 
 CLAIMED_GB = 10.5  # of Llama-2-70B at 4,096 tokens
 

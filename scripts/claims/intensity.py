@@ -17,7 +17,7 @@ from scripts.claims import (
     missing,
     of,
 )
-from scripts.studies.prefill_decode_report import (
+from scripts.studies.parts.prefill_decode_report import (
     BERT,
     SATURATED,
     balance,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp
 
 from scripts.claims import FAILS, HOLDS, IN_PART, Answer, Results, answer, answers, missing
-from scripts.studies.long_context_report import Measured
+from scripts.studies.parts.long_context_report import Measured
 
 SHORTEST = 1024  # what the paper compares with
 LITTLE = 3.6 / 2.7  # of the time at 1k, at 4k: the paper's days

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scripts.claims import FAILS, HOLDS, IN_PART, Answer, NotMeasured, Results, answer, answers, graded
-from scripts.studies.long_range_report import (
+from scripts.studies.parts.long_range_report import (
     NAMES,
     STANDARD,
     best,

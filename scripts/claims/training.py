@@ -16,7 +16,7 @@ from scripts.claims import (
     graded,
     missing,
 )
-from scripts.studies import training
+from scripts.studies.parts import training
 from scripts.sweep_bars import label
 
 # Over Hugging Face's GPT-2, in the paper.

@@ -4,7 +4,8 @@
 
 A module measures when it is run, says beforehand what it will take, appends each row as it is measured and
 goes on where it was stopped (`todo`). It has `report(rows) -> Report`, which measures nothing:
-scripts/report.py calls it for the pictures and for results/README.md.
+scripts/report.py calls it for the pictures and for results/README.md. What studies are made of and what they
+share is in parts/.
 """
 
 from __future__ import annotations

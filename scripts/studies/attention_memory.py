@@ -4,9 +4,9 @@
     python scripts/studies/attention_memory.py --attention standard triton --seq-len 512 1024 2048 4096
 
 The curve: one layer of GPT-2 small (batch 1, 12 heads of 64, causal, bf16) at N = 512 to 64k, forward and
-both passes, every implementation of conf/attention and standard attention (scripts/studies/standard.py).
+both passes, every implementation of conf/attention and standard attention (parts/standard.py).
 Then the shapes of the claims: `of_claims`. Each implementation has a process of its own for each pass, and
-several share the GPU under caps that leave their peaks what they are: scripts/studies/workers.py says why.
+several share the GPU under caps that leave their peaks what they are: parts/workers.py says why.
 Without a GPU: small shapes in fp32, of what runs there.
 
 Rows: results/attention_memory/<gpu or cpu>.jsonl. `point` as in results/attention, `pass` forward or both
@@ -40,8 +40,8 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from scripts.bench_points import Shape  # noqa: E402
 from scripts.rows import append, key_of, positive, read  # noqa: E402
 from scripts.studies import Report, Row, rows_path  # noqa: E402
-from scripts.studies.standard import known  # noqa: E402
-from scripts.studies.workers import Worker  # noqa: E402
+from scripts.studies.parts.standard import known  # noqa: E402
+from scripts.studies.parts.workers import Worker  # noqa: E402
 
 STUDY = "attention_memory"
 COMMAND = f"python scripts/studies/{STUDY}.py"
@@ -187,7 +187,7 @@ class Study:
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.studies.attention_memory_report import is_curve, notes, picture, tables
+    from scripts.studies.parts.attention_memory_report import is_curve, notes, picture, tables
 
     rows = [row for row in rows if row["point"]["study"] == STUDY]
     drawn = any(is_curve(row) and row["result"]["status"] == "ok" for row in rows)
@@ -227,7 +227,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.studies.printed import show
+    from scripts.studies.parts.printed import show
 
     out = options.out or rows_path(STUDY)
     if not options.plot_only:

@@ -4,7 +4,7 @@
     python scripts/studies/attention_speed.py --part claims short    less of it
     python scripts/studies/attention_speed.py --attention standard cuda_fa2 triton sdpa_flash
 
-Every implementation of conf/attention and standard attention (scripts/studies/standard.py), all of a shape
+Every implementation of conf/attention and standard attention (parts/standard.py), all of a shape
 side by side on the same tensors (scripts/side_by_side.py), their kernels and errors looked at. Parts:
 
 claims   the shapes of claims 8 and 9 (D = 128 and 256), 12 (tiles in PyTorch) and 24 (scores of 8192 x 8192)
@@ -36,9 +36,9 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.rows import key_of, positive, read  # noqa: E402
 from scripts.studies import Report, Row, rows_path  # noqa: E402
-from scripts.studies.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
-from scripts.studies.speed_points import ON_CPU, PARTS, STUDY, Asked, asked  # noqa: E402
-from scripts.studies.standard import known  # noqa: E402
+from scripts.studies.parts.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
+from scripts.studies.parts.speed_points import ON_CPU, PARTS, STUDY, Asked, asked  # noqa: E402
+from scripts.studies.parts.standard import known  # noqa: E402
 
 if TYPE_CHECKING:
     from scripts.bench_points import Shape
@@ -49,8 +49,8 @@ CHUNKS = 10  # processes for what compiles at every shape
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.studies.attention_speed_plots import notes, pictures
-    from scripts.studies.attention_speed_report import tables
+    from scripts.studies.parts.attention_speed_plots import notes, pictures
+    from scripts.studies.parts.attention_speed_report import tables
 
     rows = [row for row in rows if row["point"]["study"] == STUDY]
     return Report(QUESTION, COMMAND, tables(rows), pictures(rows) if rows else {}, notes(rows))
@@ -83,8 +83,8 @@ def to_compile(points: list[Asked]) -> list[Task]:
 
 def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
     from scripts.side_by_side import DeviceLost
-    from scripts.studies.speed_bench import SpeedBench
-    from scripts.studies.standard import contestants
+    from scripts.studies.parts.speed_bench import SpeedBench
+    from scripts.studies.parts.standard import contestants
 
     names = options.attention or (known() if cuda else list(ON_CPU))
     points = asked(options.part, names, cuda, options.longest)
@@ -141,7 +141,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.studies.printed import show
+    from scripts.studies.parts.printed import show
 
     out = options.out or rows_path(STUDY)
     if not options.plot_only:

@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from scripts.bench_points import Shape  # noqa: E402
 from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
 from scripts.studies import Report, rows_path, todo  # noqa: E402
-from scripts.studies.backward_work import KINDS  # noqa: E402
-from scripts.studies.compile_ahead import Task, compile_ahead  # noqa: E402
+from scripts.studies.parts.backward_work import KINDS  # noqa: E402
+from scripts.studies.parts.compile_ahead import Task, compile_ahead  # noqa: E402
 
 STUDY = "backward_recompute"
 NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_math", "tiled", "triton")
@@ -55,7 +55,7 @@ Work = list[tuple[Shape, list[str]]]
 
 def report(rows: list[Row]) -> Report:
     """Tables, pictures and findings of the rows; nothing is measured."""
-    from scripts.studies.backward_report import notes, pictures, tables
+    from scripts.studies.parts.backward_report import notes, pictures, tables
 
     question = "Does a backward that computes P again beat one that has kept it?"
     command = "python scripts/studies/backward_recompute.py"
@@ -131,8 +131,8 @@ def to_compile(lacking: Work) -> list[Task]:
 def measure(options: argparse.Namespace, device: str, out: Path) -> None:
     """Each shape, its contestants in turn, a row for each."""
     from scripts.side_by_side import DeviceLost
-    from scripts.studies.backward_bench import BackwardBench
-    from scripts.studies.backward_work import contestants
+    from scripts.studies.parts.backward_bench import BackwardBench
+    from scripts.studies.parts.backward_work import contestants
 
     asked = work(options, device == "cuda")
     lacking = left(asked, out, options.fresh)
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> None:
 def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
     """ncu's counters into the rows that have none and are to have some: those rows once more, with them."""
     from scripts.counters import NoCounters
-    from scripts.studies.backward_work import NOT_YET, counted
+    from scripts.studies.parts.backward_work import NOT_YET, counted
 
     rows, points = read(out), {}
     for shape, names in asked:
@@ -195,7 +195,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.studies.printed import show
+    from scripts.studies.parts.printed import show
 
     out = options.out or rows_path(STUDY)
     if not options.plot_only:

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.rows import append, choices, positive, read  # noqa: E402
 from scripts.studies import Point, Row, rows_path, todo  # noqa: E402
-from scripts.studies.kv_cache_report import COMMAND, report  # noqa: E402
+from scripts.studies.parts.kv_cache_report import COMMAND, report  # noqa: E402
 
 LENGTHS = (1, 32, 128, 256, 512, 1024, 2048, 4096)
 WHOLE = (100, 512)
@@ -116,7 +116,7 @@ class Measuring:
         import torch
 
         from scripts.bench_generate import build
-        from scripts.studies.whole_model import implementations
+        from scripts.studies.parts.whole_model import implementations
         from scripts.timing import Clock
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,7 +156,7 @@ class Measuring:
 
     def prepared(self, point: Point) -> tuple[Any, dict[str, Any]]:
         """A step to time; its kernels, its errors and, without the cache, its time as generation has it."""
-        from scripts.studies.whole_model import Cached, Uncached, kernels_of
+        from scripts.studies.parts.whole_model import Cached, Uncached, kernels_of
         from scripts.timing import probe
 
         name, tokens = point["implementation"], self.text[: point["seq_len"]]
@@ -174,7 +174,7 @@ class Measuring:
         """Of the logits, by scripts/accuracy.py: the standard formula in this precision sets what is allowed,
         and in a higher one what is right."""
         from scripts.accuracy import error_ratios
-        from scripts.studies.whole_model import Uncached
+        from scripts.studies.parts.whole_model import Uncached
 
         if len(tokens) not in self.judged:
             before = self.net.transformer.h[0].attn.attention
@@ -213,8 +213,8 @@ def measure(options: argparse.Namespace, out: Path) -> None:
     import torch
 
     from scripts.side_by_side import failure
-    from scripts.studies.cache_counts import cache_bytes, counted
-    from scripts.studies.whole_model import Progress, stop_if_lost
+    from scripts.studies.parts.cache_counts import cache_bytes, counted
+    from scripts.studies.parts.whole_model import Progress, stop_if_lost
 
     asked = points(options, torch.cuda.is_available())
     left = todo(asked, out, options.fresh)

@@ -10,11 +10,11 @@ then the speed of each context measured alone: about 7 minutes of an H200. Witho
 parameters, contexts of 64 to 512, two seeds, 1.5 million tokens, about 8 minutes of two cores.
 
 The text is every Python source of 16 KiB or more that this interpreter has installed, or one of your own;
-the held-out documents are of packages that training does not see (scripts/studies/long_documents.py). The
+the held-out documents are of packages that training does not see (parts/long_documents.py). The
 budget is whole passes over the training text, and every context sees the same tokens in the same steps, cut
-into windows of its length (scripts/studies/same_tokens.py); with --own-windows each draws its windows by
+into windows of its length (parts/same_tokens.py); with --own-windows each draws its windows by
 itself, as train.py does. All contexts are evaluated on the same targets, each given as much of its document
-as the context allows (scripts/studies/loss_by_position.py).
+as the context allows (parts/loss_by_position.py).
 
 Rows, one per run and per speed, answer row 5 of results/CLAIMS.md. Point: measured ("loss" or "speed"),
 seq_len, seed, tokens, micro_batch, tokens_per_step, model; text and recipe, digests of the text and of the
@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 if TYPE_CHECKING:
     from scripts.studies import Report, Row
-    from scripts.studies.long_context_runs import Plan
+    from scripts.studies.parts.long_context_runs import Plan
 
 STUDY = "long_context_quality"
 SEED = 1337  # the first; the others follow
@@ -119,7 +119,7 @@ class Study:
 
     def run(self) -> None:
         """Losses first, several runs at once; then the speeds, one at a time and nothing beside them."""
-        from scripts.studies.long_context_runs import Trainings
+        from scripts.studies.parts.long_context_runs import Trainings
 
         plan = self.plan
         losses = [point for point in self.points if point["measured"] == "loss"]
@@ -137,7 +137,7 @@ class Study:
 
     def evaluated(self, point: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
         from scripts.side_by_side import failure
-        from scripts.studies.long_context_runs import evaluation
+        from scripts.studies.parts.long_context_runs import evaluation
 
         if trained["status"] != "ok":
             return trained
@@ -169,7 +169,7 @@ def said(row: Row) -> str:
 
 def report(rows: list[Row]) -> Report:
     """Tables, picture and what they say, of the newest text that was studied."""
-    from scripts.studies.long_context_report import report
+    from scripts.studies.parts.long_context_report import report
 
     return report(rows)
 
@@ -179,8 +179,8 @@ def run(options: argparse.Namespace) -> None:
 
     from scripts.rows import read
     from scripts.studies import rows_path
-    from scripts.studies.long_context_runs import planned
-    from scripts.studies.printed import show
+    from scripts.studies.parts.long_context_runs import planned
+    from scripts.studies.parts.printed import show
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = settled(options, device)

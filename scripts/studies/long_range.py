@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.rows import append, choices, positive, read  # noqa: E402
 from scripts.studies import Point, rows_path, todo  # noqa: E402
-from scripts.studies.long_range_report import report  # noqa: E402
+from scripts.studies.parts.long_range_report import report  # noqa: E402
 
 STUDY, SEED = "long_range", 1337
 # By device: what is asked for where the command line says nothing. `tasks` is (T, steps) of each.
@@ -159,9 +159,9 @@ def run(options: argparse.Namespace) -> None:
     from model import runtime
     from scripts.rows import machine
     from scripts.side_by_side import failure
-    from scripts.studies.long_range_runs import measure
-    from scripts.studies.printed import show
-    from scripts.studies.whole_model import Progress
+    from scripts.studies.parts.long_range_runs import measure
+    from scripts.studies.parts.printed import show
+    from scripts.studies.parts.whole_model import Progress
     from scripts.timing import clean_up, synchronise
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -218,7 +218,7 @@ def earlier(path: Path, point: Point) -> dict[int, dict[str, Any]]:
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.studies import longest_context_report
+    from scripts.studies.parts import longest_context_report
 
     return longest_context_report.report(rows)
 
@@ -231,7 +231,7 @@ def main() -> None:
     from model.gpus import gpu_sheet
     from scripts.rows import append, read
     from scripts.studies import rows_path
-    from scripts.studies.printed import show
+    from scripts.studies.parts.printed import show
 
     if not torch.cuda.is_available():
         raise SystemExit(

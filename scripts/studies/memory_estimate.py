@@ -145,7 +145,7 @@ def main() -> None:
         return
     import torch
 
-    from scripts.studies.printed import show
+    from scripts.studies.parts.printed import show
 
     configs = options.config or (CONFIGS if torch.cuda.is_available() else CPU_CONFIGS)
     for config in configs:

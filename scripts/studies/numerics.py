@@ -38,10 +38,10 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from scripts.bench_points import DTYPES, Shape  # noqa: E402
 from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
 from scripts.studies import Point, Report, rows_path, todo  # noqa: E402
-from scripts.studies.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
+from scripts.studies.parts.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
 
 if TYPE_CHECKING:
-    from scripts.studies.exactness import Measurement
+    from scripts.studies.parts.exactness import Measurement
 
 PARTS = ("known", "tiles", "stability", "asked")
 SIZES = {"cuda": (2, 8, 512), "cpu": (1, 2, 256)}  # batch, heads, tokens
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 def report(rows: list[Row]) -> Report:
     """Tables, pictures and findings of the rows; nothing is measured."""
-    from scripts.studies.numerics_report import notes, pictures, tables
+    from scripts.studies.parts.numerics_report import notes, pictures, tables
 
     question = "Is tiled attention exact, is it stable in 16 bits, and does what one asks for run?"
     return Report(question, "python scripts/studies/numerics.py", tables(rows), pictures(rows), notes(rows))
@@ -78,9 +78,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def measurements(options: argparse.Namespace, device: str) -> list[Measurement]:
     """The points asked for, the parts in turn."""
     from scripts.bench_attention import build
-    from scripts.studies.asked import asked
-    from scripts.studies.exactness import Setting, known, tiles
-    from scripts.studies.stability import stability
+    from scripts.studies.parts.asked import asked
+    from scripts.studies.parts.exactness import Setting, known, tiles
+    from scripts.studies.parts.stability import stability
 
     batch, heads, tokens = SIZES[device]
     usual = [name for name in choices("attention") if name not in ("auto", *SLOW_TO_COMPILE)]
@@ -148,7 +148,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.studies.printed import show
+    from scripts.studies.parts.printed import show
 
     out = options.out or rows_path("numerics")
     if not options.plot_only:

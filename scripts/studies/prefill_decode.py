@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.rows import append, choices, positive, read  # noqa: E402
 from scripts.studies import Point, rows_path, todo  # noqa: E402
-from scripts.studies.prefill_decode_report import BERT, COMMAND, report  # noqa: E402
+from scripts.studies.parts.prefill_decode_report import BERT, COMMAND, report  # noqa: E402
 
 # name: layers, width, heads
 MODELS = {
@@ -123,8 +123,8 @@ def measure(options: argparse.Namespace, out: Path) -> None:
     print(f"{models}: {len(left)} points, {len(asked) - len(left)} kept; about a minute of an H200 for all")
     if not left:
         return
-    from scripts.studies.layer_times import Measuring
-    from scripts.studies.whole_model import Progress, stop_if_lost
+    from scripts.studies.parts.layer_times import Measuring
+    from scripts.studies.parts.whole_model import Progress, stop_if_lost
 
     with torch.inference_mode():
         context = max(point["kv_len"] for point in asked)

@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.studies import Report, Row, training  # noqa: E402
+from scripts.studies import Report, Row  # noqa: E402
+from scripts.studies.parts import training  # noqa: E402
 
 EXPERIMENT = "seqlen_scaling"
 SMALL = ("model=tiny", "model.n_layer=1", "tokens_per_step=1024", "data.corpus.vocab_size=64")

@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.studies import Report, Row, training  # noqa: E402
+from scripts.studies import Report, Row  # noqa: E402
+from scripts.studies.parts import training  # noqa: E402
 
 EXPERIMENT = "speedup_end_to_end"
 SMALL = ("seq_len=64", "tokens_per_step=1024", "sweep.micro_tokens=512", "sweep.grid.model=[tiny]")

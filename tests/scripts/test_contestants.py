@@ -12,8 +12,8 @@ import torch
 from attention.sdpa import SDPAAttention
 from model.gpt import GPT, GPTConfig
 from scripts.contestants import captured
-from scripts.studies import layer_times, whole_model
-from scripts.studies.layer_parts import Layer, layer_parts
+from scripts.studies.parts import layer_times, whole_model
+from scripts.studies.parts.layer_parts import Layer, layer_parts
 from tests.scripts.graphs import fake_graphs
 
 TOKENS = list(range(1, 10))

@@ -15,7 +15,8 @@ from scripts import rows, sweep_process
 from scripts.estimate import run_of
 from scripts.memory import composed
 from scripts.rows import read
-from scripts.studies import longest_context, longest_context_report
+from scripts.studies import longest_context
+from scripts.studies.parts import longest_context_report
 
 MIB, TOTAL = 2**20, 140 * 2**30
 

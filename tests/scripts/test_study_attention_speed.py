@@ -11,11 +11,12 @@ from attention.geometry import tile_kind
 from attention.geometry import tiles as ranges
 from scripts.bench_points import Shape
 from scripts.rows import read
-from scripts.studies import attention_speed, attention_speed_plots, speed_points, workers
-from scripts.studies import attention_speed_report as speed_report
-from scripts.studies.speed_bench import SpeedBench, tiles
-from scripts.studies.speed_points import Asked
-from scripts.studies.standard import contestants, known
+from scripts.studies import attention_speed
+from scripts.studies.parts import attention_speed_plots, speed_points, workers
+from scripts.studies.parts import attention_speed_report as speed_report
+from scripts.studies.parts.speed_bench import SpeedBench, tiles
+from scripts.studies.parts.speed_points import Asked
+from scripts.studies.parts.standard import contestants, known
 from tests.scripts.attention_rows import speed_rows
 
 

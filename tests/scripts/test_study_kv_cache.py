@@ -12,8 +12,9 @@ import torch
 from model.gpt import GPT, GPTConfig
 from scripts.accuracy import Problem, expected
 from scripts.rows import append, key_of, read
-from scripts.studies import kv_cache, kv_cache_report, whole_model
-from scripts.studies.cache_counts import cache_bytes, counted
+from scripts.studies import kv_cache
+from scripts.studies.parts import kv_cache_report, whole_model
+from scripts.studies.parts.cache_counts import cache_bytes, counted
 
 
 def count(new: int, cached: bool, prompt: int = 1) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def test_a_lost_device_ends_the_study(
         monkeypatch.setattr(whole_model, "synchronise", lost)
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr("scripts.studies.cache_counts.counted", fails)
+    monkeypatch.setattr("scripts.studies.parts.cache_counts.counted", fails)
     out = tmp_path / "cpu.jsonl"
     with pytest.raises(SystemExit, match="the device is lost"):
         kv_cache.main([f"--out={out}"])

@@ -10,7 +10,7 @@ from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
 from scripts.claims.long_context import longer_contexts
 from scripts.rows import key_of
 from scripts.studies import long_context_quality as study
-from scripts.studies.long_context_report import Measured, report
+from scripts.studies.parts.long_context_report import Measured, report
 
 
 def result(values, documents=(0.0, 0.0), **more):

@@ -18,8 +18,9 @@ from data.examples import Examples
 from scripts import claims
 from scripts.claims import long_range as claim
 from scripts.rows import key_of, read
-from scripts.studies import Row, long_range, long_range_runs
-from scripts.studies.long_range_report import comparisons, groups, learned, report, speed_ups, student
+from scripts.studies import Row, long_range
+from scripts.studies.parts import long_range_runs
+from scripts.studies.parts.long_range_report import comparisons, groups, learned, report, speed_ups, student
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {

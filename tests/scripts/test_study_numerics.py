@@ -12,10 +12,10 @@ from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
 from scripts.claims import exactness as claims
 from scripts.rows import read
 from scripts.studies import numerics
-from scripts.studies.asked import ASKS, Ask, run
-from scripts.studies.exactness import Measurement, Setting, rounding, small
-from scripts.studies.stability import compared, errors, exact
-from scripts.studies.textbook import FORMULAS, Formula
+from scripts.studies.parts.asked import ASKS, Ask, run
+from scripts.studies.parts.exactness import Measurement, Setting, rounding, small
+from scripts.studies.parts.stability import compared, errors, exact
+from scripts.studies.parts.textbook import FORMULAS, Formula
 from tests.grid import build
 
 CONTESTANTS = ["naive", "tiled", "sdpa", "sdpa_cudnn"]
@@ -34,8 +34,8 @@ def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("numerics") / "cpu.jsonl"
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "is_available", lambda: False)
-    patch.setattr("scripts.studies.asked.ASKS", [ask for ask in ASKS if ask.call != "compiled"])
-    patch.setattr("scripts.studies.printed.show", lambda report, out: None)
+    patch.setattr("scripts.studies.parts.asked.ASKS", [ask for ask in ASKS if ask.call != "compiled"])
+    patch.setattr("scripts.studies.parts.printed.show", lambda report, out: None)
     arguments = ["--attention", *CONTESTANTS, "--tokens", "24", "--out", str(out)]
     patch.setattr(sys, "argv", ["numerics.py", *arguments])
     numerics.main()

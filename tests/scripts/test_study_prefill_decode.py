@@ -13,8 +13,9 @@ from attention.naive import NaiveAttention
 from attention.sdpa import SDPAAttention
 from model.kv_cache import KVCache
 from scripts.rows import append, key_of, read
-from scripts.studies import layer_times, prefill_decode, prefill_decode_report
-from scripts.studies.layer_parts import Layer, layer_parts
+from scripts.studies import prefill_decode
+from scripts.studies.parts import layer_times, prefill_decode_report
+from scripts.studies.parts.layer_parts import Layer, layer_parts
 
 CLAIMED = Layer(8, 512, 512, 1024, 16, causal=False)
 LIKE = {"device": "cpu", "dtype": torch.float32}

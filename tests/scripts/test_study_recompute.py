@@ -16,9 +16,10 @@ from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
 from scripts.claims.exactness import recomputed
 from scripts.contestants import Field
 from scripts.rows import read
-from scripts.studies import backward_recompute, backward_work
-from scripts.studies.backward_bench import kept_mib
-from scripts.studies.backward_work import KINDS, NOT_YET, contestants, counted, flops_done, model_bytes
+from scripts.studies import backward_recompute
+from scripts.studies.parts import backward_work
+from scripts.studies.parts.backward_bench import kept_mib
+from scripts.studies.parts.backward_work import KINDS, NOT_YET, contestants, counted, flops_done, model_bytes
 
 STUDY = "backward_recompute"
 SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study=STUDY)
@@ -188,8 +189,8 @@ def run(monkeypatch, out, *arguments):
 def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     out, names = tmp_path / "cpu.jsonl", ("naive", "tiled", "sdpa_cudnn")
     shown = []
-    monkeypatch.setattr("scripts.studies.printed.show", lambda report, out: shown.append(report))
-    monkeypatch.setattr("scripts.studies.backward_report.pictures", lambda rows: {})  # a second each
+    monkeypatch.setattr("scripts.studies.parts.printed.show", lambda report, out: shown.append(report))
+    monkeypatch.setattr("scripts.studies.parts.backward_report.pictures", lambda rows: {})  # a second each
     run(monkeypatch, out, "--attention", *names)
     found = {row["point"]["implementation"]: row["result"] for row in read(out).values()}
     assert found["sdpa_cudnn"]["status"] == "unsupported"

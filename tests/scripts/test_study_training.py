@@ -10,7 +10,8 @@ import pytest
 
 from scripts import sweep, sweep_bars, sweep_points, sweep_report
 from scripts.rows import key_of, machine
-from scripts.studies import encoder_short, seqlen_scaling, speedup_end_to_end, training
+from scripts.studies import encoder_short, seqlen_scaling, speedup_end_to_end
+from scripts.studies.parts import training
 from tests.scripts.studies import fake_result
 
 # tokens/s by implementation, not compiled and compiled

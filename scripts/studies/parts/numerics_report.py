@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.figures import Line, canvas, panel, svg
 from scripts.studies import Table
-from scripts.studies.textbook import SAID
+from scripts.studies.parts.textbook import SAID
 
 Row = dict[str, Any]
 

@@ -27,7 +27,7 @@ def known() -> list[str]:
 def contestants(names: list[str]) -> dict[str, Attention]:
     """Implementations by name."""
     from scripts.bench_attention import build
-    from scripts.studies.textbook import Formula
+    from scripts.studies.parts.textbook import Formula
 
     made = build([name for name in names if name != "standard"])
     return {name: made[name] if name in made else Formula("formula_torch", name) for name in names}

@@ -18,8 +18,8 @@ from scripts.accuracy import Problem, error_ratios, expected
 from scripts.contestants import COLD, MOST_SETS, captured
 from scripts.side_by_side import failure
 from scripts.studies import Point
-from scripts.studies.layer_parts import Call, Layer, Part, attention_inputs, layer_parts
-from scripts.studies.whole_model import implementations, kernels_of
+from scripts.studies.parts.layer_parts import Call, Layer, Part, attention_inputs, layer_parts
+from scripts.studies.parts.whole_model import implementations, kernels_of
 from scripts.timing import Clock, Contestant, clean_up, copy_gb_per_s, probe, spread
 
 VOCABULARY = 50257

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from scripts.figures import Line, canvas, panel, svg, thousands
 from scripts.studies import Row, Table
-from scripts.studies.standard import MATERIALISED
+from scripts.studies.parts.standard import MATERIALISED
 
 Series = dict[int, Row]  # by N
 PASSES = {"forward": "forward", "both": "forward + backward"}

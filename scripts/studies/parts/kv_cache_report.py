@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.claims import wrong
 from scripts.studies import Report, Row, Table
-from scripts.studies.steps import Steps, Way, chosen, exponent, factors, halves, integrated
+from scripts.studies.parts.steps import Steps, Way, chosen, exponent, factors, halves, integrated
 
 COMMAND = "python scripts/studies/kv_cache.py"
 QUESTION = "What does a KV cache save in generation, and does it multiply with what tiled attention saves?"

@@ -254,7 +254,7 @@ def report(rows: list[Row]) -> Report:
     drawable = found and speed_ups(rows, False)
     pictures = {}
     if drawable:
-        from scripts.studies.long_range_plot import picture
+        from scripts.studies.parts.long_range_plot import picture
 
         pictures[""] = picture(rows, found)
     return Report(QUESTION, COMMAND, tables, pictures, notes(rows, found))

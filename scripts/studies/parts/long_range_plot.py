@@ -8,7 +8,7 @@ from typing import Any
 from scripts.figures import Line, canvas, panel, svg
 from scripts.plot import COLOURS
 from scripts.studies import Row
-from scripts.studies.long_range_report import NAMES, Group, speed_ups
+from scripts.studies.parts.long_range_report import NAMES, Group, speed_ups
 
 
 def picture(rows: Sequence[Row], found: Sequence[Group]) -> str:

@@ -28,7 +28,7 @@ from model.gpt import GPTConfig
 from model.schedules import cosine
 from scripts.accuracy import judge
 from scripts.studies import Point
-from scripts.studies.whole_model import kernels_of
+from scripts.studies.parts.whole_model import kernels_of
 from scripts.timing import MIB, clean_up, spread, synchronise
 
 WARM_UP = 5  # steps that are not timed

@@ -8,7 +8,7 @@ allocates; it could only make it run out. So processes share a GPU under a cap e
 call that hits the cap is no result and waits until it has the GPU to itself, but for the CUDA contexts of
 the others that wait (about half a GiB each).
 
-    python scripts/studies/workers.py triton    answers requests, a line of JSON each, to their end
+    python scripts/studies/parts/workers.py triton    answers requests, a line of JSON each, to their end
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def main() -> None:
     import torch
 
     from scripts.bench_points import Shape
-    from scripts.studies.backward_work import contestants
+    from scripts.studies.parts.backward_work import contestants
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gauge = Gauge(name, contestants([name])[name], device)

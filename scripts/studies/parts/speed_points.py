@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from scripts.bench_points import Shape
-from scripts.studies.standard import MATERIALISED
+from scripts.studies.parts.standard import MATERIALISED
 
 STUDY = "attention_speed"
 PARTS = ("claims", "curve", "short", "windows")

@@ -15,7 +15,7 @@ from scripts.bench_points import Shape
 from scripts.contestants import Field
 from scripts.rows import append
 from scripts.side_by_side import Bench, Results
-from scripts.studies.speed_points import SHORT, Asked
+from scripts.studies.parts.speed_points import SHORT, Asked
 from scripts.timing import Clock, Contestant, Probe, synchronise
 
 STREAM_MS = 8.0  # of calls one after the other, a round

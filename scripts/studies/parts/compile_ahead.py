@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from scripts.studies import workers
+from scripts.studies.parts import workers
 
 if TYPE_CHECKING:
     from scripts.bench_points import Shape

@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.claims import wrong
 from scripts.studies import Report, Row, Table
-from scripts.studies.steps import chosen
+from scripts.studies.parts.steps import chosen
 
 COMMAND = "python scripts/studies/prefill_decode.py"
 QUESTION = "How much of a GPU's compute and bandwidth do prefill and decode use, and which part of a layer?"
@@ -89,11 +89,11 @@ def report(rows: list[Row], draw: bool = True) -> Report:
     tables += [by_part(row) for row in layers]
     pictures = {}
     if draw and layers:
-        from scripts.studies.prefill_decode_plot import roofs
+        from scripts.studies.parts.prefill_decode_plot import roofs
 
         pictures[""] = roofs(layers)
     if draw and whole:
-        from scripts.studies.prefill_decode_plot import lengths
+        from scripts.studies.parts.prefill_decode_plot import lengths
 
         pictures["models"] = lengths(whole)
     found = [table for table in tables if len(table.lines) > 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scripts.attention_report import trusted
 from scripts.figures import Line, canvas, panel, svg, thousands
 from scripts.studies import Row
-from scripts.studies.attention_speed_report import (
+from scripts.studies.parts.attention_speed_report import (
     MANY,
     MEASURES,
     ONE,
@@ -19,7 +19,7 @@ from scripts.studies.attention_speed_report import (
     timed,
     winners,
 )
-from scripts.studies.speed_points import SHORT
+from scripts.studies.parts.speed_points import SHORT
 
 
 def pictures(rows: list[Row]) -> dict[str, str]:

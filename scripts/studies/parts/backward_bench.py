@@ -12,7 +12,7 @@ from scripts.allocations import Event, Halves, recorder_of
 from scripts.bench_points import Shape
 from scripts.contestants import Field
 from scripts.side_by_side import Bench, Results
-from scripts.studies.backward_work import KINDS, NOT_YET, flops_done, model_bytes
+from scripts.studies.parts.backward_work import KINDS, NOT_YET, flops_done, model_bytes
 from scripts.timing import MIB, Contestant, Probe
 
 

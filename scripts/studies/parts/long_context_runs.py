@@ -22,7 +22,7 @@ from scripts.rows import key_of
 if TYPE_CHECKING:
     from numpy import ndarray as Array
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BYTES_PER_TOKEN = 3.5  # of Python in a few thousand kinds of tokens, about: how much text a budget takes
 # train.py, which ends with whoever holds its standard input: a killed study leaves no run behind. os.read: a
 # thread in sys.stdin would hold its lock when a run that has finished exits.
@@ -128,9 +128,9 @@ def planned(study: str, options: argparse.Namespace, device: str, seeds: list[in
     from data.prepare import prepare
     from data.storage import load_meta
     from data.tokenizers import tokenizer_from_dict
-    from scripts.studies.long_documents import gather, installed, own
-    from scripts.studies.loss_by_position import digest, evaluation_tokens
-    from scripts.studies.same_tokens import TARGET
+    from scripts.studies.parts.long_documents import gather, installed, own
+    from scripts.studies.parts.loss_by_position import digest, evaluation_tokens
+    from scripts.studies.parts.same_tokens import TARGET
     from scripts.sweep_points import composed
 
     prepared, longest = options.work.resolve() / "data" / "prepared", options.contexts[-1]
@@ -262,11 +262,11 @@ class Trainings:
 
 
 def evaluation(plan: Plan, point: Point) -> dict[str, Any]:
-    """Of a row's result: the losses of a finished run (scripts/studies/loss_by_position.py)."""
+    """Of a row's result: the losses of a finished run (scripts/studies/parts/loss_by_position.py)."""
     import torch
 
     from conf.compose import load_run
-    from scripts.studies.loss_by_position import evaluate
+    from scripts.studies.parts.loss_by_position import evaluate
 
     model, _, _ = load_run(str(plan.final(point)), [])
     device = torch.device(plan.device)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import Shape  # noqa: E402
@@ -107,7 +107,7 @@ def contestants(names: list[str]) -> dict[str, Attention]:
     """Implementations of conf/attention, and the formulas of textbook.py under the names of KINDS."""
     from attention.naive import NaiveAttention
     from scripts.bench_attention import build
-    from scripts.studies.textbook import Checkpointed, Compiled, Formula
+    from scripts.studies.parts.textbook import Checkpointed, Compiled, Formula
 
     made = {
         "naive_checkpointed": lambda: Checkpointed("naive_checkpointed"),

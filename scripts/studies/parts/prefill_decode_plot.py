@@ -7,7 +7,7 @@ from typing import Any
 from scripts.figures import Line, canvas, name_ends, panel, svg
 from scripts.plot import COLOURS
 from scripts.studies import Row
-from scripts.studies.prefill_decode_report import balance, intensity, parts_of, setting, share
+from scripts.studies.parts.prefill_decode_report import balance, intensity, parts_of, setting, share
 
 MARKERS = {"weights": "o", "standard": "s", "fused": "D", "pointwise": "^"}
 

@@ -24,7 +24,7 @@ from attention.base import Attention
 from scripts.bench_points import DTYPES, Shape
 from scripts.contestants import Field
 from scripts.kernels import EXPECTED, as_field, family, profile
-from scripts.studies.exactness import HEAD_DIM, Measurement, Setting
+from scripts.studies.parts.exactness import HEAD_DIM, Measurement, Setting
 
 FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH

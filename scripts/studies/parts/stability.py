@@ -16,8 +16,8 @@ from torch import Tensor
 from attention.base import Attention
 from attention.naive import attention_probs
 from scripts.accuracy import AT_ONCE, Problem, Result, computed, formula
-from scripts.studies.exactness import HEAD_DIM, Measurement, Setting
-from scripts.studies.textbook import FORMULAS, Formula
+from scripts.studies.parts.exactness import HEAD_DIM, Measurement, Setting
+from scripts.studies.parts.textbook import FORMULAS, Formula
 
 MAGNITUDES = (1, 2, 4, 16, 64, 256)
 DTYPES = ("float16", "bfloat16")

@@ -8,8 +8,8 @@ from typing import Any
 from scripts.attention_report import ours_first, trusted
 from scripts.figures import thousands
 from scripts.studies import Row, Table
-from scripts.studies.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
-from scripts.studies.standard import EAGER, MATERIALISED
+from scripts.studies.parts.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
+from scripts.studies.parts.standard import EAGER, MATERIALISED
 
 PASSES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 ONE, MANY = "one sequence", f"{TOKENS:,} tokens"

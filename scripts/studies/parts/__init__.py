@@ -1,0 +1,1 @@
+"""What studies are made of and what they share: measurements, reports, pictures.."""
