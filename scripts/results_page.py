@@ -21,6 +21,7 @@ ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_l
 ORDER += ("backward_recompute", "gpt2_124m", "seqlen_scaling", "speedup_end_to_end", "memory_estimate")
 ORDER += ("longest_context", "long_context_quality", "encoder_short", "long_range", "parity")
 ORDER += ("shakespeare_char", "generate", "kv_cache", "prefill_decode")
+OPEN = 2  # tables of a study that are shown at once
 HEAD = """# Results
 
 What was measured, by study: the question, the command that measures it again, pictures, findings, tables.
@@ -143,8 +144,10 @@ def section(results: Path, found: list[Found]) -> str:
         parts += [f"![{one.study}, {name.removesuffix('.svg')}]({one.study}/{name})" for name in names]
         if one.report.notes:
             parts.append("\n".join(f"- {note}" for note in one.report.notes))
-        for table in one.report.tables:
-            parts.append(f"*{table.title}*\n\n{markdown(table.lines)}")
+        tables = [f"*{table.title}*\n\n{markdown(table.lines)}" for table in one.report.tables]
+        parts += tables[:OPEN]
+        if more := tables[OPEN:]:  # a page that can be read through; all are a click away
+            parts += [f"<details>\n<summary>{len(more)} more tables</summary>", *more, "</details>"]
     return "\n\n".join(parts)
 
 

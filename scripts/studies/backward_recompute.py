@@ -200,10 +200,7 @@ def main() -> None:
     out = options.out or rows_path(STUDY)
     if not options.plot_only:
         measure(options, "cuda" if torch.cuda.is_available() else "cpu", out)
-    rows = list(read(out).values())
-    if not rows:
-        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
-    show(report(rows), out)
+    show(report, out)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append, choices, positive, read  # noqa: E402
-from scripts.studies import Point, Row, rows_path, todo  # noqa: E402
-from scripts.studies.parts.kv_cache_report import COMMAND, report  # noqa: E402
+from scripts.rows import append, choices, positive  # noqa: E402
+from scripts.studies import Point, rows_path, todo  # noqa: E402
+from scripts.studies.parts.kv_cache_report import report  # noqa: E402
 
 LENGTHS = (1, 32, 128, 256, 512, 1024, 2048, 4096)
 WHOLE = (100, 512)
@@ -253,19 +253,11 @@ def length_of(point: Point) -> int:
 
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
+    from scripts.studies.parts.printed import show
+
     out = options.out or rows_path("kv_cache")
     measure(options, out)
-    rows: list[Row] = list(read(out).values())
-    found = report(rows, draw=False)
-    for table in found.tables:
-        print(f"\n{table.title}")
-        widths = [max(map(len, cells)) for cells in zip(*table.lines, strict=True)]
-        for line in table.lines:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print()
-    for note in found.notes:
-        print(f"- {note}")
-    print(f"rows in {out}; measured by {COMMAND}")
+    show(report, out)
 
 
 if __name__ == "__main__":

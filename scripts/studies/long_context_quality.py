@@ -177,7 +177,6 @@ def report(rows: list[Row]) -> Report:
 def run(options: argparse.Namespace) -> None:
     import torch
 
-    from scripts.rows import read
     from scripts.studies import rows_path
     from scripts.studies.parts.long_context_runs import planned
     from scripts.studies.parts.printed import show
@@ -193,7 +192,7 @@ def run(options: argparse.Namespace) -> None:
     plan = planned(STUDY, options, device, [SEED + i for i in range(options.seeds)])
     print(plan.said(), flush=True)
     Study(plan, out, options.fresh).run()
-    show(report(list(read(out).values())), out)
+    show(report, out)
 
 
 def main() -> None:

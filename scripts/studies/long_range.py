@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append, choices, positive, read  # noqa: E402
+from scripts.rows import append, choices, positive  # noqa: E402
 from scripts.studies import Point, rows_path, todo  # noqa: E402
 from scripts.studies.parts.long_range_report import report  # noqa: E402
 
@@ -191,7 +191,7 @@ def run(options: argparse.Namespace) -> None:
         if result["status"] in ("oom", "error"):
             clean_up()
             synchronise()  # raises where a kernel has failed for good: the same command goes on from here
-    show(report(list(read(out).values())), out)
+    show(report, out)
 
 
 def main() -> None:

@@ -229,7 +229,7 @@ def main() -> None:
 
     from attention.base import UnsupportedAttention
     from model.gpus import gpu_sheet
-    from scripts.rows import append, read
+    from scripts.rows import append
     from scripts.studies import rows_path
     from scripts.studies.parts.printed import show
 
@@ -263,7 +263,7 @@ def main() -> None:
             spent = time.perf_counter() - start
             left = spent / done * (len(searches) - done)
             print(f"[{done}/{len(searches)}] {said}; {spent:.0f} s, some {left:.0f} s left", flush=True)
-    show(report(list(read(out).values())), out)
+    show(report, out)
 
 
 if __name__ == "__main__":

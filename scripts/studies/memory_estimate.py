@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append, read  # noqa: E402
+from scripts.rows import append  # noqa: E402
 from scripts.studies import Report, Row, Table, rows_path, todo  # noqa: E402
 
 STUDY = "memory_estimate"
@@ -160,7 +160,7 @@ def main() -> None:
         for asked, result in zip(points, pool.map(lambda p: measured(p["config"]), points), strict=True):
             append(out, asked, result)
             print(f"{asked['config']}: {result['status']} {result.get('reason') or ''}".rstrip(), flush=True)
-    show(report(list(read(out).values())), out)
+    show(report, out)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import DTYPES, Shape  # noqa: E402
-from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
+from scripts.rows import append, choices, key_of, positive  # noqa: E402
 from scripts.studies import Point, Report, rows_path, todo  # noqa: E402
 from scripts.studies.parts.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
 
@@ -153,10 +153,7 @@ def main() -> None:
     out = options.out or rows_path("numerics")
     if not options.plot_only:
         measure(options, "cuda" if torch.cuda.is_available() else "cpu", out)
-    rows = list(read(out).values())
-    if not rows:
-        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
-    show(report(rows), out)
+    show(report, out)
 
 
 if __name__ == "__main__":

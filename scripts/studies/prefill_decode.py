@@ -26,14 +26,13 @@ import argparse
 import gc
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append, choices, positive, read  # noqa: E402
+from scripts.rows import append, choices, positive  # noqa: E402
 from scripts.studies import Point, rows_path, todo  # noqa: E402
-from scripts.studies.parts.prefill_decode_report import BERT, COMMAND, report  # noqa: E402
+from scripts.studies.parts.prefill_decode_report import BERT, report  # noqa: E402
 
 # name: layers, width, heads
 MODELS = {
@@ -149,18 +148,11 @@ def measure(options: argparse.Namespace, out: Path) -> None:
 
 def main(given: list[str] | None = None) -> None:
     options = arguments(given)
+    from scripts.studies.parts.printed import show
+
     out = options.out or rows_path("prefill_decode")
     measure(options, out)
-    found: Any = report(list(read(out).values()), draw=False)
-    for table in found.tables:
-        print(f"\n{table.title}")
-        widths = [max(map(len, cells)) for cells in zip(*table.lines, strict=True)]
-        for line in table.lines:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print()
-    for note in found.notes:
-        print(f"- {note}")
-    print(f"rows in {out}; measured by {COMMAND}")
+    show(report, out)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,11 @@ def run(monkeypatch, out, *arguments):
 def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     out, names = tmp_path / "cpu.jsonl", ("naive", "tiled", "sdpa_cudnn")
     shown = []
-    monkeypatch.setattr("scripts.studies.parts.printed.show", lambda report, out: shown.append(report))
+
+    def show(report, out):
+        shown.append(report(list(read(out).values())))
+
+    monkeypatch.setattr("scripts.studies.parts.printed.show", show)
     monkeypatch.setattr("scripts.studies.parts.backward_report.pictures", lambda rows: {})  # a second each
     run(monkeypatch, out, "--attention", *names)
     found = {row["point"]["implementation"]: row["result"] for row in read(out).values()}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from scripts.studies import Report
+from scripts.rows import read
+from scripts.studies import Report, Row
 
 
-def show(report: Report, out: Path) -> None:
-    """Prints tables and notes and writes the pictures: `out`, the file of the rows, names them."""
+def show(report_of: Callable[[list[Row]], Report], out: Path) -> None:
+    """Prints tables and notes of the rows in `out` and writes the pictures beside it, named by it."""
+    rows = list(read(out).values())
+    if not rows:
+        raise SystemExit(f"{out} has no rows: measure first.")
+    report = report_of(rows)
     for table in report.tables:
         print(f"\n{table.title}")
         widths = [max(map(len, cells)) for cells in zip(*table.lines, strict=True)]
