@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import DTYPES, PASSES, Shape, points  # noqa: E402
-from scripts.rows import choices, gpu_slug, key_of, machine, positive, read  # noqa: E402
+from scripts.rows import choices, gpu_slug, key_of, machine, positive, read, rows_file  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
     add("--budget", type=float, default=0.2, metavar="S", help="measured seconds a contestant and point")
     add("--fresh", action="store_true", help="measure again what this commit has measured here")
     add("--plot-only", action="store_true", help="draw and print from the rows, measure nothing")
-    add("--out", type=Path, help="rows go here (default: results/attention/<gpu>.jsonl)")
+    add("--out", type=rows_file, help="rows go here (default: results/attention/<gpu>.jsonl)")
     options = parser.parse_args()
     if options.heads and options.kv_heads and options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")

@@ -24,7 +24,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    from scripts.rows import choices, positive
+    from scripts.rows import choices, positive, rows_file
 
     parser.add_argument(
         "--model",
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--repeat", type=positive, default=3, help="measured runs; the median counts")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
-    parser.add_argument("--out", type=Path, help="rows go here (default: results/generate/<gpu>.jsonl)")
+    parser.add_argument("--out", type=rows_file, help="rows go here (default: results/generate/<gpu>.jsonl)")
     return parser.parse_args()
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import Shape  # noqa: E402
-from scripts.rows import gpu_slug, read  # noqa: E402
+from scripts.rows import gpu_slug, read, rows_file  # noqa: E402
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
 PLAIN = ("naive", "cuda_naive", "cuda_rowwise", "cuda_tiled", "sdpa_math", "sdpa_efficient")
@@ -163,7 +163,9 @@ def main() -> None:
     parser.add_argument(
         "--attention", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names)
     )
-    parser.add_argument("--out", type=Path, help="rows go here (default: results/cuda_ladder/<gpu>.jsonl)")
+    parser.add_argument(
+        "--out", type=rows_file, help="rows go here (default: results/cuda_ladder/<gpu>.jsonl)"
+    )
     asked = parser.parse_args()
     import torch
 

@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    from scripts.rows import choices, positive
+    from scripts.rows import choices, positive, rows_file
 
     parser.add_argument("--nanogpt", type=Path, help="model.py of a nanoGPT checkout, to run beside ours")
     parser.add_argument(
@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=positive, default=64, help="rows of a step, all in one micro-batch")
     parser.add_argument("--seq-len", type=positive, default=1024, help="tokens of context")
     parser.add_argument("--steps", type=positive, default=80, help="steps; the first 20 do not count")
-    parser.add_argument("--out", type=Path, help="rows go here (default: results/gpt2_124m/<gpu>.jsonl)")
+    parser.add_argument("--out", type=rows_file, help="rows go here (default: results/gpt2_124m/<gpu>.jsonl)")
     options = parser.parse_args()
     if options.steps < 40:
         parser.error(f"--steps {options.steps}: of fewer than 40, none would be left to count")

@@ -221,7 +221,7 @@ def table(results: dict[str, dict[str, Any]]) -> Any:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    from scripts.rows import choices, positive
+    from scripts.rows import choices, positive, rows_file
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -241,7 +241,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
-    parser.add_argument("--out", type=Path, help="rows go here (default: results/parity/<gpu>.jsonl)")
+    parser.add_argument("--out", type=rows_file, help="rows go here (default: results/parity/<gpu>.jsonl)")
     options = parser.parse_intermixed_args(argv)
     if len(set(options.seeds)) < 2:
         parser.error("--seeds: a standard error takes two different seeds at least")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import Shape  # noqa: E402
 from scripts.ladder import DTYPE, STAGES, Point, counted, measured  # noqa: E402
-from scripts.rows import append, gpu_slug, positive, read  # noqa: E402
+from scripts.rows import append, gpu_slug, positive, read, rows_file  # noqa: E402
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -60,7 +60,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--no-ncu", dest="ncu", action="store_false", help="times and the model alone")
     add("--no-ceilings", dest="ceilings", action="store_false", help="those in the rows stand")
     add("--plot-only", action="store_true", help="draw and print from the rows, measure nothing")
-    add("--out", type=Path, help="rows go here (default: results/roofline/<gpu>.jsonl)")
+    add("--out", type=rows_file, help="rows go here (default: results/roofline/<gpu>.jsonl)")
     return parser.parse_args(given)
 
 

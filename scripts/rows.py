@@ -46,6 +46,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def rows_file(text: str) -> Path:
+    """An argument that names a file for rows, for argparse: what cannot be one is said before measuring."""
+    path = Path(text)
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not above.is_dir():
+        raise argparse.ArgumentTypeError(f"{path if path.is_dir() else above} is in the way: name a new file")
+    return path
+
+
 def key_of(point: dict[str, Any]) -> str:
     """The same for the same point of the same study: a later row replaces an earlier one."""
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:16]

@@ -46,7 +46,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def arguments() -> argparse.Namespace:
-    from scripts.rows import positive
+    from scripts.rows import positive, rows_file
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
     add("--peer", action="append", default=[], metavar="NAME", help="the same of a scripts/training_peers.py")
     add("--together", type=positive, metavar="K", help="points set up at a time (default: a GPU 4, a CPU 1)")
     add("--wandb", metavar="PROJECT", help="log every point as a run, in a group named by the study")
-    add("--out", type=Path, help="rows go here (default: results/<study>/<gpu or cpu>.jsonl)")
+    add("--out", type=rows_file, help="rows go here (default: results/<study>/<gpu or cpu>.jsonl)")
     return parser.parse_intermixed_args()
 
 

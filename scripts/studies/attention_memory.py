@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import Shape  # noqa: E402
-from scripts.rows import append, key_of, positive, read  # noqa: E402
+from scripts.rows import append, key_of, positive, read, rows_file  # noqa: E402
 from scripts.studies import Report, Row, rows_path  # noqa: E402
 from scripts.studies.parts.standard import known  # noqa: E402
 from scripts.studies.parts.workers import Worker  # noqa: E402
@@ -206,7 +206,7 @@ def arguments() -> argparse.Namespace:
     add("--most-s", type=float, default=30.0, help="a call that would take longer is not tried (default: 30)")
     add("--fresh", action="store_true", help="measure again what has a row")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=Path, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
     return parser.parse_args()
 
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import key_of, positive, read  # noqa: E402
+from scripts.rows import key_of, positive, read, rows_file  # noqa: E402
 from scripts.studies import Report, Row, rows_path  # noqa: E402
 from scripts.studies.parts.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
 from scripts.studies.parts.speed_points import ON_CPU, PARTS, STUDY, Asked, asked  # noqa: E402
@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
     add("--no-compile", action="store_true", help="compile as kernels are met, not ahead")
     add("--fresh", action="store_true", help="measure again what has a row")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=Path, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
     return parser.parse_args()
 
 

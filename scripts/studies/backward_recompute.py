@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import Shape  # noqa: E402
-from scripts.rows import append, choices, key_of, positive, read  # noqa: E402
+from scripts.rows import append, choices, key_of, positive, read, rows_file  # noqa: E402
 from scripts.studies import Report, rows_path, todo  # noqa: E402
 from scripts.studies.parts.backward_work import KINDS  # noqa: E402
 from scripts.studies.parts.compile_ahead import Task, compile_ahead  # noqa: E402
@@ -86,7 +86,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--no-ncu", dest="ncu", action="store_false", help="no counters")
     add("--fresh", action="store_true", help="measure again what has rows")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=Path, help="rows go here (default: results/backward_recompute/<gpu>.jsonl)")
+    add("--out", type=rows_file, help="rows go here (default: results/backward_recompute/<gpu>.jsonl)")
     return parser.parse_args(given)
 
 

@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append, choices, positive  # noqa: E402
+from scripts.rows import append, choices, positive, rows_file  # noqa: E402
 from scripts.studies import Point, rows_path, todo  # noqa: E402
 from scripts.studies.parts.kv_cache_report import report  # noqa: E402
 
@@ -72,7 +72,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=positive, nargs="+", help="tokens that steps are timed after")
     add("--whole", type=positive, nargs="*", help="tokens of whole generations")
     add("--fresh", action="store_true", help="measure again what has rows")
-    add("--out", type=Path, help="rows go here (default: results/kv_cache/<gpu>.jsonl)")
+    add("--out", type=rows_file, help="rows go here (default: results/kv_cache/<gpu>.jsonl)")
     return parser.parse_args(given)
 
 

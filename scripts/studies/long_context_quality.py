@@ -63,7 +63,7 @@ STEP_TOKENS = {"cuda": 32768, "cpu": 4096}
 
 
 def arguments() -> argparse.Namespace:
-    from scripts.rows import positive
+    from scripts.rows import positive, rows_file
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -82,7 +82,7 @@ def arguments() -> argparse.Namespace:
     add("--at-once", type=positive, help="runs that train at the same time on the device (default: 4)")
     add("--timeout", type=positive, default=900, metavar="S", help="of a run (default: 900)")
     add("--work", type=Path, default=ROOT, help="where runs/ and data/prepared/ are (default: the checkout)")
-    add("--out", type=Path, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
     add("--fresh", action="store_true", help="train and measure again what has a row")
     return parser.parse_intermixed_args()
 

@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append, choices, positive  # noqa: E402
+from scripts.rows import append, choices, positive, rows_file  # noqa: E402
 from scripts.studies import Point, rows_path, todo  # noqa: E402
 from scripts.studies.parts.long_range_report import report  # noqa: E402
 
@@ -82,7 +82,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=positive, nargs="*", help="T at which steps are timed (default: 1024 2048 4096)")
     add("--test", type=positive, help="examples (default: 2000)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
-    add("--out", type=Path, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
     add("--fresh", action="store_true", help="measure again what has a row")
     return parser.parse_args(given)
 

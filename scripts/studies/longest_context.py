@@ -112,7 +112,7 @@ def rounded(tokens: float) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    from scripts.rows import choices, positive
+    from scripts.rows import choices, positive, rows_file
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,7 +126,7 @@ def arguments() -> argparse.Namespace:
     add("--limit-s", type=float, default=30, help="a step that would take longer is not tried (default: 30)")
     add("--timeout-s", type=positive, default=180, help="of a process (default: 180)")
     add("--fresh", action="store_true", help="measure again what has been measured")
-    add("--out", type=Path, help=f"rows go here (default: results/{STUDY}/<gpu>.jsonl)")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu>.jsonl)")
     return parser.parse_args()
 
 

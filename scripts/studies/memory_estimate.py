@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append  # noqa: E402
+from scripts.rows import append, rows_file  # noqa: E402
 from scripts.studies import Report, Row, Table, rows_path, todo  # noqa: E402
 
 STUDY = "memory_estimate"
@@ -138,7 +138,7 @@ def main() -> None:
     add("--config", action="append", metavar="OVERRIDES", help="in the place of the six; may be repeated")
     add("--one", metavar="OVERRIDES", help="measure this one here and print its result as JSON")
     add("--fresh", action="store_true", help="measure again what has a row")
-    add("--out", type=Path, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
     options = parser.parse_args()
     if options.one:
         print("RESULT", json.dumps(one(options.one)), flush=True)

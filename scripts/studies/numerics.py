@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
 from scripts.bench_points import DTYPES, Shape  # noqa: E402
-from scripts.rows import append, choices, key_of, positive  # noqa: E402
+from scripts.rows import append, choices, key_of, positive, rows_file  # noqa: E402
 from scripts.studies import Point, Report, rows_path, todo  # noqa: E402
 from scripts.studies.parts.compile_ahead import COMPILED, Task, compile_ahead  # noqa: E402
 
@@ -71,7 +71,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=positive, help="default: 512, on a CPU 256")
     add("--fresh", action="store_true", help="measure again what has a row")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=Path, help="rows go here (default: results/numerics/<gpu>.jsonl)")
+    add("--out", type=rows_file, help="rows go here (default: results/numerics/<gpu>.jsonl)")
     return parser.parse_args(given)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from scripts.rows import append, choices, positive  # noqa: E402
+from scripts.rows import append, choices, positive, rows_file  # noqa: E402
 from scripts.studies import Point, rows_path, todo  # noqa: E402
 from scripts.studies.parts.prefill_decode_report import BERT, report  # noqa: E402
 
@@ -70,7 +70,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--context", type=positive, help="tokens that a decoded one sees")
     add("--no-whole", dest="whole", action="store_false", help="parts alone")
     add("--fresh", action="store_true", help="measure again what has rows")
-    add("--out", type=Path, help="rows go here (default: results/prefill_decode/<gpu>.jsonl)")
+    add("--out", type=rows_file, help="rows go here (default: results/prefill_decode/<gpu>.jsonl)")
     return parser.parse_args(given)
 
 

@@ -1,11 +1,12 @@
 """The benchmarks' command lines, and the names of the files their rows go to."""
 
+import argparse
 import sys
 from importlib import import_module
 
 import pytest
 
-from scripts.rows import gpu_slug
+from scripts.rows import gpu_slug, rows_file
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,13 @@ def test_a_wrong_argument_is_named(script, arguments, words, monkeypatch, capsys
         import_module(f"scripts.{script}").arguments()
     err = capsys.readouterr().err
     assert stop.value.code == 2 and all(word in err for word in words), err
+
+
+def test_what_cannot_be_a_file_of_rows_is_said_before_measuring(tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    assert rows_file(str(tmp_path / "new" / "h200.jsonl")) == tmp_path / "new" / "h200.jsonl"
+    assert rows_file(str(taken)) == taken  # rows are appended
+    for wrong in (taken / "h200.jsonl", tmp_path):
+        with pytest.raises(argparse.ArgumentTypeError, match="is in the way: name a new file"):
+            rows_file(str(wrong))
