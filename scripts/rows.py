@@ -85,6 +85,26 @@ def _installed(name: str) -> str | None:
         return None
 
 
+def command() -> str:
+    """What was typed, as it works elsewhere: the script from the checkout's root, without where rows went."""
+    script, *words = sys.argv
+    kept: list[str] = []
+    for before, word in zip([script, *words], words, strict=False):
+        if before != "--out" and word != "--out" and not word.startswith("--out="):
+            kept.append(word)
+    path, root = Path(script).absolute(), CONF.parent
+    named = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+    return " ".join([Path(sys.executable).name, named, *kept])
+
+
+def without_folders(text: str) -> str:
+    """`text` without the folders of this machine: those that Python imports from, the checkout's first."""
+    folders = {str(CONF.parent), sys.prefix, *(folder for folder in sys.path if len(folder) > 1)}
+    for folder in sorted(folders, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
 @functools.cache
 def machine() -> dict[str, Any]:
     """What a figure depends on besides the point: GPU, driver, versions, commit, date, command."""
@@ -102,7 +122,7 @@ def machine() -> dict[str, Any]:
         "peers": {name: number for name in PEERS if (number := _installed(name))},
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": command(),
     }
 
 
@@ -128,7 +148,7 @@ def append(path: Path, point: dict[str, Any], result: dict[str, Any]) -> dict[st
         "key": key_of(point),
         "run_id": RUN_ID,
         "point": point,
-        "result": result,
+        "result": json.loads(without_folders(json.dumps(result))),  # a library's reason may name its files
         "machine": machine(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,11 @@
 import argparse
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from scripts import rows
 from scripts.rows import gpu_slug, rows_file
 
 
@@ -53,3 +55,18 @@ def test_what_cannot_be_a_file_of_rows_is_said_before_measuring(tmp_path):
     for wrong in (taken / "h200.jsonl", tmp_path):
         with pytest.raises(argparse.ArgumentTypeError, match="is in the way: name a new file"):
             rows_file(str(wrong))
+
+
+def test_rows_name_no_folder_of_this_machine(tmp_path, monkeypatch):
+    script = Path(rows.__file__).with_name("bench_attention.py")
+    monkeypatch.syspath_prepend(script.parent)  # as Python does for a script
+    monkeypatch.setattr(sys, "argv", [str(script), "--causal", "--out", str(tmp_path), "--fresh", "--out=x"])
+    assert rows.command().split()[1:] == ["scripts/bench_attention.py", "--causal", "--fresh"]
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    result = {
+        "status": "unsupported",
+        "reason": f"{tmp_path}/site/library/kernels.so is missing",
+        "ms": [1.5],
+    }
+    row = rows.append(tmp_path / "rows.jsonl", {"study": "x"}, result)
+    assert row["result"] == result | {"reason": "library/kernels.so is missing"}
