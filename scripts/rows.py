@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -94,7 +95,7 @@ def command() -> str:
             kept.append(word)
     path, root = Path(script).absolute(), CONF.parent
     named = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
-    return " ".join([Path(sys.executable).name, named, *kept])
+    return shlex.join([Path(sys.executable).name, named, *kept])
 
 
 def without_folders(text: str) -> str:
