@@ -1,4 +1,5 @@
-"""Times of calls side by side: the contestants alternate, so that clocks and heat are the same for all.
+"""Times of calls side by side: the contestants alternate, each round in an order of its own, so that clocks
+and heat are the same for all.
 
 On a GPU the device's own events count, the L2 is flushed before every call, and the device is kept busy until
 the host has issued the whole call, so that the time is that of the kernels. On a CPU it is the wall clock.
@@ -7,6 +8,7 @@ the host has issued the whole call, so that the time is that of the kernels. On 
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -97,17 +99,21 @@ class Clock:
         return min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(1e3 * self.budget_s / max(mean_ms, 1e-3))))
 
     def alternate(self, contestants: list[Contestant], probes: list[Probe]) -> list[list[float]]:
-        """Milliseconds of every call of each contestant."""
+        """Milliseconds of every call of each contestant.
+
+        The order is drawn anew in every round: in a fixed one the same contestant would always come after the
+        one that heats the GPU most, which is worth a percent at a memory-bound call of a millisecond."""
         times: list[list[Any]] = [[] for _ in contestants]
         pairs = list(zip(probes, contestants, strict=True))
         cycles = sleeps([probe.host_us * contestant.calls for probe, contestant in pairs])
         rounds = self.rounds([probe.ms * contestant.calls for probe, contestant in pairs])
+        drawn = random.Random(0)
         for warm in (True, False):
             for _ in range((FEWEST_ROUNDS if rounds > 1 else 0) if warm else rounds):
-                for contestant, kept, asleep in zip(contestants, times, cycles, strict=True):
-                    measured = self._once(contestant, asleep)
+                for i in drawn.sample(range(len(contestants)), len(contestants)):
+                    measured = self._once(contestants[i], cycles[i])
                     if not warm:
-                        kept.append(measured)
+                        times[i].append(measured)
         synchronise()
         return [
             [_elapsed(measured) / contestant.calls for measured in kept]

@@ -213,12 +213,14 @@ def test_the_usual_shapes_are_those_of_the_papers():
 
 def test_contestants_take_turns():
     order = []
-    contestants = [Contestant(name, lambda _, name=name: order.append(name)) for name in "ab"]
-    clock = Clock(budget_s=0.005)
-    times = clock.alternate(contestants, [Probe(1.0, 1.0, None), Probe(1.0, 1.0, None)])
-    # three rounds to warm up, five that count
-    assert order == ["a", "b"] * 8 and [len(ms) for ms in times] == [5, 5]
-    assert [clock.rounds([ms]) for ms in (100.0, 2.0, 0.0)] == [1, 3, 200]
+    contestants = [Contestant(name, lambda _, name=name: order.append(name)) for name in "abc"]
+    clock = Clock(budget_s=0.03)
+    times = clock.alternate(contestants, [Probe(1.0, 1.0, None)] * 3)
+    # three rounds to warm up, thirty that count; each has all, in an order of its own
+    assert [len(ms) for ms in times] == [30] * 3 and len(order) == 3 * 33
+    rounds = ["".join(order[at : at + 3]) for at in range(0, len(order), 3)]
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"} and len(set(rounds)) == 6
+    assert [clock.rounds([ms]) for ms in (100.0, 2.0, 0.0)] == [1, 15, 200]
 
 
 def test_the_device_sleeps_until_the_host_has_issued():
