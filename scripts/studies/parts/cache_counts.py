@@ -36,16 +36,22 @@ def counted(point: Point) -> dict[str, Any]:
 
 
 def cache_bytes(point: Point) -> dict[str, Any]:
-    """What a cache of the shape takes, allocated, beside the formula of model/flops.py."""
+    """What a cache of the shape takes beside the formula of model/flops.py: on a GPU what the allocator was
+    asked for, whose blocks may be up to 1 MiB larger."""
     layers, heads, dim = point["n_layer"], point["heads"], point["head_dim"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = requested() if device == "cuda" else 0
     shape = (layers, point["batch"], point["kv_heads"], point["seq_len"], dim)
     cache = KVCache(*shape, attention=NaiveAttention(), dtype=torch.bfloat16, device=device)
     stored = sum(x.untyped_storage().nbytes() for x in (*cache.k, *cache.v))
-    allocated = torch.cuda.memory_allocated() - before if device == "cuda" else stored
+    allocated = requested() - before if device == "cuda" else stored
     del cache
     clean_up()
     config = GPTConfig(64, n_layer=layers, n_head=heads, n_embd=heads * dim, n_kv_head=point["kv_heads"])
     formula = kv_cache_bytes(config, point["batch"], point["seq_len"])
     return {"status": "ok", "allocated_bytes": allocated, "formula_bytes": formula}
+
+
+def requested() -> int:
+    """Bytes that live tensors of the current GPU asked for."""
+    return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
