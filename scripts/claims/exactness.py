@@ -119,8 +119,10 @@ def stable(results: Results) -> Answer:
             "What overflows are scores and exp() in 16 bits, not the formula: with scores in fp32, as `naive`"
         )
         why += " has them, it is as stable."
+    narrow = [name for name in formulas if FORMULAS[name][2] is None]  # in the dtype of the inputs
     figure = (
-        f"{len(overflow)} of {len(formulas)} formulas in 16 bits overflow, {len(good)} implementations do not"
+        f"{len(set(overflow) & set(narrow))} of {len(narrow)} formulas in 16 bits overflow, {len(good)} "
+        "implementations do not"
     )
     return answer(rows, figure, verdict, why)
 

@@ -48,8 +48,11 @@ def end_to_end(results: Results) -> Answer:
         rows += [best, found["transformers eager", False]]
         factors[model] = times(found, best, ("transformers eager", False))
         sdpa, alone = (times(found, best, key) for key in (("transformers SDPA", False), ("standard", True)))
+        plain = training.fastest({key: row for key, row in found.items() if not key[1]})
+        eager = times(found, plain, ("standard", False)) if plain else None
         more = [f"{sdpa:.1f}x its SDPA"] if sdpa else []
         more += [f"{alone:.1f}x our own model with standard attention, compiled too"] if alone else []
+        more += [f"and {label(plain)} {eager:.1f}x that model where neither is compiled"] if eager else []
         said.append(f"{model}: {label(best)} is {factors[model]:.1f}x{''.join(f', {m}' for m in more)}")
     if factors.keys() != CLAIMED.keys():
         raise missing("speedup_end_to_end", implementation="transformers eager", model=tuple(CLAIMED))
@@ -59,8 +62,8 @@ def end_to_end(results: Results) -> Answer:
     verdict = FAILS if FAILS in reached else HOLDS if same and set(reached) == {HOLDS} else IN_PART
     why = (
         f"Over transformers' GPT2LMHeadModel with eager attention, T = 1,024, the same step: "
-        f"{'; '.join(said)}. The last is what attention alone brings: the rest is compilation and the "
-        f"training loop. {parity}"
+        f"{'; '.join(said)}. What attention alone brings is what it is over our own model: the rest is "
+        f"compilation and the training loop. {parity}"
     )
     figure = " and ".join(f"{factor:.1f}x ({model})" for model, factor in factors.items())
     return answer(rows, figure, verdict, why)
@@ -72,10 +75,11 @@ def losses(results: Results, names: set[str]) -> tuple[bool, str]:
         rows = results.ok("parity", implementation=tuple(names), passed="train")
     except NotMeasured:
         return False, "Whether the losses are the same was not measured for it."
-    most = max(abs(row["result"]["difference"]) for row in rows)
+    most, steps = (max(abs(row["result"]["difference"]) for row in rows), rows[0]["point"].get("steps"))
     same = all(row["result"]["parity"] for row in rows)
     words = "within the spread of seeds" if same else "more than the spread of seeds allows"
-    return same, f"Its losses differ from standard attention's by {most:.5f} at most, {words}."
+    where = f" of a small model after {steps:,} steps" if steps else ""
+    return same, f"Its losses{where} differ from standard attention's by {most:.1g} at most, {words}."
 
 
 @answers(6)
@@ -91,7 +95,8 @@ def short_encoder(results: Results) -> Answer:
         factors[compiled] = times(mine, best, ("standard", compiled))
         rows += [best, mine["standard", compiled]]
     plain, fused = factors[False], factors[True]
-    word = "little" if fused < FUSED_CLAIM else "substantially" if fused >= SUBSTANTIAL else "moderately"
+    gain = round(fused, 2)  # in as many digits as theirs
+    word = "little" if gain <= FUSED_CLAIM else "substantially" if gain >= SUBSTANTIAL else "moderately"
     why = (
         f"BERT-large's shape, N = 512: {label(rows[2])} trains {fused:.2f}x as fast as attention written out "
         f"where the compiler has fused the softmax of that, {label(rows[0])} {plain:.2f}x where nothing is "
@@ -100,5 +105,5 @@ def short_encoder(results: Results) -> Answer:
     )
     # Their figure is over a fused baseline, so ours is too.
     return answer(
-        rows, f"{fused:.2f}x over compiled, {plain:.2f}x over eager", graded(fused, FUSED_CLAIM), why
+        rows, f"{fused:.2f}x over compiled, {plain:.2f}x over eager", graded(gain, FUSED_CLAIM), why
     )

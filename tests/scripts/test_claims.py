@@ -134,6 +134,25 @@ def test_second_generation_over_first(tmp_path):
     found = claims.answered(results(tmp_path / "d", *rows))[8]
     assert (found.verdict, found.figure) == (IN_PART, "fa2 2.0x fa1, 8x eager, 40% of the peak")
     assert "N = 2,048 (batch 8, 16 heads" in found.why and "block for each of 128 heads" in found.why
+    # long sequences, which their factor over eager is of, with and without a mask
+    alike |= {"batch": 1, "heads": 32, "head_dim": 64, "seq_len": 16384, "dtype": "bfloat16"}
+    rows += [
+        row(
+            "attention_speed",
+            implementation=name,
+            **alike | {"causal": causal},
+            result={"ms_median": ms, "tflops": 1},
+        )
+        for name, causal, ms in (
+            ("cuda_fa2", False, 1.0),
+            ("standard", False, 8.0),
+            ("cuda_fa2", True, 0.5),
+            ("standard", True, 12.0),
+        )
+    ]
+    found = claims.answered(results(tmp_path / "e", *rows))[8]
+    assert found.figure == "fa2 2.0x fa1, 8x to 24x eager, 40% of the peak"
+    assert "8x without a mask and 24x with a causal mask" in found.why and "N = 16,384" in found.why
 
 
 def test_third_generation_is_never_more_than_in_part_without_fp8(tmp_path):

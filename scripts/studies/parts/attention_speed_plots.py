@@ -11,6 +11,7 @@ from scripts.studies.parts.attention_speed_report import (
     ONE,
     PASSES,
     at_short,
+    beats,
     crossover,
     lengths,
     order,
@@ -88,13 +89,21 @@ def short(rows: list[Row]) -> str:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    found = []
+    outcomes: dict[str, list[str]] = {}
+    faster = []
     for many in (False, True):
         for passed in ("forward", "both"):
             for what in MEASURES:
+                where = f"{PASSES[passed]}, {MANY if many else ONE}, {what}"
                 if won := winners(rows, passed, many, what):
-                    said = f"Standard attention, {PASSES[passed]}, {MANY if many else ONE}, {what}"
-                    found.append(f"{said}: {crossover(won)}.")
+                    outcomes.setdefault(crossover(won), []).append(where)
+                if than := beats(rows, passed, many, what, SHORT):
+                    faster.append(f"Standard attention is faster than (up to N) {', '.join(than)}: {where}.")
+    found = [
+        f"Standard attention against the fastest that writes no scores: {outcome} ({'; '.join(where)})."
+        for outcome, where in outcomes.items()
+    ]
+    found += faster
     for n in (1024, 2048, 16384):
         for passed in ("forward", "both"):
             of = pick(rows, passed=passed, **paper(n, 64, True))

@@ -240,6 +240,18 @@ def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tu
     return found
 
 
+def beats(rows: list[Row], passed: str, many: bool, what: str, longest: int) -> list[str]:
+    """Kernels that write no scores, with the largest N up to `longest`, that the formula in eager PyTorch is
+    faster than; `tiled`, which is many kernels, left out."""
+    found: dict[str, int] = {}
+    for n, of in at_short(rows, passed, many).items():
+        us = {name: MEASURES[what](row["result"]) for name, row in of.items() if trusted(row["result"])}
+        for name in us if n <= longest and "standard" in us else ():
+            if name not in (*MATERIALISED, "tiled") and us["standard"] < us[name]:
+                found[name] = n
+    return [f"{name} ({n:,})" for name, n in found.items()]
+
+
 def crossover(found: dict[int, tuple[str, float, str, float]]) -> str:
     """From which N on standard attention never wins, in words."""
     wins = [n for n, (_, written, _, tiled) in found.items() if written < tiled]
