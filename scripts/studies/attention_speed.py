@@ -1,6 +1,6 @@
 """How fast is attention by itself, from N = 32 to 64k? Claims 3, 8, 9, 12, 15, 16 and 24.
 
-    python scripts/studies/attention_speed.py                        one H200, about 200 s
+    python scripts/studies/attention_speed.py                        one H200, about 340 s
     python scripts/studies/attention_speed.py --part claims short    less of it
     python scripts/studies/attention_speed.py --attention standard cuda_fa2 triton sdpa_flash
 
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
     left = [(point, wanted) for point in points if (wanted := missing(point, rows))]
     print(
         f"{STUDY}: {len(left)} of {len(points)} shapes of up to {len(names)} contestants to measure; "
-        f"{'about 200 s of an H200' if cuda else 'a minute'} for all. Rows in {out}",
+        f"{'about 340 s of an H200, flash-attn and all,' if cuda else 'a minute'} for all. Rows in {out}",
         flush=True,
     )
     if not left:

@@ -2,15 +2,16 @@
 
     python scripts/studies/kv_cache.py
 
-GPT-2 124M with a context of 4,096 and random weights, bf16, one row. About a minute of one H200, ten seconds
-of it whole generations without a cache, whose steps the host issues one by one. Without a GPU: two layers, 64
-wide, up to 64 tokens, seconds.
+GPT-2 124M with a context of 4,096 and random weights, bf16, one row. 45 s of one H200, ten of them whole
+generations without a cache, whose steps the host issues one by one. Without a GPU: two layers, 64 wide, up
+to 64 tokens, seconds.
 
 Rows of results/kv_cache/<gpu>.jsonl, by `pass`; `kv_cache` says whether there is one:
 
 count        keys and values computed in generating `new_tokens` from one token, counted by a hook on every
              layer's projection: `kv_computations` of a layer, and `formula`
-cache_bytes  a cache as allocated: `allocated_bytes` (on a GPU by the allocator), and `formula_bytes`
+cache_bytes  a cache as allocated: `allocated_bytes` (what its tensors asked the allocator for, not the blocks
+             that they got), and `formula_bytes`
 step         one token chosen after `seq_len` tokens, in a cache of `capacity`: `ms_median` of the device (one
              CUDA graph on a GPU), the contestants of a length in turns; without the cache also `eager_ms`, as
              model/generate.py issues it. A step without the cache is a prefill of its tokens.
@@ -51,7 +52,7 @@ CACHES = {
     "GPT-2 124M": (12, 12, 64, 1024, (12, 4, 1)),
 }
 CPU_TOKENS = 32  # of a cache without a GPU
-MINUTES = "a minute"
+SECONDS = 45  # of an H200
 BUDGET_S = 0.15  # of measured time a step
 VOCABULARY = 50257
 
@@ -219,7 +220,7 @@ def measure(options: argparse.Namespace, out: Path) -> None:
     asked = points(options, torch.cuda.is_available())
     left = todo(asked, out, options.fresh)
     which = f"{options.model}, one row: {len(left)} points, {len(asked) - len(left)} kept"
-    print(f"{which}; about {MINUTES} of an H200 for all, seconds without a GPU", flush=True)
+    print(f"{which}; about {SECONDS} s of an H200 for all, seconds without a GPU", flush=True)
     progress, measuring = Progress(len(left)), None
     while left:
         point = left[0]

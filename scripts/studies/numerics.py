@@ -8,7 +8,7 @@ tiles      errors against fp64 over sizes of tiles and precisions               
 stability  fp16 and bf16 with q and k scaled up: errors, NaN, infinities           (claim 25)
 asked      backends asked for, and the kernels that ran                            (claim 20)
 
-No model and no training: random q, k, v of 2 x 8 heads, 512 tokens, D = 64, causal. On an H200 about 45
+No model and no training: random q, k, v of 2 x 8 heads, 512 tokens, D = 64, causal. On an H200 about 35
 seconds: nothing is timed, so that our kernels are compiled, by processes of their own, while what needs no
 compilation is measured. On a CPU about a minute, with smaller tensors and fp32 where there are no 16-bit
 kernels. Rows go to results/numerics/<gpu>.jsonl as they are measured; what has a row is left out the next
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 PARTS = ("known", "tiles", "stability", "asked")
 SIZES = {"cuda": (2, 8, 512), "cpu": (1, 2, 256)}  # batch, heads, tokens
-MINUTES = {"cuda": 0.75, "cpu": 1}
+SECONDS = {"cuda": 35, "cpu": 60}
 SLOW_TO_COMPILE = ("flex", "flash4")  # seconds at each kind of call: they take part where they are named
 
 Row = dict[str, Any]
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> None:
     work = sorted(
         (each for each in every if key_of(each.point) in left), key=lambda each: compiles(each.point)
     )
-    print(f"{len(work)} of {len(every)} points to measure: about {MINUTES[device]:g} minutes for all of them")
+    print(f"{len(work)} of {len(every)} points to measure: about {SECONDS[device]} s for all of them")
     tasks = to_compile([each.point for each in work]) if device == "cuda" else []
     began = time.perf_counter()
     with ThreadPoolExecutor(1) as beside:

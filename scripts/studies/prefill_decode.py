@@ -6,7 +6,7 @@ layer (claims 14, 19 and 28):
 GPT-2 small and XL and a 13B shape (40 layers, 5,120 wide, 40 heads: all of it, 26 GB), random weights, bf16:
 prefill of 64 to 2,048 tokens, one row, and decode of 1, 8 and 64 rows that see 1,024 tokens. The parts of one
 layer at some of these, and at the shape of claim 14's figures (BERT-large: 8 rows of 512 tokens, no mask).
-About a minute of one H200. Without a GPU: a small shape in fp32, seconds.
+45 s of one H200. Without a GPU: a small shape in fp32, seconds.
 
 Rows of results/prefill_decode/<gpu>.jsonl, `pass` prefill or decode; `seq_len` new tokens a row that see
 `kv_len`; each has the `ceilings` of its process: `tflops` of a cuBLAS product of 8192^3, `gb_per_s` of a
@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, out: Path) -> None:
     asked = points(options, cuda)
     left = todo(asked, out, options.fresh)
     models = ", ".join(dict.fromkeys(point["model"] for point in asked))
-    print(f"{models}: {len(left)} points, {len(asked) - len(left)} kept; about a minute of an H200 for all")
+    print(f"{models}: {len(left)} points, {len(asked) - len(left)} kept; about 45 s of an H200 for all")
     if not left:
         return
     from scripts.studies.parts.layer_times import Measuring
