@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scripts.plot import COLOURS
@@ -55,11 +55,39 @@ def canvas(
     matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
     from matplotlib import pyplot as plt
 
-    size = (6.3 * columns, 4.3 * lines + 0.5)
+    size = (width * columns, 4.3 * lines + 0.5)
     figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in rows)
     figure.suptitle(f"{title}: {', '.join(gpus)}, {max(row['machine']['date'] for row in rows)}", fontsize=11)
     return figure, axes
+
+
+def panels_of(rows: Sequence[Row], title: str, number: int) -> tuple[Any, list[Any]]:
+    """(figure, axes), two panels a line: of three, nothing could be read on a page."""
+    columns = min(number, 2)
+    figure, axes = canvas(rows, title, columns, -(-number // columns))
+    for spare in axes.flat[number:]:
+        spare.remove()
+    return figure, list(axes.flat[:number])
+
+
+def merged(lines: Sequence[Line], same: float = 0.03) -> list[Line]:
+    """Lines that lie on each other, within this share at every x, as one with their names."""
+    found: list[tuple[Line, list[str]]] = []
+    for line in lines:
+        for other, names in found:
+            alike = line.points.keys() == other.points.keys() and line.ends == other.ends
+            if alike and all(abs(y - other.points[x]) <= same * abs(y) for x, y in line.points.items()):
+                names.append(line.name)
+                break
+        else:
+            found.append((line, [line.name]))
+    return [replace(line, name=",\n".join(wrapped(names))) for line, names in found]
+
+
+def wrapped(names: Sequence[str], most: int = 3) -> list[str]:
+    """A few names a line."""
+    return [", ".join(names[i : i + most]) for i in range(0, len(names), most)]
 
 
 def panel(

@@ -65,7 +65,7 @@ def exact(results: Results) -> Answer:
     why = (
         f"{len({row['point']['implementation'] for row in known})} implementations, keys in different tiles: "
         f"the sum is {wanted['sum']:.4f} and the output {wanted['out']:.6f}"
-        f"{'' if error is None else f', to {error:.0e} in fp64'}; "
+        f"{'' if error is None else f', to {error:.0e} in fp64' if error else ', exactly in fp64'}; "
         f"{'all' if not off else 'but for ' + ', '.join(sorted(set(off)))} within rounding. "
         f"With {len(sizes)} sizes of tiles the largest error of `tiled` is {figures}."
     )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts import html_report, results_page, results_tables
-from scripts.figures import Line, canvas, panel, svg, undrawn
+from scripts.figures import Line, canvas, merged, panel, panels_of, svg, undrawn
 from scripts.studies import Report, Table
 
 
@@ -106,6 +106,28 @@ def test_a_picture_is_not_drawn_to_see_whether_it_is_current():
         said = report(rows).pictures[""]
     assert re.fullmatch(r"rows [0-9a-f]{16}", said) and said in drawn and drawn.startswith("<?xml")
     assert report(rows).pictures[""] == drawn
+
+
+def test_lines_that_lie_on_each_other_share_a_name():
+    lines = [
+        Line("a", {1: 1.0, 2: 2.0}, 0),
+        Line("b", {1: 1.02, 2: 1.98}, 1),
+        Line("ends", {1: 1.0, 2: 2.0}, 2, "out of memory at 4"),
+        Line("short", {1: 1.0}, 3),
+        Line("apart", {1: 1.0, 2: 2.2}, 4),
+    ]
+    found = merged(lines)
+    assert [line.name for line in found] == ["a, b", "ends", "short", "apart"]
+    assert found[0].points == lines[0].points and found[0].place == 0
+    assert [line.name for line in merged(lines, 0.2)] == ["a, b, apart", "ends", "short"]
+    alike = [Line(name, {1: 1.0}, 0) for name in "abcd"]
+    assert merged(alike)[0].name == "a, b, c,\nd"
+
+
+def test_three_panels_stand_in_two_lines():
+    figure, axes = panels_of([row(1024, 1.5)], "Times", 3)
+    assert len(axes) == 3 and len(figure.axes) == 3 and figure.get_size_inches()[0] < 14
+    assert len(panels_of([row(1024, 1.5)], "Times", 1)[1]) == 1
 
 
 def test_tables_of_what_is_no_study():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scripts.figures import Line, canvas, panel, svg, thousands
+from scripts.figures import Line, canvas, panel, svg, thousands, wrapped
 from scripts.studies import Row, Table
 from scripts.studies.parts.standard import MATERIALISED
 
@@ -236,11 +236,6 @@ def groups(lines: dict[str, Series]) -> list[tuple[list[str], str]]:
         else:
             found.append(([name], end))
     return found
-
-
-def wrapped(names: list[str], most: int = 3) -> list[str]:
-    """A few names a line."""
-    return [", ".join(names[i : i + most]) for i in range(0, len(names), most)]
 
 
 def notes(rows: list[Row]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scripts.attention_report import trusted
-from scripts.figures import Line, canvas, panel, svg, thousands
+from scripts.figures import Line, canvas, merged, panel, svg, thousands, wrapped
 from scripts.studies import Row
 from scripts.studies.parts.attention_speed_report import (
     MANY,
@@ -40,13 +42,20 @@ def speed(rows: list[Row]) -> str:
                 found.setdefault(passed, {})[n] = mine
     if not found:
         return ""
-    names = sorted({name for by_n in found.values() for of in by_n.values() for name in of}, key=order)
+    names = timed_names(found.values())
     what = "causal, fp32" if cpu else "causal, D = 64, 32 heads, 16,384 tokens or one sequence, bf16"
     figure, axes = canvas(rows, f"Attention by itself, {what}", len(found))
     for at, (passed, by_n) in zip(axes[0], found.items(), strict=True):
         lines = [line(name, by_n, names.index(name)) for name in names]
-        panel(at, lines, PASSES[passed], "N, tokens", "TFLOP/s")
+        panel(at, merged(lines), PASSES[passed], "N, tokens", "TFLOP/s")
     return svg(figure, rows)
+
+
+def timed_names(found: Iterable[dict[int, dict[str, Row]]]) -> list[str]:
+    """Those with a time at some N, in order: each is given a colour and a style."""
+    return sorted(
+        {name for by_n in found for of in by_n.values() for name in of if timed(of[name])}, key=order
+    )
 
 
 def line(name: str, by_n: dict[int, dict[str, Row]], place: int) -> Line:
@@ -63,12 +72,13 @@ def line(name: str, by_n: dict[int, dict[str, Row]], place: int) -> Line:
 
 
 def short(rows: list[Row]) -> str:
-    """Microseconds of the forward over short N: by the device and in a stream, one sequence and many."""
+    """Microseconds of the forward over short N: by the device and in a stream, one sequence and many. What is
+    slower than standard attention at every N is named, not drawn."""
     found = {many: at_short(rows, "forward", many) for many in (False, True)}
     found = {many: by_n for many, by_n in found.items() if by_n}
     if not found:
         return ""
-    names = sorted({name for by_n in found.values() for of in by_n.values() for name in of}, key=order)
+    names = timed_names(found.values())
     figure, axes = canvas(rows, "Short sequences, forward, causal, D = 64, 32 heads, bf16", 2, len(found))
     for at, (many, by_n) in zip(axes, found.items(), strict=True):
         for each, (what, us) in zip(at, MEASURES.items(), strict=True):
@@ -77,6 +87,7 @@ def short(rows: list[Row]) -> str:
                 mine = {n: of[name]["result"] for n, of in by_n.items() if name in of}
                 points = {n: us(result) for n, result in mine.items() if result["status"] == "ok"}
                 lines.append(Line(name, points, names.index(name)))
+            lines, slower = contenders(lines)
             won = winners(rows, "forward", many, what)
             wins = [n for n, (_, written, _, tiled) in won.items() if written < tiled]
             for n in wins:
@@ -84,8 +95,26 @@ def short(rows: list[Row]) -> str:
             title = f"{MANY if many else ONE}: {what}" + (
                 " (shaded: standard attention wins)" if wins else ""
             )
-            panel(each, lines, title, "N, tokens", "microseconds")
+            panel(each, merged(lines, 0.1), title, "N, tokens", "microseconds")
+            if slower:
+                each.set_ylim(top=each.get_ylim()[1] * 1.5)  # room for their names
+                said = ",\n".join(wrapped(slower, 6))
+                where = {"transform": each.transAxes, "fontsize": 8, "color": "0.35", "va": "top"}
+                each.text(0.02, 0.99, f"slower than standard at every N:\n{said}", **where)
     return svg(figure, rows)
+
+
+def contenders(lines: list[Line]) -> tuple[list[Line], list[str]]:
+    """Those that are not slower than standard attention at every N, and the names of the others."""
+    standard = next((line.points for line in lines if line.name == "standard"), {})
+    drawn, slower = [], []
+    for line in lines:
+        common = line.points.keys() & standard.keys()
+        if common and all(line.points[n] > standard[n] for n in common):
+            slower.append(line.name)
+        else:
+            drawn.append(line)
+    return drawn, slower
 
 
 def notes(rows: list[Row]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scripts.attention_report import trusted
-from scripts.figures import Line, canvas, panel, svg, thousands
+from scripts.figures import Line, merged, panel, panels_of, svg, thousands
 from scripts.studies import Table
 
 Row = dict[str, Any]
@@ -113,11 +113,10 @@ def pictures(rows: list[Row]) -> dict[str, str]:
     found = panels(measured(rows))
     if not found:
         return {}
-    figure, axes = canvas(
-        measured(rows), "Backward: P kept (solid), or computed again (dashed)", 3, len(found)
-    )
+    title = "Backward: P kept (solid), or computed again (dashed)"
+    figure, axes = panels_of(measured(rows), title, 3 * len(found))
     names = unique(rows, "implementation")
-    for line, (of, mine) in zip(axes, found.items(), strict=True):
+    for i, (of, mine) in enumerate(found.items()):
         said = f"{SHORT[of[0]]}, D = {of[1]}, causal"
         counted = any(dram(row["result"]) for row in mine)
         by = "counted by ncu" if counted else "by the model"
@@ -126,9 +125,9 @@ def pictures(rows: list[Row]) -> dict[str, str]:
             ("DRAM, GB", f"{said}: moved by the backward, {by}", lambda row, c=counted: moved(row, c)),
             ("MiB", f"{said}: kept from forward to backward", lambda row: row["result"]["kept_mib"]),
         ]
-        for axis, (y, title, value) in zip(line, drawn, strict=True):
-            panel(axis, lines_of(mine, names, value), title, "N", y)
-        line[0].axhline(1, color="0.4", lw=0.8)
+        for axis, (y, title, value) in zip(axes[3 * i : 3 * i + 3], drawn, strict=True):
+            panel(axis, merged(lines_of(mine, names, value)), title, "N, tokens", y)
+        axes[3 * i].axhline(1, color="0.4", lw=0.8)
     return {"": svg(figure, measured(rows))}
 
 

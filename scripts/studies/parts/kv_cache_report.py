@@ -119,10 +119,14 @@ def notes(rows: list[Row], steps: Steps) -> list[str]:
     full = [new for new in steps.lengths if steps.four(new)]
     if full and len(steps.names) == 2:
         found.append(stacked(steps, full[-1]))
-        for way in (steps.ways[1], steps.ways[3]):
-            p = exponent(halves(steps.totals(way))[1])
-            if p is not None:
-                found.append(f"The whole time of {said(way)} grows with the exponent {p:.2f} at the longer.")
+        longer = {way: halves(steps.totals(way))[1] for way in steps.ways}
+        powers = [f"{p:.2f} ({said(way)})" for way, of in longer.items() if (p := exponent(of)) is not None]
+        if powers:
+            lengths = next(iter(longer.values()))
+            found.append(
+                f"From {min(lengths):,} to {max(lengths):,} tokens the time of the device of all of them "
+                f"grows with the exponents {', '.join(powers)}."
+            )
     bad = [row for row in rows if row["result"]["status"] != "ok" or wrong(row["result"])]
     found += [f"Left out: {described(row)}" for row in bad]
     return [note for note in found if note]

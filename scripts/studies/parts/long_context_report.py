@@ -8,7 +8,7 @@ from math import exp, sqrt
 from statistics import mean, stdev
 from typing import Any
 
-from scripts.figures import Line, canvas, panel, svg, thousands
+from scripts.figures import Line, panel, panels_of, svg, thousands
 from scripts.plot import COLOURS
 from scripts.studies import Report, Row, Table
 
@@ -163,15 +163,15 @@ def picture(measured: Measured) -> str:
     shown, shortest = measured.rows, min(measured.runs)
     contexts = list(measured.runs)
     title = f"The same tokens at contexts of {', '.join(map(thousands, contexts))}"
-    figure, axes = canvas(shown, title, 3)
+    figure, axes = panels_of(shown, title, 3)
     seeds = max(map(len, measured.runs.values()))
     band = f"mean of {seeds} seeds, band: standard deviation" if seeds > 1 else "one seed"
     by_position = {context: measured.by_position(context) for context in contexts}
-    lines_of(axes[0, 0], by_position, f"Held-out loss by position ({band})", "nats per token")
+    lines_of(axes[0], by_position, f"Held-out loss by position ({band})", "nats per token")
     differences = {context: measured.gain_by_position(context) for context in contexts}
     title = f"The same, less that of context {thousands(shortest)} of the same seed"
-    lines_of(axes[0, 1], differences, title, "nats per token")
-    against_time(axes[0, 2], measured)
+    lines_of(axes[1], differences, title, "nats per token")
+    against_time(axes[2], measured)
     return svg(figure, shown)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.figures import Line, canvas, panel, svg
+from scripts.figures import Line, panel, panels_of, svg
 from scripts.plot import COLOURS
 from scripts.studies import Row
 from scripts.studies.parts.long_range_report import NAMES, Group, speed_ups
@@ -14,11 +14,11 @@ from scripts.studies.parts.long_range_report import NAMES, Group, speed_ups
 def picture(rows: Sequence[Row], found: Sequence[Group]) -> str:
     tasks = list(dict.fromkeys(group.task for group in found))
     drawn = [row for row in rows if row["result"]["status"] == "ok"]
-    figure, axes = canvas(drawn, "Long-range classification", len(tasks) + 1)
+    figure, axes = panels_of(drawn, "Long-range classification", len(tasks) + 1)
     names = list(
         dict.fromkeys([*(group.name for group in found), *(r["point"]["implementation"] for r in drawn)])
     )
-    for at, task in zip(axes[0], tasks, strict=False):
+    for at, task in zip(axes, tasks, strict=False):
         dots(at, [group for group in found if group.task == task], names)
     lines = []
     for compiled in (False, True):
@@ -26,8 +26,8 @@ def picture(rows: Sequence[Row], found: Sequence[Group]) -> str:
             place = names.index(name) + 7 * compiled  # the same colour, another style
             lines.append(Line(name + (", compiled" if compiled else ""), factors, place))
     title = "A training step without padding, against standard attention run alike"
-    panel(axes[0][-1], lines, title, "T, tokens", "times as fast as standard", log_y=False)
-    axes[0][-1].axhline(1, color="grey", lw=0.8)
+    panel(axes[-1], lines, title, "T, tokens", "times as fast as standard", log_y=False)
+    axes[-1].axhline(1, color="grey", lw=0.8)
     return svg(figure, drawn)
 
 

@@ -94,7 +94,8 @@ def named(row: Row, name: str) -> bool:
 def cell(result: dict[str, Any] | None, of: str) -> str:
     if result is None:
         return ""
-    bad = [f"{share:.0%} {word}" for word in ("nan", "inf") if (share := result[f"{word}{of}"])]
+    shares = {word: share for word in ("nan", "inf") if (share := result[f"{word}{of}"])}
+    bad = [f"{share:.0%} {word}" if share >= 0.005 else f"<1% {word}" for word, share in shares.items()]
     error = result[f"max_error{of}"]
     return ", ".join(bad or [f"{error:.1e}"]).replace("nan", "NaN")
 

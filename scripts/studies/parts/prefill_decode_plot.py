@@ -1,15 +1,19 @@
-"""Pictures of results/prefill_decode: the the parts of a layer under both roofs, whole models."""
+"""Pictures of results/prefill_decode: the parts of a layer under both roofs, whole models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from scripts.figures import Line, canvas, name_ends, panel, svg
+from scripts.figures import Line, canvas, name_ends, panel, panels_of, svg, wrapped
 from scripts.plot import COLOURS
 from scripts.studies import Row
 from scripts.studies.parts.prefill_decode_report import balance, intensity, parts_of, setting, share
 
 MARKERS = {"weights": "o", "standard": "s", "fused": "D", "pointwise": "^"}
+KINDS = {"weights": "products with weights", "standard": "standard attention", "fused": "fused attention"}
+KINDS |= {"pointwise": "the rest"}
+COLOUR = dict(zip(MARKERS, COLOURS, strict=False))
+NEAR = 1.35  # times: marks of a kind that are as close as this share a name
 
 
 def roofs(layers: list[Row]) -> str:
@@ -23,9 +27,12 @@ def roofs(layers: list[Row]) -> str:
     shown = [
         each for each in ([max(prefill, key=tokens)] if prefill else [], decode[:1], decode[1:][-1:]) if each
     ]
-    figure, axes = canvas(layers, f"Parts of a layer under their roofs, {widest}", len(shown))
-    for at, (row,) in enumerate(shown):
-        under(axes[0, at], row)
+    figure, axes = panels_of(layers, f"Parts of a layer under their roofs, {widest}", len(shown))
+    for at, (row,) in zip(axes, shown, strict=True):
+        under(at, row)
+    for kind, mark in MARKERS.items():
+        axes[0].plot([], [], mark, color=COLOUR[kind], ms=6, label=KINDS[kind])
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(KINDS))
     return svg(figure, layers)
 
 
@@ -43,30 +50,34 @@ def under(axes: Any, row: Row) -> None:
     axes.plot([low, meet, high], [top * low / meet, top, top], color="0.35", lw=1.2)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    labels = []
-    of_kind = dict.fromkeys(MARKERS, 0)  # colours start anew: kinds differ in their marks
+    labels: list[tuple[float, float, list[str], str]] = []
     for name, part in parts.items():
-        colour = COLOURS[of_kind[part["kind"]] % len(COLOURS)]
-        of_kind[part["kind"]] += 1
+        colour = COLOUR[part["kind"]]
         axes.plot(x[name], y[name], MARKERS[part["kind"]], color=colour, ms=6)
-        labels.append((x[name], y[name], name, colour))
+        near = (at for at in labels if at[3] == colour and close(at[0], x[name]) and close(at[1], y[name]))
+        if beside := next(near, None):
+            beside[2].append(name.removeprefix("attention, "))
+        else:
+            labels.append((x[name], y[name], [name.removeprefix("attention, ")], colour))
     axes.set_xlim(low, high)
-    axes.set_ylim(min([*y.values(), top * low / meet]) / 2, top * 2)
+    axes.set_ylim(min([*y.values(), top * low / meet]) / 2, top * 3)
     said = f"{top:,.3g} TFLOP/s, cuBLAS"
-    axes.annotate(said, (high, top), xytext=(-3, 3), textcoords="offset points", fontsize=8, ha="right")
+    axes.annotate(said, (meet, top), xytext=(-4, 2), textcoords="offset points", fontsize=8, ha="right")
     bandwidth = f"{ceilings['gb_per_s']:,.0f} GB/s, a copy"
     at = (low * meet) ** 0.5
     place = {"xytext": (-4, 6), "textcoords": "offset points", "fontsize": 8, "ha": "right"}
     axes.annotate(bandwidth, (at, top * at / meet), **place)
     axes.set_title(setting(row), fontsize=9)
-    axes.set_xlabel(
-        "FLOPs a byte that has to move  (o weights, square standard, diamond fused, triangle others)",
-        fontsize=8,
-    )
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("FLOPs a byte that has to move", fontsize=9)
     axes.set_ylabel("TFLOP/s", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    name_ends(axes, labels)
+    name_ends(axes, [(at_x, at_y, ",\n".join(wrapped(of, 2)), colour) for at_x, at_y, of, colour in labels])
+
+
+def close(one: float, other: float) -> bool:
+    return max(one, other) <= NEAR * min(one, other)
 
 
 def lengths(whole: list[Row]) -> str:
