@@ -8,10 +8,11 @@ the formula in 16 bits, eager and compiled, and SDPA's math) and of those that k
 naive_checkpointed: the formula's whole forward again in plain PyTorch, with all scores written again.
 
 No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512 and 4k at D = 64 and 4k
-at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200 about 75
-seconds, 25 of them compilation, in processes side by side before anything is timed, and 25 Nsight Compute's;
-on a CPU a small version in half a minute. Rows go to results/backward_recompute/<gpu>.jsonl; a shape that has
-all its rows is left out the next time.
+at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200 some 150
+seconds: up to 60 of compilation, in processes side by side before anything is timed (each imports torch), 25
+of Nsight Compute. On a CPU a small version in half a minute. Rows go to
+results/backward_recompute/<gpu>.jsonl as a shape ends; one that has all its rows is left out the next time,
+so that a run that was stopped loses the shape it was at.
 
 Beside the fields of scripts/side_by_side.py (the time is the backward's) a row's result has: keeps (whether P
 was kept), products and flops_done, kept_mib (out and what the forward saved, measured), model_bytes (DRAM, by
@@ -47,7 +48,7 @@ LENGTHS = {64: (512, 4096), 128: (4096,)}
 FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (4096,)
 COMPILES = ("cuda", "triton", "flex", "standard_compiled", "naive_compiled")  # how such names begin
 TILED_MOST = 2048  # thousands of launches above: seconds of the host's time
-SECONDS = {"cuda": 75, "cpu": 30}
+SECONDS = {"cuda": 150, "cpu": 30}
 
 Row = dict[str, Any]
 Work = list[tuple[Shape, list[str]]]

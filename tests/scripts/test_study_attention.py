@@ -74,6 +74,7 @@ def test_a_worker_answers_until_it_is_closed():
     assert (
         result["status"] == "ok" and result["kernels_ok"] and result["peak_mib"] > result["outputs_mib"] > 0
     )
+    assert worker.ask(SHAPE, "both", brief=True) == {"status": "ok"}
     worker.process.kill()
     died = worker.ask(SHAPE, "both")
     assert died["status"] == "error" and "killed by signal 9" in died["reason"]

@@ -129,7 +129,8 @@ def test_kernels_are_compiled_by_processes_that_end(monkeypatch, capsys):
         def __init__(self, name):
             self.name = name
 
-        def ask(self, shape, passed, cap):
+        def ask(self, shape, passed, cap, brief):
+            assert brief  # figures are not asked for
             asked.append((self.name, shape.tokens, passed, cap))
 
         def close(self):
@@ -139,7 +140,8 @@ def test_kernels_are_compiled_by_processes_that_end(monkeypatch, capsys):
     points = speed_points.asked(["windows"], ["triton", "standard"], True)
     attention_speed.compile_ahead(attention_speed.to_compile(points), jobs=2)
     triton = [("triton", 16384, passed, 0.4) for passed in ("forward", "both")]  # no backward of nothing
-    assert asked == [*triton, "triton"] and "compiled ahead in" in capsys.readouterr().out
+    assert asked == [*triton, "triton"]
+    assert "s; longest: triton bf16 D=64" in capsys.readouterr().out
 
 
 def test_report_of_speed_on_a_gpu():

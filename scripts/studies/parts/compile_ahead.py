@@ -20,18 +20,21 @@ MOST_JOBS = 16
 
 
 def compile_ahead(tasks: list[Task], jobs: int | None = None) -> None:
-    """Run the calls, each task in a process; what fails here fails again where it is a row. A backward by
-    itself has no forward to start from: there both passes run."""
+    """Run the calls once, each task in a process, and say which took longest; what fails here fails again
+    where it is a row. A backward by itself has no forward to start from: there both passes run."""
     jobs = jobs or min(os.cpu_count() or 1, MOST_JOBS)
 
-    def one(task: Task) -> None:
+    def one(task: Task) -> tuple[float, str]:
         name, calls = task
+        began = time.perf_counter()
         worker = workers.Worker(name)
         for shape, passed in dict.fromkeys((s, "both" if p == "backward" else p) for s, p in calls):
-            worker.ask(shape, passed, SHARED / jobs)
+            worker.ask(shape, passed, SHARED / jobs, brief=True)
         worker.close()
+        return time.perf_counter() - began, f"{name} {calls[0][0].dtype} D={calls[0][0].head_dim}"
 
     start = time.perf_counter()
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, tasks))
-    print(f"compiled ahead in {time.perf_counter() - start:.0f} s", flush=True)
+        took = sorted(pool.map(one, tasks), reverse=True)
+    longest = "; longest: " + ", ".join(f"{name} {s:.0f} s" for s, name in took[:3]) if took else ""
+    print(f"compiled ahead in {time.perf_counter() - start:.0f} s{longest}", flush=True)

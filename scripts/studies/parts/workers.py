@@ -43,16 +43,27 @@ class Gauge:
         self.name, self.attention, self.device = name, attention, device
         self.ms = 0.0
 
-    def measure(self, shape: Shape, passed: str) -> dict[str, Any]:
-        """A row's result; `ms` is the wall time of the call, to know what a longer one would take."""
+    def measure(self, shape: Shape, passed: str, brief: bool = False) -> dict[str, Any]:
+        """A row's result; `ms` is the wall time of the call, to know what a longer one would take. brief: one
+        call and no figures, for what it compiles."""
         from scripts.side_by_side import failure
 
         try:
-            return {"status": "ok", **self._measured(shape, passed)}
+            return {"status": "ok", **(self._called if brief else self._measured)(shape, passed)}
         except Exception as error:  # whatever a library raises is a row
             return failure(error)
         finally:
             self._clean_up()
+
+    def _called(self, shape: Shape, passed: str) -> dict[str, Any]:
+        from scripts.contestants import Field
+        from scripts.timing import synchronise
+
+        field = Field(shape, self.device)
+        self.attention.require(field.call(passed))
+        field.contestant(self.name, self.attention, passed).run(None)
+        synchronise()
+        return {}
 
     def _measured(self, shape: Shape, passed: str) -> dict[str, Any]:
         import torch
@@ -121,14 +132,15 @@ class Worker:
         self.name = name
         self.process: subprocess.Popen[str] | None = None
 
-    def ask(self, shape: Shape, passed: str, cap: float | None = None) -> dict[str, Any]:
-        """cap: the fraction of the GPU's memory that the process may have; None is all of it."""
+    def ask(self, shape: Shape, passed: str, cap: float | None = None, brief: bool = False) -> dict[str, Any]:
+        """cap: the fraction of the GPU's memory that the process may have; None is all of it. brief: see
+        `Gauge.measure`."""
         if self.process is None:
             self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
             command = [sys.executable, str(Path(__file__).resolve()), self.name]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.stderr}
             self.process = subprocess.Popen(command, text=True, **pipes)
-        request = {"shape": dataclasses.asdict(shape), "pass": passed, "cap": cap}
+        request = {"shape": dataclasses.asdict(shape), "pass": passed, "cap": cap, "brief": brief}
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -173,7 +185,7 @@ def main() -> None:
         request = json.loads(line)
         if device == "cuda":
             torch.cuda.set_per_process_memory_fraction(request["cap"] or 1.0)
-        result = gauge.measure(Shape(**request["shape"]), request["pass"])
+        result = gauge.measure(Shape(**request["shape"]), request["pass"], request["brief"])
         print("\nRESULT", json.dumps(result), flush=True)  # a library may have begun a line
 
 
