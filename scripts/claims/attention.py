@@ -3,7 +3,20 @@ attention_speed. Standard attention there is the formula in eager PyTorch in 16 
 
 from __future__ import annotations
 
-from scripts.claims import FAILS, HOLDS, IN_PART, Answer, Results, Row, answer, answers, graded, missing, of
+from scripts.claims import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    Answer,
+    NotMeasured,
+    Results,
+    Row,
+    answer,
+    answers,
+    graded,
+    missing,
+    of,
+)
 
 MEMORY, SPEED = "attention_memory", "attention_speed"
 GROWTH = (1024, 16384)
@@ -107,9 +120,25 @@ def alone(results: Results) -> Answer:
             used += [standard, best, flash]
     least = min(factors[f"{passed}, fastest"][2048] for passed in ("forward", "both"))
     said = "; ".join(f"{what} {in_words(of_n)}" for what, of_n in factors.items())
-    why = f"Over the formula in eager PyTorch in bf16 (causal, D = 64): {said}."
+    why = f"Over the formula in eager PyTorch in bf16 (causal, as GPT-2's is; D = 64): {said}."
+    why += unmasked(results)
     both = " / ".join(f"{factors[f'{passed}, fastest'][2048]:.1f}x" for passed in ("forward", "both"))
     return answer(used, f"{both} (forward / both) at N = 2k", graded(least, 7.6), why)
+
+
+def unmasked(results: Results) -> str:
+    """The forward without a mask, which standard attention does not have to add, in a sentence."""
+    try:
+        wanted = {"passed": "forward", "seq_len": 2048, "batch": 8, "head_dim": 64, "causal": False}
+        rows = results.ok(SPEED, dtype="bfloat16", **wanted)
+        best, flash = fastest(rows), of(rows, implementation="sdpa_flash")
+        standard = ms(of(rows, implementation="standard"))
+    except NotMeasured:
+        return ""
+    return (
+        f" Without a mask the forward is {standard / ms(best):.1f}x at N = 2,048, and "
+        f"{standard / ms(flash):.1f}x with FlashAttention-2 of PyTorch."
+    )
 
 
 @answers(11)

@@ -29,6 +29,7 @@ def test_claims_are_answered_from_rows(results):
     assert (first.figure, first.verdict) == ("64 GiB against 8.0 MiB", HOLDS) and "256x and 16x" in first.why
     assert claims.twenty_times_less(found).figure == "32.8x at N = 4k"
     assert claims.alone(found).verdict == HOLDS and "11.7x at N = 2,048" in claims.alone(found).why
+    assert "Without a mask the forward is" in claims.alone(found).why
     eleven = claims.one_head(found)
     assert eleven.verdict == IN_PART and "528 MiB at 8,192" in eleven.figure
     assert claims.tiles_in_pytorch(found).figure == "11.8x as fast, 98% less memory"
