@@ -273,9 +273,9 @@ def short_sequences(results: Results) -> Answer:
         each = "; ".join(f"{where}: {', '.join(names)}" for where, names in beaten.items())
         why += f" Up to N = 256 it is faster than some others (the largest such N): {each}."
     most = max((n for at in wins.values() for n in at), default=0)
-    figure = f"it wins up to N = {most:,}" if most else "never faster than the fastest from N = 32 on"
+    figure = f"it wins up to N = {most:,}" if most else "slower than the fastest at all N from 32 on"
     some = {one.split()[0] for names in beaten.values() for one in names}
-    figure += f", but than {len(some)} of the rest up to 256" if some and not most else ""
+    figure += f"; faster than {len(some)} of the rest at some N to 256" if some and not most else ""
     return answer(rows, figure, verdict, why)
 
 

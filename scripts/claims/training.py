@@ -41,7 +41,7 @@ def times(found: Found, best: Row, key: tuple[str, bool]) -> float | None:
 
 @answers(4)
 def end_to_end(results: Results) -> Answer:
-    factors, said, rows = {}, [], []
+    factors, said, rows, by_itself = {}, [], [], []
     for model, found in by_model(results, "speedup_end_to_end").items():
         best = training.fastest(found)
         if best is None or ("transformers eager", False) not in found or model not in CLAIMED:
@@ -55,6 +55,7 @@ def end_to_end(results: Results) -> Answer:
         beside = f" (theirs over Megatron {MEGATRON[model]}x)"
         ours = "our own model with standard attention, compiled too" + beside
         more += [f"{alone:.1f}x {ours}"] if alone else []
+        by_itself += [alone] if alone else []
         more += [f"and {label(plain)} {eager:.1f}x that model where neither is compiled"] if eager else []
         said.append(f"{model}: {label(best)} is {factors[model]:.1f}x{''.join(f', {m}' for m in more)}")
     if factors.keys() != CLAIMED.keys():
@@ -69,6 +70,7 @@ def end_to_end(results: Results) -> Answer:
         f"compilation and the training loop. {parity}"
     )
     figure = " and ".join(f"{factor:.1f}x ({model})" for model, factor in factors.items())
+    figure += f"; by attention alone {min(by_itself):.1f}x" if by_itself else ""
     return answer(rows, figure, verdict, why)
 
 
