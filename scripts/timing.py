@@ -102,7 +102,7 @@ class Clock:
         """Milliseconds of every call of each contestant.
 
         The order is drawn anew in every round: in a fixed one the same contestant would always come after the
-        one that heats the GPU most, which is worth a percent at a memory-bound call of a millisecond."""
+        one that heats the GPU most."""
         times: list[list[Any]] = [[] for _ in contestants]
         pairs = list(zip(probes, contestants, strict=True))
         cycles = sleeps([probe.host_us * contestant.calls for probe, contestant in pairs])

@@ -52,9 +52,9 @@ def against_nanogpt(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
             times[tokens] = (speed / training.speed(peer), name)
     if not times:
         return []
-    each = ", ".join(f"{name} {ratio:.2f}x at {tokens:,}" for tokens, (ratio, name) in sorted(times.items()))
+    each = ", ".join(f"{name} {ratio:.3f}x at {tokens:,}" for tokens, (ratio, name) in sorted(times.items()))
     least = min(ratio for ratio, _ in times.values())
-    return [f"The fastest is at least {least:.2f}x nanoGPT's speed at every length: {each}."]
+    return [f"The fastest is at least {least:.3f}x nanoGPT's speed at every length: {each}."]
 
 
 def where_memory_ends(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
