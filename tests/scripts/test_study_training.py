@@ -104,8 +104,8 @@ def test_where_memory_ends_and_how_nanogpt_compares():
         rows.append({"key": key_of(point), "run_id": "r", "point": point, "result": result, "machine": gpu})
     report = seqlen_scaling.report(rows)
     assert report.notes == [
-        "The fastest is at least 1.100x nanoGPT's speed at every length: sdpa 1.100x at 1,024, cuda 1.125x at "
-        "2,048.",
+        "The fastest is at least 1.100x nanoGPT's speed at every length: sdpa 1.100x at 1,024, cuda 1.125x "
+        "at 2,048.",
         "naive is out of memory at T = 2,048 in one micro-batch; in smaller micro-batches it trains up to T "
         "= 2,048.",
         "To T = 2,048 in one micro-batch: cuda, nanoGPT, sdpa.",
