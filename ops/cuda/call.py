@@ -24,7 +24,7 @@ class Strides(ctypes.Structure):
 _POINTERS = (
     "q k v out lse dout dq dk dv lse2 delta scratch alibi_slopes q_segments k_segments ranges kv_lengths seed"
 )
-_STRIDED = "q k v out dout dq dk dv"
+_STRIDES = {name: f"{name}_stride" for name in "q k v out dout dq dk dv".split()}
 _INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped window_left window_right"
 _FLOATS = "scale softcap keep_scale"
 
@@ -34,7 +34,7 @@ class Params(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS.split()),
-        *((f"{name}_stride", Strides) for name in _STRIDED.split()),
+        *((name, Strides) for name in _STRIDES.values()),
         *((name, ctypes.c_int) for name in _INTEGERS.split()),
         *((name, ctypes.c_float) for name in _FLOATS.split()),
         ("threshold", ctypes.c_uint),
@@ -44,8 +44,8 @@ class Params(ctypes.Structure):
         """Sets pointers, and strides where there is a field for them. The caller keeps the tensors alive."""
         for name, x in tensors.items():
             setattr(self, name, None if x is None else x.data_ptr())
-            if x is not None and name in _STRIDED.split():
-                setattr(self, f"{name}_stride", Strides(*x.stride()[:3]))
+            if x is not None and name in _STRIDES:
+                setattr(self, _STRIDES[name], Strides(*x.stride()[:3]))
         return self
 
 

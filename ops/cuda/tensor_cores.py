@@ -129,7 +129,12 @@ def _defines(call: Call, tile: Tile | BackwardTile, *tensors: Tensor) -> dict[st
     of_call = call.defines
     scale_first = of_call["SOFTCAP"] or of_call["ALIBI"] or call.params.scale <= 0
     own = {"ALIGNED": int(_aligned(*tensors)), "SCALE_FIRST": int(bool(scale_first))}
-    return of_call | {name.upper(): value for name, value in asdict(tile).items()} | own
+    return of_call | _tile_defines(tile) | own
+
+
+@functools.cache
+def _tile_defines(tile: Tile | BackwardTile) -> dict[str, int]:
+    return {name.upper(): value for name, value in asdict(tile).items()}
 
 
 def fa1_tile(head_dim: int, able: int) -> TeamTile:
