@@ -24,9 +24,10 @@ class Strides(ctypes.Structure):
 _POINTERS = (
     "q k v out lse dout dq dk dv lse2 delta scratch alibi_slopes q_segments k_segments ranges kv_lengths seed"
 )
-_STRIDES = {name: f"{name}_stride" for name in "q k v out dout dq dk dv".split()}
+_STRIDED = "q k v out dout dq dk dv"
 _INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped window_left window_right"
 _FLOATS = "scale softcap keep_scale"
+_STRIDES = {name: f"{name}_stride" for name in _STRIDED.split()}  # the field that holds a tensor's strides
 
 
 class Params(ctypes.Structure):
