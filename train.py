@@ -156,6 +156,8 @@ def build(
     cfg: DictConfig, choices: dict[str, Any], device: torch.device, dtype: torch.dtype, devices: int
 ) -> tuple[Any, Any, Any]:
     """Data, model, and the attention call that trains."""
+    from dataclasses import replace
+
     import torch
     from hydra.utils import instantiate
 
@@ -168,14 +170,17 @@ def build(
     called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
     called("schedule", schedule, 0, cfg.trainer.max_steps)
 
+    # what can be refused without the corpus is refused before it is downloaded and tokenised; attention does
+    # not look at the vocabulary, which only the corpus knows
     data = instantiate(cfg.data)
-    data.prepare_data()
-    data.setup()
     data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, devices)
-    config = called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
+    config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
     attention, decoder, call = runtime.attentions(
         partial(build_attention, cfg), cfg.attention.decode, config, data, device, dtype
     )
+    data.prepare_data()
+    data.setup()
+    config = replace(config, vocab_size=data.vocab_size)
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     lit = LitGPT(
         GPT(config, attention, checkpointing=cfg.checkpointing),

@@ -13,7 +13,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from hydra.errors import (
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -78,6 +83,8 @@ def _message(error: BaseException) -> str:
         return f"{error.full_key} has to be given: {error.full_key}=..., as in data=text data.path=book.txt."
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
         return no_key(cause.full_key, list(cause.parent_node or ()))
+    if isinstance(error, MissingConfigException) and error.options:
+        return no_choice(*error.missing_cfg_file.rsplit("/", 1), error.options)
     if isinstance(error, OverrideParseException) and error.override not in str(error):
         return f"{error.override}: {error}"
     if str(error).startswith("Config group override must be"):
@@ -89,9 +96,20 @@ def no_key(full: str, known: Iterable[str]) -> str:
     """A mistyped key, with those that its node has: Hydra's own message advises to add it."""
     node, _, key = full.rpartition(".")
     known = sorted(name for name in map(str, known) if name != "hydra" and not name.startswith("_"))
-    near = difflib.get_close_matches(key, known, 1)
-    meant = f"; did you mean {near[0]}?" if near else "."
-    return f"There is no key {full}{meant} {node or 'The config'} has {', '.join(known) or 'none'}."
+    return (
+        f"There is no key {full}{_meant(key, known)} {node or 'The config'} has {', '.join(known) or 'none'}."
+    )
+
+
+def no_choice(group: str, choice: str, known: Iterable[str]) -> str:
+    """A mistyped choice of a group, with those that there are: Hydra's own message takes thirty lines."""
+    known = sorted(known)
+    return f"There is no {group}={choice}{_meant(choice, known)} Choose one of {', '.join(known)}."
+
+
+def _meant(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]}?" if near else "."
 
 
 def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
@@ -234,8 +252,7 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
     if name is not None and name != node.name:
         path = CONF / "attention" / f"{name}.yaml"
         if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-            raise ValueError(f"There is no attention '{name}'. Choose one of {known}.")
+            raise ValueError(no_choice("attention", name, (p.stem for p in path.parent.glob("*.yaml"))))
         node = OmegaConf.load(path)
     return instantiate({key: value for key, value in node.items() if key != "decode"})
 

@@ -14,15 +14,18 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.grid import NAMES
 from tests.running import ROOT, finish, start, train_here, write_book
 
 # Overrides that do not go with those of a tiny run, which are of data=text.
 ALONE = ("ckpt=", "data=synthetic", "data=stdlib", "data=tinystories")
 CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # name: (overrides, words of the message)
-    "attention unknown": (("attention=flash99",), ("flash99", "naive", "tiled", "sdpa")),
-    "model unknown": (("model=gpt9",), ("gpt9", "tiny")),
+    "attention unknown": (
+        ("attention=flash99",),
+        ("no attention=flash99; did you mean flash4? Choose one of auto, ", "tiled"),
+    ),
+    "nothing like it": (("attention=zzz",), ("no attention=zzz. Choose one of auto, ",)),
+    "model unknown": (("model=gpt9",), ("no model=gpt9; did you mean gpt2? Choose one of char, ", "tiny")),
     "data unknown": (("data=mybook",), ("mybook", "stdlib")),
     "experiment unknown": (("experiment=none_such",), ("none_such", "quickstart")),
     "key unknown": (("optim.learning_rate=1",), ("learning_rate",)),
@@ -162,8 +165,23 @@ def test_one_message(case: str, folder: Path) -> None:
     assert "Traceback" not in result.err + result.out
     for word in words:
         assert word in result.err, result.err
-    # an unknown name: all of its group
-    assert len(result.err.strip().splitlines()) <= len(NAMES) + 7, result.err
+    # a refused call: its purposes, each with a reason or two
+    assert len(result.err.strip().splitlines()) <= 8, result.err
+
+
+@pytest.mark.parametrize(
+    ("mistake", "word"),
+    [
+        ("attention=sdpa_cudnn", "runs on cuda"),
+        ("tokens_per_step=100", "use 64"),
+        ("model.n_head=5", "n_head=5"),
+    ],
+)
+def test_what_does_not_need_the_corpus_is_refused_before_it(mistake: str, word: str, tmp_path: Path) -> None:
+    result = train_here(tmp_path, mistake)
+    assert result.code == 1 and word in result.err and "prepared" not in result.out
+    assert not (tmp_path / "prepared").exists()
+    assert train_here(tmp_path, "trainer.max_steps=1").code == 0 and (tmp_path / "prepared").exists()
 
 
 def test_bf16_on_a_gpu_without_it() -> None:
