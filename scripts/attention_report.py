@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench_points import PASSES
+from scripts.figures import STYLES, name_ends, svg, thousands
 from scripts.plot import COLOURS
 
 PEERS = ("sdpa", "flash", "flex")  # how the names of other people's kernels begin
-STYLES = ("-", "--", ":", "-.")
 
 Row = dict[str, Any]
 Panel = dict[str, dict[int, Row]]  # implementation -> tokens -> row
@@ -137,14 +137,22 @@ def doubts(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def draw(rows: list[Row], out: Path) -> list[Path]:
-    """An SVG for each pass beside `out`: a panel a table, TFLOP/s (decode: GB/s) over T."""
+    """Write `pictures` beside `out`."""
+    drawn = {out.with_name(f"{out.stem}_{passed}.svg"): text for passed, text in pictures(rows).items()}
+    for path, text in drawn.items():
+        path.write_text(text, encoding="utf-8")
+    return list(drawn)
+
+
+def pictures(rows: list[Row]) -> dict[str, str]:
+    """An SVG for each pass: a panel a table, TFLOP/s (decode: GB/s) over T."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
     from matplotlib import pyplot as plt
 
-    pictures = []
+    drawn = {}
     for passed in dict.fromkeys(row["point"]["pass"] for row in rows):
         mine = [row for row in rows if row["point"]["pass"] == passed]
         found = panels(mine)
@@ -161,10 +169,8 @@ def draw(rows: list[Row], out: Path) -> list[Path]:
         machines = dict.fromkeys((row["machine"]["gpu"] or "CPU") for row in mine)
         date = max(row["machine"]["date"] for row in mine)
         figure.suptitle(f"Attention, {passed}: {', '.join(machines)}, {date}")
-        pictures.append(out.with_name(f"{out.stem}_{passed}.svg"))
-        figure.savefig(pictures[-1], metadata={"Date": None})
-        plt.close(figure)
-    return pictures
+        drawn[passed] = svg(figure, mine)
+    return drawn
 
 
 def _panel(axes: Any, key: tuple[Any, ...], panel: Panel, names: list[str]) -> None:
@@ -188,42 +194,11 @@ def _panel(axes: Any, key: tuple[Any, ...], panel: Panel, names: list[str]) -> N
         axes.axhline(max(copies), color="0.6", lw=0.8)
         labels.append((max(label[0] for label in labels), max(copies), "copy", "0.4"))
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(
-        lambda tokens, _: f"{tokens / 1024:g}k" if tokens >= 1024 else f"{tokens:g}"
-    )
+    axes.xaxis.set_major_formatter(lambda tokens, _: thousands(tokens))
     axes.set_ylim(bottom=0)
     axes.set_title(title(key).removeprefix(f"{key[0]}, "), fontsize=9)
     axes.set_xlabel("keys in the cache" if decode else "T, tokens", fontsize=9)
     axes.set_ylabel("GB/s of K and V" if decode else "TFLOP/s", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    _label(axes, labels)
-
-
-def _label(axes: Any, labels: list[tuple[int, float, str, str]]) -> None:
-    """Names beside the ends of their lines, moved apart where these are close."""
-    if not labels:
-        return
-    top = axes.get_ylim()[1]
-    height = 0.055
-    labels = sorted(labels, key=lambda label: label[1])
-    places: list[float] = []
-    for label in labels:
-        places.append(max(label[1] / top, places[-1] + height if places else 0.0))
-    over = max(0.0, places[-1] - 1.0)  # from the top down again where that has run out of the panel
-    for i in range(len(places) - 1, -1, -1):
-        limit = 1.0 if i == len(places) - 1 else places[i + 1] - height
-        places[i] = min(places[i], limit) if over else places[i]
-    for (tokens, value, name, colour), place in zip(labels, places, strict=True):
-        axes.annotate(
-            name,
-            xy=(tokens, value),
-            xycoords="data",
-            xytext=(1.04, place),
-            textcoords="axes fraction",
-            color=colour,
-            fontsize=8,
-            va="center",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.5, "shrinkA": 0, "shrinkB": 2},
-        )
+    name_ends(axes, labels)

@@ -2,6 +2,7 @@
 
     python scripts/report.py              all of it
     python scripts/report.py --check      write nothing; exit code 1 if something is not up to date
+    python scripts/report.py --redraw     all pictures too, those of unchanged rows: after a change of drawing
 
 capabilities  README.md: what each implementation declares, and the memory it was measured to need
 results       README.md: speeds of all of them as a table and a picture, from results/attention/<gpu>.jsonl
@@ -56,11 +57,12 @@ def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
     return {gpu: rows for gpu, rows in found.items() if rows}
 
 
-def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
-    """What the files below `root` should hold."""
-    from scripts import advice, bench_ladder, capabilities, ranking, results_page, summary
+def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) -> dict[Path, str]:
+    """What the files below `root` should hold; of pictures, those whose rows have changed (redraw: all)."""
+    from scripts import advice, attention_report, bench_ladder, capabilities, ranking, results_page, summary
     from scripts.claims import Results
     from scripts.claims.page import page
+    from scripts.figures import is_drawn
     from scripts.rows import CONF, choices
 
     measured = rows_by_gpu(root / "results" / "attention")
@@ -82,8 +84,10 @@ def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
         put(readme, "results", said)
         if gpu is not None:
             path = root / "results" / "attention" / f"{gpu}.svg"
-            if not summary.is_drawn(measured[gpu], path):
+            if redraw or not is_drawn(measured[gpu], path):
                 files[path] = summary.picture(measured[gpu])
+                passes = attention_report.pictures(measured[gpu])
+                files |= {path.with_name(f"{gpu}_{passed}.svg"): text for passed, text in passes.items()}
     if "advice" in parts:
         put(advised, "advice", advice.table(ranks) if ranks else UNMEASURED)
     if "auto" in parts:
@@ -93,7 +97,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS) -> dict[Path, str]:
         said = "\n\n".join(map(bench_ladder.block, stages.values()))
         put(root / "ops" / "README.md", "ladder", said or UNMEASURED.replace("attention", "ladder"))
     if "studies" in parts:
-        files |= results_page.written(root / "results")
+        files |= results_page.written(root / "results", redraw)
     if "claims" in parts:
         files[root / "results" / "CLAIMS.md"] = page(Results(root / "results"))
     return files
@@ -105,6 +109,7 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if out of date")
+    parser.add_argument("--redraw", action="store_true", help="draw pictures of unchanged rows again, too")
     parser.add_argument("--html", type=Path, metavar="FILE", help="all tables and pictures as one page, too")
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the checkout whose results are read and files written"
@@ -112,21 +117,14 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
-    from scripts.attention_report import draw
-
     old = []
-    for path, text in written(options.root, tuple(options.parts) or PARTS).items():
+    for path, text in written(options.root, tuple(options.parts) or PARTS, options.redraw).items():
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
         old.append(path)
         if not options.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            if (
-                path.suffix == ".svg" and path.parent.name == "attention"
-            ):  # and the pictures of all panels beside it
-                rows = rows_by_gpu(path.parent)[path.stem]
-                draw(rows, path.with_suffix(".jsonl"))
     for path in old:
         print(f"{path.relative_to(options.root)} {'is out of date' if options.check else 'written'}")
     if options.check and old:

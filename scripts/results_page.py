@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.claims import command_of
-from scripts.figures import drawing, undrawn
+from scripts.figures import digest, drawing, undrawn
 from scripts.results_tables import REPORTS, drawn_elsewhere
 from scripts.rows import CONF
 from scripts.studies import Report, Row, Table
-from scripts.summary import digest
 
 ROOT = Path(__file__).resolve().parent.parent
 # The order of the page; what is not named here follows, by name.
@@ -103,13 +102,13 @@ def same_picture(text: str, path: Path) -> bool:
     return drawn[0] in there if drawn else text == there
 
 
-def written(results: Path) -> dict[Path, str]:
-    """The pictures that are not those of their rows, and the page."""
+def written(results: Path, redraw: bool = False) -> dict[Path, str]:
+    """The pictures that are not those of their rows (redraw: all), and the page."""
     with undrawn():
         found = list(reports(results))
     files: dict[Path, str] = {}
     for one in found:
-        old = [path for path, text in one.paths(results).items() if not same_picture(text, path)]
+        old = [path for path, text in one.paths(results).items() if redraw or not same_picture(text, path)]
         if old:
             drawn = replace(one, report=report_of(one.study, one.rows)).paths(results)
             files |= {path: drawn[path] for path in old}

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts import attention_report as report
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from scripts.figures import svg
 
 HEAD_DIMS, LENGTHS, CACHES = (64, 128, 256), (1024, 4096, 16384), (4096, 32768)
 IN_TABLE = (64, 128)  # head dims, or the table outgrows a page
@@ -39,16 +34,6 @@ def shown(rows: list[Row]) -> dict[tuple[Any, ...], report.Panel]:
     return {best[place][1]: best[place][2] for place in (*squares, *decodes[:2])}
 
 
-def digest(rows: list[Row]) -> str:
-    """Of what is drawn, which the picture carries: drawn again only where it differs."""
-    drawn = [[row["key"], row["result"]] for row in rows]
-    return hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def is_drawn(rows: list[Row], path: Path) -> bool:
-    return path.is_file() and f"rows {digest(rows)}" in path.read_text(encoding="utf-8")
-
-
 def picture(rows: list[Row]) -> str:
     """An SVG: a line per D, forward and backward beside each other, and decode."""
     import matplotlib
@@ -69,11 +54,9 @@ def picture(rows: list[Row]) -> str:
         report._panel(axes, key, panel, names)
         axes.set_title(report.title(key), fontsize=9)
     gpus = ", ".join(dict.fromkeys(row["machine"]["gpu"] for row in rows))
-    figure.suptitle(f"{gpus}, {max(row['machine']['date'] for row in rows)}")
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Description": f"rows {digest(rows)}"})
-    plt.close(figure)
-    return text.getvalue()
+    date = max(row["machine"]["date"] for row in rows)
+    figure.suptitle(f"Speed of attention, each implementation: {gpus}, {date}")
+    return svg(figure, rows)
 
 
 def machine(rows: list[Row]) -> str:

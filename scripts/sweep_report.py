@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts import sweep_bars
-from scripts.attention_report import STYLES, ours_first
-from scripts.figures import name_ends, thousands
+from scripts.attention_report import ours_first
+from scripts.figures import STYLES, digest, name_ends, thousands
 from scripts.plot import COLOURS
-from scripts.summary import digest
 
 Row = dict[str, Any]
 Line = dict[int, list[Row]]  # tokens of context -> rows, the micro-batch that was asked for first
@@ -146,13 +145,21 @@ def doubts(rows: list[Row]) -> list[str]:
     return list(found)
 
 
-def is_drawn(rows: list[Row], path: Path) -> bool:
-    return path.is_file() and f"rows {digest(rows)}" in path.read_text(encoding="utf-8")
-
-
 def draw(rows: list[Row], out: Path) -> Path:
     out.write_text(picture(rows), encoding="utf-8")
     return out
+
+
+def heading(rows: list[Row]) -> str:
+    """What the picture shows, in plain words."""
+    peers = {row["point"]["implementation"] for row in rows}
+    others = [name for name in ("nanoGPT", "transformers") if any(peer.startswith(name) for peer in peers)]
+    beside = f", beside {' and '.join(others)}" if others else ""
+    if at_one_length(rows):
+        return (
+            f"How fast the same model trains with each attention, T = {rows[0]['point']['seq_len']:,}{beside}"
+        )
+    return f"What a longer context costs in training, by attention{beside}"
 
 
 def picture(rows: list[Row], kind: str = "svg") -> Any:
@@ -182,7 +189,7 @@ def picture(rows: list[Row], kind: str = "svg") -> Any:
         _panel(axes[1], by_name, lambda result, scale=scale: result["peak_mib"] / scale, peak)
     gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in rows)
     date = max(row["machine"]["date"] for row in rows)
-    figure.suptitle(f"{rows[0]['point']['study']}: {', '.join(gpus)}, {date}")
+    figure.suptitle(f"{heading(rows)}: {', '.join(gpus)}, {date}")
     if one:
         sweep_bars.legend(figure, rows)
     elif any(row["result"]["status"] == "oom" for row in rows):

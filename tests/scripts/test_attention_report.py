@@ -16,6 +16,7 @@ def made(name, ms, run="r", tokens=1024, **result):
         "kernels_ok": True,
     } | result
     return {
+        "key": f"{name} {tokens}",
         "run_id": run,
         "point": point,
         "result": result,

@@ -233,6 +233,7 @@ def test_everything_is_written_once(checkout, monkeypatch, capsys):
     assert set(written) == {
         "README.md", "attention/README.md", "attention/auto_table.py", "ops/README.md",
         "results/attention/h200.svg", "results/README.md", "results/CLAIMS.md",
+        *(f"results/attention/h200_{passed}.svg" for passed in ("forward", "backward", "decode")),
     }  # fmt: skip
     readme = (checkout / "README.md").read_text()
     assert readme.count("kept") == 2 and "\nold\n" not in readme
@@ -261,7 +262,8 @@ def test_a_new_result_makes_it_out_of_date(checkout, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"Run python scripts/report\.py"):
         run(monkeypatch, "auto", "results", "--root", checkout, "--check")
     assert capsys.readouterr().out.split(" is out of date\n")[:-1] == [
-        "README.md", "results/attention/h200.svg", "attention/auto_table.py",
+        "README.md", *(f"results/attention/h200{of}.svg" for of in ("", "_forward", "_backward")),
+        "attention/auto_table.py",
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -71,6 +72,8 @@ def test_pictures_are_drawn_where_they_do_not_show_their_rows(results):
     for path, text in files.items():
         path.write_text(text.replace("matplotlib", "another version of it"))
     assert [path.name for path in results_page.written(results)] == ["README.md"]
+    again = results_page.written(results, redraw=True)  # after a change of what draws
+    assert again == files
     with open(results / "probe" / "h200.jsonl", "a") as file:
         file.write(json.dumps(row(4096, 24)) + "\n")
     assert {path.name for path in results_page.written(results)} == {"h200.svg", "README.md"}
@@ -122,6 +125,32 @@ def test_lines_that_lie_on_each_other_share_a_name():
     assert [line.name for line in merged(lines, 0.2)] == ["a, b, apart", "ends", "short"]
     alike = [Line(name, {1: 1.0}, 0) for name in "abcd"]
     assert merged(alike)[0].name == "a, b, c,\nd"
+
+
+def test_a_leader_crosses_no_name():
+    """Each ends at the left edge of its name, whatever the order and the crowding of the ends."""
+    from matplotlib.text import Text
+
+    figure, axes = canvas([row(1, 1)], "Probe", 1)
+    ends = {"far": 600, "near, out of memory": 40, "nearer": 39, "nearest": 38, "low": 1}
+    panel(
+        axes[0, 0],
+        [Line(n, {1: y, 2: y}, i) for i, (n, y) in enumerate(ends.items())],
+        "",
+        "",
+        "",
+        log_y=False,
+    )
+    figure.canvas.draw()
+    names = axes[0, 0].texts
+    boxes = [Text.get_window_extent(name) for name in names]  # without its leader
+    assert sorted(name.get_text() for name in names) == sorted(ends)
+    assert len({round(box.x0) for box in boxes}) == 1
+    for name in names:
+        path = name.arrow_patch.get_path().transformed(name.arrow_patch.get_transform())
+        assert max(x for x, _ in path.vertices) <= min(box.x0 for box in boxes) + 1
+    tops = sorted((box.y0, box.y1) for box in boxes)
+    assert all(above[0] >= below[1] - 1 for below, above in itertools.pairwise(tops))  # nor names
 
 
 def test_three_panels_stand_in_two_lines():

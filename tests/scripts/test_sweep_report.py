@@ -44,10 +44,22 @@ def test_the_picture_marks_where_memory_ends():
     picture = sweep_report.picture(fake_rows())
     texts = re.findall(r"<!-- (.*?) -->", picture)
     assert texts.count("naive (out of memory at 2k)") == 2 and texts.count("sdpa") == 2
-    assert "seqlen_scaling: NVIDIA H200, 2026-11-21" in texts and {"1k", "2k", "4k"} <= set(texts)
+    title = "What a longer context costs in training, by attention: NVIDIA H200, 2026-11-21"
+    assert title in texts and {"1k", "2k", "4k"} <= set(texts)
     assert "peak memory, GiB (allocated on the GPU)" in texts
     assert sweep_report.picture(fake_rows()) == picture  # the same figures, the same file
     assert sweep_report.picture(fake_rows(), "png").startswith(b"\x89PNG")
+
+
+def test_the_title_says_what_is_compared():
+    short = [row for row in fake_rows() if row["point"]["seq_len"] == 1024]
+    assert sweep_report.heading(short) == "How fast the same model trains with each attention, T = 1,024"
+    peers = [row | {"point": row["point"] | {"implementation": f"transformers {way}"}} for row in short[:1]
+             for way in ("eager", "SDPA")]  # fmt: skip
+    assert sweep_report.heading(short + peers).endswith("each attention, T = 1,024, beside transformers")
+    nano = fake_rows()[0]
+    nano = nano | {"point": nano["point"] | {"implementation": "nanoGPT"}}
+    assert sweep_report.heading([*fake_rows(), nano]).endswith("in training, by attention, beside nanoGPT")
 
 
 def test_the_table_says_what_did_not_fit():

@@ -107,8 +107,7 @@ def notes(ends: dict[tuple[str, bool, bool], list[Found]]) -> list[str]:
 
 def picture(rows: list[Row], ends: dict[tuple[str, bool, bool], list[Found]]) -> str:
     """Bars to the longest that fits, a cross at the shortest that does not, a line at the prediction."""
-    from scripts.figures import canvas, drawing, svg
-    from scripts.summary import digest
+    from scripts.figures import canvas, digest, drawing, svg
 
     if not drawing():
         return f"rows {digest(rows)}"

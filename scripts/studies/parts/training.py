@@ -37,8 +37,7 @@ def run(experiment: str, doc: str, small: Sequence[str], report: Callable[[list[
 
 def report(rows: list[Row], question: str, command: str, notes: list[str]) -> Report:
     from scripts import sweep_report
-    from scripts.figures import drawing
-    from scripts.summary import digest
+    from scripts.figures import digest, drawing
 
     rows = sweep_report.points(rows)
     tables = [Table(title, cells) for title, cells in sweep_report.grids(rows)]
