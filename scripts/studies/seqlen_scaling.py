@@ -67,13 +67,11 @@ def where_memory_ends(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
         if gone:
             most = f"; in smaller micro-batches it trains up to T = {max(fits):,}" if fits else ""
             notes.append(f"{name} is out of memory at T = {min(gone):,} in one micro-batch{most}.")
+    longest = max(tokens for line in by_name.values() for tokens in line)
     goes_on = [
-        name
-        for name, line in by_name.items()
-        if works(line[max(line)]) is line[max(line)][0] and len(line) > 1
+        n for n, line in by_name.items() if longest in line and works(line[longest]) is line[longest][0]
     ]
     if notes and goes_on:
-        longest = max(tokens for name in goes_on for tokens in by_name[name])
         notes.append(f"To T = {longest:,} in one micro-batch: {', '.join(sorted(goes_on))}.")
     return notes
 
