@@ -79,18 +79,21 @@ def launch_us(folder: Path) -> tuple[float, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--attention", nargs="+", metavar="NAME", help="cuda or cuda_* (default: each stage)")
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
     import torch
 
     from attention.cuda import STAGES
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     names = [f"cuda_{stage}" for stage in STAGES]
-    parser.add_argument("--attention", nargs="+", default=names, choices=[*names, "cuda"], metavar="NAME")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked.attention = asked.attention or names
+    if unknown := set(asked.attention) - {*names, "cuda"}:
+        parser.error(f"--attention {' '.join(sorted(unknown))}: choose of {', '.join([*names, 'cuda'])}")
     if not torch.cuda.is_available():
         raise SystemExit("first_call.py needs a CUDA GPU: torch.cuda.is_available() is False.")
     if asked.child:

@@ -160,6 +160,8 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
                 f"prompt_file={options['prompt_file']} is not UTF-8 text ({error.reason}): give one prompt a "
                 "line."
             ) from None
+        except OSError as error:
+            raise ValueError(f"prompt_file={options['prompt_file']}: {error.strerror}.") from None
         texts = [line for line in text.splitlines() if line]
         if not texts:
             raise ValueError(
@@ -170,7 +172,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
-    from model.generate import generate
+    from model.generate import generate, require_all
     from scripts.streaming import Terminal
 
     texts = read_prompts(options)
@@ -184,7 +186,11 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     if longest + options["max_new_tokens"] > context:
         say(f"Past the trained context of {context} tokens, the last {context // 2} or more are re-encoded.")
     capacity = min(context, longest + options["max_new_tokens"])
-    cached = options["kv_cache"]
+    cached, decoding = options["kv_cache"], None
+    require_all(model, None, len(prompts), capacity, capacity)  # refusals come before anything else is said
+    if cached:
+        decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"])
+        require_all(model, decoding, len(prompts), capacity, capacity)
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
     keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "kv_cache", "compile")
     result = generate(
@@ -193,9 +199,7 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
         **{key: options[key] for key in keys},
         eot=tokenizer.eot,
         on_token=terminal.on_token,
-        decode_attention=decoding_attention(cfg, model, len(prompts), capacity, options["compile"])
-        if cached
-        else None,
+        decode_attention=decoding,
     )
     terminal.close()
     say(

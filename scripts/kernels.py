@@ -100,7 +100,7 @@ def profile(call: Callable[[], Any], device: str, warm_up: int = 1) -> list[Kern
 
     `warm_up` calls go before it: what compiles, tunes or initialises is no part of the call.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # nothing of the profiler's own on the terminal
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # nothing of the profiler's own on the terminal
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity

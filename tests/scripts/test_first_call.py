@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,18 @@ def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["first_call.py"])
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         main()
+
+
+def test_help_waits_for_nothing_and_a_wrong_name_is_said(capsys: pytest.CaptureFixture) -> None:
+    code = "import sys; sys.argv = ['first_call.py', '--help']; from scripts.first_call import main\n"
+    code += "try: main()\nfinally: print('torch' in sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith("usage: first_call.py") and said.endswith("False\n")
+    with mock.patch.object(sys, "argv", ["first_call.py", "--attention", "tiled"]), pytest.raises(SystemExit):
+        main()
+    assert "--attention tiled: choose of cuda_naive, " in capsys.readouterr().err
 
 
 @pytest.mark.gpu

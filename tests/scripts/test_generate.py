@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attention.auto import AutoAttention
+from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from data.tokenizers import ByteTokenizer
 from model.gpt import GPT, GPTConfig
@@ -142,7 +143,7 @@ def trained(tmp_path_factory):
         ),
         (["attention=tiled", "attention.block_q=0"], "block_q = 0"),
         (["prompt_file=binary"], "prompt_file=binary is not UTF-8"),
-        (["prompt_file=nowhere"], "nowhere"),
+        (["prompt_file=nowhere"], "prompt_file=nowhere: No such file or directory."),
         (["num_samples=60000", "max_new_tokens=1000000"], "for 60000 rows"),
     ],
 )
@@ -228,6 +229,21 @@ def test_auto_says_what_decodes_and_why(model, capsys):
 class CannotDecode(NaiveAttention):
     def unsupported_reasons(self, call):
         return ["no kv_lengths"] if call.purpose == "decode" else []
+
+
+@pytest.mark.parametrize("refused", ["prefill", "decode"])
+def test_a_refusal_comes_before_the_prompt(refused, model, capsys):
+    class Refuses(NaiveAttention):
+        def unsupported_reasons(self, call):
+            return ["no time"] if call.purpose == refused else []
+
+    model.replace_attention(Refuses("odd"))
+    cfg = OmegaConf.create({"attention": {"name": "odd", "decode": None}})
+    with mock.patch("conf.compose.build_attention", return_value=Refuses("odd")):
+        cfg.attention.decode = "odd"
+        with pytest.raises(UnsupportedAttention, match=f"{refused}: no time"):
+            run(model, BYTES, cfg, options(prompt="the prompt", max_new_tokens=3))
+    assert capsys.readouterr() == ("", "")
 
 
 def test_who_cannot_decode_is_named_with_who_will(model, capsys):
