@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scripts import findings
 from scripts.claims import command_of
 from scripts.figures import digest, drawing, undrawn
 from scripts.results_tables import REPORTS, drawn_elsewhere
@@ -127,10 +128,11 @@ def page(results: Path, found: list[Found]) -> str:
 
 
 def index(found: list[Found]) -> str:
-    lines = [["study", "question", "GPU", "date"]]
+    lines = [["study", "question", "found", "GPU", "date"]]
     for one in found:
         date = max(row["machine"]["date"] for row in one.rows)
-        lines.append([f"[{one.study}](#{one.study})", one.report.question, gpus(one.rows), date])
+        said = findings.found(one.study, one.rows, one.report.notes)
+        lines.append([f"[{one.study}](#{one.study})", one.report.question, said, gpus(one.rows), date])
     return markdown(lines, "l")
 
 

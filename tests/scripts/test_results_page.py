@@ -56,7 +56,7 @@ def results(tmp_path, monkeypatch):
 
 def test_the_page_has_all_of_a_report(results):
     text = results_page.written(results)[results / "README.md"]
-    assert "| [probe](#probe) | How slow? | NVIDIA H200 | 2026-11-21 |" in text
+    assert "| [probe](#probe) | How slow? | So. | NVIDIA H200 | 2026-11-21 |" in text
     assert "## probe\n\n**How slow?**\n\n```\npython scripts/studies/probe.py\n```" in text
     assert "torch 2.11, triton 3.6.0; 2026-11-21, commit abc. Rows: [h200.jsonl](probe/h200.jsonl)." in text
     assert "![probe, h200](probe/h200.svg)" in text and "(probe/h200_more.svg)" in text

@@ -94,7 +94,7 @@ def test_where_memory_ends_and_how_nanogpt_compares():
     for name, tokens, batch, speed in (
         ("nanoGPT", 1024, 64, 500), ("nanoGPT", 2048, 32, 400), ("cuda", 1024, 64, 500),
         ("cuda", 2048, 32, 450), ("naive", 1024, 64, 200), ("naive", 2048, 32, 0), ("naive", 2048, 16, 90),
-        ("sdpa", 1024, 64, 550), ("sdpa", 2048, 32, 410), ("triton", 1024, 64, 300),  # triton: 2,048 not tried
+        ("sdpa", 1024, 64, 550), ("sdpa", 2048, 32, 410), ("triton", 1024, 64, 300),  # and no more
     ):  # fmt: skip
         point = {"study": "seqlen_scaling", "implementation": name, "pass": "train", "model": "gpt2"}
         point |= {"seq_len": tokens, "micro_batch": batch, "tokens_per_step": 65536, "dtype": "bf16-mixed"}
