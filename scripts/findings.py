@@ -157,8 +157,10 @@ def seqlen_scaling(rows: Sequence[Row], notes: Sequence[str]) -> str:
     if not times:
         return ""
     ratios = [float(ratio) for ratio, _ in times]
-    words = f"The fastest is {min(ratios):.3f}x to {max(ratios):.3f}x nanoGPT's speed at T = {times[0][1].rstrip(',')} to "
-    words += times[-1][1].rstrip(",")
+    first, last = (times[i][1].rstrip(",") for i in (0, -1))
+    words = (
+        f"The fastest is {min(ratios):.3f}x to {max(ratios):.3f}x nanoGPT's speed at T = {first} to {last}"
+    )
     return words + (f"; naive is out of memory at {ends[0][0]}." if ends else ".")
 
 

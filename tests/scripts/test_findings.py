@@ -33,7 +33,8 @@ NOTES: dict[str, tuple[list[str], str]] = {
     "seqlen_scaling": (
         ["The fastest is at least 0.5x nanoGPT's speed at every length: a 1.029x at 1,024, b 0.5x at 2,048.",
          "naive is out of memory at T = 2,048 in one micro-batch."],
-        "The fastest is 0.500x to 1.029x nanoGPT's speed at T = 1,024 to 2,048; naive is out of memory at 2,048.",
+        "The fastest is 0.500x to 1.029x nanoGPT's speed at T = 1,024 to 2,048; naive is out of memory at "
+        "2,048.",
     ),
     "kv_cache": (
         ["At 4,096 tokens the cache saves 9.6x, triton 6.2x and both 13.9x, where the product is 59.6x."],
