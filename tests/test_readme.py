@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import shutil
@@ -116,6 +117,41 @@ def test_make_targets() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = set(re.findall(r"make ([a-z-]+)", README))
     assert named and named <= targets
+
+
+def test_the_first_screen_says_what_was_measured() -> None:
+    """Its sentences' figures, from the rows behind the picture."""
+    rows = [
+        json.loads(line) for line in (ROOT / "results/seqlen_scaling/h200.jsonl").read_text().splitlines()
+    ]
+    of = {
+        (row["point"]["implementation"], row["point"]["seq_len"], row["point"]["micro_batch"]): row["result"]
+        for row in rows
+    }
+    screen = " ".join(README.split("## Two commands")[0].split())
+
+    def speed(name: str, length: int) -> str:
+        ours, peer = (of[each, length, 65536 // length]["tokens_per_s"] for each in (name, "nanoGPT"))
+        return f"{ours / peer:.2f}x"
+
+    def peak(name: str) -> str:
+        return f"{of[name, 65536, 1]['peak_mib'] / 1024:.1f}"
+
+    assert f"attention trains at {speed('naive', 1024)} nanoGPT's speed at T = 1k" in screen
+    assert "out of memory at 4k" in screen and of["naive", 4096, 16]["status"] == "oom"
+    assert of["naive", 2048, 32]["status"] == "ok"
+    assert f"it is {speed('sdpa_cudnn', 1024)} at 1k and {speed('sdpa_cudnn', 65536)} at 64k" in screen
+    assert f"our Triton kernels {speed('triton', 1024)} and {speed('triton', 65536)}" in screen
+    assert f"in {peak('triton')} GiB where nanoGPT takes {peak('nanoGPT')}" in screen
+    assert peak("triton") == peak("sdpa_cudnn")
+    kinds = len(list((ROOT / "conf/attention").glob("*.yaml"))) - 1  # auto is a choice among them
+    assert f"{kinds} implementations" in screen
+
+
+def test_experiments_are_all_named() -> None:
+    named = re.search(r"^\| `experiment` \|(.*)\|$", README, flags=re.MULTILINE)[1]
+    there = {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")}
+    assert set(re.findall(r"`(\w+)`", named)) == there
 
 
 def test_everything_was_found() -> None:
