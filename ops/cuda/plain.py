@@ -54,11 +54,11 @@ class Tile:
 
 # By the largest head dim: the first that fits into a block's shared memory. One H200, fp32, 32 heads,
 # N = 4096, causal and full, ms: D = 64 forward 2.08, 3.58 (4 x 8 with two blocks 1.89, 3.84, with three
-# 2.01, 3.76), backward 6.46, 12.8; D = 128 forward 4.08, 7.17 (8 x 4: 4.93, 7.82), backward 14.7, 28.1
-# (8 x 4: 15.7, 27.5).
+# 2.01, 3.76), backward 6.46, 12.8; D = 128 forward 4.01, 7.07 (not unrolled 4.15, 7.26; 8 warps 4.17, 6.94;
+# 8 x 4: 4.93, 7.82), backward 14.7, 28.1 (8 x 4: 15.7, 27.5).
 _FORWARD = {
     64: (Tile(4, 8, 8, 2), Tile(4, 8, 4, 2), Tile(2, 8, 4, 2)),
-    128: (Tile(4, 4, 8, 2), Tile(4, 4, 4, 2), Tile(2, 4, 4, 2)),
+    128: (Tile(4, 4, 8, 2, 8), Tile(4, 4, 4, 2), Tile(2, 4, 4, 2)),
 }
 _BACKWARD = {
     64: (Tile(4, 8, 8, 2), Tile(4, 8, 4, 2)),
