@@ -208,6 +208,10 @@ def counted(points: list[Point], quick: bool) -> list[dict[str, Any] | str]:
 
 
 def main() -> None:
+    if not sys.argv[1:2] or sys.argv[1].startswith("-"):
+        raise SystemExit(
+            "scripts/roofline.py runs this under Nsight Compute, with its points as JSON: see its --help."
+        )
     import torch
 
     from scripts.side_by_side import failure

@@ -217,7 +217,7 @@ def test_the_end_of_a_run_is_said_and_can_be_moved(tmp_path: Path) -> None:
         ("data=synthetic", "data"),
         ("model=llama_tiny", "model.n_kv_head"),
         ("optim.learning_rate=1", "optim.learning_rate"),
-        ("attention=flash99", "attention/flash99"),
+        ("attention=flash99", "no attention=flash99; did you mean flash4?"),
         ("trainer.max_steps=many", "trainer.max_steps=many"),
         ("seed", "seed"),
         ("~optim.lr", "~optim.lr"),

@@ -19,7 +19,8 @@ def run(experiment: str, doc: str, small: Sequence[str], report: Callable[[list[
     help."""
     words = sys.argv[1:]
     if any(word in ("-h", "--help") for word in words):
-        print(f"{doc.strip()}\n\nOptions and overrides are those of scripts/sweep.py: see its --help.")
+        print(f"usage: python scripts/studies/{experiment}.py [OPTION] [KEY=VALUE ...]\n\n{doc.strip()}\n")
+        print("Options and overrides are those of scripts/sweep.py: see its --help.")
         return
     import torch
 
