@@ -163,14 +163,13 @@ def thousands(number: float) -> str:
 
 def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> None:
     """(x, y, name, colour): names beside the panel, in the order of the ends of their lines, moved apart
-    where these are close."""
+    where these are close. A leader that runs through the panel is dotted: no line of data."""
     if not (labels and _drawing):
         return
     axes.figure.canvas.draw()
     height, places = max(0.02, min(0.06, 1 / len(labels))), []
-    ends = sorted(
-        (axes.transAxes.inverted().transform(axes.transData.transform(at[:2]))[1], at) for at in labels
-    )
+    within = axes.transData + axes.transAxes.inverted()
+    ends = sorted((within.transform(at[:2])[1], at) for at in labels)
     # the least distance of each from the one below: more where a name has several lines
     tall = [height * max(1.0, 0.8 * (at[2].count("\n") + 1)) for _, at in ends]
     between = [(below + above) / 2 for below, above in zip([0.0, *tall], tall, strict=False)]
@@ -181,15 +180,9 @@ def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> Non
         places[i] = min(places[i], top)
         top = places[i] - between[i]
     for (_, (x, y, name, colour)), place in zip(ends, places, strict=True):
-        # to the left edge of the name, so that it crosses no other
-        arrow = {
-            "arrowstyle": "-",
-            "color": colour,
-            "lw": 0.5,
-            "shrinkA": 0,
-            "shrinkB": 2,
-            "relpos": (0, 0.5),
-        }
+        dots = (0, (1, 4)) if within.transform((x, y))[0] < 0.8 else "-"
+        arrow = {"arrowstyle": "-", "color": colour, "lw": 0.5, "ls": dots, "shrinkA": 0, "shrinkB": 2}
+        arrow |= {"relpos": (0, 0.5)}  # to the left edge of the name, so that it crosses no other
         axes.annotate(
             name,
             xy=(x, y),

@@ -153,6 +153,14 @@ def test_a_leader_crosses_no_name():
     assert all(above[0] >= below[1] - 1 for below, above in itertools.pairwise(tops))  # nor names
 
 
+def test_a_leader_through_the_panel_is_dotted():
+    _, axes = canvas([row(1, 1)], "Probe", 1)
+    lines = [Line("short", {1: 1}, 0), Line("long", {1: 5, 8: 6}, 1)]
+    panel(axes[0, 0], lines, "", "T", "ms")
+    dotted = {name.get_text(): name.arrow_patch.get_linestyle() != "-" for name in axes[0, 0].texts}
+    assert dotted == {"short": True, "long": False}
+
+
 def test_three_panels_stand_in_two_lines():
     figure, axes = panels_of([row(1024, 1.5)], "Times", 3)
     assert len(axes) == 3 and len(figure.axes) == 3 and figure.get_size_inches()[0] < 14
