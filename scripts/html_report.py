@@ -35,6 +35,7 @@ RESULT = (
 
 def page(results: Path) -> str:
     """The page of results/<study>/*, as HTML."""
+    from scripts import findings
     from scripts.results_page import reports
 
     parts = ["<!doctype html><meta charset=utf-8><title>tilegpt: results</title>"]
@@ -43,7 +44,8 @@ def page(results: Path) -> str:
     for found in reports(results):
         if found.study not in told:
             parts += [f"<h2>{escape(found.study)}</h2>", f"<p><b>{escape(found.report.question)}</b></p>"]
-            parts += [f"<pre>{escape(found.report.command)}</pre>"]
+            said = findings.found(found.study, found.rows, found.report.notes)
+            parts += [f"<p>{escape(said)}</p>"] * bool(said) + [f"<pre>{escape(found.report.command)}</pre>"]
             told.add(found.study)
         parts += report(results, found)
     for folder in sorted(path for path in results.iterdir() if path.is_dir() and path.name not in told):

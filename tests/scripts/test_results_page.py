@@ -88,7 +88,7 @@ def test_a_report_that_fails_is_named(results, monkeypatch):
 
 def test_one_html_page_shows_the_reports_and_other_rows(results):
     text = html_report.page(results)
-    assert "<h2>probe</h2>" in text and "<pre>python scripts/studies/probe.py</pre>" in text
+    assert "<h2>probe</h2>" in text and "<p>So.</p>\n<pre>python scripts/studies/probe.py</pre>" in text
     assert text.count("data:image/svg+xml;base64,") == 2 and "<li>So." in text
     assert "<caption>Times, ms</caption>" in text and "<td>1024<td>1.5" in text
     assert "<td>Online softmax is exact.<td>" in text and "<td>not tested here<td>no rows of roofline" in text
