@@ -39,10 +39,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing what training needs into $(VENV): a minute, more where torch is to be downloaded"
 	$(PY) -m pip install --quiet --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the test tools too into $(VENV): a minute, more where torch is to be downloaded"
 	$(PY) -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 

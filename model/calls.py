@@ -62,9 +62,11 @@ def attention_calls(config: GPTConfig, batch: int, eval_batch: int, **facts: Any
 
 
 def require(attention: Attention, calls: list[AttentionCall]) -> None:
-    """Raise UnsupportedAttention with the reasons of all calls that `attention` cannot make."""
-    reasons = []
+    """Raise UnsupportedAttention with the reasons of all calls that `attention` cannot make, each once."""
+    purposes: dict[str, list[str]] = {}
     for call in calls:
-        reasons += [f"{call.purpose}: {reason}" for reason in attention.unsupported_reasons(call)]
-    if reasons:
+        for reason in attention.unsupported_reasons(call):
+            purposes.setdefault(reason, []).append(call.purpose)
+    if purposes:
+        reasons = [f"{', '.join(asked)}: {reason}" for reason, asked in purposes.items()]
         raise UnsupportedAttention(attention.name, reasons)

@@ -197,5 +197,6 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
         print(f"checkpoints  {run}/checkpoints")
         print(f"generate     python scripts/generate.py ckpt={run.name}")
         print(f"train on     python train.py ckpt={run.name} trainer.max_steps={2 * trainer.max_steps}")
-    own = [o for o in sys.argv[1:] if not o.startswith(("attention=", "name=", "ckpt="))]
-    print(f"compare      python train.py attention=tiled {shlex.join(own)}".rstrip())
+    if not any(given.startswith("ckpt=") for given in sys.argv[1:]):  # what it goes on with is not said there
+        own = [given for given in sys.argv[1:] if not given.startswith(("attention=", "name="))]
+        print(f"compare      python train.py attention=tiled {shlex.join(own)}".rstrip())

@@ -196,11 +196,13 @@ def test_another_attention_goes_on_within_rounding(attention: str, tmp_path: Pat
 
 
 def test_the_end_of_a_run_is_said_and_can_be_moved(tmp_path: Path) -> None:
-    assert train_here(tmp_path, "name=a").code == 0
+    result = train_here(tmp_path, "name=a")
+    assert result.code == 0 and "compare      python train.py attention=tiled" in result.out
     result = train_here(tmp_path, "ckpt=a", tiny=False)
     assert result.code == 1
     assert "finished" in result.err and "trainer.max_steps=40" in result.err
-    assert train_here(tmp_path, "ckpt=a", "trainer.max_steps=30", "optim.lr=5e-3", tiny=False).code == 0
+    result = train_here(tmp_path, "ckpt=a", "trainer.max_steps=30", "optim.lr=5e-3", tiny=False)
+    assert result.code == 0 and "compare" not in result.out  # its command line does not say with what
     assert max(rows(tmp_path / "runs" / "a")) == 30
 
 
