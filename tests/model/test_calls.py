@@ -24,4 +24,8 @@ def test_a_reason_is_said_once_for_all_calls_that_have_it() -> None:
     with pytest.raises(UnsupportedAttention) as caught:
         require(Narrow("narrow"), list(calls.values()))
     assert caught.value.reasons[0].startswith("training, validation, prefill, decode: no cpu")
-    assert [reason.partition(":")[0] for reason in caught.value.reasons[1:]] == ["training", "decode", "decode"]
+    assert [reason.partition(":")[0] for reason in caught.value.reasons[1:]] == [
+        "training",
+        "decode",
+        "decode",
+    ]
