@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 
-from scripts import sweep, sweep_points, sweep_report
+from scripts import figures, sweep, sweep_points, sweep_report
 from scripts.rows import key_of, read
 from scripts.sweep_company import Room
 from tests.running import ROOT
@@ -94,7 +94,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
         assert 3.9 < result["loss"]["first"] < 4.5  # the logarithm of 64, and a little
     picture = (tmp_path / "cpu.svg").read_text()
     ElementTree.fromstring(picture)
-    assert sweep_report.is_drawn(list(read(out).values()), tmp_path / "cpu.svg")
+    assert figures.is_drawn(list(read(out).values()), tmp_path / "cpu.svg")
 
 
 @pytest.fixture
