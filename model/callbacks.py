@@ -190,6 +190,24 @@ class Progress(L.Callback):
             parts.append(f"{now['perf/tokens_per_s']:,.0f} tokens/s")
         return "  ".join(parts)
 
+    def on_validation_start(self, trainer: L.Trainer, lit: Any) -> None:
+        self._val_start = self._val_said = time.perf_counter()
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, lit: Any, outputs: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        """How far a long validation is: on a terminal each second, in a log file each ten."""
+        now = time.perf_counter()
+        if not trainer.is_global_zero or now - self._val_said < (10 if self.bar is None else 1):
+            return
+        self._val_said, done, total = now, batch_idx + 1, int(trainer.num_val_batches[0])
+        left = (now - self._val_start) / done * (total - done)
+        text = f"validation, {done}/{total} batches, {left:.0f} s left"
+        if self.bar is not None:
+            self.bar.update(self.task, text=text)
+        else:
+            print(f"step {trainer.global_step}: {text}", flush=True)
+
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
         self.val_loss = float(trainer.callback_metrics["val/loss"])
         if trainer.is_global_zero:
