@@ -115,7 +115,8 @@ def wandb_logger(
         name = Path(run_dir).name
         run = wandb.init(  # now, so that a wrong key is found before training
             project=project, entity=entity, name=name, id=name, resume="allow", group=group, tags=tags,
-            dir=run_dir, mode="offline" if offline or why else "online", config=config,
+            # absolute: W&B's service is a process of its own, and stays in the folder where it began
+            dir=Path(run_dir).absolute(), mode="offline" if offline or why else "online", config=config,
             reinit="finish_previous", settings=wandb.Settings(init_timeout=30),
         )  # fmt: skip
     except (wandb.errors.Error, ValueError) as error:

@@ -103,8 +103,8 @@ def register_attention(
 
 def _differentiate(name: str, op: Any, function: type[torch.autograd.Function]) -> None:
     """Gives the op `function` as its derivative. torch.library.register_autograd would do the same, but looks
-    every argument up in the schema in each call: 160 of the 400 us that the host took for a forward and a
-    backward whose kernels were not launched."""
+    every argument up in the schema in each call: 98 of the 361 us that a host took for a forward and a
+    backward of the Triton op with stubs for its kernels."""
 
     def differentiable(*args: Any) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):

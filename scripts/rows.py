@@ -154,8 +154,10 @@ def append(path: Path, point: dict[str, Any], result: dict[str, Any]) -> dict[st
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(row) + "\n"
-    if path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-        text = "\n" + text  # what a kill has cut stays a line of its own
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(text)
+    with open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                text = "\n" + text  # what a kill has cut stays a line of its own
+        file.write(text.encode())
     return row

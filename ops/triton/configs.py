@@ -139,8 +139,9 @@ def decode_tile(arch: Arch, bits: int, block_d: int, full: bool, desc: bool) -> 
         return DecodeTile(64 if block_d <= 128 else 32, 4, 2, 2)
     # One H200, 32 query heads, 8 KV heads, D = 128, in us (cuDNN's). With descriptors B = 1, L = 4k 9.7
     # (12.1), 16k 22.4 (23.4), 128k 124.0 (124.5); by pointers 11.0, 22.9, 124.3. B = 16, L = 1k 19.9 (19.9),
-    # 64k 942, 128k 1876 (945, 1880). There all wait for memory, and a GPU that also gets hot has the slower
-    # clock tell short tiles: 64 keys 945, 1966, with one sum a row added up in each tile 128 keys 945, 1881.
+    # 64k 942, 128k 1876 (945, 1880); 963, 1915 (951, 1891) where p90 was 5% above the median
+    # (results/attention). All wait for memory there, and a slower clock tells short tiles: 64 keys 945, 1966;
+    # 128 keys with one sum a row, added up in each tile, 945, 1881.
     if desc:
         tile = DecodeTile(128, 4, 3 if full else 2, 1 if full else 2, desc, pdl=True)
     else:
