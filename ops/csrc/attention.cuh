@@ -56,6 +56,7 @@ struct Params {
     int batch, heads, kv_heads, tq, tk, padded_tq;
     int n_tiles;                              // tiles of one head along the grid's split dimension
     int grouped;                              // heads that run side by side, so that their K and V share the L2
+    int tail;                                 // tiles of a head, the shortest, that are left for the end
     int window_left, window_right;            // read with HAS_LEFT, HAS_RIGHT
     float scale, softcap, keep_scale;         // keep_scale = 1 / (1 - dropout_p)
     unsigned threshold;                       // a probability is kept where its bits are >= threshold
@@ -193,12 +194,16 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
 }
 
 // The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and
-// within them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST.
+// within them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST; `tail` tiles
+// of all heads come in the end (ops/order.py).
 __device__ __forceinline__ void unswizzle(const Params &p, int index, int n_heads, bool last_first, int &tile,
                                           int &head) {
-    int first = index / (p.grouped * p.n_tiles) * p.grouped;
-    int width = min_of(p.grouped, n_heads - first), within = index - first * p.n_tiles;
-    tile = within / width;
+    int ahead = p.n_tiles - p.tail, first = 0, width = n_heads, within = index;
+    if (index < ahead * n_heads) {
+        first = index / (p.grouped * ahead) * p.grouped;
+        width = min_of(p.grouped, n_heads - first), within = index - first * ahead;
+    }
+    tile = within / width;  // of all heads the tail's come behind `ahead` others
     head = first + within % width;
     if (last_first) tile = p.n_tiles - 1 - tile;
 }

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ops.dropout import threshold
+from ops.order import order
 
-# Bytes of K and V that the heads running side by side may take: half of an H200's 50 MB of L2.
-_L2_BYTES = 24 << 20
 # Rows of lse2, delta and what else a backward keeps are padded to the largest tile of queries.
 PADDED_TO = 128
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -25,7 +24,7 @@ _POINTERS = (
     "q k v out lse dout dq dk dv lse2 delta scratch alibi_slopes q_segments k_segments ranges kv_lengths seed"
 )
 _STRIDED = "q k v out dout dq dk dv"
-_INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped window_left window_right"
+_INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped tail window_left window_right"
 _FLOATS = "scale softcap keep_scale"
 _STRIDES = {name: f"{name}_stride" for name in _STRIDED.split()}  # the field that holds a tensor's strides
 
@@ -124,6 +123,9 @@ class Call:
             "DROPOUT": int(dropout_p > 0),
         }
 
-    def side_by_side(self, x: Tensor) -> int:
-        """How many heads of x and its twin (k and v; q and dout) fit into their part of the L2."""
-        return max(1, _L2_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size()))
+    def in_order(self, n_tiles: int, n_heads: int, x: Tensor, times: int = 1, over: int = 1) -> int:
+        """Sets the order of a grid of n_tiles tiles of n_heads heads, by ops/order.py; gives its blocks."""
+        uneven = bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])
+        self.params.n_tiles = n_tiles
+        self.params.grouped, self.params.tail = order(x, n_heads, n_tiles, uneven, times, over)
+        return n_tiles * n_heads

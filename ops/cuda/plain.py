@@ -132,12 +132,11 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     out, lse = _outputs(q)
     ranges = segment_ranges(call, queries)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
-    params.n_tiles = math.ceil(tq / queries)
-    params.grouped = min(batch * heads, call.side_by_side(k) * call.defines["GROUP"])
+    blocks = call.in_order(math.ceil(tq / queries), batch * heads, k, times=heads // k.shape[1])
     defines = call.defines | _vector(q, k, v, out) | choice.defines
     kernel = _kernel("tiled.cu", "tilegpt_tiled_forward", defines, q.device)
     shared = choice.shared_bytes(head_dim, backward=False)
-    kernel.launch(params.n_tiles * batch * heads, 32 * choice.warps, params, shared)
+    kernel.launch(blocks, 32 * choice.warps, params, shared)
     return out, lse
 
 
@@ -156,17 +155,17 @@ def tiled_backward(
     defines = call.defines | _vector(q, k, v, dout, dq, dk, dv) | choice.defines
     rows, shared = choice.tokens(backward=True), choice.shared_bytes(head_dim, backward=True)
 
-    def launch(name: str, tokens: int, n_heads: int, grouped: int, ranges: Tensor | None) -> None:
+    def launch(name: str, blocks: int, ranges: Tensor | None) -> None:
         params.bind(ranges=ranges)
-        params.n_tiles, params.grouped = math.ceil(tokens / rows), min(batch * n_heads, max(1, grouped))
         kernel = _kernel("tiled_backward.cu", name, defines, q.device)
-        kernel.launch(params.n_tiles * batch * n_heads, 32 * choice.warps, params, shared)
+        kernel.launch(blocks, 32 * choice.warps, params, shared)
 
-    group = call.defines["GROUP"]
     of_keys = segment_ranges(call, rows, transposed=True)
-    launch("tilegpt_tiled_dkdv", tk, kv_heads, call.side_by_side(q) // group, of_keys)
+    blocks = call.in_order(math.ceil(tk / rows), batch * kv_heads, q, over=heads // kv_heads)
+    launch("tilegpt_tiled_dkdv", blocks, of_keys)
     of_queries = segment_ranges(call, rows)
-    launch("tilegpt_tiled_dq", tq, heads, call.side_by_side(k) * group, of_queries)
+    blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // kv_heads)
+    launch("tilegpt_tiled_dq", blocks, of_queries)
     del statistics, of_keys, of_queries  # alive until the last launch
     return dq, dk, dv, q.new_empty(0)
 

@@ -173,11 +173,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     ranges = segment_ranges(call, tile.br)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
-    params.n_tiles = math.ceil(tq / tile.br)
-    params.grouped = min(batch * heads, call.side_by_side(k) * call.defines["GROUP"])
+    blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     kernel = nvrtc.kernel("fa2.cu", "tilegpt_fa2_forward", _defines(call, tile, q, k, v), q.device)
-    shared = tile.shared_bytes(head_dim)
-    kernel.launch(params.n_tiles * batch * heads, 32 * tile.warps, params, shared)
+    kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
     return out, lse
 
 
@@ -215,17 +213,17 @@ def run_backward(
     ranges = segment_ranges(call, tile.bc, transposed=True)
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
     params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
-    params.padded_tq, params.n_tiles = padded_tq, math.ceil(tk / tile.bc)
+    params.padded_tq = padded_tq
     # The accumulator of dQ takes as many bytes as Q and dO: 7% at D = 128, T = 16k, causal, where it counts.
-    side_by_side = call.side_by_side(q) // (call.defines["GROUP"] * (1 if deterministic else 2))
-    params.grouped = min(batch * kv_heads, max(1, side_by_side))
+    over = heads // kv_heads * (1 if deterministic else 2)
+    n_blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over)
     defines = _defines(call, tile, q, k, v, out, dout) | {"ATOMIC": int(not deterministic)}
     kernel = functools.partial(nvrtc.kernel, "fa2_backward.cu", defines=defines, device=q.device)
     lanes = {32: 4, 64: 8}.get(padded(head_dim), 16)
     blocks = math.ceil(n_rows * lanes / _PREPARE_THREADS)
     kernel(name="tilegpt_fa2_backward_prepare").launch(blocks, _PREPARE_THREADS, params)
-    blocks, shared = params.n_tiles * batch * kv_heads, tile.shared_bytes(head_dim)
-    kernel(name="tilegpt_fa2_backward").launch(blocks, 32 * tile.warps, params, shared)
+    shared = tile.shared_bytes(head_dim)
+    kernel(name="tilegpt_fa2_backward").launch(n_blocks, 32 * tile.warps, params, shared)
     if deterministic:
         _run_dq(q, k, v, dout, call)
     else:
@@ -240,9 +238,8 @@ def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:
     tile = _DQ[padded(head_dim)]
     ranges = segment_ranges(call, tile.br)
     params.bind(ranges=ranges)
-    params.n_tiles = math.ceil(tq / tile.br)
-    params.grouped = min(batch * heads, call.side_by_side(k) * call.defines["GROUP"])
+    blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     defines = _defines(call, tile, q, k, v, dout)
     kernel = nvrtc.kernel("fa2_backward_dq.cu", "tilegpt_fa2_backward_dq", defines, q.device)
     shared = tile.shared_bytes(head_dim, query_tiles=2)
-    kernel.launch(params.n_tiles * batch * heads, 32 * tile.warps, params, shared)
+    kernel.launch(blocks, 32 * tile.warps, params, shared)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.dropout import threshold
 from ops.library import empty_as
+from ops.order import multiprocessors, order
 from ops.triton import configs
 from ops.triton.autotune import fastest
 from ops.triton.backward import _tilegpt_attention_backward_dkdv, _tilegpt_attention_delta
@@ -24,8 +24,6 @@ from ops.triton.interpret import INTERPRETED, mend_dot
 if INTERPRETED:
     mend_dot()
 
-# K and V of the heads that run side by side should stay in half of an H200's 50 MB of L2.
-_L2_BYTES = 24 << 20
 # Rows of lse and delta in the backward are padded to the largest tile.
 _PAD = 128
 # Queries of a group, as rows of one tile, up to which the keys are split instead of the queries.
@@ -62,16 +60,6 @@ def _described(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
     # the stride of a dimension of one entry means nothing, but has to be a multiple of 16 bytes
     strides = [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, block_d])
-
-
-def _side_by_side(x: Tensor) -> int:
-    """How many heads of x and its twin (k and v; q and dout) fit into the part of L2 meant for them."""
-    return max(1, _L2_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size()))
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 class _Call:
@@ -119,6 +107,7 @@ class _Call:
         # the scale goes into the exponential's FMA; a maximum commutes with a positive scale only
         self.scale_late = plain_scores and scale > 0
         self.masked = left >= 0 or right >= 0
+        self.uneven = right >= 0 > left
         self.heavy = not plain_scores or dropout_p > 0
         self.heavy |= self.q_segments is not None or self.kv_lengths is not None
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
@@ -161,7 +150,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     _check(q, k, v)
     call = _Call(q, k, *options)
     if q.shape[2] * call.group <= _DECODE_ROWS:
-        full = k.shape[0] * k.shape[1] >= 0.9 * _sms(q.device)
+        full = k.shape[0] * k.shape[1] >= 0.9 * multiprocessors(q.device)
         desc = call.kv_lengths is None and _describable(k, v)
         tile = configs.decode_tile(*call.device_facts, full, desc)
         return run_decode(q, k, v, call, tile)
@@ -182,8 +171,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
     _tilegpt_attention_forward[(n_tiles * batch * heads,)](
         *args, out, lse, *call.tensors(call.ranges(tile.m)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
-        heads, tq, tk, n_tiles, batch * heads, min(batch * heads, _side_by_side(k) * call.group),
-        *call.numbers,
+        heads, tq, tk, n_tiles, batch * heads,
+        *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths is None,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -201,7 +190,7 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     out = empty_as(q)
     lse = q.new_empty((batch, heads, tq), dtype=torch.float32)
-    splits = _splits(batch * kv_heads, tile.programs * _sms(q.device), triton.cdiv(tk, tile.n))
+    splits = _splits(batch * kv_heads, tile.programs * multiprocessors(q.device), triton.cdiv(tk, tile.n))
     args = tuple(_described(x, tile.n, call.block_d) for x in (k, v)) if tile.desc else (k, v)
     to, to_lse = out, lse
     if splits > 1:
@@ -278,7 +267,7 @@ def run_dkdv(
         *args, lse2, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
         *dv.stride()[:3], *call.bias_strides, kv_heads, tq, tk, lse2.shape[2], n_tiles, batch * kv_heads,
-        min(batch * kv_heads, max(1, _side_by_side(q) // call.group)), *call.numbers,
+        *order(q, batch * kv_heads, n_tiles, call.uneven, over=call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, DESC=desc,
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -296,7 +285,7 @@ def run_dq(
         *args, lse2, delta, dq, *call.tensors(call.ranges(tile.m)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
         *call.bias_strides, heads, tq, tk, lse2.shape[2], n_tiles, batch * heads,
-        min(batch * heads, _side_by_side(k) * call.group), *call.numbers,
+        *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths is None,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

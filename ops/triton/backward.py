@@ -208,6 +208,7 @@ def _tilegpt_attention_backward_dkdv(
     n_tiles,
     n_heads,
     grouped,
+    tail,
     window_left,
     window_right,
     scale,
@@ -231,7 +232,7 @@ def _tilegpt_attention_backward_dkdv(
     ALIBI: tl.constexpr = alibi_slopes is not None
     SEGMENTS: tl.constexpr = q_segments is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
-    tile, kv_row = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, False)
+    tile, kv_row = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, False)
     b, kv_head = kv_row // kv_heads, kv_row % kv_heads
     b64 = b.to(tl.int64)
     j0 = tile * BLOCK_N

@@ -21,6 +21,7 @@ PLAIN = [
     "n_tiles",
     "n_heads",
     "grouped",
+    "tail",
     "window_left",
     "window_right",
     "threshold",
@@ -220,14 +221,18 @@ def kept(keys, j, threshold):
 
 
 @triton.jit
-def unswizzle(pid, n_tiles, n_heads, grouped, LAST_FIRST: tl.constexpr):
+def unswizzle(pid, n_tiles, n_heads, grouped, tail, LAST_FIRST: tl.constexpr):
     """(tile, head) of program `pid`: `grouped` heads side by side, so that their K and V stay in L2, and
-    within them tile after tile; with LAST_FIRST from the last, which is the longest under a causal mask."""
-    # The host keeps grouped * n_tiles within the grid, and so within 32 bits.
-    first = pid // (grouped * n_tiles) * grouped
-    width = tl.minimum(grouped, n_heads - first)
-    within = pid - first * n_tiles
-    tile = within // width
+    within them tile after tile, with LAST_FIRST from the last, which is the longest under a causal mask;
+    `tail` tiles of all heads come in the end (ops/order.py)."""
+    ahead = n_tiles - tail
+    first, width, within = 0, n_heads, pid
+    if pid < ahead * n_heads:
+        # The host keeps grouped * n_tiles within the grid, and so within 32 bits.
+        first = pid // (grouped * ahead) * grouped
+        width = tl.minimum(grouped, n_heads - first)
+        within = pid - first * ahead
+    tile = within // width  # of all heads the tail's come behind `ahead` others
     if LAST_FIRST:
         tile = n_tiles - 1 - tile
     return tile, first + within % width

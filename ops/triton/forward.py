@@ -101,6 +101,7 @@ def _tilegpt_attention_forward(
     n_tiles,
     n_heads,
     grouped,
+    tail,
     window_left,
     window_right,
     scale,
@@ -125,7 +126,7 @@ def _tilegpt_attention_forward(
     ALIBI: tl.constexpr = alibi_slopes is not None
     SEGMENTS: tl.constexpr = q_segments is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
-    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, HAS_RIGHT)
+    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
     i0 = tile * BLOCK_M

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from ops import nvrtc_cache
+from ops import nvrtc_cache, order
 
 HEADER = "#define OFFSET 0.5f\n"
 SOURCE = """
@@ -37,6 +38,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("TILEGPT_CACHE_MIB", raising=False)
     nvrtc_cache._cannot_write.cache_clear()
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An L2 for one head, and four blocks at a time on a CPU: six heads of three tiles leave two each for the
+    end."""
+    monkeypatch.setattr(order, "GROUP_BYTES", 1)
+    monkeypatch.setattr(order, "_BLOCKS", 1)
+    assert order.order(torch.empty(1, 6, 3, 16), 6, 3, uneven=True) == (1, 2)
 
 
 @pytest.fixture

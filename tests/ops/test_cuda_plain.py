@@ -133,6 +133,22 @@ def test_rows_that_begin_anywhere_give_the_same(stage: str):
         assert torch.equal(ours, theirs)
 
 
+def test_in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Heads in groups, and with the shortest tiles of all at the end, give the same bits."""
+    monkeypatch.setattr(plain, "_FORWARD", {64: (Tile(2, 4, 4, 1),)})
+    monkeypatch.setattr(plain, "_BACKWARD", {64: (Tile(4, 4, 4, 1),)})
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 6, t, 32, generator=g) for t in (80, 96, 96))  # three tiles of 32 rows
+
+    def bits() -> tuple[Tensor, ...]:
+        out, lse = plain.tiled_forward(q, k, v, *_CAUSAL)
+        return out, lse, *plain.tiled_backward(q, q, k, v, out, lse, *_CAUSAL, False)
+
+    before = bits()
+    request.getfixturevalue("small_groups")
+    assert all(torch.equal(a, b) for a, b in zip(before, bits(), strict=True))
+
+
 def test_the_backward_gives_the_same_bits_each_time():
     q, k, v = _inputs()
     out, lse = plain.tiled_forward(q, k, v, *_CAUSAL)
