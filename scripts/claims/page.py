@@ -31,10 +31,15 @@ def page(results: Results) -> str:
 
 def counted(found: dict[int, Answer]) -> str:
     """How many of each verdict, in a sentence."""
-    plural = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold"}
-    count = {verdict: sum(one.verdict == verdict for one in found.values()) for verdict in VERDICTS}
-    said = [f"{number} {plural.get(verdict, f'are {verdict}')}" for verdict, number in count.items()]
-    return f"{', '.join(said[:-1])} and {said[-1]}"
+    one = {UNTESTED: "is not tested here"}
+    many = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold"}
+    count = {verdict: sum(answer.verdict == verdict for answer in found.values()) for verdict in VERDICTS}
+    said = [
+        f"{n} {one.get(verdict, verdict) if n == 1 else many.get(verdict, f'are {verdict}')}"
+        for verdict, n in count.items()
+        if n
+    ]
+    return " and ".join(filter(None, (", ".join(said[:-1]), said[-1])))
 
 
 def cell(text: str) -> str:

@@ -6,7 +6,7 @@
 
 On a GPU: 12 runs of train.py with conf/experiment/long_context_quality.yaml (13.8M parameters, a vocabulary
 of 8,192 that is trained on the text), each on about 40 million tokens of Python (140 MB), several at once,
-then the speed of each context measured alone: about 7 minutes of an H200. Without one: a model of 0.9M
+then the speed of each context measured alone: about 6 minutes of an H200. Without one: a model of 0.9M
 parameters, contexts of 64 to 512, two seeds, 1.5 million tokens, about 8 minutes of two cores.
 
 The text is every Python source of 16 KiB or more that this interpreter has installed, or one of your own;

@@ -11,7 +11,7 @@ same order and the same initial weights, seed by seed.
 
 On a GPU, 65,536 tokens a step: ListOps at T = 2,048 and matching at T = 1,024 with 2 layers, 128 wide, three
 seeds, 2,000 test examples; and steps of 4 layers, 256 wide, timed at T = 1k, 2k and 4k, eager and with
-compiled blocks: about 6 minutes of an H200. Without one: 2 layers, 64 wide, T = 128, two seeds: about 4
+compiled blocks: about 8 minutes of an H200. Without one: 2 layers, 64 wide, T = 128, two seeds: about 4
 minutes of two cores.
 
 Rows of results/long_range/<gpu or cpu>.jsonl. Point: `measured` ("accuracy" or "speed"), implementation
@@ -52,7 +52,7 @@ USUAL: dict[str, dict[str, Any]] = {
         "test": 2000,
         "tokens_per_step": {"accuracy": 65536, "speed": 65536},
         "timed_steps": 30,
-        "said": "about 6 minutes of an H200",
+        "said": "about 8 minutes of an H200",
     },
     "cpu": {
         "shapes": {key: {"layers": 2, "heads": 2, "width": 64} for key in ("accuracy", "speed")},

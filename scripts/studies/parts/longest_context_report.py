@@ -139,7 +139,7 @@ def bars(axes: Any, ends: list[Found], most: int) -> None:
         if one.fails:
             axes.plot(one.fails, place, "x", color="black", ms=6, mew=1.6)
         else:
-            words += "; longer steps take too long"
+            words += "; nothing longer was tried"
         axes.text(max(marks(one)) + 0.02 * most, place, words, va="center", fontsize=8)
     axes.set_yticks(range(len(ends)), [one.name for one in ends], fontsize=8)
     axes.set_ylim(len(ends) - 0.4, -0.6)
