@@ -22,7 +22,7 @@ NUMBERS: tuple[tuple[str, float, bool, str], ...] = (
     ("whole", 1, False, "callbacks.progress.every callbacks.checkpoints.keep"),
     ("whole", 1, True, "tokens_per_step model.n_kv_head data.max_val_tokens data.prepare_workers"),
     ("whole", 1, True, "schedule.decay_steps callbacks.checkpoints.every"),
-    ("whole", 0, False, "seed data.num_workers schedule.warmup_steps"),
+    ("whole", 0, False, "seed data.num_workers schedule.warmup_steps model.loss_chunk"),
     ("whole", 0, True, "model.window"),
     ("from", 0, False, "optim.lr optim.eps optim.weight_decay schedule.min_factor schedule.decay_fraction"),
     ("from", 0, False, "model.dropout model.attn_dropout callbacks.samples.temperature"),

@@ -28,6 +28,7 @@ class GPTConfig:
     bias: bool = True
     dropout: float = 0.0
     attn_dropout: float = 0.0
+    loss_chunk: int = 0  # tokens whose logits exist at a time in the loss; 0: all
 
     def __post_init__(self) -> None:
         _one_of("model.position", self.position, ("learned", "rope", "alibi", "none"))
@@ -56,6 +57,10 @@ class GPTConfig:
         for key in ("dropout", "attn_dropout"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"model.{key}={getattr(self, key)}: it needs to be in [0, 1).")
+        if self.loss_chunk < 0:
+            raise ValueError(
+                f"model.loss_chunk={self.loss_chunk}: it needs to be at least 1 token, or 0 for all at once."
+            )
         if self.window is not None and self.window < 0:
             raise ValueError(f"model.window={self.window}: it needs to be at least 0, or null for no window.")
         if self.softcap is not None and self.softcap <= 0:

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from attention.base import Attention
 from model.config import GPTConfig
 from model.kv_cache import KVCache
-
-IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
+from model.loss import IGNORE, chunked_loss
 
 
 def alibi_slopes(n_head: int) -> Tensor:
@@ -221,7 +220,8 @@ class GPT(nn.Module):
         """Logits (B, T, V padded) of `input_ids` (B, T); with `targets` (B, T), the sum of the token losses
         instead.
 
-        The loss is part of forward so that a compiled step fuses it and never holds the logits in fp32.
+        The loss is part of forward so that a compiled step fuses it and never holds the logits in fp32, and
+        that `model.loss_chunk` can keep it from ever holding the logits of all tokens (model/loss.py).
 
         segments: document ids (B, T) int32; tokens see their own document only.
         cache: extended by one token a row, or filled with the prompts that `cache.prefill` announced.
@@ -252,6 +252,9 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if last is not None:
             x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)  # (B, T, C) -> (B, 1, C)
+        if targets is not None and self.config.loss_chunk:
+            config, weight = self.config, self.lm_head.weight
+            return chunked_loss(x, weight, targets, config.vocab_size, config.loss_chunk)
         logits = self.lm_head(x)
         return logits if targets is None else self.summed_loss(logits, targets)
 

@@ -1,0 +1,115 @@
+"""Cross-entropy of a vocabulary too large to hold the logits of all tokens at once.
+
+GPT-2's logits are 50,304 values a token: with their log-probabilities and gradients they are the greater part
+of a long step's memory. Here those of `chunk` tokens exist at a time. As a loss that is summed knows its
+gradient without knowing what comes after it, up to a factor, forward computes the gradients of a chunk while
+its logits are there, and backward only multiplies: no product of the head is computed twice.
+
+N tokens, C width, V vocabulary, Vp = V padded, n tokens of a chunk, e bytes of a value in compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
+
+
+def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int) -> Tensor:
+    """F.cross_entropy(F.linear(x, weight)[..., :vocab_size], targets, ignore_index=IGNORE, reduction="sum")
+    in fp32 (fp64 for fp64), in nats, the logits of `chunk` tokens at a time.
+
+    x (..., C), weight (Vp, C), targets (...) int64 below vocab_size. The products are of autocast's dtype;
+    the gradient of `weight` is summed over the chunks in its own."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    x, targets = x.flatten(0, -2), targets.flatten()  # (B, T, C) -> (N, C), (B, T) -> (N,)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Summed.apply(x, weight, targets, vocab_size, chunk, dtype)
+    return _head_loss(x.to(dtype), weight, targets, vocab_size, chunk, False)[0]
+
+
+class _Summed(torch.autograd.Function):
+    """The loss; its gradients come with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        chunk: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        loss, dx, dweight = _head_loss(x.to(dtype), weight, targets, vocab_size, chunk, True)
+        ctx.save_for_backward(dx, dweight)
+        ctx.dtype = x.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "The loss in chunks has no second derivative (double backward); model.loss_chunk=0 has."
+            )
+        dx, dweight = ctx.saved_tensors  # dx in x's own dtype before it is scaled: rounded once
+        return dx.to(ctx.dtype) * dloss, dweight * dloss, None, None, None, None
+
+
+# One opaque node to torch.compile, which would unroll the loop: hundreds of chunks, minutes of compilation.
+@torch.library.custom_op(
+    "tilegpt::head_loss",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor targets, int vocab_size, int chunk, bool gradients) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def _head_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, its gradient by x (N, C) in x's dtype, and by weight (Vp, C) in weight's; without `gradients`
+    two empty tensors. Computes in x's dtype."""
+    loss, dx, dweight = (made.zero_() for made in _outputs(x, weight, gradients))
+    narrow = weight.to(x.dtype)
+    for start in range(0, len(x), chunk):
+        rows, wanted = x[start : start + chunk], targets[start : start + chunk]
+        counted = (wanted != IGNORE).unsqueeze(1)  # (n, 1)
+        part, d = _softmax_loss(rows @ narrow.T, wanted, counted, vocab_size, gradients)
+        loss += part
+        if gradients:  # rows that are not counted are left out here, where they are C wide and not Vp
+            torch.mm(d, narrow, out=dx[start : start + chunk]).mul_(counted)
+            dweight += d.T @ (rows * counted)
+    return loss, dx, dweight
+
+
+def _softmax_loss(
+    logits: Tensor, targets: Tensor, counted: Tensor, vocab_size: int, gradients: bool
+) -> tuple[Tensor, Tensor]:
+    """The summed loss of logits (n, Vp), and its gradient by them, in their place: softmax - onehot.
+
+    The padding takes part as exp(-inf): so all is aligned as Vp is, and its gradient is 0. What the target's
+    column gets, p - 1, is computed in fp32: of a p in 16 bits near 1 nothing would be left."""
+    logits[:, vocab_size:] = -torch.inf
+    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.unsqueeze(1).masked_fill(~counted, 0)
+    right = log_p.gather(1, targets)  # (n, 1)
+    loss = -right.masked_fill(~counted, 0).sum()
+    if gradients:
+        torch.exp(log_p, out=logits).scatter_(1, targets, right.expm1().to(logits.dtype))
+    return loss, logits
+
+
+def _outputs(x: Tensor, weight: Tensor, gradients: bool) -> tuple[Tensor, Tensor, Tensor]:
+    loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    made = (torch.empty_like(x), torch.empty_like(weight)) if gradients else (x.new_empty(0), x.new_empty(0))
+    return loss, *made
+
+
+@_head_loss.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(x, weight, gradients)
