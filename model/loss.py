@@ -57,7 +57,7 @@ class _Summed(torch.autograd.Function):
                 "The loss in chunks has no second derivative (double backward); model.loss_chunk=0 has."
             )
         dx, dweight = ctx.saved_tensors  # dx in x's own dtype before it is scaled: rounded once
-        return dx.to(ctx.dtype) * dloss, dweight * dloss, None, None, None, None
+        return dx.to(ctx.dtype, copy=True).mul_(dloss), dweight * dloss, None, None, None, None
 
 
 # One opaque node to torch.compile, which would unroll the loop: hundreds of chunks, minutes of compilation.
@@ -82,6 +82,7 @@ def _head_loss(
         if gradients:  # rows that are not counted are left out here, where they are C wide and not Vp
             torch.mm(d, narrow, out=dx[start : start + chunk]).mul_(counted)
             dweight += d.T @ (rows * counted)
+        del d  # or it would be there beside the next chunk's
     return loss, dx, dweight
 
 

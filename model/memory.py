@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from model.config import GPTConfig
 from model.flops import parameter_count, score_matrix_bytes
+from model.memory_loss import head_bytes, loss_bytes, output_bytes
 
 QUADRATIC, TILE = ("naive", "sdpa_math"), 128  # rows of a tile of `tiled`, and what fused kernels pad to
 
@@ -191,16 +192,13 @@ def saved_by_layer(run: Run) -> dict[str, int]:
 
 
 def cast_weight_bytes(run: Run) -> int:
-    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step."""
+    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step; the loss in chunks
+    lets go of the output embedding's."""
     if run.value_bytes == 4:
         return 0
     parts = parameter_count(run.config)
-    return 2 * (parts["attention"] + parts["mlp"] + run.config.padded_vocab_size * run.config.n_embd)
-
-
-def logits_bytes(run: Run) -> int:
-    """N Vp e"""
-    return run.tokens * run.config.padded_vocab_size * run.value_bytes
+    output = 0 if run.config.loss_chunk else output_bytes(run) // 2
+    return 2 * (parts["attention"] + parts["mlp"]) + output
 
 
 def table_bytes(run: Run) -> int:
@@ -235,9 +233,7 @@ def peak(run: Run) -> Moment:
 def moments(run: Run) -> list[Moment]:
     """Every moment of a step that may be its peak; Z = what a block keeps (checkpointed: its input, 4 N C).
 
-    - loss: all layers' Z, the last norm's, and the fp32 log-probabilities, their gradient and that of the
-      logits, 12 N V; compiled: the logits, which their gradient replaces;
-    - head: the gradient of the logits and, on their way, of the output embedding, and of its input;
+    - loss, head: all layers' Z, the last norm's, and what model/memory_loss.py tells of;
     - mlp l, attention l: going back through block l: Z of those up to it (checkpointed: their inputs, and all
       that block l keeps, computed again), the gradients of those after it, that of the residual stream, and
       what the MLP's or attention's backward takes on its way: for GELU one more N h e, for SwiGLU two; dq, dk
@@ -251,7 +247,7 @@ def moments(run: Run) -> list[Moment]:
     counts = {name: 4 * count for name, count in parameter_count(config).items()}
     parameters, L = sum(counts.values()), config.n_layer
     block = {name: counts[name] // L for name in ("attention", "mlp")}
-    layer, own, table = saved_by_layer(run), attention_own(run), 4 * config.padded_vocab_size * config.n_embd
+    layer, own, table = saved_by_layer(run), attention_own(run), output_bytes(run)
     whole, cast = sum(layer.values()), cast_weight_bytes(run)
     embedded = N * config.n_embd * (1 if run.device == "cuda" else 4) if config.dropout else 0
     last = layer["norms"] // 2  # the norm before the output embedding
@@ -267,10 +263,8 @@ def moments(run: Run) -> list[Moment]:
         return (layers * run.residual_bytes, 0) if run.checkpointing else (layers * whole, layers * own.kept)
 
     kept, held = below(L)
-    loss = logits_bytes(run) if run.compiled else 12 * N * config.vocab_size
-    at("loss", 0, kept + last + run.width_bytes + loss, held)
-    narrow = table // 2 if e == 2 and not run.compiled else 0  # before it is fp32
-    at("head", table, kept + last + logits_bytes(run) + 2 * run.width_bytes + narrow, held)
+    at("loss", 0, kept + last + loss_bytes(run), held)
+    at("head", table, kept + last + head_bytes(run), held)
     d_stream = run.residual_bytes + (run.width_bytes if e == 2 else 0)
     mlp_way = run.hidden_bytes * (1 if config.mlp == "gelu" else 2)
     for index in range(L, 0, -1):
@@ -283,7 +277,7 @@ def moments(run: Run) -> list[Moment]:
         if not run.quadratic:  # which at its peak has dv alone, and does not keep out
             rest += run.residual_bytes + run.qkv_bytes
         at(f"attention {index}", done + block["mlp"], kept + rest, held + own.kept + own.transient)
-    tables = (1 if e == 2 or run.compiled else 2) if config.tie_embeddings else 0
+    tables = (1 if e == 2 or run.compiled or config.loss_chunk else 2) if config.tie_embeddings else 0
     at("embedding", parameters, run.residual_bytes + tables * table, 0)
     at("update", parameters, 0, 0)
     return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from model.flops import AttentionSize, attention_flops, flops_per_token, parameter_count
 from model.gpus import GpuSheet
-from model.memory import Run, cast_weight_bytes, family, logits_bytes, saved_by_layer, scores_bytes
+from model.memory import Run, cast_weight_bytes, family, saved_by_layer, scores_bytes
+from model.memory_loss import output_bytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def step_work(run: Run) -> Work:
     """One forward and backward of a micro-batch and one update. FLOPs: 6 N for each token of the matrices (2
     N more for those of blocks that checkpointing runs twice), and attention's. Bytes, at least: what is kept
     for backward, written and read; the logits and their gradient, the same; weights, read by forward and
-    twice by backward; gradients, parameters and both moments, written and read; attention's."""
+    twice by backward; gradients, parameters and both moments, written and read; attention's. In chunks the
+    loss reads and writes its weight's gradient with each."""
     config, L = run.config, run.config.n_layer
     forward, backward = attention_work(run)
     parameters = 4 * sum(parameter_count(config).values())
@@ -75,7 +78,10 @@ def step_work(run: Run) -> Work:
     weights = 3 * (cast_weight_bytes(run) or parameters)
     dense = (flops_per_token(config) - 12 * L * config.n_embd * config.seq_len) * run.tokens
     own = forward.times(L) + backward.times(L)
-    moved = 2 * kept + 4 * logits_bytes(run) + weights + 8 * parameters
+    logits = run.tokens * config.padded_vocab_size * run.value_bytes
+    moved = 2 * kept + 4 * logits + weights + 8 * parameters
+    if config.loss_chunk:
+        moved += math.ceil(run.tokens / config.loss_chunk) * 2 * output_bytes(run)
     if run.checkpointing:
         blocks = parameter_count(config)["attention"] + parameter_count(config)["mlp"]
         own += forward.times(L)

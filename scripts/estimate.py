@@ -151,12 +151,12 @@ def memory_rows(run: Run) -> list[Row]:
     from model.memory import (
         attention_own,
         cast_weight_bytes,
-        logits_bytes,
         lse_bytes,
         peak,
         saved_by_layer,
         scores_bytes,
     )
+    from model.memory_loss import logits_bytes
 
     T, L = run.config.seq_len, run.config.n_layer
     own, most = attention_own(run), peak(run)
@@ -173,7 +173,7 @@ def memory_rows(run: Run) -> list[Row]:
     rows += [
         ("gradients, all of them", 4 * sum(parameter_count(run.config).values()) / MIB, "MiB"),
         ("16-bit copies of the weights", cast_weight_bytes(run) / MIB, "MiB"),
-        ("logits", logits_bytes(run) / MIB, "MiB"),
+        ("logits at a time" if run.config.loss_chunk else "logits", logits_bytes(run) / MIB, "MiB"),
     ]
     rows += [(f"at the peak: {kind}", getattr(most, kind) / MIB, "MiB") for kind in KINDS]
     rows.append((f"peak ({most.name})", most.peak / MIB, "MiB"))

@@ -15,13 +15,13 @@ from model.memory import (
     Run,
     attention_own,
     cast_weight_bytes,
-    logits_bytes,
     longest_context,
     moments,
     peak,
     saved_by_layer,
     scores_bytes,
 )
+from model.memory_loss import logits_bytes, loss_bytes
 from scripts.rows import read
 from tests.running import ROOT
 
@@ -167,6 +167,23 @@ def test_a_step_with_few_tokens_peaks_at_its_weights() -> None:
 
 def test_logits_are_of_the_padded_vocabulary() -> None:
     assert logits_bytes(Run(replace(GPT2, vocab_size=50257), 1, value_bytes=2)) == 1024 * 50304 * 2
+
+
+def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> None:
+    """Under autocast, not compiled: the head's input in fp32, bf16 and its gradient, 8 C a token; the output
+    embedding's gradient in fp32 and its copy in bf16, 6 Vp C; bf16 logits, twice in fp32, 10 Vp a token of
+    the chunk. autocast's copy of the embedding is no other."""
+    N, chunked = 65536, replace(GPT2, seq_len=65536, loss_chunk=2048)
+    run = Run(chunked, 1, "triton", 2)
+    assert logits_bytes(run) == 2048 * 50304 * 2
+    assert loss_bytes(run) == N * 768 * 8 + 50304 * 768 * 6 + 2048 * 50304 * 10
+    assert loss_bytes(replace(run, compiled=True)) == loss_bytes(run) - N * 768 * 4
+    whole = replace(run, config=replace(chunked, loss_chunk=0))
+    assert loss_bytes(whole) == N * (768 * 2 + 12 * 50304)
+    assert peak(whole).peak - peak(run).peak == loss_bytes(whole) - loss_bytes(run) + 2 * 50304 * 768
+    able = GPUS["h200"].usable_bytes
+    assert longest_context(run, able) > 2.5 * longest_context(whole, able)
+    assert logits_bytes(replace(run, config=replace(chunked, loss_chunk=10**6))) == logits_bytes(whole)
 
 
 def test_the_longest_context_fits_and_the_next_does_not() -> None:

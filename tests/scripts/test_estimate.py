@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,10 @@ CONFIGS = {
     "llama sdpa": "model=llama_tiny attention=sdpa",
     "few tokens": "model=tiny attention=sdpa seq_len=32 data.corpus.vocab_size=4000",
     "few tokens, untied": "model=tiny attention=sdpa seq_len=32 model.tie_embeddings=false",
+    "in chunks": "model=tiny attention=tiled data.corpus.vocab_size=4000 model.loss_chunk=200",
+    "in chunks, bf16": "model=tiny attention=sdpa data.corpus.vocab_size=4000 model.loss_chunk=64 "
+    "precision=bf16-mixed checkpointing=true",
+    "few tokens in chunks": "model=tiny seq_len=32 data.corpus.vocab_size=4000 model.loss_chunk=16",
     "gpt2 sdpa_math, accumulated": "model=tiny attention=sdpa_math tokens_per_step=1024",
 }
 
@@ -50,6 +55,7 @@ def test_a_table_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) 
     assert rows["lse, a layer"] == ["1.50", "MiB"]
     assert rows["scores, a layer, if written out (fp32)"] == ["12,288.00", "MiB"]
     assert rows["KV cache of 4 x 8192 tokens, 12 layers"] == ["1,152.00", "MiB"]
+    assert rows["logits"] == ["3,144.00", "MiB"]
     assert rows["attention forward, a layer: FLOPs"] == ["412.32", "GFLOP"]
     assert rows["attention forward, a layer: at best, by compute"] == ["0.42", "ms"]
     assert rows["shared memory of a block: forward, 128 x 64"] == ["48.00", "KiB"]
@@ -57,6 +63,19 @@ def test_a_table_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) 
     parts = [float(rows[f"at the peak: {kind}"][0].replace(",", "")) for kind in KINDS]
     assert sum(parts) == pytest.approx(total, abs=0.05)
     assert "fits:" in out and "grows as T\n" in out and "bf16-mixed, compiled, on h200" in out
+
+
+def test_in_chunks_only_a_chunks_logits_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*GPT2, "attention=cuda_fa2", "gpu=h200", "model.loss_chunk=2048"])
+    out = capsys.readouterr().out
+    rows = {line[:48].strip(): line[48:].split() for line in out.splitlines()}
+    assert rows["logits at a time"] == ["196.50", "MiB"]
+    (most,) = (float(row[0].replace(",", "")) for name, row in rows.items() if name.startswith("peak ("))
+    config = GPTConfig(vocab_size=50257, seq_len=8192)
+    whole = Run(config, 4, "cuda_fa2", 2, compiled=True, workspace_bytes=GPUS["h200"].workspace_bytes)
+    chunk = replace(whole, config=replace(config, loss_chunk=2048))
+    assert most == pytest.approx(peak(chunk).peak / 2**20, abs=0.01)
+    assert most < peak(whole).peak / 2**20 - 2000
 
 
 def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +166,8 @@ def test_help_answers_before_anything_heavy_is_imported() -> None:
         "data.batch_size=4 attention=sdpa_flash compile=false checkpointing=true",
         "data.batch_size=4 attention=cuda_fa2 model.position=rope model.norm=rmsnorm model.mlp=swiglu",
         "data.batch_size=2 attention=sdpa_math precision=32-true compile=false",
+        "data.batch_size=16 attention=triton model.loss_chunk=2048",
+        "data.batch_size=16 attention=triton model.loss_chunk=2048 compile=false checkpointing=true",
     ],
 )
 def test_predicted_peaks_on_a_gpu(overrides: str) -> None:
