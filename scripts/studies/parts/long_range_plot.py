@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.figures import Line, panel, panels_of, svg
+from scripts.figures import Line, canvas, panel, svg
 from scripts.plot import COLOURS
 from scripts.studies import Row
-from scripts.studies.parts.long_range_report import NAMES, Group, speed_ups
+from scripts.studies.parts.long_range_accuracy import Group
+from scripts.studies.parts.long_range_report import NAMES, speed_ups
 
 
 def picture(rows: Sequence[Row], found: Sequence[Group]) -> str:
     tasks = list(dict.fromkeys(group.task for group in found))
     drawn = [row for row in rows if row["result"]["status"] == "ok"]
-    figure, axes = panels_of(drawn, "Long-range classification", len(tasks) + 1)
+    figure, grid = canvas(drawn, "Long-range classification", len(tasks), 2)
+    below = grid[1, 0].get_gridspec()[1, :]
+    for spare in grid[1]:
+        spare.remove()
+    speed = figure.add_subplot(below)
     names = list(
         dict.fromkeys([*(group.name for group in found), *(r["point"]["implementation"] for r in drawn)])
     )
-    for at, task in zip(axes, tasks, strict=False):
+    for at, task in zip(grid[0], tasks, strict=True):
         dots(at, [group for group in found if group.task == task], names)
     lines = []
     for compiled in (False, True):
@@ -26,8 +31,8 @@ def picture(rows: Sequence[Row], found: Sequence[Group]) -> str:
             place = names.index(name) + 7 * compiled  # the same colour, another style
             lines.append(Line(name + (", compiled" if compiled else ""), factors, place))
     title = "A training step without padding, against standard attention run alike"
-    panel(axes[-1], lines, title, "T, tokens", "times as fast as standard", log_y=False)
-    axes[-1].axhline(1, color="grey", lw=0.8)
+    panel(speed, lines, title, "T, tokens", "times as fast as standard", log_y=False)
+    speed.axhline(1, color="grey", lw=0.8)
     return svg(figure, drawn)
 
 
@@ -40,14 +45,13 @@ def dots(axes: Any, of: Sequence[Group], names: Sequence[str]) -> None:
         axes.plot(places, [100 * a for a in group.accuracies], "o", color=colour, ms=5, clip_on=False)
         axes.hlines(100 * group.mean, i - 0.3, i + 0.3, color=colour, lw=1.6)
     fact, point = of[0].fact, of[0].rows[0]["point"]
-    lines = {"majority class": fact["majority"]}
+    lines = {"majority\nclass": fact["majority"]}
     if point["task"] == "listops":
-        lines["outermost operator alone"] = fact["first_token"]
+        lines["outermost\noperator alone"] = fact["first_token"]
     for label, share in lines.items():
         axes.axhline(100 * share, color="grey", lw=1, ls="--")
-        axes.annotate(
-            label, (len(of) - 0.5, 100 * share), fontsize=8, color="dimgrey", ha="right", va="bottom"
-        )
+        beside = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": "dimgrey"}
+        axes.text(1.02, 100 * share, label, va="center", **beside)
     axes.set_xlim(-0.5, len(of) - 0.5)
     axes.set_xticks(range(len(of)), [group.name for group in of], fontsize=8)
     axes.tick_params(axis="y", labelsize=8)

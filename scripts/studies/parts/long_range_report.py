@@ -2,123 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from scripts.claims import wrong
 from scripts.studies import Report, Row, Table
+from scripts.studies.parts.long_range_accuracy import (
+    ALIKE,
+    DECISIVE,
+    DIFFERS,
+    OPEN,
+    STANDARD,
+    Comparison,
+    Group,
+    accuracies,
+    comparisons,
+    groups,
+    learned,
+    plateau,
+    trusted,
+)
 
 COMMAND = "python scripts/studies/long_range.py"
-STANDARD = "standard"
 QUESTION = (
     "Does a classifier of long sequences come to the same accuracy with tiled as with standard attention, "
     "and how much faster does it train?"
 )
-FALSE_ALARMS = 0.05  # over all comparisons together, were all implementations alike
 NAMES = {"listops": "ListOps", "matching": "Matching"}
-
-
-@dataclass(frozen=True)
-class Group:
-    """The runs of one implementation on one task: accuracy by seed, and rows of the same order."""
-
-    task: str
-    name: str
-    rows: list[Row]
-
-    @property
-    def accuracies(self) -> list[float]:
-        return [row["result"]["accuracy"] for row in self.rows]
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.accuracies)
-
-    @property
-    def ms(self) -> float:
-        return statistics.median(row["result"]["ms_median"] for row in self.rows)
-
-    @property
-    def fact(self) -> dict[str, Any]:
-        """What is the same for all runs of a task: majority, first_token, test_examples, mean_length."""
-        return self.rows[-1]["result"]
-
-
-def trusted(rows: Iterable[Row], measured: str) -> list[Row]:
-    """Rows with figures, of the newest settings that this was measured with."""
-    found = [row for row in rows if row["point"]["measured"] == measured and row["result"]["status"] == "ok"]
-    found = [row for row in found if not wrong(row["result"])]
-    newest = {row["point"]["task"]: setting(row) for row in found}
-    return [row for row in found if newest[row["point"]["task"]] == setting(row)]
-
-
-def setting(row: Row) -> str:
-    """All of a point but who runs it, with which seed, and at which length of those whose speed is timed."""
-    apart = {"implementation", "seed", "compile"}
-    if row["point"]["measured"] == "speed":
-        apart |= {"seq_len", "micro_batch", "tokens_per_step"}
-    return repr([(key, value) for key, value in row["point"].items() if key not in apart])
-
-
-def groups(rows: Iterable[Row]) -> list[Group]:
-    """By task and implementation, in the order of their first rows."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in trusted(rows, "accuracy"):
-        found.setdefault((row["point"]["task"], row["point"]["implementation"]), []).append(row)
-    made = [Group(*key, sorted(of, key=lambda row: row["point"]["seed"])) for key, of in found.items()]
-    return sorted(made, key=lambda group: (group.task, group.name != STANDARD))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """An implementation's accuracy beside that of standard attention. `allowed` is how far two means of so
-    many seeds lie apart when nothing but the seed differs; None where one seed alone was run."""
-
-    group: Group
-    difference: float
-    allowed: float | None
-
-    @property
-    def alike(self) -> bool | None:
-        return None if self.allowed is None else abs(self.difference) <= self.allowed + 1e-12
-
-
-def comparisons(found: Sequence[Group]) -> list[Comparison]:
-    """Of all implementations but the standard. The spread over seeds is pooled over the implementations of
-    a task, and the limit is such that in all comparisons together, of equals, one in twenty studies would
-    find a difference."""
-    baselines = {group.task: group for group in found if group.name == STANDARD}
-    others = [group for group in found if group.name != STANDARD and group.task in baselines]
-    made = []
-    for group in others:
-        baseline, allowed = baselines[group.task], None
-        several = [each.accuracies for each in found if each.task == group.task and len(each.rows) > 1]
-        if several:
-            freedom = sum(len(each) - 1 for each in several)
-            squares = sum(statistics.variance(each) * (len(each) - 1) for each in several)
-            parts = 1 / len(group.rows) + 1 / len(baseline.rows)
-            quantile = student(1 - FALSE_ALARMS / 2 / len(others), freedom)
-            allowed = quantile * math.sqrt(squares / freedom * parts)
-        made.append(Comparison(group, group.mean - baseline.mean, allowed))
-    return made
-
-
-def student(p: float, freedom: int) -> float:
-    """The quantile of Student's t, by the expansion in 1 / freedom (Abramowitz and Stegun 26.7.5): within 1%
-    from 4 degrees of freedom on, 3% at 2."""
-    z = statistics.NormalDist().inv_cdf(p)
-    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96)
-    terms += ((3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
-
-
-def learned(group: Group) -> bool:
-    """Whether the accuracy is above that of the majority class by more than the test set's own error."""
-    share, n = group.fact["majority"], group.fact["test_examples"]
-    return group.mean > share + 2 * math.sqrt(share * (1 - share) / n)
 
 
 def speed_ups(rows: Iterable[Row], compiled: bool) -> dict[str, dict[int, float]]:
@@ -149,7 +59,8 @@ def best(factors: dict[str, dict[int, float]]) -> str | None:
 
 def accuracy_table(found: Sequence[Group]) -> Table:
     compared = {id(each.group): each for each in comparisons(found)}
-    lines = [["task", "T", "attention", "accuracy", "seeds", "- standard", "allowed", "ms a step", "faster"]]
+    lines = [["task", "T", "attention", "accuracy", "seeds", "- standard", "allowed", "so"]]
+    lines[0] += ["ms a step", "faster"]
     for group in found:
         each = compared.get(id(group))
         baseline = next((g for g in found if g.task == group.task and g.name == STANDARD), None)
@@ -163,6 +74,7 @@ def accuracy_table(found: Sequence[Group]) -> Table:
                 " ".join(f"{accuracy:.3f}" for accuracy in group.accuracies),
                 f"{each.difference:+.4f}" if each else "",
                 allowed,
+                each.verdict if each else "",
                 f"{group.ms:.2f}",
                 f"{baseline.ms / group.ms:.2f}x" if baseline else "",
             ]
@@ -208,8 +120,56 @@ def left_out(rows: Iterable[Row]) -> list[list[str]]:
     return [list(line) for line in dict.fromkeys(map(tuple, lines))]
 
 
+def tasks_of(compared: Iterable[Comparison]) -> list[str]:
+    return list(dict.fromkeys(each.group.task for each in compared))
+
+
+def decided(compared: Sequence[Comparison]) -> list[str]:
+    """Sentences: how many of the comparisons decide, and what they say; why the others do not."""
+    alike, apart, undecided = ([e for e in compared if e.verdict == v] for v in (ALIKE, DIFFERS, OPEN))
+    parts = []
+    if alike:
+        parts.append(f"{len(alike)} alike within what seeds alone do ({named(tasks_of(alike))})")
+    if apart:
+        which = [f"{each.group.name} on {NAMES[each.group.task]}" for each in apart]
+        parts.append(f"{len(apart)} by more than seeds do ({', '.join(which)})")
+    clear = (
+        f"{len(alike) + len(apart)} of {len(compared)} comparisons with standard attention's accuracy decided"
+    )
+    said = [f"{clear}{': ' * bool(parts)}{', '.join(parts)}."]
+    for task in tasks_of(undecided):
+        of = [each for each in undecided if each.group.task == task]
+        why, wide = "one seed alone was run", of[0].allowed
+        if wide is not None:
+            why = f"seeds alone do {100 * wide:.1f} points, more than {DECISIVE:.0%} of the "
+            why += f"{100 * of[0].gained:.1f} that standard attention has above the majority class"
+        said.append(f"Not decided, {len(of)} on {NAMES[task]}: {why}.")
+    return said
+
+
+def unsteady(found: Sequence[Group], task: str) -> str | None:
+    """Where it is what a task's accuracies differ by: which runs left the plateau of their loss, and when."""
+    runs = plateau(found, task)
+    if not runs.splits:
+        return None
+    left, stayed = accuracies(runs.left), accuracies(runs.stayed)
+    return (
+        f"Seeds of {NAMES[task]} differ by whether training left its plateau: in {len(left)} of "
+        f"{len(left) + len(stayed)} runs the loss came halfway down, after {min(runs.after):.0%} to "
+        f"{max(runs.after):.0%} of the steps (accuracy {min(left):.1%} to {max(left):.1%}), in "
+        f"{len(stayed)} never ({min(stayed):.1%} to {max(stayed):.1%})."
+    )
+
+
+def named(tasks: Iterable[str]) -> str:
+    return ", ".join(NAMES[task] for task in tasks)
+
+
 def notes(rows: Sequence[Row], found: Sequence[Group]) -> list[str]:
     said = []
+    if compared := comparisons(found):
+        said.append(" ".join(decided(compared)))
+        said += [why for task in tasks_of(compared) if (why := unsteady(found, task))]
     for task in dict.fromkeys(group.task for group in found):
         of = [group for group in found if group.task == task]
         fact, low, high = of[0].fact, min(g.mean for g in of), max(g.mean for g in of)
@@ -222,17 +182,6 @@ def notes(rows: Sequence[Row], found: Sequence[Group]) -> list[str]:
         if not all(map(learned, of)):
             line += " Not all learned anything: equal accuracies say nothing there."
         said.append(line)
-    compared = comparisons(found)
-    judged = [each for each in compared if each.alike is not None]
-    if judged:
-        apart = [f"{each.group.name} on {NAMES[each.group.task]}" for each in judged if not each.alike]
-        whole = "all" if not apart else f"all but {', '.join(apart)}"
-        said.append(
-            f"Within what seeds alone would do, {whole} of {len(judged)} comparisons are as accurate as "
-            "standard attention."
-        )
-    elif compared:
-        said.append("One seed alone: whether accuracies are alike takes two or more.")
     for compiled, how in ((False, "eager"), (True, "compiled")):
         factors = speed_ups(rows, compiled)
         if (name := best(factors)) is not None:

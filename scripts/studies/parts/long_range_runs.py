@@ -25,7 +25,7 @@ from model import runtime
 from model.calls import attention_call, require
 from model.classifier import Classifier, LitClassifier
 from model.gpt import GPTConfig
-from model.schedules import cosine
+from model.schedules import warmup_stable_decay
 from scripts.accuracy import judge
 from scripts.studies import Point
 from scripts.studies.parts.whole_model import kernels_of
@@ -206,7 +206,7 @@ def fit(point: Point, net: Classifier, data: ClassificationDataModule, watch: Wa
     """Train, and evaluate once at the end where accuracy is asked for."""
     optimizer = partial(torch.optim.AdamW, lr=point["lr"], betas=(0.9, 0.98), weight_decay=0.05, fused=True)
     steps, learns = point["steps"], point["measured"] == "accuracy"
-    schedule = partial(cosine, warmup_steps=steps // 20, min_factor=0.02)
+    schedule = partial(warmup_stable_decay, warmup_steps=steps // 20, decay_fraction=0.3, min_factor=0.02)
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
