@@ -9,8 +9,8 @@ are from the same file (data/matching.py). The classifier is the GPT's blocks wi
 (model/classifier.py), trained in bf16, every example seen once; all implementations get the same data in the
 same order and the same initial weights, seed by seed. ListOps' loss stays on a plateau until attention has
 found the outermost operator among all tokens. When it leaves goes by the examples seen, so its steps have 64
-of them, and the learning rate stays at its peak until the last 30% of the steps: a seed that leaves late has
-what an early one had.
+of them; its model has QK-norm (Henry et al. 2020), with which it leaves sooner; and the learning rate stays
+at its peak until the last 30% of the steps: a seed that leaves late has what an early one had.
 
 On a GPU: ListOps at T = 2,048, 131,072 tokens a step, and matching at T = 1,024, 65,536 tokens a step, with 2
 layers, 128 wide, three seeds, 2,000 test examples; and steps of 65,536 tokens, 4 layers, 256 wide, timed at
@@ -20,7 +20,7 @@ T = 128, two seeds: about 4 minutes of two cores.
 Rows of results/long_range/<gpu or cpu>.jsonl. Point: `measured` ("accuracy" or "speed"), implementation
 (`standard` is softmax(Q K^T) V in eager PyTorch, in the precision of its inputs), task, seq_len, model,
 layers, heads, width, seed, steps, micro_batch (examples), tokens_per_step, lr, dtype, compile, and of an
-accuracy test_examples and schedule (of the learning rate; without the field: a cosine). Result of both:
+accuracy test_examples, qk_norm and schedule (of the learning rate; without the field: a cosine). Of both:
 ms_median, ms_p10, ms_p90 of a training step, tokens_per_s, loss (first; last: mean of the last 50 steps;
 curve: means of ten parts), kernels, kernels_ok, error_ratio of the attention at this shape, peak_mib; of an
 accuracy also accuracy, val_loss, majority (always saying the most frequent class), first_token (answering by
@@ -117,7 +117,7 @@ def points(options: argparse.Namespace, device: str) -> list[Point]:
             length, steps, _ = usual["tasks"][task]
             for name in options.attention:
                 more = {"seed": seed, "steps": options.steps or steps, "compile": False}
-                more |= {"test_examples": options.test, "schedule": SCHEDULE}
+                more |= {"test_examples": options.test, "schedule": SCHEDULE, "qk_norm": task == "listops"}
                 found.append(point_of("accuracy", task, name, length, options.lr, device, more))
     return found
 

@@ -112,6 +112,7 @@ def test_what_a_gpu_is_asked_for() -> None:
         ("matching", 1024, 800, 32, 65536),
     }
     assert {p["measured"] for p in points if "schedule" in p} == {"accuracy"}
+    assert {p["task"] for p in points if long_range_runs.config_of(p, 64).qk_norm} == {"listops"}
     task = long_range_runs.listops_of(2048)
     assert (task.min_length, task.max_length) == (500, 2000)
     assert long_range_runs.listops_of(4096) == task and long_range_runs.listops_of(128).max_length == 125
@@ -222,7 +223,7 @@ def test_rows_of_another_schedule_are_not_mixed() -> None:
     go on counting."""
     before, after = gpu_rows(STUCK, MS), gpu_rows(ACCURACIES, MS)
     for row in before:
-        row["point"].pop("schedule", None)
+        row["point"] = {k: v for k, v in row["point"].items() if k not in ("schedule", "qk_norm")}
     assert groups(before)[0].accuracies == STUCK["standard"]
     first = next(row for row in after if row["point"]["measured"] == "accuracy")
     assert [group.rows for group in groups([*before, first])] == [[first]]

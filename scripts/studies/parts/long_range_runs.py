@@ -161,6 +161,7 @@ class Watch(lightning.Callback):
 def config_of(point: Point, vocab_size: int) -> GPTConfig:
     layers, heads, width = (point[key] for key in ("layers", "heads", "width"))
     shapes = {"n_layer": layers, "n_head": heads, "n_embd": width, "seq_len": point["seq_len"]}
+    shapes["qk_norm"] = point.get("qk_norm", False)
     return GPTConfig(vocab_size=vocab_size, **shapes, causal=False, tie_embeddings=False)
 
 
