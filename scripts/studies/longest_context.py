@@ -5,13 +5,15 @@ on this GPU with one row at a time: real steps (scripts/training_point.py, two o
 own for each T. The prediction of model/memory.py is the first guess, the peaks that are measured correct it,
 and it ends where a T that does not fit is at most 3% above one that does. Steps are bf16 and, unless
 --compile is given, not compiled: then the loss holds the logits in fp32, 600 KB a token, which a compiled
-step does not; both predictions are in the rows. A step that would take longer than --limit-s is not tried:
-memory is then not what ends that context, and a row says so.
+step does not, nor one that computes its loss --loss-chunk tokens at a time; predictions are in the rows. A
+step that would take longer than --limit-s is not tried: memory is then not what ends that context, and a row
+says so.
 
-By default 4 implementations, 8 searches of 2 to 4 processes, 9 to 30 s each: about 5 minutes of a GPU;
+By default 4 implementations, 8 searches of 2 to 4 processes, 10 to 30 s each: about 8 minutes of a GPU;
 --attention naive triton: 2.5 minutes. About claims 1 and 2 of results/CLAIMS.md.
 
-A row: point has implementation, seq_len, model, compile, checkpointing, micro_batch 1; result has status (ok
+A row: point has implementation, seq_len, model, compile, checkpointing, micro_batch 1, and where it is not 0
+loss_chunk; result has status (ok
 fits, oom does not), peak_mib, ms_median, predicted_mib, and of the search predicted_longest, also
 predicted_compiled; too_slow where it was not tried.
 """
@@ -123,6 +125,8 @@ def arguments() -> argparse.Namespace:
     add("--model", default="gpt2", choices=choices("model"), metavar="MODEL", help="a file of conf/model")
     add("--checkpointing", default="both", choices=("no", "yes", "both"), help="default: both")
     add("--compile", action="store_true", help="compiled steps, as train.py takes them by default")
+    add("--loss-chunk", type=int, default=0, metavar="TOKENS",
+        help="model.loss_chunk of the steps (default: 0, the loss of all tokens at once)")  # fmt: skip
     add("--limit-s", type=float, default=30, help="a step that would take longer is not tried (default: 30)")
     add("--timeout-s", type=positive, default=180, help="of a process (default: 180)")
     add("--fresh", action="store_true", help="measure again what has been measured")
@@ -136,6 +140,7 @@ def overrides(options: argparse.Namespace, attention: str, checkpointing: bool, 
     return [
         *words,
         "data.batch_size=1",
+        f"model.loss_chunk={options.loss_chunk}",
         f"seq_len={tokens}",
         f"data.corpus.n_tokens={16 * max(tokens, 65536)}",
     ]
@@ -154,6 +159,7 @@ def search_of(
 
 
 def point_of(options: argparse.Namespace, attention: str, checkpointing: bool, tokens: int) -> Point:
+    chunks = {"loss_chunk": options.loss_chunk} if options.loss_chunk else {}
     return {
         "study": STUDY,
         "implementation": attention,
@@ -167,6 +173,7 @@ def point_of(options: argparse.Namespace, attention: str, checkpointing: bool, t
         "dtype": "bf16-mixed",
         "compile": options.compile,
         "checkpointing": checkpointing,
+        **chunks,
     }
 
 
@@ -213,6 +220,7 @@ def earlier(path: Path, point: Point) -> dict[int, dict[str, Any]]:
         row["point"]["seq_len"]: row["result"]
         for row in read(path).values()
         if common.items() <= row["point"].items()
+        and row["point"].get("loss_chunk") == point.get("loss_chunk")
         and (row["result"]["status"] != "error" or "too_slow" in row["result"])
     }
 
@@ -243,6 +251,7 @@ def main() -> None:
     ways = {"no": (False,), "yes": (True,), "both": (False, True)}[options.checkpointing]
     searches = [(name, way) for way in ways for name in options.attention]
     how = "compiled" if options.compile else "not compiled"
+    how += f", the loss in chunks of {options.loss_chunk:,} tokens" if options.loss_chunk else ""
     print(
         f"{options.model}, {how}: {len(searches)} searches, about 40 s of a GPU each, rows in {out}",
         flush=True,

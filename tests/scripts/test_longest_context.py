@@ -115,6 +115,23 @@ def test_what_takes_too_long_is_not_tried(gpu, tmp_path, monkeypatch, capsys):
     assert not gpu.asked
 
 
+def test_the_loss_in_chunks_is_a_search_of_its_own(gpu, tmp_path, monkeypatch):
+    """Its contexts are longer, its rows not mistaken for the others', whose points have no such field."""
+    out, one = tmp_path / "h200.jsonl", ("--attention", "triton", "--checkpointing", "no")
+    run(out, *one, monkeypatch=monkeypatch)
+    plain = list(gpu.asked)
+    run(out, *one, "--loss-chunk", "2048", monkeypatch=monkeypatch)
+    run(out, *one, monkeypatch=monkeypatch)
+    rows = list(read(out).values())
+    assert {row["point"].get("loss_chunk") for row in rows[: len(plain)]} == {None}
+    assert {row["point"].get("loss_chunk") for row in rows[len(plain) :]} == {2048}
+    assert len(gpu.asked) == len(rows) > len(plain)  # the third run found all that it needs
+    (first, whole), (second, chunks) = longest_context_report.found(rows).items()
+    assert "loss of 2,048 tokens at a time" in longest_context_report.heading(second)
+    assert "at a time" not in longest_context_report.heading(first)
+    assert chunks[0].tokens > 2 * whole[0].tokens
+
+
 def test_a_refusal_is_a_row(gpu, tmp_path, monkeypatch):
     run(
         tmp_path / "h200.jsonl", "--attention", "cuda_tiled", "--checkpointing", "no", monkeypatch=monkeypatch

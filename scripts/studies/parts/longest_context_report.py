@@ -10,6 +10,7 @@ from scripts.studies import Report, Row, Table
 COMMAND = "python scripts/studies/longest_context.py"
 QUESTION = "How long a context trains on one GPU, and which attention ends it?"
 STANDARD = "naive"
+Key = tuple[str, bool, bool, int]  # model, compile, checkpointing, loss_chunk
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Found:
         return self.point["implementation"]
 
 
-def found(rows: list[Row]) -> dict[tuple[str, bool, bool], list[Found]]:
-    """(model, compile, checkpointing) -> ends of the searches, the longest first."""
-    searches: dict[tuple[str, bool, bool], dict[str, list[Row]]] = {}
+def found(rows: list[Row]) -> dict[Key, list[Found]]:
+    """Ends of the searches, the longest first."""
+    searches: dict[Key, dict[str, list[Row]]] = {}
     for row in rows:
         p = row["point"]
-        key = (p["model"], p["compile"], p["checkpointing"])
+        key = (p["model"], p["compile"], p["checkpointing"], p.get("loss_chunk", 0))
         searches.setdefault(key, {}).setdefault(p["implementation"], []).append(row)
     ends = {key: [end(mine) for mine in by_name.values()] for key, by_name in sorted(searches.items())}
     return {key: sorted(each, key=lambda one: -one.tokens) for key, each in ends.items()}
@@ -50,9 +51,10 @@ def end(rows: list[Row]) -> Found:
     return Found(rows[0]["point"], result, longest, min(fails, default=0), reason)
 
 
-def heading(key: tuple[str, bool, bool]) -> str:
-    model, compiled, checkpointing = key
+def heading(key: Key) -> str:
+    model, compiled, checkpointing, chunk = key
     words = [model, "bf16, one row", "compiled" if compiled else "not compiled"]
+    words += [f"loss of {chunk:,} tokens at a time"] if chunk else []
     return ", ".join([*words, "checkpointing" if checkpointing else "no checkpointing"])
 
 
@@ -80,7 +82,7 @@ def cells(ends: list[Found]) -> list[list[str]]:
     return lines
 
 
-def notes(ends: dict[tuple[str, bool, bool], list[Found]]) -> list[str]:
+def notes(ends: dict[Key, list[Found]]) -> list[str]:
     said = []
     for key, mine in ends.items():
         timed = [one for one in mine if one.fits]
@@ -105,7 +107,7 @@ def notes(ends: dict[tuple[str, bool, bool], list[Found]]) -> list[str]:
     return said
 
 
-def picture(rows: list[Row], ends: dict[tuple[str, bool, bool], list[Found]]) -> str:
+def picture(rows: list[Row], ends: dict[Key, list[Found]]) -> str:
     """Bars to the longest that fits, a cross at the shortest that does not, a line at the prediction."""
     from scripts.figures import canvas, digest, drawing, svg
 
