@@ -39,8 +39,8 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
         (256, None, "flash4 sdpa_cudnn triton flex flash2 sdpa_flash"),
     ),
     ((9, 0), 16, "decode", "causal"): (
-        (128, 1024, "triton sdpa_cudnn flex sdpa_flash flash4"),
-        (128, None, "triton sdpa_cudnn sdpa_flash flash4"),
+        (128, 1024, "triton sdpa_cudnn flex flash2 sdpa_flash flash4"),
+        (128, None, "triton sdpa_cudnn flash2 sdpa_flash flash4"),
     ),
     ((9, 0), 32, "training", "causal"): (
         (64, 1024, "cuda_tiled triton"),
