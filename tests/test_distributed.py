@@ -17,6 +17,7 @@ from tests.running import finish, rows, start, train_here
 # 256 tokens a step: 2 micro-batches of 8 rows on one device, or of 4 rows on each of two.
 STEP = ("tokens_per_step=256", "schedule=constant", "schedule.warmup_steps=5", "optim.lr=3e-3")
 ONE = ("data.batch_size=8",)
+CHUNKS = "model.loss_chunk=48"  # the loss in chunks, of which the last is shorter: the same numbers too
 STEPS = 30
 BAD = 14  # the step that POISON makes a NaN in
 POISON = """
@@ -56,7 +57,7 @@ def assert_same(table: dict, reference: dict, steps: range) -> None:
 
 
 def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(tmp_path: Path, reference: dict) -> None:
-    process = start(tmp_path, "name=a", *STEP, *two("ddp"), *limits(3000))
+    process = start(tmp_path, "name=a", *STEP, *two("ddp"), *limits(3000), CHUNKS)
     metrics = tmp_path / "runs" / "a" / "metrics.csv"
     while process.poll() is None and not (metrics.exists() and "\n8," in metrics.read_text()):
         time.sleep(0.001)
@@ -109,7 +110,7 @@ def test_fsdp2_is_one_process_and_skips_what_is_not_finite(tmp_path: Path, refer
 
 def test_checkpoints_move_from_one_to_fsdp2_and_back(tmp_path: Path, reference: dict) -> None:
     assert train_here(tmp_path, "name=a", *STEP, *ONE, *limits(10)).code == 0
-    result = finish(start(tmp_path, "ckpt=a", *two("fsdp2"), *limits(20), tiny=False))
+    result = finish(start(tmp_path, "ckpt=a", *two("fsdp2"), *limits(20), CHUNKS, tiny=False))
     assert result.code == 0, result.err
     result = train_here(
         tmp_path, "ckpt=a", "trainer=default", "trainer.accelerator=cpu", *limits(STEPS), *ONE, tiny=False
