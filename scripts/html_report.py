@@ -35,8 +35,7 @@ RESULT = (
 
 def page(results: Path) -> str:
     """The page of results/<study>/*, as HTML."""
-    from scripts import findings
-    from scripts.results_page import reports
+    from scripts.results_page import finding, reports
 
     parts = ["<!doctype html><meta charset=utf-8><title>tilegpt: results</title>"]
     parts += [f"<style>{STYLE}</style><h1>tilegpt: results</h1>", claimed(results)]
@@ -44,7 +43,7 @@ def page(results: Path) -> str:
     for found in reports(results):
         if found.study not in told:
             parts += [f"<h2>{escape(found.study)}</h2>", f"<p><b>{escape(found.report.question)}</b></p>"]
-            said = findings.found(found.study, found.rows, found.report.notes)
+            said = finding(found.report)
             parts += [f"<p>{escape(said)}</p>"] * bool(said) + [f"<pre>{escape(found.report.command)}</pre>"]
             told.add(found.study)
         parts += report(results, found)

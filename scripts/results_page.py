@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts import findings
 from scripts.claims import command_of
 from scripts.figures import digest, drawing, undrawn
 from scripts.results_tables import REPORTS, drawn_elsewhere
@@ -21,6 +20,7 @@ ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_l
 ORDER += ("backward_recompute", "gpt2_124m", "seqlen_scaling", "speedup_end_to_end", "memory_estimate")
 ORDER += ("longest_context", "long_context_quality", "encoder_short", "long_range", "parity")
 ORDER += ("shakespeare_char", "generate", "kv_cache", "prefill_decode")
+SHORT = 160  # characters of a sentence that a table can hold
 OPEN = 2  # tables of a study that are shown at once
 HEAD = """# Results
 
@@ -131,9 +131,15 @@ def index(found: list[Found]) -> str:
     lines = [["study", "question", "found", "GPU", "date"]]
     for one in found:
         date = max(row["machine"]["date"] for row in one.rows)
-        said = findings.found(one.study, one.rows, one.report.notes)
-        lines.append([f"[{one.study}](#{one.study})", one.report.question, said, gpus(one.rows), date])
+        link = f"[{one.study}](#{one.study})"
+        lines.append([link, one.report.question, finding(one.report), gpus(one.rows), date])
     return markdown(lines, "l")
+
+
+def finding(report: Report) -> str:
+    """What a study found, in a sentence: its own, or else the first of its first note, if short."""
+    first = re.split(r"(?<=\.) (?=[A-Z])", report.notes[0])[0] if report.notes else ""
+    return report.found or (first if len(first) <= SHORT else "")
 
 
 def section(results: Path, found: list[Found]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from scripts.bench_points import DTYPES
 from scripts.studies import Report, Row, Table
 
 
@@ -25,23 +26,71 @@ def attention(rows: list[Row]) -> Report:
     notes = ["Every shape is in the pictures of each pass and, with errors and kernels, in the rows."]
     question = "How fast is each implementation at each shape, all of them in one process?"
     tables = [Table(title, lines)] if len(lines) > 1 else []
-    return Report(question, "python scripts/bench_attention.py", tables, notes=notes)
+    return Report(question, "python scripts/bench_attention.py", tables, notes=notes, found=_fastest(rows))
+
+
+def _fastest(rows: list[Row]) -> str:
+    """The fastest, and the fastest of ours, at the longest T with the wider heads of the README's table."""
+    from scripts.attention_report import is_peer, trusted
+    from scripts.summary import IN_TABLE, shown
+
+    panels = [(key, panel) for key, panel in shown(rows).items() if key[2] == IN_TABLE[-1]]
+    panels = [(key[0], panel) for key, panel in panels if key[0] in ("forward", "backward")]
+    longest = max((t for _, panel in panels for line in panel.values() for t in line), default=0)
+    speeds: dict[str, dict[str, float]] = {}
+    for passed, panel in panels:
+        for name, line in panel.items():
+            if longest in line and trusted(line[longest]["result"]):
+                speeds.setdefault(name, {})[passed] = line[longest]["result"]["tflops"]
+    both = {name: of for name, of in speeds.items() if len(of) == 2}
+    ours = {name: of for name, of in both.items() if not is_peer(name)}
+    if not ours:
+        return ""
+    said = []
+    for words, of in (("fastest", both), ("fastest of ours", ours)):
+        name = max(of, key=lambda name: of[name]["forward"])
+        said.append(f"{words} {name}, {of[name]['forward']:.0f} / {of[name]['backward']:.0f} TFLOP/s")
+    return f"D = {IN_TABLE[-1]}, T = {longest:,}, forward / backward: {'; '.join(said)}."
 
 
 def ladder(rows: list[Row]) -> Report:
     from scripts.bench_ladder import HEADS, by_heads, table
 
-    found = []
+    tables = []
     for passed in ("forward", "backward"):
         for causal in (True, False):
             title = (
                 f"{passed}, {'causal' if causal else 'full'}, batch 1, {HEADS[0]} heads, D = 128: ms, TFLOP/s"
             )
-            found.append(Table(title, cells(table(rows, passed, causal))))
+            tables.append(Table(title, cells(table(rows, passed, causal))))
     title = "fa1 and fa2 by the number of heads, forward, full, 4,096 tokens"
-    found.append(Table(title, cells(by_heads(rows, False))))
+    tables.append(Table(title, cells(by_heads(rows, False))))
     question = "What does each stage of the CUDA ladder gain, beside PyTorch's kernels?"
-    return Report(question, "python scripts/bench_ladder.py", [one for one in found if len(one.lines) > 1])
+    tables = [one for one in tables if len(one.lines) > 1]
+    return Report(question, "python scripts/bench_ladder.py", tables, found=_stages(rows))
+
+
+def _stages(rows: list[Row]) -> str:
+    """The first, the tiled and the last stage, and cuDNN, at the longest N that all have."""
+    from scripts.bench_ladder import HEAD_DIM, HEADS
+
+    names = {"cuda_naive": "naive", "cuda_tiled": "tiled", "cuda_fa2": "fa2", "sdpa_cudnn": "cuDNN"}
+    dtypes = {dtype: short for short, dtype in DTYPES.items()}
+    at: dict[int, dict[str, Row]] = {}
+    for row in rows:
+        p = row["point"]
+        shape = (p["pass"], p["causal"], p["heads"], p["head_dim"]) == ("forward", True, HEADS[0], HEAD_DIM)
+        if shape and row["result"]["status"] == "ok":
+            at.setdefault(p["seq_len"], {})[p["implementation"]] = row
+    full = [tokens for tokens, of in at.items() if names.keys() <= of.keys()]
+    if not full:
+        return ""
+    each = [
+        f"{word} {row['result']['ms_median']:.3g} ms ({dtypes[row['point']['dtype']]})"
+        for name, word in names.items()
+        for row in [at[max(full)][name]]
+    ]
+    return f"Forward at N = {max(full):,}: {', '.join(each)}."
 
 
 def training(rows: list[Row]) -> Report:
@@ -65,7 +114,20 @@ def training(rows: list[Row]) -> Report:
         "How fast does GPT-2 124M train, beside nanoGPT on the same machine?",
         "python scripts/bench_train.py --nanogpt nanoGPT/model.py",
         [Table(title, lines)],
+        found=_best_speed(rows),
     )
+
+
+def _best_speed(rows: list[Row]) -> str:
+    """The fastest of ours, beside nanoGPT."""
+    done = [row for row in rows if row["result"]["status"] == "ok"]
+    speeds = {row["point"]["implementation"]: row["result"]["tokens_per_s"] for row in done}
+    peer = speeds.pop("nanoGPT", None)
+    if not speeds:
+        return ""
+    best = max(speeds, key=speeds.__getitem__)
+    of = f", {speeds[best] / peer:.3f}x nanoGPT's" if peer else ""
+    return f"{speeds[best]:,.0f} tokens/s{of} ({best})."
 
 
 def generation(rows: list[Row]) -> Report:
@@ -75,9 +137,13 @@ def generation(rows: list[Row]) -> Report:
         start = [p["implementation"], *(f"{p[key]:,}" for key in ("batch", "prompt", "new_tokens"))]
         found = [f"{r[key]:,.0f}" for key in ("tokens_per_s", "prefill_tokens_per_s", "peak_mib") if key in r]
         lines.append([*start, *(found if r["status"] == "ok" else [r["status"]])])
-    title = f"{rows[0]['point']['model']}, {rows[0]['point']['dtype']}, a KV cache, compiled"
-    question = "How fast is text generated?"
-    return Report(question, "python scripts/bench_generate.py", [Table(title, lines)])
+    model, question = rows[0]["point"]["model"], "How fast is text generated?"
+    title = f"{model}, {rows[0]['point']['dtype']}, a KV cache, compiled"
+    done = [row for row in rows if row["result"]["status"] == "ok"]
+    speeds = {row["point"]["batch"]: row["result"]["tokens_per_s"] for row in done}
+    each = [f"{speed:,.0f} tokens/s in batches of {batch}" for batch, speed in sorted(speeds.items())]
+    said = f"{model}: {', '.join(each)}." if each else ""
+    return Report(question, "python scripts/bench_generate.py", [Table(title, lines)], found=said)
 
 
 def parity(rows: list[Row]) -> Report:
@@ -104,10 +170,12 @@ def characters(rows: list[Row]) -> Report:
         r = row["result"]
         figures = (f"{r[key]:,.{digits}f}" for key, digits in _CHARACTERS.items())
         lines.append([row["point"]["implementation"], *figures])
+    best = min((row["result"] for row in rows), key=lambda result: result["best_val_loss"])
     return Report(
         "What loss does a small model of characters reach on Shakespeare, and how soon?",
         "python train.py experiment=shakespeare_char",
         [Table("Validation loss, nats a character", lines)],
+        found=f"Validation loss {best['best_val_loss']:.4f} at best, in {best['wall_s']:.0f} s in all.",
     )
 
 

@@ -143,7 +143,22 @@ def report(rows: list[Row]) -> Report:
         "What does each stage of the CUDA ladder move and compute, beside what the GPU gives at most and "
         "what a model of its traffic expects?"
     )
-    return Report(question, "python scripts/roofline.py", grids(rows), pictures(rows), notes(rows))
+    command = "python scripts/roofline.py"
+    return Report(question, command, grids(rows), pictures(rows), notes(rows), finding(rows))
+
+
+def finding(rows: list[Row]) -> str:
+    """Bytes that the first and the last stage read, causal, D = 128, at the longest T counted of both."""
+    read = {
+        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"]["counters"][DRAM[0]] / 1e9
+        for row in rows
+        if row["result"].get("counters") and row["point"].get("causal") and row["point"]["head_dim"] == 128
+    }
+    both = [tokens for name, tokens in read if name == "cuda_naive" and ("cuda_fa2", tokens) in read]
+    if not both:
+        return ""
+    naive, fa2 = (read[name, max(both)] for name in ("cuda_naive", "cuda_fa2"))
+    return f"At T = {max(both):,} naive reads {naive:.0f} GB of DRAM, fa2 {fa2:.2f} GB."
 
 
 def _ceiling_lines(rows: list[Row]) -> Iterator[list[str]]:

@@ -38,6 +38,8 @@ class Report:
     tables:   the figures
     pictures: name -> SVG as text; "" is results/<study>/<gpu>.svg, any other <gpu>_<name>.svg
     notes:    a sentence each: what was found, computed from the rows, and what limits it
+    found:    the one with the figures that matter most, for the index of results/README.md; "": the first
+              sentence of the first note will do
     """
 
     question: str
@@ -45,6 +47,7 @@ class Report:
     tables: list[Table]
     pictures: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    found: str = ""
 
 
 def rows_path(study: str) -> Path:

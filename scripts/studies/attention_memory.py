@@ -187,11 +187,12 @@ class Study:
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.studies.parts.attention_memory_report import is_curve, notes, picture, tables
+    from scripts.studies.parts.attention_memory_report import finding, is_curve, notes, picture, tables
 
     rows = [row for row in rows if row["point"]["study"] == STUDY]
     drawn = any(is_curve(row) and row["result"]["status"] == "ok" for row in rows)
-    return Report(QUESTION, COMMAND, tables(rows), {"": picture(rows)} if drawn else {}, notes(rows))
+    pictures = {"": picture(rows)} if drawn else {}
+    return Report(QUESTION, COMMAND, tables(rows), pictures, notes(rows), finding(rows))
 
 
 def arguments() -> argparse.Namespace:

@@ -49,11 +49,12 @@ CHUNKS = 10  # processes for what compiles at every shape
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.studies.parts.attention_speed_plots import notes, pictures
+    from scripts.studies.parts.attention_speed_plots import finding, notes, pictures
     from scripts.studies.parts.attention_speed_report import tables
 
     rows = [row for row in rows if row["point"]["study"] == STUDY]
-    return Report(QUESTION, COMMAND, tables(rows), pictures(rows) if rows else {}, notes(rows))
+    drawn = pictures(rows) if rows else {}
+    return Report(QUESTION, COMMAND, tables(rows), drawn, notes(rows), finding(rows))
 
 
 def missing(point: Asked, rows: dict[str, Any]) -> dict[str, list[str]]:

@@ -56,11 +56,11 @@ Work = list[tuple[Shape, list[str]]]
 
 def report(rows: list[Row]) -> Report:
     """Tables, pictures and findings of the rows; nothing is measured."""
-    from scripts.studies.parts.backward_report import notes, pictures, tables
+    from scripts.studies.parts.backward_report import finding, notes, pictures, tables
 
     question = "Does a backward that computes P again beat one that has kept it?"
     command = "python scripts/studies/backward_recompute.py"
-    return Report(question, command, tables(rows), pictures(rows), notes(rows))
+    return Report(question, command, tables(rows), pictures(rows), notes(rows), finding(rows))
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -27,12 +27,28 @@ SMALL += (
     "optim.lr=3e-3",
     "sweep.seconds=1",
 )
+WHERE = {False: "where nothing is compiled", True: "where both are compiled"}
 
 
 def report(rows: list[Row]) -> Report:
     question = "How much faster does a short encoder without a causal mask train with fused attention?"
-    notes = [note for found in training.panels(rows).values() for note in compared(found)]
-    return training.report(rows, question, "python scripts/studies/encoder_short.py", notes)
+    panels = list(training.panels(rows).values())
+    notes = [note for found in panels for note in compared(found)]
+    times = [
+        f"{factor:.2f}x {words}"
+        for found in panels
+        for compiled, words in WHERE.items()
+        if (factor := gain(found, compiled))
+    ]
+    said = f"Fused: {', '.join(times)}." if times else ""
+    return training.report(rows, question, "python scripts/studies/encoder_short.py", notes, said)
+
+
+def gain(found: dict[tuple[str, bool], Row], compiled: bool) -> float | None:
+    """The speed of the fastest fused over that of attention written out."""
+    best = training.fastest({key: row for key, row in found.items() if key[1] == compiled})
+    base = found.get(("standard", compiled))
+    return training.speed(best) / training.speed(base) if best and base else None
 
 
 def compared(found: dict[tuple[str, bool], Row]) -> list[str]:
@@ -40,11 +56,10 @@ def compared(found: dict[tuple[str, bool], Row]) -> list[str]:
     from scripts.sweep_bars import kind, label
 
     notes = []
-    for compiled, words in ((False, "where nothing is compiled"), (True, "where both are compiled")):
+    for compiled, words in WHERE.items():
         mine = {key: row for key, row in found.items() if key[1] == compiled}
-        best, base = training.fastest(mine), mine.get(("standard", compiled))
-        if best and base:
-            times = training.speed(best) / training.speed(base)
+        best = training.fastest(mine)
+        if times := gain(found, compiled):
             notes.append(f"{label(best)} trains {times:.2f}x as fast as attention written out, {words}.")
         fused = [row for (name, _), row in mine.items() if kind(name) in ("ours", "library")]
         if len(fused) > 1:

@@ -53,10 +53,11 @@ Row = dict[str, Any]
 
 def report(rows: list[Row]) -> Report:
     """Tables, pictures and findings of the rows; nothing is measured."""
-    from scripts.studies.parts.numerics_report import notes, pictures, tables
+    from scripts.studies.parts.numerics_report import finding, notes, pictures, tables
 
     question = "Is tiled attention exact, is it stable in 16 bits, and does what one asks for run?"
-    return Report(question, "python scripts/studies/numerics.py", tables(rows), pictures(rows), notes(rows))
+    command = "python scripts/studies/numerics.py"
+    return Report(question, command, tables(rows), pictures(rows), notes(rows), finding(rows))
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

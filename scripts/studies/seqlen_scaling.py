@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from scripts.studies import Report, Row  # noqa: E402
 from scripts.studies.parts import training  # noqa: E402
 
+Lines = dict[str, dict[int, list[Row]]]  # by implementation and length
+
 EXPERIMENT = "seqlen_scaling"
 SMALL = ("model=tiny", "model.n_layer=1", "tokens_per_step=1024", "data.corpus.vocab_size=64")
 SMALL += ("data.corpus.n_tokens=4096", "sweep.grid.attention=[naive,sdpa]")
@@ -28,15 +30,26 @@ def report(rows: list[Row]) -> Report:
 
     question = "What does a longer context cost in training, and where does memory end?"
     mine = sweep_report.points(rows)
-    notes = []
-    for panel in sweep_report.panels(mine).values():
-        by_name = sweep_report.lines(panel)
-        notes += [*against_nanogpt(by_name), *where_memory_ends(by_name)]
-    return training.report(rows, question, "python scripts/studies/seqlen_scaling.py", notes)
+    lines = [sweep_report.lines(panel) for panel in sweep_report.panels(mine).values()]
+    notes = [note for by_name in lines for note in (*against_nanogpt(by_name), *where_memory_ends(by_name))]
+    said = finding(lines)
+    return training.report(rows, question, "python scripts/studies/seqlen_scaling.py", notes, said)
 
 
-def against_nanogpt(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
-    """The best implementation at each length, as a multiple of nanoGPT's speed there."""
+def finding(lines: list[Lines]) -> str:
+    """The least and the most of nanoGPT's speed at any length, and where standard attention ends."""
+    times = [(tokens, ratio) for by_name in lines for tokens, (ratio, _) in of_nanogpts(by_name).items()]
+    if not times:
+        return ""
+    lengths, ratios = zip(*times, strict=True)
+    said = f"The fastest is {min(ratios):.3f}x to {max(ratios):.3f}x nanoGPT's speed at T = "
+    said += f"{min(lengths):,} to {max(lengths):,}"
+    gone = [ends["naive"] for by_name in lines if "naive" in (ends := out_of_memory(by_name))]
+    return said + (f"; naive is out of memory at {min(gone):,}." if gone else ".")
+
+
+def of_nanogpts(by_name: Lines) -> dict[int, tuple[float, str]]:
+    """Length -> (the best speed as a multiple of nanoGPT's, whose it is)."""
     from scripts.sweep_report import trusted, works
 
     times = {}
@@ -50,23 +63,35 @@ def against_nanogpt(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
         if peer and ours:
             speed, name = max(ours)
             times[tokens] = (speed / training.speed(peer), name)
-    if not times:
+    return times
+
+
+def against_nanogpt(by_name: Lines) -> list[str]:
+    """The best implementation at each length."""
+    if not (times := of_nanogpts(by_name)):
         return []
     each = ", ".join(f"{name} {ratio:.3f}x at {tokens:,}" for tokens, (ratio, name) in sorted(times.items()))
     least = min(ratio for ratio, _ in times.values())
     return [f"The fastest is at least {least:.3f}x nanoGPT's speed at every length: {each}."]
 
 
-def where_memory_ends(by_name: dict[str, dict[int, list[Row]]]) -> list[str]:
+def out_of_memory(by_name: Lines) -> dict[str, int]:
+    """The least length at which one micro-batch does not fit, by name."""
+    gone = {
+        name: [tokens for tokens, rows in line.items() if rows[0]["result"]["status"] == "oom"]
+        for name, line in by_name.items()
+    }
+    return {name: min(lengths) for name, lengths in gone.items() if lengths}
+
+
+def where_memory_ends(by_name: Lines) -> list[str]:
     from scripts.sweep_report import works
 
     notes = []
-    for name, line in by_name.items():
-        gone = [tokens for tokens, rows in line.items() if rows[0]["result"]["status"] == "oom"]
-        fits = [tokens for tokens, rows in line.items() if works(rows)]
-        if gone:
-            most = f"; in smaller micro-batches it trains up to T = {max(fits):,}" if fits else ""
-            notes.append(f"{name} is out of memory at T = {min(gone):,} in one micro-batch{most}.")
+    for name, tokens in out_of_memory(by_name).items():
+        fits = [tokens for tokens, rows in by_name[name].items() if works(rows)]
+        most = f"; in smaller micro-batches it trains up to T = {max(fits):,}" if fits else ""
+        notes.append(f"{name} is out of memory at T = {tokens:,} in one micro-batch{most}.")
     longest = max(tokens for line in by_name.values() for tokens in line)
     goes_on = [
         n for n, line in by_name.items() if longest in line and works(line[longest]) is line[longest][0]

@@ -13,6 +13,7 @@ import pytest
 from scripts import html_report, results_page, results_tables
 from scripts.figures import Line, canvas, merged, panel, panels_of, svg, undrawn
 from scripts.studies import Report, Table
+from tests.running import ROOT
 
 
 def row(n, ms, study="probe", gpu="NVIDIA H200"):
@@ -64,6 +65,26 @@ def test_the_page_has_all_of_a_report(results):
     assert "- So." in text and "cpu" not in text
     other = "| plain | [1](plain/h200.jsonl) | NVIDIA H200 | 2026-11-21 | `python probe.py` |"
     assert other in text.split("## Other measurements")[1]
+
+
+def test_without_a_finding_the_first_sentence_stands_if_short():
+    def said(*notes, found=""):
+        return results_page.finding(Report("", "", [], notes=list(notes), found=found))
+
+    assert said("It is 1.5x. And more.", "Other.") == "It is 1.5x."
+    assert said("It is 1.5x.", found="It is 2x.") == "It is 2x."
+    assert said("x" * (results_page.SHORT + 1)) == said() == ""
+
+
+def test_every_committed_study_says_what_it_found_in_figures():
+    with undrawn():
+        reports = {one.study: one.report for one in results_page.reports(ROOT / "results")}
+    said = {study: results_page.finding(report) for study, report in reports.items()}
+    assert [study for study, words in said.items() if not re.search(r"\d", words)] == []
+    assert [study for study, words in said.items() if len(words) > results_page.SHORT] == []
+    rows = (ROOT / "results/shakespeare_char/h200.jsonl").read_text(encoding="utf-8").splitlines()
+    best = json.loads(rows[-1])["result"]["best_val_loss"]
+    assert said["shakespeare_char"].startswith(f"Validation loss {best:.4f} at best, in ")
 
 
 def test_pictures_are_drawn_where_they_do_not_show_their_rows(results):

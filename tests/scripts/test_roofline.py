@@ -118,11 +118,8 @@ def test_a_row_says_where_its_bytes_are_from() -> None:
     found = roofline.with_counters(result(), {"dram_read_bytes": 5e6, "dram_write_bytes": 1e6})
     assert (found["counters_from"], found["gb_per_s"]) == ("ncu", 3)
     found = roofline.with_counters(result(), "there is no ncu on the PATH")
-    assert (found["counters_from"], found["counters"], found["gb_per_s"]) == (
-        "the model: there is no ncu on the PATH",
-        None,
-        2,
-    )
+    said = "the model: there is no ncu on the PATH"
+    assert (found["counters_from"], found["counters"], found["gb_per_s"]) == (said, None, 2)
     oom = {"status": "oom", "reason": "CUDA out of memory"}
     assert roofline.with_counters(dict(oom), "x") == oom
 
@@ -130,11 +127,7 @@ def test_a_row_says_where_its_bytes_are_from() -> None:
 def result_of(point: Point, ms: float, counted: float | None) -> dict[str, Any]:
     """As `ladder.measured` would have it; counters are the model's times `counted`."""
     traffic = asdict(ladder.modelled(point, LAUNCHES[point.stage], H200))
-    model = {
-        "dram_read_bytes": traffic["dram_read"],
-        "dram_write_bytes": traffic["dram_write"],
-        "l2_bytes": traffic["l2"],
-    }
+    model = {f"{name}_bytes": traffic[name] for name in ("dram_read", "dram_write", "l2")}
     found = {
         "status": "ok",
         "ms_median": ms,
@@ -192,7 +185,11 @@ def test_pictures_from_rows(rows: Path) -> None:
 
 
 def test_tables_from_rows(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    roofline_report.tables(list(read(rows).values()))
+    found = list(read(rows).values())
+    assert roofline_report.finding(found) == "At T = 16,384 naive reads 90 GB of DRAM, fa2 0.44 GB."
+    naive = [row for row in found if row["point"]["implementation"] != "cuda_fa2"]
+    assert roofline_report.finding(naive) == ""
+    roofline_report.tables(found)
     said = capsys.readouterr().out
     assert "batch 1, 32 heads, D 128, causal: GB moved" in said
     assert "  softmax" in said and "7.125" in said

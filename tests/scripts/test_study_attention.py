@@ -176,6 +176,10 @@ def test_report_of_memory_on_a_gpu():
     titles = " ".join(table.title for table in report.tables)
     assert all(f"Claim {n}" in titles for n in (1, 2, 11, 12))
     assert any("standard out of memory at 64k" in note for note in report.notes)
+    assert report.found == (
+        "Forward and backward, memory grows as N^2.00 where scores are written, as N^1.00 elsewhere."
+    )
+    assert memory_report.finding(memory_rows(["triton"])) == ""
     assert "out of memory at 32k" in report.pictures[""] and "NVIDIA H200" in report.pictures[""]
 
 

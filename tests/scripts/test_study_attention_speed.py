@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -156,6 +157,18 @@ def test_report_of_speed_on_a_gpu():
     assert set(report.pictures) == {"", "short"} and "shaded" in report.pictures["short"]
     (wins,) = (note for note in report.notes if "it wins at N = 32 (standard, 1.74x)" in note)
     assert wins.startswith("Standard attention against the fastest") and "one sequence, device" in wins
+    assert report.found == (
+        "Forward, the fastest is 15.5x (N = 1,024) to 16.1x (N = 16,384) as fast as standard attention."
+    )
+
+
+def test_at_one_length_one_factor_is_told():
+    rows = [row for row in speed_rows(["standard", "triton"]) if row["point"]["seq_len"] == 2048]
+    assert re.fullmatch(
+        r"Forward, the fastest is \d+\.\dx \(N = 2,048\) as fast as standard attention\.",
+        attention_speed_plots.finding(rows),
+    )
+    assert attention_speed_plots.finding([]) == ""
 
 
 def test_a_wrong_kernel_is_no_winner():

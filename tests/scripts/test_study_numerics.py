@@ -176,7 +176,14 @@ def test_report_and_claims_from_rows_alone(measured, tmp_path):
     assert all(len(set(map(len, table.lines))) == 1 for table in report.tables)
     assert report.pictures[""].startswith("<?xml") and "NaN from x 2" in report.pictures[""]
     assert any("Online softmax is exact" in note for note in report.notes)
+    tiles = [row["result"] for row in rows_of(measured, "tiles")]
+    epsilons = [result["epsilons"] for result in tiles if result["status"] == "ok"]
+    asked = [row for row in rows_of(measured, "asked") if row["point"]["wants"]]
+    calls = [row["result"]["as_asked"] for row in asked if row["result"]["status"] == "ok"]
+    said = f"{calls.count(False)} of {len(calls)} calls ran another kernel than they asked for."
+    assert report.found == f"Exact within {max(epsilons):.1f} epsilons; {said}" and False in calls
     assert any("silently" in " ".join(line) for line in report.tables[-1].lines)
+    assert numerics.report([]).found == ""
     assert numerics.report([]).tables == [] and numerics.report([]).pictures == {}
 
     results = claimed(tmp_path / "as measured", rows)

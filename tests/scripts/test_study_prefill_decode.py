@@ -183,6 +183,11 @@ def test_report_of_rows(tmp_path: Path) -> None:
     assert "projection by itself has 910 FLOPs an element, Q K^T 102, softmax 2.5" in said
     assert "67,108,864 in a prefill of 8,192 tokens" in said and "Matrix products are 99.7%" in said
     assert "13b: a prefill reaches 90% of its best" in said
+    assert "; at 512 tokens 77% of what a cuBLAS product reaches." in said
+    assert found.found == (
+        "13b: a prefill of 512 tokens uses 77% of the compute, a decoding step 71% of the bandwidth and 0.4% "
+        "of the compute."
+    )
     few = [row for row in rows if row["point"]["model"] == "13b" and row["point"]["pass"] == "prefill"]
     pictures = prefill_decode_report.report(few).pictures
     assert list(pictures) == ["", "models"] and all(text.startswith("<?xml") for text in pictures.values())
@@ -202,7 +207,7 @@ def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
     assert "attention, triton" not in prefill_decode_report.utilisation(
         prefill_decode_report.parts_of(rows[0])
     )
-    assert prefill_decode_report.report([]).tables == []
+    assert prefill_decode_report.report([]).tables == [] and prefill_decode_report.report([]).found == ""
 
 
 @pytest.mark.gpu

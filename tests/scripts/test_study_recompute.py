@@ -17,7 +17,7 @@ from scripts.claims.exactness import recomputed
 from scripts.contestants import Field
 from scripts.rows import read
 from scripts.studies import backward_recompute
-from scripts.studies.parts import backward_work
+from scripts.studies.parts import backward_report, backward_work
 from scripts.studies.parts.backward_bench import kept_mib
 from scripts.studies.parts.backward_work import KINDS, NOT_YET, contestants, counted, flops_done, model_bytes
 
@@ -162,9 +162,7 @@ def test_counters_come_into_rows_that_have_none(tmp_path, monkeypatch, capsys, t
     for _ in range(2):  # the second time there is nothing to do
         backward_recompute.count(asked, (64,), out)
     assert seen == [[("naive", asked[0][0])]]
-    results = {
-        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"] for row in read(out).values()
-    }
+    results = {(r["point"]["implementation"], r["point"]["seq_len"]): r["result"] for r in read(out).values()}
     assert results["naive", 128]["counters_from"] == results["tiled", 64]["counters_from"] == NOT_YET
     got = results["naive", 64]
     if there:
@@ -242,12 +240,10 @@ def test_report_of_a_gpu():
     head, first = work.lines[:2]
     assert first[:2] == ["sdpa_flash", "again"] and first[head.index("DRAM, GB backward")] == "0.5"
     said = " ".join(report.notes)
-    assert (
-        "3.0x at N = 4k (sdpa_flash over naive)" in said and "20 times fewer bytes of DRAM (by ncu)" in said
-    )
+    assert "3.0x at N = 4k (sdpa_flash over naive)" in said and "2.00x the time" in said
+    assert "20 times fewer bytes of DRAM (by ncu)" in said and "saves memory, not time" in said
     # half of 4 x 16 x 4096^2 in 2 bytes, twice, at 4,000 GB/s
     assert f"takes {1e3 * 64 * 4096**2 * 2 / 4000e9:.3g} ms at a copy's speed" in said
-    assert "2.00x the time" in said and "saves memory, not time" in said
     assert "counted by ncu" in report.pictures[""]
     assert backward_recompute.report([]).tables == [] and backward_recompute.report([]).pictures == {}
 
@@ -262,6 +258,8 @@ def test_the_claim_in_part(tmp_path):
     fakes[1]["result"]["ms_median"] *= 10  # then the checkpointed one is the fastest, at half the speed
     found = claimed(tmp_path, fakes)
     assert found.verdict == IN_PART and found.figure.startswith("0.5 to 3.0x")
+    said = "To compute P again is 0.5x (N = 1k) to 3.0x (N = 4k) as fast as to keep it."
+    assert backward_report.finding(fakes) == said
     with pytest.raises(NotMeasured):
         recomputed(Results(tmp_path / "nothing"))
 

@@ -49,6 +49,7 @@ def test_end_to_end():
     )
     assert "3.00x Hugging Face's with SDPA, 1.80x ours with standard attention, compiled too" in note
     assert note.endswith("and 2.58x where neither is compiled (triton).")
+    assert report.found == "gpt2: 4.50x its eager speed, 1.80x by attention alone."
     ElementTree.fromstring(report.pictures[""])
     assert "450,000  4.50x  0.0 GiB" in re.findall(r"<!-- (.*?) -->", report.pictures[""])
 
@@ -87,6 +88,7 @@ def test_a_short_encoder():
     assert (
         report.notes[2].startswith("triton, compiled trains 1.80x") and "both are compiled" in report.notes[2]
     )
+    assert report.found == "Fused: 2.58x where nothing is compiled, 1.80x where both are compiled."
 
 
 def test_where_memory_ends_and_how_nanogpt_compares():
@@ -110,6 +112,12 @@ def test_where_memory_ends_and_how_nanogpt_compares():
         "= 2,048.",
         "To T = 2,048 in one micro-batch: cuda, nanoGPT, sdpa.",
     ]
+    assert report.found == (
+        "The fastest is 1.100x to 1.125x nanoGPT's speed at T = 1,024 to 2,048; naive is out of memory at "
+        "2,048."
+    )
+    alone = [row for row in rows if row["point"]["implementation"] != "nanoGPT"]
+    assert seqlen_scaling.report(alone).found == ""
     assert len(report.tables) == 2 and not sweep_report.at_one_length(rows)
 
 

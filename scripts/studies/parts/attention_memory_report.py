@@ -238,13 +238,18 @@ def groups(lines: dict[str, Series]) -> list[tuple[list[str], str]]:
     return found
 
 
+def fits(rows: list[Row], passed: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Exponents of a pass by implementation: of those that grow with the square, and of the others."""
+    known = {name: exponent(measured(of)) for name, of in series(rows, passed).items()}
+    known = {name: fit for name, fit in known.items() if fit is not None}
+    steep = {name: fit for name, fit in known.items() if fit > 1.5}
+    return steep, {name: fit for name, fit in known.items() if name not in steep}
+
+
 def notes(rows: list[Row]) -> list[str]:
     found = []
     for passed, said in PASSES.items():
-        fits = {name: exponent(measured(of)) for name, of in series(rows, passed).items()}
-        fits = {name: fit for name, fit in fits.items() if fit is not None}
-        for steep in (True, False):
-            group = {name: fit for name, fit in fits.items() if (fit > 1.5) == steep}
+        for group in fits(rows, passed):
             if group:
                 low, high = min(group.values()), max(group.values())
                 found.append(f"{said}: exponents of {low:.2f} to {high:.2f}: {', '.join(group)}.")
@@ -253,3 +258,13 @@ def notes(rows: list[Row]) -> list[str]:
             found.append(f"{said}: {'; '.join(f'{name} {end}' for name, end in ends.items())}.")
     doubtful = {row["result"]["verdict"] for row in rows if not row["result"].get("kernels_ok", True)}
     return found + [f"Not the kernels asked for: {words}" for words in sorted(doubtful)]
+
+
+def finding(rows: list[Row]) -> str:
+    """The largest exponents of forward and backward, where there are both kinds."""
+    steep, others = fits(rows, "both")
+    if not (steep and others):
+        return ""
+    square, linear = max(steep.values()), max(others.values())
+    said = "Forward and backward, memory grows as"
+    return f"{said} N^{square:.2f} where scores are written, as N^{linear:.2f} elsewhere."

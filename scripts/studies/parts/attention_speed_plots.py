@@ -24,6 +24,8 @@ from scripts.studies.parts.attention_speed_report import (
 )
 from scripts.studies.parts.speed_points import SHORT
 
+LENGTHS = (1024, 2048, 16384)  # N of the notes on standard attention
+
 
 def pictures(rows: list[Row]) -> dict[str, str]:
     """ "" speed over N; "short" microseconds at short N. What there is no row of is not drawn."""
@@ -133,16 +135,35 @@ def notes(rows: list[Row]) -> list[str]:
         for outcome, where in outcomes.items()
     ]
     found += faster
-    for n in (1024, 2048, 16384):
-        for passed in ("forward", "both"):
-            of = pick(rows, passed=passed, **paper(n, 64, True))
-            standard = timed(of.get("standard"))
-            fast = {name: row["result"]["ms_median"] for name, row in of.items() if trusted(row["result"])}
-            best = min(fast, key=fast.get, default="standard")
-            if standard and best != "standard":
-                factor = standard / fast[best]
-                found.append(f"N = {n:,}, {PASSES[passed]}: {best} is {factor:.1f}x as fast as standard.")
+    fastest = {passed: best(rows, passed) for passed in ("forward", "both")}
+    for n in LENGTHS:
+        for passed, of in fastest.items():
+            if n in of:
+                name, factor = of[n]
+                found.append(f"N = {n:,}, {PASSES[passed]}: {name} is {factor:.1f}x as fast as standard.")
     return found + doubts(rows)
+
+
+def best(rows: list[Row], passed: str) -> dict[int, tuple[str, float]]:
+    """N -> (the fastest that may be trusted, times as fast as standard attention), where it is another."""
+    found = {}
+    for n in LENGTHS:
+        of = pick(rows, passed=passed, **paper(n, 64, True))
+        standard = timed(of.get("standard"))
+        fast = {name: row["result"]["ms_median"] for name, row in of.items() if trusted(row["result"])}
+        name = min(fast, key=fast.get, default="standard")
+        if standard and name != "standard":
+            found[n] = name, standard / fast[name]
+    return found
+
+
+def finding(rows: list[Row]) -> str:
+    """The fastest forward against standard attention, at the shortest and at the longest N of the notes."""
+    found = best(rows, "forward")
+    if not found:
+        return ""
+    each = [f"{found[n][1]:.1f}x (N = {n:,})" for n in sorted({min(found), max(found)})]
+    return f"Forward, the fastest is {' to '.join(each)} as fast as standard attention."
 
 
 def doubts(rows: list[Row]) -> list[str]:

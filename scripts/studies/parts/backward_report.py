@@ -184,13 +184,26 @@ def speed(of: Panel, rows: list[Row]) -> str:
     said = []
     for n, (kept, again) in pairs(rows).items():
         names = [row["point"]["implementation"] for row in (again, kept)]
-        ratio = kept["result"]["ms_median"] / again["result"]["ms_median"]
-        said.append(f"{ratio:.1f}x at N = {thousands(n)} ({names[0]} over {names[1]})")
+        said.append(f"{gain(kept, again):.1f}x at N = {thousands(n)} ({names[0]} over {names[1]})")
     return (
         f"{SHORT[of[0]]}, D = {of[1]}: P again over P kept, the fastest of each: {', '.join(said)}."
         if said
         else ""
     )
+
+
+def gain(kept: Row, again: Row) -> float:
+    """Times as fast to compute P again."""
+    return kept["result"]["ms_median"] / again["result"]["ms_median"]
+
+
+def finding(rows: list[Row]) -> str:
+    """At the shortest and at the longest N of the first panel that has both."""
+    found = next((both for mine in panels(rows).values() if (both := pairs(mine))), {})
+    if not found:
+        return ""
+    each = [f"{gain(*found[n]):.1f}x (N = {thousands(n)})" for n in sorted({min(found), max(found)})]
+    return f"To compute P again is {' to '.join(each)} as fast as to keep it."
 
 
 def bytes_moved(of: Panel, rows: list[Row]) -> str:

@@ -20,7 +20,7 @@ def report(rows: list[Row], draw: bool = True) -> Report:
     tables = [counts(rows), caches(rows), tokens(steps), sums(steps), checks(rows, steps), growth(steps)]
     tables = [table for table in tables if len(table.lines) > 1]
     pictures = {"": picture(rows, steps)} if draw and steps.lengths else {}
-    return Report(QUESTION, COMMAND, tables, pictures, notes(rows, steps))
+    return Report(QUESTION, COMMAND, tables, pictures, notes(rows, steps), finding(steps))
 
 
 def counts(rows: list[Row]) -> Table:
@@ -116,9 +116,8 @@ def notes(rows: list[Row], steps: Steps) -> list[str]:
         )
     found += [measured_factor(rows, new) for new in (100, 512, 1024)]
     found.append(large_cache(rows))
-    full = [new for new in steps.lengths if steps.four(new)]
-    if full and len(steps.names) == 2:
-        found.append(stacked(steps, full[-1]))
+    if (longest := longest_of_four(steps)) is not None:
+        found.append(stacked(steps, longest))
         longer = {way: halves(steps.totals(way))[1] for way in steps.ways}
         powers = [f"{p:.2f} ({said(way)})" for way, of in longer.items() if (p := exponent(of)) is not None]
         if powers:
@@ -130,6 +129,20 @@ def notes(rows: list[Row], steps: Steps) -> list[str]:
     bad = [row for row in rows if row["result"]["status"] != "ok" or wrong(row["result"])]
     found += [f"Left out: {described(row)}" for row in bad]
     return [note for note in found if note]
+
+
+def longest_of_four(steps: Steps) -> int | None:
+    """The most tokens that all four ways were timed for."""
+    full = [new for new in steps.lengths if steps.four(new)]
+    return full[-1] if full and len(steps.names) == 2 else None
+
+
+def finding(steps: Steps) -> str:
+    if (new := longest_of_four(steps)) is None:
+        return ""
+    saved, tiled = factors(steps.four(new), steps.names), steps.names[1]
+    each = f"{saved['cache']:.1f}x, {tiled} {saved['tiled']:.1f}x, both {saved['both']:.1f}x"
+    return f"Over {new:,} tokens the cache saves {each}."
 
 
 def stacked(steps: Steps, new: int) -> str:

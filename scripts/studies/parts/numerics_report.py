@@ -178,12 +178,16 @@ def exact_note(rows: list[Row]) -> str:
     for dtype in (d for d in SHORT if d in unique(found, "dtype")):
         mine = [row["result"]["epsilons"] for row in found if row["point"]["dtype"] == dtype]
         said.append(f"{max(mine):.1f} in {SHORT[dtype]}")
-    every = [row["result"]["epsilons"] for row in of_part(rows, "tiles")]
     number = len({str(row["point"]["tile"]) for row in found})
     return (
         f"Online softmax is exact but for rounding: with {number} sizes of tiles the error of `tiled` is at "
-        f"most {', '.join(said)} epsilons of the largest value; of all implementations {max(every):.1f}."
+        f"most {', '.join(said)} epsilons of the largest value; of all implementations {worst(rows):.1f}."
     )
+
+
+def worst(rows: list[Row]) -> float:
+    """The largest error of all tiles of all implementations, in epsilons."""
+    return max(row["result"]["epsilons"] for row in of_part(rows, "tiles"))
 
 
 def first_bad(rows: list[Row], name: str, dtype: str) -> tuple[Any, dict[str, Any]] | None:
@@ -264,11 +268,16 @@ STABILITY_NOTES = (
 )  # fmt: skip
 
 
-def asked_note(rows: list[Row]) -> str:
+def with_wishes(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Calls that ran and had asked for a kernel, and those of them that took another."""
     found = [row for row in of_part(rows, "asked") if row["point"]["wants"]]
+    return found, [row for row in found if not row["result"]["as_asked"]]
+
+
+def asked_note(rows: list[Row]) -> str:
+    found, wrong = with_wishes(rows)
     if not found:
         return ""
-    wrong = [row for row in found if not row["result"]["as_asked"]]
     silent = [row for row in wrong if not row["result"]["said"]]
     named_ = dict.fromkeys(row["point"]["implementation"] for row in wrong)
     refused = [
@@ -277,3 +286,11 @@ def asked_note(rows: list[Row]) -> str:
     said = f"{len(wrong)} of {len(found)} calls that ran took another kernel than they asked for"
     said += f", {len(silent)} of them without a word ({'; '.join(named_)})" if wrong else ""
     return f"{said}; {len(refused)} were refused with a reason. Only the kernels' names tell."
+
+
+def finding(rows: list[Row]) -> str:
+    found, wrong = with_wishes(rows)
+    if not (found and of_part(rows, "tiles", implementation="tiled")):
+        return ""
+    calls = f"{len(wrong)} of {len(found)} calls ran another kernel than they asked for"
+    return f"Exact within {worst(rows):.1f} epsilons; {calls}."

@@ -97,7 +97,7 @@ def report(rows: list[Row], draw: bool = True) -> Report:
 
         pictures["models"] = lengths(whole)
     found = [table for table in tables if len(table.lines) > 1]
-    return Report(QUESTION, COMMAND, found, pictures, notes(rows, whole, layers))
+    return Report(QUESTION, COMMAND, found, pictures, notes(rows, whole, layers), finding(whole))
 
 
 def models(whole: list[Row], phase: str) -> Table:
@@ -159,14 +159,30 @@ def saturation(whole: list[Row], model: str) -> tuple[int, float, int] | None:
     return min(t for t, rate in rates.items() if rate >= SATURATED * best), best, max(rates)
 
 
-def at_512(whole: list[Row], model: str) -> str:
+def at_512(whole: list[Row], model: str) -> float | None:
+    """The share of the compute that the model's prefill of 512 tokens uses."""
     for row in whole:
-        if row["point"]["pass"] == "prefill" and (row["point"]["model"], row["point"]["seq_len"]) == (
-            model,
-            512,
-        ):
-            compute = share(row["result"], row["result"]["ceilings"])[0]
-            return f"; at 512 tokens {compute:.0%} of what a cuBLAS product reaches"
+        p, result = row["point"], row["result"]
+        if (p["pass"], p["model"], p["seq_len"]) == ("prefill", model, 512):
+            return share(result, result["ceilings"])[0]
+    return None
+
+
+def of_one_row(whole: list[Row]) -> list[Row]:
+    """Decoding without a batch."""
+    return [row for row in whole if (row["point"]["pass"], row["point"]["batch"]) == ("decode", 1)]
+
+
+def finding(whole: list[Row]) -> str:
+    """Of the last model that decodes, the largest."""
+    for row in of_one_row(whole)[-1:]:
+        model = row["point"]["model"]
+        compute, bandwidth = share(row["result"], row["result"]["ceilings"])
+        if (prefill := at_512(whole, model)) is not None:
+            return (
+                f"{model}: a prefill of 512 tokens uses {prefill:.0%} of the compute, a decoding step "
+                f"{bandwidth:.0%} of the bandwidth and {compute:.1%} of the compute."
+            )
     return ""
 
 
@@ -176,18 +192,19 @@ def notes(rows: list[Row], whole: list[Row], layers: list[Row]) -> list[str]:
         if (reached := saturation(whole, model)) is not None:
             tokens, best, longest = reached
             limit = ", the longest tried: it may not be saturated" if tokens == longest else ""
+            if (short := at_512(whole, model)) is not None:
+                limit += f"; at 512 tokens {short:.0%} of what a cuBLAS product reaches"
             found.append(
                 f"{model}: a prefill reaches {SATURATED:.0%} of its best, {best:.3g} TFLOP/s, at {tokens:,} "
-                f"tokens{limit}{at_512(whole, model)}."
+                f"tokens{limit}."
             )
-    for row in whole:
-        result, one = row["result"], row["point"]["pass"] == "decode" and row["point"]["batch"] == 1
-        if one:
-            compute, bandwidth = share(result, result["ceilings"])
-            found.append(
-                f"{row['point']['model']}: decoding one row uses {bandwidth:.0%} of the bandwidth and "
-                f"{compute:.1%} of the compute, at {intensity(result):.1f} FLOP/byte."
-            )
+    for row in of_one_row(whole):
+        result = row["result"]
+        compute, bandwidth = share(result, result["ceilings"])
+        found.append(
+            f"{row['point']['model']}: decoding one row uses {bandwidth:.0%} of the bandwidth and "
+            f"{compute:.1%} of the compute, at {intensity(result):.1f} FLOP/byte."
+        )
     found += [units(row) for row in layers if row["point"]["model"] == BERT]
     scores = 8192**2
     found.append(

@@ -36,14 +36,14 @@ def run(experiment: str, doc: str, small: Sequence[str], report: Callable[[list[
         print(*(f"- {note}" for note in report(rows).notes), sep="\n")
 
 
-def report(rows: list[Row], question: str, command: str, notes: list[str]) -> Report:
+def report(rows: list[Row], question: str, command: str, notes: list[str], found: str) -> Report:
     from scripts import sweep_report
     from scripts.figures import digest, drawing
 
     rows = sweep_report.points(rows)
     tables = [Table(title, cells) for title, cells in sweep_report.grids(rows)]
     picture = sweep_report.picture(rows) if drawing() else f"rows {digest(rows)}"
-    return Report(question, command, tables, {"": picture}, [*notes, *sweep_report.doubts(rows)])
+    return Report(question, command, tables, {"": picture}, [*notes, *sweep_report.doubts(rows)], found)
 
 
 def panels(rows: list[Row]) -> dict[str, dict[tuple[str, bool], Row]]:

@@ -1,0 +1,81 @@
+"""What the measurements that are no module of scripts/studies say that they found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts import results_tables
+from tests.scripts.test_attention_report import made
+
+
+def test_of_attention_the_fastest_and_the_fastest_of_ours_that_may_be_trusted() -> None:
+    def both(name: str, forward: float, **result: Any) -> list[dict[str, Any]]:
+        rows = []
+        for passed, tflops in (("forward", forward), ("backward", forward / 2)):
+            row = made(name, 1.0, **result, tflops=tflops)
+            row["point"] = row["point"] | {"pass": passed, "head_dim": 128}
+            row["machine"] = row["machine"] | {"torch": "2.11.0", "triton": "3.6.0"}
+            rows.append(row)
+        return rows
+
+    rows = [
+        *both("flash4", 700),
+        *both("triton", 500),
+        *both("cuda_fa2", 300),
+        *both("sdpa", 900, error_ratio=2.0),
+    ]
+    assert results_tables.attention(rows).found == (
+        "D = 128, T = 1,024, forward / backward: fastest flash4, 700 / 350 TFLOP/s; fastest of ours triton, "
+        "500 / 250 TFLOP/s."
+    )
+    assert results_tables.attention(both("flash4", 700)).found == ""
+
+
+def test_of_the_ladder_only_stages_of_one_length_with_their_dtypes() -> None:
+    point = {"pass": "forward", "causal": True, "heads": 32, "head_dim": 128}
+    rows = [
+        {"point": point | {"implementation": name, "seq_len": n, "dtype": dtype},
+         "result": {"status": status, "ms_median": ms * n, "tflops": 1.0}}
+        for name, dtype, ms in (("cuda_naive", "float32", 8), ("cuda_tiled", "float32", 4),
+                                ("cuda_fa2", "bfloat16", 2), ("sdpa_cudnn", "bfloat16", 1))
+        for n, status in ((4, "ok"), (8, "oom" if name == "cuda_naive" else "ok"))
+    ]  # fmt: skip
+    assert results_tables.ladder(rows).found == (
+        "Forward at N = 4: naive 32 ms (fp32), tiled 16 ms (fp32), fa2 8 ms (bf16), cuDNN 4 ms (bf16)."
+    )
+    assert results_tables.ladder(rows[2:]).found == ""
+
+
+def test_of_training_the_fastest_of_ours_beside_nanogpt() -> None:
+    point = {"model": "gpt2", "seq_len": 1024, "tokens_per_step": 65536, "dtype": "bf16-mixed"}
+    figures = {"mfu": 0.5, "ms_median": 2.0, "ms_p10": 1.9, "ms_p90": 2.1, "peak_mib": 10.0}
+    speeds = {"nanoGPT": 1000.0, "auto": 1015.0, "naive": 300.0}
+    rows = [
+        {"point": point | {"implementation": name},
+         "result": {"status": "ok", "tokens_per_s": speed} | figures}
+        for name, speed in speeds.items()
+    ]  # fmt: skip
+    assert results_tables.training(rows).found == "1,015 tokens/s, 1.015x nanoGPT's (auto)."
+    assert results_tables.training(rows[1:]).found == "1,015 tokens/s (auto)."
+    assert results_tables.training(rows[:1]).found == ""
+
+
+def test_of_generation_the_speed_by_batch() -> None:
+    point = {"model": "gpt2", "dtype": "bfloat16", "implementation": "auto", "prompt": 64, "new_tokens": 256}
+    rows = [
+        {"point": point | {"batch": batch}, "result": {"status": status, "tokens_per_s": 1000.0 * batch}}
+        for batch, status in ((32, "ok"), (1, "ok"), (64, "oom"))
+    ]
+    said = "gpt2: 1,000 tokens/s in batches of 1, 32,000 tokens/s in batches of 32."
+    assert results_tables.generation(rows).found == said
+    assert results_tables.generation(rows[2:]).found == ""
+
+
+def test_of_characters_the_best_loss_with_its_time() -> None:
+    rest = {"last_val_loss": 1.6, "ms_median": 9.0, "peak_mib": 100.0}
+    rows = [
+        {"point": {"implementation": name}, "result": {"best_val_loss": loss, "wall_s": seconds} | rest}
+        for name, loss, seconds in (("sdpa", 1.4712, 50.0), ("triton", 1.4574, 64.2))
+    ]
+    said = "Validation loss 1.4574 at best, in 64 s in all."
+    assert results_tables.characters(rows).found == said
