@@ -150,7 +150,8 @@ def test_determinism_where_declared(name: str, device: str, case: Case) -> None:
         return out, *torch.autograd.grad(out, leaves, inputs.dout)
 
     first = call()
-    for _ in range(5 if device == "cpu" else 200):
+    once = name == "triton"  # on a CPU: its interpreter takes one program after the other
+    for _ in range(200 if device == "cuda" else 1 if once else 5):
         assert all(map(torch.equal, call(), first))
 
 
@@ -162,7 +163,7 @@ def test_dropout_in_expectation(name: str, device: str) -> None:
     inputs = make_inputs(Case("dropout", 16, 16, 32), device, dtype)
     q, k, v = inputs.q.detach(), inputs.k.detach(), inputs.v.detach()
     # A call in triton's interpreter takes 0.1 s; its mask is naive's, by value, in tests/ops/test_library.py.
-    n = 50 if name == "triton" and device == "cpu" else 400
+    n = 25 if name == "triton" and device == "cpu" else 400
     torch.manual_seed(0)
     draws = torch.stack([attention(q, k, v, dropout_p=0.3).double() for _ in range(n)])
     torch.manual_seed(0)
