@@ -30,7 +30,7 @@ from scripts.studies.parts.long_range_accuracy import (
     plateau,
     student,
 )
-from scripts.studies.parts.long_range_report import report, speed_ups
+from scripts.studies.parts.long_range_report import EARLIER, notes, report, speed_ups
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
@@ -225,6 +225,7 @@ def test_rows_of_another_schedule_are_not_mixed() -> None:
     for row in before:
         row["point"] = {k: v for k, v in row["point"].items() if k not in ("schedule", "qk_norm")}
     assert groups(before)[0].accuracies == STUCK["standard"]
+    assert EARLIER in notes(before, groups(before)) and EARLIER not in notes(after, groups(after))
     first = next(row for row in after if row["point"]["measured"] == "accuracy")
     assert [group.rows for group in groups([*before, first])] == [[first]]
     assert [row["key"] for row in before if row["point"]["measured"] == "speed"] == [
