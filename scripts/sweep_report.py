@@ -60,6 +60,19 @@ def works(rows: list[Row]) -> Row | None:
     return next((row for row in rows if row["result"]["status"] == "ok"), None)
 
 
+def beside(row: Row, rows: list[Row], name: str = "nanoGPT") -> Row | None:
+    """The peer's row with a time at the row's T: of the same commit where there is one, as sweeps of other
+    days may have had different machines (two H200s differed by 2%), else the newest."""
+    of_peer = [
+        each
+        for each in rows
+        if each["point"]["implementation"] == name and each["point"]["seq_len"] == row["point"]["seq_len"]
+    ]
+    timed = [each for each in of_peer if each["result"]["status"] == "ok"]
+    same = [each for each in timed if each["machine"].get("commit") == row["machine"].get("commit")]
+    return (same or timed or [None])[-1]
+
+
 def trusted(result: dict[str, Any]) -> bool:
     """Unless the evidence is against it; nanoGPT was asked for no kernel, so that there is none to miss."""
     return result.get("kernels_ok", True) and result.get("learns", True)
@@ -87,12 +100,12 @@ def grids(rows: list[Row]) -> list[tuple[str, list[list[str]]]]:
         by_name = lines(mine)
         lengths = sorted({tokens for line in by_name.values() for tokens in line})
 
-        def speed(row: Row, by_name: dict[str, Line] = by_name) -> str:
-            result, tokens = row["result"], row["point"]["seq_len"]
+        def speed(row: Row, mine: list[Row] = mine) -> str:
+            result = row["result"]
             text = f"{result['tokens_per_s']:,.0f}"
             text += f", {100 * result['mfu']:.0f}%" if result.get("mfu") else ""
-            peer = works(by_name.get("nanoGPT", {}).get(tokens, []))
-            if peer is None or peer is row:
+            peer = beside(row, mine)
+            if peer is None or row["point"]["implementation"] == "nanoGPT":
                 return text
             return f"{text}, {result['tokens_per_s'] / peer['result']['tokens_per_s']:.2f}x"
 

@@ -144,7 +144,8 @@ def recomputed(results: Results) -> Answer:
             ratios += [ratio for ratio, _ in here]
             least, most = min(here), max(here)
             of = f"{backward_report.SHORT[dtype]}, D = {dim}"
-            said.append(f"{of}: {least[0]:.1f}x (N = {least[1]}) to {most[0]:.1f}x (N = {most[1]})")
+            said.append(f"{of}: {least[0]:.1f}x (N = {least[1]})")
+            said[-1] += f" to {most[0]:.1f}x (N = {most[1]})" * (len(here) > 1)
     if not ratios:
         raise missing("backward_recompute", passed="backward")
     # "More than paid for": faster and with fewer bytes wherever it was measured.

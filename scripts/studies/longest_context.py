@@ -9,8 +9,8 @@ step does not, nor one that computes its loss --loss-chunk tokens at a time; pre
 step that would take longer than --limit-s is not tried: memory is then not what ends that context, and a row
 says so.
 
-By default 4 implementations, 8 searches of 2 to 4 processes, 10 to 30 s each: about 8 minutes of a GPU;
---attention naive triton: 2.5 minutes. About claims 1 and 2 of results/CLAIMS.md.
+By default 4 implementations, 8 searches of 2 to 6 processes, 10 to 35 s each: about 13 minutes of an H200;
+--attention naive triton: 5 minutes. About claims 1 and 2 of results/CLAIMS.md.
 
 A row: point has implementation, seq_len, model, compile, checkpointing, micro_batch 1, and where it is not 0
 loss_chunk; result has status (ok

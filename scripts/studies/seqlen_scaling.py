@@ -29,46 +29,46 @@ def report(rows: list[Row]) -> Report:
     from scripts import sweep_report
 
     question = "What does a longer context cost in training, and where does memory end?"
-    mine = sweep_report.points(rows)
-    lines = [sweep_report.lines(panel) for panel in sweep_report.panels(mine).values()]
-    notes = [note for by_name in lines for note in (*against_nanogpt(by_name), *where_memory_ends(by_name))]
-    said = finding(lines)
-    return training.report(rows, question, "python scripts/studies/seqlen_scaling.py", notes, said)
+    panels = list(sweep_report.panels(sweep_report.points(rows)).values())
+    notes = []
+    for panel in panels:
+        notes += [*against_nanogpt(panel), *where_memory_ends(sweep_report.lines(panel))]
+    return training.report(rows, question, "python scripts/studies/seqlen_scaling.py", notes, finding(panels))
 
 
-def finding(lines: list[Lines]) -> str:
+def finding(panels: list[list[Row]]) -> str:
     """The least and the most of nanoGPT's speed at any length, and where standard attention ends."""
-    times = [(tokens, ratio) for by_name in lines for tokens, (ratio, _) in of_nanogpts(by_name).items()]
+    from scripts.sweep_report import lines
+
+    times = [(tokens, ratio) for panel in panels for tokens, (ratio, _) in of_nanogpts(panel).items()]
     if not times:
         return ""
     lengths, ratios = zip(*times, strict=True)
     said = f"The fastest is {min(ratios):.3f}x to {max(ratios):.3f}x nanoGPT's speed at T = "
     said += f"{min(lengths):,} to {max(lengths):,}"
-    gone = [ends["naive"] for by_name in lines if "naive" in (ends := out_of_memory(by_name))]
+    gone = [ends["naive"] for panel in panels if "naive" in (ends := out_of_memory(lines(panel)))]
     return said + (f"; naive is out of memory at {min(gone):,}." if gone else ".")
 
 
-def of_nanogpts(by_name: Lines) -> dict[int, tuple[float, str]]:
-    """Length -> (the best speed as a multiple of nanoGPT's, whose it is)."""
-    from scripts.sweep_report import trusted, works
+def of_nanogpts(panel: list[Row]) -> dict[int, tuple[float, str]]:
+    """Length -> (the best speed as a multiple of nanoGPT's beside it, whose it is)."""
+    from scripts.sweep_report import beside, lines, trusted, works
 
-    times = {}
-    for tokens, rows in by_name.get("nanoGPT", {}).items():
-        peer = works(rows)
-        ours = [
-            (training.speed(row), name)
-            for name, line in by_name.items()
-            if name != "nanoGPT" and (row := works(line.get(tokens, []))) and trusted(row["result"])
-        ]
-        if peer and ours:
-            speed, name = max(ours)
-            times[tokens] = (speed / training.speed(peer), name)
+    times: dict[int, tuple[float, str]] = {}
+    for name, line in lines(panel).items():
+        for tokens, rows in line.items():
+            row = works(rows)
+            if name == "nanoGPT" or row is None or not trusted(row["result"]):
+                continue
+            if peer := beside(row, panel):
+                ratio = training.speed(row) / training.speed(peer)
+                times[tokens] = max(times.get(tokens, (0.0, "")), (ratio, name))
     return times
 
 
-def against_nanogpt(by_name: Lines) -> list[str]:
+def against_nanogpt(panel: list[Row]) -> list[str]:
     """The best implementation at each length."""
-    if not (times := of_nanogpts(by_name)):
+    if not (times := of_nanogpts(panel)):
         return []
     each = ", ".join(f"{name} {ratio:.3f}x at {tokens:,}" for tokens, (ratio, name) in sorted(times.items()))
     least = min(ratio for ratio, _ in times.values())

@@ -109,8 +109,10 @@ def gflop(flops: float) -> str:
 
 def pictures(rows: list[Row]) -> dict[str, str]:
     """Time against the fastest that kept P, bytes of DRAM, and what is kept, over N; solid lines with P kept,
-    dashed with P computed again."""
-    found = panels(measured(rows))
+    dashed with P computed again. What was measured at one N is in the tables alone, where there is other."""
+    every = panels(measured(rows))
+    over_n = {of: mine for of, mine in every.items() if len({row["point"]["seq_len"] for row in mine}) > 1}
+    found = over_n or every
     if not found:
         return {}
     title = "Backward: P kept (solid), or computed again (dashed)"
