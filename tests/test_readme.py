@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 
+from scripts.sweep_report import beside
 from tests.running import ROOT, Result, train_here, write_book
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -124,15 +125,16 @@ def test_the_first_screen_says_what_was_measured() -> None:
     rows = [
         json.loads(line) for line in (ROOT / "results/seqlen_scaling/h200.jsonl").read_text().splitlines()
     ]
-    of = {
-        (row["point"]["implementation"], row["point"]["seq_len"], row["point"]["micro_batch"]): row["result"]
+    points = {
+        (row["point"]["implementation"], row["point"]["seq_len"], row["point"]["micro_batch"]): row
         for row in rows
     }
+    of = {point: row["result"] for point, row in points.items()}
     screen = " ".join(README.split("## Two commands")[0].split())
 
     def speed(name: str, length: int) -> str:
-        ours, peer = (of[each, length, 65536 // length]["tokens_per_s"] for each in (name, "nanoGPT"))
-        return f"{ours / peer:.2f}x"
+        ours = points[name, length, 65536 // length]
+        return f"{ours['result']['tokens_per_s'] / beside(ours, rows)['result']['tokens_per_s']:.2f}x"
 
     def peak(name: str) -> str:
         return f"{of[name, 65536, 1]['peak_mib'] / 1024:.1f}"
@@ -140,7 +142,8 @@ def test_the_first_screen_says_what_was_measured() -> None:
     assert f"attention trains at {speed('naive', 1024)} nanoGPT's speed at T = 1k" in screen
     assert "out of memory at 4k" in screen and of["naive", 4096, 16]["status"] == "oom"
     assert of["naive", 2048, 32]["status"] == "ok"
-    assert f"it is {speed('sdpa_cudnn', 1024)} at 1k and {speed('sdpa_cudnn', 65536)} at 64k" in screen
+    assert f"flash-attn 4 it is {speed('flash4', 1024)} at 1k and {speed('flash4', 32768)} at 32k" in screen
+    assert f"cuDNN's attention {speed('sdpa_cudnn', 1024)} at 1k and {speed('sdpa_cudnn', 65536)}" in screen
     assert f"our Triton kernels {speed('triton', 1024)} and {speed('triton', 65536)}" in screen
     assert f"in {peak('triton')} GiB where nanoGPT takes {peak('nanoGPT')}" in screen
     assert peak("triton") == peak("sdpa_cudnn")

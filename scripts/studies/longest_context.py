@@ -253,7 +253,7 @@ def main() -> None:
     how = "compiled" if options.compile else "not compiled"
     how += f", the loss in chunks of {options.loss_chunk:,} tokens" if options.loss_chunk else ""
     print(
-        f"{options.model}, {how}: {len(searches)} searches, about 40 s of a GPU each, rows in {out}",
+        f"{options.model}, {how}: {len(searches)} searches, about 100 s of a GPU each, rows in {out}",
         flush=True,
     )
     start = time.perf_counter()
