@@ -14,17 +14,20 @@ import triton
 import triton.language as tl
 
 from ops.triton.common import (
+    FP32_PART,
     LOG2E,
     PLAIN,
+    accumulate,
     exp_natural,
     kept,
-    load_tile,
-    products,
+    load_parts,
+    product,
     row_keys,
     scores,
-    store_tile,
+    store_parts,
     unswizzle,
     visible,
+    zeros,
 )
 
 
@@ -229,6 +232,7 @@ def _tilegpt_attention_backward_dkdv(
     DESC: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one key head, over the queries of its group. Key tile 0 is the longest."""
+    PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     SEGMENTS: tl.constexpr = q_segments is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
@@ -242,8 +246,8 @@ def _tilegpt_attention_backward_dkdv(
     if not DESC:
         k += b64 * k_b + kv_head.to(tl.int64) * k_h
         v += b64 * v_b + kv_head.to(tl.int64) * v_h
-    k_tile = load_tile(k, b, kv_head, j0, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, True)
-    v_tile = load_tile(v, b, kv_head, j0, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, True)
+    k_tile = load_parts(k, b, kv_head, j0, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, True)
+    v_tile = load_parts(v, b, kv_head, j0, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, True)
     k_ids, first_query, end_query = 0, 0, 0
     if SEGMENTS:
         k_ids = tl.load(k_segments + b64 * tk + j, mask=j < limit, other=-1)[:, None]
@@ -255,8 +259,8 @@ def _tilegpt_attention_backward_dkdv(
         first_query, end_query, BLOCK_M, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS
-    dk_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv_acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dk_acc = zeros(BLOCK_N, BLOCK_D, PART)
+    dv_acc = zeros(BLOCK_N, BLOCK_D, PART)
     for g in tl.range(0, GROUP):
         h = kv_head * GROUP + g
         h64 = h.to(tl.int64)
@@ -270,8 +274,8 @@ def _tilegpt_attention_backward_dkdv(
         for start in tl.range(lo, hi, BLOCK_M):
             i = start + tl.arange(0, BLOCK_M)
             # Transposed tiles, (keys, queries): P^T and dS^T are left operands as they are.
-            q_tile = load_tile(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
-            st = products(k_tile, q_tile, BLOCK_N, BLOCK_M, BLOCK_D, EXACT)
+            q_tile = load_parts(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
+            st = product(k_tile, q_tile)
             q_ids = tl.load(q_segments + i, mask=i < tq, other=-1)[None, :] if SEGMENTS else 0
             pt, capped = weights(
                 st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head,
@@ -279,26 +283,22 @@ def _tilegpt_attention_backward_dkdv(
                 (start < full_lo) | (start >= full_hi), MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS,
                 SCALE_LATE, EXACT,
             )  # fmt: skip
-            do_tile = load_tile(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
-            dpt = products(v_tile, do_tile, BLOCK_N, BLOCK_M, BLOCK_D, EXACT)
+            do_tile = load_parts(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
+            dpt = product(v_tile, do_tile)
             row_delta = tl.load(delta + row + i)[None, :]
             if DROPOUT:
                 keep = kept(row_keys(seed, b, h, i)[None, :], j[:, None], threshold)
-                dv_acc = tl.dot(
-                    tl.where(keep, pt, 0.0).to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee"
-                )
+                dv_acc = accumulate(tl.where(keep, pt, 0.0), do_tile, dv_acc)
                 dst = pt * (tl.where(keep, dpt * keep_scale, 0.0) - row_delta)
             else:
-                dv_acc = tl.dot(pt.to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee")
+                dv_acc = accumulate(pt, do_tile, dv_acc)
                 dst = pt * (dpt - row_delta)
             if SOFTCAP:
                 dst *= 1.0 - capped * capped
-            dk_acc = tl.dot(dst.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
-    if LENGTHS:
-        # Beyond the length k is zero, p is not: exp2(0 - lse2).
-        dk_acc = tl.where((j < limit)[:, None], dk_acc, 0.0)
-        dv_acc = tl.where((j < limit)[:, None], dv_acc, 0.0)
+            dk_acc = accumulate(dst, q_tile, dk_acc)
+    # Beyond the length k is zero, p is not: exp2(0 - lse2).
+    real = j < limit if LENGTHS else None
     dk += b64 * dk_b + kv_head.to(tl.int64) * dk_h
     dv += b64 * dv_b + kv_head.to(tl.int64) * dv_h
-    store_tile(dk, dk_acc * scale, j0, tk, dk_t, BLOCK_N, D, BLOCK_D)
-    store_tile(dv, dv_acc * keep_scale, j0, tk, dv_t, BLOCK_N, D, BLOCK_D)
+    store_parts(dk, dk_acc, scale, j0, tk, dk_t, BLOCK_N, D, PART, real)
+    store_parts(dv, dv_acc, keep_scale, j0, tk, dv_t, BLOCK_N, D, PART, real)

@@ -6,7 +6,18 @@ import triton
 import triton.language as tl
 
 from ops.triton.backward import weights
-from ops.triton.common import PLAIN, kept, load_tile, products, row_keys, store_tile, unswizzle
+from ops.triton.common import (
+    FP32_PART,
+    PLAIN,
+    accumulate,
+    kept,
+    load_parts,
+    product,
+    row_keys,
+    store_parts,
+    unswizzle,
+    zeros,
+)
 from ops.triton.forward import key_range
 
 
@@ -74,6 +85,7 @@ def _tilegpt_attention_backward_dq(
     DESC: tl.constexpr,
 ):
     """dQ of BLOCK_M queries of one head."""
+    PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     SEGMENTS: tl.constexpr = q_segments is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
@@ -103,19 +115,19 @@ def _tilegpt_attention_backward_dq(
         i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
         BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
-    q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
-    do_tile = load_tile(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, DESC, True)
+    q_tile = load_parts(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
+    do_tile = load_parts(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
     row = head.to(tl.int64) * padded
     row_lse2 = tl.load(lse2 + row + i)[:, None]
     row_delta = tl.load(delta + row + i)[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_D, PART)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
     for start in tl.range(lo, hi, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        s = products(q_tile, k_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
-        dp = products(do_tile, v_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
+        k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
+        v_tile = load_parts(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
+        s = product(q_tile, k_tile)
+        dp = product(do_tile, v_tile)
         k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
         p, capped = weights(
             s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,
@@ -127,6 +139,6 @@ def _tilegpt_attention_backward_dq(
         ds = p * (dp - row_delta)
         if SOFTCAP:
             ds *= 1.0 - capped * capped
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+        acc = accumulate(ds, k_tile, acc)
     dq += b64 * dq_b + h64 * dq_h
-    store_tile(dq, acc * scale, i0, tq, dq_t, BLOCK_M, D, BLOCK_D)
+    store_parts(dq, acc, scale, i0, tq, dq_t, BLOCK_M, D, PART)

@@ -9,6 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ops.triton.interpret import INTERPRETED
+
+# How fp32 tiles are multiplied: each operand as three bf16 planes, the six largest products of them on
+# tensor cores. Triton adds the accumulator behind those by an fp32 addition, which rounds; tensor cores
+# truncate, and a sum over thousands of keys would drift. The interpreter does not know the word, and
+# multiplies in fp64. 16 bits do not ask.
+PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
+# Columns of an fp32 tile that are multiplied at once: the planes of 128 spilled up to 12 times as many bytes.
+FP32_PART = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.925963033500e-08)  # log2(e) less its fp32
 LN2 = tl.constexpr(0.6931471805599453)
@@ -63,6 +72,58 @@ def load_tile(
 
 
 @triton.jit
+def load_parts(
+    x,
+    b,
+    h,
+    start,
+    limit,
+    stride_t,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PART: tl.constexpr,
+    DESC: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """load_tile as a tuple of (BLOCK, PART) tiles; with DESC PART is BLOCK_D."""
+    parts = ()
+    for d in tl.static_range(0, BLOCK_D, PART):
+        at = x if d == 0 else x + d
+        parts += (load_tile(at, b, h, start, limit, stride_t, BLOCK, D - d, PART, DESC, BOUNDED),)
+    return parts
+
+
+@triton.jit
+def zeros(M: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr):
+    """An accumulator: a tuple of (M, PART) tiles."""
+    parts = ()
+    for _ in tl.static_range(0, BLOCK_D, PART):
+        parts += (tl.zeros((M, PART), tl.float32),)
+    return parts
+
+
+@triton.jit
+def product(a, b):
+    """a b^T (M, N) of tiles (M, BLOCK_D) and (N, BLOCK_D), both in parts."""
+    s = tl.dot(a[0], b[0].T, input_precision=PRECISION)
+    for part in tl.static_range(1, len(a)):
+        s = tl.dot(a[part], b[part].T, s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def accumulate(a, b, acc, rescale=None):
+    """acc + a b for a (M, N) and b (N, BLOCK_D), acc (M, BLOCK_D) in parts; `rescale` (M,) multiplies acc
+    before."""
+    sums = ()
+    for part in tl.static_range(0, len(b)):
+        past = acc[part] if rescale is None else acc[part] * rescale[:, None]
+        sums += (tl.dot(a.to(b[part].dtype), b[part], past, input_precision=PRECISION),)
+    return sums
+
+
+@triton.jit
 def store_tile(x, tile, start, limit, stride_t, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows start .. min(start + BLOCK, limit) of the (T, D) matrix at pointer x, in its dtype."""
     rows, cols = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
@@ -72,19 +133,24 @@ def store_tile(x, tile, start, limit, stride_t, BLOCK: tl.constexpr, D: tl.const
 
 
 @triton.jit
-def products(a, b, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, EXACT: tl.constexpr):
-    """a b^T (M, N) of tiles (M, BLOCK_D) and (N, BLOCK_D).
-
-    EXACT: in fp32, summed over D in parts of 16; one sum over 128 erred 1.7 times as much as one query is
-    allowed."""
-    if EXACT:
-        parts: tl.constexpr = BLOCK_D // 16
-        a = tl.permute(tl.reshape(a, (M, parts, 16)), (1, 0, 2))  # (M, D) -> (parts, M, 16)
-        b = tl.permute(tl.reshape(b, (N, parts, 16)), (1, 2, 0))  # (N, D) -> (parts, 16, N)
-        s = tl.sum(tl.dot(a, b, input_precision="ieee"), 0)
-    else:
-        s = tl.dot(a, b.T)
-    return s
+def store_parts(
+    x,
+    parts,
+    factor,
+    start,
+    limit,
+    stride_t,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    PART: tl.constexpr,
+    real=None,
+):
+    """store_tile of parts, times `factor`; zeros in the rows that are not `real`."""
+    for part in tl.static_range(0, len(parts)):
+        tile = parts[part] * factor
+        if real is not None:
+            tile = tl.where(real[:, None], tile, 0.0)
+        store_tile(x + part * PART, tile, start, limit, stride_t, BLOCK, D - part * PART, PART)
 
 
 @triton.jit

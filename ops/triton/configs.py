@@ -61,26 +61,46 @@ _AMPERE = {
     ("dq", 128): "64 32 4 2 | 64 32 4 2 | 64 32 8 1",
     ("dq", 256): "64 32 8 1 | 64 32 8 1 | 64 32 8 1",
 }
-# fp32 multiplies by FMA, for exactness and not for speed: what fits any GPU from sm_80 on. With some options
-# a tile spills up to 44 bytes.
-_FP32 = {
-    ("forward", 32): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
-    ("forward", 64): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
-    ("forward", 128): "16 32 4 1 | 16 32 4 1 | 32 32 8 1",
-    ("forward", 256): "32 32 8 1 | 32 32 8 1 | 32 32 8 1",
-    ("dkdv", 32): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
-    ("dkdv", 64): "16 32 8 1 | 16 32 8 1 | 16 32 8 1",
-    ("dkdv", 128): "16 16 4 1 | 16 16 4 1 | 16 16 4 1",
+# fp32 holds three bf16 planes of each operand and a product apart from its accumulator: small tiles, and
+# one stage, as the planes are made on the way into shared memory. The largest of 6 to 9 tiles with no or
+# few bytes spilled. With wgmma, 64 rows; one H200, 32 heads, N = 4096, causal, ms: forward D = 64 1.42 (64
+# x 32 1.63), 128 2.83 (128 x 32 in two stages 3.17; 128 x 64, which spills 548 bytes, 2.45), dkdv 64 2.58
+# (64 x 32 4.82), 128 8.61 (16 x 64 17.2, 32 x 64 11.6), dq 64 1.68 (128 x 32 2.07), 128 3.75 (128 x 32
+# 3.77, 64 x 32 by 8 warps 8.22).
+_HOPPER_FP32 = {
+    ("forward", 32): "128 64 8 1 | 128 64 8 1 | 128 64 8 1",
+    ("forward", 64): "128 64 8 1 | 128 64 8 1 | 128 32 8 1",
+    ("forward", 128): "64 32 4 1 | 64 32 4 1 | 64 32 4 1",
+    ("forward", 256): "64 16 8 1 | 64 16 8 1 | 16 32 8 1",
+    ("dkdv", 32): "32 64 4 1 | 32 64 4 1 | 32 64 4 1",
+    ("dkdv", 64): "32 64 4 1 | 32 64 4 1 | 16 64 8 1",
+    ("dkdv", 128): "64 32 8 1 | 64 32 8 1 | 16 32 8 1",
     ("dkdv", 256): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
-    ("dq", 32): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
-    ("dq", 64): "32 32 4 1 | 32 32 4 1 | 32 32 4 1",
-    ("dq", 128): "16 32 4 1 | 16 32 4 1 | 16 32 4 1",
+    ("dq", 32): "128 64 8 1 | 128 64 8 1 | 128 64 8 1",
+    ("dq", 64): "128 64 8 1 | 128 64 8 1 | 128 32 8 1",
+    ("dq", 128): "64 32 4 1 | 64 32 4 1 | 64 32 8 1",
+    ("dq", 256): "64 16 8 1 | 64 16 8 1 | 64 16 8 1",
+}
+# By mma.sync, whose left operands are in registers, within 101,376 bytes of shared memory.
+_AMPERE_FP32 = {
+    ("forward", 32): "128 32 8 1 | 128 32 8 1 | 64 32 4 1",
+    ("forward", 64): "128 32 8 1 | 128 32 8 1 | 64 16 4 1",
+    ("forward", 128): "64 16 8 1 | 64 16 8 1 | 16 32 4 1",
+    ("forward", 256): "16 32 8 1 | 16 32 8 1 | 16 32 8 1",
+    ("dkdv", 32): "16 32 8 1 | 16 32 8 1 | 16 32 8 1",
+    ("dkdv", 64): "64 32 8 1 | 64 32 8 1 | 16 32 8 1",
+    ("dkdv", 128): "16 32 8 1 | 16 32 8 1 | 16 16 8 1",
+    ("dkdv", 256): "16 16 8 1 | 16 16 8 1 | 16 16 8 1",
+    ("dq", 32): "64 32 8 1 | 64 32 8 1 | 16 64 8 1",
+    ("dq", 64): "32 64 8 1 | 32 64 8 1 | 16 64 8 1",
+    ("dq", 128): "32 64 8 1 | 32 64 8 1 | 16 32 8 1",
     ("dq", 256): "16 32 8 1 | 16 32 8 1 | 16 32 8 1",
 }
 _TABLES = {
-    "sm_90": {key: _rows(tiles, True) for key, tiles in _HOPPER.items()},
-    "sm_80": {key: _rows(tiles, False) for key, tiles in _AMPERE.items()},
-    "fp32": {key: _rows(tiles, False) for key, tiles in _FP32.items()},
+    ("sm_90", 16): {key: _rows(tiles, True) for key, tiles in _HOPPER.items()},
+    ("sm_80", 16): {key: _rows(tiles, False) for key, tiles in _AMPERE.items()},
+    ("sm_90", 32): {key: _rows(tiles, False) for key, tiles in _HOPPER_FP32.items()},
+    ("sm_80", 32): {key: _rows(tiles, False) for key, tiles in _AMPERE_FP32.items()},
 }
 # The interpreter needs few programs, whatever they hold.
 _INTERPRETED = Tile(64, 64, 4, 1, desc=True)
@@ -108,7 +128,7 @@ def candidates(kind: str, arch: Arch, bits: int, block_d: int) -> list[Tile]:
 
 
 def _table(arch: Arch, bits: int) -> dict[tuple[str, int], tuple[Tile, ...]]:
-    return _TABLES["fp32" if bits == 32 else "sm_90" if arch[0] == 9 else "sm_80"]
+    return _TABLES["sm_90" if arch[0] == 9 else "sm_80", bits]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.triton.common import PLAIN, exp_difference, kept, load_tile, products, row_keys, scores, visible
+from ops.triton.common import (
+    FP32_PART,
+    PLAIN,
+    accumulate,
+    exp_difference,
+    kept,
+    load_parts,
+    product,
+    row_keys,
+    scores,
+    visible,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "splits"])
@@ -72,6 +84,7 @@ def _tilegpt_decode_split(
     With SPLIT, out (splits, B, Hq, Tq, D) and lse (2, splits, B, Hq, Tq), fp32, get the part's unnormalised
     sum, its maximum and its total (its log-sum-exp would bring the maximum's rounding into every weight);
     without, they are the results."""
+    PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     SEGMENTS: tl.constexpr = q_segments is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
@@ -87,7 +100,7 @@ def _tilegpt_decode_split(
     rows = tl.arange(0, BLOCK_M)
     i, h = rows // GROUP, kv_head * GROUP + rows % GROUP
     real = i < tq
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, PART)
     # Keys lo .. hi are seen by some query, full_lo .. full_hi by all.
     lo, hi, full_lo, full_hi = 0, limit, 0, limit
     if HAS_LEFT:
@@ -101,7 +114,11 @@ def _tilegpt_decode_split(
     first = lo + split * n_tiles // splits * BLOCK_N
     last = tl.minimum(lo + (split + 1) * n_tiles // splits * BLOCK_N, hi)
     q_rows = b64 * q_b + h.to(tl.int64) * q_h + i.to(tl.int64) * q_t
-    q_tile = tl.load(q + q_rows[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+    q_tile = ()
+    for first_d in tl.static_range(0, BLOCK_D, PART):
+        columns = first_d + d
+        inside = real[:, None] & (columns < D)[None, :]
+        q_tile += (tl.load(q + q_rows[:, None] + columns[None, :], mask=inside, other=0.0),)
     if not DESC:
         k += b64 * k_b + kv_head.to(tl.int64) * k_h
         v += b64 * v_b + kv_head.to(tl.int64) * v_h
@@ -116,11 +133,11 @@ def _tilegpt_decode_split(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # A sum for each column of the tile: the warps share the columns, and add up once, not in every tile.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_D, PART)
     for start in tl.range(first, last, BLOCK_N):
-        k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, True)
-        v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, True)
-        s = products(q_tile, k_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
+        k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, True)
+        v_tile = load_parts(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, True)
+        s = product(q_tile, k_tile)
         j = start + tl.arange(0, BLOCK_N)
         s, _ = scores(
             s, i[:, None], j[None, :], offset, scale, softcap, slope, bias_rows, bias_i, bias_j, tq, limit,
@@ -140,10 +157,11 @@ def _tilegpt_decode_split(
         total = total * rescale[:, None] + p
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
+        acc = accumulate(p, v_tile, acc, rescale)
         m = m_new
     total = tl.sum(total, 1)
     at = ((tl.cast(split, tl.int64) * kv_rows + kv_row) * GROUP + rows % GROUP) * tq + i
+    factor = 1.0
     if SPLIT:
         out_rows = at * D
         tl.store(lse + at, m, mask=real)
@@ -152,13 +170,15 @@ def _tilegpt_decode_split(
     else:
         out_rows = b64 * out_b + h.to(tl.int64) * out_h + i.to(tl.int64) * out_t
         blind = total == 0.0
-        acc = acc * (keep_scale / tl.where(blind, 1.0, total))[:, None]
+        factor = (keep_scale / tl.where(blind, 1.0, total))[:, None]
         tl.store(lse + at, tl.where(blind, float("-inf"), m + tl.log(total)), mask=real)
-    tl.store(
-        out + out_rows[:, None] + d[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=real[:, None] & (d < D)[None, :],
-    )
+    for part in tl.static_range(0, len(acc)):
+        columns = part * PART + d
+        tl.store(
+            out + out_rows[:, None] + columns[None, :],
+            (acc[part] * factor).to(out.dtype.element_ty),
+            mask=real[:, None] & (columns < D)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["heads", "tq", "splits", "n_rows"])

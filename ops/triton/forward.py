@@ -10,16 +10,19 @@ import triton
 import triton.language as tl
 
 from ops.triton.common import (
+    FP32_PART,
     PLAIN,
+    accumulate,
     exp_difference,
     kept,
-    load_tile,
-    products,
+    load_parts,
+    product,
     row_keys,
     scores,
-    store_tile,
+    store_parts,
     unswizzle,
     visible,
+    zeros,
 )
 
 
@@ -123,6 +126,7 @@ def _tilegpt_attention_forward(
     DESC: tl.constexpr,
 ):
     """out and lse of BLOCK_M queries of one head; see ops/triton/attention.py for the arguments."""
+    PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     SEGMENTS: tl.constexpr = q_segments is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
@@ -154,13 +158,13 @@ def _tilegpt_attention_forward(
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
     # With SCALE_LATE the scale goes into the exponential's FMA, and m is kept unscaled.
     m_scale = scale if SCALE_LATE else 1.0
-    q_tile = load_tile(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, DESC, True)
+    q_tile = load_parts(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = zeros(BLOCK_M, BLOCK_D, PART)
     for start in tl.range(lo, hi, BLOCK_N):
-        k_tile = load_tile(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        s = products(q_tile, k_tile, BLOCK_M, BLOCK_N, BLOCK_D, EXACT)
+        k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
+        s = product(q_tile, k_tile)
         j = start + tl.arange(0, BLOCK_N)
         if not SCALE_LATE:
             s, _ = scores(
@@ -184,13 +188,13 @@ def _tilegpt_attention_forward(
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
-        v_tile = load_tile(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, DESC, not EVEN_K)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
+        v_tile = load_parts(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
+        acc = accumulate(p, v_tile, acc, rescale)
         m = m_new
     blind = total == 0.0
-    acc = acc * (keep_scale / tl.where(blind, 1.0, total))[:, None]
+    factor = (keep_scale / tl.where(blind, 1.0, total))[:, None]
     out += b64 * out_b + h64 * out_h
-    store_tile(out, acc, i0, tq, out_t, BLOCK_M, D, BLOCK_D)
+    store_parts(out, acc, factor, i0, tq, out_t, BLOCK_M, D, PART)
     row_lse = tl.where(blind, float("-inf"), m * m_scale + tl.log(total))
     tl.store(lse + head.to(tl.int64) * tq + i, row_lse, mask=i < tq)
 

@@ -72,6 +72,7 @@ INSTRUCTIONS = {
     "wgmma": "wgmma.mma_async",
     "tma": "cp.async.bulk.tensor",
     "mma": "mma.sync",
+    "bf16": ".f32.bf16.bf16",
     "cp.async": "cp.async.c",
 }
 

@@ -179,11 +179,11 @@ def test_head_dims_beside_the_grid(head_dim: int, tq: int, device: str) -> None:
         assert ratios and max(ratios.values()) <= 1, ratios
 
 
-def _beside_naive(device: str, dtype: torch.dtype, **options: Any) -> float:
+def _beside_naive(device: str, dtype: torch.dtype, head_dim: int = 32, **options: Any) -> float:
     """The largest difference of out and the gradients from naive's, which must be finite."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 128, 32, device=device).to(dtype).requires_grad_() for _ in range(3))
-    dout = torch.randn(2, 4, 128, 32, device=device).to(dtype)
+    q, k, v = (torch.randn(2, 4, 128, head_dim, device=device).to(dtype).requires_grad_() for _ in range(3))
+    dout = torch.randn(2, 4, 128, head_dim, device=device).to(dtype)
     results = []
     for name in ("triton", "naive"):
         out = build(name)(q, k, v, **options)
@@ -208,6 +208,13 @@ def test_options_of_any_stride(device: str) -> None:
     assert _beside_naive(device, torch.float32, kv_lengths=lengths) < 1e-5
     slopes = torch.rand(8, device=device)[::2]
     assert _beside_naive(device, torch.float32, alibi_slopes=slopes) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp32_tiles_in_parts(device: str) -> None:
+    """Head dims above 64, whose tiles come as several; by pointers, as lengths want them."""
+    lengths = torch.tensor([33, 128], dtype=torch.int32, device=device)
+    assert _beside_naive(device, torch.float32, head_dim=104, kv_lengths=lengths) < 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
