@@ -67,7 +67,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
 # What auto builds: the class and the options of conf/attention/<name>.yaml.
 ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cuda_fa2": ("attention.cuda.CudaStage", {"stage": "fa2", "deterministic": False}),
-    "cuda_tiled": ("attention.cuda.CudaStage", {"stage": "tiled"}),
+    "cuda_tiled": ("attention.cuda.CudaStage", {"stage": "tiled", "products": "auto"}),
     "flash2": ("attention.flash_lib.FlashLibAttention", {"version": 2, "deterministic": False}),
     "flash4": ("attention.flash_lib.FlashLibAttention", {"version": 4, "deterministic": False}),
     "flex": ("attention.flex.FlexAttention", {}),

@@ -49,12 +49,14 @@ _TENSOR_CORES = replace(
 STAGES = {
     "naive": Stage("ops.cuda.plain", _FORMULA),
     "rowwise": Stage("ops.cuda.plain", _FORMULA),
-    "tiled": Stage("ops.cuda.plain", _TILED),
+    "tiled": Stage("ops.cuda.tiled", _TILED),
     "fa1": Stage(
         "ops.cuda.tensor_cores", replace(_TENSOR_CORES, features=_PLAIN, backward=False, deterministic=True)
     ),
     "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
 }
+# How stage tiled multiplies in fp32.
+PRODUCTS = ("auto", "fma")
 # Shared memory that a block may use, by architecture; what is not named has the least of sm_80 and up.
 _SHARED_BYTES = {(7, 5): 65_536, (8, 0): 166_912, (8, 7): 166_912}
 _SHARED_BYTES |= dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), 232_448)
@@ -76,7 +78,8 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
             f"cuda_{stage}", ["no backward: runs forward only (attention=cuda has one)"]
         )
     if torch.are_deterministic_algorithms_enabled():
-        args = (*args[:-2], [1], args[-1])  # tuning, bias_grad
+        *args, tuning, bias_grad = args
+        args = (*args, [1, *tuning[1:]], bias_grad)
     return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")(dout, q, *args)
 
 
@@ -137,13 +140,20 @@ class CudaStage(Attention):
         stage: naive, rowwise, tiled, fa1 or fa2.
         deterministic: of fa2: a backward that gives the same bits each time, by a second pass for dQ where
             there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages are.
+        products: of tiled in fp32: auto, on tensor cores where they pay, six products of bf16 for one of
+            fp32, or fma, on FMA units.
     """
 
-    def __init__(self, stage: str, deterministic: bool = False, name: str | None = None):
+    def __init__(
+        self, stage: str, deterministic: bool = False, products: str = "auto", name: str | None = None
+    ):
         if stage not in STAGES:
             raise ValueError(f"stage is {stage!r}; the ladder has {', '.join(STAGES)}")
+        words = PRODUCTS if stage == "tiled" else PRODUCTS[:1]
+        if products not in words:
+            raise ValueError(f"products is {products!r}; stage {stage} has {', '.join(words)}")
         super().__init__(name or f"cuda_{stage}")
-        self.deterministic = deterministic
+        self.deterministic, self.products = deterministic, products
         able = STAGES[stage].capabilities
         self.capabilities = replace(able, deterministic=deterministic or able.deterministic)
         self.stage: str | None = stage
@@ -177,7 +187,7 @@ class CudaStage(Attention):
     ) -> tuple[Tensor, Tensor]:
         left, right = diagonal_band(causal, window)
         tensors = (alibi_slopes, bias, *(segments or (None, None)), kv_lengths, dropout_seed)
-        tuning = [int(self.deterministic)]
+        tuning = [int(self.deterministic), PRODUCTS.index(self.products)]
         return _OPS[self.stage](q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, tuning)
 
 
@@ -189,7 +199,7 @@ class CudaAttention(CudaStage):
     """
 
     def __init__(self, deterministic: bool = False, name: str = "cuda"):
-        super().__init__("tiled", deterministic, name)
+        super().__init__("tiled", deterministic, name=name)
         self.capabilities = replace(self.capabilities, deterministic=deterministic)
         self.stage = None
 

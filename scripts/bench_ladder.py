@@ -3,9 +3,9 @@
     python scripts/bench_ladder.py              batch 1, 32 heads, D = 128, N = 1024, 4096, 8192
     python scripts/bench_ladder.py --plot-only  the tables again, from the rows
 
-In fp32 (no tf32): the formula in eager PyTorch, naive, rowwise, tiled, and SDPA's kernels for fp32. In bf16:
-fa1, fa2, and SDPA's; fa1 and fa2 with fewer heads too. Forward, and backward of what has one. Rows go to
-results/cuda_ladder/<gpu>.jsonl. Needs a GPU.
+In fp32 (no tf32): the formula in eager PyTorch, naive, rowwise, tiled, on FMA units and as it comes, and
+SDPA's kernels for fp32. In bf16: fa1, fa2, and SDPA's; fa1 and fa2 with fewer heads too. Forward, and
+backward of what has one. Rows go to results/cuda_ladder/<gpu>.jsonl. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from scripts.bench_points import Shape  # noqa: E402
 from scripts.rows import gpu_slug, read, rows_file  # noqa: E402
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
-PLAIN = ("naive", "cuda_naive", "cuda_rowwise", "cuda_tiled", "sdpa_math", "sdpa_efficient")
+FMA = "cuda_tiled_fma"  # cuda_tiled with products=fma
+PLAIN = ("naive", "cuda_naive", "cuda_rowwise", FMA, "cuda_tiled", "sdpa_math", "sdpa_efficient")
 TENSOR_CORES = ("cuda_fa1", "cuda_fa2", "sdpa_flash", "sdpa_cudnn")
 FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
 TITLES = {
     "naive": "the formula, eager PyTorch",
     "sdpa_math": "SDPA, math",
     "sdpa_efficient": "SDPA, efficient",
+    FMA: "`cuda_tiled`, `products=fma`",
 }
 TITLES |= {"sdpa_flash": "SDPA, flash (FlashAttention-2)", "sdpa_cudnn": "SDPA, cuDNN"}
 # What a widely read table says of an A100 (ms at N = 1024, 4096, 8192; batch 1, 32 heads, D = 128).
@@ -62,11 +64,13 @@ def shapes() -> list[tuple[Shape, dict[str, list[str]]]]:
 def measure(out: Path, budget_s: float, only: Sequence[str]) -> None:
     import torch
 
+    from attention.cuda import CudaStage
     from scripts.bench_attention import build
     from scripts.side_by_side import Bench
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    attentions = build(list(dict.fromkeys(PLAIN + TENSOR_CORES)))
+    attentions = build([name for name in PLAIN + TENSOR_CORES if name != FMA])
+    attentions[FMA] = CudaStage("tiled", products="fma", name=FMA)
     # It misses the criterion in fp32 and is refused there; here it is to be timed, its error beside it.
     efficient = attentions["sdpa_efficient"]
     reasons = efficient.unsupported_reasons

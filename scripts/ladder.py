@@ -114,7 +114,9 @@ def prepared(point: Point) -> Callable[[], Any]:
     if point.tile is None:
         from attention.cuda import CudaStage
 
-        attention = CudaStage(point.stage.removeprefix("cuda_"))
+        stage = point.stage.removeprefix("cuda_")
+        # the roof over the plain stages is that of FMA units
+        attention = CudaStage(stage, products="fma" if stage == "tiled" else "auto")
         return lambda: attention(q, k, v, causal=causal)
     from ops.cuda.call import Call
     from ops.cuda.tensor_cores import Tile, run_forward

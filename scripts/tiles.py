@@ -40,6 +40,17 @@ def shared_memory(run: Run, gpu: GpuSheet) -> dict[str, int]:
             f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(D),
             f"backward, {back.br} x {back.bc}": back.shared_bytes(D),
         }
+    if name == "cuda_tiled" and run.value_bytes == 4 and gpu.arch >= (8, 0):
+        from ops.cuda import planes, planes_backward
+
+        backward = (planes_backward._DKDV, planes_backward._DQ)
+        tables = {"forward": (planes._FORWARD,), "backward": backward}
+        return {
+            passed: max(
+                planes.first_that_fits(table[planes.padded(D)], D, able).shared_bytes(D) for table in of
+            )
+            for passed, of in tables.items()
+        }
     if name == "cuda_tiled":
         import torch
 

@@ -9,10 +9,14 @@
 #pragma once
 #include "attention.cuh"
 
+// What is multiplied: the elements, or of fp32 planes of bf16 (planes.cuh).
 #if ELEMENT_KIND == float_ELEMENT
-#error "these kernels are for 16-bit inputs"
-#endif
+typedef unsigned short operand;
+static_assert(HEAD_DIM <= 128, "wider rows have no room in shared memory");
+#else
+typedef element operand;
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "rows are copied in chunks of 8 elements");
+#endif
 
 #define PAD_D ((HEAD_DIM + 31) / 32 * 32)
 #define ROW_BYTES (PAD_D * 2)
@@ -92,7 +96,7 @@ template <int TILES, int PAIRS> struct Sums {
 
 // c += a b, (16 x 16) (16 x 8)
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if ELEMENT_KIND == bf16_ELEMENT
+#if ELEMENT_KIND != f16_ELEMENT
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
 #else
@@ -106,7 +110,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsig
 // Two floats as two 16-bit numbers, `low` in the lower half.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
-#if ELEMENT_KIND == bf16_ELEMENT
+#if ELEMENT_KIND != f16_ELEMENT
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
 #else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -126,13 +130,13 @@ __device__ __forceinline__ float exp2_of(float x) {
 template <int ROWS, int THREADS> struct Loader {
     static const int LANES = PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16, STEP = THREADS / LANES;  // threads of a row; rows
     static_assert(STEP % 8 == 0, "the swizzle of a thread's chunks is the same in all its rows");
-    const element *from;
+    const operand *from;
     unsigned to;
     int row;
     bool inside;
 
     // From row `first` on.
-    __device__ __forceinline__ Loader(const element *matrix, long long stride, int first) {
+    __device__ __forceinline__ Loader(const operand *matrix, long long stride, int first) {
         const int chunk = threadIdx.x % LANES;
         row = threadIdx.x / LANES;
         from = matrix + (first + row) * stride + chunk * 8;
@@ -143,7 +147,7 @@ template <int ROWS, int THREADS> struct Loader {
     // Into a swizzled tile, zeros from the tile's row `limit` on and beyond D; then `advance` rows on. With ALIGNED the
     // copies are one part of the current group, else they are done when it returns.
     __device__ __forceinline__ void load(unsigned tile, long long stride, int limit, int advance = ROWS) {
-        const element *at = from;
+        const operand *at = from;
 #pragma unroll
         for (int x = 0; x < (ROWS + STEP - 1) / STEP; x++, at += STEP * stride) {
             if ((LANES * 8 > PAD_D && !inside) || (ROWS % STEP && row + x * STEP >= ROWS)) continue;
@@ -234,6 +238,8 @@ __device__ __forceinline__ void add_product(Sums<TILES, D_STEPS> &sums, const Su
     }
 }
 
+#if ELEMENT_KIND != float_ELEMENT
+
 // `rows` rows of a swizzled tile that has ROWS to global memory, by THREADS threads, in chunks of 16 bytes.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void copy_rows(unsigned tile, int thread, element *to, long long stride, int rows) {
@@ -270,6 +276,8 @@ __device__ __forceinline__ void store_rows(unsigned tile, element *to, long long
     __syncwarp();
     copy_rows<TILES * 16, 32>(tile, lane, to, stride, rows);
 }
+
+#endif
 
 // Four numbers in a row of global memory += low[0], low[1], high[0], high[1].
 __device__ __forceinline__ void add_four(float *to, const float *low, const float *high) {

@@ -1,10 +1,10 @@
 // What happens to a warp's C tiles of scores, for the kernels on tensor cores: options, mask, and in the backward the
-// derivative. With SCALE_FIRST (softcap, ALiBi, a scale that is not positive) the scores are scaled, in units of log2,
-// before anything else; without, the scale waits for the exponential, whose FMA has it for nothing.
+// derivative. With SCALE_FIRST (softcap, ALiBi, a scale that is not positive) the scores are scaled before anything
+// else; without, the scale waits for the exponential, whose FMA has it for nothing, as it has log2(e).
 #pragma once
 #include "mma.cuh"
 
-__device__ __forceinline__ float exponent_scale(const Params &p) { return SCALE_FIRST ? 1.0f : p.scale * LOG2E; }
+__device__ __forceinline__ float exponent_scale(const Params &p) { return SCALE_FIRST ? LOG2E : p.scale * LOG2E; }
 
 // What a row of queries needs to know of keys: they are seen from `left` to `right`.
 struct Sight {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void finish_scores(const Params &p, Sums<TILES, PAIRS
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + lane % 4 * 2 + e % 2;
                     float &x = s.c[t][n][e], capped;
-                    if (SCALE_FIRST) x = score_of(p, x, i, j, keys - p.tq, slope, capped) * LOG2E;
+                    if (SCALE_FIRST) x = score_of(p, x, i, j, keys - p.tq, slope, capped);
                     if (masked) x = sight.sees(p, b, j) ? x : -INFINITE;
                 }
         }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
                     float &weight = s.c[t][n][e], &gradient = dp.c[t][n][e], capped = 0.0f;
-                    if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, capped) * LOG2E;
+                    if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, capped);
                     weight = exp2_of(weight * c - shift);
 #if DROPOUT
                     const bool keep = kept(row_key, j, p.threshold);

@@ -13,7 +13,7 @@ import torch
 
 from attention import cuda
 from attention.base import AttentionCall, UnsupportedAttention
-from attention.cuda import STAGES, CudaAttention, CudaStage, rowwise_keys
+from attention.cuda import PRODUCTS, STAGES, CudaAttention, CudaStage, rowwise_keys
 from tests.grid import Case, build, make_inputs
 
 CALL = AttentionCall("training", "cuda", (9, 0), torch.bfloat16, 2, 4, 4, 128, 128, 64, backward=True)
@@ -101,6 +101,31 @@ def test_an_unknown_stage_is_named() -> None:
         CudaStage("fa3")
 
 
+def test_products_are_chosen_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fma reaches forward and backward, the latter beside a flag for determinism too."""
+    tunings: list[list[int]] = []
+    kernels = SimpleNamespace(
+        tiled_forward=lambda q, k, v, *options: tunings.append(options[-1]),
+        tiled_backward=lambda *call: tunings.append(call[-2]),
+    )
+    monkeypatch.setitem(sys.modules, "ops.cuda.tiled", kernels)
+    monkeypatch.setitem(cuda._OPS, "tiled", lambda *call: cuda._forward("tiled", *call))
+    q, rest = torch.zeros(1, 1, 8, 16), {"causal": True, "scale": 1.0, "window": None, "softcap": None}
+    rest |= dict.fromkeys(("alibi_slopes", "bias", "segments", "kv_lengths", "dropout_seed"))
+    for products in PRODUCTS:
+        CudaStage("tiled", products=products).attend(q, q, q, **rest, dropout_p=0.0, return_lse=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        cuda._backward("tiled", q, q, tunings[1], False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tunings == [[0, 0], [0, 1], [1, 1]]
+    with pytest.raises(ValueError, match="products is 'tf32'; stage tiled has auto, fma"):
+        CudaStage("tiled", products="tf32")
+    with pytest.raises(ValueError, match="products is 'fma'; stage fa2 has auto"):
+        CudaStage("fa2", products="fma")
+
+
 @pytest.mark.parametrize(("strict", "deterministic"), [(False, 0), (False, 1), (True, 0)])
 def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool, deterministic: int) -> None:
     """By the op's schema, forward and backward: causal is a right bound of 0, `tuning` says deterministic."""
@@ -132,10 +157,17 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
         library._destroy()
     *tensors, scale, left, right, softcap, dropout_p, tuning = calls["forward"]
     assert [x is None for x in tensors] == [True] * 4 + [False, True]
-    assert (scale, left, right, softcap, dropout_p, list(tuning)) == (0.25, 3, 0, 2.0, 0.0, [deterministic])
+    assert (scale, left, right, softcap, dropout_p, list(tuning)) == (
+        0.25,
+        3,
+        0,
+        2.0,
+        0.0,
+        [deterministic, 0],
+    )
     _, _, *options, tuning, bias_grad = calls["backward"]
     assert options[6:] == [0.25, 3, 0, 2.0, 0.0] and bias_grad is False
-    assert list(tuning) == [int(deterministic or strict)]
+    assert list(tuning) == [int(deterministic or strict), 0]
     assert torch.equal(q.grad, torch.full_like(q, 3))
 
 

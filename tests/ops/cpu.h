@@ -28,12 +28,20 @@
 struct Index {
     unsigned x, y, z;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+static inline float2 make_float2(float x, float y) { return float2{x, y}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return uint2{x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
 static inline float __int_as_float(int bits) {
     float x;

@@ -134,7 +134,10 @@ class TensorCores(Compiler):
             parts = (part for part in text.split("\n\n") if "asm" not in part or "__CUDA_ARCH__" in part)
             (folder / name).write_text("\n\n".join(parts))
         header = folder / "attention.cuh"
-        header.write_text(header.read_text().replace("<cuda_bf16.h>", '"mma_cpu.h"'))
+        text = header.read_text().replace("<cuda_bf16.h>", '"mma_cpu.h"')
+        header.write_text(
+            text.replace("typedef float element;", '#include "mma_cpu.h"\ntypedef float element;')
+        )
 
 
 class Sanitizer:

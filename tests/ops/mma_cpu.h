@@ -1,5 +1,8 @@
 // Gives g++ what the stages on tensor cores use, by the PTX ISA's words: bf16, ldmatrix, mma.sync, cp.async, whose
 // copies land when they are waited for and no sooner, and barriers of a team of four warps. For tests/ops/cpu.h.
+//
+// For fp32 (planes.cuh) what a GPU is free to do is done at its worst: tensor cores cut off what FMA units round, and
+// ex2.approx errs by as much as it may.
 #pragma once
 #include <vector>
 
@@ -52,6 +55,21 @@ static std::vector<std::vector<Copy>> &mine() {
 struct Fragments {
     unsigned a[4], b[2];
 };
+// x in whole multiples of 2^-bits, cut towards zero.
+static inline double cut(double x, int bits) { return ldexp(trunc(ldexp(x, bits)), -bits); }
+// A product of 16 deep added to c: all terms are cut two bits below the last of 24 of the largest, and so is the sum.
+static inline float cut_sum(float c, const double (&products)[16]) {
+    double largest = fabs(c), sum = 0.0;
+    for (double x : products) largest = fmax(largest, fabs(x));
+    if (!(largest > 0.0) || isinf(largest)) {
+        for (double x : products) sum += x;
+        return c + sum;
+    }
+    const int bits = 25 - ilogb(largest);
+    sum = cut(c, bits);
+    for (double x : products) sum += cut(x, bits);
+    return sum == 0.0 ? 0.0f : cut(sum, 23 - ilogb(sum));
+}
 static inline float half_of(unsigned bits, int odd) { return float_of(odd ? bits >> 16 : bits & 0xffff); }
 }  // namespace cpu
 
@@ -89,11 +107,30 @@ static inline void load_transposed(unsigned (&r)[4], unsigned address) {
 static inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const cpu::Fragments *of = cpu::bring(cpu::Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}});
     const unsigned lane = threadIdx.x % 32;
-    for (int e = 0; e < 4; e++)
+    for (int e = 0; e < 4; e++) {
+        double products[16];
         for (int k = 0; k < 16; k++)
-            c[e] += cpu::half_of(of[lane / 4 * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2], k % 2) *
-                    cpu::half_of(of[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2].b[k / 8], k % 2);
+            products[k] = (double)cpu::half_of(of[lane / 4 * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2], k % 2) *
+                          cpu::half_of(of[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2].b[k / 8], k % 2);
+#if ELEMENT_KIND == float_ELEMENT
+        c[e] = cpu::cut_sum(c[e], products);
+#else
+        for (double x : products) c[e] += (float)x;
+#endif
+    }
 }
 static inline unsigned pack(float low, float high) { return rounded(low) | (unsigned)rounded(high) << 16; }
-static inline float exp2_of(float x) { return exp2f(x); }
+static inline float exp2_of(float x) {
+#if ELEMENT_KIND == float_ELEMENT
+    int bits;
+    memcpy(&bits, &x, sizeof bits);
+    return exp2(x) * (1.0 + (bits * 0x9E3779B9u >> 31 ? 0x1p-22 : -0x1p-22));  // two units, up or down
+#else
+    return exp2f(x);
+#endif
+}
+static inline float __fmul_rn(float x, float y) {
+    volatile float rounded = x * y;  // else g++ makes an FMA of it
+    return rounded;
+}
 static inline void meet(int team) { cpu::teams.barriers[team].wait(); }

@@ -100,7 +100,8 @@ def _bare(x: Any) -> Any:
 
 
 def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) -> list[Launch]:
-    """Those of `case` on `arch`, forward, and backward where `stage` has one, deterministic and not."""
+    """Those of `case` on `arch`, forward, and backward where `stage` has one, deterministic and not; of tiled
+    by either kind of products."""
     found: list[Launch] = []
 
     def kernel(source: str, name: str, defines: dict[str, int | str], device: torch.device) -> _Recorder:
@@ -118,7 +119,8 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
         L2_cache_size=50 << 20,
     )
     made, attention = make_inputs(case, "cpu", dtype), cuda.CudaStage(stage)
-    modules = [importlib.import_module(each.module) for each in cuda.STAGES.values()]
+    names = {each.module for each in cuda.STAGES.values()} | {"ops.cuda.planes", "ops.cuda.planes_backward"}
+    modules = [importlib.import_module(name) for name in sorted(names)]
     given: dict[str, tuple[Any, ...]] = {}
     for function in (each for module in modules for each in vars(module).values()):
         if hasattr(function, "cache_clear"):  # what is remembered of another architecture
@@ -144,11 +146,13 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
         q, k, v, dout = map(_bare, (made.q, made.k, made.v, made.dout))
         # By the class's own way from the contract's options to the op's.
         attention(q, k, v, **{name: _bare(option) for name, option in made.options.items()})
-        out, lse = cuda._forward(stage, q, k, v, *given["options"])
-        *options, _ = given["options"]
+        *options, default = given["options"]
         able = cuda.STAGES[stage].capabilities
-        for tuning in ([0], [1])[: able.backward * (1 if able.deterministic else 2)]:
-            cuda._backward(stage, dout, q, k, v, out, lse, *options, tuning, False)
+        other = [0, 1] if stage == "tiled" else [0, 0] if able.deterministic else [1, 0]
+        for tuning in dict.fromkeys((tuple(default), tuple(other))):
+            out, lse = cuda._forward(stage, q, k, v, *options, tuning)
+            if able.backward:
+                cuda._backward(stage, dout, q, k, v, out, lse, *options, tuning, False)
     return found
 
 

@@ -1,6 +1,7 @@
 """Calls for compute-sanitizer, a stage of the ladder a process: `python -m tests.ops.sanitized fa2`.
 
-Small and odd: tiles cut by the ends, the diagonal, windows, documents and lengths, both ways to dQ.
+Small and odd: tiles cut by the ends, the diagonal, windows, documents and lengths, both ways to dQ, or in
+stage tiled both ways to multiply.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import torch
 
 from attention.base import AttentionCall
-from attention.cuda import CudaStage
+from attention.cuda import PRODUCTS, CudaStage
 from tests.grid import Case, make_inputs
 
 CASES = [
@@ -27,8 +28,9 @@ CASES = [
 
 def main(stage: str) -> None:
     ran = 0
-    for deterministic in (False, True):
-        attention = CudaStage(stage, deterministic=deterministic)
+    ways = [{"products": products} for products in PRODUCTS] if stage == "tiled" else []
+    for options in ways or [{"deterministic": False}, {"deterministic": True}]:
+        attention = CudaStage(stage, **options)
         dtype = torch.float32 if stage in ("naive", "rowwise", "tiled") else torch.bfloat16
         for case in CASES:
             inputs = make_inputs(case, "cuda", dtype)

@@ -53,11 +53,18 @@ BUDGETS = {
     "tilegpt_tiled_forward": Budget(spilled_bytes=64, spilled_with_options=64),
     "tilegpt_tiled_dkdv": Budget(spilled_bytes=64, spilled_with_options=64),
     "tilegpt_tiled_dq": Budget(spilled_bytes=64, spilled_with_options=64),
+    "tilegpt_planes": Budget(registers=32, blocks=6),
+    # All registers that there are, and what is spilled is read once a tile, outside of the products.
+    "tilegpt_tiled_planes_forward": Budget(
+        has=TENSOR_CORES, has_not=(), spilled_bytes=104, spilled_with_options=256
+    ),
+    "tilegpt_planes_dkdv": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=128, spilled_with_options=256),
+    "tilegpt_planes_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=64, spilled_with_options=256),
     "tilegpt_delta": Budget(registers=64, blocks=4),
     "tilegpt_segment_ranges": Budget(registers=64, blocks=4),
     # Where its rows begin, for the outer loop only.
     "tilegpt_fa1_forward": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=64, spilled_with_options=64),
-    "tilegpt_fa2_forward": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),
+    "tilegpt_fa2_forward": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=264),
     # 12 bytes at D = 128, causal: three numbers, loaded once a tile of queries
     "tilegpt_fa2_backward": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=16, spilled_with_options=256),
     "tilegpt_fa2_backward_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),

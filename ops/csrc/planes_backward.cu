@@ -1,0 +1,156 @@
+// Stage 3, tiled: dK and dV in fp32 on tensor cores, with the same bits each time.
+//
+// Idea. As tiled_backward.cu: a kernel for dK and dV and one for dQ (planes_backward_dq.cu), seven products, no
+// atomics; each product is the six of planes that planes.cuh tells. The scores are transposed here, rows are keys, so
+// that P^T and dS^T are at once left operands and never pass through shared memory as such. Warps work in pairs on
+// the same keys: the first has K, makes S^T = K Q^T and P^T and sums dV += P^T dO; the second has V, makes
+// dP^T = V dO^T, gets P^T through shared memory, as the registers lie, and sums dK += dS^T Q. The queries of a whole
+// group run past a tile of keys, so that GQA needs no further sum.
+//
+// q, k, v and dout are planes, (B, H, T, 3, PAD_D) bf16, contiguous (planes.cu); lse2 is natural (delta.cu).
+// HBM traffic: 6 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dK and dV once.
+// From L2: Q and dO for every OWN keys.
+// The host defines what planes_backward.cuh says.
+#include "planes_backward.cuh"
+
+// s = <k_j, q_i>, a row for each key, becomes P, and `derived` what weight_of says. lse begins at query i_first.
+__device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Scores &derived, const float *lse,
+                                                 int i_first, int j_first, int keys, int b, int h, bool masked) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
+    const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
+#pragma unroll
+    for (int n = 0; n < 2 * PAIRS; n++)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int at = n * 8 + column + odd;
+            const float shift = lse[at];
+            const unsigned row_key = row_key_of(key, i_first + at);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+                for (int e = odd; e < 4; e += 2) {
+                    const int j = j_first + t * 16 + e / 2 * 8 + row;
+                    float &x = s.c[t][n][e];
+                    x = weight_of(p, x, i_first + at, j, keys - p.tq, slope, shift, row_key, derived.c[t][n][e]);
+                }
+        }
+    if (masked)  // a branch of its own: see scores.cuh
+#pragma unroll
+        for (int n = 0; n < 2 * PAIRS; n++)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const Sight sight(p, b, i_first + n * 8 + column + odd, keys);
+#pragma unroll
+                for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+                    for (int e = odd; e < 4; e += 2)
+                        if (!sight.sees(p, b, j_first + t * 16 + e / 2 * 8 + row))
+                            s.c[t][n][e] = derived.c[t][n][e] = 0.0f;
+            }
+}
+
+// dp = <v_j, dout_i> becomes dS, but for its scale. delta begins at the first query.
+__device__ __forceinline__ void differentiate_transposed(const Params &p, Scores &dp, const Scores &derived,
+                                                         const float *delta) {
+#pragma unroll
+    for (int n = 0; n < 2 * PAIRS; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float mean = delta[n * 8 + threadIdx.x % 4 * 2 + e % 2];
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++)
+                dp.c[t][n][e] = ds_of(p, derived.c[t][n][e], dp.c[t][n][e], mean);
+        }
+}
+
+// dK and dV of OWN keys of one key head. Grid: B * Hkv * n_tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkdv(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the rest of K and V, what is traded, then the stages
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
+    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OWN, warp = threadIdx.x / 32;
+    const int pair = warp % (WARPS / 2), keys = keys_of(p, b), diagonal = keys - p.tq, j_first = j0 + pair * OWN_ROWS;
+    const bool second = warp >= WARPS / 2;
+    const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
+    float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
+    int first = 0, end = 0;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+    const int real = min_of(OWN, keys - j0);  // of the keys
+    Range range = {0, 0, 0, 0};
+    if (real > 0) range = query_range(p, j0, real, diagonal, OTHERS, first, end);
+    if (real < OWN) range.full_lo = range.hi;  // every tile masks the keys that are not there
+
+    // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
+    const long long first_row = (long long)(b * p.heads + kv_head * GROUP) * p.tq;
+    const int n_rows = ceil_div(range.hi - range.lo, OTHERS) * OTHERS;
+    TwoLoader next((const operand *)p.q + first_row * ROW, range.lo);
+    const long long apart = (const operand *)p.dout - (const operand *)p.q;
+    // The first OTHERS / 4 threads copy lse, the next OTHERS / 4 delta.
+    const float *statistic = (threadIdx.x < OTHERS / 4 ? p.lse2 : p.delta - OTHERS) + threadIdx.x * 4;
+    auto load = [&](int stage, int g, int i) {
+        const unsigned to = stages + stage * STAGE_BYTES;
+        next.load(to, apart, p.tq - i);
+        if (threadIdx.x < OTHERS / 2)
+            copy_async(to + 2 * TILE_BYTES + 16 * threadIdx.x,
+                       statistic + (long long)(b * p.heads + kv_head * GROUP + g) * p.padded_tq + i, true);
+        if (GROUP > 1 && i + OTHERS >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
+    };
+    const operand *k = (const operand *)p.k + (long long)head * p.tk * ROW;
+    const operand *v = (const operand *)p.v + (long long)head * p.tk * ROW;
+    load_rest(k, j0, keys, rest);
+    load_rest(v, j0, keys, rest + REST * OWN_BYTES);
+    if (range.lo < range.hi) load(0, 0, range.lo);
+    commit();
+
+    const Own own(second ? v : k, j_first, keys, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
+    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    Gradient sums;  // dV, of the second dK
+    sums.clear();
+    for (int g = 0, stage = 0; g < GROUP; g++)
+        for (int i0 = range.lo; i0 < range.hi; i0 += OTHERS) {
+            wait_for_all_but<0>();
+            __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
+            const bool last_of_head = i0 + OTHERS >= range.hi, more = !last_of_head || g + 1 < GROUP;
+            if (STAGES == 2 && more) load(stage ^ 1, g + last_of_head, last_of_head ? range.lo : i0 + OTHERS);
+            if (STAGES == 2) commit();
+            const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
+            const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
+            const bool masked = i0 < range.full_lo || (HAS_LEFT && i0 + OTHERS > range.full_hi);
+            auto make_weights = [&](int part, Scores &s) {
+                Scores derived;
+                weigh_transposed(p, s, derived, lse + part, i0 + part, j_first, keys, b, kv_head * GROUP + g, masked);
+                send(traded + part * OWN_ROWS / 4, derived);
+                arrive_at(part / AT_ONCE * (WARPS / 2) + pair);
+            };
+            auto get_weights = [&](int part, Scores &dp) {
+                Scores derived;
+                wait_at(part / AT_ONCE * (WARPS / 2) + pair);
+                receive(traded + part * OWN_ROWS / 4, derived);
+                differentiate_transposed(p, dp, derived, lse + OTHERS + part);
+            };
+#pragma unroll 1
+            for (int part = 0; part < OTHERS; part += AT_ONCE) {
+                Scores s;
+                multiply_own(s, own, rows_first, columns_first, (second ? do_tile : q_tile) + part * ROW_BYTES);
+                if (second)
+                    get_weights(part, s);
+                else
+                    make_weights(part, s);
+                add_split_product(sums, s, rows_first, (second ? q_tile : do_tile) + part * ROW_BYTES,
+                                  OTHERS * ROW_BYTES);
+            }
+            if (STAGES == 1) {
+                __syncthreads();  // all warps are done with Q and dO
+                if (more) load(0, g + last_of_head, last_of_head ? range.lo : i0 + OTHERS);
+                commit();
+            }
+            stage ^= STAGES - 1;
+        }
+    wait_for_all_but<0>();
+    const Strides &stride = second ? p.dk_stride : p.dv_stride;
+    float *to = matrix_of(second ? p.dk : p.dv, stride, b, kv_head) + j_first * stride.t;
+    store_sums(sums, second ? p.scale : p.keep_scale, to, stride.t, p.tk - j_first, 0);
+}

@@ -1,0 +1,211 @@
+// What the two kernels of the backward on planes share (planes_backward.cu, planes_backward_dq.cu).
+//
+// Two things decide their form. Registers: the planes of a left operand, the scores and the sums of one gradient are as
+// much as a warp can hold, so warps work in pairs on the same rows, and each makes one of S and dP. Shared memory: an
+// ldmatrix takes it for as long as tensor cores take for three products, so a warp's own rows (K or V, Q or dO), which
+// are the same in all tiles, stay in registers as far as there is room, straight from global memory.
+//
+// The host defines ROW_TILES (of 16 rows of a pair), OTHERS (queries or keys of a tile), AT_ONCE (of them; a tile is
+// walked in one part or two), WARPS, BLOCKS (that are to share a multiprocessor), STAGES (of tiles), OWN_PLANES (of the
+// own rows that stay in registers; the others are read from shared memory each time), EVEN (two numbers of a gradient
+// can be written at once).
+#pragma once
+#include "planes.cuh"
+
+#define THREADS (WARPS * 32)
+#define OWN_ROWS (ROW_TILES * 16)      // of a pair of warps
+#define OWN (WARPS / 2 * OWN_ROWS)     // of a block
+#define PAIRS (AT_ONCE / 16)
+#define ROW (PLANES * PAD_D)           // numbers of a row
+#define OWN_BYTES (OWN * ROW_BYTES)    // of one plane
+#define REST (PLANES - OWN_PLANES)     // planes of own rows in shared memory
+#define TILE_BYTES (PLANES * OTHERS * ROW_BYTES)
+#define STAGE_BYTES (2 * TILE_BYTES + 2 * OTHERS * 4)  // two tensors, lse, delta
+#define TRADED_BYTES (OWN_ROWS * OTHERS * 4)           // what a pair has for each other
+
+static_assert(WARPS % 2 == 0 && AT_ONCE % 16 == 0 && OTHERS % AT_ONCE == 0, "whole pairs and tiles");
+static_assert(OTHERS / AT_ONCE <= 2 && OTHERS / AT_ONCE * WARPS / 2 < 16, "a named barrier for each pair and part");
+
+typedef Sums<ROW_TILES, PAIRS> Scores;
+typedef Sums<ROW_TILES, D_STEPS> Gradient;
+
+// For the 64 threads of a pair: what one wrote before it arrived is there for who has waited. In two parts of a tile
+// the barriers differ, as the first may arrive at the second one before the other has waited at the first.
+__device__ __forceinline__ void arrive_at(int meeting) {
+    asm volatile("bar.arrive %0, 64;" ::"r"(meeting + 1) : "memory");
+}
+__device__ __forceinline__ void wait_at(int meeting) {
+    asm volatile("bar.sync %0, 64;" ::"r"(meeting + 1) : "memory");
+}
+
+// The rows that are a warp's own, as left operands.
+struct Own {
+    unsigned held[OWN_PLANES ? OWN_PLANES : 1][ROW_TILES][D_STEPS][4], rest;
+
+    // `matrix`: the planes of a (T, D) matrix; `rest`: where the planes that are not held will be, in shared memory.
+    __device__ __forceinline__ Own(const operand *matrix, int first, int end, unsigned rest) : rest(rest) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int plane = 0; plane < OWN_PLANES; plane++)
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+                for (int d = 0; d < D_STEPS; d++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int row = first + t * 16 + e % 2 * 8 + lane / 4;
+                        const int column = plane * PAD_D + d * 16 + e / 2 * 8 + lane % 4 * 2;
+                        const operand *at = matrix + (long long)row * ROW + column;
+                        held[plane][t][d][e] = row < end ? *(const unsigned *)at : 0;
+                    }
+    }
+
+    __device__ __forceinline__ void get(unsigned (&left)[PLANES][ROW_TILES][4], const LaneRows<PAD_D> &rows_first,
+                                        int d) const {
+#pragma unroll
+        for (int plane = 0; plane < PLANES; plane++)
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++)
+                if (plane < OWN_PLANES)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) left[plane][t][e] = held[plane < OWN_PLANES ? plane : 0][t][d][e];
+                else
+                    load_matrices(left[plane][t], rows_first(rest + (plane - OWN_PLANES) * OWN_BYTES, t * 16, d));
+    }
+};
+
+// Loads the tiles of two tensors of one shape, the second `apart` numbers behind the first.
+struct TwoLoader {
+    PlaneLoader<OTHERS, THREADS> next;
+    __device__ __forceinline__ TwoLoader(const operand *matrix, int first) : next(matrix, ROW, first) {}
+    __device__ __forceinline__ void load(unsigned tile, long long apart, int limit) {
+        next.load(tile, ROW, limit, 0);
+        next.loader.from += apart;
+        next.load(tile + TILE_BYTES, ROW, limit);
+        next.loader.from -= apart;
+    }
+};
+
+// The planes that no warp holds of the block's own rows, into shared memory.
+__device__ __forceinline__ void load_rest(const operand *matrix, int first, int end, unsigned to) {
+#pragma unroll
+    for (int plane = 0; plane < REST; plane++)
+        Loader<OWN, THREADS>(matrix + (OWN_PLANES + plane) * PAD_D, ROW, first)
+            .load(to + plane * OWN_BYTES, ROW, end - first);
+}
+
+// s = A B^T over D: A is the warp's own, B's rows those of the split tile at `b`.
+__device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const LaneRows<PAD_D> &rows_first,
+                                             const LaneRows<PAD_D> &columns_first, unsigned b) {
+    s.clear();
+#pragma unroll
+    for (int d = 0; d < D_STEPS; d++) {
+        unsigned left[PLANES][ROW_TILES][4];
+        own.get(left, rows_first, d);
+        add_split_step(s, left, d, columns_first, b, OTHERS * ROW_BYTES);
+    }
+}
+
+// A warp's sums, or its part of them, to or from the pair's place in shared memory, as the registers lie.
+template <int N> __device__ __forceinline__ void send(float4 *to, const Sums<ROW_TILES, N> &sums) {
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2 * N; n++) {
+            const float(&c)[4] = sums.c[t][n];
+            to[(t * 2 * N + n) * 32 + threadIdx.x % 32] = make_float4(c[0], c[1], c[2], c[3]);
+        }
+}
+
+template <int N> __device__ __forceinline__ void receive(const float4 *from, Sums<ROW_TILES, N> &sums) {
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2 * N; n++) {
+            const float4 x = from[(t * 2 * N + n) * 32 + threadIdx.x % 32];
+            float(&c)[4] = sums.c[t][n];
+            c[0] = x.x, c[1] = x.y, c[2] = x.z, c[3] = x.w;
+        }
+}
+
+// The half of a warp's columns.
+template <int N>
+__device__ __forceinline__ Sums<ROW_TILES, N> half_of(const Sums<ROW_TILES, 2 * N> &sums, int half) {
+    Sums<ROW_TILES, N> part;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2 * N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) part.c[t][n][e] = sums.c[t][half * 2 * N + n][e];
+    return part;
+}
+
+// Of a pair each keeps one half of its columns, the first warp the first, and gets the other's same half. `place`: as
+// much shared memory as one warp's sums; `meeting`: the barrier.
+template <int N>
+__device__ __forceinline__ void trade(const Sums<ROW_TILES, 2 * N> &sums, bool second, float4 *place, int meeting,
+                                      Sums<ROW_TILES, N> &kept, Sums<ROW_TILES, N> &got) {
+    const int half = ROW_TILES * N * 64;
+    if (second)
+        send(place, half_of<N>(sums, 0)), kept = half_of<N>(sums, 1);
+    else
+        send(place + half, half_of<N>(sums, 1)), kept = half_of<N>(sums, 0);
+    wait_at(meeting);
+    receive(place + (second ? half : 0), got);
+}
+
+// P of dot = <q_i, k_j>, before the mask. `derived`: P times the derivative of the softcap, for dS; negative where
+// dropout drops P. The exponent is s - lse before it is in units of log2, as both are large where P is not small.
+__device__ __forceinline__ float weight_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
+                                           float lse, unsigned row_key, float &derived) {
+    float capped = 0.0f;
+    const float s = score_of(p, dot, i, j, diagonal, slope, capped), weight = exp2_of((s - lse) * LOG2E);
+    derived = SOFTCAP ? weight * (1.0f - capped * capped) : weight;
+#if DROPOUT
+    if (!kept(row_key, j, p.threshold)) {
+        derived = -derived;
+        return 0.0f;
+    }
+#endif
+    return weight;
+}
+
+// dS, but for its scale.
+__device__ __forceinline__ float ds_of(const Params &p, float derived, float dp, float delta) {
+#if DROPOUT
+    return fabsf(derived) * ((signbit(derived) ? 0.0f : dp * p.keep_scale) - delta);
+#else
+    return derived * (dp - delta);
+#endif
+}
+
+__device__ __forceinline__ unsigned row_key_of(unsigned key, int i) { return DROPOUT ? absorb(key, (unsigned)i) : 0; }
+
+__device__ __forceinline__ void store_two(float *to, int column, float x, float y) {
+#if EVEN
+    if (column < HEAD_DIM) *(float2 *)(to + column) = make_float2(x, y);
+#else
+    if (column < HEAD_DIM) to[column] = x;
+    if (column + 1 < HEAD_DIM) to[column + 1] = y;
+#endif
+}
+
+// A warp's rows to global memory from `column` on, those of `rows` that exist.
+template <int N>
+__device__ __forceinline__ void store_sums(const Sums<ROW_TILES, N> &sums, float scale, float *to, long long stride,
+                                           int rows, int column) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = t * 16 + half * 8 + lane / 4;
+            if (row >= rows) continue;
+#pragma unroll
+            for (int n = 0; n < 2 * N; n++) {
+                const float *c = &sums.c[t][n][2 * half];
+                store_two(to + row * stride, column + n * 8 + lane % 4 * 2, c[0] * scale, c[1] * scale);
+            }
+        }
+}

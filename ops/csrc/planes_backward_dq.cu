@@ -1,0 +1,145 @@
+// Stage 3, tiled: dQ in fp32 on tensor cores, with the same bits each time.
+//
+// Idea. As in the forward a block owns queries and walks the keys; what it is beside dK and dV tells
+// planes_backward.cu. Warps work in pairs on the same queries: the first has Q and makes S = Q K^T, the second has dO
+// and makes dP = dO V^T. They trade halves, so that each has dS for half of the keys, which is at once a left operand,
+// and sums dQ += dS K over these. In the end they trade halves of D and add them up.
+//
+// HBM traffic: 6 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dQ once. From L2:
+// K and V for every OWN queries. The host defines what planes_backward.cuh says.
+#include "planes_backward.cuh"
+
+static_assert(AT_ONCE % 32 == 0, "whole pairs of tiles for each warp of a pair");
+typedef Sums<ROW_TILES, PAIRS / 2> HalfScores;
+
+// s = <q_i, k_j> becomes what dS has in the place of P, `derived` of weight_of. lse begins at query i_first.
+__device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const float *lse, int i_first, int j_first,
+                                      int keys, int b, int h, bool masked) {
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
+    const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int at = t * 16 + half * 8 + row;
+            const float shift = lse[at];
+            const unsigned row_key = row_key_of(key, i_first + at);
+#pragma unroll
+            for (int n = 0; n < PAIRS; n++)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; e++) {
+                    const int j = j_first + n * 8 + column + e % 2;
+                    float &x = s.c[t][n][e], derived;
+                    weight_of(p, x, i_first + at, j, keys - p.tq, slope, shift, row_key, derived);
+                    x = derived;
+                }
+        }
+    if (masked)
+#pragma unroll
+        for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const Sight sight(p, b, i_first + t * 16 + half * 8 + row, keys);
+#pragma unroll
+                for (int n = 0; n < PAIRS; n++)
+#pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; e++)
+                        if (!sight.sees(p, b, j_first + n * 8 + column + e % 2)) s.c[t][n][e] = 0.0f;
+            }
+}
+
+// s becomes dS, but for its scale, from `derived` in s and dp = <dout_i, v_j>. delta begins at the first query.
+__device__ __forceinline__ void differentiate_rows(const Params &p, HalfScores &s, const HalfScores &dp,
+                                                   const float *delta) {
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float mean = delta[t * 16 + half * 8 + threadIdx.x % 32 / 4];
+#pragma unroll
+            for (int n = 0; n < PAIRS; n++)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; e++)
+                    s.c[t][n][e] = ds_of(p, s.c[t][n][e], dp.c[t][n][e], mean);
+        }
+}
+
+// dQ of OWN queries of one head. Grid: B * Hq * n_tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the rest of Q and dO, what is traded, then the stages
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * OWN, warp = threadIdx.x / 32;
+    const int pair = warp % (WARPS / 2), keys = keys_of(p, b), i_first = i0 + pair * OWN_ROWS;
+    const bool second = warp >= WARPS / 2;
+    const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
+    float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
+    int first = 0, end = 0;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+    const Range range = key_range(p, i0, min_of(OWN, p.tq - i0), keys, keys - p.tq, OTHERS, first, end);
+
+    const long long to_keys = (long long)(b * p.kv_heads + h / GROUP) * p.tk * ROW;
+    TwoLoader next((const operand *)p.k + to_keys, range.lo);
+    const long long apart = (const operand *)p.v - (const operand *)p.k;
+    auto load = [&](int stage, int start) { next.load(stages + stage * STAGE_BYTES, apart, keys - start); };
+    const operand *q = (const operand *)p.q + (long long)head * p.tq * ROW;
+    const operand *dout = (const operand *)p.dout + (long long)head * p.tq * ROW;
+    load_rest(q, i0, p.tq, rest);
+    load_rest(dout, i0, p.tq, rest + REST * OWN_BYTES);
+    if (range.lo < range.hi) load(0, range.lo);
+    commit();
+
+    const Own own(second ? dout : q, i_first, p.tq, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
+    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const float *lse = p.lse2 + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.lse2);
+    Gradient sums;
+    sums.clear();
+    for (int start = range.lo, stage = 0; start < range.hi; start += OTHERS) {
+        wait_for_all_but<0>();
+        __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
+        const bool more = start + OTHERS < range.hi;
+        if (STAGES == 2 && more) load(stage ^ 1, start + OTHERS);
+        if (STAGES == 2) commit();
+        const unsigned k_tile = stages + stage * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
+        const bool masked = (HAS_LEFT && start < range.full_lo) || start >= range.full_hi;
+#pragma unroll 1
+        for (int part = 0; part < OTHERS; part += AT_ONCE) {
+            const int mine = part + second * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
+            Scores product;
+            multiply_own(product, own, rows_first, columns_first, (second ? v_tile : k_tile) + part * ROW_BYTES);
+            HalfScores kept, got;
+            trade(product, second, traded + part * OWN_ROWS / 4, part / AT_ONCE * (WARPS / 2) + pair, kept, got);
+            HalfScores s, dp;
+            if (second)
+                s = got, dp = kept;
+            else
+                s = kept, dp = got;
+            weigh(p, s, lse, i_first, start + mine, keys, b, h, masked);
+            differentiate_rows(p, s, dp, delta);
+            add_split_product(sums, s, rows_first, k_tile + mine * ROW_BYTES, OTHERS * ROW_BYTES);
+        }
+        if (STAGES == 1) {
+            __syncthreads();  // all warps are done with K and V
+            if (more) load(0, start + OTHERS);
+            commit();
+        }
+        stage ^= STAGES - 1;
+    }
+    wait_for_all_but<0>();
+    __syncthreads();  // the stages are free: the halves of D go through them, where each is one sum
+    const int half_bytes = OWN_ROWS * PAD_D * 2;
+    static_assert(WARPS * half_bytes <= STAGES * STAGE_BYTES, "room for half of every warp's sums");
+    Sums<ROW_TILES, D_STEPS / 2> mine, theirs;
+    trade(sums, second, (float4 *)(memory + (stages - rest) + 2 * pair * half_bytes), pair, mine, theirs);
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+        for (int n = 0; n < D_STEPS; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) mine.c[t][n][e] += theirs.c[t][n][e];
+    float *to = matrix_of(p.dq, p.dq_stride, b, h) + i_first * p.dq_stride.t;
+    store_sums(mine, p.scale, to, p.dq_stride.t, p.tq - i_first, second * (PAD_D / 2));
+}

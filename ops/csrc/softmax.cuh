@@ -1,0 +1,121 @@
+// The online softmax of a warp that owns whole rows (FlashAttention-2): fa2.cu in 16 bits, tiled_planes.cu in fp32.
+#pragma once
+#include "scores.cuh"
+
+// Of rows g and g + 8: the shift, in units of log2, and the sum, of which each lane has its own part.
+template <int TILES> struct Rows {
+    float m[TILES][2], l[TILES][2];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int t = 0; t < TILES; t++) m[t][0] = m[t][1] = -INFINITE, l[t][0] = l[t][1] = 0.0f;
+    }
+};
+
+// s becomes exp2(c s - m) and l goes on. A row's m follows its maximum only when that has grown by more than 2^8 (the
+// division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
+// multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128.
+template <int TILES, int PAIRS>
+__device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEPS> &o, Rows<TILES> &rows, float c) {
+    float most[TILES][2];
+    bool grew = false;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float &x = most[t][half];
+            x = -INFINITE;
+#pragma unroll
+            for (int n = 0; n < 2 * PAIRS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            grew |= x * c - rows.m[t][half] > 8.0f;
+        }
+    if (__any_sync(~0u, grew)) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                // Row by row: a row's bits depend on no other row.
+                if (!(most[t][half] * c - rows.m[t][half] > 8.0f)) continue;
+                // Rounded, as the exponents have it: what came before is off by as much as what comes.
+                const float m = __fmul_rn(most[t][half], c), rescale = exp2_of(rows.m[t][half] - m);
+                rows.m[t][half] = m, rows.l[t][half] *= rescale;
+#pragma unroll
+                for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
+            }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
+            const float shift = rows.m[t][half] == -INFINITE ? 0.0f : rows.m[t][half];
+#if ELEMENT_KIND == float_ELEMENT
+            float sum = 0.0f;  // of the tile: l is a sum of few
+#else
+            float &sum = rows.l[t][half];
+#endif
+#pragma unroll
+            for (int n = 0; n < 2 * PAIRS; n++)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; e++) {
+                    s.c[t][n][e] = exp2_of(s.c[t][n][e] * c - shift);
+                    sum += s.c[t][n][e];
+                }
+#if ELEMENT_KIND == float_ELEMENT
+            rows.l[t][half] += sum;
+#endif
+        }
+}
+
+// What dropout leaves of the weights of keys j_first and on.
+template <int TILES> struct Dropout {
+#if DROPOUT
+    unsigned row_key[TILES][2];
+#endif
+    __device__ __forceinline__ Dropout(const Params &p, int b, int h, int i_first) {
+#if DROPOUT
+        const unsigned of_head = head_key(p, b, h);
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            for (int half = 0; half < 2; half++)
+                row_key[t][half] = absorb(of_head, (unsigned)(i_first + t * 16 + half * 8 + threadIdx.x % 32 / 4));
+#endif
+    }
+    template <int PAIRS> __device__ __forceinline__ void drop(const Params &p, Sums<TILES, PAIRS> &s, int j_first) const {
+#if DROPOUT
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            for (int n = 0; n < 2 * PAIRS; n++)
+                for (int e = 0; e < 4; e++) {
+                    const int j = j_first + n * 8 + threadIdx.x % 4 * 2 + e % 2;
+                    if (!kept(row_key[t][e / 2], j, p.threshold)) s.c[t][n][e] = 0.0f;
+                }
+#endif
+    }
+};
+
+// Divides o by the sums, and writes lse of the rows from i_first on.
+template <int TILES>
+__device__ __forceinline__ void finish_rows(const Params &p, Sums<TILES, D_STEPS> &o, const Rows<TILES> &rows, int head,
+                                            int i_first) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float l = rows.l[t][half];
+            l += __shfl_xor_sync(~0u, l, 1);
+            l += __shfl_xor_sync(~0u, l, 2);
+            const float divided = l == 0.0f ? 0.0f : p.keep_scale / l;
+            const int i = i_first + t * 16 + half * 8 + lane / 4;
+#if ELEMENT_KIND == float_ELEMENT
+            const float lse = rows.m[t][half] * LN2 + logf(l);
+#else
+            const float lse = (rows.m[t][half] + __log2f(l)) * LN2;
+#endif
+            if (lane % 4 == 0 && i < p.tq) p.lse[(long long)head * p.tq + i] = l == 0.0f ? -INFINITE : lse;
+#pragma unroll
+            for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= divided, o.c[t][n][2 * half + 1] *= divided;
+        }
+}

@@ -1,0 +1,136 @@
+// Stage 3, tiled, on tensor cores where there are any: FlashAttention in fp32, each product from six of bf16 planes
+// (planes.cuh tells how, and why that is fp32 still).
+//
+// Idea: the loop of fa2.cu. What is new is where operands come from: K and V are split once, before (planes.cu), as
+// every tile of queries reads them; Q is split here, by the lanes that multiply it; P as it leaves the softmax. Six
+// times the products of fa2 for one of Q, K and V each, so that shared memory is far from what is waited for.
+// HBM traffic. Q and O once, 4 bytes a number; K and V once to be split and, 6 bytes a number, once per head as long as
+// the heads at work fit in the L2; lse.
+// Limits: fp32, D up to 128, sm_80 and newer. Every option but a bias. FMA units do the rest (tiled.cu).
+// The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), HELD (planes of Q that stay in registers; the
+// others are in shared memory, and read again for each tile), EVEN (rows of q and out begin at multiples of two
+// numbers), and SCALE_FIRST.
+#include "planes.cuh"
+#include "softmax.cuh"
+
+#define THREADS (WARPS * 32)
+#define TILES (BR / WARPS / 16)  // of 16 rows in a warp
+#define PLANE_BYTES (BC * ROW_BYTES)
+#define TILE_BYTES (PLANES * PLANE_BYTES)
+#define Q_PLANE_BYTES (BR * ROW_BYTES)
+
+// Two numbers of a row, `column` even; zeros beyond D.
+__device__ __forceinline__ float2 read_two(const float *row, int column) {
+    float2 x = {0.0f, 0.0f};
+#if EVEN
+    if (column < HEAD_DIM) x = *(const float2 *)(row + column);
+#else
+    if (column < HEAD_DIM) x.x = row[column];
+    if (column + 1 < HEAD_DIM) x.y = row[column + 1];
+#endif
+    return x;
+}
+
+__device__ __forceinline__ void write_two(float *row, int column, float low, float high) {
+#if EVEN
+    if (column < HEAD_DIM) *(float2 *)(row + column) = float2{low, high};
+#else
+    if (column < HEAD_DIM) row[column] = low;
+    if (column + 1 < HEAD_DIM) row[column + 1] = high;
+#endif
+}
+
+// Splits 16 * TILES rows of Q, from `first` on: HELD planes into registers, the others into swizzled tiles, of which
+// `rows` is the warp's first row in the first.
+__device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEPS][HELD ? HELD : 1][TILES][4],
+                                        unsigned rows, const float *q, int first) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int d = 0; d < D_STEPS; d++)
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = t * 16 + e % 2 * 8 + lane / 4, chunk = d * 2 + e / 2;
+                float2 x = {0.0f, 0.0f};
+                if (first + row < p.tq) x = read_two(q + (first + row) * p.q_stride.t, chunk * 8 + lane % 4 * 2);
+                unsigned planes[PLANES];
+                split(x.x, x.y, planes[0], planes[1], planes[2]);
+#pragma unroll
+                for (int plane = 0; plane < PLANES; plane++)
+                    if (plane < HELD)
+                        held[d][HELD ? plane % HELD : 0][t][e] = planes[plane];
+                    else
+                        store_shared(rows + (plane - HELD) * Q_PLANE_BYTES + swizzled<PAD_D>(row, chunk) + lane % 4 * 4,
+                                     planes[plane]);
+            }
+}
+
+// The warp's rows of a (T, D) matrix from row `first` on, of T.
+__device__ __forceinline__ void write_rows(float *matrix, long long stride, int first, int rows,
+                                           const Sums<TILES, D_STEPS> &sums) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = first + t * 16 + half * 8 + lane / 4;
+            if (row >= rows) continue;
+#pragma unroll
+            for (int n = 0; n < PAD_D / 8; n++)
+                write_two(matrix + row * stride, n * 8 + lane % 4 * 2, sums.c[t][n][2 * half], sums.c[t][n][2 * half + 1]);
+        }
+}
+
+// out and lse; p.k and p.v are planes. Grid: B * Hq * n_tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // what is not held of Q, two K and V
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
+    const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
+    const unsigned q_tile = shared_address(memory), q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
+    const unsigned k_tile = q_tile + (PLANES - HELD) * Q_PLANE_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
+    int first = 0, end = 0;
+#if SEGMENTS
+    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
+#endif
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, first, end);
+    const float c = exponent_scale(p);
+    const Dropout<TILES> dropout(p, b, h, i_first);
+    const operand *k = matrix_of((const operand *)p.k, p.k_stride, b, h / GROUP);
+    const operand *v = matrix_of((const operand *)p.v, p.v_stride, b, h / GROUP);
+    PlaneLoader<BC, THREADS> next_k(k, p.k_stride.t, range.lo), next_v(v, p.v_stride.t, range.lo);
+    auto load = [&](int start, int odd) {
+        next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
+        next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
+    };
+    if (range.lo < range.hi) load(range.lo, 0);
+    commit();
+    const float *of_q = matrix_of(p.q, p.q_stride, b, h);
+    unsigned q[D_STEPS][HELD ? HELD : 1][TILES][4];
+    split_q(p, q, q_rows, of_q, i_first);
+    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    Rows<TILES> rows;
+    rows.clear();
+    Sums<TILES, D_STEPS> o;
+    o.clear();
+    for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
+        wait_for_all_but<0>();
+        __syncthreads();  // this tile has landed, and all warps are done with the other buffer
+        if (start + BC < range.hi) load(start + BC, odd ^ 1);
+        commit();
+        Sums<TILES, BC / 16> s;
+        const unsigned k_rows = k_tile + odd * TILE_BYTES, v_rows = v_tile + odd * TILE_BYTES;
+        // S = Q K^T
+        multiply_split<HELD>(s, q, rows_first, q_rows, Q_PLANE_BYTES, columns_first, k_rows, PLANE_BYTES);
+        const bool masked = start < range.full_lo || start >= range.full_hi;
+        if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
+        soften(s, o, rows, c);
+        dropout.drop(p, s, start);
+        add_split_product(o, s, rows_first, v_rows, PLANE_BYTES);  // O += P V
+    }
+    finish_rows(p, o, rows, head, i_first);
+    write_rows(matrix_of(p.out, p.out_stride, b, h), p.out_stride.t, i_first, p.tq, o);
+}

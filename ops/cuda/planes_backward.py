@@ -1,0 +1,118 @@
+"""Launches the backward of stage `tiled` on tensor cores: csrc/planes_backward.cu."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from ops.cuda import plain
+from ops.cuda.call import Call
+from ops.cuda.planes import PLANES, able, even, padded, split
+from ops.library import empty_as
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of one kernel: how many times 16 rows a pair of warps owns, the queries or keys of a tile and those
+    multiplied at once (of dq 32), the warps of a block, blocks that are to share a multiprocessor, which
+    bounds the registers, stages of tiles, and planes of a warp's own rows that stay in registers."""
+
+    row_tiles: int
+    others: int
+    at_once: int
+    warps: int
+    blocks: int = 1
+    stages: int = 2
+    own_planes: int = PLANES
+
+    @property
+    def own(self) -> int:
+        """Queries or keys that a block owns."""
+        return 8 * self.warps * self.row_tiles
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {name.upper(): int(value) for name, value in asdict(self).items()}
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """What two tensors have of own rows outside of registers, what pairs of warps trade, and per stage a
+        tile of two tensors and two numbers a row."""
+        row = 2 * padded(head_dim)
+        rest = 2 * (PLANES - self.own_planes) * self.own * row
+        traded = 4 * self.own * self.others
+        return rest + traded + self.stages * self.others * (2 * PLANES * row + 8)
+
+
+# By the padded head dim: the first that fits into a block's shared memory. One H200, 32 heads, N = 4096,
+# causal and full, ms: dkdv at D = 64 1.94, 3.84 (8 warps and one block 1.98, 3.89; 12 warps of one row tile
+# 2.07, 4.26), at 128 3.99, 8.21 (two planes in registers 4.29, 8.33; none, 32 at once 4.04, 8.18; 16 a tile
+# 4.01, 8.50); dq at D = 64 1.49, 3.01 (8 warps and one block 1.57, 3.07; tiles of 64 1.61, 3.04), at 128
+# 3.13, 6.16 (4 warps and two blocks 3.11, 6.15; two planes 3.13, 6.38; none 3.25, 6.61). That the second
+# warp of a pair multiplies dP for all of a tile before it waits for P was 2% slower at D = 64, 12% at 128.
+_DKDV = {
+    32: (Tile(2, 32, 32, 8),),
+    64: (Tile(2, 32, 16, 4, blocks=2, own_planes=2),),
+    96: (Tile(1, 32, 16, 8),),
+    128: (Tile(1, 32, 16, 8), Tile(1, 16, 16, 8)),
+}
+_DQ = {
+    32: (Tile(2, 32, 32, 8),),
+    64: (Tile(2, 32, 32, 4, blocks=2),),
+    96: (Tile(1, 32, 32, 8),),
+    128: (Tile(1, 32, 32, 8), Tile(1, 32, 32, 8, stages=1)),
+}
+
+
+def tile(tiles: tuple[Tile, ...], head_dim: int, shared_bytes: int) -> Tile:
+    """The first that a block which may use `shared_bytes` has room for."""
+    # the launch of the last says what is missing
+    return next((each for each in tiles if each.shared_bytes(head_dim) <= shared_bytes), tiles[-1])
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the layouts of q, k and v, all fp32."""
+    padded_dim, room = padded(q.shape[3]), able(q.device)
+    of_keys, of_queries = (tile(table[padded_dim], padded_dim, room) for table in (_DKDV, _DQ))
+    return run_backward(dout, q, k, v, out, lse, call, of_keys, of_queries)
+
+
+def run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    of_keys: Tile,
+    of_queries: Tile,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward`, in these tiles, of dK and dV and of dQ."""
+    (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
+    if dout.stride(3) != 1:  # out.sum() sends one number, expanded
+        dout = empty_as(out).copy_(dout)
+    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    statistics = plain.delta(call, dout, out, lse, natural=True)
+    planes = {name: split(x, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+    params = call.params.bind(**planes, dq=dq, dk=dk, dv=dv)
+    defines = call.defines | {"ALIGNED": 1, "SCALE_FIRST": 0, "EVEN": int(even(dq, dk, dv))}
+
+    def launch(source: str, name: str, blocks: int, tile: Tile, ranges: Tensor | None) -> None:
+        params.bind(ranges=ranges)
+        kernel = plain._kernel(source, name, defines | tile.defines, q.device)
+        kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
+
+    key_ranges = plain.segment_ranges(call, of_keys.own, transposed=True)
+    n_tiles = math.ceil(tk / of_keys.own)
+    blocks = call.in_order(n_tiles, batch * kv_heads, planes["q"], over=heads // kv_heads)
+    launch("planes_backward.cu", "tilegpt_planes_dkdv", blocks, of_keys, key_ranges)
+    query_ranges = plain.segment_ranges(call, of_queries.own)
+    n_tiles = math.ceil(tq / of_queries.own)
+    blocks = call.in_order(n_tiles, batch * heads, planes["k"], times=heads // kv_heads)
+    launch("planes_backward_dq.cu", "tilegpt_planes_dq", blocks, of_queries, query_ranges)
+    del statistics, planes, key_ranges, query_ranges  # alive until the last launch
+    return dq, dk, dv

@@ -1,0 +1,255 @@
+"""The backward of stage `tiled` on tensor cores, on a CPU: values against the formula in fp64, tiles, races.
+Tensor cores are imitated (mma_cpu.h); the rest is real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.geometry import diagonal_band
+from ops.cuda import plain, planes, planes_backward
+from ops.cuda.call import Call
+from ops.cuda.planes_backward import Tile
+from scripts.accuracy import Problem, dropout_seed, error_ratios, expected
+from tests.ops import cpu
+from tests.ops.recorded import SHARED_BYTES
+
+pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+
+# For a CPU, in the place of the barrier of a pair of warps: who arrives waits too.
+_PAIRS = """static struct Pairs {
+    cpu::Barrier barriers[15];
+    Pairs() {
+        for (cpu::Barrier &each : barriers) each.expect(64);
+    }
+} pairs;
+static void wait_at(int pair) { pairs.barriers[pair].wait(); }
+static void arrive_at(int pair) { wait_at(pair); }"""
+
+
+class Compiler(cpu.TensorCores):
+    """Of planes_backward.cuh without what is written in PTX."""
+
+    def __init__(self, folder: Path, changes: Mapping[str, tuple[str, str]] | None = None):
+        super().__init__(folder, changes)
+        source = folder / "planes_backward.cuh"
+        parts = source.read_text().split("\n\n")
+        (at,) = (n for n, part in enumerate(parts) if "asm" in part)
+        parts[at] = _PAIRS
+        source.write_text("\n\n".join(parts))
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    return Compiler(tmp_path_factory.mktemp("csrc"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(plain, "_kernel", compiler)
+    yield
+
+
+def _use(compiler: Compiler, mistaken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts `mistaken` in the place of NVRTC for the two kernels, and `compiler` for the others."""
+
+    def kernel(source: str, *rest: Any) -> Any:
+        return (mistaken if source.startswith("planes_backward") else compiler)(source, *rest)
+
+    monkeypatch.setattr(plain, "_kernel", kernel)
+
+
+def _inputs(
+    shape: tuple[int, int, int],
+    heads: tuple[int, int] = (1, 1),
+    batch: int = 1,
+    lengths: list[int] | None = None,
+    cut: int = 0,
+) -> tuple[Tensor, ...]:
+    """q, k, v and dout. Keys and values beyond `lengths` are NaN; rows begin at `cut` of longer ones."""
+    (tq, tk, head_dim), g = shape, torch.Generator().manual_seed(7)
+    made = []
+    for h, t in ((heads[0], tq), (heads[1], tk), (heads[1], tk), (heads[0], tq)):
+        made.append(torch.randn(batch, h, t, head_dim + 2 * cut, generator=g)[..., cut : cut + head_dim])
+    for b, length in enumerate(lengths or []):
+        made[1][b, :, length:] = made[2][b, :, length:] = torch.nan
+    return tuple(made)
+
+
+def _problem(shape: tuple[int, int, int], options: dict[str, Any] | None = None, **made: Any) -> Problem:
+    q, k, v, dout = _inputs(shape, **made)
+    return Problem(q, k, v, options or {}, dout)
+
+
+def _call(problem: Problem) -> Call:
+    o = problem.options
+    left, right = diagonal_band(o.get("causal", True), o.get("window"))
+    tensors = (o.get("alibi_slopes"), None, *(o.get("segments") or (None, None)), o.get("kv_lengths"))
+    scale, dropout_p = o.get("scale", problem.q.shape[3] ** -0.5), o.get("dropout_p", 0.0)
+    numbers = (scale, left, right, o.get("softcap", 0.0), dropout_p, [0])
+    return Call(problem.q, problem.k, problem.v, *tensors, dropout_seed(problem.q.device), *numbers)
+
+
+def _judge(problem: Problem, *tiles: Tile) -> dict[str, float]:
+    """The error ratios of the gradients; `tiles` are those of dK and dV and of dQ. out and lse are exact, but
+    rounded to fp32."""
+    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
+    reference, formula = expected(problem)
+    given = dout, q, k, v, reference["out"].float(), reference["lse"].float(), _call(problem)
+    grads = planes_backward.run_backward(*given, *tiles) if tiles else planes_backward.backward(*given)
+    got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return error_ratios(got, reference, formula, torch.float32)
+
+
+def _ids(*runs: int) -> Tensor:
+    """Documents of these lengths, one after the other."""
+    return torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).int()[None]
+
+
+_CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((130, 90, 20), {"cut": 1}, {"window": (37, 0), "softcap": 1.5}),
+    ((70, 100, 33), {"heads": (2, 1)}, {"causal": False, "window": (30, 20), "scale": -0.2}),
+    ((300, 70, 64), {}, {}),  # 230 rows that see no key, and whole blocks
+    ((20, 70, 128), {"heads": (4, 2)}, {}),  # one tile of queries a head
+    ((33, 140, 64), {"batch": 3, "lengths": [0, 60, 140]}, {"causal": False}),
+    ((50, 100, 80), {"batch": 2, "lengths": [100, 37]}, {"alibi_slopes": torch.tensor([0.1])}),
+    ((90, 100, 96), {}, {"causal": False, "dropout_p": 0.2, "segments": (_ids(40, 1, 49), _ids(60, 9, 31))}),
+    ((70, 80, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
+    ((1, 3, 7), {}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"), _CASES, ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _CASES]
+)
+def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> None:
+    if "lengths" in made:
+        options = options | {"kv_lengths": torch.tensor(made["lengths"], dtype=torch.int32)}
+    ratios = _judge(_problem(shape, **made, options=options))
+    assert max(ratios.values()) <= 1, ratios
+
+
+# Each table's after the first, and what else the kernels are written for: planes of own rows in shared
+# memory, tiles in one part or in two, other numbers of warps.
+_PAIRS_OF_TILES = [
+    (128, Tile(1, 16, 16, 8), Tile(1, 32, 32, 8, stages=1)),
+    (64, Tile(2, 32, 32, 8, own_planes=2), Tile(2, 64, 32, 8, own_planes=2)),
+    (32, Tile(1, 32, 16, 12, stages=1), Tile(1, 32, 32, 4, own_planes=0)),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "of_keys", "of_queries"), _PAIRS_OF_TILES, ids=str)
+def test_other_tiles(head_dim: int, of_keys: Tile, of_queries: Tile) -> None:
+    ratios = _judge(_problem((70, 80, head_dim)), of_keys, of_queries)
+    assert max(ratios.values()) <= 1, ratios
+
+
+def test_every_tile_is_tested() -> None:
+    """The first of a table by `test_values`, all of whose head dims are on an H200."""
+    others = {tile for _, *tiles in _PAIRS_OF_TILES for tile in tiles}
+    padded = {planes.padded(shape[2]) for shape, *_ in _CASES}
+    for table in (planes_backward._DKDV, planes_backward._DQ):
+        assert padded == table.keys()
+        assert {tile for tiles in table.values() for tile in tiles[1:]} <= others
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values())
+@pytest.mark.parametrize("table", [planes_backward._DKDV, planes_backward._DQ], ids=["dkdv", "dq"])
+def test_tiles_fit(table: dict[int, tuple[Tile, ...]], shared_bytes: int) -> None:
+    for head_dim, tiles in table.items():
+        assert planes_backward.tile(tiles, head_dim, shared_bytes).shared_bytes(head_dim) <= shared_bytes
+
+
+def _bits(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a causal call whose out and lse are some numbers."""
+    q, k, v, dout = inputs
+    call, lse = _call(Problem(q, k, v, {}, dout)), torch.full(q.shape[:3], 3.0)
+    return planes_backward.backward(dout, q, k, v, q.contiguous(), lse, call)
+
+
+def _equal(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# One pair of warps, 16 rows of a block.
+_SMALL = Tile(1, 32, 16, 2), Tile(1, 32, 32, 2)
+
+
+def _in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table, tile in zip((planes_backward._DKDV, planes_backward._DQ), _SMALL, strict=True):
+        monkeypatch.setitem(table, 32, (tile,))
+
+
+def test_in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads in groups, and with the shortest tiles of all at the end, give the same bits."""
+    _in_small_tiles(monkeypatch)
+    inputs = _inputs((40, 48, 32), (6, 6))  # three tiles of queries and of keys
+    before = _bits(*inputs)
+    request.getfixturevalue("small_groups")
+    assert _equal(before, _bits(*inputs))
+
+
+def test_layouts() -> None:
+    """Rows that overlap, and one dout for all."""
+    q, k, v, dout = (x.flatten()[: 39 + 64].view(1, 1, -1).unfold(-1, 64, 1) for x in _inputs((40, 40, 64)))
+    dout = dout[:, :, :1, :1].expand(dout.shape)
+    assert _equal(_bits(q, k, v, dout), _bits(*(x.contiguous() for x in (q, k, v, dout))))
+
+
+def _races(compiler: Compiler, mistaken: Compiler, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels of `mistaken` in which the thread sanitizer finds a race: blocks that meet two tiles, in
+    dkdv of two heads."""
+    sanitizer = cpu.Sanitizer(mistaken)
+    _use(compiler, sanitizer, monkeypatch)
+    _in_small_tiles(monkeypatch)
+    _bits(*_inputs((20, 40, 32), (2, 1)))
+    assert sanitizer.reports.keys() == {"tilegpt_planes_dkdv", "tilegpt_planes_dq"}
+    return {name.removeprefix("tilegpt_planes_") for name, said in sanitizer.reports.items() if said}
+
+
+def test_no_races(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _races(compiler, compiler, monkeypatch) == set()
+
+
+def test_missing_barriers_are_caught(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "planes_backward.cu": ("__syncthreads();  // this stage has landed", "// this stage has landed"),
+        "planes_backward.cuh": ("    wait_at(meeting);\n", ""),
+    }
+    assert _races(compiler, Compiler(tmp_path, changes), monkeypatch) == {"dkdv", "dq"}
+
+
+_WAIT, _STAGE = "wait_for_all_but<0>();\n", "__syncthreads();  // this stage"
+_MISTAKES = {
+    "dkdv does not wait": ("planes_backward.cu", f"{_WAIT}            {_STAGE}", _STAGE, {"dk", "dv"}),
+    "dq does not wait": ("planes_backward_dq.cu", f"{_WAIT}        {_STAGE}", _STAGE, {"dq"}),
+    "two planes of P and dS": ("split.cuh", "p2 = pack(low, high)", "p2 = 0", {"dq", "dk", "dv"}),
+    "a mask off by one": (
+        "scores.cuh",
+        "p.tq + p.window_right",
+        "p.tq + p.window_right + 1",
+        {"dq", "dk", "dv"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "old", "new", "wrong"), _MISTAKES.values(), ids=_MISTAKES)
+def test_mistakes_are_caught(
+    source: str,
+    old: str,
+    new: str,
+    wrong: set[str],
+    compiler: Compiler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _use(compiler, Compiler(tmp_path, {source: (old, new)}), monkeypatch)
+    ratios = _judge(_problem((33, 40, 64)))
+    assert {name for name, ratio in ratios.items() if not ratio <= 1} == wrong, ratios
