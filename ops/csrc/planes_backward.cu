@@ -123,11 +123,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
                 Scores derived;
                 weigh_transposed(p, s, derived, lse + part, i0 + part, j_first, keys, b, kv_head * GROUP + g, masked);
                 send(traded + part * OWN_ROWS / 4, derived);
-                arrive_at(part / AT_ONCE * (WARPS / 2) + pair);
+                meet_in_pair(pair);
             };
             auto get_weights = [&](int part, Scores &dp) {
                 Scores derived;
-                wait_at(part / AT_ONCE * (WARPS / 2) + pair);
+                meet_in_pair(pair);
                 receive(traded + part * OWN_ROWS / 4, derived);
                 differentiate_transposed(p, dp, derived, lse + OTHERS + part);
             };

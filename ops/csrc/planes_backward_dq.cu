@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
             Scores product;
             multiply_own(product, own, rows_first, columns_first, (second ? v_tile : k_tile) + part * ROW_BYTES);
             HalfScores kept, got;
-            trade(product, second, traded + part * OWN_ROWS / 4, part / AT_ONCE * (WARPS / 2) + pair, kept, got);
+            trade(product, second, traded + part * OWN_ROWS / 4, pair, kept, got);
             HalfScores s, dp;
             if (second)
                 s = got, dp = kept;

@@ -21,15 +21,14 @@ from tests.ops.recorded import SHARED_BYTES
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
 
-# For a CPU, in the place of the barrier of a pair of warps: who arrives waits too.
+# For a CPU, in the place of the barrier of a pair of warps, which is written in PTX.
 _PAIRS = """static struct Pairs {
     cpu::Barrier barriers[15];
     Pairs() {
         for (cpu::Barrier &each : barriers) each.expect(64);
     }
 } pairs;
-static void wait_at(int pair) { pairs.barriers[pair].wait(); }
-static void arrive_at(int pair) { wait_at(pair); }"""
+static void meet_in_pair(int pair) { pairs.barriers[pair].wait(); }"""
 
 
 class Compiler(cpu.TensorCores):
@@ -221,7 +220,7 @@ def test_missing_barriers_are_caught(
 ) -> None:
     changes = {
         "planes_backward.cu": ("__syncthreads();  // this stage has landed", "// this stage has landed"),
-        "planes_backward.cuh": ("    wait_at(meeting);\n", ""),
+        "planes_backward.cuh": ("    meet_in_pair(pair);\n", ""),
     }
     assert _races(compiler, Compiler(tmp_path, changes), monkeypatch) == {"dkdv", "dq"}
 
