@@ -50,7 +50,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
     ),
     ((9, 0), 32, "training", "full"): (
         (64, 1024, "cuda_tiled triton"),
-        (64, None, "cuda_tiled triton"),
+        (64, None, "cuda_tiled"),
     ),
     ((9, 0), 32, "forward", "causal"): (
         (64, 1024, "cuda_tiled triton"),
@@ -60,7 +60,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
     ),
     ((9, 0), 32, "forward", "full"): (
         (64, 1024, "cuda_tiled triton"),
-        (64, None, "cuda_tiled triton"),
+        (64, None, "cuda_tiled"),
         (128, 1024, "cuda_tiled triton"),
     ),
 }

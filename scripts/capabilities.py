@@ -166,17 +166,19 @@ def _span(dtypes: Sequence[str]) -> str:
 
 def memory(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
     """O(T) or O(T^2) by name, measured: how the peak of the backward, per token and head, grows from the last
-    length but one to the last, by the power of T that is nearer. Causal, without features."""
-    found: dict[str, dict[int, float]] = {}
+    length but one to the last, by the power of T that is nearer. Causal, without features; in the precision
+    and head dim that were measured at the most lengths."""
+    found: dict[str, dict[tuple[str, int], dict[int, float]]] = {}
     for row in rows:
         p, result = row["point"], row["result"]
         if p["pass"] != "backward" or p["features"] or not p["causal"] or not result.get("peak_mib"):
             continue
         share = result["peak_mib"] / (p["batch"] * p["heads"] * p["seq_len"])
-        by_length = found.setdefault(p["implementation"], {})
-        by_length[p["seq_len"]] = max(by_length.get(p["seq_len"], 0.0), share)
+        series = found.setdefault(p["implementation"], {}).setdefault((p["dtype"], p["head_dim"]), {})
+        series[p["seq_len"]] = max(series.get(p["seq_len"], 0.0), share)
     named = {}
-    for name, by_length in found.items():
+    for name, by_shape in found.items():
+        by_length = max(by_shape.values(), key=len)
         if len(by_length) > 1:
             *_, (before, small), (last, large) = sorted(by_length.items())
             named[name] = "O(T^2)" if math.log(large / small, last / before) > 0.5 else "O(T)"
