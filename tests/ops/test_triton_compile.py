@@ -97,7 +97,8 @@ def test_tiles_fit_in_fp32(kind: str) -> None:
         # At least two products, of six planes' each, in two steps of 16 columns.
         assert count["bf16"] >= 24, got
     assert all(got["instructions"]["mma"] for got in ampere)
-    assert all(got["instructions"]["wgmma"] for got in hopper[:3])
+    # dK, dV of 32 keys by mma.sync are the fastest at a head dim of 128: wgmma needs 64
+    assert all(got["instructions"]["wgmma"] for got in hopper[: 2 if kind == "dkdv" else 3])
     assert not any(got["spilled_bytes"] for got in hopper[:2])
 
 
