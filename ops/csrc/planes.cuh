@@ -1,9 +1,12 @@
 // fp32 products on tensor cores, as exact as fp32 is.
 //
-// A float is split into three numbers of bf16, its planes: x = x0 + x1 + x2, of 8 bits each, with what is left below
-// 2^-26 of x. Of the nine products of two split numbers the six with i + j <= 2 are computed, x0 y0, then x0 y1 + x1 y0
-// and x0 y2 + x1 y1 + x2 y0; the other three are below 2^-26 of the product. bf16 has fp32's exponents, so nothing
-// overflows or vanishes that would not in fp32.
+// A float is split into three numbers of bf16, its planes: x = x0 + x1 + x2, of 8 bits each, to the last bit. Of the
+// nine products of two split numbers the six with i + j <= 2 are computed, x0 y0, then x0 y1 + x1 y0 and
+// x0 y2 + x1 y1 + x2 y0; the other three come to 2^-24 of the product at most, half a unit in fp32's last place, and
+// mostly to far less.
+//
+// bf16 has fp32's exponents, but for the ends: a number below 2^-110 is off by up to 2^-134, and one beyond 3.39e38,
+// which bf16 rounds to infinity, becomes NaN, as infinity does (inf - inf), where fp32 may have an infinite result.
 //
 // Tensor cores cut their sums off where fp32 would round them, by up to a unit in the last place and always towards
 // zero, so that a long sum would drift. Hence no sum in the tensor cores is deeper than one step of 16, small products
@@ -14,6 +17,16 @@
 #pragma once
 #include "scores.cuh"
 #include "split.cuh"
+
+// Two numbers of a row in global memory, `column` even, as far as they are within D. EVEN: they can be written at once.
+__device__ __forceinline__ void write_two(float *row, int column, float low, float high) {
+#if EVEN
+    if (column < HEAD_DIM) *(float2 *)(row + column) = make_float2(low, high);
+#else
+    if (column < HEAD_DIM) row[column] = low;
+    if (column + 1 < HEAD_DIM) row[column + 1] = high;
+#endif
+}
 
 // Loads tiles of ROWS rows of split numbers: the three planes of a row lie side by side.
 template <int ROWS, int THREADS> struct PlaneLoader {
@@ -91,8 +104,8 @@ __device__ __forceinline__ void add_split_step(Sums<TILES, PAIRS> &sums, const u
     }
 }
 
-// sums = A B^T over D. The first STAY planes of A are in registers, of the others its rows are rows of split tiles. `a`:
-// the warp's first row in the first plane that is not held; `b`: as above.
+// sums = A B^T over D. The first STAY planes of A are in registers, of the others its rows are rows of split tiles.
+// `a`: the warp's first row in the first plane that is not held; `b`: as above.
 template <int STAY, int TILES, int PAIRS>
 __device__ __forceinline__ void multiply_split(Sums<TILES, PAIRS> &sums,
                                                const unsigned (&held)[D_STEPS][STAY ? STAY : 1][TILES][4],

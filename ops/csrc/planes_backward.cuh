@@ -179,15 +179,6 @@ __device__ __forceinline__ float ds_of(const Params &p, float derived, float dp,
 
 __device__ __forceinline__ unsigned row_key_of(unsigned key, int i) { return DROPOUT ? absorb(key, (unsigned)i) : 0; }
 
-__device__ __forceinline__ void store_two(float *to, int column, float x, float y) {
-#if EVEN
-    if (column < HEAD_DIM) *(float2 *)(to + column) = make_float2(x, y);
-#else
-    if (column < HEAD_DIM) to[column] = x;
-    if (column + 1 < HEAD_DIM) to[column + 1] = y;
-#endif
-}
-
 // A warp's rows to global memory from `column` on, those of `rows` that exist.
 template <int N>
 __device__ __forceinline__ void store_sums(const Sums<ROW_TILES, N> &sums, float scale, float *to, long long stride,
@@ -202,7 +193,7 @@ __device__ __forceinline__ void store_sums(const Sums<ROW_TILES, N> &sums, float
 #pragma unroll
             for (int n = 0; n < 2 * N; n++) {
                 const float *c = &sums.c[t][n][2 * half];
-                store_two(to + row * stride, column + n * 8 + lane % 4 * 2, c[0] * scale, c[1] * scale);
+                write_two(to + row * stride, column + n * 8 + lane % 4 * 2, c[0] * scale, c[1] * scale);
             }
         }
 }

@@ -82,7 +82,8 @@ template <int TILES> struct Dropout {
                 row_key[t][half] = absorb(of_head, (unsigned)(i_first + t * 16 + half * 8 + threadIdx.x % 32 / 4));
 #endif
     }
-    template <int PAIRS> __device__ __forceinline__ void drop(const Params &p, Sums<TILES, PAIRS> &s, int j_first) const {
+    template <int PAIRS>
+    __device__ __forceinline__ void drop(const Params &p, Sums<TILES, PAIRS> &s, int j_first) const {
 #if DROPOUT
 #pragma unroll
         for (int t = 0; t < TILES; t++)

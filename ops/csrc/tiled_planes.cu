@@ -31,15 +31,6 @@ __device__ __forceinline__ float2 read_two(const float *row, int column) {
     return x;
 }
 
-__device__ __forceinline__ void write_two(float *row, int column, float low, float high) {
-#if EVEN
-    if (column < HEAD_DIM) *(float2 *)(row + column) = float2{low, high};
-#else
-    if (column < HEAD_DIM) row[column] = low;
-    if (column + 1 < HEAD_DIM) row[column + 1] = high;
-#endif
-}
-
 // Splits 16 * TILES rows of Q, from `first` on: HELD planes into registers, the others into swizzled tiles, of which
 // `rows` is the warp's first row in the first.
 __device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEPS][HELD ? HELD : 1][TILES][4],
@@ -77,8 +68,10 @@ __device__ __forceinline__ void write_rows(float *matrix, long long stride, int 
             const int row = first + t * 16 + half * 8 + lane / 4;
             if (row >= rows) continue;
 #pragma unroll
-            for (int n = 0; n < PAD_D / 8; n++)
-                write_two(matrix + row * stride, n * 8 + lane % 4 * 2, sums.c[t][n][2 * half], sums.c[t][n][2 * half + 1]);
+            for (int n = 0; n < PAD_D / 8; n++) {
+                const float *c = &sums.c[t][n][2 * half];
+                write_two(matrix + row * stride, n * 8 + lane % 4 * 2, c[0], c[1]);
+            }
         }
 }
 
