@@ -16,6 +16,11 @@ PADDED_TO = 128
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
+def padded(head_dim: int) -> int:
+    """The head dim as the kernels on tensor cores have it: a multiple of 32."""
+    return -(-head_dim // 32) * 32
+
+
 class Strides(ctypes.Structure):
     _fields_ = [(name, ctypes.c_longlong) for name in "bht"]
 

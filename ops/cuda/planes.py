@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.cuda import plain
-from ops.cuda.call import Call, Params
+from ops.cuda.call import Call, Params, padded
 from ops.library import empty_as
 
 PLANES = 3
@@ -24,11 +24,6 @@ _MIN_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 128
 _SPLIT_THREADS = 256
 AnyTile = TypeVar("AnyTile")  # of this file or of planes_backward.py
-
-
-def padded(head_dim: int) -> int:
-    """The head dim as planes have it: a multiple of 32."""
-    return -(-head_dim // 32) * 32
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from torch import Tensor
 
 from ops.cuda import plain
-from ops.cuda.call import Call
-from ops.cuda.planes import PLANES, able, even, padded, split
+from ops.cuda.call import Call, padded
+from ops.cuda.planes import PLANES, able, even, first_that_fits, split
 from ops.library import empty_as
 
 
@@ -65,18 +65,12 @@ _DQ = {
 }
 
 
-def tile(tiles: tuple[Tile, ...], head_dim: int, shared_bytes: int) -> Tile:
-    """The first that a block which may use `shared_bytes` has room for."""
-    # the launch of the last says what is missing
-    return next((each for each in tiles if each.shared_bytes(head_dim) <= shared_bytes), tiles[-1])
-
-
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k and v, all fp32."""
-    padded_dim, room = padded(q.shape[3]), able(q.device)
-    of_keys, of_queries = (tile(table[padded_dim], padded_dim, room) for table in (_DKDV, _DQ))
+    head_dim, room = q.shape[3], able(q.device)
+    of_keys, of_queries = (first_that_fits(table[padded(head_dim)], head_dim, room) for table in (_DKDV, _DQ))
     return run_backward(dout, q, k, v, out, lse, call, of_keys, of_queries)
 
 

@@ -14,17 +14,12 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.cuda.call import PADDED_TO, Call
+from ops.cuda.call import PADDED_TO, Call, padded
 from ops.cuda.plain import segment_ranges
 from ops.library import empty_as
 
 _PREPARE_THREADS = 1024
 _FINISH_ROWS = 128  # of a block
-
-
-def padded(head_dim: int) -> int:
-    """The head dim as tiles in shared memory have it: a multiple of 32."""
-    return -(-head_dim // 32) * 32
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,26 @@ def test_planes_add_up(head_dim: int) -> None:
         assert (split[..., 1:, :head_dim].abs() <= 2**-8 * split[..., :-1, :head_dim].abs()).all()
 
 
+def test_planes_at_the_ends_of_the_range() -> None:
+    """Exact from 2^-110 on, below to half of bf16's least number; NaN where bf16 would be infinite."""
+    full = 2 - 2.0**-23  # all 24 bits
+    numbers = [
+        full * 2.0**-110,
+        full * 2.0**-111,
+        2.0**-149,
+        3.38e38,
+        3.4e38,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    ]
+    x = torch.tensor(numbers).reshape(1, 1, 1, -1)
+    sums = planes.split(x, _call(x, x, x)).unflatten(3, (3, -1)).double().sum(3)[..., : x.shape[3]]
+    off = (sums - x.double()).abs().flatten()
+    assert off[0] == off[3] == 0 and (off[1:3] <= 2.0**-134).all() and off[1] > 0
+    assert sums.flatten()[4:].isnan().all()
+
+
 def _bits(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return planes.forward(q, k, v, _call(q, k, v, **options))
 

@@ -161,7 +161,7 @@ def test_every_tile_is_tested() -> None:
 @pytest.mark.parametrize("table", [planes_backward._DKDV, planes_backward._DQ], ids=["dkdv", "dq"])
 def test_tiles_fit(table: dict[int, tuple[Tile, ...]], shared_bytes: int) -> None:
     for head_dim, tiles in table.items():
-        assert planes_backward.tile(tiles, head_dim, shared_bytes).shared_bytes(head_dim) <= shared_bytes
+        assert planes.first_that_fits(tiles, head_dim, shared_bytes).shared_bytes(head_dim) <= shared_bytes
 
 
 def _bits(*inputs: Tensor) -> tuple[Tensor, ...]:
