@@ -8,11 +8,10 @@ the formula in 16 bits, eager and compiled, and SDPA's math) and of those that k
 naive_checkpointed: the formula's whole forward again in plain PyTorch, with all scores written again.
 
 No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512 and 4k at D = 64 and 4k
-at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32, without tensor cores. On an H200 some 150
-seconds: up to 60 of compilation, in processes side by side before anything is timed (each imports torch), 25
-of Nsight Compute. On a CPU a small version in half a minute. Rows go to
-results/backward_recompute/<gpu>.jsonl as a shape ends; one that has all its rows is left out the next time,
-so that a run that was stopped loses the shape it was at.
+at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32. On an H200 some 240 seconds: up to 60 of
+compilation, in processes side by side before anything is timed (each imports torch), 25 of Nsight Compute. On
+a CPU a small version in half a minute. Rows go to results/backward_recompute/<gpu>.jsonl as a shape ends; one
+that has all its rows is left out the next time, so that a run that was stopped loses the shape it was at.
 
 Beside the fields of scripts/side_by_side.py (the time is the backward's) a row's result has: keeps (whether P
 was kept), products and flops_done, kept_mib (out and what the forward saved, measured), model_bytes (DRAM, by
