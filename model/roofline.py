@@ -44,11 +44,15 @@ def attention_size(run: Run) -> AttentionSize:
 # division's products 12, the sum's 2, exp's 3, mask and scale 4, dQ and dK 2. sdpa_math: Q K^T 1, mask 2,
 # softmax 2, P V 1; dV and dP 2, softmax 3, dQ and dK 2.
 _WALKS = {"naive": (14, 25), "sdpa_math": (6, 7)}
+# In fp32 cuda_tiled splits K and V, in the backward Q and dout too: where a number of 4 bytes would be read, it
+# is read, written as three of bf16 and read as such.
+_SPLIT = (4 + 6 + 6 - 4) / 4
 
 
 def attention_work(run: Run) -> tuple[Work, Work]:
     """Forward and backward of one layer. Fused: q, k, v in, out and lse out; backward those and dout in, dq,
-    dk and dv out. Unfused: the walks over the scores as well, and no product skips what is masked."""
+    dk and dv out; what is split is moved more often. Unfused: the walks over the scores as well, and no
+    product skips what is masked."""
     size = attention_size(run)
     shape = size.batch, size.heads, size.tq, size.tk, size.head_dim
     walks = _WALKS.get(family(run), (0, 0))
@@ -56,6 +60,9 @@ def attention_work(run: Run) -> tuple[Work, Work]:
     causal = run.config.causal and not run.quadratic
     read = size.compulsory_bytes + walks[0] * matrix
     back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + walks[1] * matrix
+    if family(run) == "cuda_tiled" and run.value_bytes == 4:
+        read += _SPLIT * 2 * size.k_bytes
+        back += _SPLIT * 2 * (size.q_bytes + size.k_bytes)
     return (
         Work(attention_flops(*shape, causal=causal), read),
         Work(

@@ -137,7 +137,7 @@ def recomputed(results: Results) -> Answer:
         for n, (kept, again) in pairs.items():
             here.append((kept["result"]["ms_median"] / again["result"]["ms_median"], n))
             moved = [
-                backward_report.dram(of["result"]) or of["result"]["model_bytes"] for of in (kept, again)
+                backward_report.dram(of["result"]) or backward_report.modelled(of) for of in (kept, again)
             ]
             fewer += [moved[0] / moved[1]] if all(moved) else []
         if here:

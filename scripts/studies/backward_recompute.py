@@ -14,9 +14,9 @@ a CPU a small version in half a minute. Rows go to results/backward_recompute/<g
 that has all its rows is left out the next time, so that a run that was stopped loses the shape it was at.
 
 Beside the fields of scripts/side_by_side.py (the time is the backward's) a row's result has: keeps (whether P
-was kept), products and flops_done, kept_mib (out and what the forward saved, measured), model_bytes (DRAM, by
-the model) and counters: {"forward", "backward": {dram_read_bytes, dram_write_bytes, launches}} by ncu, with
-counters_from "ncu" or why there are none; copy_gb_per_s, of a copy on this device.
+was kept), products and flops_done, kept_mib (out and what the forward saved, measured), and counters:
+{"forward", "backward": {dram_read_bytes, dram_write_bytes, launches}} by ncu, with counters_from "ncu" or why
+there are none; copy_gb_per_s, of a copy on this device. Bytes by the model are the report's.
 """
 
 from __future__ import annotations

@@ -109,6 +109,9 @@ def test_model_bytes_by_hand():
     assert model_bytes("naive", bf16) == fused + 25 * 4 * matrix
     assert model_bytes("naive_checkpointed", bf16) > model_bytes("naive", bf16) + 13 * 4 * matrix
     assert model_bytes("standard_compiled", bf16) is None
+    fp32 = Shape(1, 2, 2, 64, 16, True, "fp32", study=STUDY)
+    # q, k, v and dout, each read again, and written and read as three numbers of 2 bytes
+    assert model_bytes("cuda_tiled", fp32) == model_bytes("triton", fp32) + 4 * 12 * (token / 2)
 
 
 def launches(*kernels):
@@ -223,7 +226,7 @@ def faked(kept_ms, again_ms, counters_=True):
             moved = moved or {"dram_read_bytes": 4e8, "dram_write_bytes": 1e8}
             result = {"status": "ok", "ms_median": ms * n, "error_ratio": 0.5, "kernels_ok": True}
             result |= {"keeps": KINDS[name].keeps, "products": KINDS[name].products, "kept_mib": 32.0}
-            result |= {"flops_done": flops_done(KINDS[name], shape), "model_bytes": model_bytes(name, shape)}
+            result |= {"flops_done": flops_done(KINDS[name], shape)}
             result |= {"counters": {"forward": moved, "backward": moved} if counters_ else None}
             result |= {"counters_from": "ncu", "copy_gb_per_s": 4000.0}
             machine = {"gpu": "NVIDIA H200", "date": "2026-11-21", "torch": "2.11", "triton": "3.6.0"}

@@ -12,7 +12,7 @@ from scripts.allocations import Event, Halves, recorder_of
 from scripts.bench_points import Shape
 from scripts.contestants import Field
 from scripts.side_by_side import Bench, Results
-from scripts.studies.parts.backward_work import KINDS, NOT_YET, flops_done, model_bytes
+from scripts.studies.parts.backward_work import KINDS, NOT_YET, flops_done
 from scripts.timing import MIB, Contestant, Probe
 
 
@@ -42,7 +42,6 @@ class BackwardBench(Bench):
             "keeps": kind.keeps,
             "products": kind.products,
             "flops_done": flops_done(kind, shape),
-            "model_bytes": model_bytes(name, shape),
             "counters": None,
             "counters_from": NOT_YET,
             "copy_gb_per_s": self.copy_gb_per_s,

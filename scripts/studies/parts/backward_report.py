@@ -47,6 +47,16 @@ def dram(result: dict[str, Any], passed: str = "backward") -> float | None:
     return of and of["dram_read_bytes"] + of["dram_write_bytes"]
 
 
+def modelled(row: Row) -> float | None:
+    """DRAM bytes of the backward, by the model as it is now."""
+    from scripts.bench_points import Shape
+    from scripts.studies.parts.backward_work import model_bytes
+
+    p = row["point"]
+    names = ("batch", "heads", "kv_heads", "seq_len", "head_dim", "causal")
+    return model_bytes(p["implementation"], Shape(*(p[name] for name in names), SHORT[p["dtype"]]))
+
+
 def tables(rows: list[Row]) -> list[Table]:
     found = []
     for panel_, mine in panels(rows).items():
@@ -94,7 +104,7 @@ def work(of: Panel, rows: list[Row], n: int) -> Table:
     lines = [[*head, "kept, MiB", "ms", "TFLOP/s of what it does"]]
     for row in sorted(measured(rows), key=lambda row: row["result"]["ms_median"]):
         result = row["result"]
-        forward, backward, model = dram(result, "forward"), dram(result), result["model_bytes"]
+        forward, backward, model = dram(result, "forward"), dram(result), modelled(row)
         rate = result["flops_done"] / result["ms_median"] / 1e9
         cells = [row["point"]["implementation"], "kept" if result["keeps"] else "again"]
         cells += [str(result["products"]), gflop(result["flops_done"])]
@@ -142,7 +152,7 @@ def relative(rows: list[Row]) -> Callable[[Row], float | None]:
 
 
 def moved(row: Row, counted: bool) -> float | None:
-    found = dram(row["result"]) if counted else row["result"]["model_bytes"]
+    found = dram(row["result"]) if counted else modelled(row)
     return found and found / 1e9
 
 
@@ -215,7 +225,7 @@ def bytes_moved(of: Panel, rows: list[Row]) -> str:
     if n not in found:
         return ""
     kept, again = (row["result"] for row in found[n])
-    moved_ = [(dram(result) or result["model_bytes"]) for result in (kept, again)]
+    moved_ = [dram(row["result"]) or modelled(row) for row in found[n]]
     point = found[n][1]["point"]
     pairs_seen = point["batch"] * point["heads"] * n * n / 2
     value_bytes = 4 if of[0] == "float32" else 2
