@@ -44,8 +44,8 @@ def attention_size(run: Run) -> AttentionSize:
 # division's products 12, the sum's 2, exp's 3, mask and scale 4, dQ and dK 2. sdpa_math: Q K^T 1, mask 2,
 # softmax 2, P V 1; dV and dP 2, softmax 3, dQ and dK 2.
 _WALKS = {"naive": (14, 25), "sdpa_math": (6, 7)}
-# In fp32 cuda_tiled splits K and V, in the backward Q and dout too: where a number of 4 bytes would be read, it
-# is read, written as three of bf16 and read as such.
+# In fp32 cuda_tiled splits K and V, in the backward Q and dout too: where a number of 4 bytes would be read,
+# it is read, written as three of bf16 and read as such.
 _SPLIT = (4 + 6 + 6 - 4) / 4
 
 
