@@ -70,8 +70,8 @@ def family(run: Run) -> str:
     """The implementation whose memory a name's is: auto's choice is a fused one (on a CPU SDPA's). SDPA left
     alone takes its flash kernel, but the unfused maths for fp32 on CUDA and for dropout on a CPU."""
     if run.attention in ("auto", "sdpa", "sdpa_flash", "cuda"):
-        if run.attention == "sdpa" and run.device == "cuda" and run.value_bytes == 4:
-            return "sdpa_math"
+        if run.attention in ("auto", "sdpa") and run.device == "cuda" and run.value_bytes == 4:
+            return "sdpa_math" if run.attention == "sdpa" else "cuda_tiled"
         if run.attention == "cuda":
             return "cuda_fa2" if run.value_bytes == 2 else "cuda_tiled"
         if run.device == "cpu":
