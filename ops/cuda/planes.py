@@ -18,7 +18,8 @@ from ops.cuda.call import Call, Params, padded
 from ops.library import empty_as
 
 PLANES = 3
-# Below, splitting all of K and V costs more than the products on FMA units that it saves.
+# Below, FMA units: to split all of K and V moves four times their bytes, which a large batch would wait for.
+# (Not so 32 heads with 8,192 keys, where one query takes 0.61 ms by planes and 1.20 by FMA at D = 64.)
 FEWEST_QUERIES = 64
 _MIN_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 128
