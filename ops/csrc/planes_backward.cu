@@ -119,26 +119,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
             const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
             const bool masked = i0 < range.full_lo || (HAS_LEFT && i0 + OTHERS > range.full_hi);
-            auto make_weights = [&](int part, Scores &s) {
-                Scores derived;
-                weigh_transposed(p, s, derived, lse + part, i0 + part, j_first, keys, b, kv_head * GROUP + g, masked);
-                send(traded + part * OWN_ROWS / 4, derived);
-                meet_in_pair(pair);
-            };
-            auto get_weights = [&](int part, Scores &dp) {
-                Scores derived;
-                meet_in_pair(pair);
-                receive(traded + part * OWN_ROWS / 4, derived);
-                differentiate_transposed(p, dp, derived, lse + OTHERS + part);
-            };
 #pragma unroll 1
             for (int part = 0; part < OTHERS; part += AT_ONCE) {
-                Scores s;
+                Scores s, derived;
                 multiply_own(s, own, rows_first, columns_first, (second ? do_tile : q_tile) + part * ROW_BYTES);
-                if (second)
-                    get_weights(part, s);
-                else
-                    make_weights(part, s);
+                float4 *to = traded + part * OWN_ROWS / 4;
+                if (!second) {
+                    weigh_transposed(p, s, derived, lse + part, i0 + part, j_first, keys, b, kv_head * GROUP + g,
+                                     masked);
+                    send(to, derived);
+                }
+                meet_in_pair(pair);
+                if (second) {
+                    receive(to, derived);
+                    differentiate_transposed(p, s, derived, lse + OTHERS + part);
+                }
                 add_split_product(sums, s, rows_first, (second ? q_tile : do_tile) + part * ROW_BYTES,
                                   OTHERS * ROW_BYTES);
             }

@@ -29,8 +29,9 @@ static_assert(WARPS / 2 < 16, "a named barrier for each pair");
 typedef Sums<ROW_TILES, PAIRS> Scores;
 typedef Sums<ROW_TILES, D_STEPS> Gradient;
 
-// For the 64 threads of a pair: what one wrote before is there for the other behind it. (That the one who only writes
-// goes on by bar.arrive, compute-sanitizer's racecheck does not follow.)
+// For the 64 threads of a pair: what one wrote before is there for the other behind it. Both by one instruction, or
+// compute-sanitizer's synccheck says that they diverge; and where the one who only writes goes on by bar.arrive, its
+// racecheck finds races.
 __device__ __forceinline__ void meet_in_pair(int pair) {
     asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
 }
