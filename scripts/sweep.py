@@ -5,8 +5,9 @@
     python scripts/sweep.py experiment=seqlen_scaling --shard 0/4        every fourth point; 1/4, 2/4, 3/4
     python scripts/sweep.py experiment=seqlen_scaling --print-commands   one for each point, for a scheduler
 
-On a GPU the first steps of several points, which compile, run side by side (--together), as many as have room
-by the memory model; what is timed has the GPU to itself, and out of memory counts when alone.
+On a GPU several points run side by side (--together), as many as have room by the memory model: their first
+steps, which compile, and at the end their profiles and memory splits. The steps between, which are timed,
+have the GPU to themselves, one point at a time; out of memory counts when alone.
 
 Rows go to results/<study>/<gpu or cpu>.jsonl as points end, the picture beside it at the end. What runs out
 of memory, is refused or fails is a row with the reason; where memory runs out, smaller micro-batches follow,
@@ -100,8 +101,9 @@ class Sweep:
                 yield from self.alone(point)
 
     def in_company(self, group: list[Point]) -> Iterator[tuple[Point, dict[str, Any] | None]]:
-        """Results of points whose first steps, which compile, ran side by side, and the rest one by one; None
-        for those that have no company, or need not be tried."""
+        """Results of points whose first steps, which compile, ran side by side, then the timed steps one by
+        one, then what is left (profile and memory split) side by side; None for those that have no company,
+        or need not be tried."""
         tried = [point for point in group if self.not_tried(point) is None]
         processes: dict[Point, Process] = {}
         try:
@@ -110,6 +112,11 @@ class Sweep:
                 processes[point] = Process(command, self.study.timeout_s, beside=len(tried) - 1)
             for process in processes.values():
                 process.ready()
+            for process in processes.values():
+                process.go()
+                process.ready()
+            for process in processes.values():
+                process.go()
             for point in group:
                 yield point, processes.pop(point).result() if point in processes else None
         finally:
@@ -182,8 +189,10 @@ class Sweep:
 
 
 def may_be_of_company(result: dict[str, Any]) -> bool:
-    """Whether a failure may be that of points set up side by side: the room that others took, or caches that
-    they write. What took too long would take long alone."""
+    """Whether a failure, of the point or of its memory split, may be that of points side by side: the room
+    that others took, or caches that they write. What took too long would take long alone."""
+    if "out of memory" in (result.get("memory_split_reason") or ""):
+        return True
     return result["status"] in ("oom", "error") and "timeout_s" not in result
 
 

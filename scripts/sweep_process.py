@@ -12,15 +12,16 @@ from typing import Any
 
 
 class Process:
-    """Runs a scripts/training_point.py. With `beside`, the number of others that are set up at the same time,
-    it waits after its first step until `result` is asked for: what compiles may do so side by side, what is
-    timed is alone. Set-up and the rest may take `timeout_s` each."""
+    """Runs a scripts/training_point.py. With `beside`, the number of others that run at the same time, it
+    waits after its first step and again after those that are timed, each time until `go`: what compiles, is
+    profiled or counts memory may do so side by side, what is timed is alone. Before it waits, and from `go`
+    on, it may take `timeout_s`."""
 
     def __init__(self, command: list[str], timeout_s: float, beside: int = 0):
         self.timeout_s, self.beside = timeout_s, beside
         self.found: dict[str, Any] | None = None
         self.late = False
-        self.first_step, self.ended = threading.Event(), threading.Event()
+        self.waits, self.ended = threading.Event(), threading.Event()
         self.err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         environment = dict(os.environ)
         if beside:
@@ -47,17 +48,28 @@ class Process:
         for line in self.process.stdout:
             if line == "READY\n":
                 self.timer.cancel()
-                self.first_step.set()
+                self.waits.set()
             elif line.startswith("RESULT "):
                 self.found = json.loads(line.removeprefix("RESULT "))
                 break
         self.timer.cancel()
-        self.first_step.set()
         self.ended.set()
+        self.waits.set()
 
     def ready(self) -> None:
-        """Wait until the first step is done, or the point has failed."""
-        self._wait(self.first_step)
+        """Wait until it waits, or has ended."""
+        self._wait(self.waits)
+
+    def go(self) -> None:
+        """On from where it waits, if it has not ended."""
+        self.waits.clear()
+        if self.ended.is_set() or self.process.poll() is not None:
+            self.waits.set()
+            return
+        self.timer = self._timer()
+        with contextlib.suppress(BrokenPipeError):  # it has failed, and has said so
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
 
     def _wait(self, event: threading.Event) -> None:
         """For the event, or the end of the process: its output may stay open for longer, where a child of its
@@ -68,14 +80,13 @@ class Process:
                 return
 
     def result(self) -> dict[str, Any]:
-        """A row's result: the point's own, or how its process failed."""
+        """A row's result: the point's own, or how its process failed. Wherever it waits still, it goes on."""
         try:
-            if self.beside:
+            while self.beside:
                 self.ready()
-                self.timer = self._timer()
-                with contextlib.suppress(BrokenPipeError):  # it has failed, and has said so
-                    self.process.stdin.write("go\n")
-                    self.process.stdin.flush()
+                if self.ended.is_set() or self.process.poll() is not None:
+                    break
+                self.go()
             self._wait(self.ended)
             if self.found is None and not self.late:
                 self.process.wait()

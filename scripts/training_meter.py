@@ -41,7 +41,7 @@ class Laps:
     of memory is of all steps but the first. On a CPU it is that of the process, less what it had when this
     was made.
 
-    ready: called when the first step has ended, to wait for something."""
+    ready: called when the first step has ended, and when times and peak are there, to wait for something."""
 
     def __init__(
         self, warm_up: int, steps: int, seconds: float, ready: Callable[[], None] = lambda: None
@@ -93,6 +93,7 @@ class Laps:
         else:
             peak, of = resident_mib() - self.before_mib, "resident memory of the process above its start"
         found = {**self.spread(), "first_step_s": self.first_step_s, "warm_up": self.warm_up}
+        self.ready()
         return found | {"peak_mib": peak, "peak_of": of}
 
 

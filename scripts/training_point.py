@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     add("--brief", action="store_true", help="times and peak alone: no kernels, no memory split")
     add("--peer", metavar="NAME", help="nanogpt=MODEL.PY, transformers_eager or transformers_sdpa for ours")
     add("--until-eof", action="store_true", help="end when standard input does: with whoever holds it")
-    add("--wait", action="store_true", help="after the first step say READY, and wait for a line there")
+    add("--wait", action="store_true", help="after the first step and the last, say READY, wait for a line")
     return parser.parse_intermixed_args()
 
 
@@ -65,6 +65,7 @@ def follow_input() -> Callable[[], None]:
 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # whoever is first finds room
+        told.clear()
         print("READY", flush=True)
         told.wait()
 
@@ -73,8 +74,8 @@ def follow_input() -> Callable[[], None]:
 
 
 def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str, Any]:
-    """A row's result; `ready` is called after the first step. Raises whatever keeps the config from
-    training."""
+    """A row's result; `ready` is called after the first step, and after those that are timed. Raises whatever
+    keeps the config from training."""
     began = time.perf_counter()
     import lightning
 

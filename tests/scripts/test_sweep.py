@@ -19,6 +19,7 @@ import pytest
 from scripts import figures, sweep, sweep_points, sweep_report
 from scripts.rows import key_of, read
 from scripts.sweep_company import Room
+from scripts.sweep_process import Process
 from tests.running import ROOT
 from tests.scripts.studies import GRID, TINY, fake_result, points_of, study
 
@@ -216,7 +217,7 @@ def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
 
 
 def test_set_up_side_by_side(tmp_path, monkeypatch):
-    """Two points take their first steps at once, and the rest in turn."""
+    """Two points take their first steps at once, those that are timed in turn, and are profiled at once."""
     monkeypatch.setattr("os.environ", environment())
     grid = ("sweep.grid.attention=[naive,tiled]", "sweep.grid.seq_len=[16]", "--together=2")
     run(tmp_path / "cpu.jsonl", *grid, monkeypatch=monkeypatch)
@@ -225,6 +226,31 @@ def test_set_up_side_by_side(tmp_path, monkeypatch):
     for result in results.values():
         assert result["status"] == "ok" and result["beside"] == 1, result["reason"]
         assert result["n"] == 3 and result["kernels_ok"]
+
+
+def test_points_of_a_company_go_on_when_told(tmp_path, monkeypatch):
+    """One is timed at a time: what each says of itself, in the order in which it happened."""
+    script, said = tmp_path / "point.py", tmp_path / "said"
+    script.write_text(
+        "import sys\n"
+        f"def say(word): print(sys.argv[1], word, file=open({str(said)!r}, 'a', buffering=1))\n"
+        "def wait(): print('READY', flush=True); sys.stdin.readline()\n"
+        "say('sets up'); wait(); say('is timed'); wait(); say('is profiled')\n"
+        "if sys.argv[1] == 'b': sys.exit('broken')\n"
+        "print('RESULT', '{\"status\": \"ok\"}')\n"
+    )
+    a, b = (Process([sys.executable, str(script), name], 60, beside=1) for name in "ab")
+    try:
+        a.ready(), b.ready()
+        b.go(), b.ready()
+        a.go(), a.ready()
+        assert b.result()["reason"].endswith("exit code 1: broken")
+        assert a.result() == {"status": "ok", "beside": 1}
+    finally:
+        a.end(), b.end()
+    lines = said.read_text().splitlines()
+    assert sorted(lines[:2]) == ["a sets up", "b sets up"]
+    assert lines[2:] == ["b is timed", "a is timed", "b is profiled", "a is profiled"]
 
 
 class Beside:
@@ -241,6 +267,8 @@ class Beside:
         self.beside = beside
 
     def ready(self) -> None: ...
+
+    def go(self) -> None: ...
 
     def end(self) -> None: ...
 
@@ -263,6 +291,13 @@ def test_what_fails_in_company_is_measured_again_alone(tmp_path, point_results, 
         ("sdpa_math", "error", True), ("sdpa", "ok", True), ("naive", "ok", False), ("tiled", "ok", False)
     ]  # fmt: skip
     assert len(point_results) == 2 and "attention=naive" in point_results[0]
+
+
+def test_a_memory_split_that_found_no_room_in_company_is_none():
+    kept = {"status": "ok", "memory_split": None, "memory_split_reason": "4 more steps would take too long"}
+    lost = kept | {"memory_split_reason": "CUDA out of memory. Tried to allocate 2.00 GiB"}
+    assert sweep.may_be_of_company(lost)
+    assert not sweep.may_be_of_company(kept) and not sweep.may_be_of_company({"status": "ok"})
 
 
 def test_wandb_gets_a_run_for_each_point(tmp_path, point_results, monkeypatch):

@@ -88,7 +88,7 @@ def test_a_brief_point(monkeypatch, capsys):
 
 
 def test_laps(monkeypatch):
-    """The first step is set-up, after which `ready` may wait; no step counts its time."""
+    """The first step is set-up, after which `ready` may wait, as at the end; no step counts its time."""
     now, waited = [0.0], []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -106,7 +106,7 @@ def test_laps(monkeypatch):
         raise AssertionError("no end")
 
     found = ran(1, 5, 1e9, 1.0).result()
-    assert (found["n"], found["ms_median"], found["first_step_s"]) == (5, 1e3, 1.0) and waited == [1.0]
+    assert (found["n"], found["ms_median"], found["first_step_s"]) == (5, 1e3, 1.0) and waited == [1.0, 106.0]
     assert ran(2, 20, 2.5, 1.0).spread()["n"] == 3  # seconds, but three steps in any case
     assert ran(2, 20, 9.5, 1.0).spread()["n"] == 10
     assert ran(1, 20, 1.0, 25.0).spread()["n"] == 1  # unless they take very long
