@@ -92,9 +92,9 @@ def image(name: str, svg: str) -> str:
 
 def rows_of(path: Path) -> list[str]:
     """A file of rows, under the machines, versions and commits behind them."""
-    from scripts.rows import read
+    from scripts.rows import with_baselines
 
-    rows = list(read(path).values())
+    rows = with_baselines(path)
     if not rows:
         return []
     machines = dict.fromkeys(

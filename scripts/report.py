@@ -50,9 +50,9 @@ def with_block(text: str, name: str, content: str) -> str:
 
 def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
     """The rows of each file that were measured on a GPU."""
-    from scripts.rows import read
+    from scripts.rows import with_baselines
 
-    found = {path.stem: list(read(path).values()) for path in sorted(folder.glob("*.jsonl"))}
+    found = {path.stem: with_baselines(path) for path in sorted(folder.glob("*.jsonl"))}
     found = {gpu: [row for row in rows if row["machine"]["gpu"]] for gpu, rows in found.items()}
     return {gpu: rows for gpu, rows in found.items() if rows}
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -129,16 +130,39 @@ def machine() -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """Rows by key, a later one in the place of an earlier; a line that a kill has cut is left out."""
-    rows: dict[str, dict[str, Any]] = {}
+    return _newest(_lines(path))
+
+
+def with_baselines(path: Path) -> list[dict[str, Any]]:
+    """The rows of `read`, and before them a sweep's rows of nanoGPT at other commits, which later ones have
+    replaced: what was measured beside them is compared with them (sweep_report.beside)."""
+    rows = _lines(path)
+    newest = _newest(rows)
+    of_nanogpt = [row for row in rows if row["point"].get("implementation") == "nanoGPT"]
+    each = {(row["key"], row["machine"].get("commit")): row for row in of_nanogpt if "config" in row["point"]}
+    return [row for row in each.values() if row is not newest[row["key"]]] + list(newest.values())
+
+
+def _newest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.pop(row["key"], None)  # the order is that of the newest
+        found[row["key"]] = row
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            rows.pop(row["key"], None)  # the order is that of the newest
-            rows[row["key"]] = row
+            row["key"]
         except (ValueError, KeyError, TypeError):
             if line.endswith("}}"):
                 raise ValueError(f"{path}, line {number}: that is no row; mend it or take it out.") from None
+            continue
+        rows.append(row)
     return rows
 
 

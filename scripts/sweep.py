@@ -240,7 +240,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         return []
     import torch
 
-    from scripts.rows import gpu_slug, read
+    from scripts.rows import gpu_slug, with_baselines
     from scripts.sweep_report import draw, tables
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,7 +253,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     progress(options, sweep, points)
     rows = [
         row
-        for row in read(out).values()  # of all shards
+        for row in with_baselines(out)  # of all shards
         if row["result"].get("code") == sweep.code(row["point"]["implementation"])
     ]
     tables(rows)

@@ -112,9 +112,9 @@ class Results:
         return found
 
     def _of(self, study: str) -> list[Row]:
-        from scripts.rows import read
+        from scripts.rows import with_baselines
 
-        files = [list(read(path).values()) for path in sorted((self.folder / study).glob("*.jsonl"))]
+        files = [with_baselines(path) for path in sorted((self.folder / study).glob("*.jsonl"))]
         return max(([row for row in rows if row["machine"]["gpu"]] for rows in files), key=len, default=[])
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from scripts import report, sweep_report
-from scripts.rows import key_of, machine
+from scripts.rows import key_of, machine, read, with_baselines
 from tests.scripts.studies import fake_result
 
 
@@ -90,3 +90,22 @@ def test_the_report_draws_studies_and_one_page_has_it_all(tmp_path, monkeypatch,
     text = page.read_text()
     assert "data:image/svg+xml;base64," in text and "<td>488,281, 40% (16)" in text
     assert set(re.findall(r'(?:src|href)="(.*?)[:"]', text)) == {"data"}  # nothing from outside
+
+
+def test_rows_are_compared_with_the_nanogpt_measured_beside_them(tmp_path):
+    """Also after nanoGPT was measured again, by another commit, on a machine that may be another."""
+    rows, out = [], tmp_path / "h200.jsonl"
+    ours = [row for row in fake_rows() if row["point"]["implementation"] == "sdpa"]
+    for commit, name, speed in (
+        ("one", "nanoGPT", 100.0), ("one", "sdpa", 110.0), ("two", "nanoGPT", 200.0), ("two", "naive", 100.0)
+    ):  # fmt: skip
+        for row in ours:
+            point, machine_ = row["point"] | {"implementation": name}, row["machine"] | {"commit": commit}
+            result = row["result"] | {"tokens_per_s": speed}
+            rows.append({"key": key_of(point), "point": point, "result": result, "machine": machine_})
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(read(out)) == 3 * len(ours)
+    (_, (_, *body)), _ = sweep_report.grids(with_baselines(out))
+    assert {line[0]: set(line[1:]) for line in body} == {
+        "nanoGPT": {"200, 40%"}, "sdpa": {"110, 40%, 1.10x"}, "naive": {"100, 40%, 0.50x"}
+    }  # fmt: skip
