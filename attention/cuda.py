@@ -140,7 +140,7 @@ class CudaStage(Attention):
         stage: naive, rowwise, tiled, fa1 or fa2.
         deterministic: of fa2: a backward that gives the same bits each time, by a second pass for dQ where
             there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages are.
-        products: of tiled in fp32: auto, on tensor cores where they pay, six products of bf16 for one of
+        products: of tiled in fp32: auto, on tensor cores where they pay, three products of fp16 for one of
             fp32, or fma, on FMA units.
     """
 

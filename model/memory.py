@@ -117,7 +117,7 @@ def attention_own(run: Run) -> Own:
     fused kernels: lse; in backward the padded row statistics (lse2 and delta), and where blocks of keys add
     to dq by atomics, its fp32 accumulator, padded to tiles of 128 rows and 32 columns. flash-attn 2 writes dk
     and dv of GQA for each query head before it sums them, 3 and 4 in fp32. flex has dout times out.
-    cuda_tiled in fp32 splits q, k, v and dout into three numbers of bf16 each, rows padded to 32 columns.
+    cuda_tiled in fp32 splits q, k, v and dout into two numbers of fp16 each, rows padded to 32 columns.
     """
     config, name, B, T = run.config, family(run), run.batch, run.config.seq_len
     H, D = config.n_head, config.head_dim
@@ -151,7 +151,7 @@ def attention_own(run: Run) -> Own:
         return Own(lse + (masks if name != "cuda_fa2" else 0), 2 * padded + accumulator)
     if name == "flex":
         return Own(lse, padded + run.width_bytes)
-    split = 6 * 2 * run.tokens * (H + config.kv_heads) * math.ceil(D / 32) * 32
+    split = 4 * 2 * run.tokens * (H + config.kv_heads) * math.ceil(D / 32) * 32
     return Own(lse, 2 * padded + (split if name == "cuda_tiled" and run.value_bytes == 4 else 0))  # or triton
 
 

@@ -45,8 +45,8 @@ def attention_size(run: Run) -> AttentionSize:
 # softmax 2, P V 1; dV and dP 2, softmax 3, dQ and dK 2.
 _WALKS = {"naive": (14, 25), "sdpa_math": (6, 7)}
 # In fp32 cuda_tiled splits K and V, in the backward Q and dout too: where a number of 4 bytes would be read,
-# it is read, written as three of bf16 and read as such.
-_SPLIT = (4 + 6 + 6 - 4) / 4
+# it is read twice, written as two of fp16 and read as such; Q in the forward is read twice.
+_SPLIT = (4 + 4 + 4 + 4 - 4) / 4
 
 
 def attention_work(run: Run) -> tuple[Work, Work]:
@@ -61,7 +61,7 @@ def attention_work(run: Run) -> tuple[Work, Work]:
     read = size.compulsory_bytes + walks[0] * matrix
     back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + walks[1] * matrix
     if family(run) == "cuda_tiled" and run.value_bytes == 4:
-        read += _SPLIT * 2 * size.k_bytes
+        read += _SPLIT * 2 * size.k_bytes + size.q_bytes
         back += _SPLIT * 2 * (size.q_bytes + size.k_bytes)
     return (
         Work(attention_flops(*shape, causal=causal), read),

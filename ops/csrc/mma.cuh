@@ -9,7 +9,7 @@
 #pragma once
 #include "attention.cuh"
 
-// What is multiplied: the elements, or of fp32 planes of bf16 (planes.cuh).
+// What is multiplied: the elements, or of fp32 planes of fp16 (planes.cuh).
 #if ELEMENT_KIND == float_ELEMENT
 typedef unsigned short operand;
 static_assert(HEAD_DIM <= 128, "wider rows have no room in shared memory");
@@ -96,7 +96,7 @@ template <int TILES, int PAIRS> struct Sums {
 
 // c += a b, (16 x 16) (16 x 8)
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if ELEMENT_KIND != f16_ELEMENT
+#if ELEMENT_KIND == bf16_ELEMENT
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
 #else
@@ -110,12 +110,22 @@ __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsig
 // Two floats as two 16-bit numbers, `low` in the lower half.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
-#if ELEMENT_KIND != f16_ELEMENT
+#if ELEMENT_KIND == bf16_ELEMENT
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
 #else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
 #endif
     return packed;
+}
+
+// Of two numbers of fp16 one, exactly.
+__device__ __forceinline__ float half_of(unsigned packed, bool high) {
+    float x;
+    if (high)
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(x) : "r"(packed));
+    else
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(x) : "r"(packed));
+    return x;
 }
 
 __device__ __forceinline__ float exp2_of(float x) {

@@ -1,25 +1,54 @@
-// Splits fp32 into planes of bf16 for the products of planes.cuh.
+// Splits fp32 into planes of fp16 for the products of planes.cuh.
 //
-// Reads a (B, H, T, D) tensor, p.q by p.q_stride, T = p.tq, H = p.heads; writes p.scratch as (B, H, T, 3, PAD_D) bf16,
-// contiguous, zeros beyond D. A thread takes four numbers of a row.
-//
-// HBM traffic: 4 bytes a number read, 6 written. The reader reads 6 where it would have read 4.
+// fp16 has few exponents, so that first comes how large the numbers are, for each key head and its query heads.
+// HBM traffic: 4 bytes a number read twice, 4 written.
 #include "split.cuh"
 
 #define CHUNKS (PAD_D / 4)  // of four numbers in a row
+#define ROWS 64             // of a block of tilegpt_largest; ops/cuda/planes.py has it too
 
+// The largest finite magnitude in q, k, v and, where the grid is four high, dout: (4, B, Hkv) as bits, in p.scratch,
+// which is zeros before. What lies beyond kv_lengths does not count: it may be anything. Grid: B * Hq * ROWS of the
+// longer of Tq and Tk, 3 or 4.
+extern "C" __global__ void __launch_bounds__(256) tilegpt_largest(const __grid_constant__ Params p) {
+    const int which = blockIdx.y, parts = ceil_div(max_of(p.tq, p.tk), ROWS);
+    const bool of_keys = which == OF_K || which == OF_V;
+    const int heads = of_keys ? p.kv_heads : p.heads, head = blockIdx.x / parts, b = head / heads, h = head % heads;
+    if (b >= p.batch) return;
+    const float *from = which == OF_Q ? p.q : which == OF_K ? p.k : which == OF_V ? p.v : p.dout;
+    const Strides &stride = which == OF_Q ? p.q_stride : which == OF_K ? p.k_stride
+                          : which == OF_V ? p.v_stride : p.dout_stride;
+    from = matrix_of(from, stride, b, h);
+    const int first = blockIdx.x % parts * ROWS, end = min_of(first + ROWS, of_keys ? keys_of(p, b) : p.tq);
+    int most = 0;
+#pragma unroll 8
+    for (int index = threadIdx.x; index < ROWS * PAD_D; index += 256) {
+        const int t = first + index / PAD_D, d = index % PAD_D;
+        const int bits = t < end && d < HEAD_DIM ? __float_as_int(from[t * stride.t + d]) & 0x7fffffff : 0;
+        if (bits < 0x7f800000) most = max_of(most, bits);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) most = max_of(most, __shfl_xor_sync(~0u, most, lanes));
+    if (threadIdx.x % 32 == 0 && most)
+        atomicMax((int *)p.scratch + (which * p.batch + b) * p.kv_heads + h / (heads / p.kv_heads), most);
+}
+
+// Reads a (B, H, T, D) tensor, p.q by p.q_stride, T = p.tq, H = p.heads; writes p.out as (B, H, T, 2, PAD_D) fp16,
+// contiguous, zeros beyond D. p.scratch begins at that tensor's magnitudes. A thread takes four numbers of a row.
 extern "C" __global__ void __launch_bounds__(256) tilegpt_planes(const __grid_constant__ Params p) {
     const long long index = (long long)blockIdx.x * 256 + threadIdx.x;
     const int row = index / CHUNKS, d = index % CHUNKS * 4, head = row / p.tq, t = row % p.tq;
     if (head >= p.batch * p.heads) return;
-    const float *from = matrix_of(p.q, p.q_stride, head / p.heads, head % p.heads) + t * p.q_stride.t + d;
+    const int b = head / p.heads, h = head % p.heads;
+    const float *from = matrix_of(p.q, p.q_stride, b, h) + t * p.q_stride.t + d;
     float x[4];
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = d + e < HEAD_DIM ? from[e] : 0.0f;
+    const float factor = power_of_two(exponent_of(p, 0, b, h / (p.heads / p.kv_heads)));
     unsigned low[PLANES], high[PLANES];
-    split(x[0], x[1], low[0], low[1], low[2]);
-    split(x[2], x[3], high[0], high[1], high[2]);
-    uint2 *to = (uint2 *)((operand *)p.scratch + (long long)row * PLANES * PAD_D + d);
+    split(x[0] * factor, x[1] * factor, low[0], low[1]);
+    split(x[2] * factor, x[3] * factor, high[0], high[1]);
+    uint2 *to = (uint2 *)((operand *)p.out + (long long)row * PLANES * PAD_D + d);
 #pragma unroll
     for (int plane = 0; plane < PLANES; plane++) to[plane * PAD_D / 4] = make_uint2(low[plane], high[plane]);
 }

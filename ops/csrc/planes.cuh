@@ -1,19 +1,27 @@
 // fp32 products on tensor cores, as exact as fp32 is.
 //
-// A float is split into three numbers of bf16, its planes: x = x0 + x1 + x2, of 8 bits each, to the last bit. Of the
-// nine products of two split numbers the six with i + j <= 2 are computed, x0 y0, then x0 y1 + x1 y0 and
-// x0 y2 + x1 y1 + x2 y0; the other three come to 2^-24 of the product at most, half a unit in fp32's last place, and
-// mostly to far less.
+// A float is split into two numbers of fp16, its planes: x = x0 + x1 / 2^11, of 11 bits and a sign each, which is x to
+// a unit in its last place and in three of four cases to the last bit (Ootomo and Yokota 2022). Of the four products of
+// two split numbers three are computed, x0 y0 and x0 y1 + x1 y0; x1 y1 comes to 2^-22 of the product at most, and on
+// average, of any sign, to 2^-25, half a unit in fp32's last place.
 //
-// bf16 has fp32's exponents, but for the ends: a number below 2^-110 is off by up to 2^-134, and one beyond 3.39e38,
-// which bf16 rounds to infinity, becomes NaN, as infinity does (inf - inf), where fp32 may have an infinite result.
+// fp16 has few exponents, so that numbers are multiplied by a power of two before, one for all that a key head and its
+// query heads have in a tensor (planes.cu), and results by its inverse. Numbers 2^27 times smaller than the largest
+// lose bits, to 2^-49 of it; P does below 2^-26 of 1, and dS below 2^-29 D^-1 or so of the largest that it could be. So
+// errors are small beside the largest of a tensor, as they are by FMA, but not beside a row that is so much smaller
+// than others: the gradient of a value at which nobody looks, or a head whose dout is 1e-8 of that of another of its
+// group; and a document whose keys are 1e8 times as large as another's takes its bits, also where they do not see each
+// other. Infinities become NaN.
 //
 // Tensor cores cut their sums off where fp32 would round them, by up to a unit in the last place and always towards
-// zero, so that a long sum would drift. Hence no sum in the tensor cores is deeper than one step of 16, small products
-// first; the steps are added up by FMA units, which round.
+// zero, so that a long sum would drift. Hence sums of x0 y0 are no deeper there than one step of 16 of Q K^T, where an
+// error counts most, and one tile of what is summed over tiles; FMA units, which round, add these up, and add to Q K^T
+// half a unit in the place of what has been cut off: that leaves 1.8e-6 (rms) as the error of scores of 38 at D = 64
+// where it was 2.6e-6, all of D at once makes 4.9e-6, and fp32's FMAs one after the other make 4.8e-6. For the other
+// products, 2^11 times smaller, it does not matter.
 //
-// In global memory (planes.cu) a row is its three planes of PAD_D numbers, one behind the other; in shared memory a
-// tile is three swizzled tiles, one behind the other.
+// In global memory (planes.cu) a row is its two planes of PAD_D numbers, one behind the other; in shared memory a tile
+// is two swizzled tiles, one behind the other.
 #pragma once
 #include "scores.cuh"
 #include "split.cuh"
@@ -28,15 +36,15 @@ __device__ __forceinline__ void write_two(float *row, int column, float low, flo
 #endif
 }
 
-// Loads tiles of ROWS rows of split numbers: the three planes of a row lie side by side.
+// Loads tiles of ROWS rows of split numbers: the two planes of a row lie side by side.
 template <int ROWS, int THREADS> struct PlaneLoader {
     Loader<ROWS, THREADS> loader;
 
-    // `matrix`: the (T, 3 * PAD_D) planes of a (T, D) matrix.
+    // `matrix`: the (T, PLANES * PAD_D) planes of a (T, D) matrix.
     __device__ __forceinline__ PlaneLoader(const operand *matrix, long long stride, int first)
         : loader(matrix, stride, first) {}
 
-    // As Loader::load, into three tiles of ROWS * ROW_BYTES from `tile` on.
+    // As Loader::load, into two tiles of ROWS * ROW_BYTES from `tile` on.
     __device__ __forceinline__ void load(unsigned tile, long long stride, int limit, int advance = ROWS) {
 #pragma unroll
         for (int plane = 0; plane < PLANES; plane++) {
@@ -47,49 +55,71 @@ template <int ROWS, int THREADS> struct PlaneLoader {
     }
 };
 
-// Whose planes are multiplied by whose, the smallest products first and x0 y0 last.
-#define PRODUCTS 6
-__device__ __forceinline__ constexpr int left_plane(int product) {
-    return product == 0 ? 2 : product == 2 || product == 3 ? 1 : 0;
-}
-__device__ __forceinline__ constexpr int right_plane(int product) {
-    return product == 1 ? 2 : product == 2 || product == 4 ? 1 : 0;
-}
-
 // Pairs of C tiles that are computed side by side: a product waits for the one before it in the same C tile, and the
 // others of 16 * TILES rows fill that time.
 template <int TILES, int PAIRS> struct Beside {
     static const int N = TILES == 1 && PAIRS % 2 == 0 ? 2 : 1;
 };
 
-// Columns 16 n .. 16 (n + BESIDE) += a b: a of 16 * TILES rows, b of 16 * BESIDE columns, 16 deep.
+// Of a b, a of 16 * TILES rows, b of 16 * BESIDE columns, 16 deep: x0 y0 is added to `first`, and 2^11 times the rest
+// to columns 16 n and on of `rest`.
 template <int BESIDE, int TILES, int PAIRS>
-__device__ __forceinline__ void add_products(Sums<TILES, PAIRS> &sums, int n, const unsigned (&a)[PLANES][TILES][4],
+__device__ __forceinline__ void add_products(Sums<TILES, BESIDE> &first, Sums<TILES, PAIRS> &rest, int n,
+                                             const unsigned (&a)[PLANES][TILES][4],
                                              const unsigned (&b)[BESIDE][PLANES][4]) {
-    Sums<TILES, BESIDE> part;
-    part.clear();
 #pragma unroll
-    for (int product = 0; product < PRODUCTS; product++)
+    for (int product = 0; product < 3; product++)
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
-            for (int x = 0; x < BESIDE; x++) {
-                const unsigned(&left)[4] = a[left_plane(product)][t], (&right)[4] = b[x][right_plane(product)];
-                mma(part.c[t][2 * x], left, right[0], right[1]);
-                mma(part.c[t][2 * x + 1], left, right[2], right[3]);
+            for (int x = 0; x < 2 * BESIDE; x++) {
+                const unsigned(&left)[4] = a[product == 2][t], (&right)[4] = b[x / 2][product == 1];
+                mma(product ? rest.c[t][2 * n + x] : first.c[t][x], left, right[x % 2 * 2], right[x % 2 * 2 + 1]);
             }
+}
+
+// Columns 16 n and on of sums += part * factor.
+template <int TILES, int PAIRS, int N>
+__device__ __forceinline__ void add_columns(Sums<TILES, PAIRS> &sums, int n, const Sums<TILES, N> &part,
+                                            float factor = 1.0f) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int x = 0; x < 2 * N; x++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums.c[t][2 * n + x][e] += part.c[t][x][e] * factor;
+}
+
+template <int TILES, int PAIRS> __device__ __forceinline__ void multiply_by(Sums<TILES, PAIRS> &sums, float factor) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2 * PAIRS; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums.c[t][n][e] *= factor;
+}
+
+// Adds to the last part of a sum, columns 16 n and on, its rest, and half a unit in the last place, 2^-24 or so, of
+// what tensor cores have cut off the parts before.
+template <int BESIDE, int TILES, int PAIRS>
+__device__ __forceinline__ void finish_part(Sums<TILES, BESIDE> &part, const Sums<TILES, PAIRS> &sums,
+                                            const Sums<TILES, PAIRS> &rest, int n) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int x = 0; x < 2 * BESIDE; x++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) sums.c[t][2 * n + x][e] += part.c[t][x][e];
+            for (int e = 0; e < 4; e++) {
+                const float small = rest.c[t][2 * n + x][e] * (1.0f / LOW);
+                part.c[t][x][e] += sums.c[t][2 * n + x][e] * (1.0f / (1 << 24)) + small;
+            }
 }
 
-// sums += a B^T, a 16 * TILES rows of step d along D, in registers: B's rows are rows of split tiles. `b`: the first
-// row, in the first plane; b_plane: bytes from one plane to the next.
+// sums += a B^T, a 16 * TILES rows of step d along D, in registers, and `rest`, as above: B's rows are rows of split
+// tiles. `b`: the first row, in the first plane; b_plane: bytes from one plane to the next.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void add_split_step(Sums<TILES, PAIRS> &sums, const unsigned (&a)[PLANES][TILES][4], int d,
+__device__ __forceinline__ void add_split_step(Sums<TILES, PAIRS> &sums, Sums<TILES, PAIRS> &rest,
+                                               const unsigned (&a)[PLANES][TILES][4], int d,
                                                const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_plane) {
     const int BESIDE = Beside<TILES, PAIRS>::N;
 #pragma unroll
@@ -100,7 +130,11 @@ __device__ __forceinline__ void add_split_step(Sums<TILES, PAIRS> &sums, const u
 #pragma unroll
             for (int plane = 0; plane < PLANES; plane++)
                 load_matrices(right[x][plane], columns_first(b + plane * b_plane, (n + x) * 16, d));
-        add_products<BESIDE>(sums, n, a, right);
+        Sums<TILES, BESIDE> part;
+        part.clear();
+        add_products(part, rest, n, a, right);
+        if (d == D_STEPS - 1) finish_part(part, sums, rest, n);
+        add_columns(sums, n, part);
     }
 }
 
@@ -111,7 +145,8 @@ __device__ __forceinline__ void multiply_split(Sums<TILES, PAIRS> &sums,
                                                const unsigned (&held)[D_STEPS][STAY ? STAY : 1][TILES][4],
                                                const LaneRows<PAD_D> &rows_first, unsigned a, unsigned a_plane,
                                                const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_plane) {
-    sums.clear();
+    Sums<TILES, PAIRS> rest;
+    sums.clear(), rest.clear();
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned left[PLANES][TILES][4];
@@ -124,7 +159,7 @@ __device__ __forceinline__ void multiply_split(Sums<TILES, PAIRS> &sums,
                 else
 #pragma unroll
                     for (int e = 0; e < 4; e++) left[plane][t][e] = held[d][STAY ? plane % STAY : 0][t][e];
-        add_split_step(sums, left, d, columns_first, b, b_plane);
+        add_split_step(sums, rest, left, d, columns_first, b, b_plane);
     }
 }
 
@@ -133,24 +168,30 @@ template <int TILES, int PAIRS>
 __device__ __forceinline__ void add_split_product(Sums<TILES, D_STEPS> &sums, const Sums<TILES, PAIRS> &w,
                                                   const LaneRows<PAD_D> &rows_first, unsigned b, unsigned b_plane) {
     const int BESIDE = Beside<TILES, D_STEPS>::N;
+    unsigned left[PAIRS][PLANES][TILES][4];
 #pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
-        unsigned left[PLANES][TILES][4];
+    for (int n = 0; n < PAIRS; n++)
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                split(w.c[t][2 * n + e / 2][e % 2 * 2], w.c[t][2 * n + e / 2][e % 2 * 2 + 1], left[0][t][e],
-                      left[1][t][e], left[2][t][e]);
+                split(w.c[t][2 * n + e / 2][e % 2 * 2], w.c[t][2 * n + e / 2][e % 2 * 2 + 1], left[n][0][t][e],
+                      left[n][1][t][e]);
 #pragma unroll
-        for (int d = 0; d < D_STEPS; d += BESIDE) {
+    for (int d = 0; d < D_STEPS; d += BESIDE) {
+        Sums<TILES, BESIDE> part, rest;
+        part.clear(), rest.clear();
+#pragma unroll
+        for (int n = 0; n < PAIRS; n++) {
             unsigned right[BESIDE][PLANES][4];
 #pragma unroll
             for (int x = 0; x < BESIDE; x++)
 #pragma unroll
                 for (int plane = 0; plane < PLANES; plane++)
                     load_transposed(right[x][plane], rows_first(b + plane * b_plane, n * 16, d + x));
-            add_products<BESIDE>(sums, d, left, right);
+            add_products(part, rest, 0, left[n], right);
         }
+        add_columns(sums, d, part);
+        add_columns(sums, d, rest, 1.0f / LOW);
     }
 }

@@ -1,21 +1,22 @@
 // Stage 3, tiled: dK and dV in fp32 on tensor cores, with the same bits each time.
 //
 // Idea. As tiled_backward.cu: a kernel for dK and dV and one for dQ (planes_backward_dq.cu), seven products, no
-// atomics; each product is the six of planes that planes.cuh tells. The scores are transposed here, rows are keys, so
+// atomics; each product is the three of planes that planes.cuh tells. The scores are transposed here, rows are keys, so
 // that P^T and dS^T are at once left operands and never pass through shared memory as such. Warps work in pairs on
 // the same keys: the first has K, makes S^T = K Q^T and P^T and sums dV += P^T dO; the second has V, makes
 // dP^T = V dO^T, gets P^T through shared memory, as the registers lie, and sums dK += dS^T Q. The queries of a whole
 // group run past a tile of keys, so that GQA needs no further sum.
 //
-// q, k, v and dout are planes, (B, H, T, 3, PAD_D) bf16, contiguous (planes.cu); lse2 is natural (delta.cu).
-// HBM traffic: 6 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dK and dV once.
+// q, k, v and dout are planes, (B, H, T, 2, PAD_D) fp16, contiguous (planes.cu); lse2 is natural (delta.cu).
+// HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dK and dV once.
 // From L2: Q and dO for every OWN keys.
 // The host defines what planes_backward.cuh says.
 #include "planes_backward.cuh"
 
 // s = <k_j, q_i>, a row for each key, becomes P, and `derived` what weight_of says. lse begins at query i_first.
 __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Scores &derived, const float *lse,
-                                                 int i_first, int j_first, int keys, int b, int h, bool masked) {
+                                                 int i_first, int j_first, int keys, int b, int h, float undo,
+                                                 bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
@@ -32,7 +33,7 @@ __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Sco
                 for (int e = odd; e < 4; e += 2) {
                     const int j = j_first + t * 16 + e / 2 * 8 + row;
                     float &x = s.c[t][n][e];
-                    x = weight_of(p, x, i_first + at, j, keys - p.tq, slope, shift, row_key, derived.c[t][n][e]);
+                    x = weight_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, derived.c[t][n][e]);
                 }
         }
     if (masked)  // a branch of its own: see scores.cuh
@@ -52,12 +53,12 @@ __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Sco
 
 // dp = <v_j, dout_i> becomes dS, but for its scale. delta begins at the first query.
 __device__ __forceinline__ void differentiate_transposed(const Params &p, Scores &dp, const Scores &derived,
-                                                         const float *delta) {
+                                                         const float *delta, float factor) {
 #pragma unroll
     for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float mean = delta[n * 8 + threadIdx.x % 4 * 2 + e % 2];
+            const float mean = delta[n * 8 + threadIdx.x % 4 * 2 + e % 2] * factor;
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
                 dp.c[t][n][e] = ds_of(p, derived.c[t][n][e], dp.c[t][n][e], mean);
@@ -107,6 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
 
     const Own own(second ? v : k, j_first, keys, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const Powers powers(p, b, kv_head);
+    const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;
     Gradient sums;  // dV, of the second dK
     sums.clear();
     for (int g = 0, stage = 0; g < GROUP; g++)
@@ -126,13 +129,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
                 float4 *to = traded + part * OWN_ROWS / 4;
                 if (!second) {
                     weigh_transposed(p, s, derived, lse + part, i0 + part, j_first, keys, b, kv_head * GROUP + g,
-                                     masked);
+                                     undo, masked);
                     send(to, derived);
                 }
                 meet_in_pair(pair);
                 if (second) {
                     receive(to, derived);
-                    differentiate_transposed(p, s, derived, lse + OTHERS + part);
+                    differentiate_transposed(p, s, derived, lse + OTHERS + part, of_delta);
                 }
                 add_split_product(sums, s, rows_first, (second ? q_tile : do_tile) + part * ROW_BYTES,
                                   OTHERS * ROW_BYTES);
@@ -147,5 +150,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
     wait_for_all_but<0>();
     const Strides &stride = second ? p.dk_stride : p.dv_stride;
     float *to = matrix_of(second ? p.dk : p.dv, stride, b, kv_head) + j_first * stride.t;
-    store_sums(sums, second ? p.scale : p.keep_scale, to, stride.t, p.tk - j_first, 0);
+    const int power = second ? powers.of_ds() - powers.q : -powers.dout;
+    store_sums(sums, (second ? p.scale : 1.0f / P_FACTOR) * p.keep_scale, power, to, stride.t, p.tk - j_first, 0);
 }

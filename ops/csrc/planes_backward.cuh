@@ -95,12 +95,13 @@ __device__ __forceinline__ void load_rest(const operand *matrix, int first, int 
 // s = A B^T over D: A is the warp's own, B's rows those of the split tile at `b`.
 __device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const LaneRows<PAD_D> &rows_first,
                                              const LaneRows<PAD_D> &columns_first, unsigned b) {
-    s.clear();
+    Scores rest;
+    s.clear(), rest.clear();
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned left[PLANES][ROW_TILES][4];
         own.get(left, rows_first, d);
-        add_split_step(s, left, d, columns_first, b, OTHERS * ROW_BYTES);
+        add_split_step(s, rest, left, d, columns_first, b, OTHERS * ROW_BYTES);
     }
 }
 
@@ -153,8 +154,26 @@ __device__ __forceinline__ void trade(const Sums<ROW_TILES, 2 * N> &sums, bool s
     receive(place + (second ? half : 0), got);
 }
 
-// P of dot = <q_i, k_j>, before the mask. `derived`: P times the derivative of the softcap, for dS; negative where
-// dropout drops P. The exponent is s - lse before it is in units of log2, as both are large where P is not small.
+// What little room fp16 has for P and dS. P, which may be a little more than 1 where scores are so large that lse is
+// rounded by more than that, is multiplied by 2^12. Of dS all that is known is that it is below 2^29 D, as dP is a sum
+// of D products below 2^28 and so is delta, keep_scale left out of both; it is divided by 2^SHIFT.
+#define P_FACTOR 4096.0f
+#define SHIFT (PAD_D > 64 ? 21 : PAD_D > 32 ? 20 : 19)
+
+// The powers of two that a block's numbers have been multiplied by (split.cuh), and what is to be done about it.
+struct Powers {
+    int q, k, v, dout;
+    __device__ __forceinline__ Powers(const Params &p, int b, int kv_head)
+        : q(exponent_of(p, OF_Q, b, kv_head)), k(exponent_of(p, OF_K, b, kv_head)), v(exponent_of(p, OF_V, b, kv_head)),
+          dout(exponent_of(p, OF_DOUT, b, kv_head)) {}
+    __device__ __forceinline__ float of_score() const { return power_of_two(-q - k); }
+    __device__ __forceinline__ float of_delta() const { return power_of_two(v + dout - SHIFT); }
+    __device__ __forceinline__ int of_ds() const { return SHIFT - v - dout; }
+};
+
+// P times P_FACTOR, of dot = <q_i, k_j>, before the mask. `derived`: P times the derivative of the softcap, for dS;
+// negative where dropout drops P. The exponent is s - lse before it is in units of log2, as both are large where P is
+// not small.
 __device__ __forceinline__ float weight_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
                                            float lse, unsigned row_key, float &derived) {
     float capped = 0.0f;
@@ -166,25 +185,26 @@ __device__ __forceinline__ float weight_of(const Params &p, float dot, int i, in
         return 0.0f;
     }
 #endif
-    return weight;
+    return weight * P_FACTOR;
 }
 
-// dS, but for its scale.
+// dS, but for its scale and keep_scale: of dp, and of delta as of_delta has it, by keep_scale.
 __device__ __forceinline__ float ds_of(const Params &p, float derived, float dp, float delta) {
 #if DROPOUT
-    return fabsf(derived) * ((signbit(derived) ? 0.0f : dp * p.keep_scale) - delta);
+    return fabsf(derived) * ((signbit(derived) ? 0.0f : dp * (1.0f / (1 << SHIFT))) - delta);
 #else
-    return derived * (dp - delta);
+    return derived * (dp * (1.0f / (1 << SHIFT)) - delta);
 #endif
 }
 
 __device__ __forceinline__ unsigned row_key_of(unsigned key, int i) { return DROPOUT ? absorb(key, (unsigned)i) : 0; }
 
-// A warp's rows to global memory from `column` on, those of `rows` that exist.
+// A warp's rows times scale and 2^power to global memory from `column` on, those of `rows` that exist.
 template <int N>
-__device__ __forceinline__ void store_sums(const Sums<ROW_TILES, N> &sums, float scale, float *to, long long stride,
-                                           int rows, int column) {
+__device__ __forceinline__ void store_sums(Sums<ROW_TILES, N> &sums, float scale, int power, float *to,
+                                           long long stride, int rows, int column) {
     const int lane = threadIdx.x % 32;
+    multiply_by(sums, power_of_two(power / 2)), multiply_by(sums, power_of_two(power - power / 2));
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll

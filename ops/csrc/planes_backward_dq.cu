@@ -5,7 +5,7 @@
 // and makes dP = dO V^T. They trade halves, so that each has dS for half of the keys, which is at once a left operand,
 // and sums dQ += dS K over these. In the end they trade halves of D and add them up.
 //
-// HBM traffic: 6 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dQ once. From L2:
+// HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dQ once. From L2:
 // K and V for every OWN queries. The host defines what planes_backward.cuh says.
 #include "planes_backward.cuh"
 
@@ -14,7 +14,7 @@ typedef Sums<ROW_TILES, PAIRS / 2> HalfScores;
 
 // s = <q_i, k_j> becomes what dS has in the place of P, `derived` of weight_of. lse begins at query i_first.
 __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const float *lse, int i_first, int j_first,
-                                      int keys, int b, int h, bool masked) {
+                                      int keys, int b, int h, float undo, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const floa
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
                     float &x = s.c[t][n][e], derived;
-                    weight_of(p, x, i_first + at, j, keys - p.tq, slope, shift, row_key, derived);
+                    weight_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, derived);
                     x = derived;
                 }
         }
@@ -51,12 +51,12 @@ __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const floa
 
 // s becomes dS, but for its scale, from `derived` in s and dp = <dout_i, v_j>. delta begins at the first query.
 __device__ __forceinline__ void differentiate_rows(const Params &p, HalfScores &s, const HalfScores &dp,
-                                                   const float *delta) {
+                                                   const float *delta, float factor) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float mean = delta[t * 16 + half * 8 + threadIdx.x % 32 / 4];
+            const float mean = delta[t * 16 + half * 8 + threadIdx.x % 32 / 4] * factor;
 #pragma unroll
             for (int n = 0; n < PAIRS; n++)
 #pragma unroll
@@ -95,6 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
     const Own own(second ? dout : q, i_first, p.tq, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const float *lse = p.lse2 + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.lse2);
+    const Powers powers(p, b, h / GROUP);
+    const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;
     Gradient sums;
     sums.clear();
     for (int start = range.lo, stage = 0; start < range.hi; start += OTHERS) {
@@ -117,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
                 s = got, dp = kept;
             else
                 s = kept, dp = got;
-            weigh(p, s, lse, i_first, start + mine, keys, b, h, masked);
-            differentiate_rows(p, s, dp, delta);
+            weigh(p, s, lse, i_first, start + mine, keys, b, h, undo, masked);
+            differentiate_rows(p, s, dp, delta, of_delta);
             add_split_product(sums, s, rows_first, k_tile + mine * ROW_BYTES, OTHERS * ROW_BYTES);
         }
         if (STAGES == 1) {
@@ -141,5 +143,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
 #pragma unroll
             for (int e = 0; e < 4; e++) mine.c[t][n][e] += theirs.c[t][n][e];
     float *to = matrix_of(p.dq, p.dq_stride, b, h) + i_first * p.dq_stride.t;
-    store_sums(mine, p.scale, to, p.dq_stride.t, p.tq - i_first, second * (PAD_D / 2));
+    const int power = powers.of_ds() - powers.k;
+    store_sums(mine, p.scale * p.keep_scale, power, to, p.dq_stride.t, p.tq - i_first, second * (PAD_D / 2));
 }

@@ -2,7 +2,8 @@
 #pragma once
 #include "scores.cuh"
 
-// Of rows g and g + 8: the shift, in units of log2, and the sum, of which each lane has its own part.
+// Of rows g and g + 8: the shift, in units of log2 (in fp32: of the scores), and the sum, of which each lane has its
+// own part.
 template <int TILES> struct Rows {
     float m[TILES][2], l[TILES][2];
     __device__ __forceinline__ void clear() {
@@ -11,9 +12,16 @@ template <int TILES> struct Rows {
     }
 };
 
+#if ELEMENT_KIND == float_ELEMENT
+#define ABOVE(s, m) (((s) - (m)) * c)
+#else
+#define ABOVE(s, m) ((s) * c - (m))
+#endif
+
 // s becomes exp2(c s - m) and l goes on. A row's m follows its maximum only when that has grown by more than 2^8 (the
 // division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
-// multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128.
+// multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes
+// exp2(c (s - m)), an instruction more, so that the largest is 1 and not 2 to the power of what m was rounded by.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEPS> &o, Rows<TILES> &rows, float c) {
     float most[TILES][2];
@@ -28,7 +36,7 @@ __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEP
             for (int n = 0; n < 2 * PAIRS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            grew |= x * c - rows.m[t][half] > 8.0f;
+            grew |= ABOVE(x, rows.m[t][half]) > 8.0f;
         }
     if (__any_sync(~0u, grew)) {
 #pragma unroll
@@ -36,9 +44,13 @@ __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEP
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 // Row by row: a row's bits depend on no other row.
-                if (!(most[t][half] * c - rows.m[t][half] > 8.0f)) continue;
+                if (!(ABOVE(most[t][half], rows.m[t][half]) > 8.0f)) continue;
+#if ELEMENT_KIND == float_ELEMENT
+                const float m = most[t][half], rescale = exp2_of((rows.m[t][half] - m) * c);
+#else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
                 const float m = __fmul_rn(most[t][half], c), rescale = exp2_of(rows.m[t][half] - m);
+#endif
                 rows.m[t][half] = m, rows.l[t][half] *= rescale;
 #pragma unroll
                 for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
@@ -59,7 +71,7 @@ __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEP
             for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
-                    s.c[t][n][e] = exp2_of(s.c[t][n][e] * c - shift);
+                    s.c[t][n][e] = exp2_of(ABOVE(s.c[t][n][e], shift));
                     sum += s.c[t][n][e];
                 }
 #if ELEMENT_KIND == float_ELEMENT
@@ -96,10 +108,11 @@ template <int TILES> struct Dropout {
     }
 };
 
-// Divides o by the sums, and writes lse of the rows from i_first on.
+// Divides o by the sums, and writes lse of the rows from i_first on. scale: of fp32, what the shift is to be multiplied
+// by.
 template <int TILES>
 __device__ __forceinline__ void finish_rows(const Params &p, Sums<TILES, D_STEPS> &o, const Rows<TILES> &rows, int head,
-                                            int i_first) {
+                                            int i_first, float scale = 1.0f) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
@@ -111,7 +124,7 @@ __device__ __forceinline__ void finish_rows(const Params &p, Sums<TILES, D_STEPS
             const float divided = l == 0.0f ? 0.0f : p.keep_scale / l;
             const int i = i_first + t * 16 + half * 8 + lane / 4;
 #if ELEMENT_KIND == float_ELEMENT
-            const float lse = rows.m[t][half] * LN2 + logf(l);
+            const float lse = rows.m[t][half] * scale + logf(l);
 #else
             const float lse = (rows.m[t][half] + __log2f(l)) * LN2;
 #endif

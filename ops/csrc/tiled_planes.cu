@@ -1,11 +1,10 @@
-// Stage 3, tiled, on tensor cores where there are any: FlashAttention in fp32, each product from six of bf16 planes
+// Stage 3, tiled, on tensor cores where there are any: FlashAttention in fp32, each product from three of fp16 planes
 // (planes.cuh tells how, and why that is fp32 still).
 //
 // Idea: the loop of fa2.cu. What is new is where operands come from: K and V are split once, before (planes.cu), as
-// every tile of queries reads them; Q is split here, by the lanes that multiply it; P as it leaves the softmax. Six
-// times the products of fa2 for one of Q, K and V each, so that shared memory is far from what is waited for.
-// HBM traffic. Q and O once, 4 bytes a number; K and V once to be split and, 6 bytes a number, once per head as long as
-// the heads at work fit in the L2; lse.
+// every tile of queries reads them; Q is split here, by the lanes that multiply it; P as it leaves the softmax.
+// HBM traffic, 4 bytes a number: Q and O once; Q, K and V once for how large they are; K and V once to be split and, as
+// planes, once per head as long as the heads at work fit in the L2; lse.
 // Limits: fp32, D up to 128, sm_80 and newer. Every option but a bias. FMA units do the rest (tiled.cu).
 // The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), HELD (planes of Q that stay in registers; the
 // others are in shared memory, and read again for each tile), EVEN (rows of q and out begin at multiples of two
@@ -31,10 +30,10 @@ __device__ __forceinline__ float2 read_two(const float *row, int column) {
     return x;
 }
 
-// Splits 16 * TILES rows of Q, from `first` on: HELD planes into registers, the others into swizzled tiles, of which
-// `rows` is the warp's first row in the first.
+// Splits 16 * TILES rows of Q times `factor`, from `first` on: HELD planes into registers, the others into swizzled
+// tiles, of which `rows` is the warp's first row in the first.
 __device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEPS][HELD ? HELD : 1][TILES][4],
-                                        unsigned rows, const float *q, int first) {
+                                        unsigned rows, const float *q, int first, float factor) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++)
@@ -46,7 +45,7 @@ __device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEP
                 float2 x = {0.0f, 0.0f};
                 if (first + row < p.tq) x = read_two(q + (first + row) * p.q_stride.t, chunk * 8 + lane % 4 * 2);
                 unsigned planes[PLANES];
-                split(x.x, x.y, planes[0], planes[1], planes[2]);
+                split(x.x * factor, x.y * factor, planes[0], planes[1]);
 #pragma unroll
                 for (int plane = 0; plane < PLANES; plane++)
                     if (plane < HELD)
@@ -90,7 +89,9 @@ tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
     first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
 #endif
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, first, end);
-    const float c = exponent_scale(p);
+    const int of_q = exponent_of(p, OF_Q, b, h / GROUP), of_k = exponent_of(p, OF_K, b, h / GROUP);
+    // not 0, as -inf is multiplied by c
+    const float undo = power_of_two(-of_q - of_k), scale = SCALE_FIRST ? 1.0f : fmaxf(p.scale * undo, 1e-37f);
     const Dropout<TILES> dropout(p, b, h, i_first);
     const operand *k = matrix_of((const operand *)p.k, p.k_stride, b, h / GROUP);
     const operand *v = matrix_of((const operand *)p.v, p.v_stride, b, h / GROUP);
@@ -101,9 +102,8 @@ tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
     };
     if (range.lo < range.hi) load(range.lo, 0);
     commit();
-    const float *of_q = matrix_of(p.q, p.q_stride, b, h);
     unsigned q[D_STEPS][HELD ? HELD : 1][TILES][4];
-    split_q(p, q, q_rows, of_q, i_first);
+    split_q(p, q, q_rows, matrix_of(p.q, p.q_stride, b, h), i_first, power_of_two(of_q));
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     Rows<TILES> rows;
     rows.clear();
@@ -119,11 +119,13 @@ tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
         // S = Q K^T
         multiply_split<HELD>(s, q, rows_first, q_rows, Q_PLANE_BYTES, columns_first, k_rows, PLANE_BYTES);
         const bool masked = start < range.full_lo || start >= range.full_hi;
+        if (SCALE_FIRST) multiply_by(s, undo);
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
-        soften(s, o, rows, c);
+        soften(s, o, rows, scale * LOG2E);
         dropout.drop(p, s, start);
         add_split_product(o, s, rows_first, v_rows, PLANE_BYTES);  // O += P V
     }
-    finish_rows(p, o, rows, head, i_first);
+    finish_rows(p, o, rows, head, i_first, scale);
+    multiply_by(o, power_of_two(-exponent_of(p, OF_V, b, h / GROUP)));
     write_rows(matrix_of(p.out, p.out_stride, b, h), p.out_stride.t, i_first, p.tq, o);
 }

@@ -1,4 +1,4 @@
-"""Launches the forward of stage `tiled` on tensor cores: fp32 as planes of bf16 (csrc/planes.cuh tells how).
+"""Launches the forward of stage `tiled` on tensor cores: fp32 as planes of fp16 (csrc/planes.cuh tells how).
 
 The backward is in planes_backward.py; ops/cuda/tiled.py chooses between these and FMA units.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from ops.cuda import plain
 from ops.cuda.call import Call, Params, padded
 from ops.library import empty_as
 
-PLANES = 3
+PLANES = 2
+_TENSORS = ("q", "k", "v", "dout")  # whose magnitudes `largest` knows, in this order
 # Below, FMA units: to split all of K and V moves four times their bytes, which a large batch would wait for.
 # (Not so 32 heads with 8,192 keys, where one query takes 0.61 ms by planes and 1.20 by FMA at D = 64.)
 FEWEST_QUERIES = 64
 _MIN_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 128
-_SPLIT_THREADS = 256
+_SPLIT_THREADS, _LARGEST_ROWS = 256, 64
 AnyTile = TypeVar("AnyTile")  # of this file or of planes_backward.py
 
 
@@ -47,15 +48,15 @@ class Tile:
         return 2 * padded(head_dim) * (PLANES * 4 * self.bc + (PLANES - self.held) * self.br)
 
 
-# By the padded head dim: the first that fits into a block's shared memory. One H200, 32 heads, N = 4096,
-# causal and full, TFLOP/s: D = 64 68.6, 72.6 (one plane held 67.3, 70.4; 256 queries and one block 63.1,
-# 69.3; 8 warps, 64 keys and two planes held 63.4, 65.6; 12 warps 58), D = 128 63.9, 67.7 (none held 62.8,
-# 67.7; two 64.0, 65.7; 16 keys 61.3, 63.0; 4 warps of two row tiles 49.3, 50.0).
+# By the padded head dim: the first for whose blocks there is room. One H200, 32 heads, N = 4096, causal and
+# full, TFLOP/s: D = 64 111, 120 (no plane held 113, 116; 64 keys 115, 114; 8 warps 104, 110; 64 queries 106,
+# 111), D = 128 119, 122 (32 keys 117, 117; 128 queries, 64 keys and 8 warps 115, 121), D = 96 107, 115 (8
+# warps 105, 105), D = 32 96, 100 (32 keys and three blocks 94, 98; 8 warps 83, 89).
 _FORWARD = {
-    32: (Tile(128, 64, 8, 1, 3),),
-    64: (Tile(128, 32, 4, 2, 0),),
-    96: (Tile(128, 32, 8, 1, 3),),
-    128: (Tile(128, 32, 8, 1, 1), Tile(128, 16, 8, 1, 2)),
+    32: (Tile(128, 64, 4, 2, 1),),
+    64: (Tile(128, 32, 4, 2, 1),),
+    96: (Tile(128, 32, 4, 2, 0), Tile(64, 32, 4, 2, 1)),
+    128: (Tile(64, 48, 4, 2, 1), Tile(64, 32, 4, 2, 1)),
 }
 
 
@@ -68,8 +69,13 @@ def able(device: torch.device) -> int:
 
 
 def first_that_fits(tiles: tuple[AnyTile, ...], head_dim: int, shared_bytes: int) -> AnyTile:
-    """The tile where a block may use `shared_bytes`; the launch of the last says what is missing."""
-    return next((each for each in tiles if each.shared_bytes(head_dim) <= shared_bytes), tiles[-1])
+    """The tile where a block may use `shared_bytes` and a multiprocessor has room for as many blocks as are
+    to share it; else the last, whose launch says what is missing."""
+    # A multiprocessor has 1 KiB more than a block may use, and a block costs 1 KiB beside its own
+    # (CUDA C++ programming guide, sm_80 to sm_120).
+    room = shared_bytes + 1024
+    fits = (each for each in tiles if each.blocks * (each.shared_bytes(head_dim) + 1024) <= room)
+    return next(fits, tiles[-1])
 
 
 @functools.cache
@@ -93,16 +99,34 @@ def even(*tensors: Tensor) -> bool:
     )
 
 
-def split(x: Tensor, call: Call) -> Tensor:
-    """The planes of x (B, H, T, D), in any strides with a contiguous last dimension: (B, H, T, 3 * padded D)
-    bf16, contiguous, zeros beyond D."""
-    batch, heads, tokens, head_dim = x.shape
-    planes = x.new_empty((batch, heads, tokens, PLANES * padded(head_dim)), dtype=torch.bfloat16)
-    params = Params(batch=batch, heads=heads, tq=tokens).bind(q=x, scratch=planes)
+def _split_kernel(name: str, call: Call, device: torch.device) -> Any:
     # what else specialises the call says nothing here
-    defines = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
-    kernel = plain._kernel("planes.cu", "tilegpt_planes", defines, x.device)
+    used = ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM", "LENGTHS")
+    return plain._kernel("planes.cu", name, {name: call.defines[name] for name in used}, device)
+
+
+def largest(call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> Tensor:
+    """The largest finite magnitudes that a key head and its query heads have in q, k, v and dout: (4, B, Hkv)
+    fp32, zeros where there is no dout. Keys beyond kv_lengths do not count."""
+    (batch, heads, tq), (kv_heads, tk) = q.shape[:3], k.shape[1:3]
+    found = q.new_zeros((len(_TENSORS), batch, kv_heads))
+    blocks = batch * heads * math.ceil(max(tq, tk) / _LARGEST_ROWS)
+    params = call.params.bind(q=q, k=k, v=v, dout=dout, scratch=found)
+    grid = (blocks, len(_TENSORS) - (dout is None), 1)
+    _split_kernel("tilegpt_largest", call, q.device).launch(grid, _SPLIT_THREADS, params)
+    return found
+
+
+def split(name: str, x: Tensor, found: Tensor, call: Call) -> Tensor:
+    """The planes of x (B, H, T, D), which is q, k, v or dout by `name`, in any strides with a contiguous last
+    dimension, times powers of two by what `largest` has found: (B, H, T, 2 * padded D) fp16, contiguous,
+    zeros beyond D."""
+    batch, heads, tokens, head_dim = x.shape
+    planes = x.new_empty((batch, heads, tokens, PLANES * padded(head_dim)), dtype=torch.float16)
+    params = Params(batch=batch, heads=heads, kv_heads=found.shape[2], tq=tokens)
+    params.bind(q=x, out=planes, scratch=found[_TENSORS.index(name)])
     chunks = batch * heads * tokens * padded(head_dim) // 4
+    kernel = _split_kernel("tilegpt_planes", call, x.device)
     kernel.launch(math.ceil(chunks / _SPLIT_THREADS), _SPLIT_THREADS, params)
     return planes
 
@@ -116,7 +140,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty(q.shape[:3])
-    k, v = split(k, call), split(v, call)
+    found = largest(call, q, k, v)
+    k, v = split("k", k, found, call), split("v", v, found, call)
     ranges = plain.segment_ranges(call, tile.br)
     params = call.params.bind(k=k, v=v, out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.cuda import plain
 from ops.cuda.call import Call, padded
-from ops.cuda.planes import PLANES, able, even, first_that_fits, split
+from ops.cuda.planes import PLANES, able, even, first_that_fits, largest, split
 from ops.library import empty_as
 
 
@@ -45,23 +45,23 @@ class Tile:
         return rest + traded + self.stages * self.others * (2 * PLANES * row + 8)
 
 
-# By the padded head dim: the first that fits into a block's shared memory. One H200, 32 heads, N = 4096,
-# causal and full, ms: dkdv at D = 64 1.94, 3.84 (8 warps and one block 1.98, 3.89; 12 warps of one row tile
-# 2.07, 4.26), at 128 3.99, 8.21 (two planes in registers 4.29, 8.33; none, 32 at once 4.04, 8.18; 16 a tile
-# 4.01, 8.50); dq at D = 64 1.49, 3.01 (8 warps and one block 1.57, 3.07; tiles of 64 1.61, 3.04), at 128
-# 3.13, 6.16 (4 warps and two blocks 3.11, 6.15; two planes 3.13, 6.38; none 3.25, 6.61). That the second
-# warp of a pair multiplies dP for all of a tile before it waits for P was 2% slower at D = 64, 12% at 128.
+# By the padded head dim: the first for whose blocks there is room. One H200, 32 heads, N = 4096, causal and
+# full, TFLOP/s: dkdv at D = 64 113, 116 (8 warps 110, 117; one row tile and three blocks 114, 113), at 128
+# 116, 112 (both planes in registers 113, 107; 16 at once 110, 106; 8 warps 109, 107), at 96 118, 118 (one
+# row tile 102, 102); dq at D = 64 111, 106 (tiles of 64 108, 112; 8 warps 103, 108), at 128 109, 107 (8
+# warps 93, 95; one stage 102, 99), at 96 103, 107 (one row tile 91, 89). That the second warp of a pair
+# multiplies dP for all of a tile before it waits for P was slower.
 _DKDV = {
-    32: (Tile(2, 32, 32, 8),),
-    64: (Tile(2, 32, 16, 4, blocks=2, own_planes=2),),
-    96: (Tile(1, 32, 16, 8),),
-    128: (Tile(1, 32, 16, 8), Tile(1, 16, 16, 8)),
+    32: (Tile(2, 32, 32, 4, blocks=3, own_planes=1),),
+    64: (Tile(2, 32, 32, 4, blocks=2, own_planes=1),),
+    96: (Tile(2, 32, 32, 4, blocks=2, own_planes=0), Tile(1, 32, 32, 4, blocks=2)),
+    128: (Tile(1, 32, 32, 4, blocks=2, own_planes=1), Tile(1, 32, 16, 4, blocks=2)),
 }
 _DQ = {
-    32: (Tile(2, 32, 32, 8),),
-    64: (Tile(2, 32, 32, 4, blocks=2),),
-    96: (Tile(1, 32, 32, 8),),
-    128: (Tile(1, 32, 32, 8), Tile(1, 32, 32, 8, stages=1)),
+    32: (Tile(2, 32, 32, 4, blocks=3),),
+    64: (Tile(2, 32, 32, 4, blocks=2, own_planes=1),),
+    96: (Tile(2, 32, 32, 4, blocks=2, own_planes=0), Tile(1, 32, 32, 4, blocks=2)),
+    128: (Tile(1, 32, 32, 4, blocks=2, own_planes=1), Tile(1, 32, 32, 4, blocks=2, stages=1, own_planes=1)),
 }
 
 
@@ -91,7 +91,8 @@ def run_backward(
         dout = empty_as(out).copy_(dout)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     statistics = plain.delta(call, dout, out, lse, natural=True)
-    planes = {name: split(x, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+    found = largest(call, q, k, v, dout)
+    planes = {name: split(name, x, found, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
     params = call.params.bind(**planes, dq=dq, dk=dk, dv=dv)
     defines = call.defines | {"ALIGNED": 1, "SCALE_FIRST": 0, "EVEN": int(even(dq, dk, dv))}
 
@@ -108,5 +109,5 @@ def run_backward(
     n_tiles = math.ceil(tq / of_queries.own)
     blocks = call.in_order(n_tiles, batch * heads, planes["k"], times=heads // kv_heads)
     launch("planes_backward_dq.cu", "tilegpt_planes_dq", blocks, of_queries, query_ranges)
-    del statistics, planes, key_ranges, query_ranges  # alive until the last launch
+    del statistics, found, planes, key_ranges, query_ranges  # alive until the last launch
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""Launches stage `tiled` of the CUDA ladder: fp32 by planes of bf16 on tensor cores where the call is one for
+"""Launches stage `tiled` of the CUDA ladder: fp32 by planes of fp16 on tensor cores where the call is one for
 them (planes.py), everything else on FMA units (plain.py).
 
 The functions are those of register_attention in ops/library.py, where the options are said; tuning =

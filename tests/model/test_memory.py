@@ -143,8 +143,8 @@ def test_who_writes_the_scores_out(name: str, device: str, narrow: bool, quadrat
 def test_auto_in_fp32_splits_as_cuda_tiled_does() -> None:
     own = [attention_own(Run(GPT2, 1, name, 4, "cuda")) for name in ("auto", "cuda", "triton")]
     assert own[0] == own[1]
-    # q, k, v and dout, 1,024 tokens of 768, each as three numbers of 2 bytes
-    assert own[0].transient - own[2].transient == 4 * 1024 * 768 * 6
+    # q, k, v and dout, 1,024 tokens of 768, each as two numbers of 2 bytes
+    assert own[0].transient - own[2].transient == 4 * 1024 * 768 * 4
 
 
 def test_dropout_sends_a_cpus_sdpa_to_the_maths() -> None:

@@ -48,6 +48,17 @@ static inline float __int_as_float(int bits) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
+static inline int __float_as_int(float x) {
+    int bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+static inline int atomicMax(int *to, int x) {
+    int before = __atomic_load_n(to, __ATOMIC_RELAXED);
+    while (before < x && !__atomic_compare_exchange_n(to, &before, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return before;
+}
 
 static PER_THREAD Index threadIdx;
 static PER_THREAD Index blockIdx;

@@ -18,8 +18,9 @@ from ops.cuda.call import _POINTERS, Params
 GXX = shutil.which("g++")
 CSRC = Path(__file__).parents[2] / "ops" / "csrc"
 HERE = Path(__file__).parent
-# With FMA, as on the GPU; -Og, as most of the time goes into compiling.
-_OPTIONS = ("-std=c++17", "-Og", "-pipe", "-mfma", "-ffp-contract=fast", "-w")
+# With FMA, as on the GPU, for which g++ wants -fexpensive-optimizations; -Og, as most of the time goes into
+# compiling.
+_OPTIONS = ("-std=c++17", "-Og", "-fexpensive-optimizations", "-pipe", "-mfma", "-ffp-contract=fast", "-w")
 _LIBRARY = ("-fPIC", "-shared")
 _SANITIZED = ("-fsanitize=thread", "-DTHREADS_OF_THE_SYSTEM", "-pthread", "-rdynamic")
 

@@ -1,5 +1,5 @@
-// Gives g++ what the stages on tensor cores use, by the PTX ISA's words: bf16, ldmatrix, mma.sync, cp.async, whose
-// copies land when they are waited for and no sooner, and barriers of a team of four warps. For tests/ops/cpu.h.
+// Gives g++ what the stages on tensor cores use, by the PTX ISA's words: bf16 or fp16, ldmatrix, mma.sync, cp.async,
+// whose copies land when they are waited for and no sooner, and barriers of a team of four warps. For tests/ops/cpu.h.
 //
 // For fp32 (planes.cuh) what a GPU is free to do is done at its worst: tensor cores cut off what FMA units round, and
 // ex2.approx errs by as much as it may.
@@ -10,16 +10,32 @@
 #define __fdividef(x, y) ((x) / (y))
 #define __log2f log2f
 
-static inline float float_of(unsigned bits) { return __int_as_float((int)(bits << 16)); }
 struct __nv_bfloat16 {
     unsigned short bits;
-    operator float() const { return float_of(bits); }
+    operator float() const { return __int_as_float((int)(bits << 16)); }
 };
+// What is multiplied: bf16, or of fp32 planes of fp16.
+#if ELEMENT_KIND == float_ELEMENT
+static inline float float_of(unsigned short bits) {
+    _Float16 x;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+static inline unsigned short rounded(float x) {
+    const _Float16 half = x;
+    unsigned short bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+#else
+static inline float float_of(unsigned short bits) { return __int_as_float((int)(bits << 16)); }
 static inline unsigned short rounded(float x) {
     unsigned bits;
     memcpy(&bits, &x, sizeof bits);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+#endif
+static inline float half_of(unsigned packed, bool high) { return float_of(high ? packed >> 16 : packed & 0xffff); }
 
 #define __cvta_generic_to_shared(pointer) ((unsigned char *)(pointer) - memory)
 
@@ -70,7 +86,6 @@ static inline float cut_sum(float c, const double (&products)[16]) {
     for (double x : products) sum += cut(x, bits);
     return sum == 0.0 ? 0.0f : cut(sum, 23 - ilogb(sum));
 }
-static inline float half_of(unsigned bits, int odd) { return float_of(odd ? bits >> 16 : bits & 0xffff); }
 }  // namespace cpu
 
 static inline void copy_async(unsigned to, const void *from, bool inside) {
@@ -110,8 +125,8 @@ static inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsig
     for (int e = 0; e < 4; e++) {
         double products[16];
         for (int k = 0; k < 16; k++)
-            products[k] = (double)cpu::half_of(of[lane / 4 * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2], k % 2) *
-                          cpu::half_of(of[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2].b[k / 8], k % 2);
+            products[k] = (double)half_of(of[lane / 4 * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2], k % 2) *
+                          half_of(of[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2].b[k / 8], k % 2);
 #if ELEMENT_KIND == float_ELEMENT
         c[e] = cpu::cut_sum(c[e], products);
 #else

@@ -53,6 +53,7 @@ BUDGETS = {
     "tilegpt_tiled_forward": Budget(spilled_bytes=64, spilled_with_options=64),
     "tilegpt_tiled_dkdv": Budget(spilled_bytes=64, spilled_with_options=64),
     "tilegpt_tiled_dq": Budget(spilled_bytes=64, spilled_with_options=64),
+    "tilegpt_largest": Budget(registers=40, blocks=6),
     "tilegpt_planes": Budget(registers=32, blocks=6),
     # All registers that there are, and what is spilled is read once a tile, outside of the products.
     "tilegpt_tiled_planes_forward": Budget(
