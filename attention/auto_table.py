@@ -51,6 +51,8 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
     ((9, 0), 32, "training", "full"): (
         (64, 1024, "cuda_tiled triton"),
         (64, None, "cuda_tiled"),
+        (128, 1024, "cuda_tiled triton"),
+        (128, None, "cuda_tiled"),
     ),
     ((9, 0), 32, "forward", "causal"): (
         (64, 1024, "cuda_tiled triton"),
@@ -62,6 +64,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
         (64, 1024, "cuda_tiled triton"),
         (64, None, "cuda_tiled"),
         (128, 1024, "cuda_tiled triton"),
+        (128, None, "cuda_tiled"),
     ),
 }
 # What auto builds: the class and the options of conf/attention/<name>.yaml.
