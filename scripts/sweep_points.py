@@ -27,6 +27,7 @@ SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory*.py",
 SOURCES += ("scripts/studies/parts/textbook.py",)
 OWN = {"cuda": ("attention/cuda.py", "ops/cuda/", "ops/csrc/", "ops/nvrtc")}
 OWN |= {"triton": ("attention/triton_", "ops/triton/"), "flash": ("attention/flash_",)}
+OWN |= {"auto": ("attention/auto",)}  # of which a table changes with every row of results/attention
 OWN |= {"flex": ("attention/flex",), "tiled": ("attention/tiled",), "sdpa": ("attention/sdpa",)}
 NOT_RUN = tuple(
     f"model/{name}.py" for name in ("memory", "roofline", "generate", "decode", "checkpoint", "runs")

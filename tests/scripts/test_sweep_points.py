@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from model.gpus import GPUS
@@ -38,13 +39,16 @@ def test_the_digest_of_sources_changes_with_them(tmp_path):
     assert sweep_points.code(root=tmp_path) != before != sweep_points.code()
 
 
-def test_a_kernel_concerns_those_who_run_it(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "concerned"),
+    [("ops/csrc/fa2.cu", {"cuda", "cuda_fa2", "auto"}), ("attention/auto_table.py", {"auto"})],
+)
+def test_a_file_concerns_those_who_run_it(tmp_path, path, concerned):
     names = ("naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto")
     before = {name: sweep_points.code(name, tmp_path) for name in names}
-    (tmp_path / "ops" / "csrc").mkdir(parents=True)
-    (tmp_path / "ops" / "csrc" / "fa2.cu").write_text("a")
-    changed = {name for name in names if sweep_points.code(name, tmp_path) != before[name]}
-    assert changed == {"cuda", "cuda_fa2", "auto"}
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("a")
+    assert {name for name in names if sweep_points.code(name, tmp_path) != before[name]} == concerned
 
 
 def test_the_grid():
