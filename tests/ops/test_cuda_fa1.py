@@ -79,6 +79,8 @@ def _ratios(q: Tensor, k: Tensor, v: Tensor, causal: bool, tile: TeamTile, scale
         ((70, 200, 40), TeamTile(32, 128, 4, 1), {"unaligned": True}),
         ((33, 129, 128), TeamTile(32, 64, 8, 1), {}),
         ((97, 300, 128), TeamTile(32, 256, 8, 1), {}),
+        ((97, 300, 128), TeamTile(16, 256, 12, 1), {}),  # three teams
+        ((90, 150, 64), TeamTile(16, 128, 16, 1), {}),
         ((50, 70, 72), TeamTile(32, 64, 8, 1), {"scale": -0.3}),
         ((129, 129, 64), TeamTile(64, 128, 8, 1), {"scale": 3.0}),
     ],
