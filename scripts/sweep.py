@@ -12,7 +12,8 @@ have the GPU to themselves, one point at a time; out of memory counts when alone
 Rows go to results/<study>/<gpu or cpu>.jsonl as points end, the picture beside it at the end. What runs out
 of memory, is refused or fails is a row with the reason; where memory runs out, smaller micro-batches follow,
 to the largest that fits. A sweep that was killed goes on where it stopped, as long as the machine and the
-sources that a point runs are the same; errors are tried again.
+sources that a point runs are the same; errors are tried again. With --missing rows of other sources and
+versions stand too, and what has none is measured.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="experiment=..., then of the config; sweep.* too")
-    add("--fresh", action="store_true", help="measure again what has been measured")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--fresh", action="store_true", help="measure again what has been measured")
+    which.add_argument("--missing", action="store_true", help="and not what other sources have measured")
     add("--shard", type=shard, default=(0, 1), metavar="I/N", help="points I, I + N, I + 2 N, ...")
     add("--print-commands", action="store_true", help="print a command for each point, run nothing")
     add("--nanogpt", metavar="MODEL.PY", help="nanoGPT's model, trained at the same lengths")
@@ -68,7 +71,7 @@ def arguments() -> argparse.Namespace:
 class Sweep:
     """Measures the points of a study on this machine, and appends their rows to `out`."""
 
-    def __init__(self, study: Study, device: str, out: Path, fresh: bool, together: int):
+    def __init__(self, study: Study, device: str, out: Path, together: int, missing: bool = False):
         from scripts import rows, sweep_points
         from scripts.sweep_company import Room
 
@@ -77,10 +80,9 @@ class Sweep:
         self.rows = {
             key: row
             for key, row in rows.read(out).items()
-            if sweep_points.is_current(row, self.machine, self.code(row["point"]["implementation"]))
+            if (missing and sweep_points.is_final(row["result"]))
+            or sweep_points.is_current(row, self.machine, self.code(row["point"]["implementation"]))
         }
-        if fresh:
-            self.rows.clear()
         self.slow: dict[str, int] = {}  # the context at which an implementation took too long
         self.full: dict[str, int] = {}  # and at which it was out of memory
 
@@ -248,13 +250,15 @@ def run(options: argparse.Namespace) -> list[Row]:
     out = options.out or ROOT / "results" / study.name / f"{gpu}.jsonl"
     points = [point_of(study, task, device) for task in todo]  # mistakes are said before one runs
     points.sort(key=lambda point: point.fields["seq_len"])  # what is slow shows early
-    sweep = Sweep(study, device, out, options.fresh, options.together or (4 if device == "cuda" else 1))
+    sweep = Sweep(study, device, out, options.together or (4 if device == "cuda" else 1), options.missing)
+    if options.fresh:
+        sweep.rows.clear()
     print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
     progress(options, sweep, points)
     rows = [
         row
         for row in with_baselines(out)  # of all shards
-        if row["result"].get("code") == sweep.code(row["point"]["implementation"])
+        if options.missing or row["result"].get("code") == sweep.code(row["point"]["implementation"])
     ]
     tables(rows)
     picture = draw(rows, out.with_suffix(".svg"))

@@ -233,13 +233,15 @@ def code(name: str = "auto", root: Path = ROOT) -> str:
 
 
 def is_current(row: Row, machine: dict[str, Any], sources: str) -> bool:
-    """Whether it stands: measured by these sources on this machine with these versions. An error is tried
-    again, as it may have been the machine's; what took too long is not."""
-    result = row["result"]
+    """Whether it stands: final, and measured by these sources on this machine with these versions."""
     ignored = ("commit", "date", "command")
     same = all(row["machine"].get(key) == value for key, value in machine.items() if key not in ignored)
-    final = result["status"] != "error" or "timeout_s" in result
-    return same and final and result.get("code") == sources
+    return same and is_final(row["result"]) and row["result"].get("code") == sources
+
+
+def is_final(result: dict[str, Any]) -> bool:
+    """An error is tried again, as it may have been the machine's; what took too long is not."""
+    return result["status"] != "error" or "timeout_s" in result
 
 
 def commands(options: argparse.Namespace, study: Study, todo: list[Task]) -> Iterator[str]:

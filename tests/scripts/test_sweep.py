@@ -155,6 +155,17 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path, point_results, monk
     run(out, *grid, "--fresh", monkeypatch=monkeypatch)
     assert len(point_results) == 3 + 14
 
+    point_results.clear()  # by other sources: what has a row stands if it is asked to
+    monkeypatch.setattr(sweep_points, "code", lambda *_: "other sources")
+    more = ("sweep.grid.attention=[flash2,tiled,triton]", "sweep.grid.seq_len=[16]")
+    capsys.readouterr()
+    run(out, *more, "--missing", monkeypatch=monkeypatch)
+    assert ["attention=flash2" in command for command in point_results] == [True, False]
+    assert "attention=triton" in point_results[1]
+    assert re.search(r"sdpa +│ +1,000", capsys.readouterr().out)  # old rows are in the table
+    run(out, *more, monkeypatch=monkeypatch)
+    assert len(point_results) == 2 + 2  # flash2 again, and tiled
+
 
 def test_a_point_that_dies_or_hangs_is_an_error():
     died = sweep.measured([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 60)
