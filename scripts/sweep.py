@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     add("overrides", nargs="*", metavar="key=value", help="experiment=..., then of the config; sweep.* too")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--fresh", action="store_true", help="measure again what has been measured")
-    which.add_argument("--missing", action="store_true", help="and not what other sources have measured")
+    which.add_argument("--missing", action="store_true", help="measure what has no row, of whatever sources")
     add("--shard", type=shard, default=(0, 1), metavar="I/N", help="points I, I + N, I + 2 N, ...")
     add("--print-commands", action="store_true", help="print a command for each point, run nothing")
     add("--nanogpt", metavar="MODEL.PY", help="nanoGPT's model, trained at the same lengths")
