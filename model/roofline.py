@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from model.flops import AttentionSize, attention_flops, flops_per_token, parameter_count
 from model.gpus import GpuSheet
@@ -13,23 +13,30 @@ from model.memory_loss import output_bytes
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs, and bytes to and from DRAM."""
+    """FLOPs, and bytes to and from DRAM. `split` of the FLOPs, in fp32, are made of products of 16 bits on
+    tensor cores, `halves` FLOPs of these."""
 
     flops: float
     bytes: float
+    split: float = 0.0
+    halves: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
+        return Work(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, number: float) -> Work:
-        return Work(number * self.flops, number * self.bytes)
+        return Work(*(number * each for each in astuple(self)))
+
+    def compute_seconds(self, gpu: GpuSheet, value_bytes: int) -> float:
+        """What the arithmetic takes at best."""
+        return (self.flops - self.split) / gpu.flops(value_bytes) + self.halves / gpu.flops(2)
 
     def seconds(self, gpu: GpuSheet, value_bytes: int) -> float:
         """At best: the larger of what the arithmetic and what the memory takes."""
-        return max(self.flops / gpu.flops(value_bytes), self.bytes / gpu.bandwidth)
+        return max(self.compute_seconds(gpu, value_bytes), self.bytes / gpu.bandwidth)
 
     def bound(self, gpu: GpuSheet, value_bytes: int) -> str:
-        compute = self.flops / gpu.flops(value_bytes) >= self.bytes / gpu.bandwidth
+        compute = self.compute_seconds(gpu, value_bytes) >= self.bytes / gpu.bandwidth
         return "compute" if compute else "bandwidth"
 
 
@@ -47,6 +54,8 @@ _WALKS = {"naive": (14, 25), "sdpa_math": (6, 7)}
 # In fp32 cuda_tiled splits K and V, in the backward Q and dout too: where a number of 4 bytes would be read,
 # it is read twice, written as two of fp16 and read as such; Q in the forward is read twice.
 _SPLIT = (4 + 4 + 4 + 4 - 4) / 4
+# And the products of 16 bits that it, and Triton's kernels, make one of fp32 of (ops/README.md).
+_PRODUCTS = {"cuda_tiled": 3, "triton": 6}
 
 
 def attention_work(run: Run) -> tuple[Work, Work]:
@@ -63,12 +72,14 @@ def attention_work(run: Run) -> tuple[Work, Work]:
     if family(run) == "cuda_tiled" and run.value_bytes == 4:
         read += _SPLIT * 2 * size.k_bytes + size.q_bytes
         back += _SPLIT * 2 * (size.q_bytes + size.k_bytes)
+    flops = attention_flops(*shape, causal=causal)
+    flops_back = attention_flops(*shape, causal=causal, backward=not run.quadratic)
+    flops_back *= 2 if run.quadratic else 1
+    products = _PRODUCTS.get(family(run), 0) if (run.value_bytes, run.device) == (4, "cuda") else 0
+    split = 1 if products else 0
     return (
-        Work(attention_flops(*shape, causal=causal), read),
-        Work(
-            attention_flops(*shape, causal=causal, backward=not run.quadratic) * (2 if run.quadratic else 1),
-            back,
-        ),
+        Work(flops, read, split * flops, products * flops),
+        Work(flops_back, back, split * flops_back, products * flops_back),
     )
 
 

@@ -50,3 +50,17 @@ def test_the_roofline_is_the_slower_of_both() -> None:
     assert Work(1, 4.8e12).seconds(sheet, 2) == 1 and Work(1, 4.8e12).bound(sheet, 2) == "bandwidth"
     assert Work(67e12, 1).seconds(sheet, 4) == 1
     assert Work(1, 2) + Work(3, 4) == Work(4, 6) and Work(1, 2).times(3) == Work(3, 6)
+
+
+def test_fp32_attention_of_ours_is_under_the_roof_of_tensor_cores() -> None:
+    """In three products of 16 bits, Triton's in six; what else a step multiplies is under FMA's."""
+    sheet, long = GPUS["h200"], replace(RUN, config=replace(GPT2, seq_len=65536), value_bytes=4)
+    for name, flops in {"cuda": 989e12 / 3, "auto": 989e12 / 3, "triton": 989e12 / 6, "sdpa": 67e12}.items():
+        run = replace(long, attention=name)
+        forward, _ = attention_work(run)
+        assert forward.compute_seconds(sheet, 4) == pytest.approx(forward.flops / flops)
+    step, attention = step_work(run), 12 * (attention_work(run)[0].flops + attention_work(run)[1].flops)
+    ours = step_work(replace(run, attention="cuda"))
+    fused = 12 * sum(work.flops for work in attention_work(replace(run, attention="cuda")))
+    dense = step.flops - attention
+    assert ours.compute_seconds(sheet, 4) == pytest.approx(dense / 67e12 + fused / (989e12 / 3))
