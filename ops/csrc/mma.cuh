@@ -119,7 +119,7 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 }
 
 // Of two numbers of fp16 one, exactly.
-__device__ __forceinline__ float half_of(unsigned packed, bool high) {
+__device__ __forceinline__ float unpack(unsigned packed, bool high) {
     float x;
     if (high)
         asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(x) : "r"(packed));

@@ -7,18 +7,20 @@
 //
 // fp16 has few exponents, so that numbers are multiplied by a power of two before, one for all that a key head and its
 // query heads have in a tensor (planes.cu), and results by its inverse. Numbers 2^27 times smaller than the largest
-// lose bits, to 2^-49 of it; P does below 2^-26 of 1, and dS below 2^-29 D^-1 or so of the largest that it could be. So
-// errors are small beside the largest of a tensor, as they are by FMA, but not beside a row that is so much smaller
-// than others: the gradient of a value at which nobody looks, or a head whose dout is 1e-8 of that of another of its
-// group; and a document whose keys are 1e8 times as large as another's takes its bits, also where they do not see each
-// other. Infinities become NaN.
+// lose bits, to 2^-49 of it; P does below 2^-13 of 1 in the forward and 2^-25 in the backward, and dS below 2^-28 of
+// the largest that it could be, 2 D of the largest v times the largest dout. So errors are small beside the largest of
+// a tensor, as they are by FMA, but not beside a row that is so much smaller than others: the gradient of a value at
+// which nobody looks, or a head whose dout is 1e-8 of that of another of its group; and a document whose keys are 1e8
+// times as large as another's takes its bits, also where they do not see each other. Gradients below 1e-37, the end of
+// fp32's normal numbers, are not to be trusted. Infinities become NaN.
 //
 // Tensor cores cut their sums off where fp32 would round them, by up to a unit in the last place and always towards
 // zero, so that a long sum would drift. Hence sums of x0 y0 are no deeper there than one step of 16 of Q K^T, where an
 // error counts most, and one tile of what is summed over tiles; FMA units, which round, add these up, and add to Q K^T
-// half a unit in the place of what has been cut off: that leaves 1.8e-6 (rms) as the error of scores of 38 at D = 64
-// where it was 2.6e-6, all of D at once makes 4.9e-6, and fp32's FMAs one after the other make 4.8e-6. For the other
-// products, 2^11 times smaller, it does not matter.
+// what is cut off on average, 2^-24 of it: that leaves 1.8e-6 (rms) as the error of scores of 38 at D = 64 where it was
+// 2.6e-6, all of D at once makes 4.9e-6, and fp32's FMAs one after the other make 4.8e-6. (A score of which nothing is
+// cut off, of whole numbers say, comes out a unit too large.) For the other products, 2^11 times smaller, it does not
+// matter.
 //
 // In global memory (planes.cu) a row is its two planes of PAD_D numbers, one behind the other; in shared memory a tile
 // is two swizzled tiles, one behind the other.
@@ -99,8 +101,8 @@ template <int TILES, int PAIRS> __device__ __forceinline__ void multiply_by(Sums
             for (int e = 0; e < 4; e++) sums.c[t][n][e] *= factor;
 }
 
-// Adds to the last part of a sum, columns 16 n and on, its rest, and half a unit in the last place, 2^-24 or so, of
-// what tensor cores have cut off the parts before.
+// Adds to the last part of a sum, columns 16 n and on, its rest, and what tensor cores have cut off the parts before,
+// on average.
 template <int BESIDE, int TILES, int PAIRS>
 __device__ __forceinline__ void finish_part(Sums<TILES, BESIDE> &part, const Sums<TILES, PAIRS> &sums,
                                             const Sums<TILES, PAIRS> &rest, int n) {

@@ -8,7 +8,7 @@
 // The planes of two floats, `low` in the lower halves.
 __device__ __forceinline__ void split(float low, float high, unsigned &p0, unsigned &p1) {
     p0 = pack(low, high);
-    p1 = pack((low - half_of(p0, false)) * LOW, (high - half_of(p0, true)) * LOW);
+    p1 = pack((low - unpack(p0, false)) * LOW, (high - unpack(p0, true)) * LOW);
 }
 
 // 2^n, as far as it is a normal number.

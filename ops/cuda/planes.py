@@ -48,15 +48,16 @@ class Tile:
         return 2 * padded(head_dim) * (PLANES * 4 * self.bc + (PLANES - self.held) * self.br)
 
 
-# By the padded head dim: the first for whose blocks there is room. One H200, 32 heads, N = 4096, causal and
-# full, TFLOP/s: D = 64 111, 120 (no plane held 113, 116; 64 keys 115, 114; 8 warps 104, 110; 64 queries 106,
-# 111), D = 128 119, 122 (32 keys 117, 117; 128 queries, 64 keys and 8 warps 115, 121), D = 96 107, 115 (8
-# warps 105, 105), D = 32 96, 100 (32 keys and three blocks 94, 98; 8 warps 83, 89).
+# By the padded head dim: the first for whose blocks there is room; those behind it were not timed. One H200,
+# 32 heads, N = 4096, causal and full, TFLOP/s: D = 64 111, 120 (no plane held 113, 116; 64 keys 115, 114; 8
+# warps 104, 110; 64 queries 106, 111), D = 128 119, 122 (32 keys 117, 117; 128 queries, 64 keys and 8 warps
+# 115, 121), D = 96 107, 115 (8 warps 105, 105), D = 32 96, 100 (32 keys and three blocks 94, 98; 8 warps 83,
+# 89).
 _FORWARD = {
     32: (Tile(128, 64, 4, 2, 1),),
     64: (Tile(128, 32, 4, 2, 1),),
-    96: (Tile(128, 32, 4, 2, 0), Tile(64, 32, 4, 2, 1)),
-    128: (Tile(64, 48, 4, 2, 1), Tile(64, 32, 4, 2, 1)),
+    96: (Tile(128, 32, 4, 2, 0), Tile(64, 32, 4, 2, 1), Tile(64, 32, 4, 2, 2)),
+    128: (Tile(64, 48, 4, 2, 1), Tile(64, 32, 4, 2, 1), Tile(64, 16, 4, 2, 1)),
 }
 
 
@@ -69,13 +70,14 @@ def able(device: torch.device) -> int:
 
 
 def first_that_fits(tiles: tuple[AnyTile, ...], head_dim: int, shared_bytes: int) -> AnyTile:
-    """The tile where a block may use `shared_bytes` and a multiprocessor has room for as many blocks as are
-    to share it; else the last, whose launch says what is missing."""
+    """Where a block may use `shared_bytes`, the tile for which a multiprocessor has room for as many blocks
+    as are to share it; if there is none, for one; or the last, whose launch says what is missing."""
     # A multiprocessor has 1 KiB more than a block may use, and a block costs 1 KiB beside its own
     # (CUDA C++ programming guide, sm_80 to sm_120).
-    room = shared_bytes + 1024
-    fits = (each for each in tiles if each.blocks * (each.shared_bytes(head_dim) + 1024) <= room)
-    return next(fits, tiles[-1])
+    blocks_of = {each: (shared_bytes + 1024) // (each.shared_bytes(head_dim) + 1024) for each in tiles}
+    shared = [each for each in tiles if blocks_of[each] >= each.blocks]
+    alone = [each for each in tiles if blocks_of[each]]
+    return [*shared, *alone, tiles[-1]][0]
 
 
 @functools.cache

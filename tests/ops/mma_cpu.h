@@ -35,7 +35,7 @@ static inline unsigned short rounded(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 #endif
-static inline float half_of(unsigned packed, bool high) { return float_of(high ? packed >> 16 : packed & 0xffff); }
+static inline float unpack(unsigned packed, bool high) { return float_of(high ? packed >> 16 : packed & 0xffff); }
 
 #define __cvta_generic_to_shared(pointer) ((unsigned char *)(pointer) - memory)
 
@@ -125,8 +125,8 @@ static inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsig
     for (int e = 0; e < 4; e++) {
         double products[16];
         for (int k = 0; k < 16; k++)
-            products[k] = (double)half_of(of[lane / 4 * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2], k % 2) *
-                          half_of(of[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2].b[k / 8], k % 2);
+            products[k] = (double)unpack(of[lane / 4 * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2], k % 2) *
+                          unpack(of[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2].b[k / 8], k % 2);
 #if ELEMENT_KIND == float_ELEMENT
         c[e] = cpu::cut_sum(c[e], products);
 #else

@@ -110,7 +110,7 @@ def test_model_bytes_by_hand():
     assert model_bytes("naive_checkpointed", bf16) > model_bytes("naive", bf16) + 13 * 4 * matrix
     assert model_bytes("standard_compiled", bf16) is None
     fp32 = Shape(1, 2, 2, 64, 16, True, "fp32", study=STUDY)
-    # q, k, v and dout, each read again, and written and read as three numbers of 2 bytes
+    # q, k, v and dout, each read once more, and written and read as two numbers of 2 bytes
     assert model_bytes("cuda_tiled", fp32) == model_bytes("triton", fp32) + 4 * 12 * (token / 2)
 
 
