@@ -17,10 +17,10 @@
 // Tensor cores cut their sums off where fp32 would round them, by up to a unit in the last place and always towards
 // zero, so that a long sum would drift. Hence sums of x0 y0 are no deeper there than one step of 16 of Q K^T, where an
 // error counts most, and one tile of what is summed over tiles; FMA units, which round, add these up, and add to Q K^T
-// what is cut off on average, 2^-24 of it: that leaves 1.8e-6 (rms) as the error of scores of 38 at D = 64 where it was
-// 2.6e-6, all of D at once makes 4.9e-6, and fp32's FMAs one after the other make 4.8e-6. (A score of which nothing is
-// cut off, of whole numbers say, comes out a unit too large.) For the other products, 2^11 times smaller, it does not
-// matter.
+// what is cut off on average, 2^-24 of it: that leaves 1.8e-6 (rms, by an imitation in NumPy) as the error of scores of
+// 38 at D = 64 where it was 2.6e-6; all of D at once made 4.9e-6, and fp32's FMAs one after the other 4.8e-6. (A score
+// of which nothing is cut off, of whole numbers say, comes out a unit too large.) For the other products, 2^11 times
+// smaller, it does not matter.
 //
 // In global memory (planes.cu) a row is its two planes of PAD_D numbers, one behind the other; in shared memory a tile
 // is two swizzled tiles, one behind the other.
