@@ -238,7 +238,7 @@ def tiled_traffic(
 def fa1_traffic(size: AttentionSize, gpu: Gpu, br: int, bc: int, blocks: int) -> Traffic:
     """ops/csrc/fa1.cu: a block a head, which brings `bc` keys and values at a time and takes all queries that
     see them past these, `br` at a time. A query brings its row of q, and carries O, m and l in fp32, 4 D + 8
-    bytes, read and written at each step: zeros written at the start, and out made of them at the end.
+    bytes, from each step to the next; the last writes out and lse.
 
     min(heads, `blocks`) heads run side by side. Rows of theirs that overflow the L2 go to DRAM and come back
     from there at every step.
@@ -246,15 +246,15 @@ def fa1_traffic(size: AttentionSize, gpu: Gpu, br: int, bc: int, blocks: int) ->
     token, state, heads = size.head_dim * size.value_bytes, 4 * size.head_dim + 8, size.batch * size.heads
     at_once = min(heads, blocks)
     kv = 2 * size.k_bytes * size.heads // size.kv_heads  # by each query head
-    carried = heads * size.tq * state
-    back = carried * missed(at_once * size.tq * state, gpu.l2_bytes)
-    reads, writes = size.q_bytes + 2 * size.k_bytes + back, carried + back + size.q_bytes + size.lse_bytes
-    both_ways = kv + 2 * carried + size.q_bytes + size.lse_bytes
+    reads, writes = size.q_bytes + 2 * size.k_bytes, size.q_bytes + size.lse_bytes
+    both_ways = kv + writes
     for start in range(0, size.tk, bc):
         first = max(0, start - (size.tk - size.tq)) // br * br if size.causal else 0
         rows = max(0, size.tq - first)
         share = missed(at_once * rows * (token + state), gpu.l2_bytes)
-        reads += heads * rows * share * (state + (token if start else 0))
-        writes += heads * rows * share * state
-        both_ways += heads * rows * (token + 2 * state)
+        both_ways += heads * rows * token
+        if start:  # what these bring from the step before
+            reads += heads * rows * share * (state + token)
+            writes += heads * rows * share * state
+            both_ways += heads * rows * 2 * state
     return kernel_traffic(reads, writes, both_ways, gpu)

@@ -3,11 +3,12 @@
 // Idea. Keys and values in the outer loop, queries in the inner one. A block owns a head: it holds BC keys and values
 // in shared memory and walks the queries that see any of them, BR at a time. What a row has of the keys so far, output
 // O, maximum m and sum l, waits in HBM: every pair of tiles reads it, rescales it and writes it back, normalised each
-// time. The four warps of a team split the keys of a tile: each has S and P of all BR rows against a quarter of them,
-// so a row's maxima and sums meet in shared memory, and so do four partial sums of P V. Teams take query tiles in turn.
+// time; the first finds nothing there, and the last writes out and lse instead. The four warps of a team split the keys
+// of a tile: each has S and P of all BR rows against a quarter of them, so a row's maxima and sums meet in shared
+// memory, and so do four partial sums of P V. Teams take query tiles in turn.
 // New since `tiled`. Tensor cores (16-bit products, fp32 sums); tiles swizzled, so that ldmatrix has no conflicts; P
 // goes from one product to the next in registers; the next Q comes by cp.async, 16 bytes a copy, during this one.
-// HBM traffic. K and V once for each query head; Q Tk / BC times, and O (fp32), m and l Tk / BC times each way:
+// HBM traffic. K and V once for each query head; Q Tk / BC times, and O (fp32), m and l once less each way: some
 // (10 D + 16) Tq Tk / BC bytes a head, half of it causal. The L2 keeps O while all heads' fit: 50 MB on an H200.
 // Limits. A grid over batch and heads only: with fewer of them than multiprocessors (132 on an H200) the others idle.
 // Partial sums through shared memory. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
@@ -39,6 +40,15 @@ __device__ __forceinline__ void meet(int team) {
 // This lane's part of 16 rows of O in HBM: of C tile n at [n * 32], 512 bytes in a row for the warp.
 __device__ __forceinline__ float4 *slab(const Params &p, long long row) {
     return (float4 *)(p.scratch + row * PAD_D) + threadIdx.x % 32;
+}
+
+// A warp's share of 16 rows of O, zeros if no key has been seen. (One branch: `seen ? from[..] : 0` made one a load.)
+__device__ __forceinline__ void read_slab(float4 (&o)[SHARE], const float4 *from, bool seen) {
+#pragma unroll
+    for (int n = 0; n < SHARE; n++) o[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (seen)
+#pragma unroll
+        for (int n = 0; n < SHARE; n++) o[n] = from[n * 32];
 }
 
 // The row of a tile that c[t][..][2 * half] is of.
@@ -95,10 +105,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     float *maxima = (float *)(parts - lane) + PARTS_BYTES / 4, *sums = maxima + BR * TEAM;
     const long long first_row = (long long)head * p.padded_tq, n_rows = (long long)p.batch * p.heads * p.padded_tq;
     float *m = p.scratch + n_rows * PAD_D + first_row, *l = m + n_rows;
-    for (int i = threadIdx.x; i < p.padded_tq; i += THREADS) m[i] = -INFINITE, l[i] = 0.0f;
-    for (int i = threadIdx.x / 32 * 16; i < p.padded_tq; i += WARPS * 16)
-        for (int n = 0; n < ACROSS; n++) slab(p, first_row + i)[n * 32] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-
     const element *q = matrix_of(p.q, p.q_stride, b, h);
     const element *k = matrix_of(p.k, p.k_stride, b, h / GROUP);
     const element *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
@@ -124,10 +130,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
         for (int odd = 0; i0 < range.hi; i0 += TEAMS * BR, odd ^= 1) {
             float m_row[TILES][2], l_row[TILES][2];
 #pragma unroll
-            for (int x = 0; x < 2 * TILES; x++) {
-                m_row[x / 2][x % 2] = m[i0 + row_of(x / 2, x % 2)];
-                l_row[x / 2][x % 2] = l[i0 + row_of(x / 2, x % 2)];
-            }
+            for (int x = 0; x < 2 * TILES; x++) m_row[x / 2][x % 2] = -INFINITE, l_row[x / 2][x % 2] = 0.0f;
+            if (j0)
+#pragma unroll
+                for (int x = 0; x < 2 * TILES; x++) {
+                    m_row[x / 2][x % 2] = m[i0 + row_of(x / 2, x % 2)];
+                    l_row[x / 2][x % 2] = l[i0 + row_of(x / 2, x % 2)];
+                }
+            // No query of this tile sees a key of the next.
+            const bool last = j0 + BC >= keys || (HAS_RIGHT && j0 + BC > i0 + BR - 1 + keys - p.tq + p.window_right);
             wait_for_all_but<0>();
             meet(team);  // this Q has landed, and the team is done with the other, with parts, maxima and sums
             load(i0 + TEAMS * BR, odd ^ 1);
@@ -140,9 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             share_maxima(s, maxima, warp);
             meet(team);  // maxima are whole, and all have read m
             soften(s, m_row, l_row, m + i0, maxima, sums, warp, c);
-            float4 *to = slab(p, first_row + i0) + warp * SHARE * 32, old[TILES][SHARE];
-#pragma unroll
-            for (int n = 0; n < SHARE; n++) old[0][n] = to[n * 32];
+            float4 *to = slab(p, first_row + i0) + warp * SHARE * 32, old[SHARE];
+            read_slab(old, to, j0);
             Sums<TILES, D_STEPS> o;
             o.clear();
             add_product(o, s, rows_first, v_tile + warp * KEYS * ROW_BYTES);  // P V of this warp's keys
@@ -167,34 +177,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
                     const float total = l_row[t][half] + ((x.x + x.y) + (x.z + x.w));
                     divide[half] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
                     keep[half] = l_row[t][half] * divide[half];
-                    if (warp == 0 && lane % 4 == 0) l[i0 + row_of(t, half)] = total;
+                    l_row[t][half] = total;
                 }
 #pragma unroll
                 for (int n = 0; n < SHARE; n++) {
-                    float4 &x = sum[n], was = old[t][n];
-                    if (t + 1 < TILES) old[t + 1][n] = to[(ACROSS + n) * 32];
+                    float4 &x = sum[n], was = old[n];
 #pragma unroll
                     for (int from = 0; from < TEAM - 1; from++) {
                         const float4 part = parts[((warp * (TEAM - 1) + from) * SHARE + n) * 32];
                         x.x += part.x, x.y += part.y, x.z += part.z, x.w += part.w;
                     }
-                    to[n * 32] = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
-                                             was.z * keep[1] + x.z * divide[1], was.w * keep[1] + x.w * divide[1]);
+                    x = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
+                                    was.z * keep[1] + x.z * divide[1], was.w * keep[1] + x.w * divide[1]);
+                }
+                if (t + 1 < TILES) read_slab(old, to + ACROSS * 32, j0);
+                if (!last) {
+#pragma unroll
+                    for (int n = 0; n < SHARE; n++) to[n * 32] = sum[n];
+                    if (warp == 0 && lane % 4 == 0)
+                        for (int half = 0; half < 2; half++) l[i0 + row_of(t, half)] = l_row[t][half];
+                    continue;
+                }
+                element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
+                float *lse = p.lse + (long long)head * p.tq;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int i = i0 + row_of(t, half);
+                    if (i >= p.tq) continue;
+                    const float total = l_row[t][half];
+                    if (warp == 0 && lane % 4 == 0)
+                        lse[i] = total == 0.0f ? -INFINITE : (m[i] * c + __log2f(total)) * LN2;
+#pragma unroll
+                    for (int n = 0; n < SHARE; n++) {
+                        const unsigned two = half ? pack(sum[n].z, sum[n].w) : pack(sum[n].x, sum[n].y);
+                        const int column = (warp * SHARE + n) * 8;
+                        if (column < HEAD_DIM) *(unsigned *)(out + i * p.out_stride.t + column) = two;
+                    }
                 }
             }
         }
     }
-    __syncthreads();
+    // Rows that see no key. 4 threads a row, two columns of each 8.
+    const int unseen = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, 0, 0).lo, p.tq) : p.tq;
     element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
-    for (int x = threadIdx.x / 32; x * 8 < p.tq; x += WARPS) {  // 8 rows a warp
-        const int half = x % 2, i = x * 8 + lane / 4;
-        if (i >= p.tq) continue;
-        if (lane % 4 == 0)
-            p.lse[(long long)head * p.tq + i] = l[i] == 0.0f ? -INFINITE : (m[i] * c + __log2f(l[i])) * LN2;
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; n++) {
-            const float4 o = slab(p, first_row + x / 2 * 16)[n * 32];
-            *(unsigned *)(out + i * p.out_stride.t + n * 8) = half ? pack(o.z, o.w) : pack(o.x, o.y);
-        }
+    for (int i = threadIdx.x / 4; i < unseen; i += THREADS / 4) {
+        if (lane % 4 == 0) p.lse[(long long)head * p.tq + i] = -INFINITE;
+        for (int n = 0; n < HEAD_DIM / 8; n++) *(unsigned *)(out + i * p.out_stride.t + n * 8) = 0;
     }
 }

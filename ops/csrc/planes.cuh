@@ -7,7 +7,7 @@
 //
 // fp16 has few exponents, so that numbers are multiplied by a power of two before, one for all that a key head and its
 // query heads have in a tensor (planes.cu), and results by its inverse. Numbers 2^27 times smaller than the largest
-// lose bits, to 2^-49 of it; P does below 2^-13 of 1 in the forward and 2^-25 in the backward, and dS below 2^-28 of
+// lose bits, to 2^-49 of it; P does below 2^-20 of 1 in the forward and 2^-25 in the backward, and dS below 2^-28 of
 // the largest that it could be, 2 D of the largest v times the largest dout. So errors are small beside the largest of
 // a tensor, as they are by FMA, but not beside a row that is so much smaller than others: the gradient of a value at
 // which nobody looks, or a head whose dout is 1e-8 of that of another of its group; and a document whose keys are 1e8

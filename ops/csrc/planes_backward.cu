@@ -150,6 +150,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
     wait_for_all_but<0>();
     const Strides &stride = second ? p.dk_stride : p.dv_stride;
     float *to = matrix_of(second ? p.dk : p.dv, stride, b, kv_head) + j_first * stride.t;
-    const int power = second ? powers.of_ds() - powers.q : -powers.dout;
-    store_sums(sums, (second ? p.scale : 1.0f / P_FACTOR) * p.keep_scale, power, to, stride.t, p.tk - j_first, 0);
+    const int power = second ? powers.of_ds() - powers.q : -powers.dout - P_POWER;
+    store_sums(sums, (second ? p.scale : 1.0f) * p.keep_scale, power, to, stride.t, p.tk - j_first, 0);
 }

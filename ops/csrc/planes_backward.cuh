@@ -157,7 +157,8 @@ __device__ __forceinline__ void trade(const Sums<ROW_TILES, 2 * N> &sums, bool s
 // What little room fp16 has for P and dS. P, which may be a little more than 1 where scores are so large that lse is
 // rounded by more than that, is multiplied by 2^12. Of dS all that is known is that it is below 2^29 D, as dP is a sum
 // of D products below 2^28 and so is delta, keep_scale left out of both; it is divided by 2^SHIFT.
-#define P_FACTOR 4096.0f
+#define P_POWER 12
+#define P_FACTOR ((float)(1 << P_POWER))
 #define SHIFT (PAD_D > 64 ? 21 : PAD_D > 32 ? 20 : 19)
 
 // The powers of two that a block's numbers have been multiplied by (split.cuh), and what is to be done about it.

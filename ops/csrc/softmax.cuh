@@ -14,14 +14,16 @@ template <int TILES> struct Rows {
 
 #if ELEMENT_KIND == float_ELEMENT
 #define ABOVE(s, m) (((s) - (m)) * c)
+#define FACTOR 128.0f  // of the exponentials, up to 2^8: small ones are to lose no bits in fp16 (planes.cuh)
 #else
 #define ABOVE(s, m) ((s) * c - (m))
+#define FACTOR 1.0f
 #endif
 
-// s becomes exp2(c s - m) and l goes on. A row's m follows its maximum only when that has grown by more than 2^8 (the
-// division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
-// multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes
-// exp2(c (s - m)), an instruction more, so that the largest is 1 and not 2 to the power of what m was rounded by.
+// s becomes FACTOR exp2(c s - m) and l goes on. A row's m follows its maximum only when that has grown by more than 2^8
+// (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
+// multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes exp2(c (s -
+// m)), an instruction more, so that the largest is 1 and not 2 to the power of what m was rounded by.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEPS> &o, Rows<TILES> &rows, float c) {
     float most[TILES][2];
@@ -71,7 +73,7 @@ __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEP
             for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
-                    s.c[t][n][e] = exp2_of(ABOVE(s.c[t][n][e], shift));
+                    s.c[t][n][e] = FACTOR * exp2_of(ABOVE(s.c[t][n][e], shift));
                     sum += s.c[t][n][e];
                 }
 #if ELEMENT_KIND == float_ELEMENT
@@ -124,7 +126,7 @@ __device__ __forceinline__ void finish_rows(const Params &p, Sums<TILES, D_STEPS
             const float divided = l == 0.0f ? 0.0f : p.keep_scale / l;
             const int i = i_first + t * 16 + half * 8 + lane / 4;
 #if ELEMENT_KIND == float_ELEMENT
-            const float lse = rows.m[t][half] * scale + logf(l);
+            const float lse = rows.m[t][half] * scale + logf(l * (1.0f / FACTOR));
 #else
             const float lse = (rows.m[t][half] + __log2f(l)) * LN2;
 #endif

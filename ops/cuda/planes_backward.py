@@ -51,8 +51,9 @@ _SMALLER = Tile(1, 32, 32, 4, blocks=2, stages=1)
 # 32 heads, N = 4096, causal and full, TFLOP/s: dkdv at D = 64 113, 116 (8 warps 110, 117; one row tile and
 # three blocks 114, 113), at 128 116, 112 (both planes in registers 113, 107; 16 at once 110, 106; 8 warps
 # 109, 107), at 96 118, 118 (one row tile 102, 102); dq at D = 64 111, 106 (tiles of 64 108, 112; 8 warps 103,
-# 108), at 128 109, 107 (8 warps 93, 95; one stage 102, 99), at 96 103, 107 (one row tile 91, 89). That the
-# second warp of a pair multiplies dP for all of a tile before it waits for P was slower.
+# 108), at 128 109, 107 (8 warps 93, 95; one stage 102, 99), at 96 103, 107 (one row tile 91, 89)
+# with no plane in registers, and with one as here 2% more. That the second warp of a pair multiplies dP for
+# all of a tile before it waits for P was slower.
 _DKDV = {
     32: (Tile(2, 32, 32, 4, blocks=3, own_planes=1), Tile(2, 32, 32, 4, blocks=3)),
     64: (Tile(2, 32, 32, 4, blocks=2, own_planes=1), _SMALL),
@@ -66,7 +67,7 @@ _DKDV = {
 _DQ = {
     32: (Tile(2, 32, 32, 4, blocks=3),),
     64: (Tile(2, 32, 32, 4, blocks=2, own_planes=1), _SMALL),
-    96: (Tile(2, 32, 32, 4, blocks=2, own_planes=0), _SMALL, _SMALLER),
+    96: (Tile(2, 32, 32, 4, blocks=2, own_planes=1), _SMALL, _SMALLER),
     128: (Tile(1, 32, 32, 4, blocks=2, own_planes=1), Tile(1, 32, 32, 4, blocks=2, stages=1, own_planes=1)),
 }
 

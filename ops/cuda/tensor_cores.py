@@ -71,7 +71,7 @@ class TeamTile(Tile):
 # By the padded head dim; the first that fits into a block's shared memory (see _BACKWARD).
 _FA1 = {
     32: (TeamTile(32, 256, 8, 1),),
-    64: (TeamTile(32, 256, 8, 1), TeamTile(32, 128, 8, 1)),
+    64: (TeamTile(16, 256, 16, 1), TeamTile(32, 128, 8, 1)),
     96: (TeamTile(32, 256, 8, 1), TeamTile(32, 64, 4, 1)),
     128: (TeamTile(32, 256, 8, 1), TeamTile(32, 128, 8, 1), TeamTile(32, 64, 4, 1)),
 }

@@ -46,8 +46,7 @@ def _inputs(
     cut: int = 0,
     magnitude: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """q, k and v. Keys and values beyond `lengths` are NaN; rows begin at `cut` of longer ones; q and k are
-    of `magnitude`."""
+    """q, k (of `magnitude`), v. Keys and values beyond `lengths` are NaN; rows begin at `cut` of longer."""
     (tq, tk, head_dim), g = shape, torch.Generator().manual_seed(7)
     made = []
     for h, t, size in ((heads[0], tq, magnitude), (heads[1], tk, magnitude), (heads[1], tk, 1.0)):
@@ -117,6 +116,18 @@ _TILES += [(64, Tile(128, 32, 4, 2, held)) for held in (1, 2)] + [(128, Tile(192
 def test_every_tile(head_dim: int, tile: Tile) -> None:
     ratios = _judge(*_inputs((70, 90, head_dim)), tile=tile)
     assert max(ratios.values()) <= 1, ratios
+
+
+def test_keys_beside_a_sink() -> None:
+    """Of one key with nearly all of the weight, whose value is zero: what the others give has its bits."""
+    q, k, v = _inputs((64, 200, 64))
+    q[..., 0], k[..., 0], k[..., 0, 0] = 1.0, 0.0, 8 * 16.1  # exp(-16.1) is 1e-7
+    v[..., 0, :] = 0.0
+    exact, formula = expected(Problem(q, k, v, {"causal": False}))
+    out, _ = planes.forward(q, k, v, _call(q, k, v, causal=False))
+    most = exact["out"].abs().amax(3)
+    ours, theirs = (((x - exact["out"]).abs().amax(3) / most).max() for x in (out, formula["out"]))
+    assert ours < 3 * theirs
 
 
 def test_scores_do_not_drift() -> None:

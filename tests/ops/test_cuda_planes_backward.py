@@ -159,6 +159,13 @@ def test_dropout_of_nearly_all() -> None:
     assert max(ratios.values()) <= 1, ratios
 
 
+def test_gradients_near_the_largest_of_fp32() -> None:
+    """Of 2^120 or so, beyond which the 2^12 that P is multiplied by must not push dV."""
+    q, k, v, dout = _inputs((40, 50, 64))
+    ratios = _judge(Problem(q, k, v, {}, dout * 2.0**116))
+    assert max(ratios.values()) <= 1, ratios
+
+
 # Each table's after the first, and what else the kernels are written for: planes of own rows in shared
 # memory, tiles in one part or in two, other numbers of warps.
 _PAIRS_OF_TILES = [

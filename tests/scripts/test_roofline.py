@@ -283,8 +283,9 @@ def test_ceilings_on_a_gpu() -> None:
         for name, call in ceilings.Ceilings().all()
         if name in ("fma", "latency_shared", "l2_read")
     }
-    # Bounds that hold whoever else is on the GPU: others only take time. 128 FMA units a multiprocessor.
-    assert 0 < found["fma"].per_clock < 128 * 1.05
+    # Bounds that hold whoever else is on the GPU: others only take time. 128 FMA units a multiprocessor,
+    # two operations each.
+    assert 0 < found["fma"].per_clock < 256 * 1.05
     assert found["latency_shared"].per_clock > 10
     assert found["l2_read"].value > 0
 
