@@ -36,19 +36,24 @@ __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Sco
                     x = weight_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, derived.c[t][n][e]);
                 }
         }
-    if (masked)  // a branch of its own: see scores.cuh
+    if (!masked) return;  // a branch of its own: see scores.cuh
+    int ids[ROW_TILES][2];
 #pragma unroll
-        for (int n = 0; n < 2 * PAIRS; n++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-                const Sight sight(p, b, i_first + n * 8 + column + odd, keys);
+        for (int half = 0; half < 2; half++) ids[t][half] = id_of_key(p, b, j_first + t * 16 + half * 8 + row);
 #pragma unroll
-                for (int t = 0; t < ROW_TILES; t++)
+    for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
-                    for (int e = odd; e < 4; e += 2)
-                        if (!sight.sees(p, b, j_first + t * 16 + e / 2 * 8 + row))
-                            s.c[t][n][e] = derived.c[t][n][e] = 0.0f;
-            }
+        for (int odd = 0; odd < 2; odd++) {
+            const int i = i_first + n * 8 + column + odd, id = id_of_query(p, b, i);
+#pragma unroll
+            for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+                for (int e = odd; e < 4; e += 2)
+                    if (!sees(p, i, j_first + t * 16 + e / 2 * 8 + row, keys, keys - p.tq, id, ids[t][e / 2]))
+                        s.c[t][n][e] = derived.c[t][n][e] = 0.0f;
+        }
 }
 
 // dp = <v_j, dout_i> becomes dS, but for its scale. delta begins at the first query.

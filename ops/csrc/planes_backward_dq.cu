@@ -35,18 +35,7 @@ __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const floa
                     x = derived;
                 }
         }
-    if (masked)
-#pragma unroll
-        for (int t = 0; t < ROW_TILES; t++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const Sight sight(p, b, i_first + t * 16 + half * 8 + row, keys);
-#pragma unroll
-                for (int n = 0; n < PAIRS; n++)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; e++)
-                        if (!sight.sees(p, b, j_first + n * 8 + column + e % 2)) s.c[t][n][e] = 0.0f;
-            }
+    if (masked) hide(p, s, 0.0f, i_first, j_first, keys, b);
 }
 
 // s becomes dS, but for its scale, from `derived` in s and dp = <dout_i, v_j>. delta begins at the first query.

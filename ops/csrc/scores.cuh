@@ -6,52 +6,62 @@
 
 __device__ __forceinline__ float exponent_scale(const Params &p) { return SCALE_FIRST ? LOG2E : p.scale * LOG2E; }
 
-// What a row of queries needs to know of keys: they are seen from `left` to `right`.
-struct Sight {
-    int right, left, id;
-    __device__ __forceinline__ Sight(const Params &p, int b, int i, int keys) {
-        right = keys - 1, left = 0, id = 0;
-#if HAS_RIGHT
-        right = min_of(right, i + keys - p.tq + p.window_right);
-#endif
-#if HAS_LEFT
-        left = i + keys - p.tq - p.window_left;
-#endif
+// The document of query i, and of key j; anything without SEGMENTS.
+__device__ __forceinline__ int id_of_query(const Params &p, int b, int i) {
 #if SEGMENTS
-        id = i < p.tq ? p.q_segments[(long long)b * p.tq + i] : 0;
+    return i < p.tq ? p.q_segments[(long long)b * p.tq + i] : 0;
+#else
+    return 0;
 #endif
-    }
-    __device__ __forceinline__ bool sees(const Params &p, int b, int j) const {
-        bool seen = j <= right && j >= left;
+}
+__device__ __forceinline__ int id_of_key(const Params &p, int b, int j) {
 #if SEGMENTS
-        seen = seen && p.k_segments[(long long)b * p.tk + min_of(j, p.tk - 1)] == id;
+    return p.k_segments[(long long)b * p.tk + min_of(j, p.tk - 1)];
+#else
+    return 0;
 #endif
-        return seen;
-    }
-};
+}
+
+// `hidden` in the place of what is not seen of a tile. Keys outside, rows inside: two keys' ids are alive at a time.
+// (Rows outside, all ids of the tile were, and 584 bytes a thread spilled.)
+template <int TILES, int PAIRS>
+__device__ __forceinline__ void hide(const Params &p, Sums<TILES, PAIRS> &s, float hidden, int i_first, int j_first,
+                                     int keys, int b) {
+    const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
+    int ids[2 * TILES];
+#pragma unroll
+    for (int r = 0; r < 2 * TILES; r++) ids[r] = id_of_query(p, b, row + r * 8);
+#pragma unroll
+    for (int n = 0; n < 2 * PAIRS; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int j = column + n * 8 + e, id = id_of_key(p, b, j);
+#pragma unroll
+            for (int r = 0; r < 2 * TILES; r++) {  // by what they are beyond `row`: fewer numbers to keep
+                const bool seen = sees(p, r * 8, j - row, keys - row, keys - p.tq, ids[r], id);
+                if (!seen) s.c[r / 2][n][r % 2 * 2 + e] = hidden;
+            }
+        }
+}
 
 // Scores of a tile that is not seen in full, or that takes more than a scale: -inf where unseen.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void finish_scores(const Params &p, Sums<TILES, PAIRS> &s, int i_first, int j_first,
                                               int keys, int b, int h, bool masked) {
-    const int lane = threadIdx.x % 32;
+    const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
+    if (SCALE_FIRST)
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = i_first + t * 16 + half * 8 + lane / 4;
-            const Sight sight(p, b, i, keys);
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) {
-                    const int j = j_first + n * 8 + lane % 4 * 2 + e % 2;
+                for (int e = 0; e < 4; e++) {
                     float &x = s.c[t][n][e], capped;
-                    if (SCALE_FIRST) x = score_of(p, x, i, j, keys - p.tq, slope, capped);
-                    if (masked) x = sight.sees(p, b, j) ? x : -INFINITE;
+                    const int i = row + t * 16 + e / 2 * 8, j = column + n * 8 + e % 2;
+                    x = score_of(p, x, i, j, keys - p.tq, slope, capped);
                 }
-        }
+    if (masked) hide(p, s, -INFINITE, i_first, j_first, keys, b);
 }
 
 // s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse2 and delta begin at row i_first. In three
@@ -62,6 +72,10 @@ __device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS
                                               int b, int h, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float c = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
+#if DROPOUT
+    static_assert(PAIRS <= 8, "a bit for each column of a row");
+    unsigned dropped[TILES][2];
+#endif
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -70,6 +84,16 @@ __device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS
             const float shift = lse2[at], mean = delta[at];
 #if DROPOUT
             const unsigned row_key = absorb(head_key(p, b, h), (unsigned)(i_first + at));
+            dropped[t][half] = 0;
+#pragma unroll
+            for (int n = 0; n < 2 * PAIRS; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const bool keep = kept(row_key, j_first + n * 8 + column + e, p.threshold);
+                    float &gradient = dp.c[t][n][2 * half + e];
+                    gradient = keep ? gradient * p.keep_scale : 0.0f;
+                    if (!keep) dropped[t][half] |= 1u << (2 * n + e);
+                }
 #endif
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; n++)
@@ -79,36 +103,22 @@ __device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS
                     float &weight = s.c[t][n][e], &gradient = dp.c[t][n][e], capped = 0.0f;
                     if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, capped);
                     weight = exp2_of(weight * c - shift);
-#if DROPOUT
-                    const bool keep = kept(row_key, j, p.threshold);
-                    gradient = keep ? gradient * p.keep_scale : 0.0f;
-                    weight = keep ? weight : -weight;  // for dS it counts, for dV not
-#endif
                     gradient -= mean;
 #if SOFTCAP
                     gradient *= 1.0f - capped * capped;
 #endif
                 }
         }
-    if (masked)
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const Sight sight(p, b, i_first + t * 16 + half * 8 + row, keys);
-#pragma unroll
-                for (int n = 0; n < 2 * PAIRS; n++)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; e++)
-                        if (!sight.sees(p, b, j_first + n * 8 + column + e % 2)) s.c[t][n][e] = 0.0f;
-            }
+    if (masked) hide(p, s, 0.0f, i_first, j_first, keys, b);
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                dp.c[t][n][e] *= fabsf(s.c[t][n][e]);
-                if (DROPOUT && s.c[t][n][e] < 0.0f) s.c[t][n][e] = 0.0f;  // keep_scale waits for the end
+                dp.c[t][n][e] *= s.c[t][n][e];
+#if DROPOUT
+                if (dropped[t][e / 2] >> (2 * n + e % 2) & 1) s.c[t][n][e] = 0.0f;  // keep_scale waits for the end
+#endif
             }
 }

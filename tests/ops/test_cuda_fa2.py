@@ -274,8 +274,8 @@ def test_copies_not_awaited_are_caught(
 
 
 def test_a_mask_off_by_one_is_caught(tmp_path: Path, use: Callable[[Any], None]) -> None:
-    mask = "i + keys - p.tq + p.window_right"
-    use(cpu.TensorCores(tmp_path, {"scores.cuh": (mask, f"{mask} + 1")}))
+    mask = "j <= i + diagonal + p.window_right"
+    use(cpu.TensorCores(tmp_path, {"attention.cuh": (mask, f"{mask} + 1")}))
     ratios = _judge(*_inputs((70, 150, 64)))
     assert min(ratios.values()) > 1, ratios
 

@@ -275,9 +275,9 @@ _MISTAKES = {
     "dq does not wait": ("planes_backward_dq.cu", f"{_WAIT}        {_STAGE}", _STAGE, {"dq"}),
     "one plane of P and dS": ("split.cuh", "p1 = pack(", "p1 = 0 * pack(", {"dq", "dk", "dv"}),
     "a mask off by one": (
-        "scores.cuh",
-        "p.tq + p.window_right",
-        "p.tq + p.window_right + 1",
+        "attention.cuh",
+        "j <= i + diagonal + p.window_right",
+        "j <= i + diagonal + p.window_right + 1",
         {"dq", "dk", "dv"},
     ),
 }
