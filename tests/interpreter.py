@@ -2,12 +2,15 @@
 
 Forward and backward of 113 x 203 tokens in 2 x 4 heads, fp16, one core, triton 3.6: 1.06 s as it is, 0.73 s
 patched once a launch, 0.54 s without the overflow checks too; with ALiBi and dropout 1.93, 1.38, 0.84 s.
+With types made once: 3.0 million calls of functions for 5.2 (ALiBi and dropout); three cases in three dtypes,
+in three turns, 6.8, 6.9 and 5.6 s for 8.8, 10.5 and 10.0 s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 
 def hasten() -> None:
@@ -29,3 +32,38 @@ def hasten() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
+    _make_types_once()
+
+
+def _make_types_once() -> None:
+    """Each result of an operation has a type, and a shape of numbers with types of their own: few differ."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    block, tensor, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[str | None, tuple[Any, Any]] = {}
+    np_dtypes: dict[str, Any] = {}
+
+    def block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(s.value if isinstance(s, tl.constexpr) else s for s in shape))
+        if key not in blocks:
+            block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def tensor_once(self: Any, handle: Any, type: Any) -> None:
+        key = type.name if type.is_block() else None
+        if key not in shapes:
+            tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def np_dtype_once(of: Any) -> Any:
+        if of.name not in np_dtypes:
+            np_dtypes[of.name] = np_dtype(of)
+        return np_dtypes[of.name]
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_once, tensor_once
+    interpreter._get_np_dtype = np_dtype_once
