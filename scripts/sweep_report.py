@@ -145,17 +145,23 @@ def tables(rows: list[Row]) -> None:
 
 
 def doubts(rows: list[Row]) -> list[str]:
-    """Why something has no figure, or one with a mark."""
-    found: dict[str, None] = {}
+    """Why something has no figure, or one with a mark, and at which T."""
+    found: dict[tuple[str, str], list[int]] = {}
     for row in rows:
         name, result = row["point"]["implementation"], row["result"]
         if result["status"] in ("unsupported", "error"):
-            found[f"{name}: {result['status']}: {result['reason']}"] = None
+            why = f": {result['status']}: {result['reason']}"
         elif result["status"] == "ok" and not result.get("kernels_ok", True):
-            found[f"{name} ! {result.get('verdict', 'its kernels were not seen')}"] = None
+            why = f" ! {result.get('verdict', 'its kernels were not seen')}"
         elif result["status"] == "ok" and not result.get("learns", True):
-            found[f"{name} ! the loss went from {result['loss']['first']} to {result['loss']['last']}"] = None
-    return list(found)
+            why = f" ! the loss went from {result['loss']['first']} to {result['loss']['last']}"
+        else:
+            continue
+        found.setdefault((name, why), []).append(row["point"]["seq_len"])
+    return [
+        f"{name} at T = {' and '.join(f'{tokens:,}' for tokens in sorted(set(lengths)))}{why}"
+        for (name, why), lengths in found.items()
+    ]
 
 
 def draw(rows: list[Row], out: Path) -> Path:
@@ -235,8 +241,10 @@ def _panel(axes: Any, by_name: dict[str, Line], value: Callable[[dict[str, Any]]
         never = [t for t in gone if t not in less]
         for end in [fits] * bool(gone and fits) + [shown] * bool(never and less):
             axes.plot(*list(end.items())[-1], "x", color=colour, ms=9, mew=2)
-        words = f" (out of memory at {thousands(min(gone))})" if gone else ""
-        labels.append((*list(shown.items())[-1], name + words, colour))
+        late = [t for t, rows in line.items() if "timeout_s" in rows[-1]["result"]]
+        ends = {"out of memory": gone, "too slow": late}
+        words = ", ".join(f"{why} at {thousands(min(at))}" for why, at in ends.items() if at)
+        labels.append((*list(shown.items())[-1], name + (f" ({words})" if words else ""), colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({tokens for line in by_name.values() for tokens in line})

@@ -73,7 +73,7 @@ def test_a_speed_with_another_kernel_is_marked_and_not_told():
     report = speedup_end_to_end.report(rows)
     assert report.tables[0].lines[-1][1] == "450,000 !"
     assert report.notes[0].startswith("gpt2: cuda, compiled trains 440,000 tokens/s")
-    assert report.notes[-1] == "triton ! asked for triton, but ran another"
+    assert report.notes[-1] == "triton at T = 1,024 ! asked for triton, but ran another"
 
 
 def test_a_short_encoder():

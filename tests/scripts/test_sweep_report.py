@@ -51,6 +51,14 @@ def test_the_picture_marks_where_memory_ends():
     assert sweep_report.picture(fake_rows(), "png").startswith(b"\x89PNG")
 
 
+def test_the_picture_says_what_was_too_slow():
+    rows = [row for row in fake_rows() if row["point"]["implementation"] == "sdpa"]
+    for row in rows[1:]:
+        row["result"] = {"status": "error", "reason": "timeout", "timeout_s": 120}
+    assert sweep_report.picture(rows).count("<!-- sdpa (too slow at 2k) -->") == 2
+    assert sweep_report.doubts(rows) == ["sdpa at T = 2,048 and 4,096: error: timeout"]
+
+
 def test_the_title_says_what_is_compared():
     short = [row for row in fake_rows() if row["point"]["seq_len"] == 1024]
     assert sweep_report.heading(short) == "How fast the same model trains with each attention, T = 1,024"
