@@ -49,7 +49,7 @@ struct Params {
     float *scratch;                           // the stage's own: see its .cu
     const float *alibi_slopes;                // (Hq,)
     const int *q_segments, *k_segments;       // (B, Tq), (B, Tk)
-    const int *ranges;                        // (B, tiles, 2): see segment_ranges.cu
+    const int *ranges;                        // (B, tiles, 3): see segment_ranges.cu
     const int *kv_lengths;                    // (B,)
     const long long *seed;                    // ()
     Strides q_stride, k_stride, v_stride, out_stride, dout_stride, dq_stride, dk_stride, dv_stride;
@@ -126,10 +126,26 @@ struct Range {
     int lo, full_lo, full_hi, hi;
 };
 
+// What documents leave to a tile: others outside of first .. end have nothing to do with it, and all within are of its
+// one document if `whole`. Without SEGMENTS nobody asks.
+struct Documents {
+    int first, end;
+    bool whole;
+};
+
+__device__ __forceinline__ Documents documents_of(const Params &p, int b, int tile) {
+    Documents documents = {0, 0, true};
+#if SEGMENTS
+    const int *range = p.ranges + (b * p.n_tiles + tile) * 3;
+    documents.first = range[0], documents.end = range[1], documents.whole = range[2];
+#endif
+    return documents;
+}
+
 // Keys that some of the queries i0 .. i0 + rows see, and those that all see. lo, full_lo and full_hi are multiples of
-// `tile`. first and end bound the keys of the queries' documents.
+// `tile`.
 __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, int keys, int diagonal, int tile,
-                                              int first, int end) {
+                                           const Documents &documents) {
     int lo = 0, hi = keys;
 #if HAS_LEFT
     lo = max_of(lo, i0 + diagonal - p.window_left);
@@ -138,31 +154,33 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
     hi = min_of(hi, i0 + rows + diagonal + p.window_right);
 #endif
 #if SEGMENTS
-    lo = max_of(lo, first), hi = min_of(hi, end);
+    lo = max_of(lo, documents.first), hi = min_of(hi, documents.end);
 #endif
+    int full_lo = lo;
     lo = lo / tile * tile;
     hi = max_of(hi, lo);
-    int full_lo = lo, full_hi = hi;
-#if SEGMENTS
-    full_hi = lo;  // every tile compares ids
-#else
+    int full_hi = hi;
 #if HAS_LEFT
-    full_lo = ceil_div(max_of(i0 + rows - 1 + diagonal - p.window_left, 0), tile) * tile;
-    full_lo = max_of(min_of(full_lo, ceil_div(hi, tile) * tile), lo);
+    full_lo = max_of(full_lo, i0 + rows - 1 + diagonal - p.window_left);
+#endif
+#if HAS_LEFT || SEGMENTS
+    full_lo = min_of(ceil_div(full_lo, tile), ceil_div(hi, tile)) * tile;
 #endif
 #if HAS_RIGHT
     full_hi = min_of(hi, i0 + 1 + diagonal + p.window_right);
 #endif
     full_hi = max_of(full_hi / tile * tile, full_lo);
+#if SEGMENTS
+    if (!documents.whole) full_hi = full_lo;  // every tile compares ids
 #endif
     Range range = {lo, full_lo, full_hi, hi};
     return range;
 }
 
 // Queries that see some of the keys j0 .. j0 + cols (j0 is a key), and those that see all. All but hi are multiples of
-// `tile`. first and end bound the queries of the keys' documents.
-__device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, int diagonal, int tile, int first,
-                                                  int end) {
+// `tile`.
+__device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, int diagonal, int tile,
+                                             const Documents &documents) {
     int lo = 0, hi = p.tq;
 #if HAS_RIGHT
     lo = max_of(lo, j0 - diagonal - p.window_right);
@@ -171,24 +189,27 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
     hi = min_of(hi, j0 + cols - diagonal + p.window_left);
 #endif
 #if SEGMENTS
-    lo = max_of(lo, first), hi = min_of(hi, end);
+    lo = max_of(lo, documents.first), hi = min_of(hi, documents.end);
 #endif
+    int full_lo = lo;
     lo = lo / tile * tile;
     hi = max_of(hi, lo);
     const int last = ceil_div(hi, tile) * tile;
-    int full_lo = lo, full_hi = last;
-#if SEGMENTS
-    full_lo = last;  // every tile compares ids
-#else
+    int full_hi = last;
 #if HAS_RIGHT
-    full_lo = ceil_div(max_of(j0 + cols - 1 - diagonal - p.window_right, 0), tile) * tile;
-    full_lo = max_of(min_of(full_lo, last), lo);
+    full_lo = max_of(full_lo, j0 + cols - 1 - diagonal - p.window_right);
+#endif
+#if HAS_RIGHT || SEGMENTS
+    full_lo = min_of(ceil_div(full_lo, tile) * tile, last);
 #endif
 #if HAS_LEFT
     full_hi = min_of(last, max_of(j0 - diagonal + p.window_left + 1, 0) / tile * tile);
 #endif
-    full_hi = max_of(full_hi, full_lo);
+#if SEGMENTS
+    if (documents.end < p.tq) full_hi = min_of(full_hi, hi / tile * tile);  // (queries beyond the last have no weights)
+    if (!documents.whole) full_lo = last;  // every tile compares ids
 #endif
+    full_hi = max_of(full_hi, full_lo);
     Range range = {lo, full_lo, full_hi, hi};
     return range;
 }

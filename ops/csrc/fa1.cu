@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const float c = exponent_scale(p);
     for (int j0 = 0; j0 < keys; j0 += BC) {
-        const Range range = query_range(p, j0, BC, keys - p.tq, BR, 0, 0);
+        const Range range = query_range(p, j0, BC, keys - p.tq, BR, {});
         if (range.lo >= range.hi) break;
         __syncthreads();  // all are done with K and V, and with rows of O, m and l that another team may go on with
         Loader<BC, THREADS>(k, p.k_stride.t, j0).load(k_tile, p.k_stride.t, keys - j0);
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
         }
     }
     // Rows that see no key. 4 threads a row, two columns of each 8.
-    const int unseen = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, 0, 0).lo, p.tq) : p.tq;
+    const int unseen = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, {}).lo, p.tq) : p.tq;
     element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
     for (int i = threadIdx.x / 4; i < unseen; i += THREADS / 4) {
         if (lane % 4 == 0) p.lse[(long long)head * p.tq + i] = -INFINITE;

@@ -25,11 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
     const unsigned q_tile = shared_address(memory), k_tile = q_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
     const unsigned q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
-    int first = 0, end = 0;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
-    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, first, end);
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, documents_of(p, b, tile));
     const float c = exponent_scale(p);
     const Dropout<TILES> dropout(p, b, h, i_first);
     Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);

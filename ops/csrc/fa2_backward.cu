@@ -71,13 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int keys = keys_of(p, b), diagonal = keys - p.tq, lane = threadIdx.x % 32;
     const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
     const unsigned p_tile = v_tile + KV_BYTES, ds_tile = p_tile + SCORE_BYTES, stages = ds_tile + SCORE_BYTES;
-    int first = 0, end = 0;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
     const int real = min_of(BC, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real > 0) range = query_range(p, j0, real, diagonal, BR, first, end);
+    if (real > 0) range = query_range(p, j0, real, diagonal, BR, documents_of(p, b, tile));
 
     Loader<BC, THREADS>(matrix_of(p.k, p.k_stride, b, kv_head), p.k_stride.t, j0)
         .load(k_tile, p.k_stride.t, keys - j0);

@@ -21,11 +21,7 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES;
     const unsigned k_tile = do_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
     const unsigned first_row = warp * TILES * 16 * ROW_BYTES;
-    int first = 0, end = 0;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
-    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, first, end);
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, documents_of(p, b, tile));
     Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);
     Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, range.lo);
     auto load = [&](int start, int odd) {

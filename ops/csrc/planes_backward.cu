@@ -80,13 +80,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
     const bool second = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
-    int first = 0, end = 0;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
     const int real = min_of(OWN, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real > 0) range = query_range(p, j0, real, diagonal, OTHERS, first, end);
+    if (real > 0) range = query_range(p, j0, real, diagonal, OTHERS, documents_of(p, b, tile));
     if (real < OWN) range.full_lo = range.hi;  // every tile masks the keys that are not there
 
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
@@ -126,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
             if (STAGES == 2) commit();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
             const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
-            const bool masked = i0 < range.full_lo || (HAS_LEFT && i0 + OTHERS > range.full_hi);
+            const bool masked = i0 < range.full_lo || ((HAS_LEFT || SEGMENTS) && i0 + OTHERS > range.full_hi);
 #pragma unroll 1
             for (int part = 0; part < OTHERS; part += AT_ONCE) {
                 Scores s, derived;

@@ -64,11 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
     const bool second = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
-    int first = 0, end = 0;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
-    const Range range = key_range(p, i0, min_of(OWN, p.tq - i0), keys, keys - p.tq, OTHERS, first, end);
+    const Range range = key_range(p, i0, min_of(OWN, p.tq - i0), keys, keys - p.tq, OTHERS, documents_of(p, b, tile));
 
     const long long to_keys = (long long)(b * p.kv_heads + h / GROUP) * p.tk * ROW;
     TwoLoader next((const operand *)p.k + to_keys, range.lo);
@@ -95,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
         if (STAGES == 2 && more) load(stage ^ 1, start + OTHERS);
         if (STAGES == 2) commit();
         const unsigned k_tile = stages + stage * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
-        const bool masked = (HAS_LEFT && start < range.full_lo) || start >= range.full_hi;
+        const bool masked = ((HAS_LEFT || SEGMENTS) && start < range.full_lo) || start >= range.full_hi;
 #pragma unroll 1
         for (int part = 0; part < OTHERS; part += AT_ONCE) {
             const int mine = part + second * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
     const int i = blockIdx.x % p.tq, head = blockIdx.x / p.tq, b = head / p.heads, h = head % p.heads;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
-    const Range range = key_range(p, i, 1, keys, diagonal, 1, 0, keys);
+    const Range range = key_range(p, i, 1, keys, diagonal, 1, {0, keys, false});
     const int n = range.hi - range.lo;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h + i * p.q_stride.t;
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h + range.lo * p.k_stride.t;

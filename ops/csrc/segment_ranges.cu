@@ -1,11 +1,12 @@
 // For packed documents: which keys a tile of queries can see at all, so that whole tiles between documents are skipped.
 //
-// Per tile of TILE queries the first and the end of the keys whose ids lie within those of the tile, (B, n_tiles, 2).
-// Where documents follow each other these are exactly the keys of the tile's documents; in any other order it is a
-// superset, and the comparison of ids decides. For tiles of keys, as dK and dV have them, the host swaps
-// (q_segments, tq) and (k_segments, tk).
+// Per tile of TILE queries the first and the end of the keys whose ids lie within those of the tile, and whether the
+// tile and all keys from first to end are of one document, so that nobody needs to compare ids; (B, n_tiles, 3). Where
+// documents follow each other these are exactly the keys of the tile's documents; in any other order it is a superset,
+// and the comparison of ids decides. For tiles of keys, as dK and dV have them, the host swaps (q_segments, tq) and
+// (k_segments, tk).
 //
-// HBM traffic: Tk ids a tile, from the L2 mostly. Grid: B * n_tiles.
+// HBM traffic: Tk ids a tile, from the L2 mostly, and those of the tile's documents again. Grid: B * n_tiles.
 #include "attention.cuh"
 
 #define THREADS 256
@@ -44,8 +45,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_segment_ranges(con
             end = j + 1;
         }
     extent(lo, end);
+    int whole = least == greatest, ignored = 0;
+    for (int j = lo + threadIdx.x; j < end; j += THREADS) whole = whole && other[j] == least;
+    extent(whole, ignored);
     if (threadIdx.x == 0) {
-        int *range = const_cast<int *>(p.ranges) + blockIdx.x * 2ll;
-        range[0] = lo, range[1] = end;
+        int *range = const_cast<int *>(p.ranges) + blockIdx.x * 3ll;
+        range[0] = lo, range[1] = end, range[2] = whole;
     }
 }

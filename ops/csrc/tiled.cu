@@ -50,18 +50,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
-    int first = 0, end = keys;
     float slope = 0.0f;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
 #if ALIBI
     slope = p.alibi_slopes[h];
 #endif
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);
 #endif
-    const Range range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, OTHERS, first, end);
+    const Range range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, OTHERS, documents_of(p, b, tile));
 
     // Of the rows that eight lanes share, a lane keeps the m and l of one: r = lane_col.
     float m = Max::identity, l = 0.0f;

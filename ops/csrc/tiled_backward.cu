@@ -59,11 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
     const element *k = p.k + b * p.k_stride.b + kv_head % p.kv_heads * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + kv_head % p.kv_heads * p.v_stride.h;
-    int first = 0, end = p.tq;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
-    Range range = query_range(p, j0, min_of(PAIRED, p.tk - j0), diagonal, OTHERS, first, end);
+    Range range = query_range(p, j0, min_of(PAIRED, p.tk - j0), diagonal, OTHERS, documents_of(p, b, tile));
     if (j0 >= keys) range.hi = range.lo;
 
     float4 sums[ROWS][FLOAT4S] = {};
@@ -171,18 +167,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
     const float *statistic = (second ? p.delta : p.lse2) + (long long)head * p.padded_tq + i0 + row;
-    int first = 0, end = keys;
     float slope = 0.0f;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
 #if ALIBI
     slope = p.alibi_slopes[h];
 #endif
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);
 #endif
-    const Range range = key_range(p, i0, min_of(PAIRED, p.tq - i0), keys, diagonal, OTHERS, first, end);
+    const Range range = key_range(p, i0, min_of(PAIRED, p.tq - i0), keys, diagonal, OTHERS, documents_of(p, b, tile));
 
     float4 sums[ROWS / 2][FLOAT4S] = {};
     load_tile<PAIRED, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);

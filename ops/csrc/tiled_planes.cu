@@ -84,11 +84,7 @@ tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
     const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
     const unsigned q_tile = shared_address(memory), q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
     const unsigned k_tile = q_tile + (PLANES - HELD) * Q_PLANE_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
-    int first = 0, end = 0;
-#if SEGMENTS
-    first = p.ranges[(b * p.n_tiles + tile) * 2], end = p.ranges[(b * p.n_tiles + tile) * 2 + 1];
-#endif
-    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, first, end);
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, documents_of(p, b, tile));
     const int of_q = exponent_of(p, OF_Q, b, h / GROUP), of_k = exponent_of(p, OF_K, b, h / GROUP);
     // not 0, as -inf is multiplied by c
     const float undo = power_of_two(-of_q - of_k), scale = SCALE_FIRST ? 1.0f : fmaxf(p.scale * undo, 1e-37f);

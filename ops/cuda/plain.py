@@ -185,8 +185,9 @@ def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> 
 
 
 def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | None:
-    """(B, tiles, 2): the keys of the documents of each tile of `rows` queries; `transposed`: the queries of
-    those of each tile of keys. None without documents. See csrc/segment_ranges.cu."""
+    """(B, tiles, 3): first and end of the keys of the documents of each tile of `rows` queries, and whether it
+    is one document; `transposed`: of the queries of those of each tile of keys. None without documents. See
+    csrc/segment_ranges.cu."""
     own, other = call.tensors[4:6]
     if own is None:
         return None
@@ -194,7 +195,7 @@ def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | 
         own, other = other, own
     (batch, n_own), n_other = own.shape, other.shape[1]
     n_tiles = math.ceil(n_own / rows)
-    ranges = torch.empty((batch, n_tiles, 2), dtype=torch.int32, device=own.device)
+    ranges = torch.empty((batch, n_tiles, 3), dtype=torch.int32, device=own.device)
     params = Params(tq=n_own, tk=n_other, n_tiles=n_tiles)
     params.bind(q_segments=own, k_segments=other, ranges=ranges)
     defines = {"PARAMS_BYTES": call.defines["PARAMS_BYTES"], "ELEMENT": "float", "TILE": rows}

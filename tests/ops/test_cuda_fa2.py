@@ -107,6 +107,9 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((33, 190, 64), {"batch": 3, "lengths": [0, 100, 190]}, {"causal": False}),
     ((150, 140, 72), {"batch": 2, "lengths": [140, 77]}, {"alibi_slopes": torch.tensor([0.1])}),
     ((190, 210, 96), {}, {"causal": False, "dropout_p": 0.2, "segments": _DOCUMENTS}),
+    # Tiles of one document, which compare no ids, up to its end and from its beginning.
+    ((260, 340, 32), {}, {"causal": False, "segments": (_ids(150, 110), _ids(200, 140))}),
+    ((260, 340, 32), {}, {"segments": (_ids(70, 190), _ids(90, 250))}),
     ((130, 140, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
     ((70, 150, 96), {"unaligned": True}, {"scale": -0.2}),
     ((70, 80, 96), {"unaligned": True}, {"scale": 0.0}),
@@ -273,11 +276,27 @@ def test_copies_not_awaited_are_caught(
     assert min(ratios[name] for name in wrong) > 1, ratios
 
 
-def test_a_mask_off_by_one_is_caught(tmp_path: Path, use: Callable[[Any], None]) -> None:
-    mask = "j <= i + diagonal + p.window_right"
-    use(cpu.TensorCores(tmp_path, {"attention.cuh": (mask, f"{mask} + 1")}))
-    ratios = _judge(*_inputs((70, 150, 64)))
-    assert min(ratios.values()) > 1, ratios
+_MASK = "j <= i + diagonal + p.window_right"
+_GRADIENTS = {"dq", "dk", "dv", "dk_deterministic", "dv_deterministic"}
+_MISTAKES = {
+    "off by one": (
+        "j <= i + diagonal + p.window_right",
+        "j < i + diagonal + p.window_right",
+        _GRADIENTS | {"out"},
+    ),
+    "ids not compared": ("documents.whole = range[2]", "documents.whole = true", _GRADIENTS | {"out"}),
+    "a document's end": ("if (documents.end < p.tq)", "if (false)", _GRADIENTS),
+}
+
+
+@pytest.mark.parametrize(("right", "mistaken", "wrong"), _MISTAKES.values(), ids=list(_MISTAKES))
+def test_a_mistaken_mask_is_caught(
+    tmp_path: Path, use: Callable[[Any], None], right: str, mistaken: str, wrong: set[str]
+) -> None:
+    use(cpu.TensorCores(tmp_path, {"attention.cuh": (right, mistaken)}))
+    of_documents = {} if right == _MASK else {"causal": False, "segments": (_ids(150, 50), _ids(200, 40))}
+    ratios = _judge(*_inputs((200, 240, 32)), **of_documents)
+    assert min(ratios[name] for name in wrong) > 1, ratios
 
 
 @pytest.mark.slow

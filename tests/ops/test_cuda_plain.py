@@ -157,13 +157,17 @@ def test_the_backward_gives_the_same_bits_each_time():
 
 
 def test_segment_ranges():
-    """The keys of the documents of each tile of queries, and the queries of those of each tile of keys."""
+    """The keys of the documents of each tile of queries, and the queries of those of each tile of keys;
+    whether these are of one document."""
     q, k, v = _inputs(40, 72)
     k_ids = torch.tensor([0] * 20 + [1] * 30 + [2] * 20 + [5] * 2, dtype=torch.int32)[None]
     q_ids = torch.tensor([1] * 16 + [2] * 16 + [3] * 8, dtype=torch.int32)[None]
     call = Call(q, k, v, None, None, q_ids, k_ids, *_CAUSAL[4:])
-    assert plain.segment_ranges(call, 16).tolist() == [[[20, 50], [50, 70], [72, 0]]]
-    assert plain.segment_ranges(call, 32, transposed=True).tolist() == [[[0, 16], [0, 32], [16, 40]]]
+    assert plain.segment_ranges(call, 16).tolist() == [[[20, 50, 1], [50, 70, 1], [72, 0, 1]]]
+    assert plain.segment_ranges(call, 32).tolist() == [[[20, 70, 0], [72, 0, 1]]]
+    assert plain.segment_ranges(call, 32, transposed=True).tolist() == [[[0, 16, 0], [0, 32, 0], [16, 40, 0]]]
+    k_ids[0, 30] = 2  # a document within another
+    assert plain.segment_ranges(call, 16).tolist() == [[[20, 50, 0], [30, 70, 0], [72, 0, 1]]]
 
 
 def test_errors():
