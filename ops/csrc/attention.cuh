@@ -156,15 +156,17 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
 #if SEGMENTS
     lo = max_of(lo, documents.first), hi = min_of(hi, documents.end);
 #endif
-    int full_lo = lo;
     lo = lo / tile * tile;
     hi = max_of(hi, lo);
-    int full_hi = hi;
+    int full_lo = lo, full_hi = hi;
 #if HAS_LEFT
-    full_lo = max_of(full_lo, i0 + rows - 1 + diagonal - p.window_left);
+    full_lo = max_of(i0 + rows - 1 + diagonal - p.window_left, 0);
+#endif
+#if SEGMENTS
+    full_lo = max_of(full_lo, documents.first);
 #endif
 #if HAS_LEFT || SEGMENTS
-    full_lo = min_of(ceil_div(full_lo, tile), ceil_div(hi, tile)) * tile;
+    full_lo = max_of(min_of(ceil_div(full_lo, tile) * tile, ceil_div(hi, tile) * tile), lo);
 #endif
 #if HAS_RIGHT
     full_hi = min_of(hi, i0 + 1 + diagonal + p.window_right);

@@ -185,8 +185,8 @@ def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> 
 
 
 def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | None:
-    """(B, tiles, 3): first and end of the keys of the documents of each tile of `rows` queries, and whether it
-    is one document; `transposed`: of the queries of those of each tile of keys. None without documents. See
+    """(B, tiles, 3): first and end of the keys of the documents of each tile of `rows` queries, and whether
+    all is one document; `transposed`: of the queries of those of each tile of keys. None without any. See
     csrc/segment_ranges.cu."""
     own, other = call.tensors[4:6]
     if own is None:

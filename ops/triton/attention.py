@@ -130,7 +130,7 @@ class _Call:
         return (self.slopes, self.bias, self.q_segments, self.k_segments, ranges, self.kv_lengths, self.seed)
 
     def ranges(self, block: int, transposed: bool = False) -> Tensor | None:
-        """(B, tiles, 2): the keys of each query tile's documents; `transposed`: queries of key tiles."""
+        """(B, tiles, 3): the keys of each query tile's documents; `transposed`: queries of key tiles."""
         if self.q_segments is None:
             return None
         own, other = self.q_segments, self.k_segments
@@ -138,7 +138,7 @@ class _Call:
             own, other = other, own
         (batch, n_own), n_other = own.shape, other.shape[1]
         n_tiles = triton.cdiv(n_own, block)
-        ranges = torch.empty((batch, n_tiles, 2), dtype=torch.int32, device=own.device)
+        ranges = torch.empty((batch, n_tiles, 3), dtype=torch.int32, device=own.device)
         chunk = min(2048, triton.next_power_of_2(n_other))
         _tilegpt_segment_ranges[(n_tiles * batch,)](own, other, ranges, n_own, n_other, n_tiles, block, chunk)
         return ranges

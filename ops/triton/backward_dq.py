@@ -10,6 +10,7 @@ from ops.triton.common import (
     FP32_PART,
     PLAIN,
     accumulate,
+    documents_of,
     kept,
     load_parts,
     product,
@@ -105,14 +106,13 @@ def _tilegpt_attention_backward_dq(
         bias += b64 * bias_b + h64 * bias_h
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
-    q_ids, first_key, end_key = 0, 0, 0
+    q_ids = 0
     if SEGMENTS:
         q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
         k_segments += b64 * tk
-        first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
-        end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
+    first_key, end_key, _ = documents_of(ranges, b * n_tiles + tile, SEGMENTS)
     lo, full_lo, full_hi, hi = key_range(
-        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
+        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, False,
         BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
     q_tile = load_parts(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)

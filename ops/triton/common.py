@@ -259,6 +259,16 @@ def visible(
 
 
 @triton.jit
+def documents_of(ranges, tile, SEGMENTS: tl.constexpr):
+    """First, end and whole of a tile, from _tilegpt_segment_ranges; anything without SEGMENTS."""
+    first, end, whole = 0, 0, True
+    if SEGMENTS:
+        first, end = tl.load(ranges + tile * 3), tl.load(ranges + tile * 3 + 1)
+        whole = tl.load(ranges + tile * 3 + 2) != 0
+    return first, end, whole
+
+
+@triton.jit
 def fmix32(x):
     """murmur3's finaliser on uint32."""
     x ^= x >> 16

@@ -13,6 +13,7 @@ from ops.triton.common import (
     FP32_PART,
     PLAIN,
     accumulate,
+    documents_of,
     exp_difference,
     kept,
     load_parts,
@@ -36,6 +37,7 @@ def key_range(
     window_right,
     first_key,
     end_key,
+    whole,
     BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -43,7 +45,7 @@ def key_range(
 ):
     """For queries i0 .. i0 + rows: keys lo .. hi are seen by some, the tiles in full_lo .. full_hi by all.
 
-    first_key and end_key bound the keys of their documents. lo, full_lo, full_hi are multiples of BLOCK_N.
+    first_key, end_key and whole: of their documents. lo, full_lo, full_hi are multiples of BLOCK_N.
     """
     lo, hi = 0, limit
     if HAS_LEFT:
@@ -52,19 +54,19 @@ def key_range(
         hi = tl.minimum(hi, i0 + rows + offset + window_right)
     if SEGMENTS:
         lo, hi = tl.maximum(lo, first_key), tl.minimum(hi, end_key)
+    full_lo = lo
     lo = lo // BLOCK_N * BLOCK_N
     hi = tl.maximum(hi, lo)
-    full_lo, full_hi = lo, hi
+    full_hi = hi
+    if HAS_LEFT:
+        full_lo = tl.maximum(full_lo, i0 + rows - 1 + offset - window_left)
+    if HAS_LEFT or SEGMENTS:
+        full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N), tl.cdiv(hi, BLOCK_N)) * BLOCK_N
+    if HAS_RIGHT:
+        full_hi = tl.minimum(hi, i0 + 1 + offset + window_right)
+    full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
     if SEGMENTS:
-        full_hi = lo  # every tile compares ids
-    else:
-        if HAS_LEFT:
-            edge = tl.maximum(i0 + rows - 1 + offset - window_left, 0)
-            full_lo = tl.minimum(tl.cdiv(edge, BLOCK_N) * BLOCK_N, tl.cdiv(hi, BLOCK_N) * BLOCK_N)
-            full_lo = tl.maximum(full_lo, lo)
-        if HAS_RIGHT:
-            full_hi = tl.minimum(limit, i0 + 1 + offset + window_right)
-        full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
+        full_hi = tl.where(whole, full_hi, full_lo)  # else every tile compares ids
     return lo, full_lo, full_hi, hi
 
 
@@ -145,14 +147,13 @@ def _tilegpt_attention_forward(
         bias += b64 * bias_b + h64 * bias_h
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
-    q_ids, first_key, end_key = 0, 0, 0
+    q_ids = 0
     if SEGMENTS:
         q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
         k_segments += b64 * tk
-        first_key = tl.load(ranges + (b * n_tiles + tile) * 2)
-        end_key = tl.load(ranges + (b * n_tiles + tile) * 2 + 1)
+    first_key, end_key, whole = documents_of(ranges, b * n_tiles + tile, SEGMENTS)
     lo, full_lo, full_hi, hi = key_range(
-        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key,
+        i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, whole,
         BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
     )  # fmt: skip
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
@@ -203,7 +204,8 @@ def _tilegpt_attention_forward(
 def _tilegpt_segment_ranges(
     own, other, ranges, n_own, n_other, n_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """(B, n_tiles, 2): first and end of `other` whose ids lie within those of each tile of BLOCK `own`.
+    """(B, n_tiles, 3): first and end of `other` whose ids lie within those of each tile of BLOCK `own`, and
+    whether these and the tile are of one document, so that nobody needs to compare ids.
 
     Where documents follow each other, exactly the tiles of the own documents remain.
     """
@@ -212,7 +214,7 @@ def _tilegpt_segment_ranges(
     ids = tl.load(own + b * n_own + rows, mask=rows < n_own, other=0)
     least = tl.min(tl.where(rows < n_own, ids, 2147483647), 0)
     greatest = tl.max(tl.where(rows < n_own, ids, -2147483648), 0)
-    first, end = n_other, 0
+    first, end, near_ones = n_other, 0, 0
     for start in range(0, n_other, CHUNK):
         j = start + tl.arange(0, CHUNK)
         inside = j < n_other
@@ -220,5 +222,8 @@ def _tilegpt_segment_ranges(
         near = inside & (other_ids >= least) & (other_ids <= greatest)
         first = tl.minimum(first, tl.min(tl.where(near, j, n_other), 0))
         end = tl.maximum(end, tl.max(tl.where(near, j + 1, 0), 0))
-    tl.store(ranges + (b * n_tiles + tile) * 2, first)
-    tl.store(ranges + (b * n_tiles + tile) * 2 + 1, end)
+        near_ones += tl.sum(near.to(tl.int32), 0)
+    to = ranges + (b * n_tiles + tile) * 3
+    tl.store(to, first)
+    tl.store(to + 1, end)
+    tl.store(to + 2, ((least == greatest) & (near_ones == end - first)).to(tl.int32))

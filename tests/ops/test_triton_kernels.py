@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from attention.base import AttentionCall
+from scripts import accuracy
+from scripts.accuracy import Problem, error_ratios
 from tests.attention.criterion import run_case
 from tests.grid import Case, build
 
@@ -129,6 +131,19 @@ def test_other_queries_are_skipped(device: str) -> None:
         torch.testing.assert_close(got[name][:, :, own], alone[name], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_one_document(causal: bool, device: str) -> None:
+    """They compare no ids: up to a document's end, and from its beginning, which are within tiles."""
+    q, k, v, dout = (random(device, 1, 1, n, 32) for n in (260, 340, 340, 260))
+    ends = (70, 90) if causal else (150, 200)
+    ids = tuple(
+        (torch.arange(n, device=device) >= end).int()[None] for n, end in zip((260, 340), ends, strict=True)
+    )
+    problem = Problem(q, k, v, {"causal": causal, "segments": ids}, dout)
+    ratios = error_ratios(accuracy.computed(build("triton"), problem), *accuracy.expected(problem), q.dtype)
+    assert max(ratios.values()) <= 1, ratios
+
+
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_ranges_of_documents(chunk: int, device: str) -> None:
     """Tiles of 4 over documents of 5, 3 and 8: the first two share no document with the rest."""
@@ -136,16 +151,20 @@ def test_ranges_of_documents(chunk: int, device: str) -> None:
 
     def ranges(own: Tensor, other: Tensor) -> list[list[list[int]]]:
         n_tiles = own.shape[1] // 4
-        found = torch.full((len(own), n_tiles, 2), -1, dtype=torch.int32, device=device)
+        found = torch.full((len(own), n_tiles, 3), -1, dtype=torch.int32, device=device)
         grid = (n_tiles * len(own),)
         _tilegpt_segment_ranges[grid](own, other, found, own.shape[1], other.shape[1], n_tiles, 4, chunk)
         return found.tolist()
 
     packed = torch.tensor([[7] * 5 + [8] * 3 + [9] * 8, [3] * 16], dtype=torch.int32, device=device)
-    assert ranges(packed, packed) == [[[0, 5], [0, 8], [8, 16], [8, 16]], [[0, 16]] * 4]
+    alone = [[[0, 5, 1], [0, 8, 0], [8, 16, 1], [8, 16, 1]], [[0, 16, 1]] * 4]
+    assert ranges(packed, packed) == alone
+    within = packed.clone()
+    within[0, 12] = 7  # of the first document: what is compared is wider, and not one document
+    assert ranges(packed, within)[0] == [[0, 13, 0], [0, 13, 0], [8, 16, 0], [8, 16, 0]]
     # A document without a partner: no tile at all, first beyond end.
     other = torch.tensor([[8] * 6, [4] * 6], dtype=torch.int32, device=device)
-    assert ranges(packed, other) == [[[6, 0], [0, 6], [6, 0], [6, 0]], [[6, 0]] * 4]
+    assert ranges(packed, other) == [[[6, 0, 0], [0, 6, 0], [6, 0, 0], [6, 0, 0]], [[6, 0, 0]] * 4]
 
 
 def test_any_strides(device: str) -> None:
