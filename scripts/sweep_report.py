@@ -159,7 +159,7 @@ def doubts(rows: list[Row]) -> list[str]:
             continue
         found.setdefault((name, why), []).append(row["point"]["seq_len"])
     return [
-        f"{name} at T = {' and '.join(f'{tokens:,}' for tokens in sorted(set(lengths)))}{why}"
+        f"{name} at T = {'; '.join(f'{tokens:,}' for tokens in sorted(set(lengths)))}{why}"
         for (name, why), lengths in found.items()
     ]
 
@@ -241,7 +241,7 @@ def _panel(axes: Any, by_name: dict[str, Line], value: Callable[[dict[str, Any]]
         never = [t for t in gone if t not in less]
         for end in [fits] * bool(gone and fits) + [shown] * bool(never and less):
             axes.plot(*list(end.items())[-1], "x", color=colour, ms=9, mew=2)
-        late = [t for t, rows in line.items() if "timeout_s" in rows[-1]["result"]]
+        late = [t for t, rows in line.items() if cell(rows, lambda _: "") == "timeout"]
         ends = {"out of memory": gone, "too slow": late}
         words = ", ".join(f"{why} at {thousands(min(at))}" for why, at in ends.items() if at)
         labels.append((*list(shown.items())[-1], name + (f" ({words})" if words else ""), colour))

@@ -66,6 +66,7 @@ __device__ __forceinline__ void finish_scores(const Params &p, Sums<TILES, PAIRS
 
 // s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse2 and delta begin at row i_first. In three
 // passes, so that the mask is a branch of its own: within one, the compiler made selections of it that every tile paid.
+// Dropout is drawn ahead, into a bit for each column: kept as signs of P, it spilled 300 to 664 bytes a thread.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS> &s, Sums<TILES, PAIRS> &dp,
                                               const float *lse2, const float *delta, int i_first, int j_first, int keys,

@@ -1,10 +1,10 @@
 // For packed documents: which keys a tile of queries can see at all, so that whole tiles between documents are skipped.
 //
 // Per tile of TILE queries the first and the end of the keys whose ids lie within those of the tile, and whether the
-// tile and all keys from first to end are of one document, so that nobody needs to compare ids; (B, n_tiles, 3). Where
-// documents follow each other these are exactly the keys of the tile's documents; in any other order it is a superset,
-// and the comparison of ids decides. For tiles of keys, as dK and dV have them, the host swaps (q_segments, tq) and
-// (k_segments, tk).
+// tile and all keys from first to end are of one document, so that nobody needs to compare ids (without such keys it
+// says nothing); (B, n_tiles, 3). Where documents follow each other these are exactly the keys of the tile's documents;
+// in any other order it is a superset, and the comparison of ids decides. For tiles of keys, as dK and dV have them,
+// the host swaps (q_segments, tq) and (k_segments, tk).
 //
 // HBM traffic: Tk ids a tile, from the L2 mostly, and those of the tile's documents again. Grid: B * n_tiles.
 #include "attention.cuh"

@@ -130,7 +130,8 @@ class _Call:
         return (self.slopes, self.bias, self.q_segments, self.k_segments, ranges, self.kv_lengths, self.seed)
 
     def ranges(self, block: int, transposed: bool = False) -> Tensor | None:
-        """(B, tiles, 3): the keys of each query tile's documents; `transposed`: queries of key tiles."""
+        """(B, tiles, 3): first and end of the keys of each query tile's documents, and whether all is one;
+        `transposed`: of queries for key tiles."""
         if self.q_segments is None:
             return None
         own, other = self.q_segments, self.k_segments

@@ -279,11 +279,7 @@ def test_copies_not_awaited_are_caught(
 _MASK = "j <= i + diagonal + p.window_right"
 _GRADIENTS = {"dq", "dk", "dv", "dk_deterministic", "dv_deterministic"}
 _MISTAKES = {
-    "off by one": (
-        "j <= i + diagonal + p.window_right",
-        "j < i + diagonal + p.window_right",
-        _GRADIENTS | {"out"},
-    ),
+    "off by one": (_MASK, f"{_MASK} + 1", _GRADIENTS | {"out"}),
     "ids not compared": ("documents.whole = range[2]", "documents.whole = true", _GRADIENTS | {"out"}),
     "a document's end": ("if (documents.end < p.tq)", "if (false)", _GRADIENTS),
 }

@@ -147,7 +147,7 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path, point_results, monk
     assert "points/min, about" in table
     assert re.search(r"naive +│ 1,000 \(2\) │ 1,000 \(2\) │ +1,000 │", table), table
     assert re.search(r"tiled +│ +1,000 │ +timeout │ +timeout │", table), table
-    assert "flash2 at T = 16 and 32 and 64: error: RuntimeError: broken" in table
+    assert "flash2 at T = 16; 32; 64: error: RuntimeError: broken" in table
     assert "tiled at T = 64: error: not tried: a context of 32 tokens" in table
 
     point_results.clear()  # again: errors are tried once more, the rest stands

@@ -55,8 +55,10 @@ def test_the_picture_says_what_was_too_slow():
     rows = [row for row in fake_rows() if row["point"]["implementation"] == "sdpa"]
     for row in rows[1:]:
         row["result"] = {"status": "error", "reason": "timeout", "timeout_s": 120}
-    assert sweep_report.picture(rows).count("<!-- sdpa (too slow at 2k) -->") == 2
-    assert sweep_report.doubts(rows) == ["sdpa at T = 2,048 and 4,096: error: timeout"]
+    smaller = {**rows[0], "point": rows[0]["point"] | {"micro_batch": 1}, "result": rows[1]["result"]}
+    # at 1k a smaller micro-batch was too slow, and the larger one is not
+    assert sweep_report.picture([smaller, *rows]).count("<!-- sdpa (too slow at 2k) -->") == 2
+    assert sweep_report.doubts(rows) == ["sdpa at T = 2,048; 4,096: error: timeout"]
 
 
 def test_the_title_says_what_is_compared():
