@@ -18,15 +18,8 @@ import hydra
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import (
-    build_attention,
-    choices_of,
-    plain,
-    recompose,
-    refuse_changes,
-    split_ckpt,
-    user_errors,
-)
+from conf.compose import build_attention, choices_of, user_errors
+from conf.resume import plain, recompose, refuse_changes, split_ckpt
 
 if TYPE_CHECKING:
     import torch

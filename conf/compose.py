@@ -1,5 +1,4 @@
-"""From a command line, or from a checkpoint and a command line, to a config; shared by train.py and the
-scripts."""
+"""From a command line to a config, and a mistake in it to one message; shared by train.py and the scripts."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,6 @@ from omegaconf.errors import (
 )
 
 CONF = Path(__file__).parent
-# Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
-# depend on them.
-FREE = {f"model.{key}" for key in ("rope_base", "window", "softcap", "causal", "dropout", "attn_dropout")}
-FREE |= {"model.loss_chunk"}  # no more than the order of a sum
-FREE |= {
-    f"data.{key}" for key in ("data_dir", "batch_size", "eval_batch_size", "max_val_tokens", "document_mask")
-}
-FREE |= {f"data.{key}" for key in ("num_workers", "pin_memory", "prepare_workers", "verify")}
 
 
 def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,123 +108,7 @@ def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
     return {group: choice for group, choice in hydra_choices.items() if not group.startswith("hydra")}
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The config as plain values for a checkpoint, interpolations kept, every `_target_` left out: what code
-    runs is decided by the yaml of that name in this repository, never by a file."""
-    return _plain(OmegaConf.to_container(cfg, resolve=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if k not in ("_target_", "_partial_", "_convert_")}
-    return [_plain(v) for v in value] if isinstance(value, list) else value
-
-
-def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, dict[str, str | None]]:
-    """The config and choices of a saved run, `{"choices": ..., "config": ...}`, with command-line overrides
-    on top.
-
-    All is composed by its saved names and given its saved values. Of a group named on the command line, what
-    the new file says otherwise than the old one counts, and what both say alike keeps its saved value."""
-    from hydra import compose
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    for p in parsed:
-        if p.is_delete():
-            raise ValueError(
-                f"{p.input_line}: a saved run keeps its keys; start a new one to leave a key out."
-            )
-        if p.key_or_group == "experiment":
-            raise ValueError(
-                f"{p.input_line} cannot go with ckpt=: an experiment is a whole recipe, for a new run. Name "
-                "the keys that are to change (trainer.max_steps=4000)."
-            )
-    groups = {p.key_or_group for p in parsed if (CONF / p.key_or_group).is_dir()}
-    named = {group: choice for group, choice in saved["choices"].items() if group != "experiment"}
-    named |= {group: None for group in ("callbacks", "logger") if group not in named}  # by ~callbacks
-    was = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in named.items()]
-    kept = [text for text, group in zip(was, named, strict=True) if group not in groups]
-    chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
-    config = {key: _plain(value) for key, value in saved["config"].items()}
-    with nullcontext() if GlobalHydra.instance().is_initialized() else _initialize():
-        cfg = compose("config", overrides=[*kept, *chosen])
-        # a file that is gone since leaves nothing to compare with: then the new one counts as it is
-        gone = {g for g in groups if not (CONF / g / f"{named.get(g)}.yaml").is_file()}
-        before = plain(compose("config", overrides=was)) if groups - gone else {}
-    after = plain(cfg)
-    for group in groups & config.keys():
-        new = after.get(group) or {}
-        config[group] = new if group in gone else _explicit(before[group], config[group], new)
-    OmegaConf.set_struct(cfg, False)
-    cfg = OmegaConf.merge(
-        cfg, {key: value for key, value in config.items() if key in cfg or key not in groups}
-    )
-    for p in (p for p in parsed if p.key_or_group not in groups):
-        if not p.is_add() and OmegaConf.select(cfg, p.key_or_group, default=...) is ...:
-            node = OmegaConf.select(cfg, p.key_or_group.rpartition(".")[0])
-            known = node if isinstance(node, DictConfig) else {} if "." in p.key_or_group else cfg
-            raise ValueError(no_key(p.key_or_group, known))
-        OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
-    OmegaConf.set_struct(cfg, True)
-    return cfg, {
-        **saved["choices"],
-        **{p.key_or_group: p.value() for p in parsed if p.key_or_group in groups},
-    }
-
-
-def _explicit(before: dict[str, Any], saved: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """`after`, with the saved values of the keys on which it agrees with `before`, and those that were added
-    to `before`."""
-    result = dict(after)
-    for key, value in saved.items():
-        if all(isinstance(side.get(key), dict) for side in (before, saved, after)):
-            result[key] = _explicit(before[key], value, after[key])
-        elif (key in before) == (key in after) and before.get(key) == after.get(key):
-            result[key] = value
-    return result
-
-
-def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
-    """A command line with ckpt= as its value and the overrides."""
-    if flags := [argument for argument in arguments if argument.startswith("-")]:
-        raise ValueError(
-            f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config."
-        )
-    ckpts = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
-    return ckpts[-1], [argument for argument in arguments if not argument.startswith("ckpt=")]
-
-
-def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConfig) -> None:
-    """ValueError that names every key which would give the weights other shapes, or the run other data."""
-    before, after = _leaves(_plain(saved["config"])), _leaves(plain(cfg))
-    changed = [
-        f"{key} (there {value}, asked {after.get(key)})"
-        for key, value in before.items()
-        if (key in ("seq_len", "seed") or key.startswith(("model.", "data.")))
-        and key not in FREE
-        and after.get(key) != value
-    ]
-    if choices["data"] != saved["choices"]["data"]:
-        changed = [f"data (there {saved['choices']['data']}, asked {choices['data']})"]
-    if changed:
-        raise ValueError(
-            f"A saved run cannot go on with another {', '.join(changed)}: its weights or the order of its "
-            "data would be others. Leave that out, or start a new run without ckpt=."
-        )
-
-
-def _leaves(value: Any, key: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, its keys joined by dots."""
-    if not isinstance(value, dict):
-        return {key: value}
-    return {
-        k: v for name, part in value.items() for k, v in _leaves(part, f"{key}.{name}".strip(".")).items()
-    }
-
-
-def _initialize() -> Any:
+def initialize() -> Any:
     from hydra import initialize_config_dir
 
     return initialize_config_dir(str(CONF), version_base="1.3")
@@ -256,30 +130,3 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
             raise ValueError(no_choice("attention", name, (p.stem for p in path.parent.glob("*.yaml"))))
         node = OmegaConf.load(path)
     return instantiate({key: value for key, value in node.items() if key != "decode"})
-
-
-def load_run(ckpt: str, overrides: list[str]) -> tuple[Any, Any, DictConfig]:
-    """The model (fp32, on the CPU), the tokenizer and the config of a trained run; overrides of attention
-    alone, as no other would change what has been trained."""
-    from data.tokenizers import tokenizer_from_dict
-    from model.checkpoint import read_checkpoint, resolve
-    from model.gpt import GPT, GPTConfig
-
-    for override in overrides:
-        if override.split("=")[0].split(".")[0] != "attention":
-            raise ValueError(
-                f"{override}: the keys are those of conf/generate.yaml (--help lists them), attention= and "
-                "attention.*; everything else is fixed by what was trained."
-            )
-    path = resolve(ckpt)
-    checkpoint = read_checkpoint(path, verified=True)
-    saved = checkpoint["tilegpt"]
-    if saved["tokenizer"] is None:
-        raise ValueError(
-            f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
-        )
-    cfg, _ = recompose(saved, overrides)
-    model = GPT(GPTConfig(**saved["model"]), build_attention(cfg))
-    state = checkpoint["state_dict"]
-    model.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
-    return model, tokenizer_from_dict(saved["tokenizer"]), cfg

@@ -97,7 +97,8 @@ def compare_run(
     given: dict[str, Any], names: list[str], device: torch.device, dtype: torch.dtype, console: Any
 ) -> bool:
     """Print the comparison; True for a fault."""
-    from conf.compose import build_attention, load_run
+    from conf.compose import build_attention
+    from conf.resume import load_run
 
     model, tokenizer, cfg = load_run(given["ckpt"], [])
     tokens = tokenizer.encode(given["text"])

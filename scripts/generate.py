@@ -221,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write(arguments: Sequence[str]) -> None:
-    from conf.compose import load_run
+    from conf.resume import load_run
 
     options, overrides = parse(arguments)
     device, dtype = placement(options["device"], options["precision"])

@@ -14,7 +14,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from attention.naive import NaiveAttention
-from conf.compose import CONF, build_attention, choices_of, plain, recompose, refuse_changes
+from conf.compose import CONF, build_attention, choices_of
+from conf.resume import plain, recompose, refuse_changes
 from model.checks import NUMBERS, SWITCHES, check
 from model.flops import parameter_count
 from model.gpt import GPT, GPTConfig

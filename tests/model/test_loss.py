@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.naive import NaiveAttention
-from conf.compose import refuse_changes
+from conf.resume import refuse_changes
 from model.checks import check
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, chunked_loss

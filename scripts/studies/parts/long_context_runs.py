@@ -265,7 +265,7 @@ def evaluation(plan: Plan, point: Point) -> dict[str, Any]:
     """Of a row's result: the losses of a finished run (scripts/studies/parts/loss_by_position.py)."""
     import torch
 
-    from conf.compose import load_run
+    from conf.resume import load_run
     from scripts.studies.parts.loss_by_position import evaluate
 
     model, _, _ = load_run(str(plan.final(point)), [])
