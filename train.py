@@ -18,7 +18,8 @@ import hydra
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import build_attention, choices_of, user_errors
+from conf.compose import build_attention, choices_of, user_errors, without_nulls
+from conf.explain import explain
 from conf.resume import plain, recompose, refuse_changes, split_ckpt
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ def main() -> None:
     With ckpt= the overrides are of that run's config, which may have keys that the default one lacks: Hydra's
     own command line comes in for new runs only."""
     arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(explain([argument for argument in arguments if not argument.startswith("-")]))
+        return
     if any(argument.startswith("ckpt=") and argument != "ckpt=null" for argument in arguments):
         resume(arguments)
         return
     failed.clear()
+    sys.argv[1:] = without_nulls(arguments)
     with composing:
         # Hydra raises what it finds in the command line, for `user_errors` to say: to a mistyped key its own
         # message advises what fails

@@ -76,11 +76,24 @@ def _message(error: BaseException) -> str:
         return no_key(cause.full_key, list(cause.parent_node or ()))
     if isinstance(error, MissingConfigException) and error.options:
         return no_choice(*error.missing_cfg_file.rsplit("/", 1), error.options)
-    if isinstance(error, OverrideParseException) and error.override not in str(error):
-        return f"{error.override}: {error}"
+    if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return f"{key} has no value: write {key}=..."
+        value = value if not {"'", '"'} & set(value) else "my book (1).txt"
+        return (
+            f"{error.override} is not understood ({str(error).splitlines()[0]}). A value with special "
+            f"""characters takes quotes within quotes: '{key}="{value}"'."""
+        )
     if str(error).startswith("Config group override must be"):
         return "No group can be null: leave one out with ~, as in ~callbacks."
     return str(error)
+
+
+def without_nulls(arguments: Iterable[str]) -> list[str]:
+    """A command line with group=null, callbacks=null say, as Hydra has it: ~group."""
+    groups = {f"{path.name}=null": f"~{path.name}" for path in CONF.iterdir() if path.is_dir()}
+    return [groups.get(argument, argument) for argument in arguments]
 
 
 def no_key(full: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import CONF, build_attention, initialize, no_key
+from conf.compose import CONF, build_attention, initialize, no_key, without_nulls
 
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
 # depend on them.
@@ -58,7 +58,7 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, 
     named |= {group: None for group in ("callbacks", "logger") if group not in named}  # by ~callbacks
     was = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in named.items()]
     kept = [text for text, group in zip(was, named, strict=True) if group not in groups]
-    chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups]
+    chosen = without_nulls(o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups)
     config = {key: _plain(value) for key, value in saved["config"].items()}
     with nullcontext() if GlobalHydra.instance().is_initialized() else initialize():
         cfg = compose("config", overrides=[*kept, *chosen])

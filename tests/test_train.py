@@ -146,9 +146,19 @@ def test_random_tokens_need_no_text(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000020.ckpt")["tilegpt"]["tokenizer"] is None
 
 
-def test_without_callbacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("off", [("~callbacks",), ("callbacks=null", "logger=null", "experiment=null")])
+def test_without_callbacks(off: tuple[str, ...], tmp_path: Path) -> None:
     bare = [override for override in TINY if not override.startswith("callbacks")]
     write_book(tmp_path)
-    result = train_here(tmp_path, *bare, "~callbacks", "name=a", "trainer.max_steps=2", tiny=False)
+    result = train_here(tmp_path, *bare, *off, "name=a", "trainer.max_steps=2", tiny=False)
     assert result.code == 0, result.err
-    assert not (tmp_path / "runs" / "a" / "checkpoints").exists()
+    assert {path.name for path in (tmp_path / "runs" / "a").iterdir()} == {"config.yaml", "metrics.csv"}
+
+
+def test_a_run_goes_on_without_its_callbacks(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "name=a", "trainer.max_steps=2").code == 0
+    nulls = ("callbacks=null", "logger=null")
+    result = train_here(tmp_path, "ckpt=a", *nulls, "trainer.max_steps=4", tiny=False)
+    assert result.code == 0, result.err
+    kept = {path.name for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir()}
+    assert kept == {"best.ckpt", "step-00000002.ckpt"}
