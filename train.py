@@ -9,6 +9,7 @@ This file only wires: it composes the config, builds the parts and calls fit.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,16 @@ import hydra
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import build_attention, choices_of, user_errors, without_nulls
+from conf.compose import build_attention, choices_of, swept, user_errors, without_nulls
 from conf.explain import explain
-from conf.resume import plain, recompose, refuse_changes, split_ckpt
+from conf.resume import changes, plain, recompose, refuse_changes, split_ckpt
+from model.sweeps import Job, Sweep
 
 if TYPE_CHECKING:
     import torch
 
 composing = ExitStack()  # what holds until the first job of this command line starts
-failed: list[int] = []  # jobs of a sweep
+sweep = Sweep()
 
 
 @user_errors
@@ -42,16 +44,19 @@ def main() -> None:
     if any(argument.startswith("ckpt=") and argument != "ckpt=null" for argument in arguments):
         resume(arguments)
         return
-    failed.clear()
+    sweep.jobs.clear()
     sys.argv[1:] = without_nulls(arguments)
     with composing:
         # Hydra raises what it finds in the command line, for `user_errors` to say: to a mistyped key its own
         # message advises what fails
         composing.callback(Path("runs", "multirun.yaml").unlink, missing_ok=True)  # Hydra's, of a sweep
         composing.enter_context(env_override({"HYDRA_FULL_ERROR": "1"}))
-        fresh()
-    if failed:
-        print(f"failed: {len(failed)} of the sweep's jobs ({', '.join(map(str, failed))})", file=sys.stderr)
+        try:
+            fresh()
+        finally:
+            if sweep.jobs:
+                print(f"\n{sweep.table()}")
+    if sweep.failed:
         raise SystemExit(1)
 
 
@@ -63,28 +68,26 @@ def fresh(cfg: DictConfig) -> None:
     context = HydraConfig.get()
     choices = choices_of(context.runtime.choices)
     if context.mode is None or context.mode.name != "MULTIRUN":
-        start(cfg, choices, "")
+        start(cfg, choices, None)
         return
-    try:
-        start(cfg, choices, f"-{context.job.num}")
-    except SystemExit as stop:
-        if stop.code != 1:  # a signal is for the whole sweep
-            raise
-        print(f"job {context.job.num} failed: {' '.join(context.overrides.task)}", file=sys.stderr)
-        failed.append(context.job.num)
+    with sweep.job(swept(sys.argv[1:], context.overrides.task)) as job:
+        start(cfg, choices, job)
 
 
 @user_errors
-def start(cfg: DictConfig, choices: dict[str, Any], suffix: str) -> None:
+def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
     from model.runs import new_run, run_folder
 
-    if suffix and (cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1):
+    if job and (cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1):
         raise ValueError(
             f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
             "several devices take a process each. Use trainer.devices=1, or one command per job."
         )
-    with run_folder(lambda: new_run(cfg.name, choices, suffix)) as run:
-        train(cfg, choices, run, None, None)
+    named = (cfg.name or job.name, choices, job.suffix) if job else (cfg.name, choices)
+    with run_folder(lambda: new_run(*named)) as run:
+        if job:
+            job.run = run
+        train(cfg, choices, run)
 
 
 def resume(arguments: list[str]) -> None:
@@ -102,11 +105,17 @@ def resume(arguments: list[str]) -> None:
         elif own is None:
             cfg.name = None  # a file from elsewhere brings the name that it had there
         with run_folder(lambda: own or new_run(cfg.name, choices)) as run:
-            train(cfg, choices, run, ckpt, step)
+            differs = partial(changes, saved, overrides, cfg, choices, step)
+            train(cfg, choices, run, ckpt, step, differs)
 
 
 def train(
-    cfg: DictConfig, choices: dict[str, Any], run: Path, ckpt: Path | None, resume_step: int | None
+    cfg: DictConfig,
+    choices: dict[str, Any],
+    run: Path,
+    ckpt: Path | None = None,
+    resume_step: int | None = None,
+    changed: Callable[[], list[str]] | None = None,
 ) -> None:
     from hydra.utils import instantiate
     from lightning.pytorch.utilities import rank_zero_only
@@ -119,6 +128,8 @@ def train(
     runtime.quiet()
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config, resume_step, runtime.TRAINER)
+    if changed is not None:
+        runtime.say(runtime.resumed(run, ckpt, resume_step, changed()))
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
     precision = runtime.precision(cfg.precision, device)
     callbacks = (cfg.get("callbacks") or {}).values()

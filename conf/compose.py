@@ -96,6 +96,15 @@ def without_nulls(arguments: Iterable[str]) -> list[str]:
     return [groups.get(argument, argument) for argument in arguments]
 
 
+def swept(arguments: Iterable[str], overrides: list[str]) -> list[str]:
+    """Of the overrides of a sweep's job those that set it apart: with several values on the command line."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = OverridesParser.create().parse_overrides([word for word in arguments if "=" in word])
+    keys = {override.key_or_group for override in given if override.is_sweep_override()}
+    return [override for override in overrides if override.lstrip("+~").split("=")[0] in keys]
+
+
 def no_key(full: str, known: Iterable[str]) -> str:
     """A mistyped key, with those that its node has: Hydra's own message advises to add it."""
     node, _, key = full.rpartition(".")
@@ -119,6 +128,14 @@ def _meant(word: str, known: list[str]) -> str:
 def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
     """The chosen file of each of our groups, Hydra's own left out."""
     return {group: choice for group, choice in hydra_choices.items() if not group.startswith("hydra")}
+
+
+def shown(value: Any) -> str:
+    """A value as it would be typed."""
+    import yaml
+
+    text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True)
+    return text.removesuffix("...\n").strip().replace(", ", ",")
 
 
 def initialize() -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from conf.compose import CONF, choices_of, initialize
+from conf.compose import CONF, choices_of, initialize, shown
 
 HEADER = """\
 Train a GPT with a chosen attention.
@@ -86,11 +86,6 @@ def keys(values: dict[str, Any], path: str, said: dict[str, str]) -> Iterator[tu
             yield from inner
         elif path:  # switched on by being there: callbacks.interrupt
             yield key, said.get(key, "")
-
-
-def shown(value: Any) -> str:
-    text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True)
-    return text.removesuffix("...\n").strip().replace(", ", ",")
 
 
 def of_choice(group: str, choice: str | None) -> dict[str, str]:

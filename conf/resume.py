@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import CONF, build_attention, initialize, no_key, without_nulls
+from conf.compose import CONF, build_attention, initialize, no_key, shown, without_nulls
 
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
 # depend on them.
@@ -125,6 +125,34 @@ def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConf
             f"A saved run cannot go on with another {', '.join(changed)}: its weights or the order of its "
             "data would be others. Leave that out, or start a new run without ckpt=."
         )
+
+
+def changes(
+    saved: dict[str, Any], overrides: list[str], cfg: DictConfig, choices: dict[str, Any], step: int
+) -> list[str]:
+    """What the rest of a run does otherwise than its saved config says, old -> new: choices, keys, and the
+    learning rate at this step where another schedule, optim.lr or number of steps moves it."""
+    before, after = _leaves(_plain(saved["config"])), _leaves(plain(cfg))
+    groups = [group for group, choice in choices.items() if saved["choices"].get(group) != choice]
+    found = [f"{group}: {shown(saved['choices'].get(group))} -> {shown(choices[group])}" for group in groups]
+    named = {override.lstrip("+").partition("=")[0] for override in overrides}
+    implied = {key for key in before | after if key.partition(".")[0] in groups} - named  # by the choice
+    for key in [key for key in before | after if before.get(key) != after.get(key)]:
+        if key not in implied | {"name"}:
+            found.append(f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}")
+    rates = [_learning_rate(config, step) for config in (recompose(saved, [])[0], cfg)] if found else [0, 0]
+    if rates[0] != rates[1]:
+        found.append(f"learning rate at step {step}: {rates[0]:.4g} as saved -> {rates[1]:.4g}")
+    return found
+
+
+def _learning_rate(cfg: DictConfig, step: int) -> float:
+    """Of the update after `step` updates, by the schedule that stretches over trainer.max_steps."""
+    from hydra.utils import instantiate
+
+    from model.checks import called
+
+    return cfg.optim.lr * called("schedule", instantiate(cfg.schedule), step, cfg.trainer.max_steps)
 
 
 def _leaves(value: Any, key: str = "") -> dict[str, Any]:

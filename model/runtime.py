@@ -168,6 +168,12 @@ def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCa
     )
 
 
+def resumed(run: Path, ckpt: Path, step: int, changes: list[str]) -> str:
+    """What a run resumes from, and what differs from the config that is saved there."""
+    differs = "\n           ".join(changes) or "nothing: the saved config as it is"
+    return f"resumes    {run} at step {step}, from {ckpt}\nchanged    {differs}"
+
+
 def device_name(kind: str) -> str:
     return torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
 
@@ -195,8 +201,13 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
         print(f"samples      {run}/samples.txt")
     if checkpoints is not None:
         print(f"checkpoints  {run}/checkpoints")
-        print(f"generate     python scripts/generate.py ckpt={run.name}")
+        if trainer.datamodule.tokenizer is not None and lit.net.config.causal:
+            print(f"generate     python scripts/generate.py ckpt={run.name}")
         print(f"train on     python train.py ckpt={run.name} trainer.max_steps={2 * trainer.max_steps}")
-    if not any(given.startswith("ckpt=") for given in sys.argv[1:]):  # what it goes on with is not said there
-        own = [given for given in sys.argv[1:] if not given.startswith(("attention=", "name="))]
-        print(f"compare      python train.py attention=tiled {shlex.join(own)}".rstrip())
+    given = sys.argv[1:]
+    # with ckpt= the command line does not say what it goes on with; a sweep compares already
+    if not any(word.startswith("ckpt=") or word in ("-m", "--multirun") for word in given):
+        own = [word for word in given if not word.startswith(("attention=", "attention.", "name="))]
+        tiled = lit.net.transformer.h[0].attn.attention.name == "tiled" or lit.device.type == "mps"
+        other = "naive" if tiled else "tiled"  # both do every option; tiled is for CUDA and CPU
+        print(f"compare      python train.py attention={other} {shlex.join(own)}".rstrip())

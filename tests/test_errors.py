@@ -254,10 +254,11 @@ def test_metrics_of_a_run_that_broke_stay(tmp_path: Path) -> None:
 def test_a_sweep_goes_on_after_a_refused_job(tmp_path: Path) -> None:
     result = train_here(tmp_path, "model.n_head=5,2", "name=s", "trainer.max_steps=1", "-m")
     assert result.code == 1
-    assert "model.n_head=5" in result.err and "job 0 failed" in result.err and "(0)" in result.err
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s-1"]
+    assert "model.n_head=5" in result.err and "job 0 failed" in result.err
+    assert result.out.splitlines()[-2].split() == ["-", "model.n_head=5", "-", "-", "failed"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s-1-n_head-2"]
     assert train_here(tmp_path, "attention=naive,flash99", "-m").code == 1  # before the first job
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s-1"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["s-1-n_head-2"]
     assert train_here(tmp_path, "name=t", "trainer.max_steps=1").code == 0  # and that was that sweep
 
 

@@ -208,6 +208,30 @@ def test_the_end_of_a_run_is_said_and_can_be_moved(tmp_path: Path) -> None:
     assert max(rows(tmp_path / "runs" / "a")) == 30
 
 
+def test_what_resumes_and_what_differs_is_said(finished: Path) -> None:
+    changed = (
+        "attention=tiled", "attention.block_q=64", "logger=null", "data.batch_size=4",
+        "trainer.max_steps=25", "model.dropout=0.1",
+    )  # fmt: skip
+    result = train_here(finished, "ckpt=a", "name=said", *changed, tiny=False)
+    assert result.code == 0, result.err
+    said = result.out.split("\nmodel  ")[0].splitlines()
+    assert said[0] == "resumes    runs/said at step 20, from runs/a/checkpoints/step-00000020.ckpt"
+    assert said[1].startswith("changed    ") and {line[11:] for line in said[1:]} == {
+        "attention: naive -> tiled", "attention.block_q: null -> 64", "logger: csv -> null",
+        "model.dropout: 0.0 -> 0.1", "trainer.max_steps: 20 -> 25",
+        "learning rate at step 20: 0.001 as saved -> 0.002318",
+    }  # fmt: skip
+    assert float(rows(finished / "runs" / "said")[21]["train/lr"]) == pytest.approx(0.002318, rel=1e-3)
+
+
+def test_nothing_differs(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "name=a", "callbacks.checkpoints.every=5").code == 0
+    (tmp_path / "runs/a/checkpoints/step-00000020.ckpt").unlink()
+    result = train_here(tmp_path, "ckpt=a", tiny=False)
+    assert "\nchanged    nothing: the saved config as it is\n" in result.out, result.err
+
+
 @pytest.mark.parametrize(
     ("override", "name"),
     [
@@ -221,6 +245,7 @@ def test_the_end_of_a_run_is_said_and_can_be_moved(tmp_path: Path) -> None:
         ("data=synthetic", "data"),
         ("model=llama_tiny", "model.n_kv_head"),
         ("optim.learning_rate=1", "optim.learning_rate"),
+        ("+schedule.nope=1", "schedule: "),
         ("attention=flash99", "no attention=flash99; did you mean flash4?"),
         ("trainer.max_steps=many", "trainer.max_steps=many"),
         ("seed", "seed"),

@@ -13,6 +13,7 @@ from attention.naive import NaiveAttention
 from data.datamodule import text_datamodule
 from model.checkpoint import read_checkpoint
 from model.gpt import GPT, GPTConfig
+from model.sweeps import suffix
 from tests.running import TINY, rows, train_here, write_book
 
 WITH_SAMPLES = (*(o for o in TINY if o != "callbacks.samples=null"), "callbacks.samples.tokens=8")
@@ -102,10 +103,30 @@ def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
     write_book(tmp_path)
     result = train_here(tmp_path, "seed=1337,2", "name=s", "trainer.max_steps=3", "-m")
     assert result.code == 0, result.err
-    first, second = (rows(tmp_path / "runs" / name) for name in ("s-0", "s-1"))
+    first, second = (rows(tmp_path / "runs" / name) for name in ("s-0-seed-1337", "s-1-seed-2"))
     assert list(first) == [0, 1, 2, 3] and first != second
     alone = train_here(tmp_path, "name=alone", "trainer.max_steps=3")
     assert alone.code == 0 and rows(tmp_path / "runs" / "alone") == first  # nothing is left of the job before
+    assert "compare  " in alone.out and "compare  " not in result.out
+    head, *table = (line.split() for line in result.out.splitlines()[-3:])
+    assert head == ["run", "overrides", "val", "loss", "tokens/s", "status"]
+    for line, name, table_rows in zip(table, ("seed=1337", "seed=2"), (first, second), strict=True):
+        assert line[1] == name and line[-1] == "done" and int(line[3].replace(",", "")) > 0
+        assert line[0] == f"s-{table.index(line)}-{name.replace('=', '-')}"
+        assert float(line[2]) == pytest.approx(float(table_rows[3]["val/loss"]), abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["optim.lr=0.001", "attention=cuda_fa2"], "-3-lr-0.001-attention-cuda_fa2"),
+        (["data.path='a b/../c:d.txt'", "+trainer.x=null"], "-3-path-a-b-..-c-d.txt-x-null"),
+        (["callbacks.samples.prompt=\u00e4/\u2603."], "-3-prompt"),
+        (["data.path=" + 300 * "x"], "-3-path-" + 75 * "x"),
+    ],
+)
+def test_names_of_a_sweep_are_names_of_folders(overrides: list[str], name: str) -> None:
+    assert suffix(3, overrides) == name
 
 
 def test_names_are_made_of_the_choices(tmp_path: Path) -> None:
