@@ -19,10 +19,10 @@ from ops.triton.backward_dq import _tilegpt_attention_backward_dq
 from ops.triton.configs import DecodeTile, Tile
 from ops.triton.decode import _tilegpt_decode_combine, _tilegpt_decode_split
 from ops.triton.forward import _tilegpt_attention_forward, _tilegpt_segment_ranges
-from ops.triton.interpret import INTERPRETED, mend_dot
+from ops.triton.interpret import INTERPRETED, mend
 
 if INTERPRETED:
-    mend_dot()
+    mend()
 
 # Rows of lse and delta in the backward are padded to the largest tile.
 _PAD = 128

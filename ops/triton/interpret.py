@@ -10,10 +10,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 @functools.cache
-def mend_dot() -> None:
+def mend() -> None:
     """The interpreter keeps bf16 as raw 16-bit integers, and its dot multiplies those without an error
-    message."""
+    message. That of triton 3.6 has an array of one element for a number, which numpy 2.4 no longer takes."""
     import numpy as np
+    import triton
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -30,3 +31,12 @@ def mend_dot() -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    if triton.__version__.startswith("3.6."):
+        interpreter._patch_lang_tensor = patch_with_index

@@ -19,10 +19,14 @@ from attention.base import AttentionCall
 from attention.cuda import STAGES
 from ops import nvrtc
 from ops.nvrtc_build import SOURCES
+from tests.compilers import pinned
 from tests.grid import CASES, Case, build, make_inputs
 from tests.ops.recorded import SHARED_BYTES, Compiled, compiled, launches
 
-pytestmark = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+pytestmark = [
+    pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing())),
+    pinned("nvidia-cuda-nvrtc"),
+]
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ARCHES = list(SHARED_BYTES)
 

@@ -24,6 +24,7 @@ from ops.cuda.call import Call
 from ops.cuda.plain import Tile
 from ops.library import register_attention
 from tests.attention.criterion import run_case
+from tests.compilers import pinned
 from tests.grid import CASES, Case
 from tests.ops import cpu
 
@@ -219,6 +220,7 @@ def test_missing_barriers_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _races(tmp_path, monkeypatch, changes) == {"tilegpt_tiled_forward", "tilegpt_tiled_dkdv"}
 
 
+@pinned("nvidia-cuda-nvrtc")
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=f"{nvrtc.missing()}")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -37,7 +37,7 @@ class FakeDriver:
 
     def cuLaunchKernel(self, *arguments: Any) -> tuple[Any]:
         self.calls.append(arguments)
-        return (self.CUresult[f"CUDA_{self.statuses.pop(0)}"],)
+        return (getattr(self.CUresult, f"CUDA_{self.statuses.pop(0)}"),)
 
     def cuCtxGetCurrent(self) -> tuple[Any, ...]:
         return self._ok(self.context)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.compilers import pinned
+
+pytestmark = pinned("triton")
 ROOT = Path(__file__).resolve().parents[2]
 # What a block may use (CUDA C++ programming guide, compute capabilities); sm_86 is as sm_89.
 SHARED_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448}
@@ -39,7 +42,6 @@ def build(kind: str, arch: tuple[int, int], bits: int, head_dim: int, masked: bo
 
 def compiled(builds: list[dict]) -> list[dict]:
     """tests/ops/ahead.py in a process of its own: here triton interprets."""
-    pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.ops.ahead"],

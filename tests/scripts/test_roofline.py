@@ -17,6 +17,7 @@ from scripts import ceilings, counters, ladder, roofline, roofline_plot, rooflin
 from scripts.bench_points import Shape
 from scripts.ladder import STAGES, Launch, Point
 from scripts.rows import append, read
+from tests.compilers import pinned
 from tests.ops.test_cuda_compile import sass
 
 H200 = SimpleNamespace(
@@ -256,6 +257,7 @@ MEANT = {
 }
 
 
+@pinned("nvidia-cuda-nvrtc")
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_ceilings_are_what_they_say(arch: str, tmp_path: Path) -> None:
