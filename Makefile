@@ -1,6 +1,7 @@
 # make train     environment, default corpus, a small GPT trained on it, a sample
 # make test      environment with the test tools, lint, every test that this machine can run
 # make test-gpu  the tests that need a CUDA GPU;  make test-slow  the long ones (ten kills and resumes)
+# make test-fuzz 100,000 random calls of all attentions, on a GPU if there is one (ARGS="--minutes 9 --seed 0")
 # make clean     removes the environment, the prepared corpora and caches; runs/ stays
 #
 # PYTHON=python3.12 chooses the interpreter (3.11 or newer). VENV= uses an environment of yours, PY=python3 unless said
@@ -17,7 +18,7 @@ ARGS ?=
 WORKERS ?= $(shell $(PY) -c "import os; print(min(8, os.cpu_count()))")
 GPU_WORKERS ?= $(shell $(PY) -c "import os; print(max(1, min(14, os.cpu_count() - 2)))")
 
-.PHONY: train test test-gpu test-slow lint clean
+.PHONY: train test test-gpu test-slow test-fuzz lint clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
@@ -31,6 +32,9 @@ test-gpu: $(INSTALLED_DEV)
 
 test-slow: $(INSTALLED_DEV)
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-fuzz: $(INSTALLED_DEV)
+	$(PY) -m tests.fuzz --calls 100000 $(ARGS)
 
 lint: $(INSTALLED_DEV)
 	$(PY) -m ruff check .

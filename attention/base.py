@@ -201,7 +201,7 @@ class Attention(nn.Module):
         """The implementation: (out, lse), where lse may be None unless `return_lse`.
 
         Inputs are checked and none is empty. `options` are all the keywords of `forward`, made definite
-        (`scale` a float, `window` None or (left, right) with -1 for unbounded, `segments` a pair), and
+        (`scale` a float > 0, `window` None or (left, right) with -1 for unbounded, `segments` a pair), and
         `dropout_seed`, a 0-d int64 tensor on the device (None without dropout).
         """
         raise NotImplementedError
@@ -242,7 +242,7 @@ class Attention(nn.Module):
             q: (B, Hq, Tq, D), any strides with a contiguous last dimension, as k and v.
             k, v: (B, Hkv, Tk, D), Hq a multiple of Hkv; query head h reads key head h // (Hq / Hkv).
             causal: query i sees keys j <= i + Tk - Tq (aligned bottom-right).
-            scale: of the scores; None is D**-0.5.
+            scale: of the scores, any number; None is D**-0.5. One of 0 or less copies q.
             window: (left, right), keys seen on each side of the diagonal; -1 or None is unbounded.
             softcap: softcap * tanh(s / softcap) on the scaled scores, before ALiBi, bias and mask (Gemma 2).
             alibi_slopes: (Hq,), adds -slope * |i + Tk - Tq - j| (Press et al. 2022).
@@ -260,6 +260,7 @@ class Attention(nn.Module):
         """
         options = {
             "causal": causal,
+            "scale": scale,
             "window": window,
             "softcap": softcap,
             "alibi_slopes": alibi_slopes,
@@ -277,7 +278,11 @@ class Attention(nn.Module):
             seed = self.draw_seed(dropout_p, q.device)
             options["window"] = normalise_window(window)
             options["segments"] = (segments, segments) if isinstance(segments, Tensor) else segments
-            options["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
+            if scale is None:
+                scale = q.shape[-1] ** -0.5
+            elif scale <= 0:  # kernels that scale behind the mask, or the maximum, need more than 0
+                q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
+            options["scale"] = scale
             if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
                 # Autocast would compute in 16 bits, and give these; the dtype is the caller's decision.
                 with torch.autocast(q.device.type, enabled=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def check_inputs(
     v: Tensor,
     *,
     causal: bool,
+    scale: float | None,
     window: Any,
     softcap: float | None,
     alibi_slopes: Tensor | None,
@@ -62,6 +64,7 @@ def check_inputs(
             sane,
             f"window is {window!r}; it needs (left, right), each an int >= 0, or -1 or None for unbounded",
         )
+    _need(scale is None or math.isfinite(scale), f"scale is {scale}; it needs a finite number, or None")
     _need(softcap is None or softcap > 0, f"softcap is {softcap}; it needs a number > 0, or None for off")
     _need(0 <= dropout_p < 1, f"dropout_p is {dropout_p}; it needs 0 <= dropout_p < 1")
     if alibi_slopes is not None:

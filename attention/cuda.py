@@ -85,9 +85,10 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
 
 def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
     """What Attention.forward checks; a compiled call comes here, once, while it is traced."""
-    slopes, bias, q_ids, k_ids, kv_lengths, _, _, left, right, softcap, dropout_p, _ = options
+    slopes, bias, q_ids, k_ids, kv_lengths, _, scale, left, right, softcap, dropout_p, _ = options
     asked = {
         "causal": right == 0,
+        "scale": scale,
         "window": (left, right) if left >= 0 or right > 0 else None,
         "softcap": softcap or None,
         "alibi_slopes": slopes,

@@ -6,6 +6,7 @@ met somewhere. An implementation is run on each case that it declares, and must 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,37 @@ class Inputs:
         return leaves | ({"bias": bias} if bias is not None and bias.requires_grad else {})
 
 
+# Dimensions from the outermost on, the step between tokens, columns behind D, elements before all.
+LAYOUTS = {
+    "contiguous": ("bht", 1, 0, 0),
+    "transposed": ("bth", 1, 0, 0),  # as projections give it
+    "sliced": ("bht", 2, 8, 0),
+    "offset": ("htb", 1, 16, 8),
+    "odd": ("bth", 1, 1, 1),  # no row begins at a multiple of anything
+}
+# One batch row, head, token or number for all, as `expand` makes it: these change the values.
+EXPANDED = {"one_batch": 1, "one_head": 2, "one_token": 4, "one": 15}
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """x (B, H, T, D) in a layout of LAYOUTS, NaN between its elements, or EXPANDED, or "last_strided", whose
+    last dimension is not contiguous; as it is for another."""
+    if layout in EXPANDED:
+        bits = EXPANDED[layout]
+        return x[tuple(slice(1 if bits >> n & 1 else None) for n in range(4))].expand(x.shape)
+    if layout == "last_strided":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    order, step, columns, before = LAYOUTS.get(layout, LAYOUTS["contiguous"])
+    if (order, step, columns, before) == LAYOUTS["contiguous"]:
+        return x
+    sizes = dict(zip("bht", (x.shape[0], x.shape[1], x.shape[2] * step), strict=True))
+    width = x.shape[3] + columns
+    buffer = x.new_full((before + math.prod(sizes.values()) * width,), torch.nan)
+    wide = buffer[before:].view(*(sizes[d] for d in order), width)
+    laid = wide.permute(*(order.index(d) for d in "bht"), 3)[:, :, ::step, : x.shape[3]]
+    return laid.copy_(x)
+
+
 def make_inputs(case: Case, device: str, dtype: torch.dtype) -> Inputs:
     """Random, the same for every implementation (made on the CPU), never zeros."""
     g = torch.Generator().manual_seed(len(case.id) + case.tq * 7 + case.tk * 13 + case.head_dim)
@@ -135,18 +167,12 @@ def make_inputs(case: Case, device: str, dtype: torch.dtype) -> Inputs:
 
     def tensor(heads: int, tokens: int, magnitude: float) -> Tensor:
         x = (torch.randn(b, heads, tokens, case.head_dim, generator=g) * magnitude).to(device, dtype)
-        if case.layout == "transposed":
-            return x.transpose(1, 2).contiguous().transpose(1, 2)
-        if case.layout == "sliced":
-            wide = x.new_full((b, heads, 2 * tokens, case.head_dim + 8), torch.nan)
-            wide[:, :, ::2, : case.head_dim] = x
-            return wide[:, :, ::2, : case.head_dim]
-        return x
+        return laid_out(x, case.layout)
 
     q, k = tensor(h, tq, case.magnitude), tensor(case.kv_heads, tk, case.magnitude)
     v, dout = tensor(case.kv_heads, tk, 1.0), tensor(h, tq, 1.0)
     if case.layout == "expanded_grad":  # what out.sum().backward() sends
-        dout = dout[:1, :1, :1, :1].expand(q.shape)
+        dout = laid_out(dout, "one")
     options = _options(case, g, device, dtype)
     if (lengths := options.get("kv_lengths")) is not None:
         beyond = torch.arange(tk, device=device).view(1, 1, tk, 1) >= lengths.view(-1, 1, 1, 1)

@@ -21,6 +21,7 @@ BAD_INPUTS = {
     "last dimension strided": (Q.transpose(2, 3).contiguous().transpose(2, 3), K, K, {}, "contiguous"),
     "window of three": (Q, K, K, {"window": (1, 2, 3)}, "(left, right)"),
     "window below -1": (Q, K, K, {"window": (-2, 0)}, "window is (-2, 0)"),
+    "scale of infinity": (Q, K, K, {"scale": float("inf")}, "scale is inf"),
     "softcap of zero": (Q, K, K, {"softcap": 0.0}, "softcap is 0.0"),
     "dropout of one": (Q, K, K, {"dropout_p": 1.0}, "dropout_p is 1.0"),
     "slopes per key head": (Q, K, K, {"alibi_slopes": torch.ones(2)}, "one slope per query head, (4,)"),

@@ -1,0 +1,254 @@
+"""Does an implementation keep the contract in one call: does it refuse, or agree with the reference?
+
+By the criterion of scripts/accuracy.py, of outputs and gradients. Where a call is of few numbers their errors
+may be small by luck, so what exceeds the criterion is drawn again with other values, and judged over all.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import geometry
+from attention.base import Attention, AttentionCall, UnsupportedAttention
+from attention.naive import attention_probs, attention_scores
+from scripts.accuracy import Problem, Result, allowed, error_ratio, expected, formula, plain_softmax, seeded
+from tests.attention.calls import Call, inputs_of
+from tests.grid import Inputs
+from tests.running import ROOT
+
+DRAWS = 8
+EPS32 = 2.0**-23
+
+
+class Fault(AssertionError):
+    """`kind` tells one fault from another: "dq", "modified", "RuntimeError: ..."."""
+
+    def __init__(self, kind: str, message: str):
+        self.kind = kind
+        super().__init__(f"{kind}: {message}")
+
+
+def check(attention: Attention, call: Call, device: str) -> str | None:
+    """None where the call ran and agrees, else the first line of the refusal; raises Fault."""
+    inputs = inputs_of(call, device)
+    try:
+        got = _run(attention, call, inputs)
+    except UnsupportedAttention as refusal:
+        if not refusal.reasons or attention.name not in str(refusal):
+            raise Fault("refusal", f"without a reason or a name: {refusal}") from refusal
+        return refusal.reasons[0]
+    except Fault:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error) and _ours(error):
+            return str(error).split("\n")[0]
+        raise Fault(summary(error), str(error)) from error
+    asked = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+    if call.mode == "grad" and (reasons := attention.unsupported_reasons(asked)):
+        raise Fault("ran", f"though it declares {reasons}")
+    if inputs.q.numel() == 0 or inputs.k.numel() == 0:
+        if any(x.isnan().any() or x[x.isfinite()].any() for x in got.values()):
+            raise Fault("empty", "without queries or keys all is 0, and lse -inf")
+    elif call.dropout_p and not attention.resolve(asked).draws_seed:
+        if not all(x.isfinite().all() for name, x in got.items() if name != "lse") and call.tame:
+            raise Fault("dropout", "a library's own dropout gave NaN or infinities")
+    elif call.poison:
+        _check_poisoned(attention, call, device, inputs, got)
+    else:
+        _judge(attention, call, device, inputs, got)
+    return None
+
+
+def _ours(error: BaseException) -> bool:
+    """Raised by attention/ or ops/, not by what they call."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = Path(frame.f_code.co_filename)
+    return any(file.is_relative_to(ROOT / part) for part in ("attention", "ops"))
+
+
+def summary(error: BaseException) -> str:
+    """The type and the first words, without numbers: the same for the same fault."""
+    words = (str(error).strip() or "no message").split("\n")[0]
+    return f"{type(error).__name__}: {re.sub(r'[0-9.]+', '#', words)[:100]}"
+
+
+def _run(attention: Attention, call: Call, inputs: Inputs) -> Result:
+    """out, lse where asked for and the gradients asked for; checks all that needs no reference."""
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
+    options = inputs.options
+    given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
+    if isinstance(options["segments"], tuple):
+        given |= dict(zip(("q_ids", "k_ids"), options["segments"], strict=True))
+    before = {name: _memory(x).clone() for name, x in given.items()}
+    leaves = {name: x for name, x in given.items() if x.requires_grad}
+    mode = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}[call.mode]
+
+    def once() -> Result:
+        with seeded(inputs.q.device) if call.dropout_p else nullcontext(), mode():
+            result = attention(inputs.q, inputs.k, inputs.v, **options)
+            got = dict(zip(("out", "lse"), result, strict=True)) if call.lse else {"out": result}
+            _check_outputs(call, inputs, got, bool(leaves))
+            if leaves and call.mode == "grad":
+                # As a training step does: what nothing depends on has a gradient of zero, not none.
+                grads = torch.autograd.grad(got["out"], list(leaves.values()), inputs.dout)
+                for (name, x), grad in zip(leaves.items(), grads, strict=True):
+                    if grad.shape != x.shape or grad.dtype != x.dtype:
+                        raise Fault(f"d{name}", f"is {grad.dtype} {grad.shape}; needs {x.dtype} {x.shape}")
+                    got[f"d{name}"] = grad
+        return {name: x.detach() for name, x in got.items()}
+
+    got = once()
+    for name, x in given.items():
+        if not torch.equal(_memory(x), before[name]):
+            raise Fault("modified", f"{name}, or memory between its elements, was written to")
+    if attention.capabilities.deterministic and call.seed % 8 == 0:
+        again = once()
+        for name, x in got.items():
+            if not torch.equal(_memory(x.contiguous()), _memory(again[name].contiguous())):
+                raise Fault(f"{name} differs", "from that of the same call, though declared deterministic")
+    return got
+
+
+def _memory(x: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, those between its elements too."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def _check_outputs(call: Call, inputs: Inputs, got: dict[str, Tensor], wanted: bool) -> None:
+    q, out = inputs.q, got["out"]
+    needs = {"out": (q.shape, q.dtype), "lse": (q.shape[:3], torch.promote_types(q.dtype, torch.float32))}
+    for name, x in got.items():
+        if (x.shape, x.dtype) != needs[name] or x.device != q.device:
+            raise Fault(name, f"is {x.dtype} {tuple(x.shape)} on {x.device}; needs {needs[name]}")
+    if out.numel() and out.shape[3] > 1 and out.stride(3) != 1:
+        raise Fault("strides", f"out has strides {out.stride()}; no implementation takes it as an input")
+    if "lse" in got and got["lse"].requires_grad:
+        raise Fault("lse", "requires a gradient, though it has none")
+    if out.requires_grad != (wanted and call.mode == "grad"):
+        raise Fault("out", f"requires_grad is {out.requires_grad}")
+
+
+def _problem(call: Call, inputs: Inputs) -> Problem:
+    options = {name: x for name, x in inputs.options.items() if name != "return_lse"}
+    return Problem(inputs.q, inputs.k, inputs.v, options, inputs.dout if call.grads else None)
+
+
+def _judge(attention: Attention, call: Call, device: str, inputs: Inputs, got: Result) -> None:
+    measured = _measure(call, inputs, got)
+    if all(error <= most for error, most in measured.values()):
+        return
+    draws = [measured]
+    if not call.poison and all(error < torch.inf for error, _ in measured.values()):
+        for draw in range(1, DRAWS):
+            inputs = inputs_of(call, device, draw)
+            draws.append(_measure(call, inputs, _run(attention, call, inputs)))
+    wrong = {}
+    for name in measured:
+        error, most = (max(draw[name][side] for draw in draws) for side in (0, 1))
+        if not error <= most:
+            wrong[name] = error, most
+    if wrong:
+        little = all(error <= 2 * most for error, most in wrong.values())
+        said = ", ".join(f"{name} {error:.3g} of {most:.3g} allowed" for name, (error, most) in wrong.items())
+        raise Fault(" ".join(wrong) + " by less than twice" * little, f"errors: {said}")
+
+
+def _measure(call: Call, inputs: Inputs, got: Result) -> dict[str, tuple[float, float]]:
+    """(error, allowed) of each tensor."""
+    problem, dtype = _problem(call, inputs), inputs.q.dtype
+    got = {name: x.cpu() for name, x in got.items()}
+    reference, plain = ({name: x.cpu() for name, x in each.items()} for each in expected(problem, 2**62))
+    if any(not torch.equal(plain[name].isfinite(), reference[name].isfinite()) for name in got):
+        # Scores beyond fp16: fp32, as all accumulate in, says what is to be had.
+        plain = formula(problem, torch.float32, plain_softmax, 2**62)
+        plain = {name: x.cpu().to(x.dtype if name == "lse" else dtype) for name, x in plain.items()}
+    slack = {} if call.tame else _slack(problem, reference)
+    found = {}
+    for name, x in got.items():
+        finite = reference[name][reference[name].isfinite()]
+        most = float(finite.abs().max()) if finite.numel() else 0.0
+        kept = torch.finfo(x.dtype)
+        if most > kept.max or most * 0 != 0:
+            continue  # nothing of this dtype is right
+        error = error_ratio(x, reference[name], 1.0)
+        if dtype == torch.float64:  # of which the reference is made itself
+            may = 1e-10 * (1 + most)
+        else:
+            plain[name] = plain[name].to(x.dtype)  # a bias's gradient is of its own dtype
+            may = allowed(name, reference, plain, dtype if name == "lse" else x.dtype)
+        found[name] = error, may + slack.get(name, 0.0)
+    return found
+
+
+def _slack(problem: Problem, reference: Result) -> dict[str, float]:
+    """What else rounding may bring about where values are of no ordinary kind, to first order: that of the
+    scores in fp32, whose error is one of their exponentials; of dP and its row's sum in fp32, and of `out` in
+    its own dtype, from which that sum is made. Where keys are alike these do not average out."""
+    options = {name: x for name, x in problem.options.items() if name not in ("dropout_p", "return_lse")}
+    q, k, v = _definite(problem.q, problem.k, problem.v, options)
+    p, _ = attention_probs(attention_scores(q, k, **options))  # (B, Hq, Tq, Tk)
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(group, dim=1).abs() for x in (k, v))
+    scale = abs(q.shape[3] ** -0.5 if options["scale"] is None else options["scale"])
+    error = (q.abs() @ wide_k.transpose(-2, -1)).amax(-1, keepdim=True) * (
+        4 * EPS32 * scale
+    )  # (B, Hq, Tq, 1)
+    capped = min(1.0, options["softcap"] or 1.0)  # whose derivative changes over this much
+    slack = {"out": p * error @ wide_v, "lse": error}
+    if problem.dout is not None:
+        dout = problem.dout.detach().double().abs()
+        dp = dout @ wide_v.transpose(-2, -1) / (1 - problem.options["dropout_p"])
+        out = (dout * reference["out"].abs()).sum(-1, keepdim=True) * torch.finfo(problem.q.dtype).eps
+        ds = p * ((dp + (p * dp).sum(-1, keepdim=True)) * (2 * error / capped + 4 * EPS32) + out)
+        slack |= {"dq": ds @ wide_k * scale, "dv": (p * error).transpose(-2, -1) @ dout}
+        slack |= {"dk": ds.transpose(-2, -1) @ q.abs() * scale}
+        slack |= {name: slack[name].unflatten(1, (kv_heads, group)).sum(2) for name in ("dk", "dv")}
+        if problem.bias_grad:
+            slack["dbias"] = ds.sum_to_size(problem.options["bias"].shape)
+    return {name: float(x.max()) for name, x in slack.items()}
+
+
+def _definite(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """q, k and v in fp64, blank beyond kv_lengths; `options` become those of attention_scores, in place."""
+    segments = options["segments"]
+    options["segments"] = (segments, segments) if isinstance(segments, Tensor) else segments
+    options["window"] = geometry.normalise_window(options["window"])
+    if options["bias"] is not None:
+        options["bias"] = options["bias"].detach()
+    k, v = (geometry.blank_beyond(x.detach(), options["kv_lengths"]) for x in (k, v))
+    return q.detach().double(), k.double(), v.double()
+
+
+def _check_poisoned(attention: Attention, call: Call, device: str, inputs: Inputs, got: Result) -> None:
+    """One NaN or infinity in q, k or v reaches the rows that see it, and nothing of other heads and rows of
+    the batch. Other rows of its head may have it too: 0 * NaN is NaN, and whether hidden keys are multiplied
+    with weights of 0 is the implementation's choice."""
+    options = {name: x for name, x in inputs.options.items() if name not in ("dropout_p", "return_lse")}
+    q, k, v = _definite(inputs.q, inputs.k, inputs.v, options)
+    group = q.shape[1] // k.shape[1]
+    bad_q, bad_k = ~q.isfinite().all(-1), ~(k.isfinite() & v.isfinite()).all(-1)  # (B, Hq, Tq), (B, Hkv, Tk)
+    marked = [x.masked_fill(bad[..., None], torch.nan) for x, bad in ((q, bad_q), (k, bad_k))]
+    sees = attention_scores(*marked, **options | {"softcap": None}).isnan().any(-1)  # (B, Hq, Tq)
+    finite = got["out"].isfinite().all(-1)
+    if call.poison[:3] == "nan" and (sees & finite).any():
+        raise Fault("poison", f"{call.poison} does not reach {int((sees & finite).sum())} rows that see it")
+    touched = bad_k.any(-1) | bad_q.any(-1).unflatten(1, (-1, group)).any(-1)  # (B, Hkv)
+    in_heads = touched.repeat_interleave(group, 1)[..., None]  # (B, Hq, 1)
+    free = sees | (in_heads & ~finite)
+    clean = replace(inputs, **{name: getattr(inputs, name).detach().nan_to_num(0, 0, 0) for name in "qkv"})
+    reference, _ = expected(_problem(call, clean), 2**62)
+    exempt = {"out": free[..., None], "lse": free, "dq": (free | in_heads)[..., None]}
+    exempt |= dict.fromkeys(("dk", "dv"), touched[..., None, None])
+    kept = {}
+    for name, x in got.items():
+        if name in exempt:
+            kept[name] = torch.where(exempt[name], reference[name].to(x.dtype), x)
+    _judge(attention, call, device, clean, kept)
