@@ -124,6 +124,7 @@ def train(
     from model.checkpoint import VerifiedCheckpointIO
     from model.checks import called, check
     from model.loggers import MetricsCSV, csv_logger
+    from model.out_of_memory import out_of_memory_explained
 
     runtime.quiet()
     config = OmegaConf.to_container(cfg, resolve=True)
@@ -144,7 +145,9 @@ def train(
         **runtime.TRAINER,
     )
     dtype = runtime.compute_dtype(precision)
-    data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes)
+    explained = partial(out_of_memory_explained, config, device, dtype, run)
+    with explained():
+        data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes)
 
     # files only now, when little is left that could be refused
     settings = {"run_dir": str(run), "config": config, "resume_step": resume_step}
@@ -155,9 +158,10 @@ def train(
     rank_zero_only(OmegaConf.save)(cfg, run / "config.yaml")
 
     runtime.say(runtime.summary(lit, data, trainer, precision, call, run), flush=True)
-    if ckpt is None:
-        trainer.validate(lit, datamodule=data, verbose=False)
-    trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
+    with explained():
+        if ckpt is None:
+            trainer.validate(lit, datamodule=data, verbose=False)
+        trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
     runtime.finish(trainer, lit, run)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attention.base import Attention, UnsupportedAttention
+from model.out_of_memory import is_out_of_memory
 from scripts.bench_points import Shape
 from scripts.contestants import Field
 from scripts.kernels import as_field
@@ -161,7 +162,6 @@ def failure(error: BaseException) -> dict[str, str]:
     if isinstance(error, UnsupportedAttention):
         return {"status": "unsupported", "reason": "; ".join(error.reasons)}
     line = next(iter(str(error).splitlines()), "")[:300]
-    memory = any(words in line.lower() for words in ("out of memory", "allocate memory"))
-    if memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_memory(error):
         return {"status": "oom", "reason": line}
     return {"status": "error", "reason": f"{type(error).__name__}: {line}"}
