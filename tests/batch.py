@@ -19,13 +19,14 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from attention.base import Attention
 from tests.attention.agreement import Fault, check
 from tests.attention.calls import Call, kind_of_call, usable, vary
+from tests.fuzz import REPORTED
 from tests.grid import NAMES, build
 
-CALLS = 400  # in a batch at most
+CALLS, CALLS_COMPILED = 50, 400  # in a batch at most, without and with a call that compiled something
 SECONDS = 5.0  # of a batch's calls that compile nothing
 QUICK = 0.5  # seconds of a call that compiles nothing
 SHRINK_SECONDS = 20.0
-INTERPRETED_TOKENS = 40
+CPU_TOKENS, INTERPRETED_TOKENS = 130, 40
 
 
 def device_of(name: str | None) -> str:
@@ -55,9 +56,9 @@ class Batches:
         attention = self.built[name] = self.built.get(name) or build(name)
         able = usable(attention, self.device)
         kind = kind_of_call(r.choice, attention, self.device, able and r.random() < 0.95)
-        most = INTERPRETED_TOKENS if name == "triton" and self.device == "cpu" else 300
+        most = 300 if self.device == "cuda" else INTERPRETED_TOKENS if name == "triton" else CPU_TOKENS
         batch = _Batch(self, attention, kind)
-        examples = CALLS if able else 10
+        examples = CALLS_COMPILED if able else 10
 
         @seed(number)
         @settings(
@@ -88,7 +89,7 @@ class _Batch:
 
     def __init__(self, batches: Batches, attention: Attention, kind: Call):
         self.batches, self.attention = batches, attention
-        self.quick = 0.0
+        self.quick, self.calls, self.most = 0.0, 0, CALLS
         self.failing: Fault | None = None  # what is being shrunk
         self.simplest: Call | None = None
         self.faults: dict[Call, Fault] = {}
@@ -98,12 +99,14 @@ class _Batch:
         """Runs and reports a call; raises the Fault that hypothesis is to shrink."""
         if self.failing is not None:
             return self._again(call)
-        if self.quick > SECONDS:
+        if self.quick > SECONDS or self.calls >= self.most:
             return None
+        self.calls += 1
         began = time.monotonic()
         fault, refused = self._check(call)
         passed = time.monotonic() - began
         self.quick += passed if passed < QUICK else 0
+        self.most = self.most if passed < QUICK else CALLS_COMPILED
         if fault is None:
             self.batches.answer(name=self.attention.name, refused=refused)
             return None
@@ -152,8 +155,7 @@ class _Batch:
         except Fault as fault:
             if self.batches.device == "cuda" and _poisoned():
                 self._report(call, fault)
-                self.batches.answer(end=True)
-                os._exit(1)  # no call of this process works any more
+                os._exit(REPORTED)  # no call of this process works any more
             return fault, None
 
 

@@ -25,6 +25,9 @@ from typing import Any
 
 from tests.running import ROOT
 
+STARTS = 300  # seconds that a worker may take to start
+REPORTED = 3  # exit code of a worker that has said why it ends
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
@@ -91,7 +94,7 @@ class Run:
         print(self._progress())
         self._save()
         print(self._table())
-        return bool(self.findings)
+        return int(bool(self.findings) or self._total() == self.first)
 
     def _done(self) -> bool:
         passed = time.monotonic() - self.begun
@@ -124,11 +127,15 @@ class Run:
                 self._note(line)
             if self._done():
                 return
-        if line is None and worker.call and not self._done():
+        if line is None and worker.process.poll() != REPORTED and not self._done():
+            if not worker.call:
+                raise RuntimeError(f"a worker ends before its first call:\n{worker.words()}")
             kind = "hangs" if worker.hung else f"ends the process ({worker.process.poll()})"
             name = worker.call.split("'")[1]
             with self.lock:
-                self._note({"name": name, "kind": kind, "call": worker.call, "message": worker.words()})
+                self._note(
+                    {"name": name, "kind": kind, "call": worker.call, "message": f"{kind}\n{worker.words()}"}
+                )
 
     def _note(self, line: dict[str, Any]) -> None:
         counts = self.counts.setdefault(line["name"], Counter())
@@ -219,7 +226,7 @@ class _Worker:
     def line(self, patience: float) -> dict[str, Any] | None:
         """The next answer, None from a worker that is dead or had to be killed."""
         while True:
-            watch = threading.Timer(patience, self._kill)
+            watch = threading.Timer(patience if self.call else STARTS, self._kill)
             watch.start()
             text = self.process.stdout.readline()
             watch.cancel()
@@ -240,7 +247,7 @@ class _Worker:
             self.said = [*self.said[-20:], text.rstrip()]
 
     def words(self) -> str:
-        return "hangs" if self.hung else "\n".join(self.said[-5:])
+        return "\n".join(self.said[-5:])
 
     def end(self) -> None:
         self.process.kill()

@@ -133,6 +133,7 @@ class Inputs:
 LAYOUTS = {
     "contiguous": ("bht", 1, 0, 0),
     "transposed": ("bth", 1, 0, 0),  # as projections give it
+    "packed": ("bth", 3, 0, 0),  # as one projection of q, k and v gives it
     "sliced": ("bht", 2, 8, 0),
     "offset": ("htb", 1, 16, 8),
     "odd": ("bth", 1, 1, 1),  # no row begins at a multiple of anything

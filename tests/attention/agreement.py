@@ -179,7 +179,7 @@ def _measure(call: Call, inputs: Inputs, got: Result) -> dict[str, tuple[float, 
         if most > kept.max or most * 0 != 0:
             continue  # nothing of this dtype is right
         error = error_ratio(x, reference[name], 1.0)
-        if dtype == torch.float64:  # of which the reference is made itself
+        if x.dtype == torch.float64:  # of which the reference is made itself
             may = 1e-10 * (1 + most)
         else:
             plain[name] = plain[name].to(x.dtype)  # a bias's gradient is of its own dtype

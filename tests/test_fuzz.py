@@ -1,0 +1,56 @@
+"""The fuzzer finds a planted mistake, simplifies it, and goes on behind a process that dies or hangs."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attention.naive import NaiveAttention
+from tests.attention.calls import Call
+from tests.batch import Batches
+from tests.running import ROOT
+
+
+class Wrong(NaiveAttention):
+    """Forgets the softcap beyond 20 keys."""
+
+    def attend(self, q, k, v, **options):
+        return super().attend(q, k, v, **options | ({"softcap": None} if k.shape[2] > 20 else {}))
+
+
+def test_a_failure_is_simplified() -> None:
+    answers = io.StringIO()
+    batches = Batches("cpu", "naive", answers)
+    batches.built["naive"] = Wrong()
+    said, number = [], 9  # the first that has a softcap
+    while not any(line.get("shrunk") for line in said):
+        batches.run(number)
+        said = [json.loads(line) for line in answers.getvalue().splitlines() if line.startswith("{")]
+        number += 1
+    assert said[-1] == {"end": True} and number < 30
+    call = Call.parse(next(line["call"] for line in said if line.get("shrunk")))
+    assert call.softcap is not None and call.tk > 20
+    assert (call.batch, call.heads, call.lengths, call.bias, call.layouts) == (
+        1, 1, None, None, ("contiguous",) * 4,
+    )  # fmt: skip
+    assert {line["name"] for line in said[:-1] if "name" in line} == {"naive"}
+
+
+@pytest.mark.slow
+def test_the_command_counts_and_continues(tmp_path: Path) -> None:
+    out = tmp_path / "fuzz.json"
+    for total in (60, 120):
+        command = ["-m", "tests.fuzz", "--calls", "60", "--workers", "1", "--device", "cpu"]
+        command += ["--attention", "naive", "--out", str(out)]
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout
+        summary = json.loads(out.read_text())
+        assert total <= summary["calls"] == sum(summary["implementations"]["naive"].values()) < total + 50
+        assert f"--seed {summary['next_seed']}" in done.stdout
