@@ -271,8 +271,8 @@ def replay(args: argparse.Namespace) -> int:
     from tests.batch import device_of
     from tests.grid import build
 
-    call = Call.parse(args.replay)
-    refusal = check(build(call.attention), call, device_of(args.device))
+    call, device = Call.parse(args.replay), device_of(args.device)
+    refusal = check(build(call.attention), call, device)
     print(f"refused: {refusal}" if refusal else "agrees")
     return 0
 

@@ -80,7 +80,7 @@ class Call:
 
     @property
     def tame(self) -> bool:
-        """Random values of ordinary size and no sums that cancel, which the criterion is made for as it is."""
+        """Random values of ordinary size, no sums that cancel: what the criterion is made for as it is."""
         alike = self.equal or "one_token" in self.layouts[:3] or (self.bias and not self.bias[-1])
         return max(self.magnitudes) < HUGE and not alike
 
