@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import build_attention, choices_of, swept, user_errors, without_nulls
 from conf.explain import explain
-from conf.resume import changes, plain, recompose, refuse_changes, split_ckpt
+from conf.resume import changes, own_value, plain, recompose, refuse_changes, split_ckpt
 from model.sweeps import Job, Sweep
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def main() -> None:
     with composing:
         # Hydra raises what it finds in the command line, for `user_errors` to say: to a mistyped key its own
         # message advises what fails
-        composing.callback(Path("runs", "multirun.yaml").unlink, missing_ok=True)  # Hydra's, of a sweep
+        sweeps = Path(str(own_value("runs_dir", arguments)), "multirun.yaml")  # Hydra's, of a sweep
+        composing.callback(lambda: sweeps.is_file() and sweeps.unlink())
         composing.enter_context(env_override({"HYDRA_FULL_ERROR": "1"}))
         try:
             fresh()
@@ -76,15 +77,16 @@ def fresh(cfg: DictConfig) -> None:
 
 @user_errors
 def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
-    from model.runs import new_run, run_folder
+    from model.runs import Hold, new_run, run_folder, runs_folder
 
     if job and (cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1):
         raise ValueError(
             f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
             "several devices take a process each. Use trainer.devices=1, or one command per job."
         )
+    runs = runs_folder(cfg.runs_dir)
     named = (cfg.name or job.name, choices, job.suffix) if job else (cfg.name, choices)
-    with run_folder(lambda: new_run(*named)) as run:
+    with run_folder(lambda: new_run(*named, runs=runs), Hold()) as run:
         if job:
             job.run = run
         train(cfg, choices, run)
@@ -92,19 +94,22 @@ def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
 
 def resume(arguments: list[str]) -> None:
     from model.checkpoint import read_header, resolve
-    from model.runs import fixed_path, new_run, run_folder, run_of
+    from model.runs import Hold, fixed_path, run_folder, run_from, runs_folder
 
     asked, overrides = split_ckpt(arguments)
-    with fixed_path("TILEGPT_CKPT", lambda: resolve(asked)) as ckpt:
+    runs, overwrite = runs_folder(own_value("runs_dir", overrides)), own_value("overwrite", overrides)
+    named = any(override.startswith("name=") for override in overrides)
+    hold = Hold()  # from before a file is chosen: a run that has just ended would have newer ones
+    find = partial(resolve, asked, runs) if named else partial(resolve, asked, runs, hold.take)
+    with hold, fixed_path("TILEGPT_CKPT", find) as ckpt:
         saved, step = read_header(ckpt)
         cfg, choices = recompose(saved, overrides)
         refuse_changes(saved, choices, cfg)
-        own = run_of(ckpt)
-        if any(override.startswith("name=") for override in overrides):
-            own = None
-        elif own is None:
-            cfg.name = None  # a file from elsewhere brings the name that it had there
-        with run_folder(lambda: own or new_run(cfg.name, choices)) as run:
+        name = cfg.name if named else None
+        decide = partial(run_from, ckpt, step, name, choices, runs, overwrite, hold)
+        with run_folder(decide, hold, step) as run:
+            # what a file says of its place was true where it was written
+            cfg.name, cfg.runs_dir, cfg.overwrite = run.name, str(runs), overwrite
             differs = partial(changes, saved, overrides, cfg, choices, step)
             train(cfg, choices, run, ckpt, step, differs)
 
@@ -125,6 +130,7 @@ def train(
     from model.checks import called, check
     from model.loggers import MetricsCSV, csv_logger
     from model.out_of_memory import out_of_memory_explained
+    from model.runs import begin
 
     runtime.quiet()
     config = OmegaConf.to_container(cfg, resolve=True)
@@ -150,6 +156,7 @@ def train(
         data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes)
 
     # files only now, when little is left that could be refused
+    begin(run, ckpt, resume_step, cfg.overwrite)
     settings = {"run_dir": str(run), "config": config, "resume_step": resume_step}
     loggers = [called("logger", instantiate(cfg.logger), **settings)] if cfg.get("logger") else []
     if not any(isinstance(logger, MetricsCSV) for logger in loggers):

@@ -44,7 +44,7 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("HYDRA_FULL_ERROR"):
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"error: {_message(error)}", file=sys.stderr)
+                print(*(f"error: {_message(error)}", *getattr(error, "__notes__", ())), file=sys.stderr)
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None
@@ -52,7 +52,7 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
             # Lightning ends the first with a silent exit code 1 and the second, before training, with 0
             interrupted = isinstance(stop.__context__, KeyboardInterrupt)
             if interrupted or type(stop).__name__ == "SIGTERMException":
-                print("interrupted; ckpt=last continues from the last checkpoint", file=sys.stderr)
+                print("; ".join(("interrupted", *getattr(stop, "__notes__", ()))), file=sys.stderr)
                 raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM)) from None
             raise
 
@@ -84,6 +84,11 @@ def _message(error: BaseException) -> str:
         return (
             f"{error.override} is not understood ({str(error).splitlines()[0]}). A value with special "
             f"""characters takes quotes within quotes: '{key}="{value}"'."""
+        )
+    if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+        return (
+            f"{error.filename}: {error.strerror}. runs_dir=... puts runs into another folder, "
+            "data.data_dir=... prepared corpora."
         )
     if str(error).startswith("Config group override must be"):
         return "No group can be null: leave one out with ~, as in ~callbacks."

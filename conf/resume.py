@@ -138,7 +138,7 @@ def changes(
     named = {override.lstrip("+").partition("=")[0] for override in overrides}
     implied = {key for key in before | after if key.partition(".")[0] in groups} - named  # by the choice
     for key in [key for key in before | after if before.get(key) != after.get(key)]:
-        if key not in implied | {"name"}:
+        if key not in implied | {"name", "runs_dir", "overwrite"}:
             found.append(f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}")
     rates = [_learning_rate(config, step) for config in (recompose(saved, [])[0], cfg)] if found else [0, 0]
     if rates[0] != rates[1]:
@@ -164,12 +164,23 @@ def _leaves(value: Any, key: str = "") -> dict[str, Any]:
     }
 
 
-def load_run(ckpt: str, overrides: list[str]) -> tuple[Any, Any, DictConfig]:
+def own_value(key: str, overrides: list[str]) -> Any:
+    """The value of a top-level key that no file decides: the command line's, else conf/config.yaml's."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = [override for override in overrides if override.startswith(f"{key}=")]
+    if given:
+        return OverridesParser.create().parse_override(given[-1]).value()
+    return OmegaConf.load(CONF / "config.yaml")[key]
+
+
+def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tuple[Any, Any, DictConfig]:
     """The model (fp32, on the CPU), the tokenizer and the config of a trained run; overrides of attention
     alone, as no other would change what has been trained."""
     from data.tokenizers import tokenizer_from_dict
     from model.checkpoint import read_checkpoint, resolve
     from model.gpt import GPT, GPTConfig
+    from model.runs import runs_folder
 
     for override in overrides:
         if override.split("=")[0].split(".")[0] != "attention":
@@ -177,7 +188,7 @@ def load_run(ckpt: str, overrides: list[str]) -> tuple[Any, Any, DictConfig]:
                 f"{override}: the keys are those of conf/generate.yaml (--help lists them), attention= and "
                 "attention.*; everything else is fixed by what was trained."
             )
-    path = resolve(ckpt)
+    path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])))
     checkpoint = read_checkpoint(path, verified=True)
     saved = checkpoint["tilegpt"]
     if saved["tokenizer"] is None:

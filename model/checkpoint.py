@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,25 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        why: BaseException | None = error
+        while why is not None and not isinstance(why, OSError):  # torch's own words: "unexpected pos"
+            why = why.__cause__ or why.__context__
         raise CheckpointError(
-            f"{path} could not be written: {error}. Checkpoints written before are untouched: free some "
-            "space, then continue with ckpt=last."
+            f"{path} could not be written: {why.strerror if why else error}. {_room(path.parent)} "
+            "Checkpoints written before are untouched."
         ) from error
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def _room(folder: Path) -> str:
+    try:
+        free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+    except OSError:
+        free = "Its folder is gone"
+    return f"{free}; runs_dir=... puts runs elsewhere."
 
 
 def link(path: Path, name: Path) -> None:
@@ -119,18 +131,26 @@ def checkpoints_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.ckpt"), reverse=True)
 
 
-def prune(written: Path, keep: int) -> None:
-    """Leave the `keep` newest up to the one just written. Those of later steps are damaged, or of a course
-    that was left by going back to an earlier checkpoint: by their number they would outlive every new one."""
-    found = checkpoints_of(written.parent)
-    later = [path for path in found if path.name > written.name]
-    for path in later + [path for path in found if path not in later][max(1, keep) :]:
-        path.unlink()
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 where there is none."""
+    number = path.stem.removeprefix("step-")
+    return int(number) if number.isdigit() else -1
 
 
-def resolve(ckpt: str, runs: Path = RUNS) -> Path:
+def prune(written: Path, keep: int, spare: Path | None = None) -> None:
+    """Leave the `keep` newest up to the one just written, and `spare`. Later ones are not this course's."""
+    for path in [path for path in checkpoints_of(written.parent) if path.name <= written.name][
+        max(1, keep) :
+    ]:
+        if path != spare:
+            path.unlink()
+
+
+def resolve(ckpt: str, runs: Path = RUNS, found: Callable[[Path], None] = lambda run: None) -> Path:
     """The file meant by `ckpt`, verified: a path; a run's name (its newest whole checkpoint); `<run>/best`;
-    `last` (the newest whole checkpoint of the newest run that has one)."""
+    `last` (the newest whole checkpoint of the newest run that has one).
+
+    found: called with the run that a name means before one of its files is chosen"""
     if Path(ckpt).is_file():
         verify(Path(ckpt))
         return Path(ckpt)
@@ -142,6 +162,7 @@ def resolve(ckpt: str, runs: Path = RUNS) -> Path:
     if ckpt == "last":
         for folder in names:
             if checkpoints_of(folder / "checkpoints"):
+                found(folder)
                 return _newest_whole(folder)
         raise CheckpointError(
             f"ckpt=last: no run under {runs}/ has a checkpoint yet. Train first: python train.py"
@@ -149,6 +170,7 @@ def resolve(ckpt: str, runs: Path = RUNS) -> Path:
     name, _, which = ckpt.removeprefix(f"{runs}/").rstrip("/").partition("/")
     folder = runs / name
     if which == "best":
+        found(folder)
         best = folder / "checkpoints" / "best.ckpt"
         verify(best)
         return best
@@ -158,6 +180,7 @@ def resolve(ckpt: str, runs: Path = RUNS) -> Path:
             f"ckpt={ckpt} is neither a file nor a run under {runs}/ with checkpoints. "
             f"Runs, newest first: {have}."
         )
+    found(folder)
     return _newest_whole(folder)
 
 

@@ -30,8 +30,8 @@ NUMBERS: tuple[tuple[str, float, bool, str], ...] = (
     ("above", 0, True, "grad_clip model.softcap"),
 )
 SWITCHES = (
-    "checkpointing deterministic data.document_mask data.verify model.bias model.qk_norm model.causal "
-    "model.tie_embeddings"
+    "checkpointing deterministic overwrite data.document_mask data.verify model.bias model.qk_norm "
+    "model.causal model.tie_embeddings"
 )
 GROUPS = ("attention", "model", "data", "optim", "schedule", "trainer")
 # Arguments of Lightning's Trainer that are decided elsewhere -> where.

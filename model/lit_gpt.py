@@ -7,6 +7,7 @@ seen.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from attention.base import Attention
 from model.gpt import GPT, IGNORE
 
 Schedule = Callable[[int, int], float]
+LARGEST_WEIGHT = 1e4  # weights of trained models are below 100: one beyond this has exploded
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -103,6 +105,7 @@ class LitGPT(L.LightningModule):
         # Called with (step, scalars) when the scalars of a step have arrived on the host, in order.
         self.listeners: list[Callable[[int, dict[str, float]], None]] = []
         self.fault: str | None = None  # the message, once a gradient norm was not finite
+        self.last_loss = 0.0  # of the newest step whose scalars have arrived
         self.stop_requested = False  # by a signal; travels with the step's scalars: all ranks stop alike
         self.val_sums: Tensor | None = None
 
@@ -169,6 +172,7 @@ class LitGPT(L.LightningModule):
     def _deliver(self, due: list[tuple[int, list[float]]]) -> None:
         """Hand the scalars that have arrived to the listeners; stop where they say so, on all ranks alike."""
         for step, (loss, norm, skipped, stop) in due:
+            self.last_loss = loss
             if skipped and self.fault is None:
                 self.fault = (
                     f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped: "
@@ -183,6 +187,16 @@ class LitGPT(L.LightningModule):
     def flush(self) -> None:
         """Wait for the scalars still under way."""
         self._deliver(self.late.take())
+
+    def exploded(self) -> str | None:
+        """Why these weights, finite or not, are of no use; None where nothing says so."""
+        largest = float(_whole(torch.nn.utils.get_total_norm(list(self.net.parameters()), math.inf)))
+        if not largest <= LARGEST_WEIGHT:
+            return f"the largest weight is {largest:.1e}"
+        uniform = math.log(self.net.config.vocab_size)
+        if 2 * uniform < self.last_loss < math.inf:
+            return f"the loss is {self.last_loss:.4g}, where uniform guessing has {uniform:.1f}"
+        return None
 
     def on_validation_start(self) -> None:
         self.flush()
@@ -213,9 +227,7 @@ class LitGPT(L.LightningModule):
         for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
             group["lr"] = settings["lr"] * lr_factor
         grads = [p.grad for p in self.net.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        if hasattr(norm, "full_tensor"):  # FSDP2: a DTensor
-            norm = norm.full_tensor()
+        norm = _whole(torch.nn.utils.get_total_norm(grads))
         found_inf = (~norm.isfinite()).float()
         grad_scale = torch.ones_like(norm)
         if self.grad_clip is not None:
@@ -248,6 +260,11 @@ class LitGPT(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["tilegpt"] = dict(self.travel)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Under FSDP2 a norm is a DTensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 class _Then:

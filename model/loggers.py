@@ -57,7 +57,15 @@ class MetricsCSV(Logger):
             writer = csv.DictWriter(file, self.columns, restval="")
             writer.writeheader()
             writer.writerows(rows)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, self.path)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Rows written so far survive a power cut, as the checkpoint that comes after them does."""
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

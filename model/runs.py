@@ -1,17 +1,31 @@
-"""Where a run lives: its folder under runs/, decided once, under a name that means nothing else, and gone
-again if nothing came of it."""
+"""Where a run lives: its folder under runs_dir, decided once, under a name that means nothing else, one
+process in it at a time, and gone again if nothing came of it."""
 
 from __future__ import annotations
 
+import csv
+import errno
 import itertools
 import os
+import shlex
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from model.checkpoint import RUNS
+from lightning.pytorch.utilities import rank_zero_only
+
+from model.checkpoint import RUNS, CheckpointError, checkpoints_of, link, read_header, step_of, verify
+from model.loggers import MetricsCSV
+
+LOCK = ".lock"  # in the run's folder; locked by the kernel while its process lives, its text says whose it is
+UNWRITABLE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOTDIR, errno.EEXIST
+)  # fmt: skip
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -26,30 +40,107 @@ def fixed_path(variable: str, decide: Callable[[], Path]) -> Iterator[Path]:
         os.environ.pop(variable, None)  # the next job of a sweep is another run
 
 
+class Hold(ExitStack):
+    """The lock of one run, which keeps every other process out of it."""
+
+    run: Path | None = None
+
+    def take(self, run: Path) -> None:
+        """Lock `run` in place of what was locked before. ValueError where another process has it."""
+        if run != self.run:
+            self.close()
+            self.enter_context(_alone(run))
+            self.run = run
+
+
 @contextmanager
-def run_folder(decide: Callable[[], Path]) -> Iterator[Path]:
-    """The folder of a run; one that was empty before and in which nothing was trained goes again."""
+def run_folder(decide: Callable[[], Path], hold: Hold, since: int = -1) -> Iterator[Path]:
+    """The folder of a run, held by this process alone; one that was empty before and in which nothing was
+    trained beyond step `since` goes again. ValueError where another process has it, or it cannot be
+    written."""
     first = "TILEGPT_RUN" not in os.environ
-    with fixed_path("TILEGPT_RUN", decide) as run:
-        new = first and not any(run.iterdir())
+    with fixed_path("TILEGPT_RUN", decide) as run, hold:
+        new = False
         try:
+            if first:
+                hold.take(run)
+                new = all(path.name == LOCK for path in run.iterdir())
             yield run
-        except BaseException:
-            if new and not _begun(run):
+        except BaseException as error:
+            saved = [step_of(path) for path in checkpoints_of(run / "checkpoints")]
+            if new and max([_last_logged(run), *saved]) <= since:
                 shutil.rmtree(run, ignore_errors=True)
+                saved = []
+            goes_on = f"{ckpt_of(run)} continues from step {saved[0]}" if saved else None
+            if isinstance(error, OSError) and error.errno in UNWRITABLE and _within(error.filename, run):
+                raise _unwritable(error.filename or run, error, run.parent, goes_on) from error
+            if goes_on and isinstance(error, CheckpointError | KeyboardInterrupt | SystemExit):
+                error.add_note(goes_on)  # for `user_errors` to say
             raise
 
 
-def _begun(run: Path) -> bool:
-    metrics = run / "metrics.csv"
-    return any(run.glob("checkpoints/*.ckpt")) or (
-        metrics.is_file() and len(metrics.read_text(encoding="utf-8").splitlines()) > 1
+def _within(file: str | None, run: Path) -> bool:
+    """Whether an error is the run's; one of a file that was open names none."""
+    return file is None or run.absolute() in Path(file).absolute().parents or Path(file) == run
+
+
+def _unwritable(path: Any, error: OSError, runs: Path, goes_on: str | None = None) -> ValueError:
+    return ValueError(
+        f"{path} cannot be written: {error.strerror}. Runs lie in {runs}/; runs_dir=... names another folder."
+        + (f" {goes_on}." if goes_on else "")
     )
 
 
-def new_run(name: str | None, choices: Mapping[str, str | None], suffix: str = "") -> Path:
-    """A folder of its own under runs/: `name`, refused where a run is in it, else what was chosen and the
-    time."""
+@contextmanager
+def _alone(run: Path) -> Iterator[None]:
+    """Hold the run's lock, which the kernel takes back however this process ends. Of several ranks, the
+    first has it for all."""
+    from filelock import FileLock, Timeout
+
+    if rank_zero_only.rank:
+        yield
+        return
+    # not filelock's other kind, by a file's existence: what a killed process left would have to be removed
+    lock = FileLock(run / LOCK, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        holder = (run / LOCK).read_text(encoding="utf-8", errors="replace") or "another process"
+        raise ValueError(
+            f"{run} is in use by {holder}: one process at a time trains a run. Wait for it or stop it, or "
+            "give this one a name= of its own."
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise _unwritable(run, error, run.parent) from error
+        print(f"{run} cannot be locked ({error.strerror}): let no second process train this run.")
+        yield
+        return
+    try:
+        (run / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        yield
+    finally:
+        lock.release()
+
+
+def ckpt_of(run: Path, file: Path | None = None) -> str:
+    """What a command line gives to mean this run, or a file of it."""
+    elsewhere = [] if run.parent == RUNS else [f"runs_dir={run.parent}"]
+    return shlex.join([f"ckpt={file or run.name}", *elsewhere])
+
+
+def runs_folder(value: Any) -> Path:
+    """The folder that a value of runs_dir names."""
+    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        raise ValueError(f"runs_dir={value}: it needs to be a folder, in which each run has one of its own.")
+    return Path(str(value))
+
+
+def new_run(
+    name: str | None, choices: Mapping[str, str | None], suffix: str = "", runs: Path = RUNS, base: str = ""
+) -> Path:
+    """A folder of its own in `runs`: `name`, refused where a run is in it, else `base`, else what was chosen
+    and the time."""
     name = None if name in (None, "") else str(name)
     if name is None and _launched():
         raise ValueError(
@@ -57,28 +148,32 @@ def new_run(name: str | None, choices: Mapping[str, str | None], suffix: str = "
             "name=."
         )
     if name is not None:
-        check_name(name)
+        check_name(name, runs)
     made = f"{choices.get('experiment') or choices.get('model')}-{choices.get('attention')}"
-    base = made + time.strftime("-%Y%m%d-%H%M%S") if name is None else name
+    base = name or base or made + time.strftime("-%Y%m%d-%H%M%S")
     for number in itertools.count(1):
-        run = RUNS / f"{base}{suffix}{'' if number == 1 else f'-{number}'}"
+        run = runs / f"{base}{suffix}{'' if number == 1 else f'-{number}'}"
         try:
             run.mkdir(parents=True)
-        except FileExistsError:
+        except FileExistsError as error:
             if name is None:
                 continue  # another run of this second
+            if not run.is_dir():
+                raise _unwritable(run, error, runs) from error
             if any((run / "checkpoints").glob("*.ckpt")):
                 raise ValueError(
-                    f"{run} holds a run already. Continue it with ckpt={run.name}, or choose another name=."
+                    f"{run} holds a run already. Continue it with {ckpt_of(run)}, or choose another name=."
                 ) from None
+        except OSError as error:
+            raise _unwritable(run, error, runs) from error
         return run
 
 
-def check_name(name: str) -> None:
-    """ValueError for what would be no folder right under runs/, or mean something else to ckpt=."""
+def check_name(name: str, runs: Path) -> None:
+    """ValueError for what would be no folder right under `runs`, or mean something else to ckpt=."""
     if "/" in name or name in ("last", ".", ".."):
         raise ValueError(
-            f"name={name}: the name of a folder right under {RUNS}/, without slashes, and not 'last', which "
+            f"name={name}: the name of a folder right under {runs}/, without slashes, and not 'last', which "
             "is the newest run to ckpt=."
         )
 
@@ -90,9 +185,101 @@ def _launched() -> bool:
     return outside and int(os.environ.get(count) or 1) > 1
 
 
-def run_of(ckpt: Path) -> Path | None:
+def run_of(ckpt: Path, runs: Path = RUNS) -> Path | None:
     """The run that a checkpoint lies in; None for a file from anywhere else, whose folder is not ours."""
     folder = Path(os.path.abspath(ckpt)).parent
-    run = RUNS / folder.parent.name
+    run = runs / folder.parent.name
     inside = folder.name == "checkpoints" and run.is_dir() and folder.parent.samefile(run)
     return run if inside else None
+
+
+def run_from(
+    ckpt: Path,
+    step: int,
+    name: str | None,
+    choices: Mapping[str, str | None],
+    runs: Path,
+    overwrite: bool,
+    hold: Hold,
+) -> Path:
+    """The run that goes on from `ckpt`: the one that it lies in, unless that has gone on to a later
+    checkpoint, which stays: then, without `overwrite`, or under another name, a run of its own."""
+    own = run_of(ckpt, runs)
+    if name is not None or own is None:
+        return new_run(name, choices, runs=runs)
+    hold.take(own)
+    later = _later(own, step)[0]
+    if not later or overwrite:
+        return own
+    run = new_run(None, choices, runs=runs, base=f"{own.name}-from-{step}")
+    print(
+        f"{own} has gone on to step {max(later.values())}: going back to step {step} starts a run of its "
+        f"own, {run} (overwrite=true: goes back in {own}, and drops what came after)."
+    )
+    return run
+
+
+def _later(run: Path, step: int) -> tuple[dict[Path, int], list[Path]]:
+    """The run's checkpoints after `step`, with best.ckpt, and their steps; and those that are damaged."""
+    whole, damaged = {}, []
+    for path in checkpoints_of(run / "checkpoints"):
+        if step_of(path) > step:
+            try:
+                verify(path)
+                whole[path] = step_of(path)
+            except CheckpointError:
+                damaged.append(path)
+    best = run / "checkpoints" / "best.ckpt"
+    try:
+        if best.is_file() and (at := read_header(best)[1]) > step:
+            verify(best)
+            whole[best] = at
+    except CheckpointError:  # nothing is lost with it, and `link` replaces it
+        pass
+    return whole, damaged
+
+
+@rank_zero_only
+def begin(run: Path, ckpt: Path | None, step: int | None, overwrite: bool) -> None:
+    """Make the folder what a run that goes on from `ckpt` at `step` begins with; of a new run, nothing.
+
+    Going on in the same folder, what is later than `step` is dropped if that was asked for, and said; in
+    another, the metrics, samples and checkpoints up to that step are taken over."""
+    own = run_of(ckpt, run.parent) if ckpt else None
+    if overwrite and own != run:
+        raise ValueError("overwrite=true goes back within a run, with ckpt= and without name=: leave it out.")
+    if own is None:
+        return
+    later, damaged = _later(own, step)
+    if own == run:
+        for path in damaged:
+            print(f"{path} is damaged: now {path.rename(f'{path}.damaged').name}")
+        if later:
+            last = max(_last_logged(run), *later.values())
+            names = ", ".join(path.name for path in later)
+            names = ", ".join(path.name for path in later)
+            print(f"overwrite=true: {run} loses {names} and the metrics of steps {step + 1} to {last}.")
+        for path in later:
+            path.unlink()
+        return
+    for name in ("metrics.csv", "samples.txt"):
+        if (own / name).is_file():
+            shutil.copyfile(own / name, run / name)
+    MetricsCSV(f"{run}/metrics.csv", step)  # cuts what is after the step, as `Samples` will
+    folder = run / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    link(ckpt, folder / f"step-{step:08d}.ckpt")
+    best = own / "checkpoints" / "best.ckpt"
+    if best.is_file() and best not in later:
+        link(best, folder / best.name)
+
+
+def _last_logged(run: Path) -> int:
+    """The last step in metrics.csv, -1 where there is none."""
+    try:
+        with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
+            return max(
+                (int(row["step"]) for row in csv.DictReader(file) if row["step"].isdigit()), default=-1
+            )
+    except (OSError, KeyError, ValueError):
+        return -1

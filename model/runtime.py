@@ -21,6 +21,7 @@ from model.callbacks import Samples
 from model.calls import attention_calls, require
 from model.config import GPTConfig
 from model.flops import flops_per_token, parameter_count, peak_bf16_flops
+from model.runs import ckpt_of
 from model.saving import Checkpoints, Interrupt
 
 # What Lightning would do a second time: we have our own progress, checkpoints, order of data and step.
@@ -183,13 +184,13 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
     + the signal's number after one."""
     if not trainer.is_global_zero:
         return
+    again = ckpt_of(run)
     callbacks = {type(callback): callback for callback in trainer.callbacks}
     samples, interrupt, checkpoints = (callbacks.get(kind) for kind in (Samples, Interrupt, Checkpoints))
     if lit.fault:
-        good = f" Good weights: {run}/checkpoints (ckpt={run.name})." if checkpoints else ""
-        raise ValueError(lit.fault + good)
+        raise ValueError(lit.fault + (checkpoints.after_fault() if checkpoints else ""))
     if interrupt is not None and interrupt.received is not None and trainer.global_step < trainer.max_steps:
-        goes_on = f", saved. Continue: python train.py ckpt={run.name}" if checkpoints else ""
+        goes_on = f", saved. Continue: python train.py {again}" if checkpoints else ""
         print(f"Stopped at step {trainer.global_step}{goes_on}")
         raise SystemExit(128 + signal.Signals(interrupt.received))
     if samples is not None and samples.last is not None:
@@ -202,8 +203,8 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
     if checkpoints is not None:
         print(f"checkpoints  {run}/checkpoints")
         if trainer.datamodule.tokenizer is not None and lit.net.config.causal:
-            print(f"generate     python scripts/generate.py ckpt={run.name}")
-        print(f"train on     python train.py ckpt={run.name} trainer.max_steps={2 * trainer.max_steps}")
+            print(f"generate     python scripts/generate.py {again}")
+        print(f"train on     python train.py {again} trainer.max_steps={2 * trainer.max_steps}")
     given = sys.argv[1:]
     # with ckpt= the command line does not say what it goes on with; a sweep compares already
     if not any(word.startswith("ckpt=") or word in ("-m", "--multirun") for word in given):

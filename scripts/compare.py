@@ -49,6 +49,7 @@ USUAL: dict[str, Any] = {
     "alibi": False,
     "segments": None,
     "ckpt": None,
+    "runs_dir": None,
     "text": None,
 }
 WHOLE = ("seed", "batch", "heads", "kv_heads", "seq_len", "head_dim", "window", "segments")
@@ -83,7 +84,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
                 raise ValueError(f"softcap={text}: it needs a number.") from None
     if (given["ckpt"] is None) != (given["text"] is None):
         raise ValueError("ckpt= and text= go together: the model, and what it reads.")
-    shapes = [a for a in arguments if a.split("=")[0] not in (*ANY_MODE, "ckpt", "text")]
+    shapes = [a for a in arguments if a.split("=")[0] not in (*ANY_MODE, "ckpt", "runs_dir", "text")]
     if given["ckpt"] is not None and shapes:
         raise ValueError(f"{' '.join(shapes)}: with ckpt= the shapes are the model's; leave that out.")
     return given

@@ -100,7 +100,7 @@ def compare_run(
     from conf.compose import build_attention
     from conf.resume import load_run
 
-    model, tokenizer, cfg = load_run(given["ckpt"], [])
+    model, tokenizer, cfg = load_run(given["ckpt"], [], given["runs_dir"])
     tokens = tokenizer.encode(given["text"])
     if len(tokens) < 2:
         raise ValueError(f"text={given['text']!r} has {len(tokens)} tokens: a loss takes two at least.")

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 CONFIG = ROOT / "conf" / "generate.yaml"
 KINDS: dict[str, Any] = {
-    **dict.fromkeys(("ckpt", "prompt", "prompt_file", "device", "precision"), str),
+    **dict.fromkeys(("ckpt", "runs_dir", "prompt", "prompt_file", "device", "precision"), str),
     **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
     **dict.fromkeys(("temperature", "top_p"), float),
     **dict.fromkeys(("kv_cache", "compile"), bool),
     "stop": list,
 }
-NULLABLE = ("prompt_file", "top_k", "top_p", "seed", "stop")
+NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop")
 # Least and greatest; those of temperature, top_k and top_p are checked where tokens are drawn.
 RANGES = {"num_samples": (1, 2**16), "max_new_tokens": (1, 2**24), "seed": (0, 2**64 - 1)}
 MOST_TOKENS = 2**28  # of all rows together, 8 bytes each
@@ -225,7 +225,7 @@ def write(arguments: Sequence[str]) -> None:
 
     options, overrides = parse(arguments)
     device, dtype = placement(options["device"], options["precision"])
-    model, tokenizer, cfg = load_run(options["ckpt"], overrides)
+    model, tokenizer, cfg = load_run(options["ckpt"], overrides, options["runs_dir"])
     run(model.to(device, dtype), tokenizer, cfg, options)
 
 

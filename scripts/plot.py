@@ -45,7 +45,7 @@ def draw(runs: list[Path], out: Path, title: str) -> None:
     for i, run in enumerate(runs):
         path = run / "metrics.csv" if run.is_dir() else run
         if not path.is_file():
-            raise SystemExit(f"{run} has no metrics.csv: give folders under runs/.")
+            raise SystemExit(f"{run} has no metrics.csv: give folders of runs.")
         colour = COLOURS[i % len(COLOURS)]
         steps, losses = column(path, "train/loss")
         axes.plot(steps, smoothed(losses, max(1, len(losses) // 50)), color=colour, lw=1, alpha=0.6)
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders under runs/, or metrics.csv files")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, or metrics.csv files")
     parser.add_argument(
         "--out", type=Path, default=Path("loss.svg"), help="svg, png or pdf (default: loss.svg)"
     )

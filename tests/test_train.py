@@ -36,6 +36,7 @@ def run(folder: Path) -> tuple[Path, str]:
 def test_the_files_of_a_run(run: tuple[Path, str]) -> None:
     path, _ = run
     assert {entry.name for entry in path.iterdir()} == {
+        ".lock",
         "checkpoints",
         "config.yaml",
         "metrics.csv",
@@ -173,7 +174,11 @@ def test_without_callbacks(off: tuple[str, ...], tmp_path: Path) -> None:
     write_book(tmp_path)
     result = train_here(tmp_path, *bare, *off, "name=a", "trainer.max_steps=2", tiny=False)
     assert result.code == 0, result.err
-    assert {path.name for path in (tmp_path / "runs" / "a").iterdir()} == {"config.yaml", "metrics.csv"}
+    assert {path.name for path in (tmp_path / "runs" / "a").iterdir()} == {
+        ".lock",
+        "config.yaml",
+        "metrics.csv",
+    }
 
 
 def test_a_run_goes_on_without_its_callbacks(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_run_that_meets_a_nan_ends_with_good_weights(tmp_path: Path) -> None:
         result = train_here(tmp_path, "name=a", "callbacks.metrics.every=10")
     assert result.code == 1 and "Traceback" not in result.err
     assert "error: Step 13: the gradient norm is nan (loss 2." in result.err
-    assert "Lower optim.lr" in result.err and "runs/a/checkpoints (ckpt=a)" in result.err
+    assert "Lower optim.lr" in result.err and "Saved: step 13 (ckpt=a)." in result.err
     table = rows(tmp_path / "runs" / "a")
     assert max(table) == 13 and table[13]["train/grad_norm"] == "nan"  # logged out of turn
     saved = read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000013.ckpt")["state_dict"]
