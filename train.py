@@ -153,7 +153,7 @@ def train(
     dtype = runtime.compute_dtype(precision)
     explained = partial(out_of_memory_explained, config, device, dtype, run)
     with explained():
-        data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes)
+        data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes, ckpt)
 
     # files only now, when little is left that could be refused
     begin(run, ckpt, resume_step, cfg.overwrite)
@@ -173,7 +173,12 @@ def train(
 
 
 def build(
-    cfg: DictConfig, choices: dict[str, Any], device: torch.device, dtype: torch.dtype, devices: int
+    cfg: DictConfig,
+    choices: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    devices: int,
+    ckpt: Path | None = None,
 ) -> tuple[Any, Any, Any]:
     """Data, model, and the attention call that trains."""
     from dataclasses import replace
@@ -182,6 +187,7 @@ def build(
     from hydra.utils import instantiate
 
     from model import runtime
+    from model.checkpoint import read_data
     from model.checks import called
     from model.gpt import GPT, GPTConfig
     from model.lit_gpt import LitGPT
@@ -200,6 +206,8 @@ def build(
     )
     data.prepare_data()
     data.setup()
+    if ckpt is not None:
+        data.require_same(*read_data(ckpt))
     config = replace(config, vocab_size=data.vocab_size)
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     lit = LitGPT(

@@ -6,11 +6,9 @@ in memory.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +18,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from data.files import each_once, find_text
 from data.options import fraction, shown, whole
-from data.textfiles import content_hash, count_chars, read_parts
+from data.textfiles import content_hash, count_chars, read_parts, state_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,10 @@ class Corpus:
     def size(self) -> int | None:
         """About how many bytes of text there are, or None where only reading would tell."""
         return None
+
+    def changed(self) -> list[str]:
+        """Files that were written to since `describe` read them."""
+        return []
 
 
 def unit_hash(text: str) -> float:
@@ -95,7 +98,7 @@ class FileCorpus(Corpus):
     @cached_property
     def files(self) -> dict[str, Path]:
         """Non-empty files by relative name, sorted by it: listed once, so that key, split and text agree."""
-        return dict(sorted(self._find().items()))
+        return each_once(self._find())
 
     def _find(self) -> dict[str, Path]:
         raise NotImplementedError
@@ -109,10 +112,17 @@ class FileCorpus(Corpus):
     def describe(self) -> dict[str, Any]:
         return dict(self._facts)
 
+    def changed(self) -> list[str]:
+        return [str(path) for path, state in self._states.items() if state_of(path) != state]
+
+    @cached_property
+    def _states(self) -> dict[Path, tuple[int, ...] | None]:
+        return {path: state_of(path) for path in self.files.values()}
+
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """Hashes the files: once, as they are listed once."""
-        files = self.files
+        """Hashes the files: once, as they are listed once; noted before, so that no change is missed."""
+        files, _ = self.files, self._states
         listing = [[name, path.stat().st_size, content_hash(path)] for name, path in files.items()]
         return {
             "corpus": self.name,
@@ -191,13 +201,18 @@ class StdlibCorpus(FileCorpus):
 class TextCorpus(FileCorpus):
     """UTF-8 text of the user's own.
 
-    path: a file, a folder (searched recursively) or a glob such as "src/**/*.py".
+    path: a file, a folder (searched recursively) or a glob such as "src/**/*.py". Whichever it is, a file is
+    read once, and named from the folder on, or from where the glob's first wildcard is: the same files at
+    another place are the same corpus.
     pattern: which files of a folder; hidden ones in it are left out, unless they are what `path` names.
+    whole_names: a glob's files are named as they were once, by all of their path, which decides who is in
+    validation: for runs from then.
     on_bad_encoding: "refuse" or "skip" (and count) files that are not UTF-8 text.
     """
 
     path: str = ""
     pattern: str = "**/*.txt"
+    whole_names: bool = False
     name: ClassVar[str] = "text"
     KEYS: ClassVar[str] = "data"
 
@@ -214,37 +229,7 @@ class TextCorpus(FileCorpus):
     def _find(self) -> dict[str, Path]:
         if not self.path:
             raise ValueError("no path given: say which text, as in data=text data.path=book.txt")
-        path = Path(self.path).expanduser()
-        if path.is_file():
-            found = {path.name: path}
-        elif path.is_dir():
-            found = {p.relative_to(path).as_posix(): p for p in path.glob(self.pattern) if p.is_file()}
-            found = {name: p for name, p in found.items() if not self._hidden(name)}
-        else:
-            found = {p: Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
-            if not found:
-                raise ValueError(
-                    f"data.path={self.path}: no such file or folder, and as a glob it matches no file"
-                )
-        if not found:
-            raise ValueError(f"{path} holds no file that matches {self.pattern!r}{self._what_there_is(path)}")
-        full = {name: p for name, p in found.items() if p.stat().st_size}
-        if not full:
-            what = "is empty" if len(found) == 1 else f"all {len(found)} files are empty"
-            raise ValueError(f"data.path={self.path}: {what}; give a file with text in it")
-        return full
-
-    @staticmethod
-    def _hidden(name: str) -> bool:
-        return any(part.startswith(".") and part not in (".", "..") for part in Path(name).parts)
-
-    @staticmethod
-    def _what_there_is(folder: Path) -> str:
-        kinds = Counter(p.suffix for p in folder.rglob("*") if p.is_file() and p.suffix).most_common(3)
-        if not kinds:
-            return ": give a folder with text files"
-        listing = ", ".join(f"{n} {suffix}" for suffix, n in kinds)
-        return f" (there are: {listing}): choose the files with data.pattern='**/*{kinds[0][0]}'"
+        return find_text(self.path, self.pattern, self.whole_names)
 
 
 @dataclass

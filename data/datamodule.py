@@ -7,6 +7,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -242,12 +243,40 @@ class TokenDataModule(lightning.LightningDataModule):
         return {"fingerprint": self.fingerprint, "seed": self.seed, "seq_len": self.seq_len}
 
     def _check_same(self, state: dict[str, Any]) -> None:
-        for name, here in self._order().items():
-            if state[name] != here:
+        for name in ("seed", "seq_len"):
+            if state[name] != (here := getattr(self, name)):
                 raise ValueError(
                     f"the {name} of the data is not the checkpoint's: {here} here, {state[name]} there, so "
                     "the windows would be others. Continue with the same data settings, or start a new run"
                 )
+        if state["fingerprint"] != self.fingerprint:
+            raise self._changed()
+
+    def _changed(self) -> ValueError:
+        path = getattr(self.corpus, "path", None)
+        return ValueError(
+            f"data{f'.path={path}' if path else f'={self.corpus.name}'}: the text has changed since the "
+            "checkpoint was written, and a run goes on with its own text alone. Give that, wherever it lies "
+            "now, or start a new run without ckpt="
+        )
+
+    def require_same(self, state: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
+        """ValueError unless text and tokenizer are those of a checkpoint, by its `state_dict` and its
+        tokenizer's dictionary: where the text lies is not asked, and equal ids of other characters are
+        noticed. A glob's files once had other names, and validation other files: then those are taken."""
+        self.setup()
+        corpus = self.corpus
+        if state["fingerprint"] != self.fingerprint and getattr(corpus, "whole_names", None) is False:
+            older = replace(corpus, whole_names=True)
+            if older.describe() != corpus.describe():
+                self.corpus, self._files = older, None
+                vars(self).pop("tokenizer", None)
+                self.prepare_data()
+                self.setup()
+        self._check_same(state)
+        here = self.tokenizer and self.tokenizer.to_dict()
+        if tokenizer != here and (tokenizer and tokenizer_from_dict(tokenizer).to_dict()) != here:
+            raise self._changed()
 
 
 def text_datamodule(

@@ -17,6 +17,7 @@ from typing import Any
 
 from data.corpora import Corpus, Piece, unit_hash
 from data.options import fraction, whole
+from data.storage import Unfinished
 
 PROBE_TIMEOUT_S = 5.0
 OFFLINE_CHOICES = "data=stdlib, or data=text data.path=<your file or folder>"
@@ -107,7 +108,7 @@ class HubCorpus(Corpus):
             for row in _stream(self.dataset, self.config, self.revision, split):
                 yield row[self.column]
         except Exception as error:  # datasets raises whatever its transport raises
-            raise ValueError(
+            raise Unfinished(
                 f"reading {self.column!r} of {self.dataset} ({split}) from the Hugging Face Hub failed: "
                 f"{type(error).__name__}: {error}. Run again to continue (finished shards are kept), or work "
                 f"offline: {OFFLINE_CHOICES}"

@@ -7,7 +7,6 @@ either a prepared folder or one to be continued, and never one that merely looks
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -24,7 +23,16 @@ from typing import Any
 import numpy as np
 
 from data.corpora import Corpus, Piece, unit_hash
-from data.storage import SCHEMA, Progress, load_meta, locked, write_atomically
+from data.storage import (
+    SCHEMA,
+    Progress,
+    Unfinished,
+    explained,
+    join_shards,
+    load_meta,
+    locked,
+    write_atomically,
+)
 from data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
@@ -41,6 +49,7 @@ CHUNK_CHARS = (
 )  # the first chunks are small, to spread a small corpus over the pool; later ones large
 SAMPLE_CHARS = 1 << 16  # what BPE learns from is drawn in blocks of about this: of a book, many
 NAMES_LISTED = 2000  # documents: up to here the meta lists who is in validation, beyond it holds a hash
+_CHANGED = "{} was written to while it was prepared: run again when it is whole"
 BYTES_A_PROCESS = 4 << 20  # a process takes half a second to start, in which it could tokenise 2 MB
 
 
@@ -64,26 +73,36 @@ def prepare(
     """The folder with the token files and `meta.json`; made now unless it is there already.
 
     workers: processes that tokenise, by default up to one per core; 1: this one. A second process
-    that asks for the same waits for the first. ValueError for bad input, a damaged folder and a full disk.
+    that asks for the same waits for the first. ValueError for bad input, a damaged folder, and a disk that is
+    full or cannot be written; nothing is left of what would fail again.
     """
-    folder, identity = folder_of(corpus, tokenizer, data_dir)
-    if (folder / "meta.json").exists():
-        load_meta(folder)
-        return folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, identity = folder_of(corpus, tokenizer, data_dir)
+        if (folder / "meta.json").exists():
+            load_meta(folder)
+            return folder
         with locked(folder, quiet):
             if not (folder / "meta.json").exists():
-                _build(corpus, identity, folder, workers, quiet)
+                _build_or_remove(corpus, identity, folder, workers, quiet)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ValueError(
-            f"the disk is full: {folder} could not be written ({error.strerror}). Free some space, or choose "
-            "another place with data.data_dir=<folder>, and run again: finished shards are kept and reused"
-        ) from error
+        raise explained(error, Path(data_dir)) from error
     load_meta(folder, verify=True)
     return folder
+
+
+def _build_or_remove(corpus: Corpus, identity: dict[str, Any], folder: Path, *how: Any) -> None:
+    """Removes the folder where it holds no shard, or shards of no use: the same text would fail the same
+    way, and another text has another folder."""
+    try:
+        _build(corpus, identity, folder, *how)
+    except BaseException as error:
+        mistake = isinstance(error, ValueError) and not isinstance(error, Unfinished)
+        changed = corpus.changed()
+        if changed or mistake or not any(folder.glob("shards/*.json")):
+            shutil.rmtree(folder, ignore_errors=True)
+        if changed and isinstance(error, (ValueError, OSError)):
+            raise ValueError(_CHANGED.format(changed[0])) from error
+        raise
 
 
 def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int | None, quiet: bool) -> None:
@@ -99,13 +118,17 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
         tokenizer = _tokenizer(corpus, identity["tokenizer"], folder)
         dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
         done = _tokenise(corpus, tokenizer, dtype, shards, workers, progress)
-        splits = {split: _join(split, done, shards, folder, np.dtype(dtype).itemsize) for split in SPLITS}
+        splits = {
+            split: join_shards(split, done, shards, folder, np.dtype(dtype).itemsize) for split in SPLITS
+        }
         for split, facts in splits.items():
             if facts["tokens"] < 2:
                 raise ValueError(
                     f"the {split} split of {corpus.name} has {facts['tokens']} tokens and needs 2 or more: "
                     "give more text, or raise max_documents or val_fraction"
                 )
+        if changed := corpus.changed():
+            raise ValueError(_CHANGED.format(changed[0]))
         names = [name for shard in done for name in shard["val_documents"]]
         listed = sum(facts["documents"] for facts in splits.values()) <= NAMES_LISTED
         meta = identity | {
@@ -216,7 +239,7 @@ def _tokenise(
             while pending and (corpus.max_tokens is None or train_tokens < corpus.max_tokens):
                 collect()
         except BrokenProcessPool as error:
-            raise ValueError(
+            raise Unfinished(
                 "a process that tokenises was killed, most likely for want of memory: run again (finished "
                 "shards are kept), with fewer of them by data.prepare_workers=1"
             ) from error
@@ -274,31 +297,3 @@ def _make_shard(chunk: list[Piece], stem: Path) -> dict[str, Any]:
         facts["tokens"][split], facts["bytes"][split] = count, n_bytes
     write_atomically(stem.with_suffix(".json"), [json.dumps(facts).encode()])
     return facts
-
-
-def _join(
-    split: str, done: list[dict[str, Any]], shards: Path, folder: Path, itemsize: int
-) -> dict[str, Any]:
-    """Joins the shards of a split; the facts for the meta."""
-    stems = [shards / f"{index:06d}" for index in range(len(done))]
-    tokens = sum(facts["tokens"][split] for facts in done)
-
-    def documents() -> Iterator[bytes]:
-        offset = 0
-        for stem, facts in zip(stems, done, strict=True):
-            ends = np.frombuffer(stem.with_suffix(f".{split}.docs.bin").read_bytes(), dtype="<i8")
-            yield (ends + offset).tobytes()
-            offset += facts["tokens"][split]
-
-    bodies = (stem.with_suffix(f".{split}.bin").read_bytes() for stem in stems)
-    files = {
-        f"{split}.bin": write_atomically(folder / f"{split}.bin", bodies),
-        f"{split}.docs.bin": write_atomically(folder / f"{split}.docs.bin", documents()),
-    }
-    assert files[f"{split}.bin"]["bytes"] == tokens * itemsize
-    return {
-        "tokens": tokens,
-        "documents": files[f"{split}.docs.bin"]["bytes"] // 8,
-        "bytes": sum(facts["bytes"][split] for facts in done),
-        "files": files,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -11,7 +12,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
+
+import numpy as np
 
 SCHEMA = 1
 ALWAYS_HASHED = (
@@ -41,17 +44,54 @@ def write_atomically(path: Path, blocks: Iterable[bytes]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
+class Unfinished(ValueError):
+    """Something from outside ended a preparation: run again, and it goes on with its finished shards."""
+
+
+def explained(error: OSError, data_dir: Path) -> Exception:
+    """An error of the file system with the key that it is about."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ValueError(
+            f"the disk is full: {data_dir} could not be written ({error.strerror}). Free some space, or "
+            "choose another place with data.data_dir=<folder>, and run again: finished shards are kept"
+        )
+    if error.filename is None:
+        return error
+    place = Path(error.filename)
+    if data_dir in (place, *place.parents) or place in data_dir.parents:
+        return ValueError(
+            f"data.data_dir={data_dir}: {place} cannot be written ({error.strerror}). Choose a folder that "
+            "can be, with data.data_dir=<folder>"
+        )
+    return ValueError(
+        f"{place} cannot be read ({error.strerror}): choose the text with data.path=<file, folder or glob>"
+    )
+
+
 @contextmanager
 def locked(folder: Path, quiet: bool = False) -> Iterator[None]:
-    """Holds the folder's lock; waits, saying so, while another process has it. A killed holder frees it."""
-    with (folder / ".lock").open("w") as file:
+    """Makes the folder and holds its lock; waits, saying so, while another process has it. A killed holder
+    frees it; one that failed has removed the folder, which is then made anew."""
+    with _lock(folder, quiet):
+        yield
+
+
+def _lock(folder: Path, quiet: bool) -> IO[str]:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            file = (folder / ".lock").open("w")
+        except FileNotFoundError:  # removed in between
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not quiet:
                 print(f"another process is preparing {folder}: waiting for it", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # of a folder that is gone
 
 
 def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
@@ -82,6 +122,34 @@ def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
             if (verify or size <= ALWAYS_HASHED) and file_sha256(path) != expected["sha256"]:
                 raise ValueError(f"{path} was altered after its preparation (its sha256 differs): {remedy}")
     return meta
+
+
+def join_shards(
+    split: str, done: list[dict[str, Any]], shards: Path, folder: Path, itemsize: int
+) -> dict[str, Any]:
+    """Joins the shards of a split; the facts for the meta."""
+    stems = [shards / f"{index:06d}" for index in range(len(done))]
+    tokens = sum(facts["tokens"][split] for facts in done)
+
+    def documents() -> Iterator[bytes]:
+        offset = 0
+        for stem, facts in zip(stems, done, strict=True):
+            ends = np.frombuffer(stem.with_suffix(f".{split}.docs.bin").read_bytes(), dtype="<i8")
+            yield (ends + offset).tobytes()
+            offset += facts["tokens"][split]
+
+    bodies = (stem.with_suffix(f".{split}.bin").read_bytes() for stem in stems)
+    files = {
+        f"{split}.bin": write_atomically(folder / f"{split}.bin", bodies),
+        f"{split}.docs.bin": write_atomically(folder / f"{split}.docs.bin", documents()),
+    }
+    assert files[f"{split}.bin"]["bytes"] == tokens * itemsize
+    return {
+        "tokens": tokens,
+        "documents": files[f"{split}.docs.bin"]["bytes"] // 8,
+        "bytes": sum(facts["bytes"][split] for facts in done),
+        "files": files,
+    }
 
 
 def file_sha256(path: Path) -> str:

@@ -106,6 +106,12 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     return checkpoint["tilegpt"], checkpoint["global_step"]
 
 
+def read_data(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What a verified file says of its data: the data module's state and the tokenizer."""
+    checkpoint = read_checkpoint(path, verified=True, mmap=True)
+    return checkpoint["TokenDataModule"], checkpoint["tilegpt"]["tokenizer"]
+
+
 def verify(path: Path) -> None:
     """Read every byte against its CRC; CheckpointError where the file is missing, truncated or damaged."""
     if not path.is_file():

@@ -240,7 +240,6 @@ def test_nothing_differs(tmp_path: Path) -> None:
         ("model.position=rope", "model.position"),
         ("seq_len=32", "seq_len"),
         ("seed=1", "seed"),
-        ("data.path=other.txt", "data.path"),
         ("data.tokenizer.kind=char", "data.tokenizer.kind"),
         ("data=synthetic", "data"),
         ("model=llama_tiny", "model.n_kv_head"),
@@ -258,6 +257,14 @@ def test_what_would_be_another_run_is_refused_by_name(override: str, name: str, 
     assert result.code == 1
     assert "Traceback" not in result.err and name in result.err, result.err
     assert result.err.startswith("error: ") and result.err.count("error: ") == 1
+    assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
+
+
+def test_a_text_that_has_changed_is_refused_wherever_it_lies(finished: Path) -> None:
+    before = (finished / "runs" / "a" / "metrics.csv").read_bytes()
+    result = train_here(finished, "ckpt=a", "trainer.max_steps=30", "data.path=other.txt", tiny=False)
+    said = "\nerror: data.path=other.txt: the text has changed since the checkpoint was written"
+    assert result.code == 1 and said in result.err, result.err
     assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
 
 
@@ -310,7 +317,8 @@ def test_another_file_of_a_group_keeps_the_steps(finished: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     assert train_here(folder, "name=a").code == 0
-    write_book(folder).rename(folder / "other.txt")
+    write_book(folder, 5990).rename(folder / "other.txt")
+    write_book(folder).rename(folder / "copy.txt")
     write_book(folder)
     return folder
 
@@ -318,7 +326,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_may_change_does(finished: Path) -> None:
     result = train_here(
         finished, "ckpt=a", "name=b", "trainer.max_steps=25", "model.dropout=0.1", "optim.lr=1e-3",
-        "data.batch_size=2", "data.path=book.txt", tiny=False,
+        "data.batch_size=2", "data.path=copy.txt", tiny=False,
     )  # fmt: skip
     assert result.code == 0, result.err
     table = rows(finished / "runs" / "b")

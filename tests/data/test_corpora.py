@@ -1,8 +1,22 @@
+import bz2
+import glob
+import gzip
+import io
+import lzma
+import os
+import shutil
+import socket
+import tarfile
+import zipfile
+from pathlib import Path
+
 import pytest
 
 from data import textfiles
 from data.corpora import StdlibCorpus, SyntheticCorpus, TextCorpus, hash_split
+from data.files import matches
 from data.prepare import folder_of
+from tests.data.conftest import write_folder
 
 
 def documents(corpus) -> dict[str, dict[str, str]]:
@@ -76,12 +90,117 @@ def test_a_hidden_file_that_is_named_is_read(tmp_path, monkeypatch):
         (tmp_path / name).write_text("text")
     for path, found in (
         (".book.txt", [".book.txt"]),
-        ("h/.hid/*.txt", ["h/.hid/a.txt"]),
+        ("h/.hid/*.txt", ["a.txt"]),
         ("h/.hid", ["a.txt"]),
         ("h", ["b.txt"]),
         (".", ["h/b.txt"]),
     ):
         assert list(TextCorpus(path=path).files) == found
+
+
+def test_a_glob_means_what_globs_mean(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b/c/x.txt", "a/b/y.txt", "a/.h/x.txt", "a/[b]/x.txt", "x.txt", ".x.txt", "d/b/x.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    patterns = [
+        "**/*.txt",
+        "**",
+        "a/**",
+        "*/**/x.*",
+        "**/b/**/*.txt",
+        "**/**/*",
+        "a/**/../*",
+        "[ad]/*/*",
+        "./**/x.txt",
+    ]
+    for pattern in [*patterns, f"{tmp_path}/**/*.txt", "nowhere/**/*", "a/[[]b]/*", "x.txt/**"]:
+        expected = {str(Path(p)) for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)}
+        found = {str(Path(p)) for p in matches(pattern) if os.path.isfile(p)}
+        assert {os.path.normpath(p) for p in found} == {os.path.normpath(p) for p in expected}, pattern
+
+
+def test_each_file_is_read_once_whatever_leads_to_it(tmp_path):
+    """Two loops: a glob that goes round them has 2^40 paths to each file."""
+    root, outside = write_folder(tmp_path / "root", n_files=3), write_folder(tmp_path / "outside", n_files=1)
+    (root / "sub").mkdir()
+    for link, target in (("a", "."), ("sub/b", ".."), ("far", outside), ("00.txt", "002.txt")):
+        (root / link).symlink_to(target)
+    os.link(root / "001.txt", root / "sub" / "hard.txt")
+    own = ["000.txt", "001.txt", "002.txt"]
+    assert list(TextCorpus(path=str(root)).files) == own
+    for pattern in ("**/*.txt", "sub/../**/*.txt", "sub/b/**/*.txt"):
+        corpus = TextCorpus(path=f"{root}/{pattern}")
+        assert list(corpus.files) == [*own, "far/000.txt"], pattern
+        assert corpus.size() == sum(
+            path.stat().st_size for path in (*root.glob("0*.txt"), outside / "000.txt")
+        ) - len((root / "002.txt").read_bytes())
+
+
+def test_the_same_files_elsewhere_are_the_same_corpus(folder, tmp_path):
+    before = [TextCorpus(path=f"{folder}{rest}").describe() for rest in ("", "/**/*.txt", "/00*.txt")]
+    moved = shutil.move(folder, tmp_path / "elsewhere")
+    assert before == [TextCorpus(path=f"{moved}{rest}").describe() for rest in ("", "/**/*.txt", "/00*.txt")]
+    assert before[0] == before[1] != before[2]
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "is a pipe"),
+        (make_socket, "is a socket"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a character device"),
+        (lambda path: path.symlink_to("gone"), "is a symbolic link that leads nowhere"),
+        (lambda path: path.symlink_to(path.name), "is a symbolic link that leads nowhere"),
+    ],
+)
+def test_what_is_no_file_is_named_and_never_opened(tmp_path, monkeypatch, make, message):
+    monkeypatch.chdir(tmp_path)
+    make(Path("it"))
+    with pytest.raises(ValueError, match=rf"data\.path=it {message}: give a file with text"):
+        TextCorpus(path="it").describe()
+    Path("a.txt").write_text("text")
+    assert list(TextCorpus(path="*").files) == list(TextCorpus(path=".", pattern="*").files) == ["a.txt"]
+
+
+def packed(kind: str) -> bytes:
+    stream, text = io.BytesIO(), "Call me Ishmael. Some years ago, never mind how long. " * 20
+    if kind == "zip":
+        with zipfile.ZipFile(stream, "w") as archive:
+            archive.write(__file__)
+        return stream.getvalue()
+    if kind == "tar":
+        with tarfile.open(fileobj=stream, mode="w") as archive:
+            archive.add(__file__)
+        return stream.getvalue()
+    if kind.startswith("utf"):
+        return text.encode(kind)
+    return {"gzip": gzip, "bzip2": bz2, "xz": lzma}[kind].compress(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("utf-16", "it is UTF-16: convert it, as by iconv -f UTF-16 -t UTF-8"),
+        ("utf-16-le", "it is UTF-16 without a byte order mark: .*UTF-16LE"),
+        ("utf-16-be", "it is UTF-16 without a byte order mark: .*UTF-16BE"),
+        ("utf-32", "it is UTF-32: convert"),
+        ("gzip", "it is compressed by gzip: unpack it, as by gunzip -k"),
+        ("bzip2", "compressed by bzip2"),
+        ("xz", "compressed by xz"),
+        ("zip", "a zip archive"),
+        ("tar", "a tar archive: .*give the folder"),
+    ],
+)
+def test_text_that_is_packed_or_encoded_otherwise_is_named(tmp_path, kind, message):
+    (tmp_path / "book.txt").write_bytes(packed(kind))
+    with pytest.raises(ValueError, match=rf"book\.txt cannot be read as text: .*{message}"):
+        list(TextCorpus(path=str(tmp_path / "book.txt")).pieces())
 
 
 @pytest.mark.parametrize(

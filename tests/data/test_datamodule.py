@@ -1,6 +1,7 @@
 import itertools
 import os
 import pickle
+import shutil
 from types import SimpleNamespace
 
 import lightning
@@ -182,8 +183,39 @@ def test_state_travels_and_refuses_other_data(make, tmp_path):
     other = write_folder(tmp_path / "texts", n_files=12)
     module = TokenDataModule(TextCorpus(path=str(other)), "byte", data_dir=tmp_path / "o", seq_len=16, seed=5)
     ready(module)
-    with pytest.raises(ValueError, match="fingerprint of the data"):
+    with pytest.raises(ValueError, match=r"data\.path=.*texts: the text has changed since"):
         module.load_state_dict(state)
+
+
+def test_a_corpus_is_known_by_its_content_and_its_tokenizer(tmp_path):
+    def module(path, tokenizer="char", **options):
+        corpus = TextCorpus(path=str(path), **options)
+        return ready(TokenDataModule(corpus, tokenizer, data_dir=tmp_path / "out", seq_len=16))
+
+    def known(before, after):
+        after.require_same(before.state_dict(), before.tokenizer.to_dict())
+
+    book, same, moved = (tmp_path / name for name in ("book.txt", "same.txt", "moved"))
+    book.write_text("abcd" * 500)
+    same.write_text("bcde" * 500)
+    old = module(book)
+    with pytest.raises(ValueError, match=r"data\.path=.*same\.txt: the text has changed since"):
+        known(old, module(same))
+    assert module(same).state_dict() == old.state_dict()  # the ids are equal, their characters are not
+    write_folder(moved)
+    known(
+        module(moved, {"kind": "bpe", "vocab_size": 300}),
+        module(f"{moved}/*", {"kind": "bpe", "vocab_size": 300}),
+    )
+    # a run from when a glob's files had the whole path for a name: other files were validation
+    before = module(f"{moved}/*.txt", whole_names=True)
+    after = module(f"{moved}/*.txt")
+    assert after.fingerprint != before.fingerprint
+    known(before, after)
+    assert after.fingerprint == before.fingerprint and after.state_dict() == before.state_dict()
+    shutil.move(book, moved / "000.txt")
+    with pytest.raises(ValueError, match="has changed since"):
+        known(before, module(f"{moved}/*.txt"))
 
 
 @pytest.mark.parametrize(

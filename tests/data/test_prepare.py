@@ -249,11 +249,46 @@ def test_the_meta_says_what_went_in(folder, tmp_path, monkeypatch):
     assert isinstance(many["val_documents"], str) and len(many["val_documents"]) == 64
 
 
-def test_too_little_text_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"abc", "val split of text has 1 tokens and needs 2"),
+        (b"text\n" * 9999 + b"\xff", "a.txt cannot be read"),
+    ],
+)
+def test_what_is_refused_leaves_no_folder(tmp_path, content, message, small_chunks):
     path = tmp_path / "a.txt"
-    path.write_text("abc")
-    with pytest.raises(ValueError, match="val split of text has 1 tokens and needs 2"):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         prepare(TextCorpus(path=str(path)), "char", tmp_path / "out", quiet=True)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.open("a").write("more\n"),
+        lambda path: os.truncate(path, 10),
+        lambda path: path.write_bytes(b"\xff" * path.stat().st_size),
+        lambda path: path.unlink(),
+        lambda path: os.replace(path.with_name("000.txt"), path),
+    ],
+    ids=["grows", "shrinks", "is another", "is gone", "is replaced"],
+)
+def test_a_file_that_is_written_to_while_it_is_prepared_is_noticed(
+    folder, tmp_path, change, small_chunks, monkeypatch
+):
+    """Between the alphabet and the tokens."""
+    corpus, tokenise = TextCorpus(path=str(folder)), module._tokenise
+
+    def changing(*args):
+        change(folder / "029.txt")
+        return tokenise(*args)
+
+    monkeypatch.setattr(module, "_tokenise", changing)
+    with pytest.raises(ValueError, match=r"0(29|00)\.txt was written to while it was prepared: run again"):
+        prepare(corpus, "char", tmp_path / "out", quiet=True)
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_worker_that_is_killed_is_reported(tmp_path):
@@ -270,4 +305,4 @@ storage.Progress.advance = advance
 """
     process = start(folder, tmp_path / "out", workers=2, lines=kills)
     _, err = process.communicate(timeout=60)
-    assert "ValueError: a process that tokenises was killed" in err and "data.prepare_workers=1" in err
+    assert "Unfinished: a process that tokenises was killed" in err and "data.prepare_workers=1" in err

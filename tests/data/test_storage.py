@@ -3,6 +3,10 @@
 import errno
 import json
 import os
+import re
+import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,8 @@ import pytest
 from data import storage
 from data.corpora import TextCorpus
 from data.prepare import prepare
-from data.storage import load_meta
-from tests.data.conftest import contents, only
+from data.storage import load_meta, locked
+from tests.data.conftest import contents
 
 BPE = {"kind": "bpe", "vocab_size": 300}
 
@@ -31,9 +35,11 @@ def test_a_full_disk_leaves_nothing_half_written(folder, tmp_path, monkeypatch, 
         patch.setattr(storage, "_write", full)
         with pytest.raises(ValueError, match=r"disk is full.*No space left.*data\.data_dir"):
             prepare(corpus, BPE, tmp_path / "out", quiet=True)
-    cut = only(tmp_path / "out")
-    assert not list(cut.rglob("*.tmp")) and not (cut / "meta.json").exists()
-    prepare(corpus, BPE, tmp_path / "out", quiet=True)
+    assert not [
+        path for path in (tmp_path / "out").rglob("*") if path.suffix == ".tmp" or path.name == "meta.json"
+    ]
+    assert len(list((tmp_path / "out").iterdir())) == (fails_at > 1)  # where a shard was finished
+    cut = prepare(corpus, BPE, tmp_path / "out", quiet=True)
     whole = prepare(corpus, BPE, tmp_path / "whole", quiet=True)
     assert contents(cut) == contents(whole)
 
@@ -45,6 +51,59 @@ def test_other_errors_of_the_disk_are_not_called_full(folder, tmp_path, monkeypa
     monkeypatch.setattr(storage, "_write", broken)
     with pytest.raises(OSError, match="broken"):
         prepare(TextCorpus(path=str(folder)), "byte", tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_cannot_be_written_comes_with_its_key(folder, tmp_path, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    make = Path.mkdir
+
+    def refused(path, *args, **kwargs):
+        if path.name == "data":
+            raise OSError(number, os.strerror(number), str(path))
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    for data_dir, place in (("data/prepared", "data"), (tmp_path / "data", str(tmp_path / "data"))):
+        said = f"data.data_dir={data_dir}: {place} cannot be written ({os.strerror(number)}). Choose a folder"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            prepare(TextCorpus(path=str(folder)), "byte", data_dir, quiet=True)
+
+
+def test_a_file_where_the_folder_is_to_be(folder, tmp_path):
+    (tmp_path / "out").touch()
+    for data_dir in (tmp_path / "out", tmp_path / "out" / "deeper"):
+        with pytest.raises(
+            ValueError, match=r"data\.data_dir=.*out cannot be written \(.*exists\)|Not a dir"
+        ):
+            prepare(TextCorpus(path=str(folder)), "byte", data_dir, quiet=True)
+
+
+def test_text_that_may_not_be_read_comes_with_its_key(folder, tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("data.corpora.content_hash", refused)
+    with pytest.raises(ValueError, match=r"000\.txt cannot be read \(Permission denied\): .*data\.path="):
+        prepare(TextCorpus(path=str(folder)), "byte", tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_whoever_waited_for_one_that_failed_makes_the_folder_anew(tmp_path):
+    folder, waited = tmp_path / "a", []
+
+    def wait():
+        with locked(folder, quiet=True):
+            waited.append((folder / ".lock").exists())
+
+    with locked(folder):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.2)
+        shutil.rmtree(folder)
+        assert not waited
+    thread.join(10)
+    assert waited == [True]
 
 
 def damage_cut(prepared: Path) -> None:
