@@ -183,12 +183,6 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
     from model.gpt import GPT, GPTConfig
     from model.runs import runs_folder
 
-    for override in overrides:
-        if override.split("=")[0].split(".")[0] != "attention":
-            raise ValueError(
-                f"{override}: the keys are those of conf/generate.yaml (--help lists them), attention= and "
-                "attention.*; everything else is fixed by what was trained."
-            )
     path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])))
     checkpoint = read_checkpoint(path, verified=True)
     saved = checkpoint["tilegpt"]

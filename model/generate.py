@@ -109,13 +109,15 @@ def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int 
     """The prompts as lists; an empty one starts from the end-of-text token, as documents do."""
     if not prompts:
         raise ValueError(
-            "there is no prompt: give at least one, which may be empty if the tokenizer has an eot."
+            "there is no prompt: give at least one, which may be empty if the tokenizer has an end-of-text "
+            "token."
         )
     checked = [list(prompt) or ([] if eot is None else [eot]) for prompt in prompts]
     for i, prompt in enumerate(checked):
         if not prompt:
             raise ValueError(
-                f"prompt {i} is empty and there is no eot to start from: give at least one token."
+                f"prompt {i} is empty, and this tokenizer has no end-of-text token to start from: give it at "
+                "least one character."
             )
         if not all(0 <= token < vocab_size for token in prompt):
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
@@ -123,6 +125,26 @@ def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int 
                 f"prompt {i} holds token {wrong}: ids go from 0 to {vocab_size - 1}; check the tokenizer."
             )
     return checked
+
+
+def checked(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eot: int | None = None,
+) -> tuple[Sampling, list[list[int]]]:
+    """How tokens are drawn, and the prompts as `generate` takes them. Raises ValueError."""
+    if not model.config.causal:
+        raise ValueError(
+            "model.causal=false: a model that sees the future cannot predict it; generate needs true."
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1.")
+    sampling = Sampling(temperature, top_k, top_p)
+    return sampling, checked_prompts(prompts, model.config.vocab_size, eot)
 
 
 def require_all(model: GPT, decoding: Attention | None, batch: int, tokens: int, capacity: int) -> None:
@@ -171,14 +193,7 @@ def generate(
 
     Device and dtype are the model's. Raises ValueError, and UnsupportedAttention before anything runs."""
     config, device = model.config, model.lm_head.weight.device
-    if not config.causal:
-        raise ValueError(
-            "model.causal=false: a model that sees the future cannot predict it; generate needs true."
-        )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1.")
-    sampling = Sampling(temperature, top_k, top_p)
-    prompts = checked_prompts(prompts, config.vocab_size, eot)
+    sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
     lengths = [len(prompt) for prompt in prompts]
     # The last token is chosen, but never fed. 128: whole tiles, masks aligned to 16 bytes, few compilations.
     longest = min(config.seq_len, max(lengths) + max_new_tokens - 1)

@@ -9,6 +9,7 @@ to stdout, all else to stderr.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -44,14 +45,29 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
     options, rest = yaml.safe_load(CONFIG.read_text()), []
     for argument in arguments:
-        key, equals, text = argument.partition("=")
+        key, _, text = argument.partition("=")
+        if key not in KINDS and key.split(".")[0] != "attention":
+            raise ValueError(no_option(key))
+        if (not text and key != "prompt") or argument == "prompt":
+            raise ValueError(f"{argument} has no value: write {key}=...")
         if key not in KINDS:
             rest.append(argument)
-        elif not equals:
-            raise ValueError(f"{argument} has no value: write {argument}=...")
+        elif KINDS[key] is list:  # each of several counts
+            options[key] = [*options[key], *convert(key, text)]
         else:
             options[key] = convert(key, text)
     return options, rest
+
+
+def no_option(key: str) -> str:
+    """What is wrong with a word that is none of our keys."""
+    name = key.lstrip("-+~").replace("-", "_")
+    near = difflib.get_close_matches(name, KINDS, 1)
+    meant = f"; did you mean {near[0]}=...?" if near else "."
+    return (
+        f"There is no key {key}{meant} Keys are {', '.join(KINDS)} (--help explains them), attention and "
+        "attention.*; everything else is fixed by what was trained."
+    )
 
 
 def convert(key: str, text: str) -> Any:
@@ -81,11 +97,13 @@ def convert(key: str, text: str) -> Any:
     except yaml.YAMLError:
         value = text
     if kind is list:
-        value = value if isinstance(value, list) else [text]
+        if not isinstance(value, list):
+            quoted = text[0] in "'\"" and isinstance(value, str)
+            value = [value if quoted else text.replace("\\n", "\n").replace("\\t", "\t")]
         if all(isinstance(item, str) and item for item in value):
             return value
         raise ValueError(
-            f'{key}={text}: it needs strings that are not empty, as in stop=\'["\\n\\n", "END"]\'.'
+            f"{key}={text}: it needs text that is not empty, as in stop='a b' or stop='[\"\\n\", \"END\"]'."
         )
     if not isinstance(value, bool):
         raise ValueError(f"{key}={text}: it needs true or false.")
@@ -172,7 +190,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
-    from model.generate import generate, require_all
+    from model.generate import checked, generate, require_all
     from scripts.streaming import Terminal
 
     texts = read_prompts(options)
@@ -182,6 +200,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
             "in all; ask for fewer."
         )
     prompts = [tokenizer.encode(text) for text in texts]
+    sampling = {key: options[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    checked(model, prompts, **sampling, eot=tokenizer.eot)
     context, longest = model.config.seq_len, max(map(len, prompts), default=0)
     if longest + options["max_new_tokens"] > context:
         say(f"Past the trained context of {context} tokens, the last {context // 2} or more are re-encoded.")
@@ -192,11 +212,11 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
         decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"])
         require_all(model, decoding, len(prompts), capacity, capacity)
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
-    keys = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "kv_cache", "compile")
     result = generate(
         model,
         prompts,
-        **{key: options[key] for key in keys},
+        **sampling,
+        **{key: options[key] for key in ("seed", "kv_cache", "compile")},
         eot=tokenizer.eot,
         on_token=terminal.on_token,
         decode_attention=decoding,
@@ -226,7 +246,25 @@ def write(arguments: Sequence[str]) -> None:
     options, overrides = parse(arguments)
     device, dtype = placement(options["device"], options["precision"])
     model, tokenizer, cfg = load_run(options["ckpt"], overrides, options["runs_dir"])
-    run(model.to(device, dtype), tokenizer, cfg, options)
+    require_finite(model, f"ckpt={options['ckpt']}")
+    model = model.to(device, dtype)
+    require_finite(model, f"precision={options['precision']}")
+    run(model, tokenizer, cfg, options)
+
+
+def require_finite(model: GPT, given: str) -> None:
+    """ValueError where weights are NaN or infinite: as loaded, or as the precision has them."""
+    weights = dict(model.named_parameters())
+    if bad := [name for name, value in weights.items() if not value.isfinite().all()]:
+        remedy = (
+            "it cannot hold these weights; choose bf16 or fp32."
+            if given.startswith("precision")
+            else "the run diverged before it was saved. Give an earlier checkpoint, such as ckpt=<run>/best."
+        )
+        raise ValueError(
+            f"{given}: {len(bad)} of {len(weights)} weight tensors hold NaN or infinity, {bad[0]} first: "
+            f"{remedy}"
+        )
 
 
 if __name__ == "__main__":

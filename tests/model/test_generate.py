@@ -232,7 +232,7 @@ def test_who_cannot_decode_is_refused_before_anything_runs():
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"prompts": []}, "no prompt"),
-        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty, and this tokenizer has no end-of-text token"),
         ({"prompts": [[1, VOCAB]]}, f"token {VOCAB}"),
     ],
 )

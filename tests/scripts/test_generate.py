@@ -67,7 +67,20 @@ def test_options_and_what_is_left_for_the_run():
     assert (options["top_k"], options["seed"], options["kv_cache"]) == (50, None, False)
     assert options["temperature"] == 0.0 and options["ckpt"] == "last"
     assert rest == ["attention.decode=naive", "attention=tiled"]
-    assert convert("stop", "END") == ["END"] and convert("prompt", "null") == "null"
+    assert convert("prompt", "null") == "null"
+    assert parse(["stop=a b", "stop=c", "prompt="])[0]["stop"] == ["a b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "stops"),
+    [
+        ("a b", ["a b"]), ('"a b"', ["a b"]), ("'a b'", ["a b"]), ("\\n\\n", ["\n\n"]), ('"\\n"', ["\n"]),
+        ('["a b", "\\n"]', ["a b", "\n"]), ("[END", ["[END"]), ("a: b", ["a: b"]),
+        ("5", ["5"]), ("it's", ["it's"]),
+    ],
+)  # fmt: skip
+def test_stop_is_what_a_person_types(typed, stops):
+    assert convert("stop", typed) == stops
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_options_and_what_is_left_for_the_run():
         ("top_k", "true", "a whole number"),
         ("temperature", "hot", "a number"),
         ("kv_cache", "3", "true or false"),
-        ("stop", "[1]", "strings"),
+        ("stop", "[1]", "text that is not empty"),
         ("num_samples", "null", "a value"),
         ("num_samples", "0", "from 1 to"),
         ("max_new_tokens", "100000000000", "from 1 to"),
@@ -128,6 +141,10 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     steps = ("trainer.max_steps=2", "trainer.val_check_interval=2")
     assert train_here(folder, "name=a", *steps).code == 0
+    checkpoint = torch.load(folder / "runs/a/checkpoints/best.ckpt", weights_only=True)
+    for name, value in {"nan": float("nan"), "big": 1e9}.items():
+        checkpoint["state_dict"]["net.lm_head.weight"][3, 4] = value
+        torch.save(checkpoint, folder / f"{name}.ckpt")
     return folder
 
 
@@ -145,6 +162,17 @@ def trained(tmp_path_factory):
         (["prompt_file=binary"], "prompt_file=binary is not UTF-8"),
         (["prompt_file=nowhere"], "prompt_file=nowhere: No such file or directory."),
         (["num_samples=60000", "max_new_tokens=1000000"], "for 60000 rows"),
+        (["temperature=-1", "prompt=a"], "temperature=-1.0: it needs to be 0, which is greedy, or at least"),
+        (["top_k=0"], "top_k=0: it needs to be at least 1"),
+        (["top_p=2"], "top_p=2.0: it needs to be in (0, 1]"),
+        (["temprature=1"], "no key temprature; did you mean temperature=...? Keys are ckpt, runs_dir, "),
+        (["--num-samples", "3"], "no key --num-samples; did you mean num_samples=...?"),
+        (["seq_len=5"], "no key seq_len. Keys are ckpt, "),
+        (["prompt"], "prompt has no value: write prompt=..."),
+        (["prompt_file="], "prompt_file= has no value: write prompt_file=..."),
+        (["attention.decode="], "attention.decode= has no value"),
+        (["ckpt=nan.ckpt"], "ckpt=nan.ckpt: 1 of "),
+        (["ckpt=big.ckpt", "precision=fp16"], "precision=fp16: 1 of "),
     ],
 )
 def test_a_mistake_is_one_message(trained, arguments, words, monkeypatch, capsys):
@@ -152,9 +180,9 @@ def test_a_mistake_is_one_message(trained, arguments, words, monkeypatch, capsys
     (trained / "binary").write_bytes(b"\x7fELF\xff\xfe")
     with pytest.raises(SystemExit) as stop:
         main(arguments)
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert stop.value.code == 1 and err.startswith("error: ") and words in err
-    assert len(err.splitlines()) <= 2
+    assert len(err.splitlines()) <= 2 and not out
 
 
 def test_a_reader_that_has_seen_enough(trained):
