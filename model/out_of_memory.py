@@ -14,6 +14,7 @@ import torch
 
 from model.config import GPTConfig
 from model.memory import Run, peak
+from model.runs import ckpt_of
 
 # of the host's and the devices' allocators, and of libraries whose workspaces found no room
 WORDS = (
@@ -108,7 +109,7 @@ def _message(
     if not able:
         lines.append("  a smaller model: model.n_layer, model.n_embd")
     if resumable:
-        lines.append(f"Resume with one of these: python train.py ckpt={folder.name} ...")
+        lines.append(f"Resume with one of these: python train.py {ckpt_of(folder)} ...")
     return "\n".join(lines)
 
 
