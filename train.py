@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import build_attention, choices_of, swept, user_errors, without_nulls
 from conf.explain import explain
-from conf.resume import changes, own_value, plain, recompose, refuse_changes, split_ckpt
+from conf.resume import changes, own_value, recompose, refuse_changes, split_ckpt
+from conf.saved import admit, portable
 from model.sweeps import Job, Sweep
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def resume(arguments: list[str]) -> None:
     hold = Hold()  # from before a file is chosen: a run that has just ended would have newer ones
     find = partial(resolve, asked, runs) if named else partial(resolve, asked, runs, hold.take)
     with hold, fixed_path("TILEGPT_CKPT", find) as ckpt:
-        saved, step = read_header(ckpt)
+        header, step = read_header(ckpt)
+        saved = admit(header, overrides)
         cfg, choices = recompose(saved, overrides)
         refuse_changes(saved, choices, cfg)
         name = cfg.name if named else None
@@ -222,7 +224,7 @@ def build(
         travel={
             "schema": 1,
             "choices": choices,
-            "config": plain(cfg),
+            "config": portable(cfg, choices),
             "model": vars(config),
             "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
         },

@@ -44,7 +44,10 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("HYDRA_FULL_ERROR"):
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(*(f"error: {_message(error)}", *getattr(error, "__notes__", ())), file=sys.stderr)
+                said = "\n".join((f"error: {_message(error)}", *getattr(error, "__notes__", ())))
+                # a value out of a file does not steer the terminal
+                said = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in said)
+                print(said, file=sys.stderr)
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None
@@ -130,17 +133,24 @@ def _meant(word: str, known: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else "."
 
 
+def entries(group: str) -> set[str]:
+    """The names that `group=` can take."""
+    folder = CONF / group
+    return {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")}
+
+
 def choices_of(hydra_choices: dict[str, Any]) -> dict[str, str | None]:
     """The chosen file of each of our groups, Hydra's own left out."""
     return {group: choice for group, choice in hydra_choices.items() if not group.startswith("hydra")}
 
 
 def shown(value: Any) -> str:
-    """A value as it would be typed."""
+    """A value as it would be typed, on one line and without what a terminal would obey."""
     import yaml
 
     text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True)
-    return text.removesuffix("...\n").strip().replace(", ", ",")
+    text = text.removesuffix("...\n").strip().replace(", ", ",")
+    return text if text.isprintable() else ascii(text)
 
 
 def initialize() -> Any:
@@ -153,15 +163,14 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
     """The `Attention` that the config chooses, or another one by its name in conf/attention."""
     from hydra.utils import instantiate
 
-    node = cfg.attention
+    node, known = cfg.attention, entries("attention")
     file = CONF / "attention" / f"{node.name}.yaml"
-    for key, usual in (OmegaConf.load(file) if file.is_file() else {}).items():
+    for key, usual in (OmegaConf.load(file) if node.name in known else {}).items():
         if type(usual) is int and type(node.get(key, usual)) is not int:
             value = "null" if node[key] is None else node[key]
             raise ValueError(f"attention.{key}={value}: it needs to be a whole number.")
     if name is not None and name != node.name:
-        path = CONF / "attention" / f"{name}.yaml"
-        if not path.is_file():
-            raise ValueError(no_choice("attention", name, (p.stem for p in path.parent.glob("*.yaml"))))
-        node = OmegaConf.load(path)
+        if str(name) not in known:
+            raise ValueError(no_choice("attention", name, known))
+        node = OmegaConf.load(CONF / "attention" / f"{name}.yaml")
     return instantiate({key: value for key, value in node.items() if key != "decode"})

@@ -3,12 +3,12 @@ what would make another run of it refused."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import CONF, build_attention, initialize, no_key, shown, without_nulls
+from conf.compose import CONF, build_attention, no_key, shown, without_nulls
+from conf.saved import Choices, SavedRun, admit, as_overrides, composed, parse, plain
 
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
 # depend on them.
@@ -21,52 +21,26 @@ FREE |= {f"data.{key}" for key in ("path", "pattern")}  # the text itself is com
 FREE |= {f"data.{key}" for key in ("num_workers", "pin_memory", "prepare_workers", "verify")}
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The config as plain values for a checkpoint, interpolations kept, every `_target_` left out: what code
-    runs is decided by the yaml of that name in this repository, never by a file."""
-    return _plain(OmegaConf.to_container(cfg, resolve=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if k not in ("_target_", "_partial_", "_convert_")}
-    return [_plain(v) for v in value] if isinstance(value, list) else value
-
-
-def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, dict[str, str | None]]:
-    """The config and choices of a saved run, `{"choices": ..., "config": ...}`, with command-line overrides
-    on top.
+def recompose(saved: SavedRun, overrides: list[str]) -> tuple[DictConfig, Choices]:
+    """The config and choices of a saved run with command-line overrides on top.
 
     All is composed by its saved names and given its saved values. Of a group named on the command line, what
     the new file says otherwise than the old one counts, and what both say alike keeps its saved value."""
-    from hydra import compose
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    for p in parsed:
-        if p.is_delete():
-            raise ValueError(
-                f"{p.input_line}: a saved run keeps its keys; start a new one to leave a key out."
-            )
-        if p.key_or_group == "experiment":
-            raise ValueError(
-                f"{p.input_line} cannot go with ckpt=: an experiment is a whole recipe, for a new run. Name "
-                "the keys that are to change (trainer.max_steps=4000)."
-            )
+    parsed = parse(overrides)
     groups = {p.key_or_group for p in parsed if (CONF / p.key_or_group).is_dir()}
-    named = {group: choice for group, choice in saved["choices"].items() if group != "experiment"}
-    named |= {group: None for group in ("callbacks", "logger") if group not in named}  # by ~callbacks
-    was = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in named.items()]
-    kept = [text for text, group in zip(was, named, strict=True) if group not in groups]
-    chosen = without_nulls(o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups)
-    config = {key: _plain(value) for key, value in saved["config"].items()}
-    with nullcontext() if GlobalHydra.instance().is_initialized() else initialize():
-        cfg = compose("config", overrides=[*kept, *chosen])
-        # a file that is gone since leaves nothing to compare with: then the new one counts as it is
-        gone = {g for g in groups if not (CONF / g / f"{named.get(g)}.yaml").is_file()}
-        before = plain(compose("config", overrides=was)) if groups - gone else {}
-    after = plain(cfg)
+    if recipes := [p.input_line for p in parsed if p.key_or_group == "experiment" and not p.is_delete()]:
+        raise ValueError(
+            f"{recipes[0]} cannot go with ckpt=: an experiment is a whole recipe, for a new run. Name the "
+            "keys that are to change (trainer.max_steps=4000)."
+        )
+    named = {group: choice for group, choice in saved.choices.items() if group != "experiment"}
+    kept = as_overrides({group: choice for group, choice in named.items() if group not in groups})
+    chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups - {"experiment"}]
+    cfg = composed([*kept, *without_nulls(chosen)])
+    # a file that is gone since leaves nothing to compare with: then the new one counts as it is
+    gone = groups - named.keys()
+    before = plain(composed(as_overrides(named))) if groups - gone else {}
+    after, config = plain(cfg), dict(saved.config)
     for group in groups & config.keys():
         new = after.get(group) or {}
         config[group] = new if group in gone else _explicit(before[group], config[group], new)
@@ -75,16 +49,20 @@ def recompose(saved: dict[str, Any], overrides: list[str]) -> tuple[DictConfig, 
         cfg, {key: value for key, value in config.items() if key in cfg or key not in groups}
     )
     for p in (p for p in parsed if p.key_or_group not in groups):
-        if not p.is_add() and OmegaConf.select(cfg, p.key_or_group, default=...) is ...:
+        there = OmegaConf.select(cfg, p.key_or_group, default=...) is not ...
+        if p.is_delete():
+            if there:
+                raise ValueError(
+                    f"{p.input_line}: a saved run keeps its keys; start a new one to leave a key out."
+                )
+            continue  # a key that conf/ lacks, and that is not taken from the file
+        if not p.is_add() and not there:
             node = OmegaConf.select(cfg, p.key_or_group.rpartition(".")[0])
             known = node if isinstance(node, DictConfig) else {} if "." in p.key_or_group else cfg
             raise ValueError(no_key(p.key_or_group, known))
         OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
     OmegaConf.set_struct(cfg, True)
-    return cfg, {
-        **saved["choices"],
-        **{p.key_or_group: p.value() for p in parsed if p.key_or_group in groups},
-    }
+    return cfg, {**saved.choices, **{p.key_or_group: p.value() for p in parsed if p.key_or_group in groups}}
 
 
 def _explicit(before: dict[str, Any], saved: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -109,18 +87,19 @@ def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
     return ckpts[-1], [argument for argument in arguments if not argument.startswith("ckpt=")]
 
 
-def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConfig) -> None:
+def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
     """ValueError that names every key which would give the weights other shapes, or the run other data."""
-    before, after = _leaves(_plain(saved["config"])), _leaves(plain(cfg))
+    before, after = _leaves(saved.config), _leaves(plain(cfg))
     changed = [
-        f"{key} (there {value}, asked {after.get(key)})"
+        f"{key} (there {shown(value)}, asked {shown(after.get(key))})"
         for key, value in before.items()
         if (key in ("seq_len", "seed") or key.startswith(("model.", "data.")))
         and key not in FREE
         and after.get(key) != value
     ]
-    if choices["data"] != saved["choices"]["data"]:
-        changed = [f"data (there {saved['choices']['data']}, asked {choices['data']})"]
+    there, asked = saved.choices.get("data"), choices.get("data")
+    if asked != there:
+        changed = [f"data (there {shown(there)}, asked {shown(asked)})"]
     if changed:
         raise ValueError(
             f"A saved run cannot go on with another {', '.join(changed)}: its weights or the order of its "
@@ -128,14 +107,12 @@ def refuse_changes(saved: dict[str, Any], choices: dict[str, Any], cfg: DictConf
         )
 
 
-def changes(
-    saved: dict[str, Any], overrides: list[str], cfg: DictConfig, choices: dict[str, Any], step: int
-) -> list[str]:
+def changes(saved: SavedRun, overrides: list[str], cfg: DictConfig, choices: Choices, step: int) -> list[str]:
     """What the rest of a run does otherwise than its saved config says, old -> new: choices, keys, and the
     learning rate at this step where another schedule, optim.lr or number of steps moves it."""
-    before, after = _leaves(_plain(saved["config"])), _leaves(plain(cfg))
-    groups = [group for group, choice in choices.items() if saved["choices"].get(group) != choice]
-    found = [f"{group}: {shown(saved['choices'].get(group))} -> {shown(choices[group])}" for group in groups]
+    before, after = _leaves(saved.config), _leaves(plain(cfg))
+    groups = [group for group, choice in choices.items() if saved.choices.get(group) != choice]
+    found = [f"{group}: {shown(saved.choices.get(group))} -> {shown(choices[group])}" for group in groups]
     named = {override.lstrip("+").partition("=")[0] for override in overrides}
     implied = {key for key in before | after if key.partition(".")[0] in groups} - named  # by the choice
     for key in [key for key in before | after if before.get(key) != after.get(key)]:
@@ -179,9 +156,10 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
     """The model (fp32, on the CPU), the tokenizer and the config of a trained run; overrides of attention
     alone, as no other would change what has been trained."""
     from data.tokenizers import tokenizer_from_dict
-    from model.checkpoint import read_checkpoint, resolve
+    from model.checkpoint import CheckpointError, read_checkpoint, resolve
     from model.gpt import GPT, GPTConfig
     from model.runs import runs_folder
+    from model.untrusted import require_model
 
     path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])))
     checkpoint = read_checkpoint(path, verified=True)
@@ -190,8 +168,14 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
         raise ValueError(
             f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
         )
-    cfg, _ = recompose(saved, overrides)
-    model = GPT(GPTConfig(**saved["model"]), build_attention(cfg))
-    state = checkpoint["state_dict"]
-    model.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
-    return model, tokenizer_from_dict(saved["tokenizer"]), cfg
+    cfg, _ = recompose(admit(saved, overrides, lenient=True), overrides)
+    weights = {name.removeprefix("net."): value for name, value in checkpoint["state_dict"].items()}
+    tokenizer = tokenizer_from_dict(saved["tokenizer"])
+    attention = build_attention(cfg)
+    try:
+        require_model(saved["model"], weights, tokenizer.vocab_size, attention)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is refused: {error}.") from None
+    model = GPT(GPTConfig(**saved["model"]), attention)
+    model.load_state_dict(weights)
+    return model, tokenizer, cfg

@@ -64,6 +64,8 @@ class CharTokenizer(Tokenizer):
     name, eot = "char", None
 
     def __init__(self, chars: str) -> None:
+        if not isinstance(chars, str) or not chars:
+            raise ValueError("the char tokenizer needs at least one character")
         self.chars = "".join(sorted(set(chars)))
         self.vocab_size = len(self.chars)
         self._codes = np.frombuffer(self.chars.encode("utf-32-le"), dtype="<u4")
@@ -113,12 +115,9 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-        from tokenizers import Tokenizer as Library
-        from tokenizers import decoders, models, pre_tokenizers, trainers
+        from tokenizers import pre_tokenizers, trainers
 
-        bpe = Library(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
+        bpe = cls._library()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size - 1,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -128,6 +127,15 @@ class BPETokenizer(Tokenizer):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         bpe.train_from_iterator(texts, trainer)
         return cls(bpe)
+
+    @staticmethod
+    def _library(*vocab_and_merges: Any) -> Any:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        bpe = Tokenizer(models.BPE(*vocab_and_merges))
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        return bpe
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.asarray(
@@ -139,6 +147,20 @@ class BPETokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "bpe", "vocab_size": self.vocab_size, "tokenizer": json.loads(self._bpe.to_str())}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> BPETokenizer:
+        """The vocabulary and the merges are all that is read: how text is cut is for `_library` to say."""
+        model = saved["tokenizer"]["model"]
+        vocab, merges = model["vocab"], model["merges"]
+        if not isinstance(vocab, dict):  # the library would take a string for the name of a file
+            raise ValueError("its vocabulary is no mapping")
+        if sorted(vocab.values()) != list(range(len(vocab))):
+            raise ValueError("the ids of its vocabulary are not 0, 1, 2, ...")
+        pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
+        if odd := [pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys()]:
+            raise ValueError(f"a merge is not of two tokens of its vocabulary: {odd[0]!r:.60}")
+        return cls(cls._library(vocab, pairs))
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -182,16 +204,19 @@ def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def tokenizer_from_dict(saved: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` described. ValueError for an unknown kind."""
+    """The tokenizer that `to_dict` described. ValueError for an unknown kind, and for what `to_dict` does not
+    write: the dictionary may come from a file of somebody else."""
     kind = saved.get("kind")
-    if kind == "char":
-        return CharTokenizer(saved["chars"])
-    if kind == "byte":
-        return ByteTokenizer()
-    if kind == "bpe":
-        from tokenizers import Tokenizer as Library
-
-        return BPETokenizer(Library.from_str(json.dumps(saved["tokenizer"])))
+    try:
+        if kind == "char":
+            return CharTokenizer(saved["chars"])
+        if kind == "byte":
+            return ByteTokenizer()
+        if kind == "bpe":
+            return BPETokenizer.from_dict(saved)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"a saved {kind} tokenizer is damaged ({said:.120})") from error
     if kind == "gpt2":
         return GPT2Tokenizer()
-    raise ValueError(f"a saved tokenizer has kind {kind!r}; this version knows {', '.join(DEFAULTS)}")
+    raise ValueError(f"a saved tokenizer has kind {kind!r:.40}; this version knows {', '.join(DEFAULTS)}")

@@ -20,6 +20,8 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from model.untrusted import require_checkpoint, require_fit
+
 RUNS = Path("runs")
 
 
@@ -83,7 +85,9 @@ def read_checkpoint(path: Path, *, verified: bool = False, mmap: bool = False) -
     file. mmap: tensors are read when they are looked at."""
     if not verified:
         verify(path)
+    also_safe = torch.serialization.get_safe_globals()  # what libraries have allowed beside tensors
     try:
+        torch.serialization.clear_safe_globals()
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # torch's own words advise to read it unsafely
         raise CheckpointError(
@@ -91,12 +95,19 @@ def read_checkpoint(path: Path, *, verified: bool = False, mmap: bool = False) -
             "checkpoint of this project does."
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{path} is no checkpoint: {str(error).splitlines()[0]}") from error
+        said = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{path} is no checkpoint: {said[0]}") from error
+    finally:
+        torch.serialization.add_safe_globals(also_safe)
     if not isinstance(checkpoint, dict) or "tilegpt" not in checkpoint:
         raise CheckpointError(
             f"{path} is no checkpoint of this project: it has no 'tilegpt' entry. Give ckpt= a file or a run "
             "that train.py wrote."
         )
+    try:
+        require_checkpoint(checkpoint)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is refused: {error}.") from None
     return checkpoint
 
 
@@ -243,6 +254,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
         path = Path(self.broadcast(str(checkpoint_path)))
         checkpoint = read_checkpoint(path)
+        require_fit(checkpoint, self.lightning_module)
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
         if self.optimizers:

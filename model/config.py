@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ class GPTConfig:
     loss_chunk: int = 0  # tokens whose logits exist at a time in the loss; 0: all
 
     def __post_init__(self) -> None:
+        for key, kind in get_type_hints(type(self)).items():
+            value = getattr(self, key)
+            kinds = kind | int if kind in (float, float | None) else kind
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+                needs = getattr(kind, "__name__", str(kind))
+                raise ValueError(f"model.{key} is {value!r:.60}: it needs to be of the kind {needs}.")
         _one_of("model.position", self.position, ("learned", "rope", "alibi", "none"))
         _one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
         _one_of("model.mlp", self.mlp, ("gelu", "swiglu"))

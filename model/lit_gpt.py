@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention.base import Attention
 from model.gpt import GPT, IGNORE
+from model.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
 LARGEST_WEIGHT = 1e4  # weights of trained models are below 100: one beyond this has exploded
@@ -125,23 +126,31 @@ class LitGPT(L.LightningModule):
             self.net.compile(dynamic=False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = self.make_optimizer(self.parameter_groups())
+        self.settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        return optimizer
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
         """Weight decay on matrices only: decaying gains and biases pulls norms towards zero for nothing."""
         params = [p for p in self.net.parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in params if p.dim() >= 2]},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        optimizer = self.make_optimizer([group for group in groups if group["params"]])
-        keys = ("lr", "betas", "eps", "weight_decay")
-        self.settings = [
-            {key: group[key] for key in keys if key in group} for group in optimizer.param_groups
-        ]
-        return optimizer
+        return [group for group in groups if group["params"]]
 
     def on_train_start(self) -> None:
-        """A restored optimiser brings the settings it was saved with; the config of this run is what
-        counts."""
+        """A restored optimiser brings the settings it was saved with; the config of this run is what counts,
+        and where the state depends on one, it has to be the same."""
         for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
+            for key in settings.keys() & group.keys() - {"lr", "betas", "eps", "weight_decay"}:
+                if group[key] != settings[key]:
+                    raise ValueError(
+                        f"optim.{key} is another than the checkpoint's: its state goes on only as it began."
+                    )
             group.update(settings)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -260,6 +269,13 @@ class LitGPT(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["tilegpt"] = dict(self.travel)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Before Lightning restores anything."""
+        try:
+            require_run(checkpoint, self)
+        except ValueError as error:
+            raise ValueError(f"{self.trainer.ckpt_path} is refused: {error}.") from None
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from attention.naive import NaiveAttention
 from conf.compose import CONF, build_attention, choices_of
-from conf.resume import plain, recompose, refuse_changes
+from conf.resume import recompose, refuse_changes
+from conf.saved import admit, plain, portable
 from model.checks import NUMBERS, SWITCHES, check
 from model.flops import parameter_count
 from model.gpt import GPT, GPTConfig
@@ -124,14 +125,15 @@ def test_targets_exist(path: Path) -> None:
 
 def test_a_saved_config_comes_back_the_same() -> None:
     cfg = composed(
-        "attention=tiled", "model=llama_tiny", "seq_len=64", "optim.lr=3e-4", "+trainer.profiler=simple"
+        "attention=tiled", "model=llama_tiny", "seq_len=64", "optim.lr=3e-4", "experiment=seqlen_scaling_tiny"
     )
     choices = choices_of(cfg.hydra.runtime.choices)
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    saved = {"choices": choices, "config": plain(cfg)}
+    header = {"choices": choices, "config": portable(cfg, choices)}
+    assert "_target_" not in str(header)
+    saved = admit(header, [])
     again, same = recompose(saved, [])
     assert OmegaConf.to_container(again) == OmegaConf.to_container(cfg) and same == choices
-    assert "_target_" not in str(saved)
 
     other, choices = recompose(
         saved, ["attention=naive", "optim.lr=1", "trainer.max_steps=7", "model.dropout=0.1"]
@@ -140,20 +142,26 @@ def test_a_saved_config_comes_back_the_same() -> None:
     assert (other.attention._target_, other.attention.name) == ("attention.naive.NaiveAttention", "naive")
     assert choices["attention"] == "naive" and choices["model"] == "llama_tiny"
     assert (other.optim.lr, other.trainer.max_steps, other.model.dropout, other.seq_len) == (1, 7, 0.1, 64)
-    assert other.trainer.profiler == "simple" and "block_q" not in other.attention
+    assert other.sweep.warm_up == 2 and "block_q" not in other.attention
 
     changed, choices = recompose(saved, ["seed=5", "model.n_layer=9", "data=synthetic"])
     with pytest.raises(ValueError, match=r"another data \(there stdlib, asked synthetic\)"):
         refuse_changes(saved, choices, changed)
     changed, choices = recompose(saved, ["seed=5", "model.n_layer=9"])
-    with pytest.raises(ValueError, match=r"model.n_layer \(there 4, asked 9\), seed \(there 1337, asked 5\)"):
+    with pytest.raises(ValueError, match=r"model.n_layer \(there 2, asked 9\), seed \(there 1337, asked 5\)"):
         refuse_changes(saved, choices, changed)
 
 
 def saved_run(*overrides: str) -> dict[str, Any]:
+    """The entries of a checkpoint that a new run with these overrides writes."""
     cfg = composed(*overrides)
     choices = choices_of(cfg.hydra.runtime.choices)
-    return {"choices": choices, "config": plain(OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"]))}
+    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    return {"choices": choices, "config": portable(cfg, choices)}
+
+
+def resumed(header: dict[str, Any], *overrides: str) -> tuple[Any, Any]:
+    return recompose(admit(header, [*overrides]), [*overrides])
 
 
 def test_another_file_of_a_group_leaves_what_was_set_by_hand() -> None:
@@ -161,9 +169,9 @@ def test_another_file_of_a_group_leaves_what_was_set_by_hand() -> None:
         "experiment=quickstart", "attention=naive", "attention.decode=tiled", "trainer.max_steps=6",
         "trainer.limit_val_batches=3", "schedule.min_factor=0.5", "callbacks.samples=null",
     )  # fmt: skip
-    same, _ = recompose(saved, ["trainer=default", "callbacks=default"])
+    same, _ = resumed(saved, "trainer=default", "callbacks=default")
     assert plain(same) == saved["config"]
-    cfg, choices = recompose(saved, ["trainer=ddp", "attention=tiled", "schedule=wsd", "trainer.max_steps=9"])
+    cfg, choices = resumed(saved, "trainer=ddp", "attention=tiled", "schedule=wsd", "trainer.max_steps=9")
     assert (cfg.trainer.max_steps, cfg.trainer.val_check_interval, cfg.trainer.limit_val_batches) == (
         9,
         300,
@@ -177,17 +185,18 @@ def test_another_file_of_a_group_leaves_what_was_set_by_hand() -> None:
         0.0,
         False,
     )
-    back, _ = recompose({"choices": choices, "config": plain(cfg)}, ["trainer=default", "attention=naive"])
+    header = {"choices": choices, "config": portable(cfg, choices)}
+    back, _ = resumed(header, "trainer=default", "attention=naive")
     assert (back.trainer.strategy, back.trainer.max_steps) == ("auto", 9) and "block_q" not in back.attention
 
 
 def test_of_a_file_that_is_gone_nothing_is_kept() -> None:
     saved = saved_run("attention=tiled")
     saved["choices"]["attention"] = saved["config"]["attention"]["name"] = "removed"
-    cfg, _ = recompose(saved, ["attention=naive"])
+    cfg, _ = resumed(saved, "attention=naive")
     assert plain(cfg)["attention"] == {"name": "naive", "decode": None}
 
 
 def test_a_recipe_is_for_new_runs() -> None:
     with pytest.raises(ValueError, match=r"experiment=quickstart cannot go with ckpt=: .*a whole recipe"):
-        recompose(saved_run(), ["experiment=quickstart"])
+        resumed(saved_run(), "experiment=quickstart")

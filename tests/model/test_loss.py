@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention.naive import NaiveAttention
 from conf.resume import refuse_changes
+from conf.saved import SavedRun, plain
 from model.checks import check
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, chunked_loss
@@ -197,9 +198,7 @@ def test_what_is_no_number_of_tokens_is_refused(value: str) -> None:
 
 
 def test_a_run_may_change_it_as_it_goes_on() -> None:
-    from omegaconf import OmegaConf
-
-    saved = {"choices": {"data": "stdlib"}, "config": OmegaConf.to_container(composed([]))}
-    refuse_changes(saved, saved["choices"], composed(["model.loss_chunk=64"]))
+    saved = SavedRun({"data": "stdlib"}, plain(composed([])))
+    refuse_changes(saved, saved.choices, composed(["model.loss_chunk=64"]))
     with pytest.raises(ValueError, match=r"model\.n_embd"):
-        refuse_changes(saved, saved["choices"], composed(["model.loss_chunk=64", "model.n_embd=64"]))
+        refuse_changes(saved, saved.choices, composed(["model.loss_chunk=64", "model.n_embd=64"]))

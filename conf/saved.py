@@ -1,0 +1,180 @@
+"""The config of a checkpoint: how it is written, and what is taken of one that is read.
+
+From a file come plain values under keys that conf/ itself has for these choices, and names of files that
+conf/ has. What conf/ composes for the choices is the schema; whatever else the file holds is refused, unless
+the command line gives it again. So no `_target_`, interpolation, override or path of a file reaches Hydra.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from conf.compose import CONF, entries, initialize, no_choice
+from model.untrusted import is_plain, printable
+
+HYDRAS = ("_target_", "_partial_", "_convert_")  # what code runs is for conf/ and the command line to say
+# Names that are looked up outside of this program: from a file they are taken only as conf/ has them.
+FIXED = {"attention.name"} | {f"data.corpus.{key}" for key in ("name", "dataset", "config", "revision")}
+Choices = dict[str, str | None]  # group -> the name of a file in it
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What `admit` took: choices of files that exist, and plain values under keys of conf/."""
+
+    choices: Choices
+    config: dict[str, Any]
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """What conf/ gives for these overrides, within a running Hydra application or without."""
+    from hydra import compose
+    from hydra.core.global_hydra import GlobalHydra
+
+    with nullcontext() if GlobalHydra.instance().is_initialized() else initialize():
+        return compose("config", overrides=overrides)
+
+
+def as_overrides(choices: Choices) -> list[str]:
+    return [f"~{group}" if name is None else f"{group}={name}" for group, name in choices.items()]
+
+
+def parse(overrides: list[str]) -> list[Any]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_overrides(overrides)
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values, interpolations kept, without what Hydra makes objects by."""
+    return _plain(OmegaConf.to_container(cfg, resolve=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if k not in HYDRAS}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def portable(cfg: DictConfig, choices: Choices) -> dict[str, Any]:
+    """The config as it goes into a checkpoint: `plain`, with what the command line interpolated resolved."""
+    return _resolved(plain(cfg), _plain(OmegaConf.to_container(cfg, resolve=True)), _schema(choices))
+
+
+def _resolved(value: Any, resolved: Any, own: Any) -> Any:
+    if isinstance(value, dict):
+        own = own if isinstance(own, dict) else {}
+        return {k: _resolved(v, resolved[k], own.get(k)) for k, v in value.items()}
+    return value if value == own else resolved
+
+
+def _schema(choices: Choices) -> dict[str, Any]:
+    """What conf/ has for these choices, keys that the experiment adds among them."""
+    recipe = choices.get("experiment")
+    others = as_overrides({group: name for group, name in choices.items() if group != "experiment"})
+    return plain(composed([*([f"experiment={recipe}"] if recipe else []), *others]))
+
+
+def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) -> SavedRun:
+    """`{"choices": ..., "config": ...}` of a file, held to what conf/ has; ValueError, of one line, for what
+    conf/ does not have and the command-line overrides do not give again.
+
+    lenient: plain values under keys that conf/ lacks are passed over, for those who read none of them."""
+    given = {p.key_or_group for p in parse(overrides)}
+    choices = _choices(saved["choices"], given)
+    odd: dict[str, tuple[str, bool]] = {}
+    config = _taken(saved["config"], _schema(choices), "", odd)
+    groups = choices.keys() & given  # to choose a group anew is not to give its keys
+    for key, (why, added) in odd.items():
+        if (lenient and added) or any(k in given - groups for k in _with_parents(key)):
+            continue
+        again = (
+            f"+{printable(key)}=..., or ~{printable(key)} to go on without"
+            if added
+            else f"{printable(key)}=..."
+        )
+        raise ValueError(
+            f"The checkpoint's config has {printable(key)} {why}: that is not taken from a file. If you set "
+            f"it, give it again: {again}"
+        )
+    return SavedRun(choices, config)
+
+
+def _with_parents(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _choices(choices: Any, given: set[str]) -> Choices:
+    """Those of `choices` that conf/ has; of another one, that group has to be given anew."""
+    groups = {path.name for path in CONF.iterdir() if any(path.glob("*.yaml"))}
+    taken: Choices = {"callbacks": None, "logger": None}  # that are not there were left out by ~callbacks
+    for group, name in choices.items():
+        if group not in groups:
+            raise ValueError(f"The checkpoint's choices have {printable(group)}, which is no group of conf/.")
+        if name is None or (type(name) is str and name in entries(group)):
+            taken[group] = name
+        elif group not in given:
+            hint = " To go on without: ~experiment" if group == "experiment" else ""
+            raise ValueError(
+                f"The checkpoint's choice: {no_choice(group, printable(name), entries(group))}{hint}"
+            )
+        else:
+            taken.pop(group, None)
+    return taken
+
+
+def _taken(value: Any, own: Any, key: str, odd: dict[str, tuple[str, bool]]) -> Any:
+    """`value` as far as it has the keys and kinds of `own`; the rest goes into `odd`: its key, why, and
+    whether it is plain but for a key that conf/ lacks."""
+    if not isinstance(own, dict) or (value is None and key):
+        return _leaf(value, own, key, odd)
+    if type(value) is not dict:
+        odd[key] = (f"as a {type(value).__name__} where conf/ has keys", False)
+        return ...
+    taken = {}
+    for name, inner in value.items():
+        full = f"{key}.{name if type(name) is str else printable(name)}".removeprefix(".")
+        if type(name) is not str or name not in own:
+            odd[full] = ("beside the keys of conf/", _is_key(name) and _harmless(inner))
+        elif (found := _taken(inner, own[name], full, odd)) is not ...:
+            taken[name] = found
+    return taken
+
+
+def _leaf(value: Any, own: Any, key: str, odd: dict[str, tuple[str, bool]]) -> Any:
+    if type(value) is str and value == own:  # an interpolation of conf/ itself, too
+        return own
+    if not all(map(_is_value, value if type(value) is list else [value])):
+        text = (
+            "an interpolation or ???" if type(value) is str else f"a {type(value).__name__} of no plain value"
+        )
+        odd[key] = (f"as {text}", False)
+    elif key in FIXED or (key == "attention.decode" and value not in [None, *entries("attention")]):
+        odd[key] = ("other than conf/ has it", False)
+    else:
+        return value
+    return ...
+
+
+def _is_value(value: Any) -> bool:
+    """A scalar that means itself: no interpolation, no missing value, nothing endless."""
+    if type(value) is str:
+        return "${" not in value and value != "???"
+    return is_plain(value) and (type(value) is not float or math.isfinite(value))
+
+
+def _harmless(value: Any, depth: int = 4) -> bool:
+    """Whether it could have been typed as plain overrides."""
+    if type(value) is dict and depth:
+        return all(_is_key(name) and _harmless(inner, depth - 1) for name, inner in value.items())
+    return all(map(_is_value, value if type(value) is list else [value]))
+
+
+def _is_key(name: Any) -> bool:
+    return type(name) is str and name.isidentifier() and not name.startswith("_")
