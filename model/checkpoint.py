@@ -39,11 +39,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the rename itself must survive a power cut
-        finally:
-            os.close(directory)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             partial.unlink()
@@ -58,6 +54,15 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in it survive a power cut."""
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _room(folder: Path) -> str:

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from model.checkpoint import sync_folder
+
 
 class MetricsCSV(Logger):
     """`metrics.csv` with a row per logged step, flushed as it is written.
@@ -60,6 +62,7 @@ class MetricsCSV(Logger):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self.path)
+        sync_folder(self.path.parent)
 
     @rank_zero_only
     def save(self) -> None:
