@@ -1,6 +1,6 @@
 # make train     environment, default corpus, a small GPT trained on it, a sample
 # make test      environment with the test tools, lint, every test that this machine can run
-# make test-gpu  the tests that need a CUDA GPU;  make test-slow  the long ones (ten kills and resumes)
+# make test-gpu  the tests that need a CUDA GPU;  make test-slow  the long ones (hundreds of kills and resumes)
 # make test-fuzz 100,000 random calls of all attentions, on a GPU if there is one (ARGS="--minutes 9 --seed 0")
 # make clean     removes the environment, the prepared corpora and caches; runs/ stays
 #

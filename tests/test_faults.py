@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import random
 import signal
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from model.lit_gpt import LitGPT
 from tests import faults
@@ -97,6 +100,25 @@ def test_a_few_signals(fault: Any, trial: int, tmp_path: Path, references: Refer
 def test_two_hundred_signals(fault: Any, trial: int, tmp_path: Path, references: References) -> None:
     """The bar: 200 kills, and 200 signals that ask to stop, evenly over the lines of a run."""
     fault(trial, 200, tmp_path, references)
+
+
+def test_killed_in_the_middle_of_a_write(tmp_path: Path, references: References) -> None:
+    """Half a checkpoint is on the disk, under a name that means nothing."""
+    overrides, write = references.overrides("plain"), torch.save
+
+    def half(checkpoint: dict[str, Any], file: Any) -> None:
+        if checkpoint["global_step"] < 8:
+            return write(checkpoint, file)
+        whole = io.BytesIO()
+        write(checkpoint, whole)
+        file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(torch, "save", half):
+        assert Child(lambda: faults.trained(tmp_path, *overrides)).wait() == -signal.SIGKILL
+    assert len(list((tmp_path / "runs").rglob("*.partial"))) == 1
+    to_the_end(tmp_path, references, "plain")
 
 
 def power_cut(trial: int, trials: int, folder: Path, references: References) -> None:

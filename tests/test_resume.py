@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import gc
 import os
-import random
 import re
+import select
 import shutil
 import signal
+import sys
+import termios
 import time
 from pathlib import Path
 from unittest import mock
@@ -16,7 +19,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.running import ROOT, Result, finish, rows, start, train_here, write_book
+import train
+from tests.faults import Child
+from tests.running import ROOT, TINY, Result, finish, rows, start, train_here, write_book
 
 # Dropout of both kinds, worker processes and accumulation: each has broken exact resume somewhere.
 SETTINGS = {
@@ -70,78 +75,9 @@ def test_killed_with_everything_on_continues_bit_for_bit(tmp_path: Path, referen
     assert continued(tmp_path) == references["all"]
 
 
-# Each wraps a function of the product in a process of its own and kills that process inside it.
-INSIDE = {
-    "a checkpoint write": """
-import io, torch
-save = torch.save
-def half(checkpoint, file):
-    if checkpoint["global_step"] < {step}:
-        return save(checkpoint, file)
-    whole = io.BytesIO()
-    save(checkpoint, whole)
-    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-torch.save = half
-""",
-    "the rename": """
-replace = os.replace
-def before(source, target):
-    if "step-" in str(target) and int(str(target)[-13:-5]) >= {step}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(source, target)
-os.replace = before
-""",
-    "validation": """
-from model.lit_gpt import LitGPT
-step = LitGPT.validation_step
-def killing(self, batch, batch_idx):
-    if batch_idx == 1 and self.trainer.global_step >= {step}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    step(self, batch, batch_idx)
-LitGPT.validation_step = killing
-""",
-}
-
-
-def kill_inside(folder: Path, where: str, step: int, *overrides: str) -> Result:
-    script = folder / "driver.py"
-    script.write_text(f"import os, signal\n{INSIDE[where].format(step=step)}\nimport train\ntrain.main()\n")
-    return finish(start(folder, *overrides, "name=a", script=script))
-
-
-@pytest.mark.parametrize("where", ["a checkpoint write", "validation"])
-def test_killed_inside(where: str, tmp_path: Path, references: dict) -> None:
-    assert kill_inside(tmp_path, where, 30, *long("dropout")).code == -signal.SIGKILL
-    folder = tmp_path / "runs" / "a" / "checkpoints"
-    assert len(list(folder.glob("*.partial"))) == (where == "a checkpoint write")
-    assert continued(tmp_path, "a") == references["dropout"]
-    assert not list(folder.glob("*.partial"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trial", range(10))
-def test_ten_trials(trial: int, tmp_path: Path, references: dict) -> None:
-    """The bar: ten kills at random steps, among them each place of INSIDE, and a run killed twice."""
-    draw = random.Random(1000 + trial)
-    settings = ["plain", "dropout", "all"][trial % 3]
-    step = draw.randint(8, STEPS - 25)  # there is a checkpoint from step 7 on
-    where = dict(enumerate(INSIDE)).get(trial)
-    if where is None:
-        result = kill_at(tmp_path, step, *long(settings))
-    else:
-        result = kill_inside(tmp_path, where, step, *long(settings))
-    assert result.code == -signal.SIGKILL, result.err
-    if trial == 9:
-        again = last_step(tmp_path / "runs" / "a") + draw.randint(1, 8)
-        assert kill_at(tmp_path, again, "ckpt=a", tiny=False).code == -signal.SIGKILL
-    result = finish(start(tmp_path, draw.choice(["ckpt=last", "ckpt=a"]), tiny=False))
-    assert result.code == 0, result.err
-    assert rows(tmp_path / "runs" / "a") == references[settings]
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_saves_first(number: int, code: int, tmp_path: Path, references: dict) -> None:
     from model.lit_gpt import LitGPT
 
@@ -154,31 +90,67 @@ def test_a_signal_saves_first(number: int, code: int, tmp_path: Path, references
 
     with mock.patch.object(LitGPT, "training_step", signalled):
         result = train_here(tmp_path, *long("dropout"), "name=a")
-    assert result.code == code, result.err
+    assert result.code == 128 + number, result.err
     assert "step 24, saved. Continue: python train.py ckpt=a" in result.out
     assert (tmp_path / "runs" / "a" / "checkpoints" / "step-00000024.ckpt").is_file()
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
     assert continued(tmp_path) == references["dropout"]
 
 
-@pytest.mark.parametrize(("where", "signals"), [("training_step", 2), ("validation_step", 1)])
+@pytest.mark.parametrize(
+    ("where", "at", "signals", "promise"),
+    [
+        ("training_step", 0, 2, ""),
+        ("training_step", 15, 2, "; ckpt=a continues from step 10"),
+        ("validation_step", 0, 1, ""),  # before training
+    ],
+)
 def test_a_second_signal_or_one_before_training_ends_at_once(
-    where: str, signals: int, tmp_path: Path
+    where: str, at: int, signals: int, promise: str, tmp_path: Path
 ) -> None:
+    """What can be gone on with is said; where nothing is saved, nothing is promised."""
     from model.lit_gpt import LitGPT
 
     step, sent = getattr(LitGPT, where), []
 
     def signalled(self, batch, batch_idx):
-        while len(sent) < signals:
+        while self.global_step == at and len(sent) < signals:
             sent.append(signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return step(self, batch, batch_idx)
 
     with mock.patch.object(LitGPT, where, signalled):
         result = train_here(tmp_path, "name=a")
-    assert result.code == 130 and "interrupted" in result.err and "Traceback" not in result.err
+    assert result.code == 130 and "Traceback" not in result.err
+    assert result.err.endswith(f"\ninterrupted{promise}\n"), result.err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_terminal_that_goes_away_loses_no_step(tmp_path: Path, references: dict) -> None:
+    """The window is closed: SIGHUP comes, and nothing can be printed any more."""
+    ours, theirs = os.openpty()
+    write_book(tmp_path)
+
+    def work() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        os.close(ours)
+        os.chdir(tmp_path)
+        for fd in (1, 2):
+            os.dup2(theirs, fd)
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115 - for pytest's
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115
+        sys.argv = ["train.py", *TINY, *long("dropout"), "name=a"]
+        train.main()
+
+    child = Child(work)
+    os.close(theirs)
+    while last_step(tmp_path / "runs" / "a") < 12:
+        if select.select([ours], [], [], 0.001)[0]:
+            os.read(ours, 1 << 16)
+    os.close(ours)
+    assert child.wait() == 128 + signal.SIGHUP, child.said
+    assert continued(tmp_path) == references["dropout"]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "tiled"])
