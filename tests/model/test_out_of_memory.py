@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -72,6 +74,25 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert last == "Resume with one of these: python train.py ckpt=a ..."
     lower = ("data.batch_size=2", "tokens_per_step=64")
     assert train_here(tmp_path, "ckpt=a", *lower, tiny=False).code == 0
+
+
+def test_the_next_job_of_a_sweep_has_all_the_memory(tmp_path: Path) -> None:
+    init, step, models, alive = LitGPT.__init__, LitGPT.training_step, [], []
+
+    def watched(self: LitGPT, *args: Any, **kwargs: Any) -> None:
+        alive.append([model() is not None for model in models])
+        models.append(weakref.ref(self))
+        init(self, *args, **kwargs)
+
+    def full(self: LitGPT, batch: dict, batch_idx: int) -> None:
+        if len(models) == 1:
+            raise torch.OutOfMemoryError(CUDA)
+        step(self, batch, batch_idx)
+
+    with mock.patch.object(LitGPT, "__init__", watched), mock.patch.object(LitGPT, "training_step", full):
+        result = train_here(tmp_path, "seed=1,2,3", "trainer.max_steps=1", "-m")
+    assert result.code == 1 and alive == [[], [False], [False, False]]
+    assert [line.split()[-1] for line in result.out.splitlines()[-3:]] == ["failed", "done", "done"]
 
 
 def test_on_the_host(tmp_path: Path) -> None:
