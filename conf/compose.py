@@ -94,7 +94,7 @@ def _message(error: BaseException) -> str:
             "data.data_dir=... prepared corpora."
         )
     if str(error).startswith("Config group override must be"):
-        return "No group can be null: leave one out with ~, as in ~callbacks."
+        return "Among the values of a sweep no group can be null: ~callbacks leaves it out of all jobs."
     return str(error)
 
 

@@ -3,6 +3,7 @@ what would make another run of it refused."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -78,13 +79,15 @@ def _explicit(before: dict[str, Any], saved: dict[str, Any], after: dict[str, An
 
 
 def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
-    """A command line with ckpt= as its value and the overrides."""
+    """A command line with ckpt= as its value, taken as typed or from within Hydra's quotes, and the
+    overrides."""
     if flags := [argument for argument in arguments if argument.startswith("-")]:
         raise ValueError(
             f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config."
         )
     ckpts = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
-    return ckpts[-1], [argument for argument in arguments if not argument.startswith("ckpt=")]
+    ckpt = re.sub(r"""^(['"])(.*)\1$""", r"\2", ckpts[-1])
+    return ckpt, [argument for argument in arguments if not argument.startswith("ckpt=")]
 
 
 def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:

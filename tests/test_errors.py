@@ -137,6 +137,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "validation of less": (("trainer.limit_val_batches=-1",), ("limit_val_batches=-1", "at least 0")),
     "two whole validations": (("trainer.limit_val_batches=2.0",), ("limit_val_batches=2.0", "up to 1.0")),
     "a group of null": (("attention=null",), ("a run needs attention=",)),
+    "null in a sweep": (("callbacks=null,default", "-m"), ("no group can be null", "~callbacks")),
     "no attention": (("~attention",), ("a run needs attention=",)),
     "key mistyped": (("model.n_hed=3",), ("no key model.n_hed; did you mean n_head?", "n_layer")),
     "name with a slash": (("name=a/b",), ("name=a/b", "without slashes")),

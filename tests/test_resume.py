@@ -198,9 +198,9 @@ def test_what_resumes_and_what_differs_is_said(finished: Path) -> None:
 
 
 def test_nothing_differs(tmp_path: Path) -> None:
-    assert train_here(tmp_path, "name=a", "callbacks.checkpoints.every=5").code == 0
-    (tmp_path / "runs/a/checkpoints/step-00000020.ckpt").unlink()
-    result = train_here(tmp_path, "ckpt=a", tiny=False)
+    assert train_here(tmp_path, "name='a (1)'", "callbacks.checkpoints.every=5").code == 0
+    (tmp_path / "runs/a (1)/checkpoints/step-00000020.ckpt").unlink()
+    result = train_here(tmp_path, "ckpt='a (1)'", tiny=False)
     assert "\nchanged    nothing: the saved config as it is\n" in result.out, result.err
 
 
