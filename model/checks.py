@@ -50,6 +50,7 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
     for group in GROUPS:
         if config.get(group) is None or config[group].keys() <= {"decode"}:
             raise ValueError(f"a run needs {group}=: python train.py --help lists what there is.")
+    _within_64_bits("", config)
     for kind, least, null, keys in NUMBERS:
         for key in keys.split():
             _number(key, _at(config, key), kind, least, null)
@@ -64,6 +65,18 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
             "skipped, inside the fused AdamW kernel. Leave optim.fused=true."
         )
     _trainer(config["trainer"], resume_step, fixed)
+
+
+def _within_64_bits(key: str, value: Any) -> None:
+    """What tensors, seeds and files can hold; text may well look like a longer number."""
+    if isinstance(value, Mapping | list):
+        for name, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if name not in ("name", "path", "prompt", "runs_dir"):
+                _within_64_bits(f"{key}.{name}".strip("."), part)
+    elif isinstance(value, int):
+        most = 2**64 - 1 if key.endswith("seed") else 2**63 - 1
+        if abs(value) > most:
+            raise ValueError(f"{key}={value}: it needs to fit into 64 bits, at most {most}.")
 
 
 def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import subprocess
@@ -127,6 +128,27 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("model.n_layer=2.5: it needs to be a whole number, at least 1",),
     ),
     "warm-up": (("schedule.warmup_steps=-1",), ("schedule.warmup_steps=-1", "at least 0")),
+    **{
+        f"beyond 64 bits: {key}": ((f"{key}={1 << 64}",), (f"{key}={1 << 64}: it needs to fit into 64 bits",))
+        for key in ("seed", "seq_len", "tokens_per_step", "grad_clip", "trainer.max_steps", "data.batch_size")
+    },
+    "beyond a float": (("optim.lr=1" + "0" * 400,), ("it needs to fit into 64 bits",)),
+    "steps of 64 bits": (("trainer.max_steps=9223372036854775808",), ("at most 9223372036854775807",)),
+    "random tokens beyond 64 bits": (
+        ("data=synthetic", f"data.corpus.n_tokens={1 << 64}"),
+        ("data.corpus.n_tokens=", "it needs to fit into 64 bits"),
+    ),
+    "a pipe": (
+        ("data.path=pipe",),
+        ("data.path=pipe is a pipe: give a file with text in it, a folder or a glob",),
+    ),
+    "a device": (("data.path=/dev/zero",), ("data.path=/dev/zero is a character device: give a file",)),
+    "UTF-16": (("data.path=utf16.txt",), ("utf16.txt cannot be read as text: it is UTF-16: convert it",)),
+    "gzip": (("data.path=book.txt.gz",), ("book.txt.gz cannot be read as text: it is compressed by gzip",)),
+    "a file where the tokens are to be": (
+        ("data.data_dir=empty.txt",),
+        ("data.data_dir=empty.txt: empty.txt/", "cannot be written (", "with data.data_dir=<folder>"),
+    ),
     "accumulation": (("+trainer.accumulate_grad_batches=2",), ("accumulate_grad_batches", "tokens_per_step")),
     "clipping by the trainer": (("+trainer.gradient_clip_val=1",), ("gradient_clip_val", "by grad_clip")),
     "sanity steps": (("+trainer.num_sanity_val_steps=2",), ("trainer.num_sanity_val_steps", "leave it out")),
@@ -152,6 +174,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_book(folder)
     (folder / "empty.txt").touch()
     (folder / "binary.txt").write_bytes(bytes(range(128, 256)) * 100)
+    (folder / "utf16.txt").write_text("Call me Ishmael. " * 500, encoding="utf-16")
+    (folder / "book.txt.gz").write_bytes(gzip.compress(b"Call me Ishmael. " * 500))
+    os.mkfifo(folder / "pipe")
     (folder / "folder").mkdir()
     (folder / "folder" / "image.png").write_bytes(b"\x89PNG")
     return folder
