@@ -46,6 +46,7 @@ _TILED = _on_cuda(features=_ALL, dtypes=_DTYPES, min_arch=(7, 5), max_head_dim=1
 _TENSOR_CORES = replace(
     _TILED, dtypes=LOW_PRECISION, min_arch=(8, 0), head_dim_multiple=8, deterministic=False
 )
+_HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
 STAGES = {
     "naive": Stage("ops.cuda.plain", _FORMULA),
     "rowwise": Stage("ops.cuda.plain", _FORMULA),
@@ -54,7 +55,10 @@ STAGES = {
         "ops.cuda.tensor_cores", replace(_TENSOR_CORES, features=_PLAIN, backward=False, deterministic=True)
     ),
     "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
+    "fa3": Stage("ops.cuda.hopper", _HOPPER),
 }
+# The backward of fa3 is that of fa2, and so are its head dims.
+_BACKWARD_HEAD_DIM = {"fa3": _TENSOR_CORES.max_head_dim}
 # How stage tiled multiplies in fp32.
 PRODUCTS = ("auto", "fma")
 # Shared memory that a block may use, by architecture; what is not named has the least of sm_80 and up.
@@ -118,10 +122,12 @@ _OPS = {
 
 
 def best(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str:
-    """The best stage with all features: fa2, or where it cannot, tiled."""
+    """The best stage with all features: fa3 on Hopper, fa2, or where neither can, tiled."""
     able = STAGES["fa2"].capabilities
     fits = head_dim <= able.max_head_dim and head_dim % able.head_dim_multiple == 0
-    return "fa2" if fits and dtype in able.dtypes and (arch or able.min_arch) >= able.min_arch else "tiled"
+    if not fits or dtype not in able.dtypes or (arch or able.min_arch) < able.min_arch:
+        return "tiled"
+    return "fa3" if arch == STAGES["fa3"].capabilities.min_arch else "fa2"
 
 
 @cache
@@ -138,9 +144,10 @@ class CudaStage(Attention):
     """One stage of the ladder.
 
     Args:
-        stage: naive, rowwise, tiled, fa1 or fa2.
-        deterministic: of fa2: a backward that gives the same bits each time, by a second pass for dQ where
-            there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages are.
+        stage: naive, rowwise, tiled, fa1, fa2 or fa3.
+        deterministic: of fa2 and fa3: a backward that gives the same bits each time, by a second pass for dQ
+            where there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages
+            are.
         products: of tiled in fp32: auto, on tensor cores where they pay, three products of fp16 for one of
             fp32, or fma, on FMA units.
     """
@@ -161,6 +168,11 @@ class CudaStage(Attention):
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)
+        most = _BACKWARD_HEAD_DIM.get(self.stage or "")
+        if most and call.backward and most < call.head_dim <= (self.capabilities.max_head_dim or 0):
+            reasons.append(
+                f"no backward at head dim {call.head_dim}: needs at most {most} (model.n_embd / model.n_head)"
+            )
         if self.stage == "rowwise" and call.arch and call.tk > (most := rowwise_keys(call.arch)):
             reasons.append(
                 f"no {call.tk} keys: needs at most {most} on {arch_name(call.arch)}, whose scores fit into "
@@ -208,7 +220,7 @@ class CudaAttention(CudaStage):
         """(stage, why) of what will run `call`. Raises UnsupportedAttention where none can."""
         self.require(call)
         name, why = f"cuda_{best(call.arch, call.dtype, call.head_dim)}", "the best stage"
-        if name != "cuda_fa2":
+        if name == "cuda_tiled":
             why += f" but for cuda_fa2, {'; '.join(STAGES['fa2'].capabilities.reasons(call))}"
         return name, why
 

@@ -77,7 +77,7 @@ def family(run: Run) -> str:
         if run.device == "cpu":
             return "sdpa_math" if run.config.attn_dropout else "sdpa_cpu"
         return "triton" if run.attention == "auto" else "sdpa_flash"
-    return run.attention
+    return "cuda_fa2" if run.attention == "cuda_fa3" else run.attention  # whose backward it has
 
 
 def scores_bytes(run: Run) -> int:

@@ -130,7 +130,7 @@ struct Range {
 // one document if `whole`. Without SEGMENTS nobody asks.
 struct Documents {
     int first, end;
-    bool whole;
+    int whole;
 };
 
 __device__ __forceinline__ Documents documents_of(const Params &p, int b, int tile) {

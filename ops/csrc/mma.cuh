@@ -15,10 +15,12 @@ typedef unsigned short operand;
 static_assert(HEAD_DIM <= 128, "wider rows have no room in shared memory");
 #else
 typedef element operand;
-static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM <= 128, "rows are copied in chunks of 8 elements");
+static_assert(HEAD_DIM % 8 == 0, "rows are copied in chunks of 8 elements");
 #endif
 
+#ifndef PAD_D
 #define PAD_D ((HEAD_DIM + 31) / 32 * 32)
+#endif
 #define ROW_BYTES (PAD_D * 2)
 #define D_STEPS (PAD_D / 16)  // of 16 along the head dim
 

@@ -45,6 +45,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fa2", {"head_dim": 60}, "no head dim 60: needs at most 128, a multiple of 8"),
         ("fa2", {"dtype": torch.float32}, "no float32: "),
         ("fa2", {"device": "cpu", "arch": None}, "no cpu: "),
+        ("fa3", {"arch": (10, 0)}, "no sm_100: needs a GPU from sm_90 to sm_90"),
+        ("fa3", {"backward": False, "head_dim": 256}, None),
+        ("fa3", {"head_dim": 136}, "no backward at head dim 136: needs at most 128"),
     ],
 )
 def test_what_the_stages_do(name: str, call: dict[str, Any], reason: str | None) -> None:
@@ -60,7 +63,8 @@ def test_what_rowwise_has_room_for() -> None:
 @pytest.mark.parametrize(
     ("call", "stage", "why"),
     [
-        ({}, "fa2", "the best stage"),
+        ({}, "fa3", "the best stage"),
+        ({"arch": (10, 0)}, "fa2", "the best stage"),
         ({"arch": (7, 5)}, "tiled", "the best stage but for cuda_fa2, no sm_75: "),
         ({"dtype": torch.float32}, "tiled", "but for cuda_fa2, no float32: "),
         ({"head_dim": 59}, "tiled", "but for cuda_fa2, no head dim 59: "),
@@ -97,8 +101,10 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unknown_stage_is_named() -> None:
-    with pytest.raises(ValueError, match="stage is 'fa3'; the ladder has naive, rowwise, tiled, fa1, fa2"):
-        CudaStage("fa3")
+    with pytest.raises(
+        ValueError, match="stage is 'fa4'; the ladder has naive, rowwise, tiled, fa1, fa2, fa3"
+    ):
+        CudaStage("fa4")
 
 
 def test_products_are_chosen_by_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,7 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
         L2_cache_size=50 << 20,
     )
     made, attention = make_inputs(case, "cpu", dtype), cuda.CudaStage(stage)
+    hopper = importlib.import_module("ops.cuda.hopper")
     names = {each.module for each in cuda.STAGES.values()} | {"ops.cuda.planes", "ops.cuda.planes_backward"}
     modules = [importlib.import_module(name) for name in sorted(names)]
     given: dict[str, tuple[Any, ...]] = {}
@@ -135,6 +136,9 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
             (nvrtc, "kernel", kernel),
             *((module, "_kernel", kernel) for module in modules if hasattr(module, "_kernel")),
             (attention, "_check", lambda *_: None),
+            # what only a driver can make
+            (hopper, "tensor_map", lambda *_: bytes(128)),
+            (hopper, "_counter", lambda device: torch.empty(1, dtype=torch.int32, device=device)),
             (torch.cuda, "get_device_capability", lambda *_: arch),
             (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch.Tensor, "is_cuda", True),

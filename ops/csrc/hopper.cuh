@@ -1,0 +1,220 @@
+// Hopper's own instructions under their PTX names, for sm_90a: mbarriers, copies by TMA through tensor maps, wgmma, named
+// barriers, registers that move between warp groups.
+//
+// A tile in shared memory is what TMA writes and wgmma reads: PAD_D / BLOCK_D blocks of columns one after the other, each
+// of BLOCK_D columns (128 or 64 bytes a row), its 16-byte chunks swizzled within groups of 8 rows. All tiles begin at
+// multiples of 1,024 bytes.
+#pragma once
+#include "mma.cuh"
+
+#define BLOCK_D (PAD_D % 64 ? 32 : 64)  // columns of a block
+#define BLOCKS_D (PAD_D / BLOCK_D)
+#define BLOCK_ROW (BLOCK_D * 2)         // bytes
+
+// 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
+struct __align__(64) TensorMap {
+    unsigned long long opaque[16];
+};
+
+// --- mbarriers
+
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// What was initialised is seen by the copy engine and by the other blocks of a cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+// Until the phase of this parity is over. A fault in the order of barriers hangs; with BOUNDED_WAITS it traps.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+#if BOUNDED_WAITS
+    for (int tries = 0; !mbarrier_try_wait(barrier, parity); tries++)
+        if (tries > BOUNDED_WAITS) asm volatile("trap;");
+#else
+    while (!mbarrier_try_wait(barrier, parity));
+#endif
+}
+
+// --- copies by TMA
+
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap &map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// The map's box from (d, t, h, b) on; what lies outside of the tensor arrives as zeros, and counts.
+__device__ __forceinline__ void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int d, int t, int h, int b) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+                 "%6}], [%2];" ::"r"(to),
+                 "l"(&map), "r"(barrier), "r"(d), "r"(t), "r"(h), "r"(b)
+                 : "memory");
+}
+// What lies outside of the tensor is not written.
+__device__ __forceinline__ void tma_store(const TensorMap &map, unsigned from, int d, int t, int h, int b) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(d), "r"(t), "r"(h), "r"(b)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the newest N groups at most still read shared memory.
+template <int N> __device__ __forceinline__ void bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+// Ordinary stores to shared memory are seen by TMA and wgmma after this and a barrier.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A whole tile of ROWS rows, by one thread.
+template <int ROWS>
+__device__ __forceinline__ void load_tile(unsigned to, const TensorMap &map, unsigned barrier, int t, int h, int b) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS_D; block++)
+        tma_load(to + block * ROWS * BLOCK_ROW, map, barrier, block * BLOCK_D, t, h, b);
+}
+template <int ROWS>
+__device__ __forceinline__ void store_tile(const TensorMap &map, unsigned from, int t, int h, int b) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS_D; block++)
+        if (block * BLOCK_D < HEAD_DIM) tma_store(map, from + block * ROWS * BLOCK_ROW, block * BLOCK_D, t, h, b);
+}
+
+// --- warp groups
+
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+__device__ __forceinline__ void bar_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void bar_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// --- wgmma: D (64 x N, fp32, in registers) += A (64 x 16) B (16 x N)
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most the newest N groups are at work.
+template <int N> __device__ __forceinline__ void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// The compiler may not move what reads or writes these registers over this point: it does not know that a wgmma that was
+// issued writes them until it is waited for.
+template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// A tile as wgmma is told of it. The reduction runs along its rows (K-major: Q, and K as K^T), groups of 8 rows one
+// after the other; or along its columns (MN-major: V), whose blocks lie `block_bytes` apart.
+struct Matrix {
+    unsigned low, high;
+    __device__ __forceinline__ Matrix(unsigned tile, unsigned block_bytes = 16)
+        : low((tile & 0x3ffff) >> 4 | block_bytes >> 4 << 16),
+          high((BLOCK_D == 64 ? 1u : 2u) << 30 | 8 * BLOCK_ROW >> 4) {}
+    // The descriptor of what begins `bytes` further.
+    __device__ __forceinline__ unsigned long long at(unsigned bytes) const {
+        return (unsigned long long)high << 32 | (low + (bytes >> 4));
+    }
+};
+// Of 16 columns, the step-th, of a K-major tile with ROWS rows.
+template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
+    const int steps = BLOCK_D / 16;
+    return step / steps * ROWS * BLOCK_ROW + step % steps * 32;
+}
+
+#if ELEMENT_KIND == bf16_ELEMENT
+#define WGMMA_TYPES ".f32.bf16.bf16 "
+#else
+#define WGMMA_TYPES ".f32.f16.f16 "
+#endif
+
+#define R0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define R1 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define R2 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define R3 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define R4 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define R5 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define R6 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define R7 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define R8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define R9 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define R10 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define R11 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define R12 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define R13 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define R14 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define R15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define R_16 R0 ", " R1
+#define R_32 R_16 ", " R2 ", " R3
+#define R_40 R_32 ", " R4
+#define R_48 R_40 ", " R5
+#define R_56 R_48 ", " R6
+#define R_64 R_56 ", " R7
+#define R_80 R_64 ", " R8 ", " R9
+#define R_88 R_80 ", " R10
+#define R_96 R_88 ", " R11
+#define R_128 R_96 ", " R12 ", " R13 ", " R14 ", " R15
+#define F8(i)                                                                                                          \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),        \
+        "+f"(d[i + 7])
+#define F_16 F8(0), F8(8)
+#define F_32 F_16, F8(16), F8(24)
+#define F_40 F_32, F8(32)
+#define F_48 F_40, F8(40)
+#define F_56 F_48, F8(48)
+#define F_64 F_56, F8(56)
+#define F_80 F_64, F8(64), F8(72)
+#define F_88 F_80, F8(80)
+#define F_96 F_88, F8(88)
+#define F_128 F_96, F8(96), F8(104), F8(112), F8(120)
+
+// Of each N that a tile may have: A and B by descriptors, both K-major, cleared first with `add` = 0; or A from
+// registers (the layout of mma.cuh's A) and B by descriptor, MN-major or K-major.
+template <int N> struct Wgmma;
+#define WGMMA(N, M, A0, A1, A2, A3, B, ADD, MN)                                                                         \
+    template <> struct Wgmma<N> {                                                                                      \
+        template <int A_MN, int B_MN>                                                                                  \
+        static __device__ __forceinline__ void ss(float (&d)[M], unsigned long long a, unsigned long long b, int add) { \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, " A2 ", 0;\n"                                                  \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" R_##M "}, " A0 ", " A1           \
+                         ", p, 1, 1, " A3 ", " B ";}"                                                                  \
+                         : F_##M                                                                                       \
+                         : "l"(a), "l"(b), "r"(add), "n"(A_MN), "n"(B_MN)                                              \
+                         : "memory");                                                                                  \
+        }                                                                                                              \
+        template <int B_MN>                                                                                            \
+        static __device__ __forceinline__ void rs(float (&d)[M], const unsigned (&a)[4], unsigned long long b,         \
+                                                  int add) {                                                           \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" R_##M "}, {" A0 ", " A1 ", " A2  \
+                         ", " A3 "}, " B ", p, 1, 1, " MN ";}"                                                       \
+                         : F_##M                                                                                       \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_MN)                     \
+                         : "memory");                                                                                  \
+        }                                                                                                              \
+    };
+WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+WGMMA(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
+WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
+WGMMA(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
+WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")

@@ -1,0 +1,182 @@
+"""Launches the stage of the CUDA ladder that is for Hopper alone: fa3 (ops/csrc/fa3.cu tells it).
+
+The functions are those of ops/library.py's register_attention; for options and `Call` see there and call.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops import nvrtc
+from ops.cuda.call import Call, Params
+from ops.cuda.plain import segment_ranges
+from ops.cuda.tensor_cores import fa2_backward
+from ops.library import empty_as
+from ops.order import multiprocessors
+
+# The backward is that of the stage before.
+fa3_backward = fa2_backward
+_MAP_BYTES = 128
+# Registers of a thread that copies, and of one that computes, by the warp groups that compute: 65,536 in all.
+_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Warp groups that compute, of 64 queries each; keys of a tile; tiles of K and of V in flight; tiles of Q
+    that there is room for; whether O goes out over Q."""
+
+    groups: int
+    bc: int
+    stages: int
+    q_slots: int
+    o_over_q: bool = False
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Q, K, V and, where it has room of its own, O."""
+        rows = 64 * self.groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
+        return 2 * padded(head_dim) * rows
+
+    def defines(self, head_dim: int) -> dict[str, int]:
+        copying, computing = _REGISTERS[self.groups]
+        return {
+            "PAD_D": padded(head_dim),
+            "GROUPS": self.groups,
+            "BC": self.bc,
+            "STAGES": self.stages,
+            "Q_SLOTS": self.q_slots,
+            "O_OVER_Q": int(self.o_over_q),
+            "COPY_REGISTERS": copying,
+            "COMPUTE_REGISTERS": computing,
+        }
+
+
+# By the padded head dim.
+_FORWARD = {
+    32: HopperTile(3, 128, 3, q_slots=1),
+    64: HopperTile(3, 128, 3, q_slots=1),
+    96: HopperTile(2, 128, 3, q_slots=2),
+    128: HopperTile(2, 128, 2, q_slots=2),
+    160: HopperTile(2, 112, 2, q_slots=2, o_over_q=True),
+    192: HopperTile(2, 112, 2, q_slots=1, o_over_q=True),
+    256: HopperTile(2, 80, 2, q_slots=1, o_over_q=True),
+}
+# At D <= 64: with more registers a thread, where three groups spill 160 to 570 bytes; and of fewer queries,
+# where a causal mask leaves little of a tile (T = 1k, D = 64: 333 TFLOP/s for 310).
+_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_slots=2), 1536
+
+
+def padded(head_dim: int) -> int:
+    """The head dim as tiles have it."""
+    return next(d for d in _FORWARD if d >= head_dim)
+
+
+def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> HopperTile:
+    """The forward's tile for `tk` keys and the options that `defines` names."""
+    short = tk <= _SMALL_KEYS and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
+    small = short or defines["SOFTCAP"] or defines["SEGMENTS"]
+    return _SMALL if small and padded(head_dim) <= 64 else _FORWARD[padded(head_dim)]
+
+
+class Launch(ctypes.Structure):
+    """struct Launch of csrc/fa3.cu; the driver copies whole multiples of 64 bytes."""
+
+    _fields_ = [
+        ("maps", ctypes.c_ubyte * (4 * _MAP_BYTES)),
+        ("params", Params),
+        ("taken", ctypes.c_void_p),
+        ("_", ctypes.c_ubyte * 64),
+    ]
+
+
+def tensor_map(x: Tensor, rows: int) -> bytes:
+    """What TMA has to know to copy boxes of `rows` tokens and a block of columns of x (B, H, T, D)."""
+    return _tensor_map(x.data_ptr(), x.dtype, tuple(x.shape), tuple(x.stride()), rows)
+
+
+@functools.lru_cache(maxsize=4096)  # encoding takes longer than a look-up, and addresses come again
+def _tensor_map(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
+) -> bytes:
+    from cuda.bindings import driver
+
+    sizes, columns = shape[::-1], 32 if padded(shape[3]) % 64 else 64
+    # in bytes, of t, h and b; that of a dimension of 1 says nothing, and may be anything
+    steps = [2 * stride if n > 1 else 16 for n, stride in zip(shape[2::-1], strides[2::-1], strict=True)]
+    kind, swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    status, made = driver.cuTensorMapEncodeTiled(
+        getattr(kind, f"CU_TENSOR_MAP_DATA_TYPE_{'BFLOAT16' if dtype == torch.bfloat16 else 'FLOAT16'}"),
+        len(sizes),
+        address,
+        [driver.cuuint64_t(n) for n in sizes],
+        [driver.cuuint64_t(step) for step in steps],
+        [driver.cuuint32_t(n) for n in (columns, rows, 1, 1)],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(swizzle, f"CU_TENSOR_MAP_SWIZZLE_{2 * columns}B"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise nvrtc.CudaError(
+            f"no tensor map for {dtype} {shape} with strides {strides} at {address:#x}: {status.name}"
+        )
+    return ctypes.string_at(made.getPtr(), _MAP_BYTES)
+
+
+def _mappable(x: Tensor) -> Tensor:
+    """x, or a copy whose rows begin at multiples of 16 bytes and do not overlap, as TMA needs them."""
+    outer = zip(x.shape[:3], x.stride()[:3], strict=True)
+    strided = (stride > 0 and stride % 8 == 0 for n, stride in outer if n > 1)
+    return x if x.data_ptr() % 16 == 0 and all(strided) else x.clone(memory_format=torch.contiguous_format)
+
+
+_counters: dict[tuple[int | None, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """A zero in which a kernel counts its tiles, and which it leaves at zero: one a stream, whose kernels run
+    one after the other; in the capture of a CUDA graph, which may run beside anything, one a launch."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32; options as in ops/library.py, and
+    tuning = [deterministic], which the backward reads."""
+    call = Call(*map(_mappable, (q, k, v)), *options)
+    return run_forward(q, call, forward_tile(q.shape[3], k.shape[2], call.defines))
+
+
+def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tuple[Tensor, Tensor]:
+    """`call` with `tile`, its results as q (B, Hq, Tq, D) is laid out; `defines` of fa3.cu beside its own."""
+    q_mapped, k, v = call.tensors[:3]
+    batch, heads, tq, head_dim = q.shape
+    out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out_mapped = _mappable(out)
+    rows = 64 * tile.groups
+    params = call.params.bind(out=out_mapped, lse=lse, ranges=segment_ranges(call, rows))
+    blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1])
+    counter = _counter(q.device)
+    launch = Launch(params=params, taken=counter.data_ptr())
+    boxes = ((q_mapped, 64), (k, tile.bc), (v, tile.bc), (out_mapped, 64))
+    ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows) for x, rows in boxes), 4 * _MAP_BYTES)
+    scale_first = call.defines["SOFTCAP"] or call.defines["ALIBI"] or call.params.scale <= 0
+    own = {"ALIGNED": 1, "SCALE_FIRST": int(bool(scale_first)), "BOUNDED_WAITS": 0}
+    specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
+    kernel = nvrtc.kernel("fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
+    grid = min(blocks, multiprocessors(q.device))
+    kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))
+    return (out if out is out_mapped else out.copy_(out_mapped)), lse

@@ -1,0 +1,78 @@
+"""fa3, the stage for Hopper: its tiles, what TMA can copy, and on a GPU that no schedule changes a bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ops.cuda import hopper
+from ops.cuda.call import Call
+from tests.ops.recorded import SHARED_BYTES
+
+STATIC_BYTES = 1024  # mbarriers and slots, and what the tiles' alignment takes
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 160, 200, 256])
+@pytest.mark.parametrize("tk", [1024, 4096])
+@pytest.mark.parametrize("on", [(), ("HAS_RIGHT",), ("HAS_RIGHT", "HAS_LEFT"), ("SOFTCAP",), ("SEGMENTS",)])
+def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
+    defines = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "SEGMENTS"), 0) | dict.fromkeys(on, 1)
+    tile = hopper.forward_tile(head_dim, tk, defines)
+    assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
+    found = tile.defines(head_dim)
+    assert found["PAD_D"] >= head_dim
+    # of 65,536 registers
+    assert 128 * (found["COPY_REGISTERS"] + tile.groups * found["COMPUTE_REGISTERS"]) <= 1 << 16
+
+
+def test_fewer_queries_a_tile_where_they_pay() -> None:
+    plain = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "SEGMENTS"), 0)
+    causal = plain | {"HAS_RIGHT": 1}
+    groups = [
+        hopper.forward_tile(64, *args).groups
+        for args in ((1024, causal), (2048, causal), (1024, plain), (4096, plain | {"SOFTCAP": 1}))
+    ]
+    assert groups == [2, 3, 3, 2]
+
+
+def test_what_tma_can_copy_is_not_copied_before() -> None:
+    packed = torch.randn(2, 5, 3, 4, 64, dtype=torch.bfloat16)  # (B, T, 3, H, D)
+    q, k, _ = packed.permute(2, 0, 3, 1, 4)
+    for x in (q, k, q[:1], q[:, :, ::2], q.contiguous()):
+        assert hopper._mappable(x) is x
+    wide = torch.randn(2, 4, 5, 68, dtype=torch.bfloat16)
+    for x in (wide[..., :64], packed.flatten()[1:1281].view(2, 2, 5, 64), q[:, :1].expand(2, 4, 5, 64)):
+        copy = hopper._mappable(x)
+        assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
+
+
+def forward(x: tuple[torch.Tensor, ...], causal: bool, **defines: int) -> tuple[torch.Tensor, torch.Tensor]:
+    options: tuple[Any, ...] = (None,) * 6 + (x[0].shape[3] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0, [0])
+    call = Call(*x, *options)
+    return hopper.run_forward(
+        x[0], call, hopper.forward_tile(x[0].shape[3], x[1].shape[2], call.defines), **defines
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("tokens", [63, 129, 191, 193, 385, 1025])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_same_bits_each_time_and_by_each_schedule(head_dim: int, tokens: int, causal: bool) -> None:
+    """A race, or an order that barriers do not keep, shows as another bit. A wait that lasts traps."""
+    made = torch.Generator("cuda").manual_seed(tokens)
+    x = tuple(
+        torch.randn(3, 50, tokens, head_dim, device="cuda", dtype=torch.bfloat16, generator=made)
+        for _ in range(3)
+    )
+    out, lse = forward(x, causal)
+    for defines in ({"PINGPONG": 0}, {"OVERLAP": 0}, {"BOUNDED_WAITS": 1 << 20}):
+        assert all(map(torch.equal, (out, lse), forward(x, causal, **defines))), defines
+    for _ in range(100):
+        assert all(map(torch.equal, (out, lse), forward(x, causal)))
+    assert not any(counter.any() for counter in hopper._counters.values())
