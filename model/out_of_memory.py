@@ -22,6 +22,7 @@ WORDS = (
     "allocate memory",
     "bad alloc",
     "status alloc failed",
+    "storage size calculation overflowed",
     "cublas status not initialized",
 )
 GIB = 2**30

@@ -138,6 +138,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("data=synthetic", f"data.corpus.n_tokens={1 << 64}"),
         ("data.corpus.n_tokens=", "it needs to fit into 64 bits"),
     ),
+    "a width beyond any memory": ((f"model.n_embd={1 << 62}",), ("out of memory", "scripts/estimate.py")),
     "a pipe": (
         ("data.path=pipe",),
         ("data.path=pipe is a pipe: give a file with text in it, a folder or a glob",),
