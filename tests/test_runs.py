@@ -9,12 +9,15 @@ import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from filelock import FileLock
+from lightning.pytorch.utilities import rank_zero_only
 
 from model.checkpoint import checkpoints_of, read_checkpoint, step_of
+from model.runs import Hold
 from tests.running import Result, finish, rows, start, train_here
 
 DIVERGE = ("optim.lr=10", "grad_clip=null", "schedule=constant", "schedule.warmup_steps=1")
@@ -132,6 +135,8 @@ def test_a_second_process_is_refused_at_once(overrides: tuple[str, ...], tmp_pat
         result = train_here(tmp_path, *overrides, "trainer.max_steps=3", tiny=tiny)
         assert result.code == 1 and "runs/a is in use by process 7 on elsewhere: one process" in result.err
         assert contents(run) == before
+        with mock.patch.object(rank_zero_only, "rank", 1), Hold() as hold:  # the first rank has it for all
+            hold.take(run)
     assert train_here(tmp_path, *overrides, "trainer.max_steps=3", tiny=tiny).code == 0
 
 

@@ -67,6 +67,20 @@ def test_the_best_is_linked_again_after_a_kill_between(tmp_path: Path) -> None:
     assert read_checkpoint(folder / "best.ckpt")["global_step"] in (20, 21)
 
 
+def test_a_validation_loss_of_nan_is_not_the_best(tmp_path: Path) -> None:
+    step = LitGPT.validation_step
+
+    def nan(self, batch, batch_idx):
+        step(self, batch, batch_idx)
+        if self.global_step == 10:
+            self.val_sums[0] = float("nan")
+
+    with mock.patch.object(LitGPT, "validation_step", nan):
+        result = train_here(tmp_path, "name=a")
+    assert result.code == 0, result.err
+    assert read_checkpoint(tmp_path / "runs/a/checkpoints/best.ckpt")["global_step"] == 20
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
