@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -149,7 +150,7 @@ class TokenDataModule(lightning.LightningDataModule):
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.accumulate = 1  # micro-batches of a batch; whoever knows the number of devices sets it
         self._cursor, self._files, self._restored = Cursor(), None, None
-        self._folder: Path | None = None
+        self._folder, self._made = None, []  # and the folders that were prepared here
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -171,6 +172,8 @@ class TokenDataModule(lightning.LightningDataModule):
 
     def prepare_data(self) -> None:
         if not isinstance(self.corpus, SyntheticCorpus):
+            folder, _ = folder_of(self.corpus, self.tokenizer_spec, self.data_dir)
+            self._made += [] if (folder / "meta.json").exists() else [folder]
             self._folder = prepare(self.corpus, self.tokenizer_spec, self.data_dir, self.prepare_workers)
 
     def setup(self, stage: str | None = None) -> None:
@@ -256,27 +259,29 @@ class TokenDataModule(lightning.LightningDataModule):
         path = getattr(self.corpus, "path", None)
         return ValueError(
             f"data{f'.path={path}' if path else f'={self.corpus.name}'}: the text has changed since the "
-            "checkpoint was written, and a run goes on with its own text alone. Give that, wherever it lies "
-            "now, or start a new run without ckpt="
+            "checkpoint was written. Give its own text, wherever it is now, or start a new run without ckpt="
         )
 
     def require_same(self, state: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
-        """ValueError unless text and tokenizer are those of a checkpoint, by its `state_dict` and its
-        tokenizer's dictionary: where the text lies is not asked, and equal ids of other characters are
-        noticed. A glob's files once had other names, and validation other files: then those are taken."""
+        """ValueError unless text and tokenizer are those of a checkpoint, wherever the text lies; equal ids
+        of other characters are noticed. A glob's files once had other names, and validation other files."""
         self.setup()
-        corpus = self.corpus
-        if state["fingerprint"] != self.fingerprint and getattr(corpus, "whole_names", None) is False:
-            older = replace(corpus, whole_names=True)
-            if older.describe() != corpus.describe():
+        try:
+            older = replace(self.corpus, whole_names=True) if hasattr(self.corpus, "whole_names") else None
+            other = older and state["fingerprint"] != self.fingerprint
+            if other and older.files.keys() != self.corpus.files.keys():
                 self.corpus, self._files = older, None
                 vars(self).pop("tokenizer", None)
                 self.prepare_data()
                 self.setup()
-        self._check_same(state)
-        here = self.tokenizer and self.tokenizer.to_dict()
-        if tokenizer != here and (tokenizer and tokenizer_from_dict(tokenizer).to_dict()) != here:
-            raise self._changed()
+            self._check_same(state)
+            here = self.tokenizer and self.tokenizer.to_dict()
+            if tokenizer != here and (tokenizer and tokenizer_from_dict(tokenizer).to_dict()) != here:
+                raise self._changed()
+        except ValueError:  # nothing stays of an attempt that failed
+            for folder in self._made:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def text_datamodule(

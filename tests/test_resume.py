@@ -233,11 +233,12 @@ def test_what_would_be_another_run_is_refused_by_name(override: str, name: str, 
 
 
 def test_a_text_that_has_changed_is_refused_wherever_it_lies(finished: Path) -> None:
-    before = (finished / "runs" / "a" / "metrics.csv").read_bytes()
+    before, prepared = (finished / "runs/a/metrics.csv").read_bytes(), [*(finished / "prepared").iterdir()]
     result = train_here(finished, "ckpt=a", "trainer.max_steps=30", "data.path=other.txt", tiny=False)
     said = "\nerror: data.path=other.txt: the text has changed since the checkpoint was written"
     assert result.code == 1 and said in result.err, result.err
     assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
+    assert [*(finished / "prepared").iterdir()] == prepared
 
 
 def test_a_file_from_elsewhere_makes_a_new_run(finished: Path, tmp_path: Path) -> None:
