@@ -149,7 +149,7 @@ def train(
         default_root_dir=str(run),
         logger=False,
         callbacks=[instantiate(node) for node in callbacks if node is not None],
-        plugins=[VerifiedCheckpointIO(ckpt)],
+        plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute())],
         **runtime.TRAINER,
     )
     dtype = runtime.compute_dtype(precision)
@@ -170,7 +170,7 @@ def train(
     with explained():
         if ckpt is None:
             trainer.validate(lit, datamodule=data, verbose=False)
-        trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt) if ckpt else None, weights_only=True)
+        trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt.absolute()) if ckpt else None, weights_only=True)
     runtime.finish(trainer, lit, run)
 
 

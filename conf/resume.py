@@ -133,7 +133,7 @@ def _learning_rate(cfg: DictConfig, step: int) -> float:
 
     from model.checks import called
 
-    return cfg.optim.lr * called("schedule", instantiate(cfg.schedule), step, cfg.trainer.max_steps)
+    return float(cfg.optim.lr) * called("schedule", instantiate(cfg.schedule), step, cfg.trainer.max_steps)
 
 
 def _leaves(value: Any, key: str = "") -> dict[str, Any]:
@@ -162,7 +162,6 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
     from model.checkpoint import CheckpointError, read_checkpoint, resolve
     from model.gpt import GPT, GPTConfig
     from model.runs import runs_folder
-    from model.untrusted import require_model
 
     path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])))
     checkpoint = read_checkpoint(path, verified=True)
@@ -172,13 +171,13 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
             f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
         )
     cfg, _ = recompose(admit(saved, overrides, lenient=True), overrides)
-    weights = {name.removeprefix("net."): value for name, value in checkpoint["state_dict"].items()}
-    tokenizer = tokenizer_from_dict(saved["tokenizer"])
-    attention = build_attention(cfg)
-    try:
-        require_model(saved["model"], weights, tokenizer.vocab_size, attention)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is refused: {error}.") from None
-    model = GPT(GPTConfig(**saved["model"]), attention)
-    model.load_state_dict(weights)
+    tokenizer, fields = tokenizer_from_dict(saved["tokenizer"]), saved["model"]
+    if tokenizer.vocab_size != fields["vocab_size"]:
+        raise CheckpointError(
+            f"{path} is refused: its tokenizer has {tokenizer.vocab_size} tokens, and its model "
+            f"{fields['vocab_size']}."
+        )
+    model = GPT(GPTConfig(**fields), build_attention(cfg))
+    weights = checkpoint["state_dict"]
+    model.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
     return model, tokenizer, cfg

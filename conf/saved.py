@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import CONF, entries, initialize, no_choice
+from model.config import GPTConfig
 from model.untrusted import is_plain, printable
 
 HYDRAS = ("_target_", "_partial_", "_convert_")  # what code runs is for conf/ and the command line to say
@@ -81,14 +82,18 @@ def _schema(choices: Choices) -> dict[str, Any]:
 
 
 def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) -> SavedRun:
-    """`{"choices": ..., "config": ...}` of a file, held to what conf/ has; ValueError, of one line, for what
-    conf/ does not have and the command-line overrides do not give again.
+    """The choices and the config of a checkpoint's header, held to what conf/ has; ValueError, of one line,
+    for what conf/ does not have and the command-line overrides do not give again.
 
     lenient: plain values under keys that conf/ lacks are passed over, for those who read none of them."""
     given = {p.key_or_group for p in parse(overrides)}
     choices = _choices(saved["choices"], given)
     odd: dict[str, tuple[str, bool]] = {}
     config = _taken(saved["config"], _schema(choices), "", odd)
+    built = vars(GPTConfig(**saved["model"]))  # which its weights have been held to
+    for key, value in {"seq_len": config.get("seq_len"), **(config.get("model") or {})}.items():
+        if built.get(key, value) != value:
+            odd[key if key == "seq_len" else f"model.{key}"] = ("other than its weights have it", False)
     groups = choices.keys() & given  # to choose a group anew is not to give its keys
     for key, (why, added) in odd.items():
         if (lenient and added) or any(k in given - groups for k in _with_parents(key)):

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from model.untrusted import require_checkpoint, require_fit
+from model.untrusted import printable, require_checkpoint, require_fit
 
 RUNS = Path("runs")
 
@@ -101,10 +101,10 @@ def read_checkpoint(path: Path, *, verified: bool = False, mmap: bool = False) -
         ) from error
     except Exception as error:
         said = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{path} is no checkpoint: {said[0]}") from error
+        raise CheckpointError(f"{path} is no checkpoint: {ascii(said[0])[1:-1]}") from error
     finally:
         torch.serialization.add_safe_globals(also_safe)
-    if not isinstance(checkpoint, dict) or "tilegpt" not in checkpoint:
+    if type(checkpoint) is not dict or "tilegpt" not in checkpoint:
         raise CheckpointError(
             f"{path} is no checkpoint of this project: it has no 'tilegpt' entry. Give ckpt= a file or a run "
             "that train.py wrote."
@@ -138,7 +138,9 @@ def verify(path: Path) -> None:
     except (zipfile.BadZipFile, OSError, EOFError) as error:
         raise CheckpointError(f"{path} is truncated or no checkpoint ({error}). {_remedy(path)}") from error
     if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong. {_remedy(path)}")
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of {printable(damaged)} is wrong. {_remedy(path)}"
+        )
 
 
 def _remedy(path: Path) -> str:

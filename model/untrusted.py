@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from attention.base import Attention
-
 SCALARS = (str, int, float, bool, type(None))
 # Entries of a checkpoint and their kinds; what is in them is held to the values of the run that takes them.
 ENTRIES: dict[str, tuple[type, ...]] = {
@@ -66,6 +64,8 @@ def require_plain(content: Any) -> None:
         for container in level:
             values: Iterable[Any] = container
             if isinstance(container, dict):
+                if type(container) is OrderedDict:
+                    vars(container).clear()  # attributes, in front of its methods
                 values = container.values()
                 for key in container:
                     if type(key) not in (str, int):
@@ -121,6 +121,7 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
         raise ValueError(f"it was written by Lightning {printable(version)}, and 2 is needed")
     if checkpoint["global_step"] < 0:
         raise ValueError(f"its step is {checkpoint['global_step']}")
+    require_model(travel["model"], checkpoint["state_dict"])
 
 
 def require_like(value: Any, own: Any, name: str) -> None:
@@ -154,26 +155,28 @@ def require_weights(weights: Mapping[str, Any], own: Mapping[str, torch.Tensor])
             )
 
 
-def require_model(
-    fields: dict[str, Any], weights: Mapping[str, Any], vocab_size: int, attention: Attention
-) -> None:
-    """ValueError unless these are the fields of a `GPTConfig` and the weights those of its model, which is
-    not built before that is known."""
+def require_model(fields: dict[str, Any], weights: Mapping[str, Any]) -> None:
+    """ValueError unless these are the fields of a `GPTConfig` and the weights those of its model, of which
+    nothing is built before that is known."""
     import torch
 
-    from model.gpt import GPT, GPTConfig
+    from model.config import GPTConfig
+    from model.gpt import GPT
 
     require_keys(fields, fields.keys() & vars(GPTConfig(vocab_size=1)) | {"vocab_size"}, "model")
     config = GPTConfig(**fields)
-    if config.vocab_size != vocab_size:
-        raise ValueError(f"its tokenizer has {vocab_size} tokens, and its model {config.vocab_size}")
     numbers = sum(weight.numel() for weight in weights.values() if isinstance(weight, torch.Tensor))
-    if config.n_layer > len(weights) or config.n_embd * config.padded_vocab_size > numbers:
+    if (
+        config.n_layer > len(weights)
+        or config.n_embd * max(config.padded_vocab_size, config.n_head) > numbers
+    ):
         raise ValueError(
-            f"its model of {config.n_layer} layers and width {config.n_embd} is not in its weights"
+            f"its weights are not those of {config.n_layer} layers, width {config.n_embd} and vocabulary "
+            f"{config.vocab_size}"
         )
     with torch.device("meta"):
-        require_weights(weights, GPT(config, attention).state_dict())
+        own = GPT(config, torch.nn.Identity()).state_dict()
+    require_weights(weights, {f"net.{name}": tensor for name, tensor in own.items()})
 
 
 def require_optimizer(states: list[Any], shapes: list[torch.Size], step: int) -> None:
@@ -227,9 +230,9 @@ def require_run(checkpoint: dict[str, Any], lit: Any) -> None:
         if state["consumed"] < 0:
             raise ValueError(f"its TokenDataModule.consumed is {state['consumed']}")
     for callback in trainer.callbacks:
-        name, own = callback.state_key, callback.state_dict()
-        state = checkpoint["callbacks"].get(name, {})
         if type(callback).__module__.startswith("model."):
+            name, own = callback.state_key, callback.state_dict()
+            state = checkpoint["callbacks"].get(name, {})
             require_keys(state, own.keys() & state if type(state) is dict else (), f"callbacks.{name}")
             checkpoint["callbacks"][name] = state = {**own, **state}  # a key may be younger than the file
             require_like(state, own, f"callbacks.{name}")

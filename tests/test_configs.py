@@ -129,9 +129,9 @@ def test_a_saved_config_comes_back_the_same() -> None:
     )
     choices = choices_of(cfg.hydra.runtime.choices)
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    header = {"choices": choices, "config": portable(cfg, choices)}
-    assert "_target_" not in str(header)
-    saved = admit(header, [])
+    written = header(cfg, choices)
+    assert "_target_" not in str(written)
+    saved = admit(written, [])
     again, same = recompose(saved, [])
     assert OmegaConf.to_container(again) == OmegaConf.to_container(cfg) and same == choices
 
@@ -157,11 +157,16 @@ def saved_run(*overrides: str) -> dict[str, Any]:
     cfg = composed(*overrides)
     choices = choices_of(cfg.hydra.runtime.choices)
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    return {"choices": choices, "config": portable(cfg, choices)}
+    return header(cfg, choices)
 
 
-def resumed(header: dict[str, Any], *overrides: str) -> tuple[Any, Any]:
-    return recompose(admit(header, [*overrides]), [*overrides])
+def header(cfg: Any, choices: dict[str, Any]) -> dict[str, Any]:
+    model = vars(GPTConfig(vocab_size=1, seq_len=cfg.seq_len, **cfg.model))
+    return {"choices": choices, "config": portable(cfg, choices), "model": model}
+
+
+def resumed(saved: dict[str, Any], *overrides: str) -> tuple[Any, Any]:
+    return recompose(admit(saved, [*overrides]), [*overrides])
 
 
 def test_another_file_of_a_group_leaves_what_was_set_by_hand() -> None:
@@ -185,8 +190,7 @@ def test_another_file_of_a_group_leaves_what_was_set_by_hand() -> None:
         0.0,
         False,
     )
-    header = {"choices": choices, "config": portable(cfg, choices)}
-    back, _ = resumed(header, "trainer=default", "attention=naive")
+    back, _ = resumed(header(cfg, choices), "trainer=default", "attention=naive")
     assert (back.trainer.strategy, back.trainer.max_steps) == ("auto", 9) and "block_q" not in back.attention
 
 

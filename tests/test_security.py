@@ -142,6 +142,14 @@ ATTACKS: dict[str, tuple[Callable[[Content], None], str]] = {
     "a set": (config("model/n_layer", {1}), REFUSED),
     "a dictionary of another kind": (config("model", OrderedDict(n_layer=2)), FILE),
     "what steers a terminal": (config("model/\x1b]0;owned\x07", 1), FILE),
+    "more layers than it has": (config("model/n_layer", 2**40), FILE),
+    "another context than it has": (config("seq_len", 2**40), FILE),
+    "a model of more layers": (put("tilegpt/model/n_layer", 2**40), REFUSED),
+    "a model of more width": (put("tilegpt/model/n_embd", 2**40), REFUSED),
+    "a model of another position": (put("tilegpt/model/position", "rope"), REFUSED),
+    "a model in words": (put("tilegpt/model/n_layer", "2"), REFUSED),
+    "a model of its own": (put("tilegpt/model/forward", 1), REFUSED),
+    "a model without words": (drop("tilegpt/model/vocab_size"), REFUSED),
     # the file
     "another schema": (put("tilegpt/schema", 99), "it has schema 99, and this version of tilegpt reads 1"),
     "no schema": (drop("tilegpt/schema"), REFUSED),
@@ -289,7 +297,7 @@ def test_generated_configs(count: int, honest: Content, usual: set[str]) -> None
             if type(name) is int and node:  # one that is there
                 name = list(node)[name % len(node)]
             node[name] = value
-        evil = {"choices": {**header["choices"], **choices}, "config": config}
+        evil = {**header, "choices": {**header["choices"], **choices}, "config": config}
         try:
             admitted = admit(evil, [])
         except ValueError as error:

@@ -108,3 +108,30 @@ def test_gpt2_saves_only_its_name(monkeypatch):
     assert tokenizer.to_dict() == {"kind": "gpt2"}
     assert (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256)
     assert tokenizer.decode([*tokenizer.encode("ab"), 50256, 99]) == "ab<|endoftext|>c"
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"kind": "bpe"}, "a saved bpe tokenizer is damaged"),
+        ({"vocab": {"a": 5}, "merges": []}, "ids of its vocabulary are not 0, 1, 2"),
+        ({"vocab": "vocab.json", "merges": "merges.txt"}, "no mapping"),  # the library would open these files
+        ({"vocab": {"a": 0}, "merges": [["a", "b"]]}, "not of two tokens of its vocabulary"),
+        ({"vocab": {"a": 0}, "merges": 5}, "damaged"),
+        ({"kind": "char", "chars": ["a"]}, "at least one character"),
+        ({"kind": ["byte"]}, "has kind"),
+    ],
+)
+def test_a_saved_tokenizer_that_is_none(saved: dict, words: str) -> None:
+    if "kind" not in saved:
+        saved = {"kind": "bpe", "tokenizer": {"model": saved}}
+    with pytest.raises(ValueError, match=words):
+        tokenizer_from_dict(saved)
+
+
+def test_of_a_saved_bpe_only_vocabulary_and_merges_are_read() -> None:
+    tokenizer = BPETokenizer.train(["a text that is trained on, a text"], 270)
+    saved = tokenizer.to_dict()
+    saved["tokenizer"]["normalizer"] = {"type": "Replace", "pattern": {"Regex": "t"}, "content": "x"}
+    saved["tokenizer"]["model"]["dropout"] = 0.9
+    assert tokenizer_from_dict(saved).to_dict() == tokenizer.to_dict()

@@ -23,13 +23,16 @@ from model.checkpoint import (
     verify,
     write_checkpoint,
 )
+from model.gpt import GPT, GPTConfig
 from tests.running import rows, train_here
 
+CONFIG = GPTConfig(vocab_size=64, seq_len=8, n_layer=1, n_head=1, n_embd=16)
+WEIGHTS = {f"net.{name}": value for name, value in GPT(CONFIG, torch.nn.Identity()).state_dict().items()}
+WEIGHT = "net.transformer.wpe.weight"
 CONTENT: dict[str, Any] = {
     "epoch": 0, "global_step": 3, "pytorch-lightning_version": "2.6.0", "loops": {}, "callbacks": {},
-    "optimizer_states": [], "lr_schedulers": [], "TokenDataModule": {},
-    "state_dict": {"weights": torch.arange(1000.0)},
-    "tilegpt": {"schema": 1, "choices": {}, "config": {}, "model": {}, "tokenizer": None},
+    "optimizer_states": [], "lr_schedulers": [], "TokenDataModule": {}, "state_dict": WEIGHTS,
+    "tilegpt": {"schema": 1, "choices": {}, "config": {}, "model": vars(CONFIG), "tokenizer": None},
 }  # fmt: skip
 
 
@@ -43,7 +46,7 @@ def good(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(good: Path) -> None:
     content = read_checkpoint(good)
     assert content["tilegpt"] == CONTENT["tilegpt"] and content["global_step"] == 3
-    assert torch.equal(content["state_dict"]["weights"], CONTENT["state_dict"]["weights"])
+    assert torch.equal(content["state_dict"][WEIGHT], WEIGHTS[WEIGHT])
     assert [path.name for path in good.parent.iterdir()] == [good.name]
 
 
@@ -57,7 +60,7 @@ def cut_in_half(path: Path) -> None:
 
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    at = data.index(CONTENT["state_dict"]["weights"].numpy().tobytes()[400:440])
+    at = data.index(WEIGHTS[WEIGHT].numpy().tobytes()[400:440])
     data[at] ^= 1
     path.write_bytes(bytes(data))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -85,3 +87,23 @@ def test_what_does_not_fit_the_run_is_refused(attack: str, restoring: tuple[Cont
     with pytest.raises(ValueError, match=words) as caught:
         require_run(content, lit)
     assert str(caught.value).isprintable()
+
+
+def test_attributes_of_a_dictionary_are_left_behind(restoring: tuple[Content, Any], tmp_path: Path) -> None:
+    """`values` of an OrderedDict in a file can be a number."""
+    content = {**restoring[0], "state_dict": OrderedDict(restoring[0]["state_dict"])}
+    vars(content["state_dict"]).update(values=5, keys=5, _metadata=5)
+    torch.save(content, tmp_path / "evil.ckpt")
+    assert vars(torch.load(tmp_path / "evil.ckpt", weights_only=True)["state_dict"])["values"] == 5
+    assert vars(read_checkpoint(tmp_path / "evil.ckpt")["state_dict"]) == {}
+
+
+def test_what_libraries_allow_beside_tensors_is_not_made(tmp_path: Path) -> None:
+    """torch.distributed allows its DTensor and DeviceMesh, whose making talks to a network."""
+    from torch.distributed.tensor import Replicate
+
+    torch.save({"tilegpt": Replicate()}, tmp_path / "evil.ckpt")
+    assert torch.load(tmp_path / "evil.ckpt", weights_only=True)["tilegpt"] == Replicate()
+    with pytest.raises(ValueError, match="could run code: refused"):
+        read_checkpoint(tmp_path / "evil.ckpt")
+    assert torch.load(tmp_path / "evil.ckpt", weights_only=True)["tilegpt"] == Replicate()
