@@ -91,6 +91,9 @@ def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping
         raise ValueError(
             f"trainer.limit_val_batches={limit}: a part up to 1.0, or a whole number of batches."
         )
+    for key in ("devices", "num_nodes"):
+        if type(trainer.get(key)) is int and trainer[key] > 2**16:
+            raise ValueError(f"trainer.{key}={trainer[key]}: it needs to be at most {2**16}.")
     max_steps = trainer["max_steps"]
     if resume_step is not None and resume_step >= max_steps:
         raise ValueError(

@@ -147,7 +147,7 @@ def require_weights(weights: Mapping[str, Any], own: Mapping[str, torch.Tensor])
             )
     for name, tensor in own.items():
         found = weights[name]
-        if type(found) is not Tensor or not found.is_floating_point():
+        if not isinstance(found, Tensor) or not found.is_floating_point():
             raise ValueError(f"its {name} is no tensor of floating-point numbers")
         if found.shape != tensor.shape:
             raise ValueError(
@@ -201,7 +201,7 @@ def require_optimizer(states: list[Any], shapes: list[torch.Size], step: int) ->
         require_keys(moments, needed, f"optimizer_states.state.{i}")
         for name, moment in moments.items():
             shape = () if name == "step" else shapes[i]
-            if type(moment) is not Tensor or moment.shape != shape or not moment.is_floating_point():
+            if not isinstance(moment, Tensor) or moment.shape != shape or not moment.is_floating_point():
                 raise ValueError(
                     f"its optimiser's {name} of parameter {i} is no tensor of shape {tuple(shape)}"
                 )

@@ -105,6 +105,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "metrics never": (("callbacks.metrics.every=0",), ("callbacks.metrics.every=0", "at least 1")),
     "devices": (("trainer.devices=0",), ("devices",)),
+    "devices without end": (("trainer.devices=1099511627776",), ("trainer.devices=", "at most 65536")),
     "optimiser": (("optim.lr=-1",), ("optim.lr=-1", "at least 0")),
     "no clipping is null": (("grad_clip=0",), ("grad_clip=0", "above 0, or null")),
     "clipping below 0": (("grad_clip=-1",), ("grad_clip=-1", "above 0, or null")),
