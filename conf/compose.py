@@ -44,7 +44,7 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("HYDRA_FULL_ERROR"):
                 raise
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                said = "\n".join((f"error: {_message(error)}", *getattr(error, "__notes__", ())))
+                said = " ".join((f"error: {_message(error)}", *getattr(error, "__notes__", ())))
                 # a value out of a file does not steer the terminal
                 said = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in said)
                 print(said, file=sys.stderr)

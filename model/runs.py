@@ -104,6 +104,7 @@ def _alone(run: Path) -> Iterator[None]:
     lock = FileLock(run / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
+        (run / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     except Timeout:
         holder = (run / LOCK).read_text(encoding="utf-8", errors="replace") or "another process"
         raise ValueError(
@@ -117,7 +118,6 @@ def _alone(run: Path) -> Iterator[None]:
         yield
         return
     try:
-        (run / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         yield
     finally:
         lock.release()
