@@ -25,17 +25,17 @@ Train a GPT with a chosen attention.
   python train.py -m attention=naive,tiled seed=1,2     # a sweep: a run each
 
 A path or a text with spaces, brackets, commas or other special characters takes two pairs of quotes, the
-outer ones for the shell, the inner ones for Hydra. With an apostrophe in it, as the second:
+outer ones for the shell, the inner ones for Hydra. If it contains an apostrophe, quote it as in the second
+example:
 
   python train.py data=text 'data.path="my book (1).txt"'
   python train.py data=text "data.path='it\\'s mine.txt'"
 
-Below, each key with the value that it has now. a | b: one of these; null: none; ???: has to be given.
+Below, each key with its value. A group lists its choices, then the keys of its current one
+(conf/<group>/<choice>.yaml): data=text --help shows those of data=text. a | b: one of these; null: unset, the
+key says what that means; ???: has to be given. +key=value adds a key that is not there, as
++trainer.profiler=simple; Hydra's own options: --hydra-help.
 """
-FOOTER = """\
-The keys are those of the choices shown: python train.py data=text --help shows data.path. What a choice is:
-conf/<group>/<choice>.yaml. +key=value adds one that is not there, as +trainer.profiler=simple; Hydra's own
-options: --hydra-help."""
 
 
 def explain(overrides: list[str]) -> str:
@@ -71,7 +71,7 @@ def explain(overrides: list[str]) -> str:
             lines.append(filled(said[f"defaults.{group}"], title.ljust(left), " " * left))
             lines.append(filled(" | ".join(names), "  ", "  "))
         lines += [filled(comment, f"  {key}".ljust(left), " " * left) for key, comment in section]
-    return "\n".join([*lines, "", filled(FOOTER)])
+    return "\n".join(lines)
 
 
 def keys(values: dict[str, Any], path: str, said: dict[str, str]) -> Iterator[tuple[str, str]]:
