@@ -7,15 +7,12 @@ system. It may be asked what an honest checkpoint asks it, and nothing else.
 from __future__ import annotations
 
 import copy
-import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -24,21 +21,7 @@ from conf import saved
 from conf.resume import load_run, recompose, refuse_changes
 from conf.saved import admit
 from model.checkpoint import read_checkpoint, read_header, write_checkpoint
-from tests.attacks import (
-    CALL,
-    CREATE,
-    STRINGS,
-    Content,
-    choice,
-    config,
-    drop,
-    endless,
-    nested,
-    nodes,
-    put,
-    targets,
-    watched,
-)
+from tests.attacks import ATTACKS, CALL, STRINGS, Content, drop, nodes, put, targets, watched
 from tests.running import train_here
 
 
@@ -80,93 +63,6 @@ def usual(run: Path) -> set[str]:
 
 
 COMPOSED = saved.composed
-FILE, CHOICE, REFUSED = "is not taken from a file", "The checkpoint's choice", "is refused: "
-# Whatever reads the config or the file as a whole refuses these.
-ATTACKS: dict[str, tuple[Callable[[Content], None], str]] = {
-    # as reported
-    "an interpolation under a new key": (config("attention/evil", CREATE), FILE),
-    "an override as a choice": (choice("+attention.evil", CALL), CHOICE),
-    "another override as a choice": (choice("+callbacks.evil", CALL), CHOICE),
-    # objects for Hydra
-    **{
-        f"{key} of {group}": (config(f"{group}/{key}", value), FILE)
-        for group in ("attention", "optim", "data", "trainer", "schedule", "callbacks/metrics")
-        for key, value in (("_target_", "os.mkdir"), ("_args_", ["owned"]))
-    },
-    "a callback": (config("callbacks/evil", {"_target_": "os.mkdir", "path": "owned"}), FILE),
-    "an object where a name is": (config("trainer/strategy", {"_target_": "os.mkdir"}), FILE),
-    "an object in a list": (config("optim/betas", [0.9, {"_target_": "os.mkdir"}]), FILE),
-    "an object in place of a group": (config("attention", [{"_target_": "os.mkdir"}]), FILE),
-    "a target in words of its own": (config("attention/_target_\u200b", "os.mkdir"), FILE),
-    "a partial": (config("schedule/_partial_", False), FILE),
-    "a recursive one": (config("data/_recursive_", True), FILE),
-    # OmegaConf and Hydra
-    **{f"{text} as a value": (config("model/position", text), FILE) for text in STRINGS},
-    **{f"{text} as a key": (config(f"model/{text}", 1), FILE) for text in STRINGS if "/" not in text},
-    "an interpolation in a list": (config("optim/betas", [0.9, CREATE]), FILE),
-    "conf/'s interpolation elsewhere": (config("model/n_layer", "${seed}"), FILE),
-    "a defaults list": (config("defaults", [{"attention": "naive"}]), FILE),
-    "a config of Hydra": (config("hydra", {"launcher": {"_target_": "os.mkdir"}}), FILE),
-    "a config of itself": (config("_self_", {"attention": "x"}), FILE),
-    "a key with dots": (config("attention._target_", "os.mkdir"), FILE),
-    "a path to a yaml to decode with": (config("attention/decode", "../../evil"), FILE),
-    "a path to a yaml as a name": (config("attention/name", "../../evil"), FILE),
-    # choices
-    **{
-        f"a choice of {name!r}": (choice("attention", name), CHOICE)
-        for name in (
-            "../../evil", "naive,tiled", "naive +x=1", "[naive]", "${seed}", "glob(*)", "", " naive", "Naive",
-            ["naive"], {"naive": 1}, 5, True, "naive\n", "\u043daive", CALL,
-        )
-    },
-    **{
-        f"a choice for {group!r}": (choice(group, "naive"), CHOICE)
-        for group in (
-            "hydra", "hydra/launcher", "hydra/job_logging", "attention@trainer", "+attention", "~data", "",
-            "override hydra/launcher", "defaults", "_self_", "../model", "callbacks.samples", "ckpt", CREATE,
-        )
-    },
-    "a recipe from elsewhere": (choice("experiment", "../../../tmp/evil"), CHOICE),
-    "choices that are none": (put("tilegpt/choices", ["attention=naive"]), REFUSED),
-    "a config that is none": (put("tilegpt/config", CREATE), REFUSED),
-    # sizes and kinds
-    "nested a hundred times": (config("model/n_layer", nested(100)), REFUSED),
-    "nested in itself": (config("model/n_layer", endless()), REFUSED),
-    "an integer of 65 bits": (config("seed", 2**64), REFUSED),
-    "an infinite number": (config("optim/lr", math.inf), FILE),
-    "NaN": (config("model/softcap", math.nan), FILE),
-    "NaN as a key": (lambda content: content["tilegpt"]["config"].update({math.nan: 1}), REFUSED),
-    "a number as a key": (lambda content: content["tilegpt"]["config"].update({1: 1}), FILE),
-    "a tensor": (config("model/n_layer", torch.ones(1)), FILE),
-    "bytes": (config("model/n_layer", bytearray(b"x")), REFUSED),
-    "a set": (config("model/n_layer", {1}), REFUSED),
-    "a dictionary of another kind": (config("model", OrderedDict(n_layer=2)), FILE),
-    "what steers a terminal": (config("model/\x1b]0;owned\x07", 1), FILE),
-    "more layers than it has": (config("model/n_layer", 2**40), FILE),
-    "another context than it has": (config("seq_len", 2**40), FILE),
-    "a model of more layers": (put("tilegpt/model/n_layer", 2**40), REFUSED),
-    "a model of more width": (put("tilegpt/model/n_embd", 2**40), REFUSED),
-    "a model of another position": (put("tilegpt/model/position", "rope"), REFUSED),
-    "a model in words": (put("tilegpt/model/n_layer", "2"), REFUSED),
-    "a model of its own": (put("tilegpt/model/forward", 1), REFUSED),
-    "a model without words": (drop("tilegpt/model/vocab_size"), REFUSED),
-    # the file
-    "another schema": (put("tilegpt/schema", 99), "it has schema 99, and this version of tilegpt reads 1"),
-    "no schema": (drop("tilegpt/schema"), REFUSED),
-    "a schema in words": (put("tilegpt/schema", "1"), REFUSED),
-    "an entry of ours too many": (put("tilegpt/hooks", {}), REFUSED),
-    "hyperparameters": (put("hyper_parameters", {"_class_path": "os.mkdir"}), REFUSED),
-    "a name for them": (put("hparams_name", "kwargs"), REFUSED),
-    "an averaging state": (put("averaging_state", {}), REFUSED),
-    "a scaler": (put("MixedPrecision", {}), REFUSED),
-    "no weights": (drop("state_dict"), REFUSED),
-    "an old Lightning": (put("pytorch-lightning_version", "0.9.0"), REFUSED),
-    "no version": (put("pytorch-lightning_version", 2), REFUSED),
-    "a step below 0": (put("global_step", -1), REFUSED),
-    "a step in words": (put("global_step", "3"), REFUSED),
-    "a sparse weight": (put("state_dict/net.lm_head.weight", torch.eye(3).to_sparse()), REFUSED),
-    "a weight of one number": (put("state_dict/x", torch.ones(1).expand(10**9)), REFUSED),
-}  # fmt: skip
 
 
 def take(path: Path) -> None:
