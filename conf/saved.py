@@ -160,6 +160,8 @@ def _leaf(value: Any, own: Any, key: str, odd: dict[str, tuple[str, bool]]) -> A
             "an interpolation or ???" if type(value) is str else f"a {type(value).__name__} of no plain value"
         )
         odd[key] = (f"as {text}", False)
+    elif type(value) is str and not value.isprintable() and not key.endswith(".prompt"):
+        odd[key] = ("with characters that do not print", False)
     elif key in FIXED or (key == "attention.decode" and value not in [None, *entries("attention")]):
         odd[key] = ("other than conf/ has it", False)
     else:

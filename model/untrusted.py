@@ -117,7 +117,7 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
             if type(content[key]) not in kinds:
                 raise ValueError(f"its {key} is a {type(content[key]).__name__}")
     version = checkpoint["pytorch-lightning_version"]
-    if not re.fullmatch(r"2\.\d{1,4}[\w.+]{0,40}", version, re.ASCII):
+    if not re.fullmatch(r"2(\.\d{1,4}){1,2}(\.?(a|b|rc|dev|post)\d{1,9})?(\+\w{1,20})?", version, re.ASCII):
         raise ValueError(f"it was written by Lightning {printable(version)}, and 2 is needed")
     if checkpoint["global_step"] < 0:
         raise ValueError(f"its step is {checkpoint['global_step']}")

@@ -181,6 +181,8 @@ ATTACKS: dict[str, tuple[Callable[[Content], None], str]] = {
     "a model of its own": (put("tilegpt/model/forward", 1), REFUSED),
     "a model without words": (drop("tilegpt/model/vocab_size"), REFUSED),
     # the file
+    "words on two lines": (config("trainer/accelerator", "cpu\nerror: owned"), FILE),
+    "a version of its own": (put("pytorch-lightning_version", "2.6.0+++"), REFUSED),
     "another schema": (put("tilegpt/schema", 99), "it has schema 99, and this version of tilegpt reads 1"),
     "no schema": (drop("tilegpt/schema"), REFUSED),
     "a schema in words": (put("tilegpt/schema", "1"), REFUSED),
