@@ -40,9 +40,11 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        if not isinstance(error, OSError | RuntimeError):
+            raise
         why: BaseException | None = error
         while why is not None and not isinstance(why, OSError):  # torch's own words: "unexpected pos"
             why = why.__cause__ or why.__context__
@@ -50,10 +52,6 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             f"{path} could not be written: {why.strerror if why else error}. {_room(path.parent)} "
             "Checkpoints written before are untouched."
         ) from error
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -66,11 +64,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _room(folder: Path) -> str:
-    try:
-        free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
-    except OSError:
-        free = "Its folder is gone"
-    return f"{free}; runs_dir=... puts runs elsewhere."
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free; runs_dir=... puts runs elsewhere."
 
 
 def link(path: Path, name: Path) -> None:
@@ -83,6 +77,12 @@ def link(path: Path, name: Path) -> None:
     except OSError:  # a file system without hard links
         shutil.copyfile(path, partial)
     os.replace(partial, name)
+
+
+def link_best(folder: Path, step: int | None) -> None:
+    """Make the checkpoint of `step`, if it is there, the best: once more, a kill may have fallen before."""
+    if isinstance(step, int) and (path := folder / f"step-{step:08d}.ckpt").exists():
+        link(path, folder / "best.ckpt")
 
 
 def read_checkpoint(path: Path, *, verified: bool = False, mmap: bool = False) -> dict[str, Any]:

@@ -18,7 +18,17 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from model.checkpoint import RUNS, CheckpointError, checkpoints_of, link, read_header, step_of, verify
+from model.checkpoint import (
+    RUNS,
+    CheckpointError,
+    checkpoints_of,
+    link,
+    link_best,
+    read_checkpoint,
+    read_header,
+    step_of,
+    verify,
+)
 from model.loggers import MetricsCSV
 
 LOCK = ".lock"  # in the run's folder; locked by the kernel while its process lives, its text says whose it is
@@ -209,6 +219,9 @@ def run_from(
         return new_run(name, choices, runs=runs)
     hold.take(own)
     later = _later(own, step)[0]
+    if not later:  # of a run that has finished, nobody comes to look again
+        best = read_checkpoint(ckpt, verified=True, mmap=True).get("callbacks", {})
+        link_best(ckpt.parent, best.get("Checkpoints", {}).get("best_step"))
     if not later or overwrite:
         return own
     run = new_run(None, choices, runs=runs, base=f"{own.name}-from-{step}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 
-from model.checkpoint import link, prune
+from model.checkpoint import link, link_best, prune
 from model.runs import ckpt_of
 
 
@@ -45,9 +45,7 @@ class Checkpoints(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
         if self.best is not None and trainer.is_global_zero:
-            best = self._path(self.best_step)
-            if best.exists():  # again, in case a kill fell between the save and the link
-                link(best, self.folder / "best.ckpt")
+            link_best(self.folder, self.best_step)
         if self.best is not None and not (self.folder / "best.ckpt").exists():
             self.best = None  # a run that goes on under another name finds its own
         if self.good is not None and not self._path(self.good).exists():

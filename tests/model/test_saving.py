@@ -63,6 +63,9 @@ def test_the_best_is_linked_again_after_a_kill_between(tmp_path: Path) -> None:
     best_step = read_checkpoint(folder / "best.ckpt")["global_step"]
     assert best_step == 20
     (folder / "best.ckpt").unlink()
+    assert train_here(tmp_path, "ckpt=a", tiny=False).code == 1  # it has finished
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] == 20
+    (folder / "best.ckpt").unlink()
     assert train_here(tmp_path, "ckpt=a", "trainer.max_steps=21", "optim.lr=1", tiny=False).code == 0
     assert read_checkpoint(folder / "best.ckpt")["global_step"] in (20, 21)
 
