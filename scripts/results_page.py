@@ -16,8 +16,15 @@ from scripts.studies import Report, Row, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 # The order of the page; what is not named here follows, by name.
-ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "roofline")
-ORDER += ("backward_recompute", "gpt2_124m", "seqlen_scaling", "speedup_end_to_end", "memory_estimate")
+ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "hopper_forward")
+ORDER += (
+    "roofline",
+    "backward_recompute",
+    "gpt2_124m",
+    "seqlen_scaling",
+    "speedup_end_to_end",
+    "memory_estimate",
+)
 ORDER += ("longest_context", "long_context_quality", "encoder_short", "long_range", "parity")
 ORDER += ("shakespeare_char", "generate", "kv_cache", "prefill_decode")
 SHORT = 160  # characters of a sentence that a table can hold

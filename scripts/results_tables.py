@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -91,6 +92,42 @@ def _stages(rows: list[Row]) -> str:
         for row in [at[max(full)][name]]
     ]
     return f"Forward at N = {max(full):,}: {', '.join(each)}."
+
+
+def hopper(rows: list[Row]) -> Report:
+    """cuda_fa3 beside the fastest libraries, by head dim and mask."""
+    from scripts.figures import Line, panel, panels_of, svg
+
+    speeds: dict[tuple[int, bool], dict[str, dict[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: (row["point"]["head_dim"], row["point"]["seq_len"])):
+        p, r = row["point"], row["result"]
+        if r["status"] == "ok" and r.get("kernels_ok") and (r.get("error_ratio") or 0) <= 1:
+            of = speeds.setdefault((p["head_dim"], p["causal"]), {})
+            of.setdefault(p["implementation"], {})[p["seq_len"]] = r["tflops"]
+    lengths = sorted({t for of in speeds.values() for line in of.values() for t in line})
+    lines, ratios = [["", *(f"T = {t:,}" for t in lengths)]], []
+    figure, axes = panels_of(rows, "Forward on Hopper, bf16, 16,384 tokens, width 2,048", len(speeds))
+    for axis, ((d, causal), of) in zip(axes, speeds.items(), strict=True):
+        title, ours = f"D = {d}, {'causal' if causal else 'full'}", of.get("cuda_fa3", {})
+        peers = {t: max(of[name].get(t, 0.0) for name in of if name != "cuda_fa3") for t in ours}
+        lines += [
+            [f"{title}: {name}", *(f"{line.get(t, 0):.0f}" for t in lengths)] for name, line in of.items()
+        ]
+        each = [ours[t] / peers[t] for t in ours if peers[t]]
+        lines.append([f"{title}: ours / best", *(f"{ratio:.2f}" for ratio in each)])
+        ratios += each
+        drawn = [Line(name, line, place) for place, (name, line) in enumerate(sorted(of.items()))]
+        panel(axis, drawn, title, "T, tokens", "TFLOP/s", log_y=False)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
+    return Report(
+        "How fast is our forward for Hopper beside FlashAttention-4 and cuDNN, in one process?",
+        "python scripts/bench_attention.py --attention cuda_fa3 flash4 sdpa_cudnn --pass forward "
+        "--head-dim 64 128 --seq-len 1024 2048 4096 8192 16384 --out results/hopper_forward/h200.jsonl",
+        [Table("TFLOP/s", lines)],
+        {"": svg(figure, rows)},
+        found=f"{mean:.2f}x the best of the others in the mean of {len(ratios)} shapes, "
+        f"{min(ratios, default=0):.2f}x at the least.",
+    )
 
 
 def training(rows: list[Row]) -> Report:
@@ -185,6 +222,7 @@ REPORTS: dict[str, Callable[[list[Row]], Report]] = {
     "cuda_ladder": ladder,
     "generate": generation,
     "gpt2_124m": training,
+    "hopper_forward": hopper,
     "parity": parity,
     "shakespeare_char": characters,
 }
