@@ -171,9 +171,10 @@ def new_run(
             if not run.is_dir():
                 raise _unwritable(run, error, runs) from error
             if any((run / "checkpoints").glob("*.ckpt")):
-                raise ValueError(
-                    f"{run} holds a run already. Continue it with {ckpt_of(run)}, or choose another name=."
-                ) from None
+                with _alone(run):  # or who trains it is said
+                    raise ValueError(
+                        f"{run} holds a run already. Continue it with {ckpt_of(run)}, or give another name=."
+                    ) from None
         except OSError as error:
             raise _unwritable(run, error, runs) from error
         return run
