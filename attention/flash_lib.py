@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.base import FEATURES, Attention, AttentionCall
 from attention.flash_documents import documents
 from attention.flash_versions import VERSIONS, Options
-from attention.geometry import diagonal_band
+from attention.geometry import aligned, diagonal_band
 from ops.library import register_attention
 
 
@@ -98,9 +98,7 @@ def _options(
 def _inward(x: Tensor, packed: bool) -> Tensor:
     """(B, H, T, D) -> (B, T, H, D), or packed (B * T, H, D); a copy only where 16-byte reads need one."""
     x = x.transpose(1, 2)
-    x = x.flatten(0, 1) if packed else x
-    aligned = x.stride(-1) == 1 and not any(s % 8 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+    return aligned(x.flatten(0, 1) if packed else x)
 
 
 def _outward(x: Tensor, like: Tensor) -> Tensor:

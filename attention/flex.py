@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention, noop_mask
 
 from attention.base import FEATURES, LOW_PRECISION, Attention, AttentionCall, Capabilities
-from attention.flex_masks import FAR, TILE, Limits, Lists, Recent, Segments, tile_lists, unmasked_lists
-from attention.geometry import blank_beyond, diagonal_band
+from attention.flex_masks import TILE, Limits, Lists, Recent, Segments, tile_lists, unmasked_lists
+from attention.geometry import FAR, blank_beyond, diagonal_band
 
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
 MAX_DENSE_SCORES = 2**26
@@ -107,9 +107,6 @@ def flex(
         # Q K^T is masked, but 0 * NaN would reach P V, and in the backward dS K.
         v = blank_beyond(v, kv_lengths)
         k = blank_beyond(k, kv_lengths) if torch.is_grad_enabled() else k
-    slopes = None if slopes is None else slopes.float()
-    if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
-        bias = bias.float()  # its gradient is summed in its own dtype
     # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
     options = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
     lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=return_lse)
@@ -283,12 +280,15 @@ class FlexAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
         tq, tk = q.shape[2], k.shape[2]
-        segments, kv_lengths = o["segments"], o["kv_lengths"]
+        segments, kv_lengths, slopes, bias = o["segments"], o["kv_lengths"], o["alibi_slopes"], o["bias"]
         left, right = (side if side >= 0 else FAR for side in diagonal_band(o["causal"], o["window"]))
         right = FAR if tq == 1 else right  # no key lies right of the last query
         limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
-        constants = (o["scale"], o["softcap"], o["return_lse"])
-        rest = (segments, kv_lengths, o["alibi_slopes"], o["bias"], constants)
+        # Cast before anything is compiled: Inductor's backward failed on what was fp64, or cast, inside.
+        slopes = None if slopes is None else slopes.float()
+        if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
+            bias = bias.float()  # its gradient is summed in its own dtype
+        rest = (segments, kv_lengths, slopes, bias, (o["scale"], o["softcap"], o["return_lse"]))
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
             return flex(q, k, v, limits, _lists(tq, tk, limits, segments, q.device), *rest)

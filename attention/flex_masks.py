@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
-FAR = 2**30  # stands for unbounded
 
 Segments = tuple[Tensor, Tensor]
 Lists = tuple[Tensor | None, ...]

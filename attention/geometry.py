@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+FAR = 2**30  # beyond all tokens: stands for unbounded, and sums with it stay within 32 bits
+
 
 def normalise_window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
-    """(left, right) with -1 for unbounded; None when both sides are."""
+    """(left, right) with -1 for unbounded, at most FAR; None when both sides are unbounded."""
     if window is None:
         return None
-    left, right = (-1 if side is None else side for side in window)
+    left, right = (-1 if side is None else min(side, FAR) for side in window)
     return None if left < 0 and right < 0 else (left, right)
 
 
@@ -62,6 +64,14 @@ def blank_beyond(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
         return x
     j = torch.arange(x.shape[2], device=x.device).view(1, 1, -1, 1)
     return x.masked_fill(j >= kv_lengths.view(-1, 1, 1, 1), 0)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x where every row begins at a multiple of 16 bytes, as kernels read, else a contiguous copy: they would
+    fail with a misaligned address, which ends all work of the process on the GPU."""
+    step = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and not any(s % step for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def empty_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

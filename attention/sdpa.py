@@ -2,12 +2,14 @@
 
 What SDPA does otherwise than the contract, and this adapter minds: its `is_causal` is aligned top-left (with
 one query and five keys it sees one key), it lets NaN through a mask, and it has no softcap and no lse. The
-flash kernel on CUDA takes no mask.
+flash kernel on CUDA takes no mask. Its fused kernels on CUDA read 16 bytes at a time without a check: q, k, v
+and the gradient of the output are copied where a row of theirs begins elsewhere, as views at odd offsets do.
 """
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.base import FEATURES, FLOATS, LOW_PRECISION, Attention, AttentionCall, Capabilities
-from attention.geometry import blank_beyond, diagonal_band, relative_positions, visible
+from attention.geometry import aligned, blank_beyond, diagonal_band, relative_positions, visible
 
 _BACKENDS = {
     "auto": None,
@@ -116,10 +118,14 @@ class SDPAAttention(Attention):
         forced = self._forced
         if forced is None and q.is_cuda and q.dtype == torch.float32:
             forced = SDPBackend.MATH  # left alone it takes `efficient`, see _ABLE
-        if forced is None:
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
-        with sdpa_kernel(forced):
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
+        fused = _may_fuse(q) and forced != SDPBackend.MATH
+        if fused:
+            q, k, v = _safe(q, k, v, mask)
+        with nullcontext() if forced is None else sdpa_kernel(forced):
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
+        if fused and out.requires_grad and not torch.compiler.is_compiling():
+            out.register_hook(aligned)
+        return out
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)
@@ -140,6 +146,23 @@ class SDPAAttention(Attention):
         if not reasons and call.device == "cuda" and torch.cuda.is_available():
             reasons += _library_reasons(self.backend, call, masked)
         return reasons
+
+
+def _may_fuse(q: Tensor) -> bool:
+    """Whether the CUDA kernels read q, k and v as they are; other head dims are padded, in copies."""
+    return q.is_cuda and q.dtype in LOW_PRECISION and q.shape[-1] % 8 == 0
+
+
+def _safe(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the CUDA kernels take them without an illegal access."""
+    if not torch.compiler.is_compiling():  # Inductor minds the alignment of what it hands on
+        q, k, v = aligned(q), aligned(k), aligned(v)
+    alone = not (q.requires_grad or k.requires_grad or v.requires_grad)
+    if mask is not None and mask.requires_grad and alone:
+        # For a mask's gradient alone PyTorch up to 2.13 keeps no lse, and its backward reads one (its issue
+        # 148476): q is to require a gradient too, of zero. A copy, as torch.compile knows no view that does.
+        q = q + mask[..., :0].sum()
+    return q, k, v
 
 
 def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: str = "cuda") -> list[str]:

@@ -137,6 +137,7 @@ def test_band(on_cpu: Any, version: int) -> None:
         (False, (None, 3), (False, unbounded, 3)),
         (False, (5, -1), (False, 5, unbounded)),
         (False, None, (False, unbounded, unbounded)),
+        (False, (2**31, 2**40), (False, 2**30, 2**30)),  # sums with these fit in 32 bits
     ):
         run(attention, BASE, causal=causal, window=window)
         call = calls[-1]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attention import flex
-from attention.flex_masks import FAR, TILE, Limits, Recent, tile_lists, unmasked_lists
+from attention.flex_masks import TILE, Limits, Recent, tile_lists, unmasked_lists
+from attention.geometry import FAR
 from attention.naive import attention_scores
 from tests.attention.test_flex import arguments_of, forget, graphs, lift_refusal, run
 from tests.grid import Case, build
