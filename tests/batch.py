@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import time
+import traceback
 import warnings
 from dataclasses import MISSING, fields, replace
 from typing import IO, Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from attention.base import Attention
-from tests.attention.agreement import Fault, check
+from tests.attention.agreement import Fault, check, summary
 from tests.attention.calls import Call, kind_of_call, usable, vary
 from tests.fuzz import REPORTED
 from tests.grid import NAMES, build
@@ -78,6 +79,9 @@ class Batches:
             calls()
         except Fault:
             batch.simplify()
+        except Exception as error:
+            error.__notes__ = []  # hypothesis's draws, behind which the parent would not find the error
+            raise
         self.answer(end=True)
 
     def answer(self, **said: Any) -> None:
@@ -153,10 +157,16 @@ class _Batch:
         try:
             return None, check(self.attention, call, self.batches.device)
         except Fault as fault:
-            if self.batches.device == "cuda" and _poisoned():
-                self._report(call, fault)
-                os._exit(REPORTED)  # no call of this process works any more
-            return fault, None
+            found = fault
+        except Exception as error:  # of the judging, or of a kernel, which says so later
+            found = Fault(f"judging, {summary(error)}", "".join(traceback.format_exception(error))[-1500:])
+            self.batches.shrunk.add(
+                (self.attention.name, found.kind)
+            )  # is no call's fault, so stays as it is
+        if self.batches.device == "cuda" and _poisoned():
+            self._report(call, found)
+            os._exit(REPORTED)  # no call of this process works any more
+        return found, None
 
 
 def _poisoned() -> bool:

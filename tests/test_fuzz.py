@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from attention.naive import NaiveAttention
+from tests.attention import agreement
 from tests.attention.calls import Call
 from tests.batch import Batches
 from tests.running import ROOT
@@ -39,6 +40,21 @@ def test_a_failure_is_simplified() -> None:
         1, 1, None, None, ("contiguous",) * 4,
     )  # fmt: skip
     assert {line["name"] for line in said[:-1] if "name" in line} == {"naive"}
+
+
+def test_a_mistake_in_judging_is_told_from_one_of_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(*anything: object) -> None:
+        raise TypeError("two devices")
+
+    monkeypatch.setattr(agreement, "_judge", judge)
+    batches = Batches("cpu", "naive", answers := io.StringIO())
+    batches.run(0)
+    said = [json.loads(line) for line in answers.getvalue().splitlines() if line.startswith("{")]
+    found = [line for line in said if "kind" in line]
+    assert said[-1] == {"end": True} and {line["kind"] for line in found} == {
+        "judging, TypeError: two devices"
+    }
+    assert not any(line["shrunk"] for line in found) and "in judge" in found[0]["message"]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,50 @@ from tests.grid import NAMES, build
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOW = ("triton", "flex")  # interpreted on a CPU, or as good as
+PLAIN, TINY = ("contiguous",) * 2, (1e-4,) * 3
+LIBRARIES = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash", "flash4", "flex")
 # As tests/fuzz.py printed them: "python -m tests.fuzz --replay".
 REGRESSIONS = (
     # SDPA multiplies by the scale behind the mask: NaN for 0, the future for less.
     Call("sdpa", 5, 5, head_dim=8, scale=0.0),
     Call("sdpa_flash", 5, 5, dtype="bfloat16", head_dim=8, scale=-0.2),
-)
+    # Rows that do not begin at 16 bytes, in forward and backward: misaligned addresses, no kernel, NaN.
+    Call(
+        "sdpa_cudnn", 1, 127, dtype="bfloat16", head_dim=8, heads=8, kv_heads=2, bias=(0, 0, 1, 0),
+        bias_layout="last_strided", mode="inference", layouts=("transposed", "odd", "sliced", "transposed"),
+    ),
+    Call("sdpa_cudnn", 2, 2, dtype="bfloat16", dropout_p=0.1, layouts=("odd", "sliced", *PLAIN)),
+    Call("sdpa_efficient", 1, 1, dtype="bfloat16", head_dim=8, layouts=("contiguous", "odd", *PLAIN)),
+    Call("sdpa_efficient", 1, 1, dtype="float16", head_dim=32, layouts=(*PLAIN, "odd", "odd")),
+    *(Call(name, 65, 65, dtype="bfloat16", layouts=("odd",) * 4) for name in LIBRARIES),
+    # The gradient of the bias alone: PyTorch reads an lse that it did not keep.
+    *(
+        Call(name, 9, 9, dtype="float16", bias=(0, 1, 1, 0), bias_dtype="bfloat16", bias_layout="sliced",
+             dropout_p=p, needs_grad="b")
+        for name in ("sdpa", "sdpa_efficient") for p in (0.0, 0.1)
+    ),
+    Call("sdpa_efficient", 1, 1, dtype="float16", head_dim=264, bias=(0, 0, 0, 1), needs_grad="b"),
+    # Bounds beyond 32 bits.
+    *(
+        Call(name, 63, 63, dtype="float16", causal=causal, window=(2**31, 2**40), mode="no_grad")
+        for name in ("flash2", "flash4", "flex", "triton", "cuda") for causal in (True, False)
+    ),
+    # Inductor: slopes in fp64, and a bias in fp16 with a gradient.
+    Call(
+        "flex", 1, 1, dtype="bfloat16", head_dim=80, heads=2, kv_heads=2, alibi="float64", bias=(0, 1, 0, 0),
+        bias_dtype="float16", bias_layout="last_strided", bias_hides="keys", documents=1, lse=True,
+        layouts=("transposed", "offset", "one_token", "contiguous"),
+    ),
+    Call("flex", 17, 17, dtype="bfloat16", alibi="float64", bias=(0, 1, 0, 0), bias_dtype="float16"),
+    # One lse for all rows, which the criterion's floor rounds to nothing; tokens that are all alike.
+    Call("cuda_fa1", 1, 257, dtype="bfloat16", lse=True, needs_grad="", magnitudes=TINY),
+    Call("cuda_fa3", 1, 24, dtype="bfloat16", batch=2, heads=4, documents=2, lse=True, magnitudes=TINY),
+    Call("cuda_fa2", 5, 5, dtype="float16", head_dim=80, scale=0.0, softcap=0.1, lse=True, mode="no_grad"),
+    Call("flash4", 19, 19, dtype="float16", batch=3, heads=2, causal=False, lse=True, mode="inference",
+         layouts=("one_token", "offset", *PLAIN), magnitudes=TINY, equal="q", seed=576),
+    Call("auto", 16, 62, head_dim=128, heads=3, kv_heads=3, scale=1e-4, alibi="bfloat16", slope=8.0,
+         lengths=(62,), lse=True, mode="inference", equal="qkv", seed=901),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -73,6 +112,21 @@ def test_a_mistake_is_found(wrong: str) -> None:
     plain = attention.attend
     attention.attend = lambda *tensors, **options: WRONG[wrong](*plain(*tensors, **options))
     with pytest.raises(Fault):
+        check(attention, call, "cpu")
+
+
+@pytest.mark.parametrize(("ulps", "agrees"), [(1, True), (4, False)])
+def test_lse_may_round_once_where_it_is_one_number(ulps: int, agrees: bool) -> None:
+    attention = build("naive")
+    call = Call("naive", 1, 257, dtype="bfloat16", lse=True, needs_grad="", magnitudes=TINY)
+    plain = attention.attend
+
+    def attend(*tensors: Any, **options: Any) -> Any:
+        out, lse = plain(*tensors, **options)
+        return out, lse + ulps * 2**-21  # lse is log 257 = 5.5
+
+    attention.attend = attend
+    with nullcontext() if agrees else pytest.raises(Fault, match="lse"):
         check(attention, call, "cpu")
 
 
