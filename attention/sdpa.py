@@ -155,7 +155,7 @@ def _may_fuse(q: Tensor) -> bool:
 
 def _safe(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as the CUDA kernels take them without an illegal access."""
-    if not torch.compiler.is_compiling():  # Inductor minds the alignment of what it hands on
+    if not torch.compiler.is_compiling():  # Inductor copies odd strides itself; addresses are not known
         q, k, v = aligned(q), aligned(k), aligned(v)
     alone = not (q.requires_grad or k.requires_grad or v.requires_grad)
     if mask is not None and mask.requires_grad and alone:
