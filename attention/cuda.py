@@ -77,14 +77,25 @@ def _forward(stage: str | None, q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[Tensor, ...]:
     stage = stage or _best_on(q.device.index, q.dtype, q.shape[3])
-    if not STAGES[stage].capabilities.backward:  # a compiled call is not asked before it runs
+    # a compiled call is not asked before it runs
+    if not STAGES[stage].capabilities.backward:
         raise UnsupportedAttention(
             f"cuda_{stage}", ["no backward: runs forward only (attention=cuda has one)"]
         )
+    if reason := _no_backward(stage, q.shape[3]):
+        raise UnsupportedAttention(f"cuda_{stage}", [reason])
     if torch.are_deterministic_algorithms_enabled():
         *args, tuning, bias_grad = args
         args = (*args, [1, *tuning[1:]], bias_grad)
     return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")(dout, q, *args)
+
+
+def _no_backward(stage: str | None, head_dim: int) -> str | None:
+    """Why a stage that goes forward at this head dim does not go backward, if so."""
+    most = _BACKWARD_HEAD_DIM.get(stage or "", head_dim)
+    if head_dim <= most or head_dim > (STAGES[stage].capabilities.max_head_dim or head_dim):
+        return None
+    return f"no backward at head dim {head_dim}: needs at most {most} (model.n_embd / model.n_head)"
 
 
 def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
@@ -168,11 +179,8 @@ class CudaStage(Attention):
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)
-        most = _BACKWARD_HEAD_DIM.get(self.stage or "")
-        if most and call.backward and most < call.head_dim <= (self.capabilities.max_head_dim or 0):
-            reasons.append(
-                f"no backward at head dim {call.head_dim}: needs at most {most} (model.n_embd / model.n_head)"
-            )
+        if call.backward and (reason := _no_backward(self.stage, call.head_dim)):
+            reasons.append(reason)
         if self.stage == "rowwise" and call.arch and call.tk > (most := rowwise_keys(call.arch)):
             reasons.append(
                 f"no {call.tk} keys: needs at most {most} on {arch_name(call.arch)}, whose scores fit into "

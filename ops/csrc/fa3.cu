@@ -32,7 +32,11 @@
 #define THREADS ((GROUPS + 1) * 128)
 #define KV_BYTES (BC * PAD_D * 2)
 #define Q_BYTES (64 * PAD_D * 2)  // of a warp group
-#define BARRIER_TURN 1            // the named barriers of the warp groups' turns, and of each by itself
+#define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
+#define BARRIER_OWN (BARRIER_TURN + GROUPS)
+
+static_assert(BARRIER_OWN + GROUPS <= 16, "there are 16 named barriers");
+static_assert(64 * (GROUPS - 1) <= BC, "what a group sees begins at most one tile of keys from where the block's ends");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, out;
@@ -61,7 +65,8 @@ struct Tile {
     Documents documents;
 #endif
 
-    // The index-th in the grid's order; by who copies, for all: divisions take a while.
+    // The index-th in the grid's order. Only the producer works it out, and leaves it in shared memory for the
+    // others: it takes divisions.
     __device__ __forceinline__ Tile(const Params &p, int index) {
         int tile = 0, head = 0;
         unswizzle(p, index, p.batch * p.heads, HAS_RIGHT, tile, head);
@@ -159,7 +164,8 @@ __device__ __forceinline__ void produce(const Launch &launch, const Room &room) 
                 load(launch.v, room.v, V_FULL, V_EMPTY, v, tile, start);
             }
         }
-        // Each block takes one too many, so that as many are taken as there are; who took the last clears.
+        // Each tile worked on is followed by one atomicAdd, so that a launch makes exactly n; who draws n - 1 is the
+        // last, and puts 0 back.
         if (asking && taken == n - 1) *launch.taken = 0;
     }
     mbarrier_wait(room.barrier(Q_EMPTY + q.at), q.parity ^ 1);
@@ -319,7 +325,8 @@ struct Consumer {
         q.next();
         const int i = min_of(tile.i0 + group * 64, p.tq - 1);
         own = tile.seen(p, i, 64);
-        own.lo = min_of(own.lo, last_of(tile.lo, tile.hi));  // of a group that sees nothing, keys that are masked
+        // A group that sees no key computes one tile of keys, all masked, so that l and O are 0.
+        own.lo = min_of(own.lo, last_of(tile.lo, tile.hi));
         return tile.b >= 0;
     }
 
@@ -343,7 +350,7 @@ struct Consumer {
     __device__ __forceinline__ void await_v(int valid) {
         mbarrier_wait(room.barrier(V_FULL + v.at), v.parity);
 #if LENGTHS
-        if (valid < BC) clear_rows(room.v + v.at * KV_BYTES, valid, BARRIER_TURN + GROUPS + group);
+        if (valid < BC) clear_rows(room.v + v.at * KV_BYTES, valid, BARRIER_OWN + group);
 #endif
     }
     __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.at), v.next(); }
@@ -363,7 +370,8 @@ struct Consumer {
         if (DROPOUT) Dropout<1>(p, tile.b, tile.h, i_first).drop(p, s, start);
     }
 
-    // Keys that other warp groups of the block see.
+    // A tile of keys that only other warp groups of the block see. Every group takes one turn for each tile of keys of
+    // the block, so there is one token, and who holds it waits at most for V, whose slots others free without a turn.
     __device__ __forceinline__ void skip() {
         take_turn();
         give_turn();
@@ -373,11 +381,11 @@ struct Consumer {
         done_with_v();
     }
 
-    // O goes out, and lse: behind the fence, which would wait for it.
+    // O goes out; then lse: stored before the proxy fence, the fence would wait for the store.
     __device__ __forceinline__ void finish() {
         const unsigned to = O_OVER_Q ? room.q + (slot * GROUPS + group) * Q_BYTES : room.o + group * Q_BYTES;
         const bool storing = warp == 0 && lane == 0;
-        const int barrier = BARRIER_TURN + GROUPS + group;
+        const int barrier = BARRIER_OWN + group;
         float divided[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {

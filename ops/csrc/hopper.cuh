@@ -51,9 +51,6 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 
 // --- copies by TMA
 
-__device__ __forceinline__ void prefetch_tensormap(const TensorMap &map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
 // The map's box from (d, t, h, b) on; what lies outside of the tensor arrives as zeros, and counts.
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap &map, unsigned barrier, int d, int t, int h, int b) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
@@ -86,7 +83,7 @@ template <int ROWS>
 __device__ __forceinline__ void store_tile(const TensorMap &map, unsigned from, int t, int h, int b) {
 #pragma unroll
     for (int block = 0; block < BLOCKS_D; block++)
-        if (block * BLOCK_D < HEAD_DIM) tma_store(map, from + block * ROWS * BLOCK_ROW, block * BLOCK_D, t, h, b);
+        tma_store(map, from + block * ROWS * BLOCK_ROW, block * BLOCK_D, t, h, b);
 }
 
 // --- warp groups
@@ -166,8 +163,7 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 #define R_56 R_48 ", " R6
 #define R_64 R_56 ", " R7
 #define R_80 R_64 ", " R8 ", " R9
-#define R_88 R_80 ", " R10
-#define R_96 R_88 ", " R11
+#define R_96 R_80 ", " R10 ", " R11
 #define R_128 R_96 ", " R12 ", " R13 ", " R14 ", " R15
 #define F8(i)                                                                                                          \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),        \
@@ -179,8 +175,7 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 #define F_56 F_48, F8(48)
 #define F_64 F_56, F8(56)
 #define F_80 F_64, F8(64), F8(72)
-#define F_88 F_80, F8(80)
-#define F_96 F_88, F8(88)
+#define F_96 F_80, F8(80), F8(88)
 #define F_128 F_96, F8(96), F8(104), F8(112), F8(120)
 
 // Of each N that a tile may have: A and B by descriptors, both K-major, cleared first with `add` = 0; or A from
@@ -215,6 +210,5 @@ WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 WGMMA(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
-WGMMA(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
 WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")

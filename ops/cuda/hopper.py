@@ -26,7 +26,7 @@ from ops.order import multiprocessors
 fa3_backward = fa2_backward
 _MAP_BYTES = 128
 # Registers of a thread that copies, and of one that computes, by the warp groups that compute: 65,536 in all.
-_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+_REGISTERS = {2: (24, 240), 3: (32, 160)}
 
 
 @dataclass(frozen=True)
@@ -133,24 +133,10 @@ def _tensor_map(
 
 
 def _mappable(x: Tensor) -> Tensor:
-    """x, or a copy whose rows begin at multiples of 16 bytes and do not overlap, as TMA needs them."""
+    """x, or a copy whose rows begin at multiples of 16 bytes, with no stride of 0, as TMA needs them."""
     outer = zip(x.shape[:3], x.stride()[:3], strict=True)
     strided = (stride > 0 and stride % 8 == 0 for n, stride in outer if n > 1)
     return x if x.data_ptr() % 16 == 0 and all(strided) else x.clone(memory_format=torch.contiguous_format)
-
-
-_counters: dict[tuple[int | None, int], Tensor] = {}
-
-
-def _counter(device: torch.device) -> Tensor:
-    """A zero in which a kernel counts its tiles, and which it leaves at zero: one a stream, whose kernels run
-    one after the other; in the capture of a CUDA graph, which may run beside anything, one a launch."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
 
 
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -165,13 +151,15 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     q_mapped, k, v = call.tensors[:3]
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    out_mapped = _mappable(out)
     rows = 64 * tile.groups
-    params = call.params.bind(out=out_mapped, lse=lse, ranges=segment_ranges(call, rows))
+    # Both live until the launch: the parameters hold addresses. A zero of the launch's own: one that is kept
+    # from call to call would lie in whatever memory pool or graph it was first asked for in.
+    ranges, counter = segment_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
+    params = call.params.bind(out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1])
-    counter = _counter(q.device)
     launch = Launch(params=params, taken=counter.data_ptr())
-    boxes = ((q_mapped, 64), (k, tile.bc), (v, tile.bc), (out_mapped, 64))
+    # (the zero above has bound torch's context to this thread, which encoding a map needs)
+    boxes = ((q_mapped, 64), (k, tile.bc), (v, tile.bc), (out, 64))
     ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows) for x, rows in boxes), 4 * _MAP_BYTES)
     scale_first = call.defines["SOFTCAP"] or call.defines["ALIBI"] or call.params.scale <= 0
     own = {"ALIGNED": 1, "SCALE_FIRST": int(bool(scale_first)), "BOUNDED_WAITS": 0}
@@ -179,4 +167,4 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     kernel = nvrtc.kernel("fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device))
     kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))
-    return (out if out is out_mapped else out.copy_(out_mapped)), lse
+    return out, lse

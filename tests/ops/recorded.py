@@ -138,7 +138,6 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
             (attention, "_check", lambda *_: None),
             # what only a driver can make
             (hopper, "tensor_map", lambda *_: bytes(128)),
-            (hopper, "_counter", lambda device: torch.empty(1, dtype=torch.int32, device=device)),
             (torch.cuda, "get_device_capability", lambda *_: arch),
             (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch.Tensor, "is_cuda", True),
@@ -155,7 +154,7 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
         other = [0, 1] if stage == "tiled" else [0, 0] if able.deterministic else [1, 0]
         for tuning in dict.fromkeys((tuple(default), tuple(other))):
             out, lse = cuda._forward(stage, q, k, v, *options, tuning)
-            if able.backward:
+            if able.backward and not cuda._no_backward(stage, q.shape[3]):
                 cuda._backward(stage, dout, q, k, v, out, lse, *options, tuning, False)
     return found
 
