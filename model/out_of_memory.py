@@ -51,10 +51,9 @@ def out_of_memory_explained(
 def training_run(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Run:
     """What model/memory.py predicts for; of a vocabulary that only the corpus knows, 257."""
     data, spec = config["data"], config["data"].get("tokenizer")
-    if spec is None:
-        vocabulary = data["corpus"]["vocab_size"]
-    else:
-        vocabulary = {"bpe": spec.get("vocab_size"), "gpt2": 50257}.get(spec["kind"]) or 257
+    spec = {"kind": spec} if isinstance(spec, str) else spec or {"kind": None, **data["corpus"]}
+    known = {"bpe": spec.get("vocab_size"), "gpt2": 50257, None: spec.get("vocab_size")}
+    vocabulary = known.get(spec["kind"]) or 257
     compiled = config["compile"]
     return Run(
         GPTConfig(vocab_size=vocabulary, seq_len=config["seq_len"], **config["model"]),
@@ -68,14 +67,14 @@ def training_run(config: Mapping[str, Any], device: torch.device, dtype: torch.d
     )
 
 
-def remedies(run: Run, capacity: int) -> dict[str, Run]:
-    """Overrides, and the run that they make: the smaller micro-batch that is predicted to fit, and what
-    takes less memory with the same batch."""
+def remedies(run: Run, capacity: int, step_tokens: int | None = None) -> dict[str, Run]:
+    """Overrides, and the run that they make: the smaller micro-batch that is predicted to fit, its step still
+    of `step_tokens` (None: of one micro-batch), and what takes less memory with the same batch."""
     found, fewer = {}, [n for n in range(run.batch // 2, 0, -1) if run.batch % n == 0]
     if fewer:
         fits = [n for n in fewer if peak(replace(run, batch=n)).peak <= capacity]
         smaller = replace(run, batch=fits[0] if fits else 1, accumulates=True)
-        found[f"data.batch_size={smaller.batch} tokens_per_step={run.tokens}"] = smaller
+        found[f"data.batch_size={smaller.batch} tokens_per_step={step_tokens or run.tokens}"] = smaller
     if run.quadratic:
         found["attention=tiled"] = replace(run, attention="tiled")
     if not run.checkpointing:
@@ -101,7 +100,9 @@ def _message(
         f"A step of {run.batch} x {run.config.seq_len} tokens with attention={run.attention} is predicted to "
         f"take {_gib(run)} (scripts/estimate.py with the same overrides shows its parts). What takes less:",
     ]
-    able, resumable = remedies(run, capacity), any(folder.glob("checkpoints/*.ckpt"))
+    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    step_tokens = config["tokens_per_step"] or run.tokens * devices
+    able, resumable = remedies(run, capacity, step_tokens), any(folder.glob("checkpoints/*.ckpt"))
     if resumable:  # which keeps its context
         able = {keys: other for keys, other in able.items() if not keys.startswith("seq_len=")}
     fit = {keys: other for keys, other in able.items() if peak(other).peak <= capacity} or able

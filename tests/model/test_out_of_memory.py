@@ -48,6 +48,7 @@ def test_what_to_lower_is_predicted() -> None:
     assert peak(replace(run, batch=4, accumulates=True)).peak > asked // 3
     assert all(peak(other).peak < 0.95 * asked for other in found.values())
     assert next(iter(remedies(run, capacity=0))).startswith("data.batch_size=1 ")
+    assert next(iter(remedies(run, 0, 2**20))) == f"data.batch_size=1 tokens_per_step={2**20}"
     frugal = Run(GPTConfig(64, 1, loss_chunk=1), 1, "tiled", checkpointing=True)
     assert remedies(frugal, capacity=0) == {}
 
@@ -93,6 +94,18 @@ def test_the_next_job_of_a_sweep_has_all_the_memory(tmp_path: Path) -> None:
         result = train_here(tmp_path, "seed=1,2,3", "trainer.max_steps=1", "-m")
     assert result.code == 1 and alive == [[], [False], [False, False]]
     assert [line.split()[-1] for line in result.out.splitlines()[-3:]] == ["failed", "done", "done"]
+
+
+@pytest.mark.parametrize("tokenizer", ["data.tokenizer=byte", "tokens_per_step=256"])
+def test_the_step_stays_what_it_was(tmp_path: Path, tokenizer: str) -> None:
+    def full(self: LitGPT, batch: dict, batch_idx: int) -> None:
+        raise torch.OutOfMemoryError(CUDA)
+
+    with mock.patch.object(LitGPT, "training_step", full):
+        result = train_here(tmp_path, tokenizer)
+    assert result.code == 1 and "Traceback" not in result.out + result.err
+    step = 256 if "256" in tokenizer else 64
+    assert f"data.batch_size=2 tokens_per_step={step}" in result.err
 
 
 def test_on_the_host(tmp_path: Path) -> None:
