@@ -53,7 +53,9 @@ class Checkpoints(L.Callback):
         if self.pending:  # as Lightning's epoch loop does it
             self.pending = False
             trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.run()
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.restarting = False  # else it goes on behind the batches of the validation before
+            loop.run()
             trainer.training = True
 
     def on_train_batch_end(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:

@@ -28,8 +28,10 @@ def test_a_run_without_validation_saves_its_end(tmp_path: Path) -> None:
 
 
 def test_a_validation_that_a_signal_cut_off_is_made_up_for(tmp_path: Path) -> None:
-    """The signal comes in the step before a validation is due: saved at once, validated after the resume."""
-    assert train_here(tmp_path, "name=whole").code == 0
+    """The signal comes in the step before a validation is due: saved at once, validated after the resume, on
+    all of the data, although one before it was saved as done."""
+    every = "trainer.val_check_interval=5"
+    assert train_here(tmp_path, "name=whole", every).code == 0
     step = LitGPT.training_step
 
     def signalled(self, batch, batch_idx):
@@ -38,7 +40,7 @@ def test_a_validation_that_a_signal_cut_off_is_made_up_for(tmp_path: Path) -> No
         return step(self, batch, batch_idx)
 
     with mock.patch.object(LitGPT, "training_step", signalled):
-        assert train_here(tmp_path, "name=a").code == 143
+        assert train_here(tmp_path, "name=a", every).code == 143
     run = tmp_path / "runs" / "a"
     assert steps(run)[0] == 10 and "val/loss" not in rows(run)[10]
     assert train_here(tmp_path, "ckpt=a", tiny=False).code == 0
