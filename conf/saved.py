@@ -85,18 +85,25 @@ def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) ->
     """The choices and the config of a checkpoint's header, held to what conf/ has; ValueError, of one line,
     for what conf/ does not have and the command-line overrides do not give again.
 
-    lenient: plain values under keys that conf/ lacks are passed over, for those who read none of them."""
+    lenient: for those who read nothing but attention: all else is passed over, as are plain values under
+    keys that conf/ lacks there."""
+    if lenient:
+        own = {
+            part: {k: v for k, v in saved[part].items() if k == "attention"} for part in ("choices", "config")
+        }
+        saved = {**saved, **own}
     given = {p.key_or_group for p in parse(overrides)}
     choices = _choices(saved["choices"], given)
     odd: dict[str, tuple[str, bool]] = {}
     config = _taken(saved["config"], _schema(choices), "", odd)
-    built = vars(GPTConfig(**saved["model"]))  # which its weights have been held to
+    built = {} if lenient else vars(GPTConfig(**saved["model"]))  # which its weights have been held to
     for key, value in {"seq_len": config.get("seq_len"), **(config.get("model") or {})}.items():
         if built.get(key, value) != value:
             odd[key if key == "seq_len" else f"model.{key}"] = ("other than its weights have it", False)
     groups = choices.keys() & given  # to choose a group anew is not to give its keys
     for key, (why, added) in odd.items():
-        if (lenient and added) or any(k in given - groups for k in _with_parents(key)):
+        keys = [k for k in given - groups if k in _with_parents(key) or k.startswith(f"{key}.")]
+        if keys or (lenient and added):
             continue
         again = (
             f"+{printable(key)}=..., or ~{printable(key)} to go on without"

@@ -123,7 +123,7 @@ class HubCorpus(Corpus):
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         reason = f"{offline[0]} is set" if offline else _reach(endpoint)
         if reason:
-            raise ValueError(
+            raise Unfinished(
                 f"data={self.name} is streamed from the Hugging Face Hub, and {endpoint} cannot be reached "
                 f"({reason}). Connect this machine, or work offline: {OFFLINE_CHOICES}"
             )
@@ -142,7 +142,7 @@ _GPT2_FILES = [
 
 
 def load_gpt2_encoding() -> Any:
-    """tiktoken's gpt2 encoding. ValueError where it was never downloaded and cannot be now."""
+    """tiktoken's gpt2 encoding. Unfinished where it was never downloaded and cannot be now."""
     import tiktoken
 
     kept = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
@@ -155,7 +155,7 @@ def load_gpt2_encoding() -> Any:
             return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-    raise ValueError(
+    raise Unfinished(
         f"the gpt2 tokenizer needs a one-time download of 1.5 MB, which failed ({reason}). Connect this "
         "machine, or set TIKTOKEN_CACHE_DIR to a folder that has the files, or work offline with "
         "data.tokenizer.kind=bpe, byte or char"

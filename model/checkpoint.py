@@ -158,7 +158,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name; -1 where there is none."""
     number = path.stem.removeprefix("step-")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1
 
 
 def prune(written: Path, keep: int, spare: Path | None = None) -> None:
@@ -193,18 +193,17 @@ def resolve(ckpt: str, runs: Path = RUNS, found: Callable[[Path], None] = lambda
         )
     name, _, which = ckpt.removeprefix(f"{runs}/").rstrip("/").partition("/")
     folder = runs / name
-    if which == "best":
-        found(folder)
-        best = folder / "checkpoints" / "best.ckpt"
-        verify(best)
-        return best
-    if which or folder not in names:
+    if which not in ("", "best") or folder not in names:
         have = ", ".join(f.name for f in names[:5]) or "none"
         raise CheckpointError(
             f"ckpt={ckpt} is neither a file nor a run under {runs}/ with checkpoints. "
             f"Runs, newest first: {have}."
         )
     found(folder)
+    if which == "best":
+        best = folder / "checkpoints" / "best.ckpt"
+        verify(best)
+        return best
     return _newest_whole(folder)
 
 

@@ -47,7 +47,10 @@ class MetricsCSV(Logger):
                 rows = [
                     r
                     for r in reader
-                    if r["step"].isdigit() and int(r["step"]) <= upto and None not in r.values()
+                    if r["step"].isascii()
+                    and r["step"].isdecimal()
+                    and int(r["step"]) <= upto
+                    and None not in r.values()
                 ]
                 self.columns = list(reader.fieldnames or self.columns)
         self._write(rows)

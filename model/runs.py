@@ -293,7 +293,7 @@ def _last_logged(run: Path) -> int:
     try:
         with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
             return max(
-                (int(row["step"]) for row in csv.DictReader(file) if row["step"].isdigit()), default=-1
+                (int(row["step"]) for row in csv.DictReader(file) if row["step"].isdecimal()), default=-1
             )
     except (OSError, KeyError, ValueError):
         return -1

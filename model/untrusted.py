@@ -102,7 +102,9 @@ def require_keys(content: Any, keys: Iterable[str], name: str) -> None:
 
 
 def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
-    """ValueError unless this is the dictionary that a checkpoint of this project holds."""
+    """ValueError unless this is the dictionary that a checkpoint of this project holds.
+
+    Further entries, of plain values and tensors, are those of callbacks named on the command line."""
     travel = checkpoint["tilegpt"]
     if type(travel) is dict and travel.get("schema") != SCHEMA:
         schema = travel.get("schema")
@@ -111,7 +113,8 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
             f"tilegpt reads {SCHEMA}: use the one that wrote it"
         )
     require_plain(checkpoint)
-    for name, content, entries in (("content", checkpoint, ENTRIES), ("entry tilegpt", travel, TRAVEL)):
+    known = {key: value for key, value in checkpoint.items() if key in ENTRIES}
+    for name, content, entries in (("content", known, ENTRIES), ("entry tilegpt", travel, TRAVEL)):
         require_keys(content, entries, name)
         for key, kinds in entries.items():
             if type(content[key]) not in kinds:

@@ -201,6 +201,31 @@ def test_of_a_file_that_is_gone_nothing_is_kept() -> None:
     assert plain(cfg)["attention"] == {"name": "naive", "decode": None}
 
 
+ADDED = ("+callbacks.es._target_=x.Stop", "+callbacks.es.monitor=val/loss")
+
+
+def test_an_addition_given_again_as_it_was_is_taken() -> None:
+    saved = saved_run(*ADDED)
+    with pytest.raises(ValueError, match=r"callbacks\.es beside the keys of conf/"):
+        resumed(saved)
+    cfg, _ = resumed(saved, *ADDED)
+    assert OmegaConf.to_container(cfg.callbacks.es) == {"_target_": "x.Stop", "monitor": "val/loss"}
+
+
+@pytest.mark.parametrize("typed", [["data.tokenizer=byte"], ["data.corpus.dataset=x"], ADDED, []])
+def test_what_generating_does_not_read_is_passed_over(typed: list[str]) -> None:
+    data = ["data=tinystories"] if "dataset" in str(typed) else []
+    saved = saved_run("attention=tiled", "attention.block_q=64", "attention.decode=naive", *data, *typed)
+    saved["choices"]["experiment"] = None if typed else "renamed"
+    with pytest.raises(ValueError, match="The checkpoint's c"):
+        admit(saved, [])
+    cfg, _ = recompose(admit(saved, [], lenient=True), [])
+    assert (cfg.attention.name, cfg.attention.block_q, cfg.attention.decode) == ("tiled", 64, "naive")
+    saved["config"]["attention"]["_target_"] = "os.mkdir"
+    with pytest.raises(ValueError, match=r"attention\._target_ beside the keys of conf/"):
+        admit(saved, [], lenient=True)
+
+
 def test_a_recipe_is_for_new_runs() -> None:
     with pytest.raises(ValueError, match=r"experiment=quickstart cannot go with ckpt=: .*a whole recipe"):
         resumed(saved_run(), "experiment=quickstart")

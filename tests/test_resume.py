@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import train
+from model.checkpoint import read_checkpoint
 from tests.faults import Child
 from tests.running import ROOT, TINY, Result, finish, rows, start, train_here, write_book
 
@@ -313,3 +314,16 @@ def test_a_bare_command_line_from_another_folder(tmp_path: Path) -> None:
     result = finish(start(tmp_path, "name=a", "callbacks.metrics.every=5"))
     assert result.code == 0 and "Traceback" not in result.err, result.err
     assert sorted(rows(tmp_path / "runs" / "a")) == [0, 5, 10, 15, 20]
+
+
+def test_a_callback_of_lightning_s_that_adds_to_the_checkpoint_goes_on(tmp_path: Path) -> None:
+    """It keeps the weights of the last step in an entry of its own, and their average as the model's."""
+    average = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
+    assert train_here(tmp_path, "name=b", "trainer.max_steps=5", average).code == 0
+    assert train_here(tmp_path, "name=a", "trainer.max_steps=3", average).code == 0
+    result = train_here(tmp_path, "ckpt=a", "trainer.max_steps=5", average, tiny=False)
+    assert (result.code, result.err) == (0, "")
+    a, b = (read_checkpoint(tmp_path / f"runs/{run}/checkpoints/step-00000005.ckpt") for run in "ab")
+    assert a["averaging_state"] == b["averaging_state"] == {"n_averaged": 5}
+    for part in ("state_dict", "current_model_state"):
+        assert all(torch.equal(weight, b[part][name]) for name, weight in a[part].items())

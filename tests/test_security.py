@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -21,7 +22,7 @@ from conf import saved
 from conf.resume import load_run, recompose, refuse_changes
 from conf.saved import admit
 from model.checkpoint import read_checkpoint, read_header, write_checkpoint
-from tests.attacks import ATTACKS, CALL, STRINGS, Content, drop, nodes, put, targets, watched
+from tests.attacks import ATTACKS, CALL, CHOICE, FILE, STRINGS, Content, drop, nodes, put, targets, watched
 from tests.running import train_here
 
 
@@ -62,6 +63,12 @@ def usual(run: Path) -> set[str]:
     return seen
 
 
+@pytest.fixture(scope="module")
+def generating(run: Path) -> Any:
+    """The config that an honest checkpoint generates by."""
+    return load_run(str(run / "runs/a/checkpoints/step-00000003.ckpt"), [])[2]
+
+
 COMPOSED = saved.composed
 
 
@@ -76,18 +83,48 @@ def take(path: Path) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_in_one_line(
-    attack: str, honest: Content, usual: set[str], tmp_path: Path
+    attack: str, honest: Content, usual: set[str], generating: Any, tmp_path: Path
 ) -> None:
     change, words = ATTACKS[attack]
     content = copy.deepcopy({key: value for key, value in honest.items() if key != "optimizer_states"})
     content["optimizer_states"] = []
     change(content)
     write_checkpoint(content, tmp_path / "evil.ckpt")
-    for read in (take, lambda path: load_run(str(path), [])):
+    reads: list[Callable[[Path], Any]] = [take, lambda path: load_run(str(path), [])]
+    if words in (FILE, CHOICE) and attention_of(content) == attention_of(honest):
+        with watched() as seen:  # nothing but attention is read to generate
+            assert reads.pop()(tmp_path / "evil.ckpt")[2] == generating
+        assert seen <= usual
+    for read in reads:
         with watched() as seen, pytest.raises(ValueError, match=words) as caught:
             read(tmp_path / "evil.ckpt")
         assert str(caught.value).isprintable() and len(str(caught.value)) < 600
         assert seen <= usual
+
+
+def attention_of(content: Content) -> list[Any]:
+    return [content["tilegpt"][part].get("attention") for part in ("choices", "config")]
+
+
+def test_entries_beside_a_checkpoint_s_own_are_passed_over(
+    honest: Content, usual: set[str], run: Path
+) -> None:
+    """Lightning's callbacks add some, and read them again; nothing else does."""
+    added = {
+        "hyper_parameters": {"_class_path": "os.mkdir", "path": "owned"},
+        "hparams_name": "kwargs",
+        "averaging_state": {"n_averaged": torch.tensor(1)},
+        "MixedPrecision": {"scale": 1.0},
+    }
+    write_checkpoint({**honest, **added}, run / "more.ckpt")
+    assert read_checkpoint(run / "more.ckpt").keys() == honest.keys() | added.keys()
+    with watched() as seen:
+        take(run / "more.ckpt")
+    assert seen <= usual
+    result = train_here(run, "ckpt=more.ckpt", "name=more", "trainer.max_steps=4", tiny=False)
+    assert (result.code, result.err) == (0, "") and not (run / "owned").exists()
+    saved = read_checkpoint(run / "runs/more/checkpoints/step-00000004.ckpt")
+    assert saved.keys() == honest.keys()
 
 
 @pytest.mark.parametrize(
@@ -194,18 +231,22 @@ def test_generated_configs(count: int, honest: Content, usual: set[str]) -> None
                 name = list(node)[name % len(node)]
             node[name] = value
         evil = {**header, "choices": {**header["choices"], **choices}, "config": config}
+        taken += try_reading(evil, lenient=False)
+        try_reading(evil, lenient=True)
+
+    def try_reading(evil: Content, lenient: bool) -> bool:
         try:
-            admitted = admit(evil, [])
+            admitted = admit(evil, [], lenient)
         except ValueError as error:
             assert str(error).isprintable() and len(str(error)) < 600
-            return
-        taken += 1
+            return False
         cfg, chosen = recompose(admitted, [])
         assert set(chosen) <= set(GROUPS)
         names = {group: name for group, name in admitted.choices.items() if group != "experiment"}
         own = saved.composed(saved.as_overrides(names))
         assert targets(OmegaConf.to_container(cfg)) <= targets(OmegaConf.to_container(own))
         OmegaConf.to_container(cfg, resolve=True)
+        return True
 
     with watched() as seen:
         try_one()

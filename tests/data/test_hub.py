@@ -10,7 +10,7 @@ from data import hub
 from data import prepare as module
 from data.hub import HubCorpus
 from data.prepare import prepare
-from data.storage import load_meta
+from data.storage import Unfinished, load_meta
 from tests.data.conftest import some_text
 
 STORIES = [some_text(i, 40) for i in range(400)]
@@ -90,6 +90,29 @@ def test_a_stream_that_breaks_says_how_to_go_on(monkeypatch):
     monkeypatch.setattr(hub, "_reach", lambda url: None)
     with pytest.raises(ValueError, match=r"ConnectionResetError: peer went away\. Run again to continue"):
         list(HubCorpus("s", "a/b").pieces())
+
+
+@pytest.mark.parametrize("gone", ["the Hub", "gpt2's files"])
+def test_without_the_network_finished_shards_are_kept(monkeypatch, tmp_path, gone):
+    def stream(*_):
+        yield from ({"text": text} for text in STORIES)
+        raise ConnectionResetError("peer went away")
+
+    monkeypatch.setattr(hub, "_stream", stream)
+    monkeypatch.setattr(hub, "_reach", lambda url: None)
+    monkeypatch.setattr(module, "CHUNK_CHARS", (1000, 1000))
+    corpus = HubCorpus("s", "a/b")
+    with pytest.raises(Unfinished, match="peer went away"):
+        prepare(corpus, "byte", tmp_path, workers=1, quiet=True)
+    shards = sorted(tmp_path.rglob("shards/*.json"))
+    assert len(shards) > 10
+    monkeypatch.setattr(hub, "_reach", lambda url: "no route to host")
+    if gone == "gpt2's files":
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+        monkeypatch.setattr(module, "tokenizer_from_dict", lambda saved: hub.load_gpt2_encoding())
+    with pytest.raises(Unfinished, match="no route to host"):
+        prepare(corpus, "byte", tmp_path, workers=1, quiet=True)
+    assert sorted(tmp_path.rglob("shards/*.json")) == shards
 
 
 def test_load_dataset_is_asked_for_a_stream(monkeypatch):

@@ -163,11 +163,11 @@ def test_names_that_can_be_given(good: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("last") == newer
     Path("runs/c/checkpoints").mkdir(parents=True)  # a run that has saved nothing yet
     assert resolve("last") == newer
-    for name in ("nobody", "a/worst", "../a"):
+    for name in ("nobody", "nobody/best", "a/worst", "../a"):
         with pytest.raises(
             CheckpointError, match=r"neither a file nor a run under runs/.*Runs, newest first: "
         ):
-            resolve(name)
+            resolve(name, found=lambda run: pytest.fail(f"{run} is locked"))
     with pytest.raises(CheckpointError, match=r"There is no checkpoint runs/b/checkpoints/best.ckpt"):
         resolve("b/best")
 

@@ -52,7 +52,7 @@ def test_a_new_run_starts_empty(tmp_path: Path) -> None:
     assert table(tmp_path / "m.csv") == []
 
 
-@pytest.mark.parametrize("torn", ["4", "4,", "4,0.2", "4,0.2,9", "4,0.25,9.5,1", "\0\0"])
+@pytest.mark.parametrize("torn", ["4", "4,", "4,0.2", "4,0.2,9", "4,0.25,9.5,1", "\0\0", "\u00b2,1,1"])
 def test_a_torn_last_row_goes(torn: str, tmp_path: Path) -> None:
     """Whatever of it was written before the kill: it lies behind the checkpoint, so it is cut."""
     path = tmp_path / "m.csv"
