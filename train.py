@@ -40,7 +40,7 @@ def main() -> None:
     own command line comes in for new runs only."""
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
-        print(explain([argument for argument in arguments if not argument.startswith("-")]))
+        print(explain(without_nulls(argument for argument in arguments if not argument.startswith("-"))))
         return
     if any(argument.startswith("ckpt=") and argument != "ckpt=null" for argument in arguments):
         resume(arguments)
@@ -78,24 +78,29 @@ def fresh(cfg: DictConfig) -> None:
 
 @user_errors
 def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
+    from model.resuming import NOTHING_TO_OVERWRITE
     from model.runs import Hold, new_run, run_folder, runs_folder
 
+    if cfg.overwrite:
+        raise ValueError(NOTHING_TO_OVERWRITE)
     if job and (cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1):
         raise ValueError(
             f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
             "several devices take a process each. Use trainer.devices=1, or one command per job."
         )
     runs = runs_folder(cfg.runs_dir)
-    named = (cfg.name or job.name, choices, job.suffix) if job else (cfg.name, choices)
-    with run_folder(lambda: new_run(*named, runs=runs), Hold()) as run:
+    suffix, base = (job.suffix, job.name) if job else ("", "")
+    with run_folder(lambda: new_run(cfg.name, choices, suffix, runs, base), Hold()) as run:
         if job:
             job.run = run
         train(cfg, choices, run)
 
 
 def resume(arguments: list[str]) -> None:
+    from model import runtime
     from model.checkpoint import read_header, resolve
-    from model.runs import Hold, fixed_path, run_folder, run_from, runs_folder
+    from model.resuming import run_from, take_over
+    from model.runs import Hold, fixed_path, run_folder, runs_folder
 
     asked, overrides = split_ckpt(arguments)
     runs, overwrite = runs_folder(own_value("runs_dir", overrides)), own_value("overwrite", overrides)
@@ -112,8 +117,12 @@ def resume(arguments: list[str]) -> None:
         with run_folder(decide, hold, step) as run:
             # what a file says of its place was true where it was written
             cfg.name, cfg.runs_dir, cfg.overwrite = run.name, str(runs), overwrite
-            differs = partial(changes, saved, overrides, cfg, choices, step)
-            train(cfg, choices, run, ckpt, step, differs)
+            own = take_over(run, ckpt, step, overwrite)  # before anything that takes long
+
+            def said() -> str:
+                return runtime.resumed(run, ckpt, step, changes(saved, overrides, cfg, choices, step))
+
+            train(cfg, choices, run, own, step, said)
 
 
 def train(
@@ -122,7 +131,7 @@ def train(
     run: Path,
     ckpt: Path | None = None,
     resume_step: int | None = None,
-    changed: Callable[[], list[str]] | None = None,
+    resumed: Callable[[], str] | None = None,
 ) -> None:
     from hydra.utils import instantiate
     from lightning.pytorch.utilities import rank_zero_only
@@ -132,13 +141,13 @@ def train(
     from model.checks import called, check
     from model.loggers import MetricsCSV, csv_logger
     from model.out_of_memory import out_of_memory_explained
-    from model.runs import begin
+    from model.resuming import drop_later
 
     runtime.quiet()
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config, resume_step, runtime.TRAINER)
-    if changed is not None:
-        runtime.say(runtime.resumed(run, ckpt, resume_step, changed()))
+    if resumed is not None:
+        runtime.say(resumed())
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
     precision = runtime.precision(cfg.precision, device)
     callbacks = (cfg.get("callbacks") or {}).values()
@@ -149,7 +158,7 @@ def train(
         default_root_dir=str(run),
         logger=False,
         callbacks=[instantiate(node) for node in callbacks if node is not None],
-        plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute())],
+        plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute(), resume_step)],
         **runtime.TRAINER,
     )
     dtype = runtime.compute_dtype(precision)
@@ -157,8 +166,8 @@ def train(
     with explained():
         data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes, ckpt)
 
-    # files only now, when little is left that could be refused
-    begin(run, ckpt, resume_step, cfg.overwrite)
+    if ckpt is not None:  # only now, when little is left that could be refused
+        drop_later(run, ckpt, resume_step)
     settings = {"run_dir": str(run), "config": config, "resume_step": resume_step}
     loggers = [called("logger", instantiate(cfg.logger), **settings)] if cfg.get("logger") else []
     if not any(isinstance(logger, MetricsCSV) for logger in loggers):

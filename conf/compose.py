@@ -108,7 +108,9 @@ def swept(arguments: Iterable[str], overrides: list[str]) -> list[str]:
     """Of the overrides of a sweep's job those that set it apart: with several values on the command line."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    given = OverridesParser.create().parse_overrides([word for word in arguments if "=" in word])
+    given = OverridesParser.create().parse_overrides(
+        [word for word in arguments if "=" in word and word[0] != "-"]
+    )
     keys = {override.key_or_group for override in given if override.is_sweep_override()}
     return [override for override in overrides if override.lstrip("+~").split("=")[0] in keys]
 

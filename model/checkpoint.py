@@ -85,9 +85,11 @@ def link_best(folder: Path, step: int | None) -> None:
         link(path, folder / "best.ckpt")
 
 
-def read_checkpoint(path: Path, *, verified: bool = False, mmap: bool = False) -> dict[str, Any]:
+def read_checkpoint(
+    path: Path, *, verified: bool = False, mmap: bool = False, step: int | None = None
+) -> dict[str, Any]:
     """Verify, if that is not done, and load to the CPU; CheckpointError on a truncated, damaged or foreign
-    file. mmap: tensors are read when they are looked at."""
+    file, or one that is no longer of `step`. mmap: tensors are read when they are looked at."""
     if not verified:
         verify(path)
     also_safe = torch.serialization.get_safe_globals()  # what libraries have allowed beside tensors
@@ -113,6 +115,8 @@ def read_checkpoint(path: Path, *, verified: bool = False, mmap: bool = False) -
         require_checkpoint(checkpoint)
     except ValueError as error:
         raise CheckpointError(f"{path} is refused: {error}.") from None
+    if step not in (None, found := checkpoint["global_step"]):
+        raise CheckpointError(f"{path} was replaced meanwhile by one of step {found}: start again.")
     return checkpoint
 
 
@@ -163,9 +167,8 @@ def step_of(path: Path) -> int:
 
 def prune(written: Path, keep: int, spare: Path | None = None) -> None:
     """Leave the `keep` newest up to the one just written, and `spare`. Later ones are not this course's."""
-    for path in [path for path in checkpoints_of(written.parent) if path.name <= written.name][
-        max(1, keep) :
-    ]:
+    older = [path for path in checkpoints_of(written.parent) if path.name <= written.name]
+    for path in older[max(1, keep) :]:
         if path != spare:
             path.unlink()
 
@@ -223,10 +226,10 @@ def _newest_whole(run: Path) -> Path:
 
 
 class VerifiedCheckpointIO(CheckpointIO):
-    """Lightning's way to the two functions above. verified: a file that was checked at start-up."""
+    """Lightning's way to the two functions above. verified: a file that was checked before, of `step`."""
 
-    def __init__(self, verified: Path | None = None):
-        self.verified = verified
+    def __init__(self, verified: Path | None = None, step: int | None = None):
+        self.verified, self.step = verified, step
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_checkpoint(checkpoint, Path(path))
@@ -234,7 +237,7 @@ class VerifiedCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return read_checkpoint(Path(path), verified=Path(path) == self.verified)
+        return read_checkpoint(Path(path), verified=Path(path) == self.verified, step=self.step)
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
@@ -259,7 +262,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
         path = Path(self.broadcast(str(checkpoint_path)))
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, step=getattr(self.checkpoint_io, "step", None))
         require_fit(checkpoint, self.lightning_module)
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
@@ -269,8 +272,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return checkpoint
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state on the CPU, numbered as on one device, so that a checkpoint moves between the
-        two."""
+        """The full state on the CPU, numbered as on one device, so that a checkpoint fits both."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         optimizer = getattr(optimizer, "optimizer", optimizer)

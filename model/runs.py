@@ -18,18 +18,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from model.checkpoint import (
-    RUNS,
-    CheckpointError,
-    checkpoints_of,
-    link,
-    link_best,
-    read_checkpoint,
-    read_header,
-    step_of,
-    verify,
-)
-from model.loggers import MetricsCSV
+from model.checkpoint import RUNS, CheckpointError, checkpoints_of, step_of
 
 LOCK = ".lock"  # in the run's folder; locked by the kernel while its process lives, its text says whose it is
 UNWRITABLE = (
@@ -78,7 +67,7 @@ def run_folder(decide: Callable[[], Path], hold: Hold, since: int = -1) -> Itera
             yield run
         except BaseException as error:
             saved = [step_of(path) for path in checkpoints_of(run / "checkpoints")]
-            if new and max([_last_logged(run), *saved]) <= since:
+            if new and max([last_logged(run), *saved]) <= since:
                 shutil.rmtree(run, ignore_errors=True)
                 saved = []
             goes_on = f"{ckpt_of(run)} continues from step {saved[0]}" if saved else None
@@ -170,7 +159,8 @@ def new_run(
                 continue  # another run of this second
             if not run.is_dir():
                 raise _unwritable(run, error, runs) from error
-            if any((run / "checkpoints").glob("*.ckpt")):
+            # another rank may find what the first has put there
+            if rank_zero_only.rank == 0 and any((run / "checkpoints").glob("*.ckpt")):
                 with _alone(run):  # or who trains it is said
                     raise ValueError(
                         f"{run} holds a run already. Continue it with {ckpt_of(run)}, or give another name=."
@@ -196,99 +186,7 @@ def _launched() -> bool:
     return outside and int(os.environ.get(count) or 1) > 1
 
 
-def run_of(ckpt: Path, runs: Path = RUNS) -> Path | None:
-    """The run that a checkpoint lies in; None for a file from anywhere else, whose folder is not ours."""
-    folder = Path(os.path.abspath(ckpt)).parent
-    run = runs / folder.parent.name
-    inside = folder.name == "checkpoints" and run.is_dir() and folder.parent.samefile(run)
-    return run if inside else None
-
-
-def run_from(
-    ckpt: Path,
-    step: int,
-    name: str | None,
-    choices: Mapping[str, str | None],
-    runs: Path,
-    overwrite: bool,
-    hold: Hold,
-) -> Path:
-    """The run that goes on from `ckpt`: the one that it lies in, unless that has gone on to a later
-    checkpoint, which stays: then, without `overwrite`, or under another name, a run of its own."""
-    own = run_of(ckpt, runs)
-    if name is not None or own is None:
-        return new_run(name, choices, runs=runs)
-    hold.take(own)
-    later = _later(own, step)[0]
-    if not later:  # of a run that has finished, nobody comes to look again
-        best = read_checkpoint(ckpt, verified=True, mmap=True).get("callbacks", {})
-        link_best(ckpt.parent, best.get("Checkpoints", {}).get("best_step"))
-    if not later or overwrite:
-        return own
-    run = new_run(None, choices, runs=runs, base=f"{own.name}-from-{step}")
-    print(
-        f"{own} has gone on to step {max(later.values())}: going back to step {step} starts a run of its "
-        f"own, {run} (overwrite=true: goes back in {own}, and drops what came after)."
-    )
-    return run
-
-
-def _later(run: Path, step: int) -> tuple[dict[Path, int], list[Path]]:
-    """The run's checkpoints after `step`, with best.ckpt, and their steps; and those that are damaged."""
-    whole, damaged = {}, []
-    for path in checkpoints_of(run / "checkpoints"):
-        if step_of(path) > step:
-            try:
-                verify(path)
-                whole[path] = step_of(path)
-            except CheckpointError:
-                damaged.append(path)
-    best = run / "checkpoints" / "best.ckpt"
-    try:
-        if best.is_file() and (at := read_header(best)[1]) > step:
-            verify(best)
-            whole[best] = at
-    except CheckpointError:  # nothing is lost with it, and `link` replaces it
-        pass
-    return whole, damaged
-
-
-@rank_zero_only
-def begin(run: Path, ckpt: Path | None, step: int | None, overwrite: bool) -> None:
-    """Make the folder what a run that goes on from `ckpt` at `step` begins with; of a new run, nothing.
-
-    Going on in the same folder, what is later than `step` is dropped if that was asked for, and said; in
-    another, the metrics, samples and checkpoints up to that step are taken over."""
-    own = run_of(ckpt, run.parent) if ckpt else None
-    if overwrite and own != run:
-        raise ValueError("overwrite=true goes back within a run, with ckpt= and without name=: leave it out.")
-    if own is None:
-        return
-    later, damaged = _later(own, step)
-    if own == run:
-        for path in damaged:
-            print(f"{path} is damaged: now {path.rename(f'{path}.damaged').name}")
-        if later:
-            last = max(_last_logged(run), *later.values())
-            names = ", ".join(path.name for path in later)
-            names = ", ".join(path.name for path in later)
-            print(f"overwrite=true: {run} loses {names} and the metrics of steps {step + 1} to {last}.")
-        for path in later:
-            path.unlink()
-        return
-    for name in ("metrics.csv", "samples.txt"):
-        if (own / name).is_file():
-            shutil.copyfile(own / name, run / name)
-    MetricsCSV(f"{run}/metrics.csv", step)  # cuts what is after the step, as `Samples` will
-    folder = run / "checkpoints"
-    folder.mkdir(exist_ok=True)
-    link(ckpt, folder / f"step-{step:08d}.ckpt")
-    best = own / "checkpoints" / "best.ckpt"
-    if best.is_file() and best not in later:
-        link(best, folder / best.name)
-
-
-def _last_logged(run: Path) -> int:
+def last_logged(run: Path) -> int:
     """The last step in metrics.csv, -1 where there is none."""
     try:
         with open(run / "metrics.csv", newline="", encoding="utf-8") as file:

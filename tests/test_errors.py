@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from tests.running import ROOT, finish, start, train_here, write_book
 
@@ -303,6 +304,12 @@ def test_processes_of_a_launcher_agree_by_name(monkeypatch: pytest.MonkeyPatch, 
             with pytest.raises(ValueError, match=r"torchrun, srun.*name="):
                 new_run(None, choices)
             assert new_run("a", choices) == new_run("a", choices) == Path("runs/a")
+    Path("runs/a/checkpoints").mkdir()
+    Path("runs/a/checkpoints/step-00000005.ckpt").touch()  # which the first rank took over
+    with pytest.raises(ValueError, match="holds a run already"):
+        new_run("a", choices)
+    with mock.patch.object(rank_zero_only, "rank", 1):
+        assert new_run("a", choices) == Path("runs/a")
     with mock.patch.dict("os.environ", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
         assert new_run(None, choices).name.startswith("tiny-auto-")
 

@@ -51,6 +51,12 @@ def test_what_a_newcomer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert help_of(monkeypatch, 80, "data=text", "data.path='a b'")["data.val_fraction=0.1"]
 
 
+def test_the_help_without_a_group(tmp_path: Path) -> None:
+    result = train_here(tmp_path, "callbacks=null", "--help", tiny=False)
+    assert result.code == 0 and "\ncallbacks=null " in result.out, result.err
+    assert "\n  callbacks." not in result.out
+
+
 def test_allowed_values_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     said = help_of(monkeypatch, 120, "data=text") | help_of(monkeypatch, 120, "attention=sdpa")
 

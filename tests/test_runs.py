@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pkgutil
 import shutil
 import socket
 import time
@@ -16,7 +17,7 @@ import torch
 from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_only
 
-from model.checkpoint import checkpoints_of, read_checkpoint, step_of
+from model.checkpoint import checkpoints_of, link, read_checkpoint, step_of
 from model.runs import Hold
 from tests.running import Result, finish, rows, start, train_here
 
@@ -93,6 +94,39 @@ def test_going_back_in_place_says_what_it_drops(folder: Path) -> None:
     assert train_here(folder, "ckpt=a", "trainer.max_steps=8", tiny=False).code == 0  # once, not from now on
     result = train_here(folder, older, "trainer.max_steps=6", tiny=False)
     assert "starts a run of its own" in result.out
+
+
+@pytest.mark.parametrize(
+    ("when", "ckpt", "resumes"),
+    [
+        ("data.datamodule.TokenDataModule.prepare_data", "a/best", True),
+        ("train.recompose", "a/best", False),  # before it is linked
+        ("data.datamodule.TokenDataModule.prepare_data", "best.ckpt", False),  # a file from elsewhere
+    ],
+)
+def test_a_checkpoint_that_is_replaced_meanwhile(when: str, ckpt: str, resumes: bool, folder: Path) -> None:
+    """By the process that trains the other run."""
+    checkpoints = folder / "runs" / "a" / "checkpoints"
+    shutil.copy(checkpoints / "best.ckpt", folder)
+    module, _, name = when.rpartition(".")
+    original = getattr(pkgutil.resolve_name(module), name)
+
+    def replaced(*args: Any) -> Any:
+        for path in (checkpoints / "best.ckpt", folder / "best.ckpt"):
+            link(checkpoints / "step-00000020.ckpt", path)
+        return original(*args)
+
+    again = ("name=b", "schedule=cosine", "optim.lr=1e-3", "grad_clip=1.0", "trainer.max_steps=23")
+    with mock.patch(when, replaced):
+        result = train_here(folder, f"ckpt={ckpt}", *again, tiny=False)
+    run = folder / "runs" / "b"
+    if not resumes:
+        assert result.code == 1 and "was replaced meanwhile by one of step 20: start again" in result.err
+        assert not run.exists()
+        return
+    assert result.code == 0, result.err
+    assert "resumes    runs/b at step 10, from runs/a/checkpoints/best.ckpt" in result.out
+    assert list(rows(run)) == list(range(24)) and best(run) >= 10
 
 
 def test_a_damaged_newest_makes_no_other_run(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -115,6 +116,16 @@ def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
         assert line[1] == name and line[-1] == "done" and int(line[3].replace(",", "")) > 0
         assert line[0] == f"s-{table.index(line)}-{name.replace('=', '-')}"
         assert float(line[2]) == pytest.approx(float(table_rows[3]["val/loss"]), abs=5e-5)
+
+
+def test_two_sweeps_of_one_second(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    sweep = ("seed=1,2", "trainer.max_steps=1", f"--config-dir={tmp_path / 'more'}", "-m")
+    with mock.patch("model.sweeps.time.strftime", return_value="now"):
+        assert [train_here(tmp_path, *sweep).code for _ in range(2)] == [0, 0]
+    names = {"now-0-seed-1", "now-1-seed-2"}
+    names |= {f"{name}-2" for name in names}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == names
 
 
 @pytest.mark.parametrize(

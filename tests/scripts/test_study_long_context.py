@@ -231,7 +231,7 @@ def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, cap
     study.main()
     again = next(r for r in read(out).values() if r["point"] == point)
     assert trained[4:] == [
-        [f"ckpt={run.name}", f"data._target_={same_tokens.TARGET}"]
+        [f"ckpt={run.name}", f"data._target_={same_tokens.TARGET}", "+data.block=32"]
     ]  # it went on, and nothing else ran
     assert again["result"]["loss"] == rows[0]["result"]["loss"] and again["result"]["wall_s"] is None
 
@@ -247,10 +247,10 @@ def test_a_run_in_a_process_ends_well_and_says_why_it_failed(packages, tmp_path,
     done = trainings.train(plan.losses[0])
     assert done["status"] == "ok" and done["wall_s"] > 0 and plan.final(plan.losses[0]).is_file()
     monkeypatch.setattr(
-        runs, "CHILD", "raise SystemExit('a warning\\ntorch.OutOfMemoryError: out of memory')"
+        runs, "CHILD", "raise SystemExit('a warning\\nerror: out of memory on a GPU\\n  seq_len=8')"
     )
     failed = runs.Trainings(plan, True).train(plan.losses[0])
-    said = "the run ended with exit code 1: torch.OutOfMemoryError: out of memory"
+    said = "the run ended with exit code 1: error: out of memory on a GPU"
     assert failed == {"status": "oom", "reason": said} and plan.final(plan.losses[0]) is None
 
 

@@ -196,7 +196,7 @@ class Trainings:
             shutil.rmtree(plan.options.work / "runs" / name, ignore_errors=True)
         goes_on = bool(plan.checkpoints(point))
         if plan.final(point) is None:
-            target = [word for word in plan.overrides if word.startswith("data._target_=")]
+            target = [word for word in plan.overrides if word.startswith(("data._target_=", "+data.block="))]
             words = [f"ckpt={name}", *target] if goes_on else [f"name={name}", *plan.words(point)]
             if why := self._ended([sys.executable, "-c", CHILD, *words]):
                 status = "oom" if "out of memory" in why.lower() else "error"
@@ -229,8 +229,10 @@ class Trainings:
                 process.stdin.close()
                 self.running.discard(process)
             err.seek(0)
-            last = next((line for line in reversed(err.read().splitlines()) if line.strip()), "")
-            return f"the run ended with exit code {code}: {last.strip()[:300]}" if code else None
+            lines = [line.strip() for line in err.read().splitlines() if line.strip()] or [""]
+            # whose remedies follow
+            why = next((line for line in lines if "out of memory" in line.lower()), lines[-1])
+            return f"the run ended with exit code {code}: {why[:300]}" if code else None
 
     def stop(self) -> None:
         for process in list(self.running):

@@ -37,6 +37,8 @@ class BlockWindows(Windows):
 
 
 class BlockDataModule(TokenDataModule):
+    __qualname__ = TokenDataModule.__qualname__  # under which its state lies in a checkpoint
+
     def __init__(self, *arguments: Any, block: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.block = block
