@@ -23,7 +23,7 @@ from conf.compose import build_attention, choices_of, swept, user_errors, withou
 from conf.explain import explain
 from conf.resume import changes, own_value, recompose, refuse_changes, split_ckpt
 from conf.saved import admit, portable
-from model.sweeps import Job, Sweep
+from model.training.sweeps import Job, Sweep
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +78,8 @@ def fresh(cfg: DictConfig) -> None:
 
 @user_errors
 def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
-    from model.resuming import NOTHING_TO_OVERWRITE
-    from model.runs import Hold, new_run, run_folder, runs_folder
+    from model.training.resuming import NOTHING_TO_OVERWRITE
+    from model.training.runs import Hold, new_run, run_folder, runs_folder
 
     if cfg.overwrite:
         raise ValueError(NOTHING_TO_OVERWRITE)
@@ -97,10 +97,10 @@ def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
 
 
 def resume(arguments: list[str]) -> None:
-    from model import runtime
-    from model.checkpoint import read_header, resolve
-    from model.resuming import run_from, take_over
-    from model.runs import Hold, fixed_path, run_folder, runs_folder
+    from model.training import runtime
+    from model.training.checkpoint import read_header, resolve
+    from model.training.resuming import run_from, take_over
+    from model.training.runs import Hold, fixed_path, run_folder, runs_folder
 
     asked, overrides = split_ckpt(arguments)
     runs, overwrite = runs_folder(own_value("runs_dir", overrides)), own_value("overwrite", overrides)
@@ -136,12 +136,12 @@ def train(
     from hydra.utils import instantiate
     from lightning.pytorch.utilities import rank_zero_only
 
-    from model import runtime
-    from model.checkpoint import VerifiedCheckpointIO
-    from model.checks import called, check
-    from model.loggers import MetricsCSV, csv_logger
-    from model.out_of_memory import out_of_memory_explained
-    from model.resuming import drop_later
+    from model.training import runtime
+    from model.training.checkpoint import VerifiedCheckpointIO
+    from model.training.checks import called, check
+    from model.training.loggers import MetricsCSV, csv_logger
+    from model.training.out_of_memory import out_of_memory_explained
+    from model.training.resuming import drop_later
 
     runtime.quiet()
     config = OmegaConf.to_container(cfg, resolve=True)
@@ -197,11 +197,11 @@ def build(
     import torch
     from hydra.utils import instantiate
 
-    from model import runtime
-    from model.checkpoint import read_data
-    from model.checks import called
     from model.gpt import GPT, GPTConfig
-    from model.lit_gpt import LitGPT
+    from model.training import runtime
+    from model.training.checkpoint import read_data
+    from model.training.checks import called
+    from model.training.lit_gpt import LitGPT
 
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
     called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there

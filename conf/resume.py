@@ -131,7 +131,7 @@ def _learning_rate(cfg: DictConfig, step: int) -> float:
     """Of the update after `step` updates, by the schedule that stretches over trainer.max_steps."""
     from hydra.utils import instantiate
 
-    from model.checks import called
+    from model.training.checks import called
 
     return float(cfg.optim.lr) * called("schedule", instantiate(cfg.schedule), step, cfg.trainer.max_steps)
 
@@ -159,9 +159,9 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
     """The model (fp32, on the CPU), the tokenizer and the config of a trained run; overrides of attention
     alone, as no other would change what has been trained."""
     from data.tokenizers import tokenizer_from_dict
-    from model.checkpoint import CheckpointError, read_checkpoint, resolve
     from model.gpt import GPT, GPTConfig
-    from model.runs import runs_folder
+    from model.training.checkpoint import CheckpointError, read_checkpoint, resolve
+    from model.training.runs import runs_folder
 
     path = resolve(ckpt, runs_folder(runs_dir or own_value("runs_dir", [])))
     checkpoint = read_checkpoint(path, verified=True)

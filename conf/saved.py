@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import CONF, entries, initialize, no_choice
 from model.config import GPTConfig
-from model.untrusted import is_plain, printable
+from model.training.untrusted import is_plain, printable
 
 HYDRAS = ("_target_", "_partial_", "_convert_")  # what code runs is for conf/ and the command line to say
 # Names that are looked up outside of this program: from a file they are taken only as conf/ has them.

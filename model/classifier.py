@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attention.base import Attention
 from model.gpt import GPT, IGNORE, GPTConfig
-from model.lit_gpt import LitGPT
+from model.training.lit_gpt import LitGPT
 
 
 class Head(nn.Linear):

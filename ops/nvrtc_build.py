@@ -24,6 +24,7 @@ from ops import nvrtc_cache
 
 log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "csrc"
+_FOLDERS = tuple(SOURCES / name for name in ("lib", "fp32"))  # where headers are
 # Line numbers, for ncu and compute-sanitizer, change no instruction.
 _OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
 # What the sources include of CUDA itself.
@@ -167,14 +168,14 @@ def arch_of(capability: tuple[int, int]) -> str:
 def _texts(source: Path) -> tuple[str, dict[str, str]]:
     """The text of a source, and those of the files that it includes, and these, by the name they go by."""
     if not source.is_file():
-        raise CudaError(
-            f"{source} is not there: csrc has {', '.join(sorted(p.name for p in SOURCES.glob('*.cu')))}"
-        )
+        there = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu"))
+        raise CudaError(f"{source} is not there: csrc has {', '.join(there)}")
     text, headers = source.read_text(encoding="utf-8"), {}
     todo = _INCLUDE.findall(text)
     while todo:
         name = todo.pop()
-        path = next((at / name for at in (source.parent, SOURCES) if (at / name).is_file()), None)
+        folders = (source.parent, *_FOLDERS)
+        path = next((at / name for at in folders if (at / name).is_file()), None)
         if name not in headers and path is not None:  # NVRTC names what is not found, with the line
             headers[name] = path.read_text(encoding="utf-8")
             todo += _INCLUDE.findall(headers[name])

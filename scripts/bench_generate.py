@@ -75,7 +75,7 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
     """Medians over `repeat` runs after one that warms up."""
     import torch
 
-    from model.generate import generate
+    from model.generation.generate import generate
     from scripts.kernels import as_field, profile
 
     prompts = torch.randint(

@@ -115,7 +115,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from model.flops import flops_per_token, peak_bf16_flops
+    from model.costs.flops import flops_per_token, peak_bf16_flops
     from model.gpt import GPTConfig
     from scripts.rows import append, gpu_slug
 

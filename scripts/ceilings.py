@@ -1,4 +1,4 @@
-"""What a GPU gives at most, measured: arithmetic, bandwidths and latencies (ops/csrc/ceilings.cu)."""
+"""What a GPU gives at most, measured: arithmetic, bandwidths and latencies (ops/csrc/bench/ceilings.cu)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WALKED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 
 class Params(ctypes.Structure):
-    """struct Params of csrc/ceilings.cu, field by field."""
+    """struct Params of csrc/bench/ceilings.cu, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("data", "cycles", "sink")),
@@ -86,7 +86,7 @@ class Ceilings:
     def launch(self, name: str, blocks: int, steps: int, data: int | None = None, size: int = 0) -> None:
         """tilegpt_ceiling_<name>, with blocks of 256 threads; the chases have one thread."""
         params = Params(data, self.cycles.data_ptr(), self.sink.data_ptr(), size, steps, 0.999, 0.001)
-        kernel = nvrtc.kernel("ceilings.cu", f"tilegpt_ceiling_{name}", DEFINES, self.device)
+        kernel = nvrtc.kernel("bench/ceilings.cu", f"tilegpt_ceiling_{name}", DEFINES, self.device)
         kernel.launch(blocks, 1 if name.startswith("chase") else THREADS, params)
 
     def clocks(self, blocks: int) -> float:

@@ -7,7 +7,7 @@ takes the overrides of train.py and gpu=, the GPU to predict for (it need not be
 hand, else the CPU), and prints what a step of training takes: the scores, what attention keeps, the peak by
 kind and by moment, FLOPs, bytes and time at the roofline, whether it fits and the longest context that does.
 With --measure a step runs on the device at hand, and each figure stands beside the measured one.
-The formulas, each with its derivation: model/memory.py and model/roofline.py.
+The formulas, each with its derivation: model/costs/memory.py and model/costs/roofline.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from model.gpus import GpuSheet
-    from model.memory import Run
+    from model.costs.gpus import GpuSheet
+    from model.costs.memory import Run
 
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "other")
@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> tuple[bool, str | None, list[str]]:
 
 def chosen_gpu(name: str | None, accelerator: str, measure: bool) -> GpuSheet | None:
     """The sheet of the GPU asked for, else of that at hand; None: the CPU."""
-    from model.gpus import gpu_sheet
+    from model.costs.gpus import gpu_sheet
 
     if name is not None and not measure:
         return gpu_sheet(name)
@@ -84,8 +84,8 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
     refuse."""
     from omegaconf import OmegaConf
 
-    from model.checks import check
-    from model.memory import Run
+    from model.costs.memory import Run
+    from model.training.checks import check
     from scripts.memory import model_config
 
     check(OmegaConf.to_container(cfg, resolve=True), None, {})
@@ -128,7 +128,7 @@ def _require(run: Run, cfg: DictConfig, gpu: GpuSheet | None) -> None:
 
 
 def heading(run: Run, gpu: GpuSheet | None, cfg: DictConfig) -> str:
-    from model.flops import parameter_count
+    from model.costs.flops import parameter_count
 
     config = run.config
     how = ["bf16-mixed" if run.value_bytes == 2 else "32-true"]
@@ -147,8 +147,8 @@ Row = tuple[str, float, str]  # what, predicted, unit
 
 def memory_rows(run: Run) -> list[Row]:
     """What a step holds, in MiB. The kinds are those of scripts/memory.py, at the moment of the peak."""
-    from model.flops import kv_cache_bytes, parameter_count, score_matrix_bytes
-    from model.memory import (
+    from model.costs.flops import kv_cache_bytes, parameter_count, score_matrix_bytes
+    from model.costs.memory import (
         attention_own,
         cast_weight_bytes,
         lse_bytes,
@@ -156,7 +156,7 @@ def memory_rows(run: Run) -> list[Row]:
         saved_by_layer,
         scores_bytes,
     )
-    from model.memory_loss import logits_bytes
+    from model.costs.memory_loss import logits_bytes
 
     T, L = run.config.seq_len, run.config.n_layer
     own, most = attention_own(run), peak(run)
@@ -184,7 +184,7 @@ def memory_rows(run: Run) -> list[Row]:
 def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
     """FLOPs and bytes of DRAM of attention and of the step; their time at the GPU's roofline; shared memory
     of our kernels' tiles."""
-    from model.roofline import attention_work, step_work
+    from model.costs.roofline import attention_work, step_work
     from scripts.tiles import shared_memory
 
     forward, backward = attention_work(run)
@@ -215,7 +215,7 @@ def measurements(cfg: DictConfig, run: Run, gpu: GpuSheet | None) -> dict[str, f
 
     import torch
 
-    from model.memory import peak
+    from model.costs.memory import peak
     from scripts.memory import attention_alone, disagreement, memory_split, training_step
 
     try:
@@ -255,7 +255,7 @@ def table(rows: list[Row], measured: dict[str, float]) -> str:
 
 def verdict(run: Run, gpu: GpuSheet | None) -> str:
     """Whether it fits, and the longest context that does."""
-    from model.memory import longest_context, peak
+    from model.costs.memory import longest_context, peak
 
     if gpu is None:
         return "gpu= says for which GPU: then also the time at its roofline, and whether it fits."

@@ -190,7 +190,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
-    from model.generate import checked, generate, require_all
+    from model.generation.generate import checked, generate, require_all
     from scripts.streaming import Terminal
 
     texts = read_prompts(options)

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 
-from model.flops import (  # noqa: E402
+from model.costs.flops import (  # noqa: E402
     AttentionSize,
     Gpu,
     Traffic,

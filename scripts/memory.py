@@ -173,10 +173,10 @@ def training_step(cfg: DictConfig) -> Step:
     from hydra.utils import instantiate
 
     from conf.compose import build_attention
-    from model import runtime
     from model.calls import attention_calls, require
     from model.gpt import GPT
-    from model.lit_gpt import LitGPT
+    from model.training import runtime
+    from model.training.lit_gpt import LitGPT
 
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
     precision = runtime.precision(cfg.precision, device)
@@ -214,8 +214,8 @@ def training_step(cfg: DictConfig) -> Step:
 
 def model_config(cfg: DictConfig) -> GPTConfig:
     """The model of a config of train.py; its vocabulary is that of the corpus, as far as the config says."""
-    from model.checks import called
     from model.config import GPTConfig
+    from model.training.checks import called
 
     return called("model", GPTConfig, vocab_size=vocabulary(cfg), seq_len=cfg.seq_len, **cfg.model)
 

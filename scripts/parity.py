@@ -93,8 +93,8 @@ class Study:
         from hydra.utils import instantiate
 
         from conf.compose import CONF
-        from model.checks import called
         from model.gpt import GPTConfig
+        from model.training.checks import called
 
         self.device, self.seeds, self.steps = device, seeds, steps
         small = [*COMMON, *SMALL[device.type], f"schedule.decay_steps={steps}"]
@@ -131,9 +131,9 @@ class Study:
         import torch
         from hydra.utils import instantiate
 
-        from model import runtime
         from model.gpt import GPT
-        from model.lit_gpt import LitGPT
+        from model.training import runtime
+        from model.training.lit_gpt import LitGPT
 
         torch.manual_seed(seed)  # the initial weights
         optimizer, schedule = instantiate(self.cfg.optim), instantiate(self.cfg.schedule)
@@ -174,7 +174,7 @@ def compare(
     """(name, a row's result) of each, as it finishes."""
     import torch
 
-    from model.runtime import compute_dtype
+    from model.training.runtime import compute_dtype
 
     mixed, first = precision != "32-true", min(FIRST, study.steps)
     runs = study.train(reference, precision, study.steps)
@@ -263,7 +263,7 @@ def run(options: argparse.Namespace) -> list[str]:
 
     from attention.base import UnsupportedAttention
     from conf.compose import build_attention
-    from model import runtime
+    from model.training import runtime
     from scripts.rows import append, gpu_slug
 
     runtime.quiet()

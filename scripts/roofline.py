@@ -6,7 +6,7 @@
     python scripts/roofline.py --plot-only           the pictures and tables again, from the rows
 
 Bytes, FLOPs and occupancy are Nsight Compute's counters where `ncu` is on the PATH and may read them; else
-the model's of model/flops.py, and the row says so. naive, rowwise and tiled run in fp32, fa1 and fa2 in bf16.
+the model's of costs/flops.py, and the row says so. naive, rowwise and tiled run in fp32, fa1 and fa2 in bf16.
 Rows go to results/roofline/<gpu>.jsonl as they are measured, pictures beside them.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attention.base import Attention, UnsupportedAttention
-from model.out_of_memory import is_out_of_memory
+from model.training.out_of_memory import is_out_of_memory
 from scripts.bench_points import Shape
 from scripts.contestants import Field
 from scripts.kernels import as_field

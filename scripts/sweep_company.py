@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from model.gpus import GpuSheet
+    from model.costs.gpus import GpuSheet
     from scripts.sweep_points import Point
 
 HOPELESS = 1.3  # times what the GPU can give: predictions are within 10%, so that this need not be tried
@@ -27,7 +27,7 @@ class Room:
     def here(most: int) -> Room:
         import torch
 
-        from model.gpus import gpu_sheet
+        from model.costs.gpus import gpu_sheet
 
         try:
             return Room(gpu_sheet(torch.cuda.get_device_name()) if torch.cuda.is_available() else None, most)
@@ -60,7 +60,7 @@ class Room:
 @functools.cache
 def _needs(point: Point, sheet: GpuSheet) -> int:
     from attention.base import UnsupportedAttention
-    from model.memory import peak
+    from model.costs.memory import peak
     from scripts.estimate import run_of
 
     try:

@@ -22,16 +22,15 @@ from scripts.rows import choices
 ROOT = CONF.parent
 # What a training point runs: rows that other sources than these have measured are measured again. Kernels
 # concern those alone that run them; what predicts, generates or saves is no part of a step.
-SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*.cu*")
+SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*/*.cu*")
 SOURCES += ("scripts/training_*.py", "scripts/kernels.py", "scripts/memory*.py", "scripts/allocations.py")
 SOURCES += ("scripts/studies/parts/textbook.py",)
 OWN = {"cuda": ("attention/cuda.py", "ops/cuda/", "ops/csrc/", "ops/nvrtc")}
 OWN |= {"triton": ("attention/triton_", "ops/triton/"), "flash": ("attention/flash_",)}
 OWN |= {"auto": ("attention/auto",)}  # of which a table changes with every row of results/attention
 OWN |= {"flex": ("attention/flex",), "tiled": ("attention/tiled",), "sdpa": ("attention/sdpa",)}
-NOT_RUN = tuple(
-    f"model/{name}.py" for name in ("memory", "roofline", "generate", "decode", "checkpoint", "runs")
-)
+NOT_RUN = tuple(f"model/{name}" for name in ("costs/memory", "costs/roofline", "generation/"))
+NOT_RUN += ("model/training/checkpoint.py", "model/training/runs.py")
 # attention=standard in a grid, which conf/ does not have: scripts/studies/parts/textbook.py says what it is.
 STANDARD = ("attention=naive", "attention._target_=scripts.studies.parts.textbook.Formula")
 STANDARD += ("attention.name=standard", "+attention.formula=formula_torch")
@@ -226,7 +225,7 @@ def code(name: str = "auto", root: Path = ROOT) -> str:
     for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
         place = path.relative_to(root).as_posix()
         owners = [owner for owner, places in OWN.items() if place.startswith(places)]
-        if place in NOT_RUN or (owners and name != "auto" and not name.startswith(tuple(owners))):
+        if place.startswith(NOT_RUN) or (owners and name != "auto" and not name.startswith(tuple(owners))):
             continue
         digest.update(f"{place}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 def log_point(row: Row, project: str, folder: Path = Path("runs")) -> None:
     """The point as the run's config, beside the machine; every number of the result as its summary. Offline
-    where there is no key or no network, as model.loggers.wandb_logger says."""
+    where there is no key or no network, as model.training.loggers.wandb_logger says."""
     point, result = row["point"], row["result"]
     name = f"{point['study']}-{point['implementation']}-{point['seq_len']}-{row['key'][:8]}"
     run = _run(name, project, point["study"], {"point": point, "machine": row["machine"]}, folder)
@@ -36,7 +36,7 @@ def log_picture(rows: list[Row], project: str, folder: Path = Path("runs")) -> N
 
 
 def _run(name: str, project: str, group: str, config: dict[str, Any], folder: Path) -> Any:
-    from model.loggers import wandb_logger
+    from model.training.loggers import wandb_logger
 
     (folder / name).mkdir(parents=True, exist_ok=True)
     return wandb_logger(str(folder / name), config, project=project, group=group).experiment

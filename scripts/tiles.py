@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from model.gpus import GpuSheet
-    from model.memory import Run
+    from model.costs.gpus import GpuSheet
+    from model.costs.memory import Run
 
 
 def shared_memory(run: Run, gpu: GpuSheet) -> dict[str, int]:
     """Bytes that a block of our kernels keeps in shared memory, forward and backward, from their tables of
     tiles; of `triton` what the tiles of q, k, v and dout come to, to which its compiler adds some."""
-    from model.memory import family
+    from model.costs.memory import family
 
     name, D, able = family(run), run.config.head_dim, gpu.shared_bytes
     if name == "triton":

@@ -14,7 +14,7 @@ import lightning
 import torch
 
 from model.config import GPTConfig
-from model.flops import flops_per_token, peak_bf16_flops
+from model.costs.flops import flops_per_token, peak_bf16_flops
 from scripts.kernels import PLAIN, PLAIN_CPU, Kernel, Verdict, as_field, family, profile, verdict
 from scripts.memory import Step, disagreement, memory_split
 from scripts.side_by_side import failure

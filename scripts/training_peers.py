@@ -95,7 +95,7 @@ def measure(text: str, config: GPTConfig, batch: int, tokens_per_step: int, laps
     ValueError for a model that is not GPT-2."""
     import torch
 
-    from model.runtime import accumulation
+    from model.training.runtime import accumulation
     from scripts.training_meter import rated
 
     peer, path = chosen(text)

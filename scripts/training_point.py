@@ -77,8 +77,8 @@ def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str,
     began = time.perf_counter()
     import lightning
 
-    from model import runtime
-    from model.checks import check
+    from model.training import runtime
+    from model.training.checks import check
     from scripts.sweep_points import composed
     from scripts.training_meter import Laps, Meter
 
@@ -129,8 +129,8 @@ def data_of(cfg: Any) -> Any:
 
 
 def config_of(cfg: Any, data: Any) -> GPTConfig:
-    from model.checks import called
     from model.config import GPTConfig
+    from model.training.checks import called
 
     return called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
 
@@ -142,10 +142,10 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     from hydra.utils import instantiate
 
     from conf.compose import build_attention
-    from model import runtime
     from model.calls import attention_call, require
     from model.gpt import GPT
-    from model.lit_gpt import LitGPT
+    from model.training import runtime
+    from model.training.lit_gpt import LitGPT
 
     data = data_of(cfg)
     data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, 1)

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from model.checkpoint import checkpoints_of, read_checkpoint
+from model.training.checkpoint import checkpoints_of, read_checkpoint
 from tests.running import ROOT, rows, train_here
 
 OURS = tuple(str(ROOT / part) for part in ("model", "data", "conf", "train.py"))

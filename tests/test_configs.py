@@ -17,9 +17,9 @@ from attention.naive import NaiveAttention
 from conf.compose import CONF, build_attention, choices_of
 from conf.resume import recompose, refuse_changes
 from conf.saved import admit, plain, portable
-from model.checks import NUMBERS, SWITCHES, check
-from model.flops import parameter_count
+from model.costs.flops import parameter_count
 from model.gpt import GPT, GPTConfig
+from model.training.checks import NUMBERS, SWITCHES, check
 
 FILES = sorted(CONF.rglob("*.yaml"))
 CHOICES = [path.relative_to(CONF) for path in FILES if path.parent != CONF]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint import read_checkpoint
+from model.training.checkpoint import read_checkpoint
 from tests.running import finish, rows, start, train_here
 
 # 256 tokens a step: 2 micro-batches of 8 rows on one device, or of 4 rows on each of two.
@@ -22,7 +22,7 @@ STEPS = 30
 BAD = 14  # the step that POISON makes a NaN in
 POISON = """
 import train
-from model.lit_gpt import LitGPT
+from model.training.lit_gpt import LitGPT
 update = LitGPT._update
 def poisoned(self, lr_factor):
     if self.global_step == 14 - 1:

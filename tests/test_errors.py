@@ -214,7 +214,7 @@ def test_what_does_not_need_the_corpus_is_refused_before_it(mistake: str, word: 
 
 
 def test_bf16_on_a_gpu_without_it() -> None:
-    from model import runtime
+    from model.training import runtime
 
     cuda = torch.device("cuda")
     for native, asked, expected in (
@@ -248,7 +248,7 @@ def test_a_name_that_is_taken_and_a_failed_start_that_is_not(tmp_path: Path) -> 
         ("model.n_head=5",),
         ("logger=wandb", "logger.offline=false"),  # after the files were opened
         (
-            "callbacks.samples={_target_: model.callbacks.Samples, prompt: \u00e4\u2603}",
+            "callbacks.samples={_target_: model.training.callbacks.Samples, prompt: \u00e4\u2603}",
             "data.tokenizer.kind=char",
         ),
     ],
@@ -269,7 +269,7 @@ def test_what_was_there_before_stays(tmp_path: Path) -> None:
 
 
 def test_metrics_of_a_run_that_broke_stay(tmp_path: Path) -> None:
-    from model.lit_gpt import LitGPT
+    from model.training.lit_gpt import LitGPT
 
     def broken(self: LitGPT, batch: dict, batch_idx: int) -> None:
         raise ValueError("out of paper")
@@ -292,7 +292,7 @@ def test_a_sweep_goes_on_after_a_refused_job(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_launcher_agree_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from model.runs import new_run
+    from model.training.runs import new_run
 
     monkeypatch.chdir(tmp_path)
     choices = {"model": "tiny", "attention": "auto"}
@@ -321,7 +321,7 @@ def test_processes_of_a_launcher_agree_by_name(monkeypatch: pytest.MonkeyPatch, 
 def test_every_rank_asks_its_own_gpu(
     devices: Any, rank: str | None, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from model import runtime
+    from model.training import runtime
 
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if rank is not None:
@@ -363,7 +363,7 @@ def test_a_hub_out_of_reach_is_told_in_seconds(tmp_path: Path, monkeypatch: pyte
 
 def test_a_fault_of_ours_keeps_its_stack_trace(tmp_path: Path) -> None:
     """Only what a user can mend is put into one message."""
-    from model.lit_gpt import LitGPT
+    from model.training.lit_gpt import LitGPT
 
     def broken(self: LitGPT, batch: dict, batch_idx: int) -> None:
         raise RuntimeError("a bug")

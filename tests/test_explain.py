@@ -11,9 +11,9 @@ import pytest
 from conf.explain import HEADER, comments, explain
 from data.corpora import TextCorpus
 from data.tokenizers import DEFAULTS
-from model import runtime
-from model.checks import check
 from model.config import GPTConfig
+from model.training import runtime
+from model.training.checks import check
 from tests.running import train_here, write_book
 
 

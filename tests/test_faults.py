@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from model.lit_gpt import LitGPT
+from model.training.lit_gpt import LitGPT
 from tests import faults
 from tests.faults import RUN, SETTINGS, STEPS, Child, Disk, outcome, same, saved, signalled
 from tests.running import Result, train_here, write_book

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import train
-from model.checkpoint import read_checkpoint
+from model.training.checkpoint import read_checkpoint
 from tests.faults import Child
 from tests.running import ROOT, TINY, Result, finish, rows, start, train_here, write_book
 
@@ -80,7 +80,7 @@ def test_killed_with_everything_on_continues_bit_for_bit(tmp_path: Path, referen
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_saves_first(number: int, code: int, tmp_path: Path, references: dict) -> None:
-    from model.lit_gpt import LitGPT
+    from model.training.lit_gpt import LitGPT
 
     step = LitGPT.training_step
 
@@ -110,7 +110,7 @@ def test_a_second_signal_or_one_before_training_ends_at_once(
     where: str, at: int, signals: int, promise: str, tmp_path: Path
 ) -> None:
     """What can be gone on with is said; where nothing is saved, nothing is promised."""
-    from model.lit_gpt import LitGPT
+    from model.training.lit_gpt import LitGPT
 
     step, sent = getattr(LitGPT, where), []
 
@@ -256,8 +256,8 @@ def test_a_file_from_elsewhere_makes_a_new_run(finished: Path, tmp_path: Path) -
 
 
 def test_a_checkpoint_is_checked_once_and_not_kept(tmp_path: Path) -> None:
-    from model import checkpoint
-    from model.lit_gpt import LitGPT
+    from model.training import checkpoint
+    from model.training.lit_gpt import LitGPT
 
     assert train_here(tmp_path, "name=a").code == 0
     tensors, fit_start = [], LitGPT.on_train_start

@@ -17,8 +17,8 @@ import torch
 from filelock import FileLock
 from lightning.pytorch.utilities import rank_zero_only
 
-from model.checkpoint import checkpoints_of, link, read_checkpoint, step_of
-from model.runs import Hold
+from model.training.checkpoint import checkpoints_of, link, read_checkpoint, step_of
+from model.training.runs import Hold
 from tests.running import Result, finish, rows, start, train_here
 
 DIVERGE = ("optim.lr=10", "grad_clip=null", "schedule=constant", "schedule.warmup_steps=1")

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from conf import saved
 from conf.resume import load_run, recompose, refuse_changes
 from conf.saved import admit
-from model.checkpoint import read_checkpoint, read_header, write_checkpoint
+from model.training.checkpoint import read_checkpoint, read_header, write_checkpoint
 from tests.attacks import ATTACKS, CALL, CHOICE, FILE, STRINGS, Content, drop, nodes, put, targets, watched
 from tests.running import train_here
 

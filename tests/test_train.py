@@ -12,9 +12,9 @@ import yaml
 
 from attention.naive import NaiveAttention
 from data.datamodule import text_datamodule
-from model.checkpoint import read_checkpoint
 from model.gpt import GPT, GPTConfig
-from model.sweeps import suffix
+from model.training.checkpoint import read_checkpoint
+from model.training.sweeps import suffix
 from tests.running import TINY, rows, train_here, write_book
 
 WITH_SAMPLES = (*(o for o in TINY if o != "callbacks.samples=null"), "callbacks.samples.tokens=8")
@@ -121,7 +121,7 @@ def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
 def test_two_sweeps_of_one_second(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     sweep = ("seed=1,2", "trainer.max_steps=1", f"--config-dir={tmp_path / 'more'}", "-m")
-    with mock.patch("model.sweeps.time.strftime", return_value="now"):
+    with mock.patch("model.training.sweeps.time.strftime", return_value="now"):
         assert [train_here(tmp_path, *sweep).code for _ in range(2)] == [0, 0]
     names = {"now-0-seed-1", "now-1-seed-2"}
     names |= {f"{name}-2" for name in names}

@@ -35,7 +35,7 @@ _STRIDES = {name: f"{name}_stride" for name in _STRIDED.split()}  # the field th
 
 
 class Params(ctypes.Structure):
-    """struct Params of csrc/attention.cuh, field by field."""
+    """struct Params of csrc/lib/attention.cuh, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS.split()),

@@ -1,4 +1,4 @@
-"""Launches the stage of the CUDA ladder that is for Hopper alone: fa3 (ops/csrc/fa3.cu tells it).
+"""Launches the stage of the CUDA ladder that is for Hopper alone: fa3 (ops/csrc/ladder/fa3.cu tells it).
 
 The functions are those of ops/library.py's register_attention; for options and `Call` see there and call.py.
 """
@@ -87,7 +87,7 @@ def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> Ho
 
 
 class Launch(ctypes.Structure):
-    """struct Launch of csrc/fa3.cu; the driver copies whole multiples of 64 bytes."""
+    """struct Launch of csrc/ladder/fa3.cu; the driver copies whole multiples of 64 bytes."""
 
     _fields_ = [
         ("maps", ctypes.c_ubyte * (4 * _MAP_BYTES)),
@@ -164,7 +164,7 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     scale_first = call.defines["SOFTCAP"] or call.defines["ALIBI"] or call.params.scale <= 0
     own = {"ALIGNED": 1, "SCALE_FIRST": int(bool(scale_first)), "BOUNDED_WAITS": 0}
     specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
-    kernel = nvrtc.kernel("fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
+    kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device))
     kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))
     return out, lse

@@ -110,7 +110,7 @@ def naive_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
         "output": batch * heads * math.ceil(tq / (at_once * _STRIP)),
     }
     for step, grid in grids.items():
-        _kernel("naive.cu", f"tilegpt_naive_{step}", defines, q.device).launch(grid, _THREADS, params)
+        _kernel("ladder/naive.cu", f"tilegpt_naive_{step}", defines, q.device).launch(grid, _THREADS, params)
     return out, lse
 
 
@@ -120,7 +120,9 @@ def rowwise_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
     batch, heads, tq, _ = q.shape
     out, lse = _outputs(q)
     params = call.params.bind(out=out, lse=lse)
-    kernel = _kernel("rowwise.cu", "tilegpt_rowwise_forward", call.defines | _vector(q, k, v, out), q.device)
+    kernel = _kernel(
+        "ladder/rowwise.cu", "tilegpt_rowwise_forward", call.defines | _vector(q, k, v, out), q.device
+    )
     kernel.launch(batch * heads * tq, _THREADS, params, shared_bytes=4 * k.shape[2])
     return out, lse
 
@@ -134,7 +136,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / queries), batch * heads, k, times=heads // k.shape[1])
     defines = call.defines | _vector(q, k, v, out) | choice.defines
-    kernel = _kernel("tiled.cu", "tilegpt_tiled_forward", defines, q.device)
+    kernel = _kernel("ladder/tiled.cu", "tilegpt_tiled_forward", defines, q.device)
     shared = choice.shared_bytes(head_dim, backward=False)
     kernel.launch(blocks, 32 * choice.warps, params, shared)
     return out, lse
@@ -157,7 +159,7 @@ def tiled_backward(
 
     def launch(name: str, blocks: int, ranges: Tensor | None) -> None:
         params.bind(ranges=ranges)
-        kernel = _kernel("tiled_backward.cu", name, defines, q.device)
+        kernel = _kernel("ladder/tiled_backward.cu", name, defines, q.device)
         kernel.launch(blocks, 32 * choice.warps, params, shared)
 
     of_keys = segment_ranges(call, rows, transposed=True)
@@ -171,7 +173,7 @@ def tiled_backward(
 
 
 def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> Tensor:
-    """(lse2, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/delta.cu."""
+    """(lse2, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/lib/delta.cu."""
     batch, heads, tq, _ = out.shape
     padded = math.ceil(tq / PADDED_TO) * PADDED_TO
     statistics = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
@@ -179,7 +181,7 @@ def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> 
     params.padded_tq = padded
     defines = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
     defines |= {"NATURAL": int(natural), "VECTOR": 0}
-    kernel = _kernel("delta.cu", "tilegpt_delta", defines, out.device)
+    kernel = _kernel("lib/delta.cu", "tilegpt_delta", defines, out.device)
     kernel.launch(batch * heads * padded // _WARPS, 32 * _WARPS, params)
     return statistics
 
@@ -187,7 +189,7 @@ def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> 
 def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | None:
     """(B, tiles, 3): first and end of the keys of the documents of each tile of `rows` queries, and whether
     all is one document; `transposed`: of the queries of those of each tile of keys. None without any. See
-    csrc/segment_ranges.cu."""
+    csrc/lib/segment_ranges.cu."""
     own, other = call.tensors[4:6]
     if own is None:
         return None
@@ -199,6 +201,6 @@ def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | 
     params = Params(tq=n_own, tk=n_other, n_tiles=n_tiles)
     params.bind(q_segments=own, k_segments=other, ranges=ranges)
     defines = {"PARAMS_BYTES": call.defines["PARAMS_BYTES"], "ELEMENT": "float", "TILE": rows}
-    kernel = _kernel("segment_ranges.cu", "tilegpt_segment_ranges", defines, own.device)
+    kernel = _kernel("lib/segment_ranges.cu", "tilegpt_segment_ranges", defines, own.device)
     kernel.launch(n_tiles * batch, _THREADS, params)
     return ranges

@@ -1,4 +1,4 @@
-"""Launches the forward of stage `tiled` on tensor cores: fp32 as planes of fp16 (csrc/planes.cuh tells how).
+"""Launches the forward of stage `tiled` on tensor cores: fp32 as planes of fp16 (fp32/planes.cuh tells how).
 
 The backward is in planes_backward.py; ops/cuda/tiled.py chooses between these and FMA units.
 """
@@ -104,7 +104,7 @@ def even(*tensors: Tensor) -> bool:
 def _split_kernel(name: str, call: Call, device: torch.device) -> Any:
     # what else specialises the call says nothing here
     used = ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM", "LENGTHS")
-    return plain._kernel("planes.cu", name, {name: call.defines[name] for name in used}, device)
+    return plain._kernel("fp32/planes.cu", name, {name: call.defines[name] for name in used}, device)
 
 
 def largest(call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> Tensor:
@@ -150,6 +150,6 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     scale_first = call.defines["SOFTCAP"] or call.defines["ALIBI"] or call.params.scale <= 0
     own = {"ALIGNED": 1, "EVEN": int(even(q, out)), "SCALE_FIRST": int(bool(scale_first))}
     defines = call.defines | tile.defines | own
-    kernel = plain._kernel("tiled_planes.cu", "tilegpt_tiled_planes_forward", defines, q.device)
+    kernel = plain._kernel("fp32/tiled_planes.cu", "tilegpt_tiled_planes_forward", defines, q.device)
     kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
     return out, lse

@@ -1,4 +1,4 @@
-"""Launches the backward of stage `tiled` on tensor cores: csrc/planes_backward.cu."""
+"""Launches the backward of stage `tiled` on tensor cores: csrc/fp32/planes_backward.cu."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def run_backward(
     key_ranges = plain.segment_ranges(call, of_keys.own, transposed=True)
     n_tiles = math.ceil(tk / of_keys.own)
     blocks = call.in_order(n_tiles, batch * kv_heads, planes["q"], over=heads // kv_heads)
-    launch("planes_backward.cu", "tilegpt_planes_dkdv", blocks, of_keys, key_ranges)
+    launch("fp32/planes_backward.cu", "tilegpt_planes_dkdv", blocks, of_keys, key_ranges)
     query_ranges = plain.segment_ranges(call, of_queries.own)
     n_tiles = math.ceil(tq / of_queries.own)
     blocks = call.in_order(n_tiles, batch * heads, planes["k"], times=heads // kv_heads)
-    launch("planes_backward_dq.cu", "tilegpt_planes_dq", blocks, of_queries, query_ranges)
+    launch("fp32/planes_backward_dq.cu", "tilegpt_planes_dq", blocks, of_queries, query_ranges)
     del statistics, found, planes, key_ranges, query_ranges  # alive until the last launch
     return dq, dk, dv

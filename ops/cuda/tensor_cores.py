@@ -151,7 +151,7 @@ def run_fa1(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: TeamTile) -> tupl
     scratch = q.new_empty((padded(head_dim) + 2) * batch * heads * padded_tq, dtype=torch.float32)
     params = call.params.bind(out=out, lse=lse, scratch=scratch)
     params.padded_tq = padded_tq
-    kernel = nvrtc.kernel("fa1.cu", "tilegpt_fa1_forward", _defines(call, tile, q, k, v), q.device)
+    kernel = nvrtc.kernel("ladder/fa1.cu", "tilegpt_fa1_forward", _defines(call, tile, q, k, v), q.device)
     kernel.launch(batch * heads, 32 * tile.warps, params, tile.shared_bytes(head_dim))
     return out, lse
 
@@ -169,7 +169,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     ranges = segment_ranges(call, tile.br)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
-    kernel = nvrtc.kernel("fa2.cu", "tilegpt_fa2_forward", _defines(call, tile, q, k, v), q.device)
+    kernel = nvrtc.kernel("ladder/fa2.cu", "tilegpt_fa2_forward", _defines(call, tile, q, k, v), q.device)
     kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
     return out, lse
 
@@ -213,7 +213,7 @@ def run_backward(
     over = heads // kv_heads * (1 if deterministic else 2)
     n_blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over)
     defines = _defines(call, tile, q, k, v, out, dout) | {"ATOMIC": int(not deterministic)}
-    kernel = functools.partial(nvrtc.kernel, "fa2_backward.cu", defines=defines, device=q.device)
+    kernel = functools.partial(nvrtc.kernel, "ladder/fa2_backward.cu", defines=defines, device=q.device)
     lanes = {32: 4, 64: 8}.get(padded(head_dim), 16)
     blocks = math.ceil(n_rows * lanes / _PREPARE_THREADS)
     kernel(name="tilegpt_fa2_backward_prepare").launch(blocks, _PREPARE_THREADS, params)
@@ -235,6 +235,6 @@ def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:
     params.bind(ranges=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     defines = _defines(call, tile, q, k, v, dout)
-    kernel = nvrtc.kernel("fa2_backward_dq.cu", "tilegpt_fa2_backward_dq", defines, q.device)
+    kernel = nvrtc.kernel("ladder/fa2_backward_dq.cu", "tilegpt_fa2_backward_dq", defines, q.device)
     shared = tile.shared_bytes(head_dim, query_tiles=2)
     kernel.launch(blocks, 32 * tile.warps, params, shared)

@@ -3,7 +3,7 @@ results/prefill_decode."""
 
 from __future__ import annotations
 
-from model.gpus import gpu_sheet
+from model.costs.gpus import gpu_sheet
 from scripts.claims import (
     FAILS,
     HOLDS,

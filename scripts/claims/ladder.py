@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from model.gpus import gpu_sheet
+from model.costs.gpus import gpu_sheet
 from scripts.claims import (
     FAILS,
     HOLDS,

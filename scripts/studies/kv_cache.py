@@ -14,8 +14,8 @@ cache_bytes  a cache as allocated: `allocated_bytes` (what its tensors asked the
              that they got), and `formula_bytes`
 step         one token chosen after `seq_len` tokens, in a cache of `capacity`: `ms_median` of the device (one
              CUDA graph on a GPU), the contestants of a length in turns; without the cache also `eager_ms`, as
-             model/generate.py issues it. A step without the cache is a prefill of its tokens.
-generate     `new_tokens` from one token by model/generate.py: `seconds`, set-up left out
+             model/generation/generate.py issues it. A step without the cache is a prefill of its tokens.
+generate     `new_tokens` from one token by model/generation/generate.py: `seconds`, set-up left out
 
 A time that the report calls integrated is the sum of steps: without the cache over all lengths, between the
 measured ones by a power law; with it the step at half the length times the number, as such a step is linear
@@ -106,7 +106,7 @@ def points(options: argparse.Namespace, cuda: bool) -> list[Point]:
 
 
 def capacity_of(tokens: int) -> int:
-    """As model/generate.py allocates."""
+    """As model/generation/generate.py allocates."""
     return -(-tokens // 128) * 128
 
 
@@ -188,10 +188,10 @@ class Measuring:
         return error_ratios(got, {"out": exact}, {"out": plain}, dtype)["out"]
 
     def whole(self, point: Point) -> dict[str, Any]:
-        """A generation, by model/generate.py; the median of what two seconds allow, at most three runs."""
+        """A generation by model/generation; the median of what two seconds allow, at most three runs."""
         import torch
 
-        from model.generate import generate
+        from model.generation.generate import generate
 
         name, new = point["implementation"], point["new_tokens"]
         self.net.replace_attention(self.attentions[name])

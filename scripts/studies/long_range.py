@@ -164,7 +164,7 @@ def said(point: Point, result: dict[str, Any]) -> str:
 def run(options: argparse.Namespace) -> None:
     import torch
 
-    from model import runtime
+    from model.training import runtime
     from scripts.rows import machine
     from scripts.side_by_side import failure
     from scripts.studies.parts.long_range_runs import measure

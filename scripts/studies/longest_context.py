@@ -2,7 +2,7 @@
 
 For each implementation, without and with activation checkpointing, the largest T at which GPT-2 124M trains
 on this GPU with one row at a time: real steps (scripts/training_point.py, two of them) in a process of their
-own for each T. The prediction of model/memory.py is the first guess, the peaks that are measured correct it,
+own for each T. The prediction of costs/memory.py is the first guess, the peaks that are measured correct it,
 and it ends where a T that does not fit is at most 3% above one that does. Steps are bf16 and, unless
 --compile is given, not compiled: then the loss holds the logits in fp32, 600 KB a token, which a compiled
 step does not, nor one that computes its loss --loss-chunk tokens at a time; predictions are in the rows. A
@@ -34,8 +34,8 @@ sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
 from scripts.studies import Point, Report, Row  # noqa: E402
 
 if TYPE_CHECKING:
-    from model.gpus import GpuSheet
-    from model.memory import Run
+    from model.costs.gpus import GpuSheet
+    from model.costs.memory import Run
 
 MIB = 2**20
 STUDY = "longest_context"
@@ -66,19 +66,19 @@ class Search:
 
     def predicted(self, tokens: int) -> int:
         """Bytes of the peak."""
-        from model.memory import peak
+        from model.costs.memory import peak
 
         return peak(self.at(tokens)).peak
 
     def longest(self, correction: float = 1.0) -> int:
         """The longest context predicted to fit, were peaks `correction` times the predicted ones."""
-        from model.memory import longest_context
+        from model.costs.memory import longest_context
 
         return longest_context(self.run, int(self.capacity / correction))
 
     def step_s(self, tokens: int, timed: dict[int, float]) -> float:
         """Seconds of a step: by FLOPs, from the longest that was timed, else from the GPU's peak."""
-        from model.roofline import step_work
+        from model.costs.roofline import step_work
 
         if not timed:
             return step_work(self.at(tokens)).flops / (RATE * self.peak_flops)
@@ -236,7 +236,7 @@ def main() -> None:
     import torch
 
     from attention.base import UnsupportedAttention
-    from model.gpus import gpu_sheet
+    from model.costs.gpus import gpu_sheet
     from scripts.rows import append
     from scripts.studies import rows_path
     from scripts.studies.parts.printed import show

@@ -4,7 +4,7 @@
     python scripts/studies/memory_estimate.py --config "model=gpt2 seq_len=512 data.batch_size=2"
 
 Each configuration, the overrides of a line of `CONFIGS`, has a process of its own, three at a time (what one
-allocates, the others do not change). It asks model/memory.py for the peak, by kind, before anything runs
+allocates, the others do not change). It asks costs/memory.py for the peak, by kind, before anything runs
 (as scripts/estimate.py does), then takes steps and splits their peak (scripts/memory.py). The formulas were
 derived from the code and checked on small models; none of these configurations was looked at for them.
 Without a GPU: three small ones, by the allocations of the CPU.
@@ -76,7 +76,7 @@ def measured(config: str) -> dict[str, Any]:
 
 def one(config: str) -> dict[str, Any]:
     """Predicted, then measured, in this process."""
-    from model.memory import peak
+    from model.costs.memory import peak
     from scripts.estimate import chosen_gpu, run_of
     from scripts.memory import composed, disagreement, memory_split, training_step
     from scripts.side_by_side import failure

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from attention.naive import NaiveAttention
 from attention.tiled import TiledAttention
-from model import runtime
 from model.classifier import Classifier, LitClassifier
 from model.gpt import GPTConfig
+from model.training import runtime
 
 SHAPES = {"vocab_size": 20, "seq_len": 12, "n_layer": 2, "n_head": 2, "n_embd": 16, "causal": False}
 

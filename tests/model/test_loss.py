@@ -12,9 +12,9 @@ from torch import Tensor
 from attention.naive import NaiveAttention
 from conf.resume import refuse_changes
 from conf.saved import SavedRun, plain
-from model.checks import check
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, chunked_loss
+from model.training.checks import check
 from scripts.allocations import recorder_of
 from scripts.memory import composed
 

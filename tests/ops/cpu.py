@@ -88,7 +88,7 @@ class Compiler:
     def __init__(self, folder: Path, changes: Mapping[str, tuple[str, str]] | None = None):
         self.folder = folder
         self._libraries: dict[str, ctypes.CDLL] = {}
-        for path in [*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]:
+        for path in CSRC.glob("*/*.cu*"):
             text = path.read_text()
             if path.name in (changes or {}):
                 old, new = changes[path.name]
@@ -100,6 +100,7 @@ class Compiler:
         self, source: str, name: str, defines: Mapping[str, int | str], device: torch.device
     ) -> Kernel:
         assert device.type == "cpu"
+        source = Path(source).name
         flags = [f"-D{define}={value}" for define, value in defines.items()]
         key = _key(source, flags)
         if key not in self._libraries:
@@ -110,7 +111,7 @@ class Compiler:
     def compile(self, source: str, more: str, key: str, flags: list[str]) -> Path:
         """What g++ makes of `source` with `more` text after it."""
         unit, result = self.folder / f"{key}.cpp", self.folder / key
-        unit.write_text(f'#include "cpu.h"\n#include "{source}"\n{more}')
+        unit.write_text(f'#include "cpu.h"\n#include "{Path(source).name}"\n{more}')
         command = [GXX, *_OPTIONS, *flags, f"-I{HERE}", str(unit), "-o", str(result)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{source}: {' '.join(command)}\n{done.stderr}"

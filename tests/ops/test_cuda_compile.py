@@ -217,5 +217,5 @@ def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_kernel_has_a_budget() -> None:
-    texts = (path.read_text() for path in SOURCES.glob("*.cu"))
+    texts = (path.read_text() for path in SOURCES.rglob("*.cu"))
     assert {name for text in texts for name in re.findall(r"\btilegpt_\w+(?=\()", text)} == BUDGETS.keys()

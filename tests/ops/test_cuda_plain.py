@@ -229,7 +229,7 @@ def test_nothing_spills(head_dim: int, backward: bool):
     q = torch.empty(1, 1, 64, head_dim)
     tile = plain.tile(q, backward)
     defines = Call(q, q, q, *_CAUSAL).defines | tile.defines | {"VECTOR": 1}
-    cubin = nvrtc.build("tiled_backward.cu" if backward else "tiled.cu", defines, "sm_90a")
+    cubin = nvrtc.build("ladder/tiled_backward.cu" if backward else "tiled.cu", defines, "sm_90a")
     for name, used in cubin.kernels.items():
         assert used.spilled_bytes == 0 and used.registers * 32 * tile.warps * tile.blocks <= 65_536, name
     assert (tile.shared_bytes(head_dim, backward) + 1024) * tile.blocks <= 228 << 10

@@ -336,10 +336,10 @@ def test_fma_units_can_be_asked_for(
     q, k, v = _inputs((20, 40, 64))
     options = (*[None] * 6, 0.125, -1, 0, 0.0, 0.0, [0, fma])
     out, lse = tiled.tiled_forward(q, k, v, *options)
-    assert sources == (["tiled.cu"] if fma else [*["planes.cu"] * 3, "tiled_planes.cu"])
+    assert sources == (["ladder/tiled.cu"] if fma else [*["fp32/planes.cu"] * 3, "fp32/tiled_planes.cu"])
     del sources[:]
     assert len(tiled.tiled_backward(out, q, k, v, out, lse, *options, False)) == 4
-    assert sources == (["delta.cu", *["tiled_backward.cu"] * 2] if fma else ["backward"])
+    assert sources == (["lib/delta.cu", *["ladder/tiled_backward.cu"] * 2] if fma else ["backward"])
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)

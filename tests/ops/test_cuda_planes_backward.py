@@ -58,7 +58,7 @@ def _use(compiler: Compiler, mistaken: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """Puts `mistaken` in the place of NVRTC for the two kernels, and `compiler` for the others."""
 
     def kernel(source: str, *rest: Any) -> Any:
-        return (mistaken if source.startswith("planes_backward") else compiler)(source, *rest)
+        return (mistaken if source.startswith("fp32/planes_backward") else compiler)(source, *rest)
 
     monkeypatch.setattr(plain, "_kernel", kernel)
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from attention.base import UnsupportedAttention
+from model.costs.gpus import GPUS, gpu_sheet
+from model.costs.memory import Run, peak
 from model.gpt import GPTConfig
-from model.gpus import GPUS, gpu_sheet
-from model.memory import Run, peak
 from scripts.estimate import KINDS, main, parse, run_of, table, verdict
 from scripts.memory import composed, memory_split, training_step
 from scripts.tiles import shared_memory

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.memory import peak
+from model.costs.memory import peak
 from scripts import rows, sweep_process
 from scripts.estimate import run_of
 from scripts.memory import composed
@@ -29,8 +29,8 @@ class Gpu:
         self.off, self.asked, self.peaks = off, [], {}
 
     def measured(self, command: list[str], timeout_s: float) -> dict[str, object]:
-        from model.gpus import GPUS
-        from model.roofline import step_work
+        from model.costs.gpus import GPUS
+        from model.costs.roofline import step_work
 
         words = [word for word in command if "=" in word and not word.startswith("-")]
         values = dict(word.split("=") for word in words)

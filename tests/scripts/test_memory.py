@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from model.flops import parameter_count
+from model.costs.flops import parameter_count
 from scripts.allocations import PARTS, CpuRecorder, CudaRecorder, Event, Halves, Ledger, recorder_of, storages
 from scripts.memory import (
     AGREE,

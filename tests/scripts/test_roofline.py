@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.flops import AttentionSize, Gpu, fa1_traffic, tiled_traffic
+from model.costs.flops import AttentionSize, Gpu, fa1_traffic, tiled_traffic
 from ops import nvrtc
 from scripts import ceilings, counters, ladder, roofline, roofline_plot, roofline_report
 from scripts.bench_points import Shape
@@ -261,7 +261,7 @@ MEANT = {
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_ceilings_are_what_they_say(arch: str, tmp_path: Path) -> None:
-    cubin = nvrtc.build("ceilings.cu", ceilings.DEFINES, arch)
+    cubin = nvrtc.build("bench/ceilings.cu", ceilings.DEFINES, arch)
     assert {name.removeprefix("tilegpt_ceiling_") for name in cubin.kernels} == set(MEANT)
     for name, used in cubin.kernels.items():
         assert used.spilled_bytes == 0 and used.registers <= 64

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.gpus import GPUS
+from model.costs.gpus import GPUS
 from scripts import sweep_points
 from scripts.rows import key_of, machine
 from scripts.sweep_company import Room
@@ -33,7 +33,8 @@ def test_the_digest_of_sources_changes_with_them(tmp_path):
     (tmp_path / "model" / "gpt.py").write_text("a")
     before = sweep_points.code(root=tmp_path)
     (tmp_path / "README.md").write_text("b")
-    (tmp_path / "model" / "memory.py").write_text("b")  # predicts
+    (tmp_path / "model" / "costs").mkdir()
+    (tmp_path / "model" / "costs" / "memory.py").write_text("b")  # predicts
     assert sweep_points.code(root=tmp_path) == before
     (tmp_path / "model" / "gpt.py").write_text("c")
     assert sweep_points.code(root=tmp_path) != before != sweep_points.code()
@@ -41,7 +42,7 @@ def test_the_digest_of_sources_changes_with_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "concerned"),
-    [("ops/csrc/fa2.cu", {"cuda", "cuda_fa2", "auto"}), ("attention/auto_table.py", {"auto"})],
+    [("ops/csrc/ladder/fa2.cu", {"cuda", "cuda_fa2", "auto"}), ("attention/auto_table.py", {"auto"})],
 )
 def test_a_file_concerns_those_who_run_it(tmp_path, path, concerned):
     names = ("naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto")

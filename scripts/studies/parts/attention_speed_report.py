@@ -127,7 +127,7 @@ def with_factor(row: Row, other: float) -> Row:
 
 def hopper(rows: list[Row]) -> list[Table]:
     """Claims 8 and 9: FlashAttention-1, 2 and the Hopper libraries, TFLOP/s and of the peak."""
-    from model.flops import peak_bf16_flops
+    from model.costs.flops import peak_bf16_flops
 
     columns = {}
     for label, (n, d, dtype), passed in (

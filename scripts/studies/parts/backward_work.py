@@ -77,11 +77,11 @@ def flops_done(kind: Kind, shape: Shape) -> float:
 
 
 def model_bytes(name: str, shape: Shape) -> float | None:
-    """DRAM bytes of the backward by the model of model/roofline.py, for an L2 that holds no matrix of scores;
+    """DRAM bytes of the backward by the model of costs/roofline.py, for an L2 that holds no matrix of scores;
     None for what Inductor wrote."""
     from model.config import GPTConfig
-    from model.memory import Run, scores_bytes
-    from model.roofline import attention_size, attention_work
+    from model.costs.memory import Run, scores_bytes
+    from model.costs.roofline import attention_size, attention_work
 
     if name.endswith("_compiled"):
         return None

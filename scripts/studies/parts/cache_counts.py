@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from attention.naive import NaiveAttention
-from model.flops import kv_cache_bytes
-from model.generate import generate
+from model.costs.flops import kv_cache_bytes
+from model.generation.generate import generate
 from model.gpt import GPT, GPTConfig
 from model.kv_cache import KVCache
 from scripts.studies import Point
@@ -36,7 +36,7 @@ def counted(point: Point) -> dict[str, Any]:
 
 
 def cache_bytes(point: Point) -> dict[str, Any]:
-    """What a cache of the shape takes beside the formula of model/flops.py: on a GPU what the allocator was
+    """What a cache of the shape takes beside the formula of costs/flops.py: on a GPU what the allocator was
     asked for, whose blocks may be up to 1 MiB larger."""
     layers, heads, dim = point["n_layer"], point["heads"], point["head_dim"]
     device = "cuda" if torch.cuda.is_available() else "cpu"

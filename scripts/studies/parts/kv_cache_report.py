@@ -89,7 +89,7 @@ def checks(rows: list[Row], steps: Steps) -> Table:
         line += ["-", "-"] if alike is None else [f"{alike:.3f}", f"{result['seconds'] / alike:.2f}"]
         lines.append([*line, f"{result['tokens_per_s']:,.0f}"])
     title = (
-        "Whole generations by model/generate.py against steps as it runs them (without the cache from Python)"
+        "Whole generations by model/generation against steps as it runs them (without the cache from Python)"
     )
     return Table(title, lines)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention
-from model.flops import attention_flops
+from model.costs.flops import attention_flops
 
 Call = Callable[[], Tensor]
 # FLOPs of an element. Softmax: scale, subtract the maximum, exp, sum, divide. Norm: mean, subtract, square,

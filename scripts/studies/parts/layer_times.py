@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.base import Attention
-from model.flops import attention_flops
+from model.costs.flops import attention_flops
 from model.gpt import GPT, GPTConfig
 from model.kv_cache import KVCache
 from scripts.accuracy import Part as Heads

@@ -95,7 +95,7 @@ class Plan:
         return f"long-context-{point['seq_len']}-{point['seed']}-{key_of(point)[:8]}"
 
     def checkpoints(self, point: Point) -> list[Path]:
-        from model.checkpoint import checkpoints_of
+        from model.training.checkpoint import checkpoints_of
 
         return checkpoints_of(self.options.work / "runs" / self.name(point) / "checkpoints")
 

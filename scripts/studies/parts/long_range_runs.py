@@ -21,11 +21,11 @@ from data.classification import ClassificationDataModule
 from data.examples import Examples, draw
 from data.listops import ListOps
 from data.matching import Matching
-from model import runtime
 from model.calls import attention_call, require
 from model.classifier import Classifier, LitClassifier
 from model.gpt import GPTConfig
-from model.schedules import warmup_stable_decay
+from model.training import runtime
+from model.training.schedules import warmup_stable_decay
 from scripts.accuracy import judge
 from scripts.studies import Point
 from scripts.studies.parts.whole_model import kernels_of

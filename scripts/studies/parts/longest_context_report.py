@@ -103,7 +103,7 @@ def notes(ends: dict[Key, list[Found]]) -> list[str]:
     if errors:
         name = max(errors, key=lambda name: abs(errors[name]))
         most = f"{100 * abs(errors[name]):.1f}% of T at most ({name})"
-        said.append(f"The prediction of model/memory.py is off by {most}.")
+        said.append(f"The prediction of model/costs/memory.py is off by {most}.")
     return said
 
 

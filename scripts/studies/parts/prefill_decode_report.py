@@ -49,7 +49,7 @@ def balance(ceilings: dict[str, float]) -> float:
 
 def peak(row: Row) -> float | None:
     """TFLOP/s of the datasheet in bf16, where the GPU is known."""
-    from model.flops import peak_bf16_flops
+    from model.costs.flops import peak_bf16_flops
 
     flops = peak_bf16_flops(row["machine"]["gpu"] or "")
     return None if flops is None else flops / 1e12

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attention.base import Attention, Capabilities
-from model.decode import Decoder, Rows, Sampling, encode
-from model.generate import advance
+from model.generation.decode import Decoder, Rows, Sampling, encode
+from model.generation.generate import advance
 from model.gpt import GPT
 from scripts.contestants import captured
 from scripts.kernels import EXPECTED, PLAIN, PLAIN_CPU, as_field, family, profile
@@ -123,7 +123,7 @@ class Uncached:
         return Contestant("without the cache", run, prepare=self.rows.reset)
 
     def eager(self) -> Contestant:
-        """The same as model/generate.py runs it, the host's part included, with the attention that the model
+        """The same as model/generation runs it, the host's part included, with the attention that the model
         has now."""
 
         def steps(_: Any) -> None:

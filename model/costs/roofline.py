@@ -1,0 +1,107 @@
+"""FLOPs, bytes of DRAM and time at the roofline of attention and of a training step, from a config alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+from model.costs.flops import AttentionSize, attention_flops, flops_per_token, parameter_count
+from model.costs.gpus import GpuSheet
+from model.costs.memory import Run, cast_weight_bytes, family, saved_by_layer, scores_bytes
+from model.costs.memory_loss import output_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs, and bytes to and from DRAM. `split` of the FLOPs, in fp32, are made of products of 16 bits on
+    tensor cores, `halves` FLOPs of these."""
+
+    flops: float
+    bytes: float
+    split: float = 0.0
+    halves: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    def times(self, number: float) -> Work:
+        return Work(*(number * each for each in astuple(self)))
+
+    def compute_seconds(self, gpu: GpuSheet, value_bytes: int) -> float:
+        """What the arithmetic takes at best."""
+        return (self.flops - self.split) / gpu.flops(value_bytes) + self.halves / gpu.flops(2)
+
+    def seconds(self, gpu: GpuSheet, value_bytes: int) -> float:
+        """At best: the larger of what the arithmetic and what the memory takes."""
+        return max(self.compute_seconds(gpu, value_bytes), self.bytes / gpu.bandwidth)
+
+    def bound(self, gpu: GpuSheet, value_bytes: int) -> str:
+        compute = self.compute_seconds(gpu, value_bytes) >= self.bytes / gpu.bandwidth
+        return "compute" if compute else "bandwidth"
+
+
+def attention_size(run: Run) -> AttentionSize:
+    config = run.config
+    shape = run.batch, config.n_head, config.kv_heads, config.seq_len, config.seq_len, config.head_dim
+    return AttentionSize(*shape, config.causal, run.value_bytes)
+
+
+# How often eager code walks the scores, in matrices of 4 B H T^2 bytes read or written. naive: Q K^T writes
+# one; scale, mask, subtract, exp and divide read and write; max, sum and P V read. Backward: dV and dP 2, the
+# division's products 12, the sum's 2, exp's 3, mask and scale 4, dQ and dK 2. sdpa_math: Q K^T 1, mask 2,
+# softmax 2, P V 1; dV and dP 2, softmax 3, dQ and dK 2.
+_WALKS = {"naive": (14, 25), "sdpa_math": (6, 7)}
+# In fp32 cuda_tiled splits K and V, in the backward Q and dout too: where a number of 4 bytes would be read,
+# it is read twice, written as two of fp16 and read as such; Q in the forward is read twice.
+_SPLIT = (4 + 4 + 4 + 4 - 4) / 4
+# And the products of 16 bits that it, and Triton's kernels, make one of fp32 of (ops/README.md).
+_PRODUCTS = {"cuda_tiled": 3, "triton": 6}
+
+
+def attention_work(run: Run) -> tuple[Work, Work]:
+    """Forward and backward of one layer. Fused: q, k, v in, out and lse out; backward those and dout in, dq,
+    dk and dv out; what is split is moved more often. Unfused: the walks over the scores as well, and no
+    product skips what is masked."""
+    size = attention_size(run)
+    shape = size.batch, size.heads, size.tq, size.tk, size.head_dim
+    walks = _WALKS.get(family(run), (0, 0))
+    matrix = scores_bytes(run)
+    causal = run.config.causal and not run.quadratic
+    read = size.compulsory_bytes + walks[0] * matrix
+    back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + walks[1] * matrix
+    if family(run) == "cuda_tiled" and run.value_bytes == 4:
+        read += _SPLIT * 2 * size.k_bytes + size.q_bytes
+        back += _SPLIT * 2 * (size.q_bytes + size.k_bytes)
+    flops = attention_flops(*shape, causal=causal)
+    flops_back = attention_flops(*shape, causal=causal, backward=not run.quadratic)
+    flops_back *= 2 if run.quadratic else 1
+    products = _PRODUCTS.get(family(run), 0) if (run.value_bytes, run.device) == (4, "cuda") else 0
+    split = 1 if products else 0
+    return (
+        Work(flops, read, split * flops, products * flops),
+        Work(flops_back, back, split * flops_back, products * flops_back),
+    )
+
+
+def step_work(run: Run) -> Work:
+    """One forward and backward of a micro-batch and one update. FLOPs: 6 N for each token of the matrices (2
+    N more for those of blocks that checkpointing runs twice), and attention's. Bytes, at least: what is kept
+    for backward, written and read; the logits and their gradient, the same; weights, read by forward and
+    twice by backward; gradients, parameters and both moments, written and read; attention's. In chunks the
+    loss reads and writes its weight's gradient with each."""
+    config, L = run.config, run.config.n_layer
+    forward, backward = attention_work(run)
+    parameters = 4 * sum(parameter_count(config).values())
+    kept = L * sum(saved_by_layer(run).values())
+    weights = 3 * (cast_weight_bytes(run) or parameters)
+    dense = (flops_per_token(config) - 12 * L * config.n_embd * config.seq_len) * run.tokens
+    own = forward.times(L) + backward.times(L)
+    logits = run.tokens * config.padded_vocab_size * run.value_bytes
+    moved = 2 * kept + 4 * logits + weights + 8 * parameters
+    if config.loss_chunk:
+        moved += math.ceil(run.tokens / config.loss_chunk) * 2 * output_bytes(run)
+    if run.checkpointing:
+        blocks = parameter_count(config)["attention"] + parameter_count(config)["mlp"]
+        own += forward.times(L)
+        dense += 2 * blocks * run.tokens
+    return own + Work(dense, moved)

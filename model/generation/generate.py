@@ -1,0 +1,262 @@
+"""Text from a GPT: a prefill of the prompts, then one token a step that never leaves the device.
+
+The context rule, a pure function of a row's own length: a row sees all of its tokens while they fit into
+`seq_len`; the token that would not fit cuts the window to the last `seq_len // 2` tokens, re-encoded in one
+prefill, and decoding goes on until it is full again. So text with and without the cache agrees past the
+context too, and no row depends on its batch mates. Half: a re-encoding every seq_len / 2 tokens, and never
+less than that to look back on. A prompt that is too long starts where the same rule has put the window.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention
+from model.calls import attention_call, require
+from model.generation.decode import Decoder, Rows, Sampling, compute_dtype, encode
+from model.gpt import GPT
+
+OnToken = Callable[[int, int], bool | None]
+LAG = 8  # tokens that the host reads behind a GPU: it never waits for a step, and launches at most 8 in vain
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came of it. The rates leave setup_s (allocation, compilation, capture) out; prefill counts the
+    prompts' tokens and ends with each row's first new one, decode counts the kept ones after it.
+
+    tokens: the new ones of each row, up to and with the one it stopped at
+    seed: what gives the same again
+    cut, reencoded: prompts longer than the context; windows cut while decoding
+    """
+
+    tokens: list[list[int]]
+    seed: int
+    cut: int
+    reencoded: int
+    prefill_tokens: int
+    setup_s: float
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prefill_tokens / self.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        decoded = sum(len(row) for row in self.tokens) - len(self.tokens)
+        return decoded / self.decode_s if decoded else 0.0
+
+
+def window_moves(length: int, seq_len: int) -> int:
+    """How often the window of a row of `length` tokens was cut: 0 while they fit."""
+    return max(0, -(-(length - seq_len) // window_stride(seq_len)))
+
+
+def window_stride(seq_len: int) -> int:
+    """How far a cut moves the start of the window: from `seq_len + 1` tokens, one too many, to half."""
+    return seq_len + 1 - max(1, seq_len // 2)
+
+
+def window_start(length: int, seq_len: int) -> int:
+    """The first token that a row of `length` tokens sees."""
+    return window_moves(length, seq_len) * window_stride(seq_len)
+
+
+class Reader:
+    """Hands the tokens to the host: late on a GPU, which copies a step's to pinned memory before an event."""
+
+    def __init__(
+        self, batch: int, max_new_tokens: int, device: torch.device, eot: int | None, on_token: OnToken | None
+    ):
+        self.on_gpu = device.type == "cuda"
+        self.host = torch.empty(max_new_tokens, batch, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.stopped = [False] * batch
+        self.eot, self.on_token = eot, on_token
+
+    def push(self, step: int, token: Tensor) -> bool:
+        """Take the tokens (B, 1) of a step; True when every row is known to have stopped."""
+        slot = self.host[step]
+        slot.copy_(token[:, 0], non_blocking=True)
+        self.pending.append((slot, torch.cuda.current_stream().record_event() if self.on_gpu else None))
+        self.read(LAG if self.on_gpu else 0)
+        return all(self.stopped)
+
+    def read(self, lag: int = 0) -> None:
+        """Wait for all but the last `lag` steps and give their tokens to the rows that have not stopped."""
+        while len(self.pending) > lag:
+            slot, copied = self.pending.popleft()
+            if copied is not None:
+                copied.synchronize()
+            for row, token in enumerate(slot.tolist()):
+                if not self.stopped[row]:
+                    self.tokens[row].append(token)
+                    asked = self.on_token is not None and self.on_token(row, token)
+                    self.stopped[row] = bool(asked) or token == self.eot
+
+
+def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int | None) -> list[list[int]]:
+    """The prompts as lists; an empty one starts from the end-of-text token, as documents do."""
+    if not prompts:
+        raise ValueError(
+            "there is no prompt: give at least one, which may be empty if the tokenizer has an end-of-text "
+            "token."
+        )
+    checked = [list(prompt) or ([] if eot is None else [eot]) for prompt in prompts]
+    for i, prompt in enumerate(checked):
+        if not prompt:
+            raise ValueError(
+                f"prompt {i} is empty, and this tokenizer has no end-of-text token to start from: give it at "
+                "least one character."
+            )
+        if not all(0 <= token < vocab_size for token in prompt):
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(
+                f"prompt {i} holds token {wrong}: ids go from 0 to {vocab_size - 1}; check the tokenizer."
+            )
+    return checked
+
+
+def checked(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eot: int | None = None,
+) -> tuple[Sampling, list[list[int]]]:
+    """How tokens are drawn, and the prompts as `generate` takes them. Raises ValueError."""
+    if not model.config.causal:
+        raise ValueError(
+            "model.causal=false: a model that sees the future cannot predict it; generate needs true."
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1.")
+    sampling = Sampling(temperature, top_k, top_p)
+    return sampling, checked_prompts(prompts, model.config.vocab_size, eot)
+
+
+def require_all(model: GPT, decoding: Attention | None, batch: int, tokens: int, capacity: int) -> None:
+    """Refuse at start-up what the model's attention, or the one that decodes, cannot do."""
+    own, device = model.transformer.h[0].attn.attention, model.lm_head.weight.device
+    call = functools.partial(
+        attention_call, model.config, batch=batch, device=device, dtype=compute_dtype(model)
+    )
+    require(own, [call("prefill", tokens=tokens)])
+    if decoding is not None:
+        require(decoding, [call("decode", tokens=capacity)])
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eot: int | None = None,
+    on_token: OnToken | None = None,
+    kv_cache: bool = True,
+    decode_attention: Attention | None = None,
+    compile: bool = False,
+) -> Generated:
+    """`max_new_tokens` more tokens of every prompt, or as many as come before the row stops.
+
+    temperature: 0 is greedy. top_k, top_p: candidates, the former first.
+    seed: of a generator of its own; None takes a fresh one. A row's draws depend on its place in the batch.
+    eot: a row stops after it; an empty prompt starts from it.
+    on_token: called with (row, token) in order, a few steps late on a GPU; True stops the row.
+    kv_cache: False computes the whole window for every token, to compare.
+    decode_attention: decodes instead of the model's own attention.
+    compile: compile the decoding step, with one compilation per batch size and cache capacity.
+
+    Device and dtype are the model's. Raises ValueError, and UnsupportedAttention before anything runs."""
+    config, device = model.config, model.lm_head.weight.device
+    sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
+    lengths = [len(prompt) for prompt in prompts]
+    # The last token is chosen, but never fed. 128: whole tiles, masks aligned to 16 bytes, few compilations.
+    longest = min(config.seq_len, max(lengths) + max_new_tokens - 1)
+    capacity = -(-longest // 128) * 128
+    decoding = (decode_attention or model.transformer.h[0].attn.attention) if kv_cache else None
+    require_all(model, decoding, len(prompts), longest, capacity)
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.cuda.device_of(model.lm_head.weight):
+            times = [clock(device)]
+            rows = Rows(prompts, max_new_tokens, model, sampling, seed)
+            decoder = None if decoding is None else Decoder(model, rows, capacity, decoding, compile)
+            reader = Reader(len(prompts), max_new_tokens, device, eot, on_token)
+            if device.type == "cuda":
+                encode_all(model, rows, decoder, lengths)  # compiles and loads kernels: set-up, not speed
+            times.append(clock(device))
+            for step in range(max_new_tokens):
+                advance(model, rows, decoder, lengths, step)
+                done = reader.push(step, rows.token)
+                if step == 0:
+                    times.append(clock(device))
+                if done:
+                    break
+            reader.read()
+            times.append(clock(device))
+    finally:
+        model.train(training)
+    return Generated(
+        tokens=reader.tokens,
+        seed=rows.seed,
+        cut=sum(n > config.seq_len for n in lengths),
+        reencoded=sum(
+            window_moves(n + len(new) - 1, config.seq_len) - window_moves(n, config.seq_len)
+            for n, new in zip(lengths, reader.tokens, strict=True)
+        ),
+        prefill_tokens=sum(n - window_start(n, config.seq_len) for n in lengths),
+        setup_s=times[1] - times[0],
+        prefill_s=times[2] - times[1],
+        decode_s=times[3] - times[2],
+    )
+
+
+def advance(model: GPT, rows: Rows, decoder: Decoder | None, lengths: list[int], step: int) -> None:
+    """One token more for every row; the prompts had `lengths` tokens, and the host counts on from there."""
+    seq_len = model.config.seq_len
+    ends = [n + step for n in lengths]
+    if decoder is None or step == 0:
+        rows.draw()
+        rows.append(encode_all(model, rows, decoder, ends))
+        return
+    moved = [
+        row for row, end in enumerate(ends) if window_moves(end, seq_len) > window_moves(end - 1, seq_len)
+    ]
+    if moved:
+        decoder.move(
+            moved, [window_start(ends[row], seq_len) for row in moved], [ends[row] - 1 for row in moved]
+        )
+    decoder.step()
+
+
+def encode_all(model: GPT, rows: Rows, decoder: Decoder | None, ends: list[int]) -> Tensor:
+    """Logits (B, 1, V padded) after the windows of all rows, whose texts have `ends` tokens."""
+    starts = [window_start(end, model.config.seq_len) for end in ends]
+    return encode(model, rows, range(len(ends)), starts, ends, decoder.cache if decoder else None)

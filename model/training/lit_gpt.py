@@ -1,0 +1,295 @@
+"""One training step of a GPT under Lightning, in which the host never waits for the device.
+
+Optimisation is manual: one batch of the loader is one optimiser step, `accumulate` micro-batches of it, so
+that validation, checkpoints and resume fall on step boundaries and the loss is the mean of what the step has
+seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from attention.base import Attention
+from model.gpt import GPT, IGNORE
+from model.training.untrusted import require_run
+
+Schedule = Callable[[int, int], float]
+LARGEST_WEIGHT = 1e4  # weights of trained models are below 100: one beyond this has exploded
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of everything random in one optimiser step of one rank, a pure function of three numbers: a
+    resumed run draws what the first one drew with no generator state to save, whatever happened between the
+    steps."""
+    mixed = seed
+    for value in (step, rank):
+        mixed = (mixed * 0x9E3779B97F4A7C15 + value + 1) & (2**63 - 1)
+        mixed ^= mixed >> 29
+    return mixed
+
+
+class LateScalars:
+    """Scalars of a step that the host reads `lag` steps later, when they have long been computed.
+
+    `push` starts a copy into pinned memory and returns what has become due; waiting for the event of an older
+    step keeps the host at most `lag` steps ahead and costs the device nothing."""
+
+    def __init__(self, lag: int = 2):
+        self.lag = lag
+        self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, step: int, values: Tensor) -> list[tuple[int, list[float]]]:
+        event = None
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.pending.append((step, values, event))
+        return self.take(keep=self.lag if event is not None else 0)
+
+    def take(self, keep: int = 0) -> list[tuple[int, list[float]]]:
+        """All but the newest `keep` steps, oldest first."""
+        due = []
+        while len(self.pending) > keep:
+            step, values, event = self.pending.popleft()
+            if event is not None:
+                event.synchronize()
+            due.append((step, values.tolist()))
+        return due
+
+
+class LitGPT(L.LightningModule):
+    """Trains `net`.
+
+    optimizer: parameter groups -> optimiser; an AdamW with `fused=True`, whose kernel clips and skips on the
+    device
+    schedule: (step, max_steps) -> factor of the learning rate
+    accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
+    decode_attention: the implementation that samples with a KV cache (None: the one that trains)
+    travel: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
+    """
+
+    def __init__(
+        self,
+        net: GPT,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        *,
+        seed: int = 1337,
+        accumulate: int = 1,
+        grad_clip: float | None = 1.0,
+        compile: bool = False,
+        decode_attention: Attention | None = None,
+        travel: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = net
+        self.make_optimizer = optimizer
+        self.schedule = schedule
+        self.seed = seed
+        self.accumulate = accumulate
+        self.grad_clip = grad_clip
+        self.compile_net = compile
+        self.decode_attention = decode_attention
+        self.travel = travel or {}
+        self.late = LateScalars()
+        # Called with (step, scalars) when the scalars of a step have arrived on the host, in order.
+        self.listeners: list[Callable[[int, dict[str, float]], None]] = []
+        self.fault: str | None = None  # the message, once a gradient norm was not finite
+        self.last_loss = 0.0  # of the newest step whose scalars have arrived
+        self.stop_requested = False  # by a signal; travels with the step's scalars: all ranks stop alike
+        self.val_sums: Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Shard under FSDP2 and compile in place; `net.compile()` leaves every parameter's name alone."""
+        if getattr(self, "_configured", False):
+            return
+        self._configured = True
+        if self.device_mesh is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.net.transformer.h:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+        if self.compile_net:
+            self.net.compile(dynamic=False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = self.make_optimizer(self.parameter_groups())
+        self.settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        return optimizer
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Weight decay on matrices only: decaying gains and biases pulls norms towards zero for nothing."""
+        params = [p for p in self.net.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in params if p.dim() >= 2]},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def on_train_start(self) -> None:
+        """A restored optimiser brings the settings it was saved with; the config of this run is what counts,
+        and where the state depends on one, it has to be the same."""
+        for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
+            for key in settings.keys() & group.keys() - {"lr", "betas", "eps", "weight_decay"}:
+                if group[key] != settings[key]:
+                    raise ValueError(
+                        f"optim.{key} is another than the checkpoint's: its state goes on only as it began."
+                    )
+            group.update(settings)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        step, world = self.global_step, self.trainer.world_size
+        torch.manual_seed(step_seed(self.seed, step, self.global_rank))
+        counted = (batch["targets"] != IGNORE).sum()
+        if world > 1:
+            torch.distributed.all_reduce(counted)
+        # Every token of the global step weighs the same, also where micro-batches hold unequal numbers of
+        # them; times the ranks, as DDP and FSDP average gradients.
+        scale = world / counted
+        total = torch.zeros((), device=self.device)
+        for i, micro in enumerate(self._micro_batches(batch)):
+            with self._no_sync(i < self.accumulate - 1):
+                loss = self.net(**micro) * scale
+                self.manual_backward(loss)
+            total += loss.detach()
+        norm = self._update(self.schedule(step, self.trainer.max_steps))
+        scalars = torch.stack((total, norm, (~norm.isfinite()).float(), torch.zeros_like(total)))
+        if self.stop_requested:
+            scalars[3] = 1.0
+        if world > 1:
+            torch.distributed.all_reduce(scalars)
+            scalars /= world
+        self.trainer.datamodule.consumed += batch["targets"].shape[0] * world
+        self._deliver(self.late.push(step + 1, scalars))
+
+    def _deliver(self, due: list[tuple[int, list[float]]]) -> None:
+        """Hand the scalars that have arrived to the listeners; stop where they say so, on all ranks alike."""
+        for step, (loss, norm, skipped, stop) in due:
+            self.last_loss = loss
+            if skipped and self.fault is None:
+                self.fault = (
+                    f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped: "
+                    "the weights are those of the step before. Lower optim.lr, raise schedule.warmup_steps, "
+                    "or try precision=32-true or another attention."
+                )
+            if self.fault or stop:
+                self.trainer.should_stop = True
+            for listener in self.listeners:
+                listener(step, {"train/loss": loss, "train/grad_norm": norm})
+
+    def flush(self) -> None:
+        """Wait for the scalars still under way."""
+        self._deliver(self.late.take())
+
+    def exploded(self) -> str | None:
+        """Why these weights, finite or not, are of no use; None where nothing says so."""
+        largest = float(_whole(torch.nn.utils.get_total_norm(list(self.net.parameters()), math.inf)))
+        if not largest <= LARGEST_WEIGHT:
+            return f"the largest weight is {largest:.1e}"
+        uniform = math.log(self.net.config.vocab_size)
+        if 2 * uniform < self.last_loss < math.inf:
+            return f"the loss is {self.last_loss:.4g}, where uniform guessing has {uniform:.1f}"
+        return None
+
+    def on_validation_start(self) -> None:
+        self.flush()
+
+    def on_train_end(self) -> None:
+        self.flush()
+
+    def _micro_batches(self, batch: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
+        parts = {key: value.chunk(self.accumulate) for key, value in batch.items()}  # (A*B, T) -> A of (B, T)
+        return ({key: part[i] for key, part in parts.items()} for i in range(self.accumulate))
+
+    def _no_sync(self, skip: bool) -> Any:
+        """Gradients of all but the last micro-batch stay on their rank."""
+        if not skip or self.trainer.world_size == 1:
+            return nullcontext()
+        if self.device_mesh is not None:
+            self.net.set_requires_gradient_sync(False)
+            return _Then(lambda: self.net.set_requires_gradient_sync(True))
+        return self.trainer.strategy.block_backward_sync()
+
+    def _update(self, lr_factor: float) -> Tensor:
+        """Clip and step; returns the gradient norm before clipping, a device scalar.
+
+        The fused AdamW kernel divides gradients by `grad_scale` as it reads them and does nothing where
+        `found_inf` is set, its step counters included: clipping costs no pass of its own, and an update with
+        a non-finite gradient is skipped without the host knowing."""
+        optimizer = self.optimizers()
+        for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
+            group["lr"] = settings["lr"] * lr_factor
+        grads = [p.grad for p in self.net.parameters() if p.grad is not None]
+        norm = _whole(torch.nn.utils.get_total_norm(grads))
+        found_inf = (~norm.isfinite()).float()
+        grad_scale = torch.ones_like(norm)
+        if self.grad_clip is not None:
+            grad_scale = torch.clamp(norm / self.grad_clip, min=1.0)
+        inner = optimizer.optimizer
+        inner.found_inf, inner.grad_scale = self._as_replicated(found_inf), self._as_replicated(grad_scale)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _as_replicated(self, scalar: Tensor) -> Tensor:
+        if self.device_mesh is None:
+            return scalar
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(scalar, self.device_mesh["data_parallel"], [Replicate()], run_check=False)
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        counted = (batch["targets"] != IGNORE).sum()
+        self.val_sums += torch.stack((self.net(**batch).double(), counted.double()))
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(self.val_sums)
+        # logged by the Metrics callback: Lightning would log it one step early
+        self.log("val/loss", (self.val_sums[0] / self.val_sums[1]).float(), logger=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tilegpt"] = dict(self.travel)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Before Lightning restores anything."""
+        try:
+            require_run(checkpoint, self)
+        except ValueError as error:
+            raise ValueError(f"{self.trainer.ckpt_path} is refused: {error}.") from None
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Under FSDP2 a norm is a DTensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class _Then:
+    """A context that runs `then` on leaving."""
+
+    def __init__(self, then: Callable[[], None]):
+        self.then = then
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None:
+        self.then()

@@ -1,0 +1,126 @@
+"""Out of memory in a training run: what was predicted for it, and what to lower."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.config import GPTConfig
+from model.costs.memory import Run, peak
+from model.training.runs import ckpt_of
+
+# of the host's and the devices' allocators, and of libraries whose workspaces found no room
+WORDS = (
+    "out of memory",
+    "allocate memory",
+    "bad alloc",
+    "status alloc failed",
+    "storage size calculation overflowed",
+    "cublas status not initialized",
+)
+GIB = 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    said = str(error).lower().replace("_", " ")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in WORDS)
+
+
+@contextmanager
+def out_of_memory_explained(
+    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, run: Path
+) -> Iterator[None]:
+    """Out of memory within is a ValueError that says what to lower, each with the predicted peak.
+
+    config: of the run, resolved; run: its folder, which may hold checkpoints"""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(_message(config, device, dtype, run, error)) from error
+
+
+def training_run(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Run:
+    """What model/costs/memory.py predicts for; of a vocabulary that only the corpus knows, 257."""
+    data, spec = config["data"], config["data"].get("tokenizer")
+    spec = {"kind": spec} if isinstance(spec, str) else spec or {"kind": None, **data["corpus"]}
+    known = {"bpe": spec.get("vocab_size"), "gpt2": 50257, None: spec.get("vocab_size")}
+    vocabulary = known.get(spec["kind"]) or 257
+    compiled = config["compile"]
+    return Run(
+        GPTConfig(vocab_size=vocabulary, seq_len=config["seq_len"], **config["model"]),
+        data["batch_size"],
+        config["attention"]["name"],
+        value_bytes=2 if dtype == torch.bfloat16 else 4,
+        device="cpu" if device.type == "cpu" else "cuda",
+        compiled=device.type == "cuda" if compiled == "auto" else compiled,
+        checkpointing=config["checkpointing"],
+        accumulates=(config["tokens_per_step"] or 0) > data["batch_size"] * config["seq_len"],
+    )
+
+
+def remedies(run: Run, capacity: int, step_tokens: int | None = None) -> dict[str, Run]:
+    """Overrides, and the run that they make: the smaller micro-batch that is predicted to fit, its step still
+    of `step_tokens` (None: of one micro-batch), and what takes less memory with the same batch."""
+    found, fewer = {}, [n for n in range(run.batch // 2, 0, -1) if run.batch % n == 0]
+    if fewer:
+        fits = [n for n in fewer if peak(replace(run, batch=n)).peak <= capacity]
+        smaller = replace(run, batch=fits[0] if fits else 1, accumulates=True)
+        found[f"data.batch_size={smaller.batch} tokens_per_step={step_tokens or run.tokens}"] = smaller
+    if run.quadratic:
+        found["attention=tiled"] = replace(run, attention="tiled")
+    if not run.checkpointing:
+        found["checkpointing=true"] = replace(run, checkpointing=True)
+    if not run.config.loss_chunk:
+        found["model.loss_chunk=2048"] = replace(run, config=replace(run.config, loss_chunk=2048))
+    if run.config.seq_len > 1:
+        half = run.config.seq_len // 2
+        found[f"seq_len={half}"] = replace(run, config=replace(run.config, seq_len=half))
+    before = peak(run).peak
+    return {keys: other for keys, other in found.items() if peak(other).peak < 0.95 * before}
+
+
+def _message(
+    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, folder: Path, error: BaseException
+) -> str:
+    run, (name, capacity) = training_run(config, device, dtype), _memory(device)
+    # of what PyTorch says that which it tried, and what was free
+    said = re.sub(r"^\[.*Allocator: ", "", (str(error) or "MemoryError").splitlines()[0])
+    said = ". ".join(said.split(". ")[:3]).rstrip(".")
+    lines = [
+        f"out of memory on {name}, {capacity / GIB:.1f} GiB: {said}.",
+        f"A step of {run.batch} x {run.config.seq_len} tokens with attention={run.attention} is predicted to "
+        f"take {_gib(run)} (scripts/estimate.py with the same overrides shows its parts). What takes less:",
+    ]
+    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    step_tokens = config["tokens_per_step"] or run.tokens * devices
+    able, resumable = remedies(run, capacity, step_tokens), any(folder.glob("checkpoints/*.ckpt"))
+    if resumable:  # which keeps its context
+        able = {keys: other for keys, other in able.items() if not keys.startswith("seq_len=")}
+    fit = {keys: other for keys, other in able.items() if peak(other).peak <= capacity} or able
+    width = max(map(len, able), default=0)
+    lines += [f"  {keys:<{width}}  {_gib(other):>12}" for keys, other in fit.items()]
+    if not able:
+        lines.append("  a smaller model: model.n_layer, model.n_embd")
+    if resumable:
+        lines.append(f"Resume with one of these: python train.py {ckpt_of(folder)} ...")
+    return "\n".join(lines)
+
+
+def _gib(run: Run) -> str:
+    return f"{peak(run).peak / GIB:,.1f} GiB"
+
+
+def _memory(device: torch.device) -> tuple[str, int]:
+    """A device's name and the bytes of its memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    return device.type.upper(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

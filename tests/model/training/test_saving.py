@@ -1,0 +1,124 @@
+"""What a run leaves behind however it ends: whole, at its last step, with the best found again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from model.training.checkpoint import checkpoints_of, read_checkpoint
+from model.training.lit_gpt import LitGPT
+from tests.running import rows, train_here
+
+
+def steps(run: Path) -> list[int]:
+    return [int(path.stem.removeprefix("step-")) for path in checkpoints_of(run / "checkpoints")]
+
+
+def test_a_run_without_validation_saves_its_end(tmp_path: Path) -> None:
+    result = train_here(tmp_path, "trainer.limit_val_batches=0", "trainer.max_steps=4", "name=a")
+    assert result.code == 0, result.err
+    assert steps(tmp_path / "runs" / "a") == [4]
+    result = train_here(tmp_path, "ckpt=a", "trainer.max_steps=6", tiny=False)
+    assert result.code == 0, result.err
+    assert steps(tmp_path / "runs" / "a")[0] == 6
+
+
+def test_a_validation_that_a_signal_cut_off_is_made_up_for(tmp_path: Path) -> None:
+    """The signal comes in the step before a validation is due: saved at once, validated after the resume, on
+    all of the data, although one before it was saved as done."""
+    every = "trainer.val_check_interval=5"
+    assert train_here(tmp_path, "name=whole", every).code == 0
+    step = LitGPT.training_step
+
+    def signalled(self, batch, batch_idx):
+        if self.global_step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with mock.patch.object(LitGPT, "training_step", signalled):
+        assert train_here(tmp_path, "name=a", every).code == 143
+    run = tmp_path / "runs" / "a"
+    assert steps(run)[0] == 10 and "val/loss" not in rows(run)[10]
+    assert train_here(tmp_path, "ckpt=a", tiny=False).code == 0
+    assert rows(run) == rows(tmp_path / "runs" / "whole")
+
+
+def test_sigterm_before_training_is_no_success(tmp_path: Path) -> None:
+    step = LitGPT.validation_step
+
+    def signalled(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with mock.patch.object(LitGPT, "validation_step", signalled):
+        result = train_here(tmp_path, "data.max_val_tokens=null")
+    assert result.code == 143 and "interrupted" in result.err
+
+
+def test_the_best_is_linked_again_after_a_kill_between(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "name=a").code == 0
+    folder = tmp_path / "runs" / "a" / "checkpoints"
+    best_step = read_checkpoint(folder / "best.ckpt")["global_step"]
+    assert best_step == 20
+    (folder / "best.ckpt").unlink()
+    assert train_here(tmp_path, "ckpt=a", tiny=False).code == 1  # it has finished
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] == 20
+    (folder / "best.ckpt").unlink()
+    assert train_here(tmp_path, "ckpt=a", "trainer.max_steps=21", "optim.lr=1", tiny=False).code == 0
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] in (20, 21)
+
+
+def test_a_validation_loss_of_nan_is_not_the_best(tmp_path: Path) -> None:
+    step = LitGPT.validation_step
+
+    def nan(self, batch, batch_idx):
+        step(self, batch, batch_idx)
+        if self.global_step == 10:
+            self.val_sums[0] = float("nan")
+
+    with mock.patch.object(LitGPT, "validation_step", nan):
+        result = train_here(tmp_path, "name=a")
+    assert result.code == 0, result.err
+    assert read_checkpoint(tmp_path / "runs/a/checkpoints/best.ckpt")["global_step"] == 20
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("callbacks.samples.tokens=0", "callbacks.samples.tokens=0"),
+        ("callbacks.samples.temperature=-1", "temperature=-1"),
+        ("callbacks.samples.prompt=QQ", "does not know"),
+    ],
+)
+def test_sample_settings_are_refused_before_anything_trains(setting: str, words: str, tmp_path: Path) -> None:
+    sampled = "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"
+    result = train_here(
+        tmp_path, "data.tokenizer.kind=char", sampled, setting.replace("callbacks", "++callbacks")
+    )
+    assert result.code == 1 and words in result.err and "step 0" not in result.out
+
+
+def test_samples_come_by_the_step_and_once(tmp_path: Path) -> None:
+    """Every second validation, whether or not the run was resumed between; those of a later step are cut."""
+    sampled = "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4, every: 2}"
+    settings = (sampled, "trainer.val_check_interval=5", "name=a")
+    assert train_here(tmp_path, *settings, "trainer.max_steps=15").code == 0
+    text = tmp_path / "runs" / "a" / "samples.txt"
+
+    def headers() -> list[str]:
+        return [line for line in text.read_text().splitlines() if line.startswith("--- step")]
+
+    assert headers() == ["--- step 10", "--- step 15"]
+    text.write_text(text.read_text() + "--- step 18\nof a course that was left\n")
+    assert train_here(tmp_path, "ckpt=a", "trainer.max_steps=20", tiny=False).code == 0
+    assert headers() == ["--- step 10", "--- step 15", "--- step 20"]
+
+
+def test_a_model_that_sees_the_future_trains_without_samples(tmp_path: Path) -> None:
+    sampled = "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"
+    result = train_here(tmp_path, sampled, "model.causal=false", "trainer.max_steps=2")
+    assert result.code == 0, result.err
