@@ -15,16 +15,16 @@ killed goes on where it stopped, as long as commit and machine are the same and 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
 
-from scripts.bench_points import DTYPES, PASSES, Shape, points  # noqa: E402
-from scripts.rows import choices, gpu_slug, key_of, machine, positive, read, rows_file  # noqa: E402
+
+from scripts.measure.instruments.bench_points import DTYPES, PASSES, Shape, points
+from scripts.measure.rows import ROOT, choices, gpu_slug, key_of, machine, positive, read, rows_file
 
 
 def arguments() -> argparse.Namespace:
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
         f"{total} points of up to {len(names)} contestants" + (f", {kept} kept" if kept else ""), flush=True
     )
     if todo:
-        from scripts.side_by_side import Bench, DeviceLost
+        from scripts.measure.instruments.side_by_side import Bench, DeviceLost
 
         bench, start, done = Bench(build(names), device, options.budget, out), time.perf_counter(), 0
         for shape, passes in todo.items():
@@ -136,7 +136,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.attention_report import draw, tables
+    from scripts.measure.report.attention_report import draw, tables
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"

@@ -12,19 +12,19 @@ import argparse
 import functools
 import itertools
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
+from scripts.measure.rows import ROOT
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    from scripts.rows import choices, positive, rows_file
+    from scripts.measure.rows import choices, positive, rows_file
 
     parser.add_argument(
         "--model",
@@ -76,7 +76,7 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
     import torch
 
     from model.generation.generate import generate
-    from scripts.kernels import as_field, profile
+    from scripts.measure.instruments.kernels import as_field, profile
 
     prompts = torch.randint(
         50257, (batch, options.prompt), generator=torch.Generator().manual_seed(1)
@@ -112,7 +112,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.rows import append, gpu_slug
+    from scripts.measure.rows import append, gpu_slug
 
     net = build(options.model, options.attention, options.seq_len, options.set)
     gpu = gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"

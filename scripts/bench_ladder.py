@@ -11,17 +11,17 @@ backward of what has one. Rows go to results/cuda_ladder/<gpu>.jsonl. Needs a GP
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
 
-from scripts.bench_points import Shape  # noqa: E402
-from scripts.rows import gpu_slug, read, rows_file  # noqa: E402
+
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.rows import ROOT, gpu_slug, read, rows_file
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
 FMA = "cuda_tiled_fma"  # cuda_tiled with products=fma
@@ -66,7 +66,7 @@ def measure(out: Path, budget_s: float, only: Sequence[str]) -> None:
 
     from attention.cuda import CudaStage
     from scripts.bench_attention import build
-    from scripts.side_by_side import Bench
+    from scripts.measure.instruments.side_by_side import Bench
 
     torch.backends.cuda.matmul.allow_tf32 = False
     attentions = build([name for name in PLAIN + TENSOR_CORES if name != FMA])

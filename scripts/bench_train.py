@@ -3,8 +3,8 @@
     python scripts/bench_train.py --nanogpt ~/nanoGPT/model.py
 
 Ours is train.py itself, with its loader, logging and clipping; nanoGPT's is its model and the step of its
-train.py, as scripts/training_peers.py runs it. Each has a process of its own, both have batches of the same
-shape. A row each goes to results/gpt2_124m/<gpu>.jsonl.
+train.py, as instruments/training_peers.py runs it. Each has a process of its own, both have batches of the
+same shape. A row each goes to results/gpt2_124m/<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
 
-POINT = ROOT / "scripts" / "training_point.py"
+from scripts.measure.rows import ROOT
+
+POINT = "scripts.measure.instruments.training_point"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    from scripts.rows import choices, positive, rows_file
+    from scripts.measure.rows import choices, positive, rows_file
 
     parser.add_argument("--nanogpt", type=Path, help="model.py of a nanoGPT checkout, to run beside ours")
     parser.add_argument(
@@ -50,7 +52,7 @@ def arguments() -> argparse.Namespace:
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
     """Times of ten steps each, and peak memory, from the run's own metrics."""
-    from scripts.timing import spread
+    from scripts.measure.instruments.timing import spread
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train.py"), "experiment=gpt2_124m", "data=synthetic"]
@@ -78,7 +80,8 @@ def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
     sizes += [f"tokens_per_step={options.batch * options.seq_len}"]
     command = [
         sys.executable,
-        str(POINT),
+        "-m",
+        POINT,
         "experiment=seqlen_scaling",
         *sizes,
         "--warm-up=20",
@@ -97,10 +100,10 @@ def attention_kernels(options: argparse.Namespace) -> dict[str, Any]:
     """What the attention of our run runs at its shape. train.py has a process of its own, so the call is made
     again here, by itself."""
     from scripts.bench_attention import build
-    from scripts.bench_points import Shape
-    from scripts.contestants import Field
-    from scripts.kernels import as_field
-    from scripts.timing import clean_up
+    from scripts.measure.instruments.bench_points import Shape
+    from scripts.measure.instruments.contestants import Field
+    from scripts.measure.instruments.kernels import as_field
+    from scripts.measure.instruments.timing import clean_up
 
     attention = build([options.attention])[options.attention]
     field = Field(Shape(options.batch, 12, 12, options.seq_len, 64, True, "bf16"), "cuda")
@@ -117,7 +120,7 @@ def main() -> None:
 
     from model.costs.flops import flops_per_token, peak_bf16_flops
     from model.gpt import GPTConfig
-    from scripts.rows import append, gpu_slug
+    from scripts.measure.rows import append, gpu_slug
 
     if not torch.cuda.is_available():
         raise SystemExit("bench_train.py needs a CUDA GPU: GPT-2 124M takes minutes a step on a CPU.")

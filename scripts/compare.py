@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,7 +138,7 @@ def examine(names: list[str], attentions: list[Attention], problem: Problem, mos
     import torch
 
     from scripts.accuracy import Part, allowed, computed, error_ratio, expected
-    from scripts.diagnosis import explain
+    from scripts.measure.instruments.diagnosis import explain
 
     scores = problem.q.shape[0] * problem.q.shape[1] * problem.q.shape[2] * problem.k.shape[2]
     part = Part.of(problem, None if scores <= most else 2)
@@ -236,7 +236,7 @@ def run(arguments: list[str]) -> bool:
     if names[0] == names[1]:
         raise ValueError(f"attention and against are both {names[0]}: name two implementations.")
     if given["ckpt"] is not None:
-        from scripts.compare_run import compare_run
+        from scripts.measure.instruments.compare_run import compare_run
 
         return compare_run(given, names, device, dtype, console)
     unnamed = OmegaConf.create({"attention": {"name": None}})

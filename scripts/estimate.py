@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -185,7 +185,7 @@ def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
     """FLOPs and bytes of DRAM of attention and of the step; their time at the GPU's roofline; shared memory
     of our kernels' tiles."""
     from model.costs.roofline import attention_work, step_work
-    from scripts.tiles import shared_memory
+    from scripts.measure.instruments.tiles import shared_memory
 
     forward, backward = attention_work(run)
     rows: list[Row] = []

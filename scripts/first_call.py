@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
 
 NOTHING = """
 struct Params { char bytes[PARAMS_BYTES]; };

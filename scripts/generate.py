@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for `python scripts/generate.py` in a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
+from scripts.measure.rows import ROOT
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +193,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
     from model.generation.generate import checked, generate, require_all
-    from scripts.streaming import Terminal
+    from scripts.measure.instruments.streaming import Terminal
 
     texts = read_prompts(options)
     if len(texts) * options["max_new_tokens"] > MOST_TOKENS:

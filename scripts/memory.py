@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
 
-from scripts.allocations import PARTS, Event, Ledger, peak_of, recorder_of, storages  # noqa: E402
-from scripts.memory_alone import alone, attention_alone, owned  # noqa: E402, F401
+
+from scripts.measure.instruments.allocations import PARTS, Event, Ledger, peak_of, recorder_of, storages
+from scripts.measure.instruments.memory_alone import alone, attention_alone, owned  # noqa: F401
+from scripts.measure.rows import ROOT
 
 if TYPE_CHECKING:
     import torch

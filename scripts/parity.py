@@ -24,11 +24,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
+from scripts.measure.rows import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,7 +222,7 @@ def table(results: dict[str, dict[str, Any]]) -> Any:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    from scripts.rows import choices, positive, rows_file
+    from scripts.measure.rows import choices, positive, rows_file
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -264,7 +265,7 @@ def run(options: argparse.Namespace) -> list[str]:
     from attention.base import UnsupportedAttention
     from conf.compose import build_attention
     from model.training import runtime
-    from scripts.rows import append, gpu_slug
+    from scripts.measure.rows import append, gpu_slug
 
     runtime.quiet()
     device = runtime.device("cpu" if options.cpu else "auto")

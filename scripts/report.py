@@ -21,12 +21,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
+from scripts.measure.rows import ROOT
 
 PARTS = ("capabilities", "results", "advice", "auto", "ladder", "studies", "claims")
 UNMEASURED = (
@@ -50,7 +51,7 @@ def with_block(text: str, name: str, content: str) -> str:
 
 def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
     """The rows of each file that were measured on a GPU."""
-    from scripts.rows import with_baselines
+    from scripts.measure.rows import with_baselines
 
     found = {path.stem: with_baselines(path) for path in sorted(folder.glob("*.jsonl"))}
     found = {gpu: [row for row in rows if row["machine"]["gpu"]] for gpu, rows in found.items()}
@@ -59,11 +60,12 @@ def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
 
 def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) -> dict[Path, str]:
     """What the files below `root` should hold; of pictures, those whose rows have changed (redraw: all)."""
-    from scripts import advice, attention_report, bench_ladder, capabilities, ranking, results_page, summary
-    from scripts.claims import Results
-    from scripts.claims.page import page
-    from scripts.figures import is_drawn
-    from scripts.rows import CONF, choices
+    from scripts import bench_ladder
+    from scripts.measure.claims import Results
+    from scripts.measure.claims.page import page
+    from scripts.measure.report import advice, attention_report, capabilities, ranking, results_page, summary
+    from scripts.measure.report.figures import is_drawn
+    from scripts.measure.rows import CONF, choices
 
     measured = rows_by_gpu(root / "results" / "attention")
     rows = [row for found in measured.values() for row in found]
@@ -132,7 +134,7 @@ def main() -> None:
     if not old:
         print("all up to date")
     if options.html:
-        from scripts.html_report import page
+        from scripts.measure.report.html_report import page
 
         options.html.write_text(page(options.root / "results"), encoding="utf-8")
         print(options.html)

@@ -13,19 +13,19 @@ Rows go to results/roofline/<gpu>.jsonl as they are measured, pictures beside th
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
 
-from scripts.bench_points import Shape  # noqa: E402
-from scripts.ladder import DTYPE, STAGES, Point, counted, measured  # noqa: E402
-from scripts.rows import append, gpu_slug, positive, read, rows_file  # noqa: E402
+
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.instruments.ladder import DTYPE, STAGES, Point, counted, measured
+from scripts.measure.rows import ROOT, append, gpu_slug, positive, read, rows_file
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -82,8 +82,8 @@ def points(options: argparse.Namespace) -> list[list[Point]]:
 
 def attempt(result: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Whatever fails is a row, and the rest goes on."""
-    from scripts.side_by_side import failure
-    from scripts.timing import clean_up
+    from scripts.measure.instruments.side_by_side import failure
+    from scripts.measure.instruments.timing import clean_up
 
     try:
         return result()
@@ -94,7 +94,7 @@ def attempt(result: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_ceilings(out: Path) -> None:
-    from scripts.ceilings import Ceilings
+    from scripts.measure.instruments.ceilings import Ceilings
 
     for name, call in Ceilings().all():
         result = attempt(lambda call=call: {"status": "ok"} | asdict(call()))
@@ -117,7 +117,7 @@ def with_counters(result: dict[str, Any], counts: dict[str, Any] | str) -> dict[
 
 def measure(options: argparse.Namespace, out: Path) -> None:
     """Ceilings, then each stage: counters of all its points, then the points, a row for each."""
-    from scripts.counters import NoCounters
+    from scripts.measure.instruments.counters import NoCounters
 
     began, refused = time.perf_counter(), None if options.ncu else "--no-ncu"
 
@@ -149,8 +149,8 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.roofline_plot import draw
-    from scripts.roofline_report import tables
+    from scripts.measure.report.roofline_plot import draw
+    from scripts.measure.report.roofline_report import tables
 
     cuda = torch.cuda.is_available()
     if not (cuda or options.plot_only):

@@ -28,16 +28,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
 
-from scripts.sweep_process import Process, measured  # noqa: E402
+
+from scripts.measure.rows import ROOT
+from scripts.measure.sweep_process import Process, measured
 
 if TYPE_CHECKING:
-    from scripts.sweep_points import Point, Study
+    from scripts.measure.sweep_points import Point, Study
 
 Row = dict[str, Any]
-CHILD = ROOT / "scripts" / "training_point.py"
+CHILD = "scripts.measure.instruments.training_point"
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -48,7 +50,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def arguments() -> argparse.Namespace:
-    from scripts.rows import positive, rows_file
+    from scripts.measure.rows import positive, rows_file
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -61,7 +63,13 @@ def arguments() -> argparse.Namespace:
     add("--shard", type=shard, default=(0, 1), metavar="I/N", help="points I, I + N, I + 2 N, ...")
     add("--print-commands", action="store_true", help="print a command for each point, run nothing")
     add("--nanogpt", metavar="MODEL.PY", help="nanoGPT's model, trained at the same lengths")
-    add("--peer", action="append", default=[], metavar="NAME", help="the same of a scripts/training_peers.py")
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="the same of one of training_peers.py",
+    )
     add("--together", type=positive, metavar="K", help="points set up at a time (default: a GPU 4, a CPU 1)")
     add("--wandb", metavar="PROJECT", help="log every point as a run, in a group named by the study")
     add("--out", type=rows_file, help="rows go here (default: results/<study>/<gpu or cpu>.jsonl)")
@@ -72,8 +80,8 @@ class Sweep:
     """Measures the points of a study on this machine, and appends their rows to `out`."""
 
     def __init__(self, study: Study, device: str, out: Path, together: int, missing: bool = False):
-        from scripts import rows, sweep_points
-        from scripts.sweep_company import Room
+        from scripts.measure import rows, sweep_points
+        from scripts.measure.sweep_company import Room
 
         self.study, self.device, self.out, self.room = study, device, out, Room.here(together)
         self.code, self.machine = functools.cache(sweep_points.code), rows.machine()  # as it is now
@@ -127,7 +135,7 @@ class Sweep:
 
     def alone(self, asked: Point) -> Iterator[tuple[Row, bool]]:
         """Rows of a point by itself, and of ever smaller micro-batches of it until one fits."""
-        from scripts.sweep_points import smaller
+        from scripts.measure.sweep_points import smaller
 
         row, new = self.row(asked)
         yield row, new
@@ -149,7 +157,7 @@ class Sweep:
         return self.append(point, result), True
 
     def kept(self, point: Point) -> Row | None:
-        from scripts.rows import key_of
+        from scripts.measure.rows import key_of
 
         return self.rows.get(key_of(point.fields))
 
@@ -167,7 +175,7 @@ class Sweep:
         return None
 
     def append(self, point: Point, result: dict[str, Any]) -> Row:
-        from scripts.rows import append
+        from scripts.measure.rows import append
 
         with alone(self.out):
             row = append(self.out, point.fields, result | {"code": self.code(point.fields["implementation"])})
@@ -176,7 +184,7 @@ class Sweep:
 
     def command(self, point: Point) -> list[str]:
         study = self.study
-        words = [sys.executable, str(CHILD), *point.overrides, f"--warm-up={study.warm_up}"]
+        words = [sys.executable, "-m", CHILD, *point.overrides, f"--warm-up={study.warm_up}"]
         words += [f"--steps={study.steps}", f"--seconds={study.seconds}"]
         return words + ([f"--peer={point.peer}"] if point.peer else [])
 
@@ -221,7 +229,7 @@ def asked(options: argparse.Namespace) -> Study:
     """The study of the command line, its peers included."""
     from dataclasses import replace
 
-    from scripts.sweep_points import study_of
+    from scripts.measure.sweep_points import study_of
 
     study = study_of(options.overrides)
     more = [*options.peer, *([f"nanogpt={options.nanogpt}"] if options.nanogpt else [])]
@@ -233,7 +241,7 @@ def asked(options: argparse.Namespace) -> Study:
 
 def run(options: argparse.Namespace) -> list[Row]:
     """The study's rows, measured where they were not there."""
-    from scripts.sweep_points import commands, point_of, tasks
+    from scripts.measure.sweep_points import commands, point_of, tasks
 
     study, (index, count) = asked(options), options.shard
     todo = tasks(study)[index::count]
@@ -242,8 +250,8 @@ def run(options: argparse.Namespace) -> list[Row]:
         return []
     import torch
 
-    from scripts.rows import gpu_slug, with_baselines
-    from scripts.sweep_report import draw, tables
+    from scripts.measure.report.sweep_report import draw, tables
+    from scripts.measure.rows import gpu_slug, with_baselines
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
@@ -263,7 +271,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     tables(rows)
     picture = draw(rows, out.with_suffix(".svg"))
     if options.wandb:
-        from scripts.sweep_wandb import log_picture
+        from scripts.measure.sweep_wandb import log_picture
 
         log_picture(rows, options.wandb)
     print(f"picture  {picture}\nrows     {out}")
@@ -272,7 +280,7 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 def progress(options: argparse.Namespace, sweep: Sweep, points: list[Point]) -> None:
     """Run the sweep, and say each row and how long the rest will take."""
-    from scripts.rows import key_of
+    from scripts.measure.rows import key_of
 
     keys = {key_of(point.fields) for point in points}
     new, done, start = 0, 0, time.perf_counter()
@@ -280,7 +288,7 @@ def progress(options: argparse.Namespace, sweep: Sweep, points: list[Point]) -> 
         new, done = new + fresh, done + (row["key"] in keys)
         print(f"[{done}/{len(points)}] {said(row)}" + ("" if fresh else " (kept)"), flush=True)
         if options.wandb:
-            from scripts.sweep_wandb import log_point
+            from scripts.measure.sweep_wandb import log_point
 
             log_point(row, options.wandb)
         if new and fresh and done < len(points):

@@ -13,11 +13,11 @@ yaml. Exit code 1: something else ran than was asked for; 2: it was refused, wit
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for a checkout that is not installed
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
 
 USUAL = {
     "attention": "auto",
@@ -121,9 +121,9 @@ def main() -> int:
     import torch
 
     from attention.base import UnsupportedAttention
-    from scripts.bench_points import DTYPES, PASSES, Shape
-    from scripts.contestants import Field
-    from scripts.rows import choices
+    from scripts.measure.instruments.bench_points import DTYPES, PASSES, Shape
+    from scripts.measure.instruments.contestants import Field
+    from scripts.measure.rows import choices
 
     cuda = torch.cuda.is_available()
     given["kv_heads"] = given["kv_heads"] or given["heads"]

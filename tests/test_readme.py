@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from scripts.sweep_report import beside
+from scripts.measure.report.sweep_report import beside
 from tests.running import ROOT, Result, train_here, write_book
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from conf.saved import SavedRun, plain
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, chunked_loss
 from model.training.checks import check
-from scripts.allocations import recorder_of
+from scripts.measure.instruments.allocations import recorder_of
 from scripts.memory import composed
 
 TINY: dict[str, Any] = {"vocab_size": 50, "seq_len": 16, "n_layer": 2, "n_head": 4, "n_embd": 32}

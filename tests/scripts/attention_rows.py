@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.rows import key_of
-from scripts.studies import attention_memory
-from scripts.studies.parts import speed_points
-from scripts.studies.parts.standard import MATERIALISED, known
-from scripts.studies.parts.workers import sizes
+from scripts.measure.instruments import speed_points
+from scripts.measure.instruments.standard import MATERIALISED, known
+from scripts.measure.instruments.workers import sizes
+from scripts.measure.rows import key_of
+from scripts.measure.studies import attention_memory
 
 MACHINE = {"gpu": "NVIDIA H200", "date": "2026-11-21", "commit": "abc", "torch": "2.11.0", "command": "x"}
 GPU_MIB = 139 * 1024
@@ -75,7 +75,7 @@ def _timed(shape: Any, passed: str, name: str, names: list[str]) -> dict[str, An
     if shape.tokens <= speed_points.SHORT and passed != "backward":
         result["stream_us"] = max(1e3 * ms, 30.0 if written else 40.0)
     if passed == "forward" and name in ("tiled", "cuda_fa2", "triton"):
-        from scripts.studies.parts.speed_bench import tiles
+        from scripts.measure.instruments.speed_bench import tiles
 
         computed, every = tiles(shape, 128, 64)
         result |= {"tile": [128, 64], "tiles_computed": computed, "tiles_all": every}

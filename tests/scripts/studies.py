@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts import sweep_points
+from scripts.measure import sweep_points
 
 TINY = ["experiment=seqlen_scaling_tiny", "data=synthetic", "data.corpus.vocab_size=64", "model.n_embd=32"]
 TINY += ["data.corpus.n_tokens=4096", "model.n_layer=1", "tokens_per_step=128", "sweep.steps=3"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.attention_report import cell, doubts, draw, panels, ratio
-from scripts.bench_points import Shape
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.report.attention_report import cell, doubts, draw, panels, ratio
 
 
 def made(name, ms, run="r", tokens=1024, **result):

@@ -7,10 +7,21 @@ import re
 
 import pytest
 
-from scripts import claims
-from scripts.claims import FAILS, HOLDS, IN_PART, UNTESTED, Answer, NotMeasured, Results, answer, graded, of
-from scripts.claims.page import page
-from scripts.claims.sources import CLAIMS
+from scripts.measure import claims
+from scripts.measure.claims import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    UNTESTED,
+    Answer,
+    NotMeasured,
+    Results,
+    answer,
+    graded,
+    of,
+)
+from scripts.measure.claims.page import page
+from scripts.measure.claims.sources import CLAIMS
 
 
 def row(study="kv_cache", gpu="NVIDIA H200", result=None, **point):
@@ -38,7 +49,7 @@ def test_rows_are_those_of_the_gpu_with_the_most(tmp_path):
 
 def test_what_is_missing_says_the_command(tmp_path):
     found = results(tmp_path, row(passed="generate"))
-    with pytest.raises(NotMeasured, match=r"no rows of numerics: run `python scripts/studies/numerics.py`"):
+    with pytest.raises(NotMeasured, match=r"no rows of numerics: run `python scripts/study.py numerics`"):
         found.rows("numerics", dtype="float16")
     with pytest.raises(NotMeasured, match="no rows of kv_cache with pass decode: run"):
         found.rows("kv_cache", passed="decode")
@@ -58,7 +69,7 @@ def test_an_answer_names_gpu_and_command():
     rows = [row(seq_len=1), row(seq_len=2), row("roofline")]
     found = answer(rows, "2.0x", graded(2, 2), "Because.")
     assert (found.gpu, found.verdict) == ("NVIDIA H200", HOLDS)
-    assert found.command == "`python scripts/studies/kv_cache.py`, `python scripts/roofline.py`"
+    assert found.command == "`python scripts/study.py kv_cache`, `python scripts/roofline.py`"
     assert of(rows, seq_len=2) is rows[1]
     with pytest.raises(NotMeasured):
         of(rows, seq_len=3)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
-from scripts.claims import attention as claims
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims import attention as claims
 from tests.scripts.attention_rows import memory_rows, speed_rows
 
 

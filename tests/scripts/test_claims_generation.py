@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
-from scripts.claims.generation import linear_generation, size_of_the_cache, stacking
-from scripts.claims.intensity import intensity_decides, prefill_and_decode, utilisations
-from scripts.studies.prefill_decode import BERT
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims.generation import linear_generation, size_of_the_cache, stacking
+from scripts.measure.claims.intensity import intensity_decides, prefill_and_decode, utilisations
+from scripts.measure.studies.prefill_decode import BERT
 from tests.scripts import test_study_kv_cache, test_study_prefill_decode
 
 Rows = list[dict[str, Any]]
@@ -39,7 +39,7 @@ def steps(rows: Rows, us: Callable[[dict[str, Any]], float]) -> None:
 
 def test_a_cache_makes_generation_linear(tmp_path: Path) -> None:
     found = linear_generation(results(tmp_path, "kv_cache"))
-    assert found.verdict == HOLDS and found.gpu == "NVIDIA H200" and "kv_cache.py" in found.command
+    assert found.verdict == HOLDS and found.gpu == "NVIDIA H200" and "study.py kv_cache" in found.command
     assert (
         "exponents of the time 2.00 without and 1.00 with it" in found.why
         and "5x from 32 tokens on" in found.why
@@ -130,7 +130,7 @@ def test_products_that_use_little_are_not_as_claimed(tmp_path: Path) -> None:
 
 def test_nothing_measured(tmp_path: Path) -> None:
     for one in (linear_generation, size_of_the_cache, stacking, intensity_decides, prefill_and_decode):
-        with pytest.raises(NotMeasured, match=r"run `python scripts/studies/(kv_cache|prefill_decode)\.py`"):
+        with pytest.raises(NotMeasured, match=r"run `python scripts/study\.py (kv_cache|prefill_decode)`"):
             one(Results(tmp_path))
     with pytest.raises(NotMeasured):
         utilisations(Results(tmp_path))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
-from scripts.claims.training import end_to_end, short_encoder
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims.training import end_to_end, short_encoder
 from tests.scripts.test_study_training import rows_of
 
 
@@ -39,7 +39,7 @@ def test_as_fast_as_claimed_to_the_same_losses(tmp_path, both_models):
     )
     assert "gpt2: triton, compiled is 4.5x, 3.0x its SDPA, 1.8x our own model" in found.why
     assert "that model where neither is compiled" in found.why
-    assert "by 2e-05 at most, within" in found.why and "speedup_end_to_end.py" in found.command
+    assert "by 2e-05 at most, within" in found.why and "study.py speedup_end_to_end" in found.command
 
 
 def test_without_the_same_losses_or_the_factor_it_holds_in_part(tmp_path, both_models):

@@ -11,9 +11,9 @@ import torch
 
 from attention.sdpa import SDPAAttention
 from model.gpt import GPT, GPTConfig
-from scripts.contestants import captured
-from scripts.studies.parts import layer_times, whole_model
-from scripts.studies.parts.layer_parts import Layer, layer_parts
+from scripts.measure.instruments import layer_times, whole_model
+from scripts.measure.instruments.contestants import captured
+from scripts.measure.instruments.layer_parts import Layer, layer_parts
 from tests.scripts.graphs import fake_graphs
 
 TOKENS = list(range(1, 10))

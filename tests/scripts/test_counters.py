@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from scripts import counters, ladder
-from scripts.bench_points import Shape
-from scripts.ladder import Point
+from scripts.measure.instruments import counters, ladder
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.instruments.ladder import Point
 
 # As ncu prints it, with --csv --page raw and units of its own choice.
 HEAD = (

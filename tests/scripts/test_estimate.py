@@ -14,8 +14,8 @@ from model.costs.gpus import GPUS, gpu_sheet
 from model.costs.memory import Run, peak
 from model.gpt import GPTConfig
 from scripts.estimate import KINDS, main, parse, run_of, table, verdict
+from scripts.measure.instruments.tiles import shared_memory
 from scripts.memory import composed, memory_split, training_step
-from scripts.tiles import shared_memory
 from tests.running import ROOT
 
 GPT2 = ("model=gpt2", "data=synthetic", "seq_len=8192", "data.batch_size=4")

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from scripts.first_call import ROOT, main
+from scripts.first_call import main
+from tests.running import ROOT
 
 
 def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from attention.naive import NaiveAttention
 from data.tokenizers import ByteTokenizer
 from model.gpt import GPT, GPTConfig
 from scripts.generate import convert, decoding_attention, main, parse, placement, run
-from scripts.streaming import TextStream
+from scripts.measure.instruments.streaming import TextStream
 from tests.running import ROOT, train_here
 
 BYTES = ByteTokenizer()

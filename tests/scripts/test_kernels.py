@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scripts.kernels import as_field, counted, family, profile, short, verdict
+from scripts.measure.instruments.kernels import as_field, counted, family, profile, short, verdict
 
 FLASH2 = (
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
@@ -78,7 +78,7 @@ def test_launches_are_counted_by_first_appearance():
         ("naive", ["_tilegpt_attention_forward"], None, False, "where matrix products was to run"),
         ("naive", [SOFTMAX], None, False, "ran no attention kernel that is known here"),
         ("triton", [], None, False, "ran no attention kernel"),
-        ("another", [CUDNN], None, False, "is not written in scripts/kernels.py"),
+        ("another", [CUDNN], None, False, "is not written in instruments/kernels.py"),
     ],
 )
 def test_verdict(asked, names, ran, ok, words):

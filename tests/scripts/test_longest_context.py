@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from model.costs.memory import peak
-from scripts import rows, sweep_process
 from scripts.estimate import run_of
+from scripts.measure import rows, sweep_process
+from scripts.measure.report import longest_context_report
+from scripts.measure.rows import read
+from scripts.measure.studies import longest_context
 from scripts.memory import composed
-from scripts.rows import read
-from scripts.studies import longest_context
-from scripts.studies.parts import longest_context_report
 
 MIB, TOTAL = 2**20, 140 * 2**30
 

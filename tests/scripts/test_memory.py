@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from model.costs.flops import parameter_count
-from scripts.allocations import PARTS, CpuRecorder, CudaRecorder, Event, Halves, Ledger, recorder_of, storages
+from scripts.measure.instruments.allocations import (
+    PARTS,
+    CpuRecorder,
+    CudaRecorder,
+    Event,
+    Halves,
+    Ledger,
+    recorder_of,
+    storages,
+)
+from scripts.measure.instruments.memory_alone import owned
 from scripts.memory import (
     AGREE,
     attention_alone,
@@ -20,7 +30,6 @@ from scripts.memory import (
     training_step,
     vocabulary,
 )
-from scripts.memory_alone import owned
 
 MIB = 2**20
 TINY = ("model=tiny", "model.n_layer=2", "data=synthetic", "data.corpus.vocab_size=64", "data.batch_size=2")

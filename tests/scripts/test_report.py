@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from attention.base import LOW_PRECISION, Attention, Capabilities
-from scripts import advice, bench_ladder, capabilities, ranking, report, summary
-from scripts.bench_points import Shape
-from scripts.rows import CONF, key_of
+from scripts import bench_ladder, report
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.report import advice, capabilities, ranking, summary
+from scripts.measure.rows import CONF, key_of
 from tests.running import ROOT
 
 H100 = (9, 0)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import html_report, results_page, results_tables
-from scripts.figures import Line, canvas, merged, panel, panels_of, svg, undrawn
-from scripts.studies import Report, Table
+from scripts.measure.report import html_report, results_page, results_tables
+from scripts.measure.report.figures import Line, canvas, merged, panel, panels_of, svg, undrawn
+from scripts.measure.studies import Report, Table
 from tests.running import ROOT
 
 
@@ -35,18 +35,18 @@ def report(rows):
     lines = [["T", "ms|p50"], *([str(n), f"{ms:g}"] for n, ms in points.items()), ["x"]]
     pictures = {"": svg(figure, rows), "more": "<svg>more</svg>"}
     return Report(
-        "How slow?", "python scripts/studies/probe.py", [Table("Times, ms", lines)], pictures, ["So."]
+        "How slow?", "python scripts/study.py probe", [Table("Times, ms", lines)], pictures, ["So."]
     )
 
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """A study with a module, and one without a report."""
-    module = tmp_path / "scripts" / "studies" / "probe.py"
+    module = tmp_path / "scripts" / "measure" / "studies" / "probe.py"
     module.parent.mkdir(parents=True)
     module.touch()
     monkeypatch.setattr(results_page, "ROOT", tmp_path)
-    monkeypatch.setitem(sys.modules, "scripts.studies.probe", SimpleNamespace(report=report))
+    monkeypatch.setitem(sys.modules, "scripts.measure.studies.probe", SimpleNamespace(report=report))
     for one in (row(1024, 1.5), row(2048, 6), row(64, 1, "plain"), row(64, 1, gpu=None)):
         folder = tmp_path / "results" / one["point"]["study"]
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def results(tmp_path, monkeypatch):
 def test_the_page_has_all_of_a_report(results):
     text = results_page.written(results)[results / "README.md"]
     assert "| [probe](#probe) | How slow? | So. | NVIDIA H200 | 2026-11-21 |" in text
-    assert "## probe\n\n**How slow?**\n\n```\npython scripts/studies/probe.py\n```" in text
+    assert "## probe\n\n**How slow?**\n\n```\npython scripts/study.py probe\n```" in text
     assert "torch 2.11, triton 3.6.0; 2026-11-21, commit abc. Rows: [h200.jsonl](probe/h200.jsonl)." in text
     assert "![probe, h200](probe/h200.svg)" in text and "(probe/h200_more.svg)" in text
     assert "*Times, ms*\n\n| T | ms\\|p50 |\n| --- | ---: |\n| 1024 | 1.5 |\n| 2048 | 6 |\n| x |  |" in text
@@ -101,7 +101,9 @@ def test_pictures_are_drawn_where_they_do_not_show_their_rows(results):
 
 
 def test_a_report_that_fails_is_named(results, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scripts.studies.probe", SimpleNamespace(report=lambda rows: rows["x"]))
+    monkeypatch.setitem(
+        sys.modules, "scripts.measure.studies.probe", SimpleNamespace(report=lambda rows: rows["x"])
+    )
     with pytest.raises(TypeError) as caught:
         results_page.written(results)
     assert caught.value.__notes__ == ["in the report of results/probe/h200.jsonl"]
@@ -109,7 +111,7 @@ def test_a_report_that_fails_is_named(results, monkeypatch):
 
 def test_one_html_page_shows_the_reports_and_other_rows(results):
     text = html_report.page(results)
-    assert "<h2>probe</h2>" in text and "<p>So.</p>\n<pre>python scripts/studies/probe.py</pre>" in text
+    assert "<h2>probe</h2>" in text and "<p>So.</p>\n<pre>python scripts/study.py probe</pre>" in text
     assert text.count("data:image/svg+xml;base64,") == 2 and "<li>So." in text
     assert "<caption>Times, ms</caption>" in text and "<td>1024<td>1.5" in text
     assert "<td>Online softmax is exact.<td>" in text and "<td>not tested here<td>no rows of roofline" in text

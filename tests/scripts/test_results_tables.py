@@ -1,10 +1,10 @@
-"""What the measurements that are no module of scripts/studies say that they found."""
+"""What the measurements that are no module of measure/studies say that they found."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from scripts import results_tables
+from scripts.measure.report import results_tables
 from tests.scripts.test_attention_report import made
 
 

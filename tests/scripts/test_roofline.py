@@ -13,10 +13,12 @@ import torch
 
 from model.costs.flops import AttentionSize, Gpu, fa1_traffic, tiled_traffic
 from ops import nvrtc
-from scripts import ceilings, counters, ladder, roofline, roofline_plot, roofline_report
-from scripts.bench_points import Shape
-from scripts.ladder import STAGES, Launch, Point
-from scripts.rows import append, read
+from scripts import roofline
+from scripts.measure.instruments import ceilings, counters, ladder
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.instruments.ladder import STAGES, Launch, Point
+from scripts.measure.report import roofline_plot, roofline_report
+from scripts.measure.rows import append, read
 from tests.compilers import pinned
 from tests.ops.test_cuda_compile import sass
 

@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from scripts.bench_points import Shape
-from scripts.rows import read
-from scripts.studies import attention_memory
-from scripts.studies.attention_memory import Study, Task, curve, tasks
-from scripts.studies.parts import attention_memory_report as memory_report
-from scripts.studies.parts.standard import contestants
-from scripts.studies.parts.workers import Gauge, Worker, sizes
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.instruments.standard import contestants
+from scripts.measure.instruments.workers import Gauge, Worker, sizes
+from scripts.measure.report import attention_memory_report as memory_report
+from scripts.measure.rows import read
+from scripts.measure.studies import attention_memory
+from scripts.measure.studies.attention_memory import Study, Task, curve, tasks
 from tests.scripts.attention_rows import memory_rows
 
 SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study="attention_memory")

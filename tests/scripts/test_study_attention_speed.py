@@ -10,14 +10,15 @@ import torch
 
 from attention.geometry import tile_kind
 from attention.geometry import tiles as ranges
-from scripts.bench_points import Shape
-from scripts.rows import read
-from scripts.studies import attention_speed
-from scripts.studies.parts import attention_speed_plots, speed_points, workers
-from scripts.studies.parts import attention_speed_report as speed_report
-from scripts.studies.parts.speed_bench import SpeedBench, tiles
-from scripts.studies.parts.speed_points import Asked
-from scripts.studies.parts.standard import contestants, known
+from scripts.measure.instruments import speed_points, workers
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.instruments.speed_bench import SpeedBench, tiles
+from scripts.measure.instruments.speed_points import Asked
+from scripts.measure.instruments.standard import contestants, known
+from scripts.measure.report import attention_speed_plots
+from scripts.measure.report import attention_speed_report as speed_report
+from scripts.measure.rows import read
+from scripts.measure.studies import attention_speed
 from tests.scripts.attention_rows import speed_rows
 
 

@@ -1,4 +1,4 @@
-"""scripts/studies/kv_cache.py on a CPU: its counts, its rows from end to end, and what is said of them."""
+"""studies/kv_cache.py on a CPU: its counts, its rows from end to end, and what is said of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 from model.gpt import GPT, GPTConfig
 from scripts.accuracy import Problem, expected
-from scripts.rows import append, key_of, read
-from scripts.studies import kv_cache
-from scripts.studies.parts import kv_cache_report, whole_model
-from scripts.studies.parts.cache_counts import cache_bytes, counted, requested
+from scripts.measure.instruments import whole_model
+from scripts.measure.instruments.cache_counts import cache_bytes, counted, requested
+from scripts.measure.report import kv_cache_report
+from scripts.measure.rows import append, key_of, read
+from scripts.measure.studies import kv_cache
 
 
 def count(new: int, cached: bool, prompt: int = 1) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def test_a_lost_device_ends_the_study(
         monkeypatch.setattr(whole_model, "synchronise", lost)
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr("scripts.studies.parts.cache_counts.counted", fails)
+    monkeypatch.setattr("scripts.measure.instruments.cache_counts.counted", fails)
     out = tmp_path / "cpu.jsonl"
     with pytest.raises(SystemExit, match="the device is lost"):
         kv_cache.main([f"--out={out}"])

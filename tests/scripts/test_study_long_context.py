@@ -15,13 +15,13 @@ from attention.sdpa import SDPAAttention
 from data.tokenizers import ByteTokenizer
 from data.tokens import TokenFile, TrainWindows
 from model.gpt import GPT, GPTConfig
-from scripts import sweep_process
-from scripts.rows import read
-from scripts.studies import long_context_quality as study
-from scripts.studies.parts import long_context_runs as runs
-from scripts.studies.parts import long_documents, same_tokens
-from scripts.studies.parts import loss_by_position as losses
-from scripts.studies.parts.long_documents import documents, gather, held_out_groups, own
+from scripts.measure import sweep_process
+from scripts.measure.instruments import long_context_runs as runs
+from scripts.measure.instruments import long_documents, same_tokens
+from scripts.measure.instruments import loss_by_position as losses
+from scripts.measure.instruments.long_documents import documents, gather, held_out_groups, own
+from scripts.measure.rows import read
+from scripts.measure.studies import long_context_quality as study
 from tests.running import train_here
 from tests.scripts.test_study_long_context_report import speed
 
@@ -188,7 +188,7 @@ class FakeProcess:
 
 def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("scripts.studies.parts.long_documents.installed", lambda: iter(packages))
+    monkeypatch.setattr("scripts.measure.instruments.long_documents.installed", lambda: iter(packages))
     monkeypatch.setattr(sweep_process, "Process", FakeProcess)
     monkeypatch.setattr(study, "ThreadPoolExecutor", Here)
     trained = []
@@ -237,7 +237,7 @@ def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, cap
 
 
 def test_a_run_in_a_process_ends_well_and_says_why_it_failed(packages, tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.studies.parts.long_documents.installed", lambda: iter(packages))
+    monkeypatch.setattr("scripts.measure.instruments.long_documents.installed", lambda: iter(packages))
     monkeypatch.setattr(sys, "argv", ["x", "--contexts", "16", "--work", str(tmp_path), *TINY])
     options = study.settled(study.arguments(), "cpu")
     options.tokens, options.step_tokens, options.least_bytes, options.at_once = 500, 64, 1000, 2

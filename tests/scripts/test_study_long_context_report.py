@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
-from scripts.claims.long_context import longer_contexts
-from scripts.rows import key_of
-from scripts.studies import long_context_quality as study
-from scripts.studies.parts.long_context_report import Measured, report
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims.long_context import longer_contexts
+from scripts.measure.report.long_context_report import Measured, report
+from scripts.measure.rows import key_of
+from scripts.measure.studies import long_context_quality as study
 
 
 def result(values, documents=(0.0, 0.0), **more):

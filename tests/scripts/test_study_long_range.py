@@ -1,4 +1,4 @@
-"""scripts/studies/long_range.py on a CPU: its rows from end to end, and what is said of them."""
+"""scripts/measure/studies/long_range.py on a CPU: its rows from end to end, and what is said of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import torch
 
 from attention.naive import NaiveAttention
 from data.examples import Examples
-from scripts import claims
-from scripts.claims import long_range as claim
-from scripts.rows import key_of, read
-from scripts.studies import Row, long_range
-from scripts.studies.parts import long_range_runs
-from scripts.studies.parts.long_range_accuracy import (
+from scripts.measure import claims
+from scripts.measure.claims import long_range as claim
+from scripts.measure.instruments import long_range_runs
+from scripts.measure.report.long_range_accuracy import (
     ALIKE,
     DIFFERS,
     OPEN,
@@ -30,7 +28,9 @@ from scripts.studies.parts.long_range_accuracy import (
     plateau,
     student,
 )
-from scripts.studies.parts.long_range_report import EARLIER, notes, report, speed_ups
+from scripts.measure.report.long_range_report import EARLIER, notes, report, speed_ups
+from scripts.measure.rows import key_of, read
+from scripts.measure.studies import Row, long_range
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_the_whole_study(
 
 
 def test_help_is_instant_and_one_step_is_refused() -> None:
-    code = "import sys; import scripts.studies.long_range; print('torch' in sys.modules)"
+    code = "import sys; import scripts.measure.studies.long_range; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
     with pytest.raises(ValueError, match="--steps 1"):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
+from scripts.measure.studies import memory_estimate
 from scripts.memory import composed
-from scripts.studies import memory_estimate
 
 
 @pytest.mark.parametrize("config", [*memory_estimate.CONFIGS, *memory_estimate.CPU_CONFIGS])
@@ -58,7 +58,7 @@ def test_a_configuration_has_a_process_of_its_own(
 
     monkeypatch.setattr("subprocess.run", run)
     assert memory_estimate.measured("model=tiny") == result
-    assert asked[0][1:] == [memory_estimate.__file__, "--one", "model=tiny"]
+    assert asked[0][1:] == ["-m", "scripts.study", "memory_estimate", "--one", "model=tiny"]
 
 
 def test_what_is_off_is_said() -> None:

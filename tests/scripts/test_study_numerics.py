@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from scripts.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
-from scripts.claims import exactness as claims
-from scripts.rows import read
-from scripts.studies import numerics
-from scripts.studies.parts.asked import ASKS, Ask, run
-from scripts.studies.parts.exactness import Measurement, Setting, rounding, small
-from scripts.studies.parts.stability import compared, errors, exact
-from scripts.studies.parts.textbook import FORMULAS, Formula
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims import exactness as claims
+from scripts.measure.instruments.asked import ASKS, Ask, run
+from scripts.measure.instruments.exactness import Measurement, Setting, rounding, small
+from scripts.measure.instruments.stability import compared, errors, exact
+from scripts.measure.instruments.textbook import FORMULAS, Formula
+from scripts.measure.rows import read
+from scripts.measure.studies import numerics
 from tests.grid import build
 
 CONTESTANTS = ["naive", "tiled", "sdpa", "sdpa_cudnn"]
@@ -34,8 +34,8 @@ def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("numerics") / "cpu.jsonl"
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.cuda, "is_available", lambda: False)
-    patch.setattr("scripts.studies.parts.asked.ASKS", [ask for ask in ASKS if ask.call != "compiled"])
-    patch.setattr("scripts.studies.parts.printed.show", lambda report, out: None)
+    patch.setattr("scripts.measure.instruments.asked.ASKS", [ask for ask in ASKS if ask.call != "compiled"])
+    patch.setattr("scripts.measure.report.printed.show", lambda report, out: None)
     arguments = ["--attention", *CONTESTANTS, "--tokens", "24", "--out", str(out)]
     patch.setattr(sys, "argv", ["numerics.py", *arguments])
     numerics.main()

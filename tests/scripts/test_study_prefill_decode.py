@@ -1,4 +1,4 @@
-"""scripts/studies/prefill_decode.py on a CPU: its FLOPs and bytes, its rows from end to end, what is said."""
+"""studies/prefill_decode.py on a CPU: its FLOPs and bytes, its rows from end to end, what is said."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from attention.naive import NaiveAttention
 from attention.sdpa import SDPAAttention
 from model.kv_cache import KVCache
-from scripts.rows import append, key_of, read
-from scripts.studies import prefill_decode
-from scripts.studies.parts import layer_times, prefill_decode_report
-from scripts.studies.parts.layer_parts import Layer, layer_parts
+from scripts.measure.instruments import layer_times
+from scripts.measure.instruments.layer_parts import Layer, layer_parts
+from scripts.measure.report import prefill_decode_report
+from scripts.measure.rows import append, key_of, read
+from scripts.measure.studies import prefill_decode
 
 CLAIMED = Layer(8, 512, 512, 1024, 16, causal=False)
 LIKE = {"device": "cpu", "dtype": torch.float32}

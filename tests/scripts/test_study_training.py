@@ -8,10 +8,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from scripts import sweep, sweep_bars, sweep_points, sweep_report
-from scripts.rows import key_of, machine
-from scripts.studies import encoder_short, seqlen_scaling, speedup_end_to_end
-from scripts.studies.parts import training
+from scripts import sweep
+from scripts.measure import sweep_points
+from scripts.measure.report import sweep_bars, sweep_report, training
+from scripts.measure.rows import key_of, machine
+from scripts.measure.studies import encoder_short, seqlen_scaling, speedup_end_to_end
 from tests.scripts.studies import fake_result
 
 # tokens/s by implementation, not compiled and compiled

@@ -16,10 +16,12 @@ from typing import ClassVar
 
 import pytest
 
-from scripts import figures, sweep, sweep_points, sweep_report
-from scripts.rows import key_of, read
-from scripts.sweep_company import Room
-from scripts.sweep_process import Process
+from scripts import sweep
+from scripts.measure import sweep_points
+from scripts.measure.report import figures, sweep_report
+from scripts.measure.rows import key_of, read
+from scripts.measure.sweep_company import Room
+from scripts.measure.sweep_process import Process
 from tests.running import ROOT
 from tests.scripts.studies import GRID, TINY, fake_result, points_of, study
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from scripts import sweep
-from tests.running import ROOT
 from tests.scripts.studies import TINY
 
 
@@ -37,12 +36,12 @@ def test_mistakes_are_named(arguments, words, monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "x.jsonl").exists()
 
 
-@pytest.mark.parametrize("script", ["sweep", "training_point"])
+@pytest.mark.parametrize("script", ["sweep", "measure.instruments.training_point"])
 def test_help_imports_nothing_heavy(script):
     watch = (
         "import runpy, sys\n"
         f"sys.argv = ['{script}.py', '--help']\n"
-        f"try: runpy.run_path({str(ROOT / 'scripts' / script) + '.py'!r}, run_name='__main__')\n"
+        f"try: runpy.run_module('scripts.{script}', run_name='__main__')\n"
         "except SystemExit as stop: assert not stop.code\n"
         "assert not {'torch', 'lightning', 'hydra', 'matplotlib'} & sys.modules.keys()"
     )

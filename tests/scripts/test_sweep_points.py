@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from model.costs.gpus import GPUS
-from scripts import sweep_points
-from scripts.rows import key_of, machine
-from scripts.sweep_company import Room
-from scripts.sweep_points import Task
+from scripts.measure import sweep_points
+from scripts.measure.rows import key_of, machine
+from scripts.measure.sweep_company import Room
+from scripts.measure.sweep_points import Task
 from tests.scripts.studies import GRID, fake_result, points_of, study
 
 

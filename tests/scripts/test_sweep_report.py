@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from scripts import report, sweep_report
-from scripts.rows import key_of, machine, read, with_baselines
+from scripts import report
+from scripts.measure.report import sweep_report
+from scripts.measure.rows import key_of, machine, read, with_baselines
 from tests.scripts.studies import fake_result
 
 

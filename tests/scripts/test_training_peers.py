@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from model.config import GPTConfig
-from scripts import bench_train, training_peers
-from scripts.kernels import PLAIN, family
-from scripts.training_meter import Laps, rated
-from tests.running import ROOT
+from scripts import bench_train
+from scripts.measure.instruments import training_peers
+from scripts.measure.instruments.kernels import PLAIN, family
+from scripts.measure.instruments.training_meter import Laps, rated
 
 # nanoGPT's interface: the least of a model that its name promises.
 MODEL = """
@@ -175,7 +175,7 @@ def test_bench_train_runs_nanogpt_as_a_training_point(monkeypatch):
     monkeypatch.setattr(bench_train.subprocess, "run", run)
     options = types.SimpleNamespace(seq_len=1024, batch=64, steps=80, nanogpt=Path("ok.py"))
     assert bench_train.nanogpt(options)["ms_median"] == 11.0
-    assert ran[0][1] == str(ROOT / "scripts" / "training_point.py")
+    assert ran[0][1:3] == ["-m", "scripts.measure.instruments.training_point"]
     assert {"seq_len=1024", "data.batch_size=64", "tokens_per_step=65536", "--steps=60"} <= set(ran[0])
     options.nanogpt = Path("model.py")
     with pytest.raises(RuntimeError, match="nanoGPT: no"):

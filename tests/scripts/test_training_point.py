@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from scripts import training_meter, training_point
-from scripts.kernels import Kernel
+from scripts.measure.instruments import training_meter, training_point
+from scripts.measure.instruments.kernels import Kernel
 from tests.scripts.studies import TINY
 
 

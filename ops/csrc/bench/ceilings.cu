@@ -1,5 +1,5 @@
 // What a GPU gives at most: each kernel keeps one unit busy and nothing else, so that the stages of the ladder can be
-// held against it (scripts/ceilings.py; no attention calls these).
+// held against it (scripts/measure/instruments/ceilings.py; no attention calls these).
 //
 // A kernel does the same `steps` times over. `cycles` gets the clocks of each block, which tell the rate per clock
 // apart from what the clock was. What is computed is stored only where it cannot be, for the compiler not to drop it.
@@ -12,7 +12,7 @@ struct Params {
     float a, b;              // numbers that the compiler does not know
 };
 
-static_assert(sizeof(Params) == PARAMS_BYTES, "scripts/ceilings.py and struct Params differ");
+static_assert(sizeof(Params) == PARAMS_BYTES, "scripts/measure/instruments/ceilings.py and struct Params differ");
 
 #define KERNEL(name, threads) \
     extern "C" __global__ void __launch_bounds__(threads) tilegpt_ceiling_##name(const __grid_constant__ Params p)

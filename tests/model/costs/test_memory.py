@@ -22,7 +22,7 @@ from model.costs.memory import (
 )
 from model.costs.memory_loss import logits_bytes, loss_bytes
 from model.gpt import GPT, GPTConfig
-from scripts.rows import read
+from scripts.measure.rows import read
 from tests.running import ROOT
 
 MIB = 2**20

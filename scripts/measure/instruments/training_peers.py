@@ -1,0 +1,165 @@
+"""GPT-2 as others train it, on batches of the same shape: what our training points stand beside.
+
+nanogpt=MODEL.PY    nanoGPT's model and the step of its train.py, compiled, as its users run it
+transformers_eager  Hugging Face's GPT2LMHeadModel with its eager attention, not compiled
+transformers_sdpa   the same with torch's scaled_dot_product_attention
+
+All have random weights, no dropout, our vocabulary (a multiple of 64, which theirs need not be), and our
+step: bf16 autocast on a GPU, micro-batches accumulated, gradients clipped, fused AdamW.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.config import GPTConfig
+    from scripts.measure.instruments.training_meter import Laps
+
+BATCHES = 16  # of random tokens, which take turns
+# What of a model's config is GPT-2's: a peer is nothing else.
+GPT2 = {"n_kv_head": None, "position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
+GPT2 |= {"window": None, "softcap": None, "causal": True, "tie_embeddings": True, "dropout": 0.0}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`name` in rows; `build`: config, path -> model; `loss`: model, inputs, targets -> mean loss."""
+
+    name: str
+    build: Callable[[GPTConfig, Path | None], torch.nn.Module]
+    loss: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+    compiled: bool = False
+
+
+def nanogpt(config: GPTConfig, path: Path | None) -> torch.nn.Module:
+    spec = importlib.util.spec_from_file_location("nanogpt_model", str(path))
+    module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    sizes |= {"block_size": config.seq_len, "vocab_size": config.padded_vocab_size}
+    return module.GPT(module.GPTConfig(**sizes, dropout=0.0, bias=config.bias))
+
+
+def transformers(implementation: str) -> Callable[[GPTConfig, Path | None], torch.nn.Module]:
+    def build(config: GPTConfig, path: Path | None) -> torch.nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        if not config.bias:
+            raise ValueError(
+                "model.bias=false: transformers' GPT-2 has biases. Compare it with model.bias=true."
+            )
+        sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+        sizes |= {"n_positions": config.seq_len, "vocab_size": config.padded_vocab_size}
+        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        own = GPT2Config(**sizes, **none, use_cache=False, attn_implementation=implementation)
+        return GPT2LMHeadModel(own)
+
+    return build
+
+
+def _shifted(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=x, labels=x).loss  # transformers shifts the labels itself
+
+
+PEERS = {
+    "nanogpt": Peer("nanoGPT", nanogpt, lambda model, x, y: model(x, y)[1], compiled=True),
+    "transformers_eager": Peer("transformers eager", transformers("eager"), _shifted),
+    "transformers_sdpa": Peer("transformers SDPA", transformers("sdpa"), _shifted),
+}
+
+
+def chosen(text: str) -> tuple[Peer, Path | None]:
+    """A peer by its name, nanoGPT with =MODEL.PY after it. Raises ValueError for what is none."""
+    name, _, path = text.partition("=")
+    if name not in PEERS:
+        raise ValueError(f"peer {name}: choose one of {', '.join(PEERS)}.")
+    if name != "nanogpt" and path:
+        raise ValueError(f"peer {text}: {name} is installed or not; it takes no path.")
+    if name == "nanogpt" and not Path(path).is_file():
+        raise ValueError(f"peer {text}: no such file. Give nanoGPT's: nanogpt=path/to/model.py.")
+    return PEERS[name], Path(path) if path else None
+
+
+def measure(text: str, config: GPTConfig, batch: int, tokens_per_step: int, laps: Laps) -> dict[str, Any]:
+    """A row's result: steps of `tokens_per_step` in micro-batches of `batch` rows, timed by `laps`. Raises
+    ValueError for a model that is not GPT-2."""
+    import torch
+
+    from model.training.runtime import accumulation
+    from scripts.measure.instruments.training_meter import rated
+
+    peer, path = chosen(text)
+    for key, value in GPT2.items():
+        if getattr(config, key) != value:
+            raise ValueError(f"model.{key}={getattr(config, key)}: {peer.name} is GPT-2, with {key}={value}.")
+    try:
+        model = peer.build(config, path)
+    except ImportError as error:
+        return {"status": "unsupported", "reason": f"{error}: install it to run {peer.name} beside ours"}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    repeats = accumulation(tokens_per_step, batch * config.seq_len, 1)
+    step = stepper(
+        peer, model.to(device).train(), (BATCHES, 2, repeats, batch, config.seq_len), config.vocab_size
+    )
+    laps.start(device.type == "cuda")
+    losses = [step()]
+    while not laps.ended():
+        losses.append(step())
+    first, last = losses[0].item(), losses[-1].item()
+    result = laps.result()
+    result |= rated(config, tokens_per_step, result) | {"loss": {"first": first, "last": last}}
+    return {"status": "ok", "reason": None, **result, **kernels(step, device.type)}
+
+
+def stepper(
+    peer: Peer, model: torch.nn.Module, shape: tuple[int, ...], vocabulary: int
+) -> Callable[[], torch.Tensor]:
+    """A training step, which returns its loss. shape: batches, 2 (inputs and targets), micro-batches of a
+    step, their rows, tokens."""
+    import torch
+
+    device = next(model.parameters()).device
+    cuda, repeats = device.type == "cuda", shape[2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
+    if peer.compiled and cuda:
+        model.compile()
+    tokens = torch.randint(vocabulary, shape)
+    tokens = tokens.pin_memory() if cuda else tokens
+    turn = iter(range(sys.maxsize))
+
+    def step() -> torch.Tensor:
+        inputs, targets = tokens[next(turn) % len(tokens)].to(device, non_blocking=True)
+        total = torch.zeros((), device=device)
+        for x, y in zip(inputs, targets, strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+                loss = peer.loss(model, x, y) / repeats
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def kernels(step: Callable[[], Any], device: str) -> dict[str, Any]:
+    """Those of one more step. A peer was asked for no kernel, so that none is expected."""
+    from scripts.measure.instruments.kernels import as_field, family, profile
+
+    found = [kernel for kernel in profile(step, device, warm_up=0) if family(kernel.name)]
+    return {"kernels": as_field(found), "kernels_from": "a whole training step"}

@@ -1,0 +1,178 @@
+"""A few steps of training by a config, timed, with peak memory, losses and kernels:
+
+    python -m scripts.measure.instruments.training_point model=tiny attention=triton seq_len=4096
+
+The training step is train.py's own, compiled and accumulated as the config says; with --peer it is that of
+others, on batches of the same shape (instruments/training_peers.py). The last line is "RESULT " and a row's
+result as JSON, also where memory ran out, the attention cannot, or something failed. scripts/sweep.py runs
+one of these for each point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.config import GPTConfig
+
+
+def arguments() -> argparse.Namespace:
+    from scripts.measure.rows import positive
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="of the config, as train.py takes them")
+    add("--warm-up", type=positive, default=3, help="steps before those that count (default: 3)")
+    add("--steps", type=positive, default=20, help="steps that are timed, at most (default: 20)")
+    add("--seconds", type=float, default=5, help="of timed steps; three in any case (default: 5)")
+    add("--brief", action="store_true", help="times and peak alone: no kernels, no memory split")
+    add("--peer", metavar="NAME", help="nanogpt=MODEL.PY, transformers_eager or transformers_sdpa for ours")
+    add("--until-eof", action="store_true", help="end when standard input does: with whoever holds it")
+    add("--wait", action="store_true", help="after the first step and the last, say READY, wait for a line")
+    return parser.parse_intermixed_args()
+
+
+def follow_input() -> Callable[[], None]:
+    """End this process when standard input does: a sweep that is killed must leave no point behind that goes
+    on beside the next one. What is returned says READY and waits for a line."""
+    told = threading.Event()
+
+    def follow() -> None:
+        for _ in sys.stdin.buffer:
+            told.set()
+        os._exit(1)
+
+    def wait() -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # whoever is first finds room
+        told.clear()
+        print("READY", flush=True)
+        told.wait()
+
+    threading.Thread(target=follow, daemon=True).start()
+    return wait
+
+
+def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str, Any]:
+    """A row's result; `ready` is called after the first step, and after those that are timed. Raises whatever
+    keeps the config from training."""
+    began = time.perf_counter()
+    import lightning
+
+    from model.training import runtime
+    from model.training.checks import check
+    from scripts.measure.instruments.training_meter import Laps, Meter
+    from scripts.measure.sweep_points import composed
+
+    runtime.quiet()
+    cfg, _ = composed([*options.overrides, f"trainer.max_steps={options.warm_up + options.steps}"])
+    laps = Laps(options.warm_up, options.steps, options.seconds, ready)
+    if options.peer:
+        from scripts.measure.instruments import training_peers
+
+        sizes = cfg.data.batch_size, cfg.tokens_per_step or cfg.data.batch_size * cfg.seq_len
+        return training_peers.measure(options.peer, config_of(cfg, data_of(cfg)), *sizes, laps)
+    if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
+        raise ValueError("a training point is measured on one device: leave trainer=default.")
+    from omegaconf import OmegaConf
+
+    check(OmegaConf.to_container(cfg, resolve=True), None, runtime.TRAINER)
+    device = runtime.device(cfg.trainer.accelerator)
+    precision = runtime.precision(cfg.precision, device)
+    dtype = runtime.compute_dtype(precision)
+    data, lit, ran = build(cfg, device, dtype)
+    meter = Meter(cfg.attention.name, ran, dtype, laps, options.brief)
+    trainer = lightning.Trainer(
+        accelerator=device.type,
+        devices=1,
+        precision=precision,
+        deterministic=cfg.deterministic,
+        max_steps=cfg.trainer.max_steps,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=[meter],
+        **runtime.TRAINER,
+    )
+    began, set_up_s = time.perf_counter(), time.perf_counter() - began
+    trainer.fit(lit, datamodule=data)
+    if meter.result is None:
+        raise ArithmeticError((lit.fault or "training stopped early").split(". ")[0])
+    return {"status": "ok", "reason": None, **meter.result, "set_up_s": set_up_s}
+
+
+def data_of(cfg: Any) -> Any:
+    """The data module, prepared and set up."""
+    from hydra.utils import instantiate
+
+    data = instantiate(cfg.data)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def config_of(cfg: Any, data: Any) -> GPTConfig:
+    from model.config import GPTConfig
+    from model.training.checks import called
+
+    return called("model", GPTConfig, vocab_size=data.vocab_size, seq_len=cfg.seq_len, **cfg.model)
+
+
+def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any, str]:
+    """Data, the model with its training step, and the name of the attention that runs. As train.py builds
+    them, for training alone: an attention that cannot decode is no obstacle here."""
+    import torch
+    from hydra.utils import instantiate
+
+    from conf.compose import build_attention
+    from model.calls import attention_call, require
+    from model.gpt import GPT
+    from model.training import runtime
+    from model.training.lit_gpt import LitGPT
+
+    data = data_of(cfg)
+    data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, 1)
+    config = config_of(cfg, data)
+    attention = build_attention(cfg)
+    facts = {"device": device, "dtype": dtype, "segments": data.document_mask}
+    call = attention_call(config, "training", batch=data.batch_size, tokens=cfg.seq_len, **facts)
+    require(attention, [call])
+    torch.manual_seed(cfg.seed)
+    lit = LitGPT(
+        GPT(config, attention, checkpointing=cfg.checkpointing),
+        instantiate(cfg.optim),
+        instantiate(cfg.schedule),
+        seed=cfg.seed,
+        accumulate=data.accumulate,
+        grad_clip=cfg.grad_clip,
+        compile=device.type == "cuda" if cfg.compile == "auto" else cfg.compile,
+    )
+    return data, lit, attention.resolve(call).name
+
+
+def main() -> None:
+    options = arguments()
+    wait = follow_input() if options.until_eof or options.wait else None
+    from scripts.measure.instruments.side_by_side import failure
+
+    try:
+        result = measure(options, wait if options.wait else lambda: None)
+    except Exception as error:  # whatever it is, it is the point's result
+        result = failure(error)
+    print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

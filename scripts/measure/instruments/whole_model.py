@@ -1,0 +1,159 @@
+"""Whole models for the studies of generation: one step as a call to time, and whether its kernels are those
+that were asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, Capabilities
+from model.generation.decode import Decoder, Rows, Sampling, encode
+from model.generation.generate import advance
+from model.gpt import GPT
+from scripts.measure.instruments.contestants import captured
+from scripts.measure.instruments.kernels import EXPECTED, PLAIN, PLAIN_CPU, as_field, family, profile
+from scripts.measure.instruments.side_by_side import failure
+from scripts.measure.instruments.timing import Contestant, synchronise
+
+GREEDY = Sampling(temperature=0.0)
+SPARE = 64  # tokens of room behind a text, for steps that are repeated before it is put back
+EAGER_STEPS = 5  # issued one after the other, as generation does
+
+
+class StandardAttention(Attention):
+    """softmax(Q K^T / sqrt(D)) V in eager PyTorch, in the precision of its inputs, as tutorials generate with
+    it; over a cache, all of its capacity. What lies beyond `kv_lengths` has to be finite."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset({"noncausal", "rectangular", "kv_lengths"}), backward=False
+    )
+
+    def __init__(self, name: str = "standard"):
+        super().__init__(name)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        kv_lengths: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        tq, tk = q.shape[2], k.shape[2]
+        i, j = torch.arange(tq, device=q.device).view(-1, 1), torch.arange(tk, device=q.device)
+        keys = tk if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
+        scores = (q @ k.mT) * scale  # (B, H, Tq, Tk)
+        if causal or kv_lengths is not None:
+            hidden = j > i + keys - tq if causal else j >= keys
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return torch.softmax(scores, dim=-1) @ v, None
+
+
+def implementations(names: Iterable[str]) -> dict[str, Attention]:
+    """By name: those of conf/attention, and `standard`."""
+    from scripts.bench_attention import build
+
+    made = build([name for name in names if name != "standard"])
+    return {name: made[name] if name in made else StandardAttention() for name in names}
+
+
+class Progress:
+    """Lines with the time since the start, how much is done and about how much is left."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.began = total, 0, time.perf_counter()
+
+    def say(self, text: str, done: int = 1) -> None:
+        self.done += done
+        took = time.perf_counter() - self.began
+        left = took / self.done * (self.total - self.done) if self.done else 0.0
+        print(f"[{self.done}/{self.total}, {took:.0f} s, about {left:.0f} s left] {text}", flush=True)
+
+
+def stop_if_lost(said: str) -> None:
+    """Ends the program where a failed kernel has left it without its device: what would come after is errors
+    too, about nothing."""
+    try:
+        synchronise()
+    except RuntimeError as error:
+        why = failure(error)["reason"]
+        raise SystemExit(f"{said}: the device is lost ({why}). The same command goes on.") from None
+
+
+def right_kernels(asked: str, names: Iterable[str]) -> bool:
+    """Whether the attention kernels among a whole model's are those of the implementation `asked`: fused ones
+    of its own, or, where matrix products are its way, none of anybody's."""
+    known = [key for key in EXPECTED if asked.startswith(key)]
+    expected = EXPECTED[max(known, key=len)] if known else (PLAIN, PLAIN_CPU)
+    fused = {family(name) for name in names} - {None, PLAIN, PLAIN_CPU}
+    return fused <= set(expected) and (bool(fused) or PLAIN in expected or PLAIN_CPU in expected)
+
+
+def kernels_of(asked: str, call: Callable[[], Any], device: str) -> dict[str, Any]:
+    """What a row says of the kernels of a call that has run before."""
+    found = profile(call, device, warm_up=0)
+    return {"kernels": as_field(found), "kernels_ok": right_kernels(asked, [kernel.name for kernel in found])}
+
+
+class Uncached:
+    """The step that chooses a token after `tokens` by computing all of them anew: also a prefill of them."""
+
+    def __init__(self, net: GPT, tokens: list[int]):
+        self.net, self.length = net, len(tokens)
+        self.rows = Rows([tokens], SPARE, net, GREEDY, 0)
+        self.last = self.rows.prompt_lengths - 1
+
+    def _step(self) -> None:
+        self.rows.append(self.logits())
+
+    def logits(self) -> Tensor:
+        """(1, 1, V padded) after the tokens."""
+        return self.net.forward(self.rows.prompts, last=self.last)
+
+    def contestant(self) -> Contestant:
+        """The work of the device: on a GPU one CUDA graph."""
+        run = captured(self._step) if self.last.is_cuda else (lambda _: self._step())
+        return Contestant("without the cache", run, prepare=self.rows.reset)
+
+    def eager(self) -> Contestant:
+        """The same as model/generation runs it, the host's part included, with the attention that the model
+        has now."""
+
+        def steps(_: Any) -> None:
+            for _ in range(EAGER_STEPS):
+                advance(self.net, self.rows, None, [1], self.length - 1)
+
+        return Contestant("as generated", steps, prepare=self.rows.reset, calls=EAGER_STEPS)
+
+
+class Cached:
+    """The step that chooses a token after `tokens`, all but the last of them in a cache of `capacity`."""
+
+    def __init__(self, net: GPT, attention: Attention, tokens: list[int], capacity: int):
+        self.net = net
+        self.rows = Rows([tokens], SPARE, net, GREEDY, 0)
+        self.decoder = Decoder(net, self.rows, capacity, attention, compile=False)
+        self.held = self.rows.prompt_lengths - 1
+        if len(tokens) > 1:
+            encode(net, self.rows, [0], [0], [len(tokens) - 1], self.decoder.cache)
+
+    def prepare(self) -> None:
+        """Back to where the last token is about to be fed."""
+        self.rows.reset()
+        self.rows.token.copy_(self.rows.prompts[:, -1:])
+        self.decoder.cache.set_lengths(self.held)
+
+    def logits(self) -> Tensor:
+        """(1, 1, V padded) after the tokens."""
+        self.prepare()
+        return self.net.forward(self.rows.token, cache=self.decoder.cache)
+
+    def contestant(self) -> Contestant:
+        return Contestant("with the cache", lambda _: self.decoder.step(), prepare=self.prepare)

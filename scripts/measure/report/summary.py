@@ -1,0 +1,136 @@
+"""Speeds of all implementations, one table and one picture for the README; results/attention has the rest."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from scripts.measure.report import attention_report as report
+from scripts.measure.report.figures import svg
+
+HEAD_DIMS, LENGTHS, CACHES = (64, 128, 256), (1024, 4096, 16384), (4096, 32768)
+IN_TABLE = (64, 128)  # head dims, or the table outgrows a page
+
+Row = dict[str, Any]
+
+
+def shown(rows: list[Row]) -> dict[tuple[Any, ...], report.Panel]:
+    """The panels of the README: causal, bf16, without features, D by D forward and backward; then decode for
+    two batches, with the lengths of a cache where they were measured. Of several, the one with most rows."""
+    best: dict[tuple[Any, ...], tuple[int, tuple[Any, ...], report.Panel]] = {}
+    kept = [row for row in rows if row["point"]["dtype"] == "bfloat16"]
+    for key, panel in report.panels(kept).items():
+        passed, _, head_dim, _, _, features, size, full = key
+        decode = passed == "decode"
+        usual = features in ("", "kv_lengths") if decode else not features and not full
+        if passed == "both" or not usual or (head_dim not in HEAD_DIMS and not decode):
+            continue
+        place = (1, size) if decode else (0, head_dim, passed != "forward")
+        weight = (features == "kv_lengths", sum(map(len, panel.values())))
+        if place not in best or weight > best[place][0]:
+            best[place] = (weight, key, panel)
+    squares = sorted(place for place in best if place[0] == 0)
+    decodes = sorted((place for place in best if place[0] == 1), key=lambda place: int(place[1].split()[-1]))
+    return {best[place][1]: best[place][2] for place in (*squares, *decodes[:2])}
+
+
+def picture(rows: list[Row]) -> str:
+    """An SVG: a line per D, forward and backward beside each other, and decode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
+    from matplotlib import pyplot as plt
+
+    found = shown(rows)
+    names = sorted({name for panel in found.values() for name in panel}, key=report.ours_first)
+    lines = -(-len(found) // 2)
+    figure, grid = plt.subplots(
+        lines, 2, figsize=(10.8, 3.3 * lines + 0.4), layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(found) :]:
+        axes.remove()
+    for axes, (key, panel) in zip(grid.flat, found.items(), strict=False):
+        report._panel(axes, key, panel, names)
+        axes.set_title(report.title(key), fontsize=9)
+    gpus = ", ".join(dict.fromkeys(row["machine"]["gpu"] for row in rows))
+    date = max(row["machine"]["date"] for row in rows)
+    figure.suptitle(f"Speed of attention, each implementation: {gpus}, {date}")
+    return svg(figure, rows)
+
+
+def machine(rows: list[Row]) -> str:
+    """The GPUs, and all versions that took part."""
+    said: dict[str, None] = {}
+    for of in (row["machine"] for row in rows):
+        versions = {"torch": of["torch"], "triton": of["triton"], **of.get("peers", {})}
+        said |= dict.fromkeys([of["gpu"], *(f"{name} {number}" for name, number in versions.items())])
+    return ", ".join(said)
+
+
+def block(rows: list[Row], gpu: str) -> str:
+    """The README's: picture, table, and what the table's signs stand for."""
+    found, decode = shown(rows), []
+    squares: dict[int, dict[str, report.Panel]] = {}
+    for key, panel in found.items():
+        if key[0] == "decode":
+            decode.append((key, panel))
+        elif key[2] in IN_TABLE:
+            squares.setdefault(key[2], {})[key[0]] = panel
+    columns = [
+        (f"D {dim}, T {length // 1024}k", {name: _both(of, name, length) for name in _names(found)})
+        for dim, of in squares.items()
+        for length in LENGTHS
+        if any(length in line for panel in of.values() for line in panel.values())
+    ]
+    for key, panel in decode[-1:]:
+        for cache in CACHES:
+            if any(cache in line for line in panel.values()):
+                cells = {name: _one(panel, name, cache) for name in _names(found)}
+                columns.append((f"decode, {key[6]}, {cache // 1024}k", cells))
+    lines = ["| | " + " | ".join(head for head, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in _names(found):
+        cells = [of[name] for _, of in columns]
+        if any(cell not in ("", "-") for cell in cells):
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    passes = dict.fromkeys(row["point"]["pass"] for row in rows)
+    more = ", ".join(f"[{passed}](results/attention/{gpu}_{passed}.svg)" for passed in passes)
+    caption = textwrap.fill(
+        f"{machine(rows)}. bf16, causal; TFLOP/s forward / backward, for decode microseconds of one query a "
+        "row over a cache. The fastest of each is bold; `!` marks what may not be trusted (wrong beyond "
+        f"rounding, or another kernel than asked for), `-` what is refused. All panels: {more}. Every row, "
+        f"with kernels, errors and command: `results/attention/{gpu}.jsonl`.",
+        width=118,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    picture = f"![attention, TFLOP/s over T](results/attention/{gpu}.svg)"
+    return "\n".join([picture, "", *lines, "", caption])
+
+
+def _names(found: dict[tuple[Any, ...], report.Panel]) -> list[str]:
+    return sorted({name for panel in found.values() for name in panel}, key=report.ours_first)
+
+
+def _both(of: dict[str, report.Panel], name: str, length: int) -> str:
+    cells = [_cell(of.get(passed, {}), name, length, "tflops") for passed in ("forward", "backward")]
+    return cells[0] if len(set(cells)) == 1 and cells[0] in ("", "-", "oom") else " / ".join(cells)
+
+
+def _one(panel: report.Panel, name: str, cache: int) -> str:
+    return _cell(panel, name, cache, "ms_median")
+
+
+def _cell(panel: report.Panel, name: str, length: int, field: str) -> str:
+    row = panel.get(name, {}).get(length)
+    if row is None:
+        return ""
+    result = row["result"]
+    if result["status"] != "ok":
+        return {"unsupported": "-"}.get(result["status"], result["status"])
+    timed = [line[length]["result"] for line in panel.values() if length in line]
+    trusted = [other for other in timed if report.trusted(other)]
+    fastest = min(trusted, key=lambda other: other["ms_median"], default=None)
+    value = f"{1e3 * result[field]:.1f}" if field == "ms_median" else f"{result[field]:#.3g}".rstrip(".")
+    value += "" if report.trusted(result) else " !"
+    return f"**{value}**" if result is fastest else value

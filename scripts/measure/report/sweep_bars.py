@@ -1,0 +1,121 @@
+"""Table and picture of training points at one context: bars, against a baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.plot import COLOURS
+
+Row = dict[str, Any]
+
+# The first of these that a study has is what the others are held against: (implementation, compiled).
+BASELINES = (("transformers eager", False), ("nanoGPT", True), ("nanoGPT", False), ("standard", False))
+BASELINES += (("naive", False), ("standard", True), ("naive", True))
+COLOUR = {"peer": "#999999", "standard": COLOURS[4], "ours": COLOURS[0], "library": COLOURS[5]}
+KINDS = {"peer": "others' training loop", "standard": "attention written out", "library": "library's kernel"}
+KINDS |= {"ours": "our kernel"}
+
+
+def kind(name: str) -> str:
+    if name.startswith(("transformers", "nanoGPT")):
+        return "peer"
+    if name in ("standard", "naive", "sdpa_math", "tiled"):
+        return "standard"
+    return "library" if name.startswith(("sdpa", "flash", "flex")) else "ours"
+
+
+def label(row: Row) -> str:
+    point = row["point"]
+    return point["implementation"] + ", compiled" * bool(point.get("compile"))
+
+
+def best(rows: list[Row]) -> list[Row]:
+    """A row for each implementation, compiled and not: of the largest micro-batch that fits, or the one that
+    was asked for; the slowest first."""
+    newest = {(label(row), row["point"]["micro_batch"]): row for row in rows}
+    found: dict[str, Row] = {}
+    for (name, _), row in sorted(newest.items(), key=lambda item: -item[0][1]):
+        if name not in found or (found[name]["result"]["status"] != "ok" and row["result"]["status"] == "ok"):
+            found[name] = row
+    return sorted(found.values(), key=lambda row: row["result"].get("tokens_per_s", 0.0))
+
+
+def baseline(rows: list[Row]) -> Row | None:
+    """The row that the others are held against."""
+    of = {(row["point"]["implementation"], bool(row["point"].get("compile"))): row for row in best(rows)}
+    return next((of[key] for key in BASELINES if key in of and of[key]["result"]["status"] == "ok"), None)
+
+
+def ratio(row: Row, base: Row | None) -> float | None:
+    """Times the baseline's speed."""
+    if base is None or row["result"]["status"] != "ok":
+        return None
+    return row["result"]["tokens_per_s"] / base["result"]["tokens_per_s"]
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
+    """Lines of cells, the head first."""
+    from scripts.measure.report.sweep_report import trusted
+
+    base = baseline(rows)
+    head = [
+        "",
+        "tokens/s",
+        f"x {label(base)}" if base else "x",
+        "ms a step",
+        "MFU",
+        "peak MiB",
+        "micro-batch",
+    ]
+    lines = [head]
+    for row in best(rows):
+        result, times = row["result"], ratio(row, base)
+        if result["status"] != "ok":
+            lines.append([label(row), result["status"], "", "", "", "", str(row["point"]["micro_batch"])])
+            continue
+        mfu = f"{100 * result['mfu']:.0f}%" if result.get("mfu") else ""
+        speed = f"{result['tokens_per_s']:,.0f}" + ("" if trusted(result) else " !")
+        line = [label(row), speed, f"{times:.2f}x" if times else "", f"{result['ms_median']:,.1f}", mfu]
+        lines.append([*line, f"{result['peak_mib']:,.0f}", str(row["point"]["micro_batch"])])
+    return lines
+
+
+def bars(axes: Any, rows: list[Row], title: str) -> None:
+    """Horizontal bars of tokens/s, slowest at the top, each with its figures beside it."""
+    from scripts.measure.report.sweep_report import trusted
+
+    base, shown = baseline(rows), best(rows)
+    most = max((row["result"].get("tokens_per_s", 0.0) for row in shown), default=0.0) or 1.0
+    for place, row in enumerate(shown):
+        result, times = row["result"], ratio(row, base)
+        if result["status"] != "ok":
+            axes.text(0.01 * most, place, result["status"], va="center", fontsize=8, color="0.35")
+            continue
+        speed = result["tokens_per_s"]
+        colour = COLOUR[kind(row["point"]["implementation"])]
+        hatch = "" if row["point"].get("compile") else "///"
+        axes.barh(place, speed, 0.72, color=colour, hatch=hatch, edgecolor="white", lw=0)
+        words = f"{speed:,.0f}" + (f"  {times:.2f}x" if times else "") + ("" if trusted(result) else " !")
+        words += f"  {result['peak_mib'] / 1024:,.1f} GiB"
+        axes.text(speed + 0.01 * most, place, words, va="center", fontsize=8)
+    axes.set_yticks(range(len(shown)), [label(row) for row in shown], fontsize=8)
+    axes.set_xlim(0, 1.42 * most)
+    axes.set_ylim(len(shown) - 0.4, -0.6)  # from the top down
+    axes.set_title(title, fontsize=9)
+    of = f", times {label(base)}'s" if base else ""
+    axes.set_xlabel(f"tokens/s{of}, peak memory", fontsize=9)
+    axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(alpha=0.25, axis="x")
+
+
+def legend(figure: Any, rows: list[Row]) -> None:
+    """What the colours and hatches mean, below the panels."""
+    from matplotlib.patches import Patch
+
+    kinds = {kind(row["point"]["implementation"]) for row in rows}
+    found = [Patch(color=COLOUR[name], label=KINDS[name]) for name in KINDS if name in kinds]
+    found += [Patch(facecolor="0.8", edgecolor="white", hatch="///", label="not compiled")]
+    figure.legend(handles=found, loc="outside lower center", ncols=len(found), fontsize=8, frameon=False)

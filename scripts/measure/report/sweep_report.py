@@ -1,0 +1,262 @@
+"""Tables and picture of a study of training points: tokens/s and peak memory against the context; of a study
+at one context, bars (report/sweep_bars.py)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.measure.report import sweep_bars
+from scripts.measure.report.attention_report import ours_first
+from scripts.measure.report.figures import STYLES, digest, name_ends, thousands
+from scripts.plot import COLOURS
+
+Row = dict[str, Any]
+Line = dict[int, list[Row]]  # tokens of context -> rows, the micro-batch that was asked for first
+
+
+def points(rows: list[Row]) -> list[Row]:
+    """Those that scripts/sweep.py has measured."""
+    return [row for row in rows if row["point"].get("pass") == "train" and "config" in row["point"]]
+
+
+def lines(rows: list[Row]) -> dict[str, Line]:
+    """Implementation -> its rows by T; of one point measured under two configs, the later. Compiled and not
+    are two, where there are both."""
+    ways = {(row["point"]["implementation"], bool(row["point"].get("compile"))) for row in rows}
+    newest = {}
+    for row in rows:
+        point = row["point"]
+        name = point["implementation"]
+        name += ", compiled" * bool(point.get("compile") and (name, False) in ways)
+        newest[name, point["seq_len"], point["micro_batch"]] = row
+    found: dict[str, Line] = {}
+    for (name, tokens, _), row in sorted(newest.items(), key=lambda item: (ours_first(item[0][0]), item[0])):
+        found.setdefault(name, {}).setdefault(tokens, []).insert(0, row)
+    return found
+
+
+def at_one_length(rows: list[Row]) -> bool:
+    return len({row["point"]["seq_len"] for row in rows}) == 1
+
+
+def panels(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows that belong in one table, under what they have in common."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        point = row["point"]
+        words = [point["model"], f"{point['tokens_per_step']:,} tokens a step", point["dtype"]]
+        words += ["not causal"] * (not point.get("causal", True))
+        words += [point["features"]] * bool(point["features"]) + ["checkpointing"] * point["checkpointing"]
+        words += [f"T = {point['seq_len']:,}"] * at_one_length(rows)
+        found.setdefault(", ".join(words), []).append(row)
+    return found
+
+
+def works(rows: list[Row]) -> Row | None:
+    """The row with a time: of the largest micro-batch that fits."""
+    return next((row for row in rows if row["result"]["status"] == "ok"), None)
+
+
+def beside(row: Row, rows: list[Row], name: str = "nanoGPT") -> Row | None:
+    """The peer's row with a time at the row's T: of the same commit where there is one, as sweeps of other
+    days may have had different machines (two H200s differed by 2%), else the newest."""
+    of_peer = [
+        each
+        for each in rows
+        if each["point"]["implementation"] == name and each["point"]["seq_len"] == row["point"]["seq_len"]
+    ]
+    timed = [each for each in of_peer if each["result"]["status"] == "ok"]
+    same = [each for each in timed if each["machine"].get("commit") == row["machine"].get("commit")]
+    return (same or timed or [None])[-1]
+
+
+def trusted(result: dict[str, Any]) -> bool:
+    """Unless the evidence is against it; nanoGPT was asked for no kernel, so that there is none to miss."""
+    return result.get("kernels_ok", True) and result.get("learns", True)
+
+
+def cell(rows: list[Row] | None, show: Callable[[Row], str]) -> str:
+    if not rows:
+        return ""
+    row = works(rows)
+    if row is None:
+        result = rows[-1]["result"]
+        late = "timeout_s" in result
+        return "timeout" if late else {"unsupported": "-"}.get(result["status"], result["status"])
+    text = show(row) + ("" if trusted(row["result"]) else " !")
+    return text if row is rows[0] else f"{text} ({row['point']['micro_batch']})"
+
+
+def grids(rows: list[Row]) -> list[tuple[str, list[list[str]]]]:
+    """(title, lines of cells, the head first) of each table."""
+    found = []
+    for common, mine in panels(rows).items():
+        if at_one_length(rows):
+            found.append((common, sweep_bars.cells(mine)))
+            continue
+        by_name = lines(mine)
+        lengths = sorted({tokens for line in by_name.values() for tokens in line})
+
+        def speed(row: Row, mine: list[Row] = mine) -> str:
+            result = row["result"]
+            text = f"{result['tokens_per_s']:,.0f}"
+            text += f", {100 * result['mfu']:.0f}%" if result.get("mfu") else ""
+            peer = beside(row, mine)
+            if peer is None or row["point"]["implementation"] == "nanoGPT":
+                return text
+            return f"{text}, {result['tokens_per_s'] / peer['result']['tokens_per_s']:.2f}x"
+
+        units = "tokens/s, MFU" if any(row["result"].get("mfu") for row in mine) else "tokens/s"
+        units += ", x: of nanoGPT's" if "nanoGPT" in by_name else ""
+        shown = {units: speed, "peak MiB": lambda row: f"{row['result']['peak_mib']:,.0f}"}
+        for unit, show in shown.items():
+            head = ["T", *(f"{tokens:,}" for tokens in lengths)]
+            body = [
+                [name, *(cell(line.get(tokens), show) for tokens in lengths)]
+                for name, line in by_name.items()
+            ]
+            found.append((f"{common}: {unit}", [head, *body]))
+    return found
+
+
+def tables(rows: list[Row]) -> None:
+    """Print them, and below them why something has no figure."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a log has room
+    for title, (head, *body) in grids(rows):
+        console.print(f"\n{title}", highlight=False)
+        table = Table(head[0])
+        for name in head[1:]:
+            table.add_column(name, justify="right")
+        for line in body:
+            table.add_row(*line)
+        console.print(table)
+    if any(row["result"]["status"] == "oom" for row in rows) and not at_one_length(rows):
+        console.print("(n): in micro-batches of n, as the one asked for is out of memory", highlight=False)
+    for words in doubts(rows):
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+def doubts(rows: list[Row]) -> list[str]:
+    """Why something has no figure, or one with a mark, and at which T."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        name, result = row["point"]["implementation"], row["result"]
+        if result["status"] in ("unsupported", "error"):
+            why = f": {result['status']}: {result['reason']}"
+        elif result["status"] == "ok" and not result.get("kernels_ok", True):
+            why = f" ! {result.get('verdict', 'its kernels were not seen')}"
+        elif result["status"] == "ok" and not result.get("learns", True):
+            why = f" ! the loss went from {result['loss']['first']} to {result['loss']['last']}"
+        else:
+            continue
+        found.setdefault((name, why), []).append(row["point"]["seq_len"])
+    return [
+        f"{name} at T = {'; '.join(f'{tokens:,}' for tokens in sorted(set(lengths)))}{why}"
+        for (name, why), lengths in found.items()
+    ]
+
+
+def draw(rows: list[Row], out: Path) -> Path:
+    out.write_text(picture(rows), encoding="utf-8")
+    return out
+
+
+def heading(rows: list[Row]) -> str:
+    """What the picture shows, in plain words."""
+    peers = {row["point"]["implementation"] for row in rows}
+    others = [name for name in ("nanoGPT", "transformers") if any(peer.startswith(name) for peer in peers)]
+    beside = f", beside {' and '.join(others)}" if others else ""
+    if at_one_length(rows):
+        return (
+            f"How fast the same model trains with each attention, T = {rows[0]['point']['seq_len']:,}{beside}"
+        )
+    return f"What a longer context costs in training, by attention{beside}"
+
+
+def picture(rows: list[Row], kind: str = "svg") -> Any:
+    """An SVG as text (png: bytes): a line of two panels for each model and precision; at one length, a panel
+    of bars for each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
+    from matplotlib import pyplot as plt
+
+    found, one = panels(rows), at_one_length(rows)
+    columns, height = 1 if one else 2, 4.3
+    if one:
+        height = 1.1 + 0.27 * max(len(sweep_bars.best(mine)) for mine in found.values())
+    size = (12.6 if not one else 9.5, height * len(found) + 0.6)
+    figure, grid = plt.subplots(len(found), columns, figsize=size, layout="constrained", squeeze=False)
+    for (common, mine), axes in zip(found.items(), grid, strict=True):
+        if one:
+            sweep_bars.bars(axes[0], mine, common)
+            continue
+        by_name = lines(mine)
+        scale, unit = (1024, "GiB") if mine[0]["machine"]["gpu"] else (1, "MiB")
+        _panel(axes[0], by_name, lambda result: result["tokens_per_s"], f"{common}\ntokens/s")
+        of = next((row["result"]["peak_of"] for row in mine if "peak_of" in row["result"]), "")
+        peak = f"peak memory, {unit} ({of})"
+        _panel(axes[1], by_name, lambda result, scale=scale: result["peak_mib"] / scale, peak)
+    gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in rows)
+    date = max(row["machine"]["date"] for row in rows)
+    figure.suptitle(f"{heading(rows)}: {', '.join(gpus)}, {date}")
+    if one:
+        sweep_bars.legend(figure, rows)
+    elif any(row["result"]["status"] == "oom" for row in rows):
+        figure.supxlabel(
+            "x: out of memory at the next T.   Hollow: the largest micro-batch that fits", fontsize=8
+        )
+    text = io.StringIO() if kind == "svg" else io.BytesIO()
+    about = {"Date": None, "Description": f"rows {digest(rows)}"} if kind == "svg" else None
+    figure.savefig(text, format=kind, metadata=about, dpi=150)
+    plt.close(figure)
+    return text.getvalue()
+
+
+def _panel(axes: Any, by_name: dict[str, Line], value: Callable[[dict[str, Any]], float], title: str) -> None:
+    labels = []
+    for place, (name, line) in enumerate(by_name.items()):
+        colour, style = COLOURS[place % len(COLOURS)], STYLES[place // len(COLOURS) % len(STYLES)]
+        fits = {t: value(rows[0]["result"]) for t, rows in line.items() if works(rows) is rows[0]}
+        less = {
+            t: value(works(rows)["result"]) for t, rows in line.items() if works(rows) not in (None, rows[0])
+        }
+        gone = [t for t, rows in line.items() if rows[0]["result"]["status"] == "oom"]
+        if not fits and not less:
+            continue
+        axes.plot(list(fits), list(fits.values()), style, color=colour, lw=1.6, marker="o", ms=4)
+        joined = dict([*list(fits.items())[-1:], *less.items()]) if less else {}
+        axes.plot(list(joined), list(joined.values()), ":", color=colour, lw=1.1)
+        axes.plot(list(less), list(less.values()), "o", color=colour, ms=4, mfc="white")
+        shown = fits | less
+        never = [t for t in gone if t not in less]
+        for end in [fits] * bool(gone and fits) + [shown] * bool(never and less):
+            axes.plot(*list(end.items())[-1], "x", color=colour, ms=9, mew=2)
+        late = [t for t, rows in line.items() if cell(rows, lambda _: "") == "timeout"]
+        ends = {"out of memory": gone, "too slow": late}
+        words = ", ".join(f"{why} at {thousands(min(at))}" for why, at in ends.items() if at)
+        labels.append((*list(shown.items())[-1], name + (f" ({words})" if words else ""), colour))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({tokens for line in by_name.values() for tokens in line})
+    axes.set_xticks(lengths, [thousands(tokens) for tokens in lengths])
+    low, high = axes.get_ylim()
+    digits = "23457" if high < 10 * low else "25"  # of the ticks between powers of ten that have a number
+    axes.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
+    axes.yaxis.set_minor_formatter(lambda number, _: f"{number:,g}" if f"{number:e}"[0] in digits else "")
+    axes.tick_params(axis="y", which="both", labelsize=8)
+    axes.xaxis.minorticks_off()
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("T, tokens of context", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, which="both")
+    name_ends(axes, labels)

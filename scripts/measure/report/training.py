@@ -1,0 +1,73 @@
+"""What the studies of training points share: their command, which is scripts/sweep.py's for an experiment,
+and their report, whose tables and picture are those of report/sweep_report.py.
+
+A row is that of scripts/sweep.py: `point` has implementation, compile, model, seq_len, micro_batch,
+tokens_per_step; `result` has ms_median, tokens_per_s, mfu, peak_mib, memory_split, loss, kernels, kernels_ok,
+and `beside`, with how many others the first step shared the GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from scripts.measure.studies import Report, Row, Table
+
+
+def run(experiment: str, doc: str, small: Sequence[str], report: Callable[[list[Row]], Report]) -> None:
+    """Sweep the experiment, and say what its rows mean. `small`: overrides with which a CPU can; `doc`: the
+    help."""
+    words = sys.argv[1:]
+    if any(word in ("-h", "--help") for word in words):
+        print(f"usage: python scripts/study.py {experiment} [OPTION] [KEY=VALUE ...]\n\n{doc.strip()}\n")
+        print("Options and overrides are those of scripts/sweep.py: see its --help.")
+        return
+    import torch
+
+    from scripts import sweep
+
+    if torch.cuda.is_available():
+        print(doc.strip(), flush=True)
+    else:
+        print(f"No GPU: a small version of {experiment}, {' '.join(small)}.", flush=True)
+        words = [*small, *words]
+    sys.argv = ["scripts/sweep.py", f"experiment={experiment}", *words]
+    if rows := sweep.main():
+        print(*(f"- {note}" for note in report(rows).notes), sep="\n")
+
+
+def report(rows: list[Row], question: str, command: str, notes: list[str], found: str) -> Report:
+    from scripts.measure.report import sweep_report
+    from scripts.measure.report.figures import digest, drawing
+
+    rows = sweep_report.points(rows)
+    tables = [Table(title, cells) for title, cells in sweep_report.grids(rows)]
+    picture = sweep_report.picture(rows) if drawing() else f"rows {digest(rows)}"
+    return Report(question, command, tables, {"": picture}, [*notes, *sweep_report.doubts(rows)], found)
+
+
+def panels(rows: list[Row]) -> dict[str, dict[tuple[str, bool], Row]]:
+    """Title -> (implementation, compiled) -> the row with a time, for studies at one length."""
+    from scripts.measure.report import sweep_bars, sweep_report
+
+    found = {}
+    for title, mine in sweep_report.panels(sweep_report.points(rows)).items():
+        timed = [row for row in sweep_bars.best(mine) if row["result"]["status"] == "ok"]
+        found[title] = {
+            (row["point"]["implementation"], bool(row["point"].get("compile"))): row
+            for row in timed
+            if sweep_report.trusted(row["result"])
+        }
+    return found
+
+
+def fastest(found: dict[tuple[str, bool], Row], kinds: Sequence[str] = ("ours", "library")) -> Row | None:
+    """Of fused attention, by report/sweep_bars.py's kinds."""
+    from scripts.measure.report.sweep_bars import kind
+
+    fused = [row for (name, _), row in found.items() if kind(name) in kinds]
+    return max(fused, key=speed, default=None)
+
+
+def speed(row: Row) -> float:
+    return row["result"]["tokens_per_s"]

@@ -1,0 +1,70 @@
+"""The studies: each a module with a command, whose rows go to results/<its name>/<gpu>.jsonl.
+
+    python scripts/study.py numerics
+
+Its `main` measures, says beforehand what it will take, appends each row as it is measured and
+goes on where it was stopped (`todo`). It has `report(rows) -> Report`, which measures nothing:
+scripts/report.py calls it for the pictures and for results/README.md. What studies measure with is in
+instruments/, what their rows say in report/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.measure.rows import ROOT
+
+RESULTS = ROOT / "results"
+
+Row = dict[str, Any]
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """`lines` of cells, the first of them the head; `title` says what the figures are, with units."""
+
+    title: str
+    lines: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a study's rows say.
+
+    question: that it answers, a sentence
+    command:  that measures it again
+    tables:   the figures
+    pictures: name -> SVG as text; "" is results/<study>/<gpu>.svg, any other <gpu>_<name>.svg
+    notes:    a sentence each: what was found, computed from the rows, and what limits it
+    found:    the one with the figures that matter most, for the index of results/README.md; "": the first
+              sentence of the first note will do
+    """
+
+    question: str
+    command: str
+    tables: list[Table]
+    pictures: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    found: str = ""
+
+
+def rows_path(study: str) -> Path:
+    """Where this machine's rows of a study go: results/<study>/<gpu>.jsonl, cpu.jsonl without a GPU."""
+    import torch
+
+    from scripts.measure.rows import gpu_slug
+
+    gpu = gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
+    return RESULTS / study / f"{gpu}.jsonl"
+
+
+def todo(points: Iterable[Point], out: Path, fresh: bool = False) -> list[Point]:
+    """Those of the points that `out` has no row for; errors are tried again, and everything is when fresh."""
+    from scripts.measure.rows import key_of, read
+
+    done = {key for key, row in read(out).items() if row["result"]["status"] != "error"}
+    return [point for point in points if fresh or key_of(point) not in done]

@@ -1,0 +1,146 @@
+"""How fast is attention by itself, from N = 32 to 64k? Claims 3, 8, 9, 12, 15, 16 and 24.
+
+    python scripts/study.py attention_speed                        one H200, about 340 s
+    python scripts/study.py attention_speed --part claims short    less of it
+    python scripts/study.py attention_speed --attention standard cuda_fa2 triton sdpa_flash
+
+Every implementation of conf/attention and standard attention (instruments/standard.py), all of a shape
+side by side on the same tensors (instruments/side_by_side.py), their kernels and errors looked at. Parts:
+
+claims   the shapes of claims 8 and 9 (D = 128 and 256), 12 (tiles in PyTorch) and 24 (scores of 8192 x 8192)
+curve    D = 64, 32 heads, bf16, N = 512 to 64k, 16,384 tokens; without a mask too at 1k, 2k, 4k and 16k
+short    N = 32 to 512, one sequence (forward, and both passes) and 16,384 tokens (forward): device time, and
+         time in a stream of calls
+windows  a causal window of 256, 1k and 4k keys in N = 16k
+
+Kernels are compiled beforehand, in processes side by side with nothing that is timed. flex compiles for each
+shape and takes part in some. What takes over --slow-ms at one N is not tried at longer ones. Without a GPU:
+N = 32 to 512 in fp32 (results/attention_speed/cpu.jsonl).
+
+Rows: results/attention_speed/<gpu>.jsonl, as those of results/attention (ms_median of the device, tflops,
+error_ratio, kernels, peak_mib), and: `not_tried`; `stream_us`, a call's wall time in a stream of calls (N <=
+512, forward and both); `tile`, `tiles_computed`, `tiles_all` (forward, one head, where the tile is known);
+`copy_gb_per_s`, of the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.measure.instruments.compile_ahead import COMPILED, Task, compile_ahead
+from scripts.measure.instruments.speed_points import ON_CPU, PARTS, STUDY, Asked, asked
+from scripts.measure.instruments.standard import known
+from scripts.measure.rows import key_of, positive, read, rows_file
+from scripts.measure.studies import Report, Row, rows_path
+
+if TYPE_CHECKING:
+    from scripts.measure.instruments.bench_points import Shape
+
+COMMAND = f"python scripts/study.py {STUDY}"
+QUESTION = "How fast is each attention by itself, from N = 32 to 64k, and where does standard attention win?"
+CHUNKS = 10  # processes for what compiles at every shape
+
+
+def report(rows: list[Row]) -> Report:
+    from scripts.measure.report.attention_speed_plots import finding, notes, pictures
+    from scripts.measure.report.attention_speed_report import tables
+
+    rows = [row for row in rows if row["point"]["study"] == STUDY]
+    drawn = pictures(rows) if rows else {}
+    return Report(QUESTION, COMMAND, tables(rows), drawn, notes(rows), finding(rows))
+
+
+def missing(point: Asked, rows: dict[str, Any]) -> dict[str, list[str]]:
+    """Passes without a row for each contestant, with those to measure (bench_attention.missing)."""
+    from scripts.bench_attention import missing
+
+    found = {passed: missing(point.shape, passed, names, rows) for passed, names in point.passes.items()}
+    return {passed: names for passed, names in found.items() if names}
+
+
+def to_compile(points: list[Asked]) -> list[Task]:
+    """Implementations with the calls that make each of their kernels once: all shapes for flex, one of each
+    kind for the others, as short as can be."""
+    calls: dict[str, dict[Any, tuple[Shape, str]]] = {}
+    for point in sorted(points, key=lambda point: point.shape.tokens):
+        s = point.shape
+        for passed, names in point.passes.items():
+            for name in (name for name in names if name.startswith(COMPILED)):
+                every = s if name.startswith("flex") else (s.head_dim, s.causal, s.dtype, s.window is None)
+                calls.setdefault(name, {}).setdefault((every, passed), (s, passed))
+    found = []
+    for name, kinds in calls.items():
+        chunks = CHUNKS if name.startswith("flex") else 1
+        found += [(name, list(kinds.values())[i::chunks]) for i in range(chunks)]
+    return [(name, chunk) for name, chunk in found if chunk]
+
+
+def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
+    from scripts.measure.instruments.side_by_side import DeviceLost
+    from scripts.measure.instruments.speed_bench import SpeedBench
+    from scripts.measure.instruments.standard import contestants
+
+    names = options.attention or (known() if cuda else list(ON_CPU))
+    points = asked(options.part, names, cuda, options.longest)
+    rows = {} if options.fresh else read(out)
+    left = [(point, wanted) for point in points if (wanted := missing(point, rows))]
+    print(
+        f"{STUDY}: {len(left)} of {len(points)} shapes of up to {len(names)} contestants to measure; "
+        f"{'about 340 s of an H200, flash-attn and all,' if cuda else 'a minute'} for all. Rows in {out}",
+        flush=True,
+    )
+    if not left:
+        return
+    if cuda and not options.no_compile:
+        compile_ahead(to_compile([point for point, _ in left]))
+    device, start = "cuda" if cuda else "cpu", time.perf_counter()
+    slow_ms = options.slow_ms or (60.0 if cuda else 2000.0)
+    bench = SpeedBench(contestants(names), device, options.budget, out, slow_ms=slow_ms)
+    for point in points:
+        for passed, name in ((passed, name) for passed, mine in point.passes.items() for name in mine):
+            if row := rows.get(key_of(point.shape.point(name, passed))):
+                bench.note(point, passed, name, row["result"])
+    for done, (point, wanted) in enumerate(left, 1):
+        try:
+            bench.point(point, wanted)
+        except DeviceLost as lost:
+            why = f"{point.shape}: the device is lost after {lost}. The same command goes on."
+            raise SystemExit(why) from None
+        took = time.perf_counter() - start
+        print(
+            f"[{done}/{len(left)}] {point.part}: {point.shape} {' '.join(wanted)}: {60 * done / took:.0f} "
+            f"shapes/min, {(len(left) - done) * took / done:.0f} s left",
+            flush=True,
+        )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    add("--attention", nargs="+", choices=known(), metavar="NAME", help="default: all but auto, and standard")
+    add("--longest", type=positive, metavar="N", help="leave out longer sequences")
+    add("--slow-ms", type=float, help="no longer N after a call of this length (default: 60; on a CPU 2000)")
+    add("--budget", type=float, default=0.02, metavar="S", help="measured seconds a contestant and point")
+    add("--no-compile", action="store_true", help="compile as kernels are met, not ahead")
+    add("--fresh", action="store_true", help="measure again what has a row")
+    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from scripts.measure.report.printed import show
+
+    out = options.out or rows_path(STUDY)
+    if not options.plot_only:
+        measure(options, torch.cuda.is_available(), out)
+    show(report, out)

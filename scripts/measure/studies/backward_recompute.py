@@ -1,0 +1,199 @@
+"""The backward computes P again from lse, tile by tile, instead of reading it: does that pay? (claim 22)
+
+    python scripts/study.py backward_recompute
+    python scripts/study.py backward_recompute --attention naive naive_compiled sdpa_flash --head-dim 64
+
+Side by side on the same tensors, the backward of those that kept the probabilities (naive, standard, which is
+the formula in 16 bits, eager and compiled, and SDPA's math) and of those that kept out and lse. And
+naive_checkpointed: the formula's whole forward again in plain PyTorch, with all scores written again.
+
+No model and no training: random tensors of 16,384 tokens, 1,024 wide, causal, N = 512 and 4k at D = 64 and 4k
+at D = 128, in bf16; at D = 64 and N = 1k and 4k also in fp32. On an H200 some 240 seconds: up to 60 of
+compilation, in processes side by side before anything is timed (each imports torch), 25 of Nsight Compute. On
+a CPU a small version in half a minute. Rows go to results/backward_recompute/<gpu>.jsonl as a shape ends; one
+that has all its rows is left out the next time, so that a run that was stopped loses the shape it was at.
+
+Beside the fields of side_by_side.py (the time is the backward's) a row's result has: keeps (whether P
+was kept), products and flops_done, kept_mib (out and what the forward saved, measured), and counters:
+{"forward", "backward": {dram_read_bytes, dram_write_bytes, launches}} by ncu, with counters_from "ncu" or why
+there are none; copy_gb_per_s, of a copy on this device. Bytes by the model are the report's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from scripts.measure.instruments.backward_work import KINDS
+from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.instruments.compile_ahead import Task, compile_ahead
+from scripts.measure.rows import append, choices, key_of, positive, read, rows_file
+from scripts.measure.studies import Report, rows_path, todo
+
+STUDY = "backward_recompute"
+NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_math", "tiled", "triton")
+NAMES += ("cuda_fa2", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3")
+NAMES_FP32 = ("naive", "naive_checkpointed", "sdpa_math", "tiled", "triton", "cuda_tiled")
+NAMES_CPU = ("naive", "naive_checkpointed", "standard", "sdpa_math", "tiled", "sdpa_flash")
+LENGTHS = {64: (512, 4096), 128: (4096,)}
+FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (4096,)
+COMPILES = ("cuda", "triton", "flex", "standard_compiled", "naive_compiled")  # how such names begin
+TILED_MOST = 2048  # thousands of launches above: seconds of the host's time
+SECONDS = {"cuda": 150, "cpu": 30}
+
+Row = dict[str, Any]
+Work = list[tuple[Shape, list[str]]]
+
+
+def report(rows: list[Row]) -> Report:
+    """Tables, pictures and findings of the rows; nothing is measured."""
+    from scripts.measure.report.backward_report import finding, notes, pictures, tables
+
+    question = "Does a backward that computes P again beat one that has kept it?"
+    command = "python scripts/study.py backward_recompute"
+    return Report(question, command, tables(rows), pictures(rows), notes(rows), finding(rows))
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = sorted(set(KINDS) & {*choices("attention"), *NAMES, "naive_compiled"})
+    add("--attention", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    add("--head-dim", type=positive, nargs="+", help="default: 64 and 128")
+    add("--seq-len", type=positive, nargs="+", help="default: see above")
+    add("--tokens", type=positive, help="in all rows of a batch (default: 16,384; on a CPU 512)")
+    add("--width", type=positive, help="heads times head dim (default: 1,024; on a CPU 128)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="only this one")
+    add(
+        "--counted",
+        type=positive,
+        nargs="*",
+        default=COUNTED_LENGTHS,
+        help="N that ncu counts at D = 64, in bf16",
+    )
+    add("--budget", type=float, default=0.03, metavar="S", help="measured seconds a contestant and point")
+    add("--no-compile", dest="compile", action="store_false", help="compile as kernels are met, not ahead")
+    add("--no-ncu", dest="ncu", action="store_false", help="no counters")
+    add("--fresh", action="store_true", help="measure again what has rows")
+    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
+    add("--out", type=rows_file, help="rows go here (default: results/backward_recompute/<gpu>.jsonl)")
+    return parser.parse_args(given)
+
+
+def work(options: argparse.Namespace, cuda: bool) -> Work:
+    """Shapes with their contestants."""
+    tokens, width = options.tokens or (16384 if cuda else 512), options.width or (1024 if cuda else 128)
+    found: Work = []
+    for dtype in ("bf16", "fp16", "fp32"):
+        usual = {"bf16": LENGTHS, "fp32": {64: FP32_LENGTHS}} if cuda else {"fp32": {64: CPU_LENGTHS}}
+        if dtype != (options.dtype or dtype) or (dtype not in usual and options.dtype is None):
+            continue
+        of_dtype = usual.get(dtype, LENGTHS)
+        names = NAMES_CPU if not cuda else NAMES_FP32 if dtype == "fp32" else NAMES
+        for head_dim in options.head_dim or of_dtype:
+            for n in options.seq_len or of_dtype.get(head_dim, LENGTHS[64]):
+                heads = max(1, width // head_dim)
+                shape = Shape(max(1, tokens // n), heads, heads, n, head_dim, True, dtype, study=STUDY)
+                mine = options.attention or [x for x in names if x != "tiled" or n <= TILED_MOST]
+                found.append((shape, list(mine)))
+    return found
+
+
+def left(asked: Work, out: Path, fresh: bool) -> Work:
+    """Shapes that lack a row, with all their contestants: only times of one run compare."""
+    return [
+        (shape, names)
+        for shape, names in asked
+        if todo([shape.point(name, "backward") for name in names], out, fresh)
+    ]
+
+
+def to_compile(lacking: Work) -> list[Task]:
+    """Those whose kernels end up in a cache on disk, the shortest shape of each dtype and head dim; a process
+    for each."""
+    found: dict[tuple[str, str, int], Shape] = {}
+    for shape, names in sorted(lacking, key=lambda each: each[0].tokens):
+        for name in (name for name in names if name.startswith(COMPILES)):
+            found.setdefault((name, shape.dtype, shape.head_dim), shape)
+    return [(name, [(shape, "both")]) for (name, _, _), shape in found.items()]
+
+
+def measure(options: argparse.Namespace, device: str, out: Path) -> None:
+    """Each shape, its contestants in turn, a row for each."""
+    from scripts.measure.instruments.backward_bench import BackwardBench
+    from scripts.measure.instruments.backward_work import contestants
+    from scripts.measure.instruments.side_by_side import DeviceLost
+
+    asked = work(options, device == "cuda")
+    lacking = left(asked, out, options.fresh)
+    number = sum(len(names) for _, names in lacking)
+    said = f"{number} points at {len(lacking)} of {len(asked)} shapes"
+    print(f"{said}; about {SECONDS[device]} s for all of them", flush=True)
+    if lacking:
+        with ThreadPoolExecutor(1) as beside:  # contestants import much
+            tasks = to_compile(lacking) if device == "cuda" and options.compile else []
+            ready = beside.submit(compile_ahead, tasks) if tasks else None
+            made = contestants(list(dict.fromkeys(name for _, names in lacking for name in names)))
+            if ready:
+                ready.result()
+        bench = BackwardBench(made, device, options.budget, out)
+    start, done = time.perf_counter(), 0
+    for shape, names in lacking:
+        try:
+            bench.measure(shape, {"backward": names})
+        except DeviceLost as lost:
+            raise SystemExit(f"{shape}: the device is lost after {lost}. The same command goes on.") from None
+        done += len(names)
+        rate = done / (time.perf_counter() - start)
+        remaining = f"{60 * rate:.0f} points/min, {(number - done) / rate:.0f} s left"
+        print(f"[{done}/{number}] {shape}: {remaining}", flush=True)
+    if device == "cuda" and options.ncu:
+        count(asked, options.counted, out)
+
+
+def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
+    """ncu's counters into the rows that have none and are to have some: those rows once more, with them."""
+    from scripts.measure.instruments.backward_work import NOT_YET, counted
+    from scripts.measure.instruments.counters import NoCounters
+
+    rows, points = read(out), {}
+    for shape, names in asked:
+        wanted = shape.tokens in lengths and shape.head_dim == 64 and shape.dtype == "bf16"
+        for name in names if wanted else ():
+            row = rows.get(key_of(shape.point(name, "backward")))
+            fresh = row and row["result"].get("counters_from") == NOT_YET
+            if fresh and name != "tiled":  # which launches thousands
+                points[name, shape] = row["result"]
+    if not points:
+        return
+    began = time.perf_counter()
+    try:
+        found = counted(list(points))
+        said = (
+            f"{sum(not isinstance(counts, str) for counts in found.values())} of {len(points)} points counted"
+        )
+    except (NoCounters, OSError) as error:  # times and the model are worth having without
+        found, said = dict.fromkeys(points, str(error)), str(error)
+    print(f"ncu: {said}, {time.perf_counter() - began:.0f} s", flush=True)
+    for (name, shape), counts in found.items():
+        there = not isinstance(counts, str)
+        more = {"counters": counts if there else None, "counters_from": "ncu" if there else counts}
+        append(out, shape.point(name, "backward"), points[name, shape] | more)
+
+
+def main() -> None:
+    options = arguments()
+    import torch
+
+    from scripts.measure.report.printed import show
+
+    out = options.out or rows_path(STUDY)
+    if not options.plot_only:
+        measure(options, "cuda" if torch.cuda.is_available() else "cpu", out)
+    show(report, out)

@@ -1,0 +1,205 @@
+"""Long-range classification, standard against tiled attention: as accurate, and how much faster? (claim 7)
+
+    python scripts/study.py long_range
+    python scripts/study.py long_range --tasks listops --attention standard flash2 --seeds 5 --steps 3000
+
+Two tasks in the manner of Long Range Arena, made offline: `listops`, its nested lists of 500 to 2,000 tokens
+(data/listops.py), 10 classes; `matching`, whether two excerpts of Python's standard library, byte by byte,
+are from the same file (data/matching.py). The classifier is the GPT's blocks without the causal mask
+(model/classifier.py), trained in bf16, every example seen once; all implementations get the same data in the
+same order and the same initial weights, seed by seed. ListOps' loss stays on a plateau until attention has
+found the outermost operator among all tokens. When it leaves goes by the examples seen, so its steps have 64
+of them; its model has QK-norm (Henry et al. 2020), with which it leaves sooner; and the learning rate stays
+at its peak until the last 30% of the steps: a seed that leaves late has what an early one had.
+
+On a GPU: ListOps at T = 2,048, 131,072 tokens a step, and matching at T = 1,024, 65,536 tokens a step, with 2
+layers, 128 wide, three seeds, 2,000 test examples; and steps of 65,536 tokens, 4 layers, 256 wide, timed at
+T = 1k, 2k and 4k, eager and with compiled blocks: about 9 minutes of an H200. Without one: 2 layers, 64 wide,
+T = 128, two seeds: about 4 minutes of two cores.
+
+Rows of results/long_range/<gpu or cpu>.jsonl. Point: `measured` ("accuracy" or "speed"), implementation
+(`standard` is softmax(Q K^T) V in eager PyTorch, in the precision of its inputs), task, seq_len, model,
+layers, heads, width, seed, steps, micro_batch (examples), tokens_per_step, lr, dtype, compile, and of an
+accuracy test_examples, qk_norm and schedule (of the learning rate; without the field: a cosine). Of both:
+ms_median, ms_p10, ms_p90 of a training step, tokens_per_s, loss (first; last: mean of the last 50 steps;
+curve: means of ten parts), kernels, kernels_ok, error_ratio of the attention at this shape, peak_mib; of an
+accuracy also accuracy, val_loss, majority (always saying the most frequent class), first_token (answering by
+the first token alone), test_examples, mean_length, data (a digest).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from scripts.measure.report.long_range_report import report
+from scripts.measure.rows import append, choices, positive, rows_file
+from scripts.measure.studies import Point, rows_path, todo
+
+STUDY, SEED = "long_range", 1337
+# By device: what is asked for where the command line says nothing. `tasks` is (T, steps, examples of a step)
+# of each.
+USUAL: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "shapes": {
+            "accuracy": {"layers": 2, "heads": 2, "width": 128},
+            "speed": {"layers": 4, "heads": 4, "width": 256},
+        },
+        "tasks": {"listops": (2048, 1200, 64), "matching": (1024, 800, 32)},
+        "lengths": [1024, 2048, 4096],
+        "attention": ["standard", "sdpa", "triton", "cuda"],
+        "seeds": 3,
+        "test": 2000,
+        "timed_tokens": 65536,
+        "timed_steps": 30,
+        "said": "about 9 minutes of an H200",
+    },
+    "cpu": {
+        "shapes": {key: {"layers": 2, "heads": 2, "width": 64} for key in ("accuracy", "speed")},
+        "tasks": {"listops": (128, 200, 32), "matching": (128, 200, 16)},
+        "lengths": [128, 256, 512],
+        "attention": ["standard", "sdpa", "tiled"],
+        "seeds": 2,
+        "test": 500,
+        "timed_tokens": 4096,
+        "timed_steps": 15,
+        "said": "about 4 minutes of two cores",
+    },
+}
+SCHEDULE = "warm-up 5%, constant, decay over the last 30%"  # long_range_runs.fit; no matter to speeds
+SEQUENCES = {"listops": 1, "matching": 2}
+COMPILED_ON = ("cuda",)  # where speed is measured with compiled blocks, too
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, names = parser.add_argument, ["standard", *choices("attention")]
+    add("--tasks", nargs="+", choices=list(SEQUENCES), default=list(SEQUENCES))
+    add("--attention", nargs="+", choices=names, metavar="NAME", help="(default: standard sdpa triton cuda)")
+    add("--seeds", type=positive, help="runs of each (default: 3)")
+    add("--steps", type=positive, help="of each run (default: listops 1200, matching 800)")
+    add("--lengths", type=positive, nargs="*", help="T at which steps are timed (default: 1024 2048 4096)")
+    add("--test", type=positive, help="examples (default: 2000)")
+    add("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
+    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
+    add("--fresh", action="store_true", help="measure again what has a row")
+    return parser.parse_args(given)
+
+
+def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
+    """With what the device usually does where the command line says nothing."""
+    for key in ("attention", "seeds", "lengths", "test"):
+        if getattr(options, key) is None:
+            setattr(options, key, USUAL[device][key])
+    if (options.steps or 2) < 2:
+        raise ValueError("--steps 1: a step's time is that between the ends of two, so it takes 2.")
+    return options
+
+
+def points(options: argparse.Namespace, device: str) -> list[Point]:
+    """The speeds first, as they take the least; then a seed of everything before the second of any."""
+    usual = USUAL[device]
+    found: list[Point] = []
+    for length in options.lengths:
+        for compiled in (False, True)[: 1 + (device in COMPILED_ON)]:
+            for name in options.attention:
+                more = {"seed": SEED, "steps": usual["timed_steps"], "compile": compiled}
+                found.append(point_of("speed", "matching", name, length, options.lr, device, more))
+    for seed in range(SEED, SEED + options.seeds):
+        for task in options.tasks:
+            length, steps, _ = usual["tasks"][task]
+            for name in options.attention:
+                more = {"seed": seed, "steps": options.steps or steps, "compile": False}
+                more |= {"test_examples": options.test, "schedule": SCHEDULE, "qk_norm": task == "listops"}
+                found.append(point_of("accuracy", task, name, length, options.lr, device, more))
+    return found
+
+
+def point_of(
+    measured: str, task: str, name: str, length: int, lr: float, device: str, more: dict[str, Any]
+) -> Point:
+    usual = USUAL[device]
+    shape = usual["shapes"][measured]
+    batch = max(1, usual["timed_tokens"] // (length * SEQUENCES[task]))
+    if measured == "accuracy":
+        batch = usual["tasks"][task][2]
+    return {
+        "study": STUDY,
+        "measured": measured,
+        "implementation": name,
+        "pass": "train",
+        "task": task,
+        "seq_len": length,
+        "model": f"{shape['layers']} layers of {shape['width']}, {shape['heads']} heads",
+        **shape,
+        "micro_batch": batch,
+        "tokens_per_step": batch * length * SEQUENCES[task],
+        "lr": lr,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        **more,
+    }
+
+
+def said(point: Point, result: dict[str, Any]) -> str:
+    """A row in a line."""
+    head = f"{point['task']} T={point['seq_len']:,} {point['implementation']}"
+    head += " compiled" if point["compile"] else ""
+    if point["measured"] == "accuracy":
+        head += f" seed {point['seed']}"
+    if result["status"] != "ok":
+        return f"{head}: {result['status']}, {result['reason']}"
+    speed = f"{result['ms_median']:.1f} ms a step, {result['tokens_per_s']:,.0f} tokens/s"
+    if point["measured"] == "speed":
+        return f"{head}: {speed}"
+    return f"{head}: accuracy {result['accuracy']:.3f} (majority {result['majority']:.3f}), {speed}"
+
+
+def run(options: argparse.Namespace) -> None:
+    import torch
+
+    from model.training import runtime
+    from scripts.measure.instruments.long_range_runs import measure
+    from scripts.measure.instruments.side_by_side import failure
+    from scripts.measure.instruments.timing import clean_up, synchronise
+    from scripts.measure.instruments.whole_model import Progress
+    from scripts.measure.report.printed import show
+    from scripts.measure.rows import machine
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    options = settled(options, kind)
+    out = options.out or rows_path(STUDY)
+    asked = points(options, kind)
+    left = todo(asked, out, options.fresh)
+    steps = sum(point["steps"] for point in left)
+    tokens = sum(point["steps"] * point["tokens_per_step"] for point in left)
+    print(
+        f"{STUDY}: {', '.join(dict.fromkeys(point['model'] for point in asked))}; {len(left)} points, "
+        f"{len(asked) - len(left)} kept; {steps:,} steps, {tokens / 1e6:,.0f}M tokens. "
+        f"All of it is {USUAL[kind]['said']}; rows in {out}",
+        flush=True,
+    )
+    runtime.quiet()
+    if kind == "cpu":
+        torch.set_num_threads(1)  # tensors this small are faster so
+    machine()  # asked while the device is well
+    progress = Progress(steps)
+    for point in left:
+        try:
+            result = measure(point, options.test, torch.device(kind))
+        except Exception as error:  # whatever it is, it is the point's result
+            result = failure(error)
+        append(out, point, result)
+        progress.say(said(point, result), point["steps"])
+        if result["status"] in ("oom", "error"):
+            clean_up()
+            synchronise()  # raises where a kernel has failed for good: the same command goes on from here
+    show(report, out)
+
+
+def main() -> None:
+    options = arguments()
+    from conf.compose import user_errors
+
+    user_errors(run)(options)

@@ -1,0 +1,265 @@
+"""The points of a study: an experiment of conf/experiment with a `sweep` block, whose grid names overrides
+with their values, and command-line overrides on top."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import hashlib
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.compose import CONF, choices_of
+from scripts.measure.instruments import training_peers
+from scripts.measure.rows import ROOT, choices
+
+# What a training point runs: rows that other sources than these have measured are measured again. Kernels
+# concern those alone that run them; what predicts, generates or saves is no part of a step.
+SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*/*.cu*")
+SOURCES += (
+    "scripts/measure/instruments/training_*.py",
+    "scripts/measure/instruments/kernels.py",
+    "scripts/memory.py",
+    "scripts/measure/instruments/memory_alone.py",
+    "scripts/measure/instruments/allocations.py",
+)
+SOURCES += ("scripts/measure/instruments/textbook.py",)
+OWN = {"cuda": ("attention/cuda.py", "ops/cuda/", "ops/csrc/", "ops/nvrtc")}
+OWN |= {"triton": ("attention/triton_", "ops/triton/"), "flash": ("attention/flash_",)}
+OWN |= {"auto": ("attention/auto",)}  # of which a table changes with every row of results/attention
+OWN |= {"flex": ("attention/flex",), "tiled": ("attention/tiled",), "sdpa": ("attention/sdpa",)}
+NOT_RUN = tuple(f"model/{name}" for name in ("costs/memory", "costs/roofline", "generation/"))
+NOT_RUN += ("model/training/checkpoint.py", "model/training/runs.py")
+# attention=standard in a grid, which conf/ does not have: instruments/textbook.py says what it is.
+STANDARD = ("attention=naive", "attention._target_=scripts.measure.instruments.textbook.Formula")
+STANDARD += ("attention.name=standard", "+attention.formula=formula_torch")
+NOT_MEASURED = ("callbacks", "ckpt", "hydra", "logger", "name", "sweep", "trainer")  # keys of the config
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """`overrides` are those of every point; a grid has a list of values for each key."""
+
+    name: str
+    overrides: tuple[str, ...]
+    grid: dict[str, list[Any]]
+    peers: tuple[str, ...]
+    micro_tokens: int | None
+    warm_up: int
+    steps: int
+    seconds: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the grid assigns; with `peer`, that in the place of ours (instruments/training_peers.py)."""
+
+    assigned: dict[str, Any]
+    peer: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A task, the overrides that make its config, that config, and what its row says it is."""
+
+    task: Task
+    overrides: tuple[str, ...]
+    cfg: Any
+    fields: dict[str, Any]
+
+    @property
+    def peer(self) -> str:
+        return self.task.peer
+
+
+def composed(overrides: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The config as train.py composes it, without Hydra's own part, and the chosen file of each group."""
+    cfg, chosen = _composed(tuple(overrides))
+    return copy.deepcopy(cfg), dict(chosen)
+
+
+@functools.cache  # Hydra takes 90 ms, a copy 2
+def _composed(overrides: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=list(overrides), return_hydra_config=True)
+    chosen = choices_of(cfg.hydra.runtime.choices)
+    return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), chosen
+
+
+def study_of(overrides: list[str]) -> Study:
+    """Raises ValueError for an experiment that is no study, and for an override that the grid would undo."""
+    from omegaconf import OmegaConf
+
+    cfg, chosen = composed(overrides)
+    block = OmegaConf.to_container(cfg, resolve=True).get("sweep")
+    if block is None:
+        studies = ", ".join(
+            path.stem
+            for path in sorted((CONF / "experiment").glob("*.yaml"))
+            if "sweep" in OmegaConf.load(path)
+        )
+        raise ValueError(
+            f"experiment={chosen.get('experiment')} has no sweep block: choose one of {studies}."
+        )
+    grid = {key: _values(key, value) for key, value in _leaves(block["grid"]).items()}
+    for override in overrides:
+        key = override.lstrip("+").split("=")[0]
+        if key in grid or (key == "data.batch_size" and block["micro_tokens"]):
+            instead = f"sweep.grid.{key}=[...]" if key in grid else "sweep.micro_tokens=..., or null"
+            raise ValueError(f"{override}: the study gives {key} a value at each point; set {instead}.")
+    common = tuple(override for override in overrides if not override.lstrip("+").startswith("sweep."))
+    rest = {key: block[key] for key in ("micro_tokens", "warm_up", "steps", "seconds", "timeout_s")}
+    return Study(chosen["experiment"], common, grid, tuple(block["peers"]), **rest)
+
+
+def _values(key: str, value: Any) -> list[Any]:
+    if value == "all":
+        return [name for name in choices(key) if name != "auto"]
+    return value if isinstance(value, list) else [value]
+
+
+def _leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as dotted ones."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value as the command line writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def assigned(key: str, value: Any) -> tuple[str, ...]:
+    """The overrides that a value of a grid stands for."""
+    return STANDARD if (key, value) == ("attention", "standard") else (f"{key}={shown(value)}",)
+
+
+def tasks(study: Study) -> list[Task]:
+    """Each peer at each of the other coordinates, compiled or not as it is used; then the grid, grid point
+    after grid point, the last key fastest."""
+    rest = {key: values for key, values in study.grid.items() if key not in ("attention", "compile")}
+    peers = [Task(assigned, peer) for peer in study.peers for assigned in _product(rest)]
+    return peers + [Task(assigned) for assigned in _product(study.grid)]
+
+
+def _product(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def point_of(study: Study, task: Task, device: str, micro_batch: int | None = None) -> Point:
+    """The point of a task on "cuda" or "cpu"; micro_batch: in place of the one that the study asks for."""
+    overrides = [*study.overrides, *(word for item in task.assigned.items() for word in assigned(*item))]
+    cfg, chosen = composed(overrides)
+    if micro_batch is None and study.micro_tokens:
+        if study.micro_tokens % cfg.seq_len:
+            raise ValueError(
+                f"sweep.micro_tokens={study.micro_tokens} is no multiple of seq_len={cfg.seq_len}: choose "
+                "lengths that divide it, or null for a micro-batch of data.batch_size rows."
+            )
+        micro_batch = study.micro_tokens // cfg.seq_len
+    if micro_batch is not None:
+        overrides.append(f"data.batch_size={micro_batch}")
+        cfg.data.batch_size = micro_batch
+    model = " ".join(
+        [chosen["model"], *(override for override in overrides if override.startswith("model."))]
+    )
+    said = fields(study.name, cfg, model, device)
+    if task.peer:
+        peer, _ = training_peers.chosen(task.peer)
+        said |= {"implementation": peer.name, "compile": peer.compiled and device == "cuda"}
+    return Point(task, tuple(overrides), cfg, said)
+
+
+def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
+    """The `point` of a row; `config` stands for everything else that it could depend on."""
+    from omegaconf import OmegaConf
+
+    config = {k: v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k not in NOT_MEASURED}
+    model = config["model"]
+    features = [f"{key}={model[key]}" for key in ("window", "softcap", "attn_dropout") if model[key]]
+    features += ["alibi"] * (model["position"] == "alibi") + ["documents"] * cfg.data.document_mask
+    usual = "bf16-mixed" if device == "cuda" else "32-true"
+    batch = cfg.data.batch_size
+    return {
+        "study": study,
+        "implementation": cfg.attention.name,
+        "pass": "train",
+        "model": name,
+        "heads": cfg.model.n_head,
+        "kv_heads": cfg.model.n_kv_head or cfg.model.n_head,
+        "head_dim": cfg.model.n_embd // cfg.model.n_head,
+        "seq_len": cfg.seq_len,
+        "micro_batch": batch,
+        "tokens_per_step": cfg.tokens_per_step or batch * cfg.seq_len,
+        "causal": cfg.model.causal,
+        "features": ", ".join(features),
+        "dtype": usual if cfg.precision == "auto" else cfg.precision,
+        "compile": device == "cuda" if cfg.compile == "auto" else cfg.compile,
+        "checkpointing": cfg.checkpointing,
+        "seed": cfg.seed,
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
+    }
+
+
+def smaller(study: Study, asked: Point, device: str) -> Iterator[Point]:
+    """The point with ever smaller micro-batches, powers of two: where the one asked for does not fit."""
+    batch = asked.fields["micro_batch"]
+    power = 1 << ((batch - 1).bit_length() - 1) if batch > 1 else 0
+    while power:
+        yield point_of(study, asked.task, device, power)
+        power //= 2
+
+
+def code(name: str = "auto", root: Path = ROOT) -> str:
+    """A digest of the sources that a training point of this implementation runs; auto may run any."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
+        place = path.relative_to(root).as_posix()
+        owners = [owner for owner, places in OWN.items() if place.startswith(places)]
+        if place.startswith(NOT_RUN) or (owners and name != "auto" and not name.startswith(tuple(owners))):
+            continue
+        digest.update(f"{place}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def is_current(row: Row, machine: dict[str, Any], sources: str) -> bool:
+    """Whether it stands: final, and measured by these sources on this machine with these versions."""
+    ignored = ("commit", "date", "command")
+    same = all(row["machine"].get(key) == value for key, value in machine.items() if key not in ignored)
+    return same and is_final(row["result"]) and row["result"].get("code") == sources
+
+
+def is_final(result: dict[str, Any]) -> bool:
+    """An error is tried again, as it may have been the machine's; what took too long is not."""
+    return result["status"] != "error" or "timeout_s" in result
+
+
+def commands(options: argparse.Namespace, study: Study, todo: list[Task]) -> Iterator[str]:
+    """A command line for each task: this script, its grid cut down to one point."""
+    ours = ("sweep.grid.", "sweep.peers=")
+    common = [o for o in options.overrides if not o.lstrip("+").startswith(ours)]
+    common += ["sweep.peers=[]"] if study.peers else []
+    added = {o.split("=")[0] for o in options.overrides if o.startswith("+")}
+    for task in todo:
+        keys = {key: f"sweep.grid.{key}" for key in task.assigned}
+        keys = {key: f"+{name}" if f"+{name}" in added else name for key, name in keys.items()}
+        grid = [f"{keys[key]}=[{shown(value)}]" for key, value in task.assigned.items()]
+        words = ["python", "scripts/sweep.py", *common, *grid]
+        words += ["sweep.grid.attention=[]", f"--peer={task.peer}"] if task.peer else []
+        words += [f"--out={options.out}"] if options.out else []
+        words += [f"--wandb={options.wandb}"] if options.wandb else []
+        yield shlex.join([*words, *(["--fresh"] if options.fresh else [])])

@@ -1,1 +1,0 @@
-"""What studies are made of and what they share: measurements, reports, pictures.."""
