@@ -19,10 +19,12 @@ import hydra
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import build_attention, choices_of, swept, user_errors, without_nulls
+from conf.command import user_errors
+from conf.compose import build_attention, choices_of, swept, without_nulls
 from conf.explain import explain
 from conf.resume import changes, own_value, recompose, refuse_changes, split_ckpt
 from conf.saved import admit, portable
+from conf.values import UserError
 from model.training.sweeps import Job, Sweep
 
 if TYPE_CHECKING:
@@ -82,9 +84,9 @@ def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
     from model.training.runs import Hold, new_run, run_folder, runs_folder
 
     if cfg.overwrite:
-        raise ValueError(NOTHING_TO_OVERWRITE)
+        raise UserError(NOTHING_TO_OVERWRITE)
     if job and (cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1):
-        raise ValueError(
+        raise UserError(
             f"-m with trainer.devices={cfg.trainer.devices}: a sweep runs its jobs in one process, and "
             "several devices take a process each. Use trainer.devices=1, or one command per job."
         )

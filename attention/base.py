@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attention.checks import arch_name, call_key, check_inputs, dtype_name
 from attention.geometry import empty_attention, normalise_window
+from conf.values import UserError
 
 Segments = Tensor | tuple[Tensor, Tensor]
 
@@ -42,7 +43,7 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 
 
-class UnsupportedAttention(ValueError):
+class UnsupportedAttention(UserError):
     """An implementation was asked for what it cannot do. `.reasons` holds all reasons, not the first."""
 
     def __init__(self, name: str, reasons: Sequence[str], call: AttentionCall | None = None):

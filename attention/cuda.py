@@ -23,6 +23,7 @@ from attention.base import (
 )
 from attention.checks import arch_name, check_inputs
 from attention.geometry import diagonal_band
+from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
 
@@ -167,10 +168,10 @@ class CudaStage(Attention):
         self, stage: str, deterministic: bool = False, products: str = "auto", name: str | None = None
     ):
         if stage not in STAGES:
-            raise ValueError(f"stage is {stage!r}; the ladder has {', '.join(STAGES)}")
+            raise UserError(f"stage is {stage!r}; the ladder has {', '.join(STAGES)}")
         words = PRODUCTS if stage == "tiled" else PRODUCTS[:1]
         if products not in words:
-            raise ValueError(f"products is {products!r}; stage {stage} has {', '.join(words)}")
+            raise UserError(f"products is {products!r}; stage {stage} has {', '.join(words)}")
         super().__init__(name or f"cuda_{stage}")
         self.deterministic, self.products = deterministic, products
         able = STAGES[stage].capabilities

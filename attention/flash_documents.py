@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from conf.values import UserError
+
 _RECENT: deque = deque(maxlen=8)  # (refs to the ids, their versions, Documents): eight micro-batches
 
 
@@ -50,7 +52,7 @@ def documents(q_ids: Tensor, k_ids: Tensor) -> Documents:
     another order among queries than among keys.
     """
     if q_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
+        raise UserError(
             "segments: the number of documents is needed on the host, and a CUDA graph under capture cannot "
             "give it; compile without CUDA graphs, or use attention=tiled"
         )
@@ -82,7 +84,7 @@ def _find(q_ids: Tensor, k_ids: Tensor) -> Documents:
     order = k_docs.argsort()
     place = order[torch.searchsorted(k_docs[order], q_docs)]  # of each query document among those of the keys
     if (place.diff() < 0).any():
-        raise ValueError(
+        raise UserError(
             "segments: the documents of the queries come in another order than those of the keys, which the "
             "flash-attn library cannot tell; put them in one order, or use attention=tiled"
         )
@@ -112,7 +114,7 @@ def _runs(keys: Tensor, what: str) -> tuple[Tensor, Tensor]:
     distinct, times = docs.unique(return_counts=True)
     if (times > 1).any():
         back = int(distinct[times > 1][0])
-        raise ValueError(
+        raise UserError(
             f"segments: document {(back & 0xFFFFFFFF) - 2**31} of row {back >> 32} comes back after another "
             f"one (among the {what}), and the flash-attn library takes a document in one piece; give each "
             "piece an id of its own if they are not to see each other, or use attention=tiled"

@@ -23,6 +23,7 @@ from attention.base import FEATURES, Attention, AttentionCall
 from attention.flash_documents import documents
 from attention.flash_versions import VERSIONS, Options
 from attention.geometry import aligned, diagonal_band
+from conf.values import UserError
 from ops.library import register_attention
 
 
@@ -76,7 +77,7 @@ def _options(
     found = None if q_segments is None else documents(q_segments, k_segments)
     ordered = window_left >= 0 or window_right >= 0 or alibi_slopes is not None
     if found is not None and ordered and not found.aligned:
-        raise ValueError(
+        raise UserError(
             "segments: a document of the queries ends elsewhere on the diagonal than among the keys, and the "
             "flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys of "
             "each document up to its last query, or use attention=tiled"
@@ -131,7 +132,7 @@ class FlashLibAttention(Attention):
 
     def __init__(self, version: int, deterministic: bool = False, name: str | None = None):
         if version not in VERSIONS:
-            raise ValueError(
+            raise UserError(
                 f"version is {version!r}; the flash-attn library has {', '.join(map(str, VERSIONS))}"
             )
         super().__init__(name or f"flash{version}")

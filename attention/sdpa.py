@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.base import FEATURES, FLOATS, LOW_PRECISION, Attention, AttentionCall, Capabilities
 from attention.geometry import aligned, blank_beyond, diagonal_band, relative_positions, visible
+from conf.values import UserError
 
 _BACKENDS = {
     "auto": None,
@@ -64,7 +65,7 @@ class SDPAAttention(Attention):
     def __init__(self, backend: str = "auto", name: str = "sdpa"):
         super().__init__(name)
         if backend not in _BACKENDS:
-            raise ValueError(f"backend is {backend!r}; SDPA has {', '.join(_BACKENDS)}")
+            raise UserError(f"backend is {backend!r}; SDPA has {', '.join(_BACKENDS)}")
         self.backend = backend
         self._forced = _BACKENDS[backend]
 

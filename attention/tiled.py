@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attention.base import FEATURES, Attention, Capabilities
 from attention.geometry import blank_beyond, diagonal_band, relative_positions, tile_kind, tiles, visible
+from conf.values import UserError
 from ops.dropout import keep_tile
 from ops.library import register_attention
 
@@ -249,7 +250,7 @@ class TiledAttention(Attention):
     def __init__(self, block_q: int = 128, block_k: int = 128, name: str = "tiled"):
         super().__init__(name)
         if block_q < 1 or block_k < 1:
-            raise ValueError(
+            raise UserError(
                 f"block_q = {block_q}, block_k = {block_k}; tiles need at least one query and one key"
             )
         self.block_q, self.block_k = block_q, block_k

@@ -1,101 +1,17 @@
-"""From a command line to a config, and a mistake in it to one message; shared by train.py and the scripts."""
+"""From a command line to a config; shared by train.py and the scripts."""
 
 from __future__ import annotations
 
 import difflib
-import functools
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import (
-    HydraException,
-    InstantiationException,
-    MissingConfigException,
-    OverrideParseException,
-)
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+
+from conf.values import UserError
 
 CONF = Path(__file__).parent
-
-
-def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's mistake ends as one message and exit code 1; HYDRA_FULL_ERROR=1 shows the stack."""
-
-    @functools.wraps(main)
-    def wrapped(*args: Any) -> Any:
-        try:
-            result = main(*args)
-            sys.stdout.flush()
-            return result
-        except BrokenPipeError:  # whoever read the output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        except _mistakes() as error:
-            if os.environ.get("HYDRA_FULL_ERROR"):
-                raise
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                said = " ".join((f"error: {_message(error)}", *getattr(error, "__notes__", ())))
-                # a value out of a file does not steer the terminal
-                said = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in said)
-                print(said, file=sys.stderr)
-            raise SystemExit(1) from None
-        except KeyboardInterrupt:
-            raise SystemExit(130) from None
-        except SystemExit as stop:
-            # Lightning ends the first with a silent exit code 1 and the second, before training, with 0
-            interrupted = isinstance(stop.__context__, KeyboardInterrupt)
-            if interrupted or type(stop).__name__ == "SIGTERMException":
-                print("; ".join(("interrupted", *getattr(stop, "__notes__", ()))), file=sys.stderr)
-                raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM)) from None
-            raise
-
-    return wrapped
-
-
-def _mistakes() -> tuple[type[BaseException], ...]:
-    """What a user can mend; asked when something was raised, by when Lightning is there if it raised it."""
-    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
-    found = (ValueError, OSError, HydraException, OmegaConfBaseException)
-    return (*found, lightning.MisconfigurationException) if lightning else found
-
-
-def _message(error: BaseException) -> str:
-    cause = error.__cause__
-    if isinstance(error, InstantiationException) and isinstance(cause, (TypeError, *_mistakes())):
-        return str(cause)  # what a constructor said, without Hydra's wrapping
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} has to be given: {error.full_key}=..., as in data=text data.path=book.txt."
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        return no_key(cause.full_key, list(cause.parent_node or ()))
-    if isinstance(error, MissingConfigException) and error.options:
-        return no_choice(*error.missing_cfg_file.rsplit("/", 1), error.options)
-    if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
-        if not equals:
-            return f"{key} has no value: write {key}=..."
-        value = value if not {"'", '"'} & set(value) else "my book (1).txt"
-        return (
-            f"{error.override} is not understood ({str(error).splitlines()[0]}). A value with special "
-            f"""characters takes quotes within quotes: '{key}="{value}"'."""
-        )
-    if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
-        return (
-            f"{error.filename}: {error.strerror}. runs_dir=... puts runs into another folder, "
-            "data.data_dir=... prepared corpora."
-        )
-    if str(error).startswith("Config group override must be"):
-        return "Among the values of a sweep no group can be null: ~callbacks leaves it out of all jobs."
-    return str(error)
 
 
 def without_nulls(arguments: Iterable[str]) -> list[str]:
@@ -170,9 +86,9 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
     for key, usual in (OmegaConf.load(file) if node.name in known else {}).items():
         if type(usual) is int and type(node.get(key, usual)) is not int:
             value = "null" if node[key] is None else node[key]
-            raise ValueError(f"attention.{key}={value}: it needs to be a whole number.")
+            raise UserError(f"attention.{key}={value}: it needs to be a whole number.")
     if name is not None and name != node.name:
         if str(name) not in known:
-            raise ValueError(no_choice("attention", name, known))
+            raise UserError(no_choice("attention", name, known))
         node = OmegaConf.load(CONF / "attention" / f"{name}.yaml")
     return instantiate({key: value for key, value in node.items() if key != "decode"})

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import CONF, build_attention, no_key, shown, without_nulls
 from conf.saved import Choices, SavedRun, admit, as_overrides, composed, parse, plain
+from conf.values import UserError
 
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
 # depend on them.
@@ -30,7 +31,7 @@ def recompose(saved: SavedRun, overrides: list[str]) -> tuple[DictConfig, Choice
     parsed = parse(overrides)
     groups = {p.key_or_group for p in parsed if (CONF / p.key_or_group).is_dir()}
     if recipes := [p.input_line for p in parsed if p.key_or_group == "experiment" and not p.is_delete()]:
-        raise ValueError(
+        raise UserError(
             f"{recipes[0]} cannot go with ckpt=: an experiment is a whole recipe, for a new run. Name the "
             "keys that are to change (trainer.max_steps=4000)."
         )
@@ -53,14 +54,14 @@ def recompose(saved: SavedRun, overrides: list[str]) -> tuple[DictConfig, Choice
         there = OmegaConf.select(cfg, p.key_or_group, default=...) is not ...
         if p.is_delete():
             if there:
-                raise ValueError(
+                raise UserError(
                     f"{p.input_line}: a saved run keeps its keys; start a new one to leave a key out."
                 )
             continue  # a key that conf/ lacks, and that is not taken from the file
         if not p.is_add() and not there:
             node = OmegaConf.select(cfg, p.key_or_group.rpartition(".")[0])
             known = node if isinstance(node, DictConfig) else {} if "." in p.key_or_group else cfg
-            raise ValueError(no_key(p.key_or_group, known))
+            raise UserError(no_key(p.key_or_group, known))
         OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
     OmegaConf.set_struct(cfg, True)
     return cfg, {**saved.choices, **{p.key_or_group: p.value() for p in parsed if p.key_or_group in groups}}
@@ -82,16 +83,14 @@ def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
     """A command line with ckpt= as its value, taken as typed or from within Hydra's quotes, and the
     overrides."""
     if flags := [argument for argument in arguments if argument.startswith("-")]:
-        raise ValueError(
-            f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config."
-        )
+        raise UserError(f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config.")
     ckpts = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
     ckpt = re.sub(r"""^(['"])(.*)\1$""", r"\2", ckpts[-1])
     return ckpt, [argument for argument in arguments if not argument.startswith("ckpt=")]
 
 
 def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
-    """ValueError that names every key which would give the weights other shapes, or the run other data."""
+    """UserError that names every key which would give the weights other shapes, or the run other data."""
     before, after = _leaves(saved.config), _leaves(plain(cfg))
     changed = [
         f"{key} (there {shown(value)}, asked {shown(after.get(key))})"
@@ -104,7 +103,7 @@ def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
     if asked != there:
         changed = [f"data (there {shown(there)}, asked {shown(asked)})"]
     if changed:
-        raise ValueError(
+        raise UserError(
             f"A saved run cannot go on with another {', '.join(changed)}: its weights or the order of its "
             "data would be others. Leave that out, or start a new run without ckpt=."
         )
@@ -167,7 +166,7 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
     checkpoint = read_checkpoint(path, verified=True)
     saved = checkpoint["tilegpt"]
     if saved["tokenizer"] is None:
-        raise ValueError(
+        raise UserError(
             f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
         )
     cfg, _ = recompose(admit(saved, overrides, lenient=True), overrides)

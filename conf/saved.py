@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from conf.compose import CONF, entries, initialize, no_choice
+from conf.values import UserError
 from model.config import GPTConfig
 from model.training.untrusted import is_plain, printable
 
@@ -82,7 +83,7 @@ def _schema(choices: Choices) -> dict[str, Any]:
 
 
 def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) -> SavedRun:
-    """The choices and the config of a checkpoint's header, held to what conf/ has; ValueError, of one line,
+    """The choices and the config of a checkpoint's header, held to what conf/ has; UserError, of one line,
     for what conf/ does not have and the command-line overrides do not give again.
 
     lenient: for those who read nothing but attention: all else is passed over, as are plain values under
@@ -110,7 +111,7 @@ def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) ->
             if added
             else f"{printable(key)}=..."
         )
-        raise ValueError(
+        raise UserError(
             f"The checkpoint's config has {printable(key)} {why}: that is not taken from a file. If you set "
             f"it, give it again: {again}"
         )
@@ -128,12 +129,12 @@ def _choices(choices: Any, given: set[str]) -> Choices:
     taken: Choices = {"callbacks": None, "logger": None}  # that are not there were left out by ~callbacks
     for group, name in choices.items():
         if group not in groups:
-            raise ValueError(f"The checkpoint's choices have {printable(group)}, which is no group of conf/.")
+            raise UserError(f"The checkpoint's choices have {printable(group)}, which is no group of conf/.")
         if name is None or (type(name) is str and name in entries(group)):
             taken[group] = name
         elif group not in given:
             hint = " To go on without: ~experiment" if group == "experiment" else ""
-            raise ValueError(
+            raise UserError(
                 f"The checkpoint's choice: {no_choice(group, printable(name), entries(group))}{hint}"
             )
         else:

@@ -8,9 +8,9 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from conf.values import whole
 from data.datamodule import Cursor, TrainStream, ValBatches
 from data.examples import Examples, Shuffled
-from data.options import whole
 
 
 class ClassificationDataModule(lightning.LightningDataModule):

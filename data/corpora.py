@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from conf.values import UserError, number, shown, whole
 from data.files import each_once, find_text
-from data.options import fraction, shown, whole
 from data.textfiles import content_hash, count_chars, read_parts, state_of
 
 
@@ -89,9 +89,9 @@ class FileCorpus(Corpus):
     KEYS: ClassVar[str] = "data.corpus"  # where its options are in a config
 
     def __post_init__(self) -> None:
-        fraction(f"{self.KEYS}.val_fraction", self.val_fraction)
+        number(f"{self.KEYS}.val_fraction", self.val_fraction, above=0, below=1)
         if self.on_bad_encoding not in ("skip", "refuse"):
-            raise ValueError(
+            raise UserError(
                 f"{self.KEYS}.on_bad_encoding is {shown(self.on_bad_encoding)}; it has to be skip or refuse"
             )
 
@@ -141,7 +141,7 @@ class FileCorpus(Corpus):
                 n_chars = count_chars(path)
             except ValueError as error:
                 if self.on_bad_encoding == "refuse":
-                    raise ValueError(
+                    raise UserError(
                         f"{path} cannot be read as text: {error}. Give UTF-8 text files, or leave such files "
                         "out with data.on_bad_encoding=skip"
                     ) from error
@@ -152,7 +152,7 @@ class FileCorpus(Corpus):
             yield from (Piece(name, *part) for part in read_parts(path, n_chars, cut))
         self.skipped = skipped
         if len(skipped) == len(files):
-            raise ValueError(
+            raise UserError(
                 f"none of the {len(files)} files is UTF-8 text, such as {skipped[0]}: give text files"
             )
 
@@ -188,7 +188,7 @@ class StdlibCorpus(FileCorpus):
             paths = (Path(folder) / name for name in names if name.endswith(".py"))
             found |= {path.relative_to(root).as_posix(): path for path in paths if path.stat().st_size}
         if not found:
-            raise ValueError(
+            raise UserError(
                 f"no .py files of the standard library in {root}: choose data=text data.path=<file>"
             )
         return found
@@ -219,7 +219,7 @@ class TextCorpus(FileCorpus):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.pattern, str) or not self.pattern or Path(self.pattern).is_absolute():
-            raise ValueError(
+            raise UserError(
                 f"data.pattern is {shown(self.pattern)!r}; it has to be a glob within the folder data.path, "
                 "such as '**/*.txt'"
             )
@@ -228,7 +228,7 @@ class TextCorpus(FileCorpus):
 
     def _find(self) -> dict[str, Path]:
         if not self.path:
-            raise ValueError("no path given: say which text, as in data=text data.path=book.txt")
+            raise UserError("no path given: say which text, as in data=text data.path=book.txt")
         return find_text(self.path, self.pattern, self.whole_names)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from conf.values import UserError, shown, switch, whole
 from data.corpora import Corpus, SyntheticCorpus, TextCorpus
-from data.options import shown, whole
 from data.prepare import folder_of, prepare
 from data.storage import load_meta
 from data.tokenizers import Tokenizer, tokenizer_from_dict
@@ -140,8 +140,12 @@ class TokenDataModule(lightning.LightningDataModule):
         for name, value in sizes.items():
             whole(name, value, 1)
         whole("data.num_workers", num_workers, 0)
+        whole("data.max_val_tokens", max_val_tokens, 1, null="all of them")
+        whole("data.prepare_workers", prepare_workers, 1, null="one a core")
+        switch("data.document_mask", document_mask)
+        switch("data.verify", verify)
         if not isinstance(data_dir, str | Path):
-            raise ValueError(f"data.data_dir is {shown(data_dir)}; it has to be a folder")
+            raise UserError(f"data.data_dir={shown(data_dir)}: it needs to be a folder.")
         self.corpus, self.tokenizer_spec = corpus, tokenizer or "bpe"
         self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
         self.eval_batch_size = sizes["data.eval_batch_size"]
@@ -234,7 +238,7 @@ class TokenDataModule(lightning.LightningDataModule):
         return {"consumed": self.consumed, **self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues behind the samples consumed. ValueError where the data or its order is another."""
+        """Continues behind the samples consumed. UserError where the data or its order is another."""
         self._restored = dict(state_dict)
         self.consumed = state_dict["consumed"]
         if self._files is not None:
@@ -248,22 +252,22 @@ class TokenDataModule(lightning.LightningDataModule):
     def _check_same(self, state: dict[str, Any]) -> None:
         for name in ("seed", "seq_len"):
             if state[name] != (here := getattr(self, name)):
-                raise ValueError(
+                raise UserError(
                     f"the {name} of the data is not the checkpoint's: {here} here, {state[name]} there, so "
                     "the windows would be others. Continue with the same data settings, or start a new run"
                 )
         if state["fingerprint"] != self.fingerprint:
             raise self._changed()
 
-    def _changed(self) -> ValueError:
+    def _changed(self) -> UserError:
         path = getattr(self.corpus, "path", None)
-        return ValueError(
+        return UserError(
             f"data{f'.path={path}' if path else f'={self.corpus.name}'}: the text has changed since the "
             "checkpoint was written. Give its own text, wherever it is now, or start a new run without ckpt="
         )
 
     def require_same(self, state: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
-        """ValueError unless text and tokenizer are those of a checkpoint, wherever the text lies; equal ids
+        """UserError unless text and tokenizer are those of a checkpoint, wherever the text lies; equal ids
         of other characters are noticed. A glob's files once had other names, and validation other files."""
         self.setup()
         try:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data.options import whole
+from conf.values import UserError, whole
 from data.tokens import IGNORE, mix, permute
 
 PAD, CLS = 0, 1  # before the tokens of the task
@@ -93,7 +93,7 @@ class Shuffled:
 
 
 def draw(task: Task, split: str, count: int, seq_len: int, seed: int = 0, workers: int = 1) -> Examples:
-    """`count` examples of a split, by `workers` processes. ValueError where one is longer than seq_len, its
+    """`count` examples of a split, by `workers` processes. UserError where one is longer than seq_len, its
     CLS counted."""
     whole("the number of examples", count, 1)
     tokens = np.full((count, task.sequences, seq_len), PAD, dtype=np.uint16)
@@ -104,7 +104,7 @@ def draw(task: Task, split: str, count: int, seq_len: int, seed: int = 0, worker
         for s, drawn in enumerate(sequences):
             lengths[i, s] = length = len(drawn) + 1
             if length > seq_len:
-                raise ValueError(
+                raise UserError(
                     f"an example of {task.name} has {length} tokens with its CLS, and seq_len is {seq_len}: "
                     "raise seq_len, or draw shorter ones"
                 )

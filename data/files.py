@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 
+from conf.values import UserError
+
 NO_FILES = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -22,7 +24,7 @@ def find_text(given: str, pattern: str, whole_names: bool = False) -> dict[str, 
     """Non-empty files by name: those of `given`, of a folder those that match `pattern`.
 
     A file is named from the folder on, or from the glob's first wildcard on; with whole_names, in a glob, by
-    all of its path. ValueError says what `given` is instead."""
+    all of its path. UserError says what `given` is instead."""
     path = Path(given).expanduser()
     if path.is_file():
         found = {path.name: path}
@@ -30,22 +32,22 @@ def find_text(given: str, pattern: str, whole_names: bool = False) -> dict[str, 
         found = {p.relative_to(path).as_posix(): p for p in path.glob(pattern) if p.is_file()}
         found = {name: p for name, p in found.items() if not _hidden(name)}
     elif wrong := _what_is_wrong(path):
-        raise ValueError(f"data.path={given} {wrong}: give a file with text in it, a folder or a glob")
+        raise UserError(f"data.path={given} {wrong}: give a file with text in it, a folder or a glob")
     else:
         root = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
         files = [p for p in map(Path, matches(str(path))) if p.is_file()]
         found = {str(p) if whole_names else p.relative_to(root).as_posix(): p for p in files}
         if not found:
-            raise ValueError(
+            raise UserError(
                 f"data.path={given}: no such file or folder, and as a glob it matches no file. Where its "
                 "text has moved, a saved run goes on with data.path=<its new place>"
             )
     if not found:
-        raise ValueError(f"{path} holds no file that matches {pattern!r}{_what_there_is(path)}")
+        raise UserError(f"{path} holds no file that matches {pattern!r}{_what_there_is(path)}")
     full = {name: p for name, p in found.items() if p.stat().st_size}
     if not full:
         what = "is empty" if len(found) == 1 else f"all {len(found)} files are empty"
-        raise ValueError(f"data.path={given}: {what}; give a file with text in it")
+        raise UserError(f"data.path={given}: {what}; give a file with text in it")
     return full
 
 

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from conf.values import number, whole
 from data.corpora import Corpus, Piece, unit_hash
-from data.options import fraction, whole
 from data.storage import Unfinished
 
 PROBE_TIMEOUT_S = 5.0
@@ -76,7 +76,7 @@ class HubCorpus(Corpus):
         for key in ("max_documents", "max_tokens"):
             whole(f"data.corpus.{key}", getattr(self, key), 1, null="no limit")
         if not self.val:
-            fraction("data.corpus.val_fraction", self.val_fraction)
+            number("data.corpus.val_fraction", self.val_fraction, above=0, below=1)
 
     @property
     def split_rule(self) -> str:  # type: ignore[override]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from data.options import whole
+from conf.values import whole
 
 OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
     "[MIN": min,

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from conf.values import UserError, whole
 from data.corpora import FileCorpus, StdlibCorpus
-from data.options import whole
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Matching:
 
     @cached_property
     def documents(self) -> dict[str, list[np.ndarray]]:
-        """split -> documents that have room for a pair, (n,) uint8 each. ValueError where fewer than two have
+        """split -> documents that have room for a pair, (n,) uint8 each. UserError where fewer than two have
         it."""
         found: dict[str, list[np.ndarray]] = {"train": [], "val": []}
         text: list[str] = []
@@ -56,7 +56,7 @@ class Matching:
                 text.clear()
         for split, documents in found.items():
             if len(documents) < 2:
-                raise ValueError(
+                raise UserError(
                     f"{len(documents)} of the {split} documents have the {self.passage} bytes of a pair, and "
                     "two are needed: take shorter excerpts, or more text"
                 )

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.values import UserError
 from data.corpora import Corpus, Piece, unit_hash
 from data.storage import (
     SCHEMA,
@@ -73,7 +74,7 @@ def prepare(
     """The folder with the token files and `meta.json`; made now unless it is there already.
 
     workers: processes that tokenise, by default up to one per core; 1: this one. A second process
-    that asks for the same waits for the first. ValueError for bad input, a damaged folder, and a disk that is
+    that asks for the same waits for the first. UserError for bad input, a damaged folder, and a disk that is
     full or cannot be written; nothing is left of what would fail again.
     """
     try:
@@ -96,12 +97,12 @@ def _build_or_remove(corpus: Corpus, identity: dict[str, Any], folder: Path, *ho
     try:
         _build(corpus, identity, folder, *how)
     except BaseException as error:
-        mistake = isinstance(error, ValueError) and not isinstance(error, Unfinished)
+        mistake = isinstance(error, UserError) and not isinstance(error, Unfinished)
         changed = corpus.changed()
         if changed or mistake or not any(folder.glob("shards/*.json")):
             shutil.rmtree(folder, ignore_errors=True)
-        if changed and isinstance(error, (ValueError, OSError)):
-            raise ValueError(_CHANGED.format(changed[0])) from error
+        if changed and isinstance(error, (UserError, OSError)):
+            raise UserError(_CHANGED.format(changed[0])) from error
         raise
 
 
@@ -123,12 +124,12 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
         }
         for split, facts in splits.items():
             if facts["tokens"] < 2:
-                raise ValueError(
+                raise UserError(
                     f"the {split} split of {corpus.name} has {facts['tokens']} tokens and needs 2 or more: "
                     "give more text, or raise max_documents or val_fraction"
                 )
         if changed := corpus.changed():
-            raise ValueError(_CHANGED.format(changed[0]))
+            raise UserError(_CHANGED.format(changed[0]))
         names = [name for shard in done for name in shard["val_documents"]]
         listed = sum(facts["documents"] for facts in splits.values()) <= NAMES_LISTED
         meta = identity | {

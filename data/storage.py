@@ -16,6 +16,8 @@ from typing import IO, Any, BinaryIO
 
 import numpy as np
 
+from conf.values import UserError
+
 SCHEMA = 1
 ALWAYS_HASHED = (
     64 << 20
@@ -44,14 +46,14 @@ def write_atomically(path: Path, blocks: Iterable[bytes]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-class Unfinished(ValueError):
+class Unfinished(UserError):
     """Something from outside ended a preparation: run again, and it goes on with its finished shards."""
 
 
 def explained(error: OSError, data_dir: Path) -> Exception:
     """An error of the file system with the key that it is about."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ValueError(
+        return UserError(
             f"the disk is full: {data_dir} could not be written ({error.strerror}). Free some space, or "
             "choose another place with data.data_dir=<folder>, and run again: finished shards are kept"
         )
@@ -59,11 +61,11 @@ def explained(error: OSError, data_dir: Path) -> Exception:
         return error
     place = Path(error.filename)
     if data_dir in (place, *place.parents) or place in data_dir.parents:
-        return ValueError(
+        return UserError(
             f"data.data_dir={data_dir}: {place} cannot be written ({error.strerror}). Choose a folder that "
             "can be, with data.data_dir=<folder>"
         )
-    return ValueError(
+    return UserError(
         f"{place} cannot be read ({error.strerror}): choose the text with data.path=<file, folder or glob>"
     )
 
@@ -97,19 +99,19 @@ def _lock(folder: Path, quiet: bool) -> IO[str]:
 def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
     """The folder's meta.json, its files checked: sizes, and the sha256 of small ones, of all with `verify`.
 
-    ValueError names the file that is missing, cut short or altered, and what to do.
+    UserError names the file that is missing, cut short or altered, and what to do.
     """
     remedy = f"delete {folder} and run again: it will be prepared anew"
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
     except FileNotFoundError:
-        raise ValueError(
+        raise UserError(
             f"{folder} is not prepared (no meta.json): run once with this data to prepare it"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{folder / 'meta.json'} is damaged ({error}): {remedy}") from error
+        raise UserError(f"{folder / 'meta.json'} is damaged ({error}): {remedy}") from error
     if meta.get("schema") != SCHEMA:
-        raise ValueError(f"{folder} has schema {meta.get('schema')!r}, this version reads {SCHEMA}: {remedy}")
+        raise UserError(f"{folder} has schema {meta.get('schema')!r}, this version reads {SCHEMA}: {remedy}")
     for facts in meta["splits"].values():
         for name, expected in facts["files"].items():
             path = folder / name
@@ -118,9 +120,9 @@ def load_meta(folder: Path, verify: bool = False) -> dict[str, Any]:
                 found = (
                     "is missing" if size is None else f"has {size:,} bytes instead of {expected['bytes']:,}"
                 )
-                raise ValueError(f"{path} {found}: {remedy}")
+                raise UserError(f"{path} {found}: {remedy}")
             if (verify or size <= ALWAYS_HASHED) and file_sha256(path) != expected["sha256"]:
-                raise ValueError(f"{path} was altered after its preparation (its sha256 differs): {remedy}")
+                raise UserError(f"{path} was altered after its preparation (its sha256 differs): {remedy}")
     return meta
 
 

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from conf.values import UserError
+
 PART_CHARS = 1 << 20  # a longer document comes in several parts, so that memory stays bounded
 HASHED_WHOLE = 16 << 20  # bytes; a larger file is recognised by size, time and ends: launches stay quick
 
@@ -53,7 +55,7 @@ def content_hash(path: Path) -> str:
 
 
 def count_chars(path: Path) -> int:
-    """Characters of a UTF-8 text file as `read_parts` reads it. ValueError says why a file is not text."""
+    """Characters of a UTF-8 text file as `read_parts` reads it. UserError says why a file is not text."""
     decoder, count, last, start = codecs.getincrementaldecoder("utf-8-sig")(), 0, "", None
     with path.open("rb") as file:
         while True:
@@ -61,11 +63,11 @@ def count_chars(path: Path) -> int:
             start = block if start is None else start
             try:
                 if b"\0" in block:
-                    raise ValueError("it holds NUL bytes, so it is binary")
+                    raise UserError("it holds NUL bytes, so it is binary")
                 text = decoder.decode(block, final=not block)
             except ValueError as error:
                 reason = f"it is not UTF-8 ({error.reason})" if hasattr(error, "reason") else str(error)
-                raise ValueError(_kind(start) or reason) from error
+                raise UserError(_kind(start) or reason) from error
             if not block:
                 return count
             # universal newlines: "\r\n" is one character, also where two blocks meet inside it
@@ -99,7 +101,7 @@ def read_parts(path: Path, n_chars: int, cut: int) -> Iterator[tuple[str, str, b
             stop = cut if position < cut else n_chars
             text = file.read(min(PART_CHARS, stop - position))
             if not text:
-                raise ValueError(f"{path} became shorter while it was read")
+                raise UserError(f"{path} became shorter while it was read")
             if text[-1] != "\n" and (room := stop - position - len(text)):
                 text += file.readline(min(room, 1 << 16))  # end at a line, not inside a word
             split = "train" if position < cut else "val"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data.options import number_above, shown, whole
+from conf.values import UserError, number, shown, whole
 
 EOT_TEXT = "<|endoftext|>"
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ class CharTokenizer(Tokenizer):
 
     def __init__(self, chars: str) -> None:
         if not isinstance(chars, str) or not chars:
-            raise ValueError("the char tokenizer needs at least one character")
+            raise UserError("the char tokenizer needs at least one character")
         self.chars = "".join(sorted(set(chars)))
         self.vocab_size = len(self.chars)
         self._codes = np.frombuffer(self.chars.encode("utf-32-le"), dtype="<u4")
@@ -77,7 +77,7 @@ class CharTokenizer(Tokenizer):
         if not known.all():
             unknown = sorted({chr(code) for code in codes[~known]})
             shown = ", ".join(repr(char) for char in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
-            raise ValueError(
+            raise UserError(
                 f"the char tokenizer does not know {shown}: it has only the {self.vocab_size} characters of "
                 "its corpus. Leave them out, or train with data.tokenizer.kind=byte or bpe"
             )
@@ -154,12 +154,12 @@ class BPETokenizer(Tokenizer):
         model = saved["tokenizer"]["model"]
         vocab, merges = model["vocab"], model["merges"]
         if not isinstance(vocab, dict):  # the library would take a string for the name of a file
-            raise ValueError("its vocabulary is no mapping")
+            raise UserError("its vocabulary is no mapping")
         if sorted(vocab.values()) != list(range(len(vocab))):
-            raise ValueError("the ids of its vocabulary are not 0, 1, 2, ...")
+            raise UserError("the ids of its vocabulary are not 0, 1, 2, ...")
         pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
         if odd := [pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys()]:
-            raise ValueError(f"a merge is not of two tokens of its vocabulary: {odd[0]!r:.60}")
+            raise UserError(f"a merge is not of two tokens of its vocabulary: {odd[0]!r:.60}")
         return cls(cls._library(vocab, pairs))
 
 
@@ -187,24 +187,24 @@ def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
     refused.
     """
     if not isinstance(spec, str | Mapping):
-        raise ValueError(f"data.tokenizer is {shown(spec)}; it has to be options, as data.tokenizer.kind=bpe")
+        raise UserError(f"data.tokenizer is {shown(spec)}; it has to be options, as data.tokenizer.kind=bpe")
     spec = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = spec.pop("kind", None)
     if not isinstance(kind, str) or kind not in DEFAULTS:
-        raise ValueError(f"data.tokenizer.kind is {kind!r}; it has to be one of {', '.join(DEFAULTS)}")
+        raise UserError(f"data.tokenizer.kind is {kind!r}; it has to be one of {', '.join(DEFAULTS)}")
     if unknown := sorted(set(spec) - {key for options in DEFAULTS.values() for key in options}):
-        raise ValueError(
+        raise UserError(
             f"data.tokenizer has no option {', '.join(unknown)}; {kind} has {list(DEFAULTS[kind]) or 'none'}"
         )
     chosen = {"kind": kind} | {key: spec.get(key, value) for key, value in DEFAULTS[kind].items()}
     if kind == "bpe":
         whole("data.tokenizer.vocab_size", chosen["vocab_size"], 258, 1 << 20)  # 256 bytes, a merge, the end
-        number_above("data.tokenizer.sample_mb", chosen["sample_mb"], 0)
+        number("data.tokenizer.sample_mb", chosen["sample_mb"], above=0)
     return chosen
 
 
 def tokenizer_from_dict(saved: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` described. ValueError for an unknown kind, and for what `to_dict` does not
+    """The tokenizer that `to_dict` described. UserError for an unknown kind, and for what `to_dict` does not
     write: the dictionary may come from a file of somebody else."""
     kind = saved.get("kind")
     try:
@@ -216,7 +216,7 @@ def tokenizer_from_dict(saved: dict[str, Any]) -> Tokenizer:
             return BPETokenizer.from_dict(saved)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"a saved {kind} tokenizer is damaged ({said:.120})") from error
+        raise UserError(f"a saved {kind} tokenizer is damaged ({said:.120})") from error
     if kind == "gpt2":
         return GPT2Tokenizer()
-    raise ValueError(f"a saved tokenizer has kind {kind!r:.40}; this version knows {', '.join(DEFAULTS)}")
+    raise UserError(f"a saved tokenizer has kind {kind!r:.40}; this version knows {', '.join(DEFAULTS)}")

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from conf.values import UserError
+
 IGNORE = -1  # the target that the loss ignores
 _ROUNDS = 6
 
@@ -135,13 +137,13 @@ class Windows:
 
 
 class TrainWindows(Windows):
-    """Endless: window i for every i >= 0. ValueError where the corpus is shorter than one window."""
+    """Endless: window i for every i >= 0. UserError where the corpus is shorter than one window."""
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, document_mask: bool = False) -> None:
         super().__init__(file, seq_len, document_mask)
         n = len(file)
         if n < seq_len + 1:
-            raise ValueError(
+            raise UserError(
                 f"the training split has {n} tokens, and one window of seq_len={seq_len} needs "
                 f"{seq_len + 1}: set seq_len to at most {max(n - 1, 1)}, or give more text"
             )
@@ -169,7 +171,7 @@ class ValWindows(Windows):
     ) -> None:
         super().__init__(file, seq_len, document_mask)
         if len(file) < 2:
-            raise ValueError(
+            raise UserError(
                 f"the validation split has {len(file)} tokens and needs 2 or more: give more text"
             )
         self.n_windows = -(-(len(file) - 1) // seq_len)

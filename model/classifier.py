@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention
+from conf.values import UserError
 from model.gpt import GPT, IGNORE, GPTConfig
 from model.training.lit_gpt import LitGPT
 
@@ -46,12 +47,12 @@ class Classifier(GPT):
         checkpointing: bool = False,
     ) -> None:
         if config.causal:
-            raise ValueError(
+            raise UserError(
                 "model.causal=true: the first token of a classifier has to see all others, so it needs "
                 "model.causal=false."
             )
         if sequences not in (1, 2):
-            raise ValueError(f"sequences={sequences}: a classifier judges 1 sequence, or 2 that make a pair.")
+            raise UserError(f"sequences={sequences}: a classifier judges 1 sequence, or 2 that make a pair.")
         super().__init__(config, attention, checkpointing)
         self.lm_head = Head(config.n_embd, n_classes, sequences)
 

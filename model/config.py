@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
+
+from conf.values import UserError, number, one_of, switch, whole
 
 
 @dataclass(frozen=True)
@@ -31,46 +33,39 @@ class GPTConfig:
     loss_chunk: int = 0  # tokens whose logits exist at a time in the loss; 0: all
 
     def __post_init__(self) -> None:
-        for key, kind in get_type_hints(type(self)).items():
-            value = getattr(self, key)
-            kinds = kind | int if kind in (float, float | None) else kind
-            if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-                needs = getattr(kind, "__name__", str(kind))
-                raise ValueError(f"model.{key} is {value!r:.60}: it needs to be of the kind {needs}.")
-        _one_of("model.position", self.position, ("learned", "rope", "alibi", "none"))
-        _one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
-        _one_of("model.mlp", self.mlp, ("gelu", "swiglu"))
-        for key in ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}: it needs to be at least 1.")
+        """UserError for a value that no model can have, wherever it comes from: conf/ or a checkpoint."""
+        whole("seq_len", self.seq_len, 1)
+        for key in ("vocab_size", "n_layer", "n_head", "n_embd"):
+            whole(f"model.{key}", getattr(self, key), 1)
+        whole("model.n_kv_head", self.n_kv_head, 1, null="as many as model.n_head")
+        whole("model.window", self.window, 0, null="no window")
+        whole("model.loss_chunk", self.loss_chunk, 0)
+        number("model.rope_base", self.rope_base, above=0)
+        number("model.softcap", self.softcap, above=0, null="none")
+        for key in ("dropout", "attn_dropout"):
+            number(f"model.{key}", getattr(self, key), least=0, below=1)
+        for key in ("qk_norm", "causal", "tie_embeddings", "bias"):
+            switch(f"model.{key}", getattr(self, key))
+        one_of("model.position", self.position, ("learned", "rope", "alibi", "none"))
+        one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
+        one_of("model.mlp", self.mlp, ("gelu", "swiglu"))
         if self.n_embd % self.n_head:
             fits = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:4])
-            raise ValueError(
+            raise UserError(
                 f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads: "
                 f"choose n_head from {near} or another n_embd."
             )
-        if self.kv_heads < 1 or self.n_head % self.kv_heads:
-            raise ValueError(
+        if self.n_head % self.kv_heads:
+            raise UserError(
                 f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}: "
                 "every key/value head serves the same number of query heads."
             )
         if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(
+            raise UserError(
                 f"model.position=rope needs an even head dim, n_embd / n_head is {self.head_dim}: "
                 "change model.n_head or model.n_embd."
             )
-        for key in ("dropout", "attn_dropout"):
-            if not 0.0 <= getattr(self, key) < 1.0:
-                raise ValueError(f"model.{key}={getattr(self, key)}: it needs to be in [0, 1).")
-        if self.loss_chunk < 0:
-            raise ValueError(
-                f"model.loss_chunk={self.loss_chunk}: it needs to be at least 1 token, or 0 for all at once."
-            )
-        if self.window is not None and self.window < 0:
-            raise ValueError(f"model.window={self.window}: it needs to be at least 0, or null for no window.")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"model.softcap={self.softcap}: it needs to be above 0, or null for none.")
 
     @property
     def head_dim(self) -> int:
@@ -99,8 +94,3 @@ class GPTConfig:
         if self.window is not None:
             window = (self.window, 0 if self.causal else self.window)
         return {"causal": self.causal, "window": window, "softcap": self.softcap}
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{key}={value}: choose one of {', '.join(allowed)}.")

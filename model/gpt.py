@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attention.base import Attention
+from conf.values import UserError
 from model.config import GPTConfig
 from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss
@@ -229,7 +230,7 @@ class GPT(nn.Module):
         """
         T = input_ids.shape[1]
         if T > self.config.seq_len:
-            raise ValueError(
+            raise UserError(
                 f"{T} tokens are more than the model's context of {self.config.seq_len}: "
                 "pass fewer, or train with a larger seq_len."
             )

@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from conf.values import UserError
+
 log = logging.getLogger(__name__)
 _SUFFIX, _UNFINISHED = ".cubin", ".tmp"
 _CHECKSUM_BYTES = 32
@@ -35,7 +37,7 @@ def bound_bytes() -> int:
     """Raises ValueError where TILEGPT_CACHE_MIB is no number of mebibytes."""
     given = os.environ.get("TILEGPT_CACHE_MIB", "1024")
     if not given.isdecimal():
-        raise ValueError(f"TILEGPT_CACHE_MIB is {given!r}; it needs a whole number of MiB, 1024 say")
+        raise UserError(f"TILEGPT_CACHE_MIB is {given!r}; it needs a whole number of MiB, 1024 say")
     return int(given) << 20
 
 

@@ -26,6 +26,8 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
+from conf.values import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,32 +63,32 @@ MOST_SCORES = 2**28  # beyond, two key heads of two rows stand for all
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """The keys as values. Raises ValueError for an unknown key, a wrong value, or keys of both kinds."""
+    """The keys as values. Raises UserError for an unknown key, a wrong value, or keys of both kinds."""
     given = dict(USUAL)
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if key not in USUAL or not equals:
-            raise ValueError(f"{argument}: write key=value with a key of {', '.join(USUAL)}.")
+            raise UserError(f"{argument}: write key=value with a key of {', '.join(USUAL)}.")
         given[key] = text
         if key in WHOLE:
             least = 0 if key in ("seed", "window") else 1
             if not text.isascii() or not text.isdigit() or int(text) < least:
-                raise ValueError(f"{key}={text}: it needs a whole number, at least {least}.")
+                raise UserError(f"{key}={text}: it needs a whole number, at least {least}.")
             given[key] = int(text)
         elif key in ("causal", "alibi"):
             if text not in ("true", "false"):
-                raise ValueError(f"{key}={text}: it needs true or false.")
+                raise UserError(f"{key}={text}: it needs true or false.")
             given[key] = text == "true"
         elif key == "softcap":
             try:
                 given[key] = float(text)
             except ValueError:
-                raise ValueError(f"softcap={text}: it needs a number.") from None
+                raise UserError(f"softcap={text}: it needs a number.") from None
     if (given["ckpt"] is None) != (given["text"] is None):
-        raise ValueError("ckpt= and text= go together: the model, and what it reads.")
+        raise UserError("ckpt= and text= go together: the model, and what it reads.")
     shapes = [a for a in arguments if a.split("=")[0] not in (*ANY_MODE, "ckpt", "runs_dir", "text")]
     if given["ckpt"] is not None and shapes:
-        raise ValueError(f"{' '.join(shapes)}: with ckpt= the shapes are the model's; leave that out.")
+        raise UserError(f"{' '.join(shapes)}: with ckpt= the shapes are the model's; leave that out.")
     return given
 
 
@@ -234,7 +236,7 @@ def run(arguments: list[str]) -> bool:
     console = Console(highlight=False, soft_wrap=True)
     names = [given["attention"], given["against"]]
     if names[0] == names[1]:
-        raise ValueError(f"attention and against are both {names[0]}: name two implementations.")
+        raise UserError(f"attention and against are both {names[0]}: name two implementations.")
     if given["ckpt"] is not None:
         from scripts.measure.instruments.compare_run import compare_run
 
@@ -262,7 +264,7 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__, end="")
         return
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     try:
         faults = user_errors(run)(sys.argv[1:])

@@ -20,6 +20,8 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
+from conf.values import UserError
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__)
         return
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     user_errors(estimate)(list(arguments))
 
@@ -57,7 +59,7 @@ def parse(arguments: list[str]) -> tuple[bool, str | None, list[str]]:
     """(--measure, gpu=, the overrides of train.py)"""
     flags = [argument for argument in arguments if argument.startswith("-")]
     if unknown := [flag for flag in flags if flag != "--measure"]:
-        raise ValueError(f"{' '.join(unknown)}: the only flag is --measure; everything else is key=value.")
+        raise UserError(f"{' '.join(unknown)}: the only flag is --measure; everything else is key=value.")
     gpus = [argument.removeprefix("gpu=") for argument in arguments if argument.startswith("gpu=")]
     others = [argument for argument in arguments if argument not in flags and not argument.startswith("gpu=")]
     return bool(flags), gpus[-1] if gpus else None, others
@@ -75,12 +77,12 @@ def chosen_gpu(name: str | None, accelerator: str, measure: bool) -> GpuSheet | 
     at_hand = gpu_sheet(torch.cuda.get_device_name()) if here else None
     if name is not None and gpu_sheet(name) != at_hand:
         where = at_hand.name if at_hand else "the CPU"
-        raise ValueError(f"gpu={name} --measure: what is at hand is {where}. Leave gpu= or --measure out.")
+        raise UserError(f"gpu={name} --measure: what is at hand is {where}. Leave gpu= or --measure out.")
     return at_hand
 
 
 def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
-    """What train.py would run on this GPU (None: a CPU) with this config. Raises ValueError for what it would
+    """What train.py would run on this GPU (None: a CPU) with this config. Raises UserError for what it would
     refuse."""
     from omegaconf import OmegaConf
 
@@ -90,7 +92,7 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
 
     check(OmegaConf.to_container(cfg, resolve=True), None, {})
     if cfg.precision not in ("auto", "32-true", "bf16-mixed"):
-        raise ValueError(f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed.")
+        raise UserError(f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed.")
     narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
     run = Run(
         model_config(cfg),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
+from conf.values import UserError
 from scripts.measure.rows import ROOT
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for argument in arguments:
         key, _, text = argument.partition("=")
         if key not in KINDS and key.split(".")[0] != "attention":
-            raise ValueError(no_option(key))
+            raise UserError(no_option(key))
         if (not text and key != "prompt") or argument == "prompt":
-            raise ValueError(f"{argument} has no value: write {key}=...")
+            raise UserError(f"{argument} has no value: write {key}=...")
         if key not in KINDS:
             rest.append(argument)
         elif KINDS[key] is list:  # each of several counts
@@ -80,7 +81,7 @@ def convert(key: str, text: str) -> Any:
     kind = KINDS[key]
     if text == "null" and key != "prompt":
         if key not in NULLABLE:
-            raise ValueError(f"{key}=null: it needs a value; null is for {', '.join(NULLABLE)}.")
+            raise UserError(f"{key}=null: it needs a value; null is for {', '.join(NULLABLE)}.")
         return [] if kind is list else None
     if kind is str:
         return text
@@ -89,10 +90,10 @@ def convert(key: str, text: str) -> Any:
             value = kind(text)
         except ValueError:
             what = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{key}={text}: it needs {what}.") from None
+            raise UserError(f"{key}={text}: it needs {what}.") from None
         least, most = RANGES.get(key, (value, value))
         if value < least or value > most:
-            raise ValueError(f"{key}={text}: it needs to be from {least} to {most}.")
+            raise UserError(f"{key}={text}: it needs to be from {least} to {most}.")
         return value
     try:
         value = yaml.safe_load(text)
@@ -104,11 +105,11 @@ def convert(key: str, text: str) -> Any:
             value = [value if quoted else text.replace("\\n", "\n").replace("\\t", "\t")]
         if all(isinstance(item, str) and item for item in value):
             return value
-        raise ValueError(
+        raise UserError(
             f"{key}={text}: it needs text that is not empty, as in stop='a b' or stop='[\"\\n\", \"END\"]'."
         )
     if not isinstance(value, bool):
-        raise ValueError(f"{key}={text}: it needs true or false.")
+        raise UserError(f"{key}={text}: it needs true or false.")
     return value
 
 
@@ -117,23 +118,23 @@ def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
     import torch
 
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?|mps", device, flags=re.ASCII):
-        raise ValueError(f"device={device}: choose auto, cpu, cuda, cuda:1 or mps.")
+        raise UserError(f"device={device}: choose auto, cpu, cuda, cuda:1 or mps.")
     if device == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device=mps: PyTorch sees no such device here; device=cpu works.")
+        raise UserError("device=mps: PyTorch sees no such device here; device=cpu works.")
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"device={device}: PyTorch sees {torch.cuda.device_count()} CUDA devices; device=cpu works."
         )
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if precision != "auto" and precision not in dtypes:
-        raise ValueError(f"precision={precision}: choose one of auto, {', '.join(dtypes)}.")
+        raise UserError(f"precision={precision}: choose one of auto, {', '.join(dtypes)}.")
     if where.type == "cuda" and precision in ("auto", "bf16"):
         with torch.cuda.device(where):
             able = torch.cuda.is_bf16_supported(including_emulation=False)
         if precision == "bf16" and not able:
             name = torch.cuda.get_device_name(where)
-            raise ValueError(f"precision=bf16: {name} has no bf16; choose fp16, fp32 or auto.")
+            raise UserError(f"precision=bf16: {name} has no bf16; choose fp16, fp32 or auto.")
         precision = "bf16" if able else "fp32"
     elif precision == "auto":
         precision = "fp32"
@@ -176,15 +177,15 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
         try:
             text = Path(options["prompt_file"]).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(
+            raise UserError(
                 f"prompt_file={options['prompt_file']} is not UTF-8 text ({error.reason}): give one prompt a "
                 "line."
             ) from None
         except OSError as error:
-            raise ValueError(f"prompt_file={options['prompt_file']}: {error.strerror}.") from None
+            raise UserError(f"prompt_file={options['prompt_file']}: {error.strerror}.") from None
         texts = [line for line in text.splitlines() if line]
         if not texts:
-            raise ValueError(
+            raise UserError(
                 f"prompt_file={options['prompt_file']} has no line with text in it: give one prompt a line."
             )
     return [text for text in texts for _ in range(options["num_samples"])]
@@ -197,7 +198,7 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
 
     texts = read_prompts(options)
     if len(texts) * options["max_new_tokens"] > MOST_TOKENS:
-        raise ValueError(
+        raise UserError(
             f"max_new_tokens={options['max_new_tokens']} for {len(texts)} rows: at most {MOST_TOKENS} tokens "
             "in all; ask for fewer."
         )
@@ -237,7 +238,7 @@ def main(arguments: Sequence[str]) -> None:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__, CONFIG.read_text(), sep="\n", end="")
         return
-    from conf.compose import user_errors  # which imports Hydra: half a second that --help need not wait
+    from conf.command import user_errors  # which imports Hydra: half a second that --help need not wait
 
     user_errors(write)(arguments)
 
@@ -255,7 +256,7 @@ def write(arguments: Sequence[str]) -> None:
 
 
 def require_finite(model: GPT, given: str) -> None:
-    """ValueError where weights are NaN or infinite: as loaded, or as the precision has them."""
+    """UserError where weights are NaN or infinite: as loaded, or as the precision has them."""
     weights = dict(model.named_parameters())
     if bad := [name for name, value in weights.items() if not value.isfinite().all()]:
         remedy = (
@@ -263,7 +264,7 @@ def require_finite(model: GPT, given: str) -> None:
             if given.startswith("precision")
             else "the run diverged before it was saved. Give an earlier checkpoint, such as ckpt=<run>/best."
         )
-        raise ValueError(
+        raise UserError(
             f"{given}: {len(bad)} of {len(weights)} weight tensors hold NaN or infinity, {bad[0]} first: "
             f"{remedy}"
         )

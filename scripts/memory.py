@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-
+from conf.values import UserError
 from scripts.measure.instruments.allocations import PARTS, Event, Ledger, peak_of, recorder_of, storages
 from scripts.measure.instruments.memory_alone import alone, attention_alone, owned  # noqa: F401
 from scripts.measure.rows import ROOT
@@ -223,12 +223,12 @@ def model_config(cfg: DictConfig) -> GPTConfig:
 
 def vocabulary(cfg: DictConfig) -> int:
     """Entries of the tokenizer that the config names, before any corpus is read (a trained one may end up
-    with fewer); data=synthetic says them itself. ValueError for kind=char, which the corpus decides."""
+    with fewer); data=synthetic says them itself. UserError for kind=char, which the corpus decides."""
     if cfg.data.tokenizer is None:
         return cfg.data.corpus.vocab_size
     kind = cfg.data.tokenizer.kind
     if kind == "char":
-        raise ValueError(
+        raise UserError(
             "data.tokenizer.kind=char: the vocabulary is known once the corpus is read. Use data=synthetic "
             "data.corpus.vocab_size=65, or as many as there will be."
         )
@@ -252,7 +252,7 @@ def main(arguments: list[str]) -> None:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__)
         return
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     user_errors(lambda: print(table(memory_split(training_step(composed(arguments))))))()
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
+from conf.values import UserError
 from scripts.measure.rows import ROOT
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Study:
         sizes = {"vocab_size": self.data[seeds[0]].vocab_size, "seq_len": self.cfg.seq_len}
         self.config = called("model", GPTConfig, **sizes, **self.cfg.model)
         if self.config.attn_dropout:
-            raise ValueError("model.attn_dropout: masks differ between implementations; leave it at 0.")
+            raise UserError("model.attn_dropout: masks differ between implementations; leave it at 0.")
 
     def reasons(self, attention: Attention, dtype: torch.dtype) -> list[str]:
         """Why it cannot train here."""
@@ -251,7 +252,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     if user_errors(run)(options):
         raise SystemExit(1)

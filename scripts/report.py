@@ -27,6 +27,7 @@ from typing import Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
+from conf.values import UserError
 from scripts.measure.rows import ROOT
 
 PARTS = ("capabilities", "results", "advice", "auto", "ladder", "studies", "claims")
@@ -38,11 +39,11 @@ Row = dict[str, Any]
 
 
 def with_block(text: str, name: str, content: str) -> str:
-    """`text` with `content` between its markers of that name. Raises ValueError where it has none."""
+    """`text` with `content` between its markers of that name. Raises UserError where it has none."""
     pattern = rf"(<!-- {name}: [^>]*-->\n).*?(\n?<!-- end of {name} -->)"
     found, count = re.subn(pattern, lambda m: f"{m[1]}\n{content}\n\n{m[2].lstrip()}", text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(
+        raise UserError(
             f"{count} blocks named {name}: there has to be one, between <!-- {name}: ... --> and "
             f"<!-- end of {name} -->"
         )

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-
+from conf.values import UserError
 from scripts.measure.rows import ROOT
 from scripts.measure.sweep_process import Process, measured
 
@@ -235,7 +235,7 @@ def asked(options: argparse.Namespace) -> Study:
     more = [*options.peer, *([f"nanogpt={options.nanogpt}"] if options.nanogpt else [])]
     study = replace(study, peers=(*study.peers, *more))
     if not study.grid.get("attention") and not study.peers:
-        raise ValueError("sweep.grid.attention is empty: name one, or give --nanogpt or --peer.")
+        raise UserError("sweep.grid.attention is empty: name one, or give --nanogpt or --peer.")
     return study
 
 
@@ -299,7 +299,7 @@ def progress(options: argparse.Namespace, sweep: Sweep, points: list[Point]) -> 
 
 def main() -> list[Row]:
     options = arguments()  # --help answers before anything is imported
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     return user_errors(run)(options)
 

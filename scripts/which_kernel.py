@@ -19,6 +19,8 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
+from conf.values import UserError
+
 USUAL = {
     "attention": "auto",
     "batch": "2",
@@ -35,14 +37,14 @@ FEATURES = ("window", "softcap", "alibi", "bias", "bias_grad", "segments", "kv_l
 
 
 def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The keys with their values, and the overrides of the implementation's options. Raises ValueError."""
+    """The keys with their values, and the overrides of the implementation's options. Raises UserError."""
     given, overrides = dict(USUAL), []
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key.startswith("attention."):
             overrides.append(argument)
         elif key not in USUAL or not equals:
-            raise ValueError(f"{argument}: write key=value with a key of {', '.join(USUAL)}, or attention.*.")
+            raise UserError(f"{argument}: write key=value with a key of {', '.join(USUAL)}, or attention.*.")
         else:
             given[key] = value
     return given, overrides
@@ -51,13 +53,13 @@ def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 def whole(given: dict[str, str], key: str) -> int:
     text = given[key]
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{key}={text}: it needs a whole number, at least 1.")
+        raise UserError(f"{key}={text}: it needs a whole number, at least 1.")
     return int(text)
 
 
 def one_of(given: dict[str, str], key: str, known: Any) -> str:
     if given[key] not in known:
-        raise ValueError(f"{key}={given[key]}: choose {', '.join(known)}.")
+        raise UserError(f"{key}={given[key]}: choose {', '.join(known)}.")
     return given[key]
 
 
@@ -130,9 +132,11 @@ def main() -> int:
     given["dtype"] = given["dtype"] or ("bf16" if cuda else "fp32")
     names = [name for name in given["features"].split(",") if name]
     if unknown := [name for name in names if name not in FEATURES]:
-        raise ValueError(f"features={','.join(unknown)}: choose of {', '.join(FEATURES)}.")
+        raise UserError(f"features={','.join(unknown)}: choose of {', '.join(FEATURES)}.")
     passed, asked = one_of(given, "pass", PASSES), one_of(given, "attention", choices("attention"))
     sizes = [whole(given, key) for key in ("batch", "heads", "kv_heads", "seq_len", "head_dim")]
+    if sizes[1] % sizes[2]:
+        raise UserError(f"heads={sizes[1]} needs to be a multiple of kv_heads={sizes[2]}.")
     causal = one_of(given, "causal", ("true", "false")) == "true"
     shape = Shape(*sizes, causal, one_of(given, "dtype", DTYPES), decode=passed == "decode")
     field = Field(shape, "cuda" if cuda else "cpu")
@@ -147,6 +151,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     raise SystemExit(user_errors(main)())

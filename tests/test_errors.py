@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from conf.values import UserError
 from tests.running import ROOT, finish, start, train_here, write_book
 
 # Overrides that do not go with those of a tiny run, which are of data=text.
@@ -37,7 +38,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "head width": (("model.n_head=5",), ("model.n_embd=32", "model.n_head=5", "[1, 2, 4, 8]")),
     "kv heads": (("model.n_kv_head=3",), ("model.n_kv_head=3",)),
     "position": (("model.position=polar",), ("model.position=polar", "rope")),
-    "dropout": (("model.dropout=1.5",), ("model.dropout=1.5", "[0, 1)")),
+    "dropout": (("model.dropout=1.5",), ("model.dropout=1.5", "at least 0 and below 1")),
     "seq_len 0": (("seq_len=0",), ("seq_len",)),
     "batch_size 0": (("data.batch_size=0",), ("batch_size",)),
     "corpus too short": (("seq_len=8192",), ("seq_len", "8192", "5401")),
@@ -49,11 +50,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenizer unknown": (("data.tokenizer.kind=words",), ("words", "bpe")),
     "vocabulary in words": (
         ("data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=abc"),
-        ("data.tokenizer.vocab_size is abc", "a whole number, at least 258"),
+        ("data.tokenizer.vocab_size=abc", "a whole number, at least 258"),
     ),
     "sample in words": (
         ("data.tokenizer.kind=bpe", "data.tokenizer.sample_mb=abc"),
-        ("data.tokenizer.sample_mb is abc", "a number above 0"),
+        ("data.tokenizer.sample_mb=abc", "a number above 0"),
     ),
     "no options but a number": (("data.tokenizer=5",), ("data.tokenizer", "5")),
     "pattern of another folder": (
@@ -61,25 +62,25 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("data.pattern is '/abs/*.txt'", "within the folder data.path"),
     ),
     "no pattern": (("data.path=folder", "data.pattern=''"), ("data.pattern is ''", "such as '**/*.txt'")),
-    "a part in words": (("data.val_fraction=abc",), ("data.val_fraction is abc", "between 0 and 1")),
-    "a part too large": (("data.val_fraction=1",), ("data.val_fraction is 1", "between 0 and 1")),
+    "a part in words": (("data.val_fraction=abc",), ("data.val_fraction=abc", "above 0 and below 1")),
+    "a part too large": (("data.val_fraction=1",), ("data.val_fraction=1", "above 0 and below 1")),
     "no random tokens": (
         ("data=synthetic", "data.corpus.n_tokens=null"),
-        ("data.corpus.n_tokens is null", "a whole number, at least 2"),
+        ("data.corpus.n_tokens=null", "a whole number, at least 2"),
     ),
     "documents in words": (
         ("data=synthetic", "data.corpus.document_length=abc"),
-        ("data.corpus.document_length is abc", "or null for one endless document"),
+        ("data.corpus.document_length=abc", "or null for one endless document"),
     ),
     "part of the standard library": (
         ("data=stdlib", "data.corpus.val_fraction=abc"),
-        ("data.corpus.val_fraction is abc",),
+        ("data.corpus.val_fraction=abc",),
     ),
     "documents of the hub": (
         ("data=tinystories", "data.corpus.max_documents=abc"),
-        ("data.corpus.max_documents is abc", "or null for no limit"),
+        ("data.corpus.max_documents=abc", "or null for no limit"),
     ),
-    "no folder for the tokens": (("data.data_dir=null",), ("data.data_dir is null",)),
+    "no folder for the tokens": (("data.data_dir=null",), ("data.data_dir=null",)),
     "tokens_per_step": (
         ("tokens_per_step=100",),
         ("tokens_per_step=100", "data.batch_size * seq_len * devices", "64", "128"),
@@ -268,11 +269,22 @@ def test_what_was_there_before_stays(tmp_path: Path) -> None:
     assert train_here(tmp_path, "name=a", "model.n_head=5").code == 1 and notes.exists()
 
 
+def test_a_fault_of_the_program_keeps_its_trace(tmp_path: Path) -> None:
+    from model.training.lit_gpt import LitGPT
+
+    def broken(self: LitGPT, batch: dict, batch_idx: int) -> None:
+        torch.zeros(2).reshape(3) if batch_idx else int("three")
+
+    with mock.patch.object(LitGPT, "training_step", broken):
+        result = train_here(tmp_path, "name=a")
+    assert result.code == 1 and "Traceback" in result.err and "in broken" in result.err
+
+
 def test_metrics_of_a_run_that_broke_stay(tmp_path: Path) -> None:
     from model.training.lit_gpt import LitGPT
 
     def broken(self: LitGPT, batch: dict, batch_idx: int) -> None:
-        raise ValueError("out of paper")
+        raise UserError("out of paper")
 
     with mock.patch.object(LitGPT, "training_step", broken):
         result = train_here(tmp_path, "name=a")

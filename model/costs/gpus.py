@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from conf.values import UserError
+
 
 @dataclass(frozen=True)
 class GpuSheet:
@@ -67,10 +69,10 @@ GPUS = {
 
 def gpu_sheet(name: str) -> GpuSheet:
     """The sheet of a GPU by its name here, however written: h200, "RTX 4090", "NVIDIA H100 80GB HBM3". Raises
-    ValueError, with the list, for one that is not in it."""
+    UserError, with the list, for one that is not in it."""
     words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in ("nvidia", "geforce")]
     slug = "-".join(words)
     found = [known for known in GPUS if slug == known or slug.startswith(known + "-")]
     if not found or "laptop" in words:
-        raise ValueError(f"gpu={name}: its datasheet is not known here. Known are {', '.join(sorted(GPUS))}.")
+        raise UserError(f"gpu={name}: its datasheet is not known here. Known are {', '.join(sorted(GPUS))}.")
     return GPUS[max(found, key=len)]

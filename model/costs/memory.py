@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.flops import parameter_count, score_matrix_bytes
 from model.costs.memory_loss import head_bytes, loss_bytes, output_bytes
@@ -36,9 +37,9 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ValueError(f"data.batch_size={self.batch}: it needs to be at least 1.")
+            raise UserError(f"data.batch_size={self.batch}: it needs to be at least 1.")
         if self.value_bytes not in (2, 4):
-            raise ValueError(f"value_bytes={self.value_bytes}: 4 for 32-true or 2 for bf16-mixed.")
+            raise UserError(f"value_bytes={self.value_bytes}: 4 for 32-true or 2 for bf16-mixed.")
 
     @property
     def tokens(self) -> int:

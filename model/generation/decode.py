@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.base import Attention
+from conf.values import UserError
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
@@ -25,13 +26,13 @@ class Sampling:
     def __post_init__(self) -> None:
         # below a thousandth, logits divided by it may overflow, and a tie of infinities is no choice
         if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
-            raise ValueError(
+            raise UserError(
                 f"temperature={self.temperature}: it needs to be 0, which is greedy, or at least 0.001."
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: it needs to be at least 1, or null for all tokens.")
+            raise UserError(f"top_k={self.top_k}: it needs to be at least 1, or null for all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: it needs to be in (0, 1], or null for all tokens.")
+            raise UserError(f"top_p={self.top_p}: it needs to be in (0, 1], or null for all tokens.")
 
     def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """The next token (B, 1) by logits (B, V) and, unless greedy, exponential noise (B, top_k or V).

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.base import Attention
+from conf.values import UserError
 from model.calls import attention_call, require
 from model.generation.decode import Decoder, Rows, Sampling, compute_dtype, encode
 from model.gpt import GPT
@@ -108,20 +109,20 @@ class Reader:
 def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int | None) -> list[list[int]]:
     """The prompts as lists; an empty one starts from the end-of-text token, as documents do."""
     if not prompts:
-        raise ValueError(
+        raise UserError(
             "there is no prompt: give at least one, which may be empty if the tokenizer has an end-of-text "
             "token."
         )
     checked = [list(prompt) or ([] if eot is None else [eot]) for prompt in prompts]
     for i, prompt in enumerate(checked):
         if not prompt:
-            raise ValueError(
+            raise UserError(
                 f"prompt {i} is empty, and this tokenizer has no end-of-text token to start from: give it at "
                 "least one character."
             )
         if not all(0 <= token < vocab_size for token in prompt):
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise ValueError(
+            raise UserError(
                 f"prompt {i} holds token {wrong}: ids go from 0 to {vocab_size - 1}; check the tokenizer."
             )
     return checked
@@ -136,13 +137,13 @@ def checked(
     top_p: float | None = None,
     eot: int | None = None,
 ) -> tuple[Sampling, list[list[int]]]:
-    """How tokens are drawn, and the prompts as `generate` takes them. Raises ValueError."""
+    """How tokens are drawn, and the prompts as `generate` takes them. Raises UserError."""
     if not model.config.causal:
-        raise ValueError(
+        raise UserError(
             "model.causal=false: a model that sees the future cannot predict it; generate needs true."
         )
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1.")
+        raise UserError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1.")
     sampling = Sampling(temperature, top_k, top_p)
     return sampling, checked_prompts(prompts, model.config.vocab_size, eot)
 
@@ -191,7 +192,7 @@ def generate(
     decode_attention: decodes instead of the model's own attention.
     compile: compile the decoding step, with one compilation per batch size and cache capacity.
 
-    Device and dtype are the model's. Raises ValueError, and UnsupportedAttention before anything runs."""
+    Device and dtype are the model's. Raises UserError, and UnsupportedAttention before anything runs."""
     config, device = model.config, model.lm_head.weight.device
     sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
     lengths = [len(prompt) for prompt in prompts]

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from conf.values import whole
 from model.costs.flops import flops_per_token, peak_bf16_flops
 
 
@@ -95,8 +96,7 @@ class Samples(L.Callback):
         # random tokens have no text, a model that sees the future none to continue, and a sharded one
         # generates from its checkpoint
         self.able = tokenizer is not None and lit.net.config.causal and lit.device_mesh is None
-        if self.tokens < 1:
-            raise ValueError(f"callbacks.samples.tokens={self.tokens}: it needs to be at least 1.")
+        whole("callbacks.samples.tokens", self.tokens, 1)
         Sampling(temperature=self.temperature)
         if self.able:
             self._start = self._encoded(tokenizer)

@@ -20,12 +20,13 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from conf.values import UserError
 from model.training.untrusted import printable, require_checkpoint, require_fit
 
 RUNS = Path("runs")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used, or could not be written; the message says what to do."""
 
 

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
+
+from conf.values import UserError, number, shown, switch, whole
 
 T = TypeVar("T")
 
-# (kind, least value: included for a whole number or "from", excluded for "above"; may it be null; keys). Keys
-# that a config lacks are passed over; what depends on several is checked by those who know.
-NUMBERS: tuple[tuple[str, float, bool, str], ...] = (
-    (
-        "whole",
-        1,
-        False,
-        "seq_len model.n_layer model.n_head model.n_embd data.batch_size data.eval_batch_size",
-    ),
-    ("whole", 1, False, "trainer.max_steps trainer.val_check_interval trainer.num_nodes"),
-    ("whole", 1, False, "callbacks.metrics.every callbacks.samples.every callbacks.samples.tokens"),
-    ("whole", 1, False, "callbacks.progress.every callbacks.checkpoints.keep"),
-    ("whole", 1, True, "tokens_per_step model.n_kv_head data.max_val_tokens data.prepare_workers"),
-    ("whole", 1, True, "schedule.decay_steps callbacks.checkpoints.every"),
-    ("whole", 0, False, "seed data.num_workers schedule.warmup_steps model.loss_chunk"),
-    ("whole", 0, True, "model.window"),
-    ("from", 0, False, "optim.lr optim.eps optim.weight_decay schedule.min_factor schedule.decay_fraction"),
-    ("from", 0, False, "model.dropout model.attn_dropout callbacks.samples.temperature"),
-    ("above", 0, False, "model.rope_base"),
-    ("above", 0, True, "grad_clip model.softcap"),
+# Keys that go to libraries, or to several parts; what only one part of ours reads is checked by that part
+# (GPTConfig, the datamodule, Sampling). Keys that a config lacks are passed over.
+COUNTS = (
+    "trainer.max_steps trainer.val_check_interval trainer.num_nodes callbacks.metrics.every "
+    "callbacks.samples.every callbacks.progress.every callbacks.checkpoints.keep"
 )
-SWITCHES = (
-    "checkpointing deterministic overwrite data.document_mask data.verify model.bias model.qk_norm "
-    "model.causal model.tie_embeddings"
-)
+NULLS = {
+    "tokens_per_step": "one micro-batch a device",
+    "schedule.decay_steps": "the end of training",
+    "callbacks.checkpoints.every": "at every validation",
+}
+FROM_ZERO = "optim.lr optim.eps optim.weight_decay schedule.min_factor schedule.decay_fraction"
+SWITCHES = "checkpointing deterministic overwrite"
 GROUPS = ("attention", "model", "data", "optim", "schedule", "trainer")
 # Arguments of Lightning's Trainer that are decided elsewhere -> where.
 ELSEWHERE = {
@@ -46,22 +35,29 @@ ELSEWHERE = {
 
 
 def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str, Any]) -> None:
-    """ValueError for the first mistake. fixed: further arguments of the Trainer that train.py gives."""
+    """UserError for the first mistake. fixed: further arguments of the Trainer that train.py gives."""
     for group in GROUPS:
         if config.get(group) is None or config[group].keys() <= {"decode"}:
-            raise ValueError(f"a run needs {group}=: python train.py --help lists what there is.")
+            raise UserError(f"a run needs {group}=: python train.py --help lists what there is.")
     _within_64_bits("", config)
-    for kind, least, null, keys in NUMBERS:
-        for key in keys.split():
-            _number(key, _at(config, key), kind, least, null)
-    for key in SWITCHES.split():
-        if not isinstance(value := _at(config, key), bool) and value is not ...:
-            raise ValueError(f"{key}={_shown(value)}: choose true or false.")
+    for key, value in _found(config, COUNTS):
+        whole(key, value, 1)
+    for key, null in NULLS.items():
+        for _, value in _found(config, key):
+            whole(key, value, 1, null=null)
+    for key, value in _found(config, "seed schedule.warmup_steps"):
+        whole(key, value, 0)
+    for key, value in _found(config, FROM_ZERO):
+        number(key, value, least=0)
+    for key, value in _found(config, "grad_clip"):
+        number(key, value, above=0, null="no clipping")
+    for key, value in _found(config, SWITCHES):
+        switch(key, value)
     if not isinstance(config["compile"], bool) and config["compile"] != "auto":
-        raise ValueError(f"compile={_shown(config['compile'])}: choose true, false or auto.")
+        raise UserError(f"compile={shown(config['compile'])}: choose true, false or auto.")
     if config["optim"].get("fused") is not True:
-        raise ValueError(
-            f"optim.fused={_shown(config['optim'].get('fused'))}: gradients are clipped, and bad ones "
+        raise UserError(
+            f"optim.fused={shown(config['optim'].get('fused'))}: gradients are clipped, and bad ones "
             "skipped, inside the fused AdamW kernel. Leave optim.fused=true."
         )
     _trainer(config["trainer"], resume_step, fixed)
@@ -76,42 +72,34 @@ def _within_64_bits(key: str, value: Any) -> None:
     elif isinstance(value, int):
         most = 2**64 - 1 if key.endswith("seed") else 2**63 - 1
         if abs(value) > most:
-            raise ValueError(f"{key}={value}: it needs to fit into 64 bits, at most {most}.")
+            raise UserError(f"{key}={value}: it needs to fit into 64 bits, at most {most}.")
 
 
 def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str, Any]) -> None:
     for key in trainer:
         if key in ELSEWHERE:
-            raise ValueError(f"trainer.{key}: that is decided by {ELSEWHERE[key]}.")
+            raise UserError(f"trainer.{key}: that is decided by {ELSEWHERE[key]}.")
         if key in fixed or key == "plugins":
-            raise ValueError(f"trainer.{key}: this training loop needs its own; leave it out.")
+            raise UserError(f"trainer.{key}: this training loop needs its own; leave it out.")
     limit = trainer.get("limit_val_batches", 1.0)
-    _number("trainer.limit_val_batches", limit, "from", 0, False)
+    number("trainer.limit_val_batches", limit, least=0)
     if isinstance(limit, float) and limit > 1:
-        raise ValueError(
-            f"trainer.limit_val_batches={limit}: a part up to 1.0, or a whole number of batches."
-        )
+        raise UserError(f"trainer.limit_val_batches={limit}: a part up to 1.0, or a whole number of batches.")
     for key in ("devices", "num_nodes"):
         if type(trainer.get(key)) is int and trainer[key] > 2**16:
-            raise ValueError(f"trainer.{key}={trainer[key]}: it needs to be at most {2**16}.")
+            raise UserError(f"trainer.{key}={trainer[key]}: it needs to be at most {2**16}.")
     max_steps = trainer["max_steps"]
     if resume_step is not None and resume_step >= max_steps:
-        raise ValueError(
+        raise UserError(
             f"That checkpoint is at step {resume_step} of trainer.max_steps={max_steps}: the run has "
             f"finished. Train on with trainer.max_steps={2 * resume_step}."
         )
 
 
-def _number(key: str, value: Any, kind: str, least: float, null: bool) -> None:
-    if value is ... or (value is None and null):
-        return
-    types = int if kind == "whole" else int | float
-    good = isinstance(value, types) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < least or (kind == "above" and value == least):
-        needs = {"whole": "a whole number, at least", "from": "a number, at least", "above": "a number above"}
-        raise ValueError(
-            f"{key}={_shown(value)}: it needs to be {needs[kind]} {least:g}{', or null' if null else ''}."
-        )
+def _found(config: Mapping[str, Any], keys: str) -> Iterator[tuple[str, Any]]:
+    for key in keys.split():
+        if (value := _at(config, key)) is not ...:
+            yield key, value
 
 
 def _at(config: Any, key: str) -> Any:
@@ -121,14 +109,11 @@ def _at(config: Any, key: str) -> Any:
     return config
 
 
-def _shown(value: Any) -> str:
-    """As it was typed."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def called(key: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """`function(...)`; an argument of `key` that it does not take, or cannot use, is one message."""
     try:
         return function(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(f"{key}: {error}") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{key}: {error}") from error

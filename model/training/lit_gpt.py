@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attention.base import Attention
+from conf.values import UserError
 from model.gpt import GPT, IGNORE
 from model.training.untrusted import require_run
 
@@ -148,7 +149,7 @@ class LitGPT(L.LightningModule):
         for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
             for key in settings.keys() & group.keys() - {"lr", "betas", "eps", "weight_decay"}:
                 if group[key] != settings[key]:
-                    raise ValueError(
+                    raise UserError(
                         f"optim.{key} is another than the checkpoint's: its state goes on only as it began."
                     )
             group.update(settings)
@@ -275,7 +276,7 @@ class LitGPT(L.LightningModule):
         try:
             require_run(checkpoint, self)
         except ValueError as error:
-            raise ValueError(f"{self.trainer.ckpt_path} is refused: {error}.") from None
+            raise UserError(f"{self.trainer.ckpt_path} is refused: {error}.") from None
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from conf.values import UserError
 from model.training.checkpoint import sync_folder
 
 
@@ -113,7 +114,7 @@ def wandb_logger(
     tags: list[str] | None = None,
 ) -> Logger:
     """Weights & Biases, config and all. offline=None: offline where there is no key or the server cannot be
-    reached, saying how to upload the run later. A key that is not one raises ValueError before anything
+    reached, saying how to upload the run later. A key that is not one raises UserError before anything
     trains."""
     import wandb
     from lightning.pytorch.loggers import WandbLogger
@@ -123,7 +124,7 @@ def wandb_logger(
     try:
         why = _why_offline()
         if offline is False and why:
-            raise ValueError(f"logger.offline=false, but {why}")
+            raise UserError(f"logger.offline=false, but {why}")
         if offline is None and why:
             print(f"W&B logs offline: {why}. Upload later with: wandb sync {run_dir}/wandb/offline-run-*")
         name = Path(run_dir).name
@@ -134,7 +135,7 @@ def wandb_logger(
             reinit="finish_previous", settings=wandb.Settings(init_timeout=30),
         )  # fmt: skip
     except (wandb.errors.Error, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"W&B did not start: {str(error).rstrip('.')}. Check the key (wandb login), log offline "
             "(logger.offline=true), or to a file alone (logger=csv)."
         ) from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.memory import Run, peak
 from model.training.runs import ckpt_of
@@ -37,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_explained(
     config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, run: Path
 ) -> Iterator[None]:
-    """Out of memory within is a ValueError that says what to lower, each with the predicted peak.
+    """Out of memory within is a UserError that says what to lower, each with the predicted peak.
 
     config: of the run, resolved; run: its folder, which may hold checkpoints"""
     try:
@@ -45,7 +46,7 @@ def out_of_memory_explained(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ValueError(_message(config, device, dtype, run, error)) from error
+        raise UserError(_message(config, device, dtype, run, error)) from error
 
 
 def training_run(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Run:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_only
 
+from conf.values import UserError
 from model.training.checkpoint import (
     RUNS,
     CheckpointError,
@@ -88,7 +89,7 @@ def take_over(run: Path, ckpt: Path, step: int, overwrite: bool) -> Path:
     checkpoint up to `step` come along."""
     own = run_of(ckpt, run.parent)
     if overwrite and own != run:
-        raise ValueError(NOTHING_TO_OVERWRITE)
+        raise UserError(NOTHING_TO_OVERWRITE)
     if own in (None, run):
         return ckpt
     folder = run / "checkpoints"

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
+from conf.values import UserError
 from model.training.checkpoint import RUNS, CheckpointError, checkpoints_of, step_of
 
 LOCK = ".lock"  # in the run's folder; locked by the kernel while its process lives, its text says whose it is
@@ -45,7 +46,7 @@ class Hold(ExitStack):
     run: Path | None = None
 
     def take(self, run: Path) -> None:
-        """Lock `run` in place of what was locked before. ValueError where another process has it."""
+        """Lock `run` in place of what was locked before. UserError where another process has it."""
         if run != self.run:
             self.close()
             self.enter_context(_alone(run))
@@ -55,7 +56,7 @@ class Hold(ExitStack):
 @contextmanager
 def run_folder(decide: Callable[[], Path], hold: Hold, since: int = -1) -> Iterator[Path]:
     """The folder of a run, held by this process alone; one that was empty before and in which nothing was
-    trained beyond step `since` goes again. ValueError where another process has it, or it cannot be
+    trained beyond step `since` goes again. UserError where another process has it, or it cannot be
     written."""
     first = "TILEGPT_RUN" not in os.environ
     with fixed_path("TILEGPT_RUN", decide) as run, hold:
@@ -83,8 +84,8 @@ def _within(file: str | None, run: Path) -> bool:
     return file is None or run.absolute() in Path(file).absolute().parents or Path(file) == run
 
 
-def _unwritable(path: Any, error: OSError, runs: Path, goes_on: str | None = None) -> ValueError:
-    return ValueError(
+def _unwritable(path: Any, error: OSError, runs: Path, goes_on: str | None = None) -> UserError:
+    return UserError(
         f"{path} cannot be written: {error.strerror}. Runs lie in {runs}/; runs_dir=... names another folder."
         + (f" {goes_on}." if goes_on else "")
     )
@@ -106,7 +107,7 @@ def _alone(run: Path) -> Iterator[None]:
         (run / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     except Timeout:
         holder = (run / LOCK).read_text(encoding="utf-8", errors="replace") or "another process"
-        raise ValueError(
+        raise UserError(
             f"{run} is in use by {holder}: one process at a time trains a run. Wait for it or stop it, or "
             "give this one a name= of its own."
         ) from None
@@ -131,7 +132,7 @@ def ckpt_of(run: Path, file: Path | None = None) -> str:
 def runs_folder(value: Any) -> Path:
     """The folder that a value of runs_dir names."""
     if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
-        raise ValueError(f"runs_dir={value}: it needs to be a folder, in which each run has one of its own.")
+        raise UserError(f"runs_dir={value}: it needs to be a folder, in which each run has one of its own.")
     return Path(str(value))
 
 
@@ -142,7 +143,7 @@ def new_run(
     and the time."""
     name = None if name in (None, "") else str(name)
     if name is None and _launched():
-        raise ValueError(
+        raise UserError(
             "Processes that a launcher started (torchrun, srun) have to agree on the run's folder: give it a "
             "name=."
         )
@@ -162,7 +163,7 @@ def new_run(
             # another rank may find what the first has put there
             if rank_zero_only.rank == 0 and any((run / "checkpoints").glob("*.ckpt")):
                 with _alone(run):  # or who trains it is said
-                    raise ValueError(
+                    raise UserError(
                         f"{run} holds a run already. Continue it with {ckpt_of(run)}, or give another name=."
                     ) from None
         except OSError as error:
@@ -171,9 +172,9 @@ def new_run(
 
 
 def check_name(name: str, runs: Path) -> None:
-    """ValueError for what would be no folder right under `runs`, or mean something else to ckpt=."""
+    """UserError for what would be no folder right under `runs`, or mean something else to ckpt=."""
     if "/" in name or name in ("last", ".", ".."):
-        raise ValueError(
+        raise UserError(
             f"name={name}: the name of a folder right under {runs}/, without slashes, and not 'last', which "
             "is the newest run to ckpt=."
         )

@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
+from conf.values import UserError
 from model.calls import attention_calls, require
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token, parameter_count, peak_bf16_flops
@@ -57,7 +58,7 @@ def device(accelerator: str, devices: Any = 1) -> torch.device:
             devices = CUDAAccelerator.auto_device_count()
         indices = CUDAAccelerator.parse_devices(devices)
         if not indices:
-            raise ValueError(f"trainer.devices={devices}: it needs to name at least one device.")
+            raise UserError(f"trainer.devices={devices}: it needs to name at least one device.")
         rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
         index = indices[rank % len(indices)]
         torch.cuda.set_device(index)
@@ -66,7 +67,7 @@ def device(accelerator: str, devices: Any = 1) -> torch.device:
         return torch.device("mps")
     if accelerator in ("auto", "cpu"):
         return torch.device("cpu")
-    raise ValueError(
+    raise UserError(
         f"trainer.accelerator={accelerator}: no such device is visible here. Use trainer.accelerator=cpu."
     )
 
@@ -74,10 +75,10 @@ def device(accelerator: str, devices: Any = 1) -> torch.device:
 def precision(asked: str, on: torch.device) -> str:
     """`asked`, or for auto bf16-mixed on a CUDA device that has bf16 and 32-true elsewhere."""
     if asked not in ("auto", "32-true", "bf16-mixed"):
-        raise ValueError(f"precision={asked}: choose auto, 32-true or bf16-mixed.")
+        raise UserError(f"precision={asked}: choose auto, 32-true or bf16-mixed.")
     native = on.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "bf16-mixed" and not native:
-        raise ValueError(
+        raise UserError(
             f"precision=bf16-mixed: {torch.cuda.get_device_name(on)} has no bf16 (it takes compute "
             "capability 8.0). Use precision=32-true."
         )
@@ -98,7 +99,7 @@ def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -
     at_once = micro_tokens * devices
     if tokens_per_step < at_once or tokens_per_step % at_once:
         lower = max(at_once, tokens_per_step // at_once * at_once)
-        raise ValueError(
+        raise UserError(
             f"tokens_per_step={tokens_per_step} is no multiple of the {at_once} tokens that {devices} "
             f"device(s) take at once (data.batch_size * seq_len * devices): use {lower} or "
             f"{lower + at_once}, or another data.batch_size."
@@ -188,7 +189,7 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
     callbacks = {type(callback): callback for callback in trainer.callbacks}
     samples, interrupt, checkpoints = (callbacks.get(kind) for kind in (Samples, Interrupt, Checkpoints))
     if lit.fault:
-        raise ValueError(lit.fault + (checkpoints.after_fault() if checkpoints else ""))
+        raise UserError(lit.fault + (checkpoints.after_fault() if checkpoints else ""))
     if interrupt is not None and interrupt.received is not None and trainer.global_step < trainer.max_steps:
         goes_on = f", saved. Continue: python train.py {again}" if checkpoints else ""
         print(f"Stopped at step {trainer.global_step}{goes_on}")

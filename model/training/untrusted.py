@@ -1,5 +1,5 @@
 """What is taken from a checkpoint: plain values and tensors, under the keys and of the kinds that this
-program has there itself. Everything else is refused by a ValueError of one line. (The config: conf/saved.py.)
+program has there itself. Everything else is refused by a UserError of one line. (The config: conf/saved.py.)
 
 torch's `weights_only` loading, which comes before, keeps code out of the file; this keeps out what plain
 values could do, as attributes, arguments, paths and sizes, to those who take them for their own.
@@ -11,6 +11,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from conf.values import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +56,7 @@ def is_plain(value: Any) -> bool:
 
 
 def require_plain(content: Any) -> None:
-    """ValueError unless all of it is plain values and dense tensors in containers that are not nested deeper
+    """UserError unless all of it is plain values and dense tensors in containers that are not nested deeper
     than DEPTH. Level by level: a structure that holds itself, or one part a thousand times, costs no more."""
     from torch import Tensor
 
@@ -69,18 +71,18 @@ def require_plain(content: Any) -> None:
                 values = container.values()
                 for key in container:
                     if type(key) not in (str, int):
-                        raise ValueError(f"it has a key that is a {type(key).__name__}")
+                        raise UserError(f"it has a key that is a {type(key).__name__}")
             for value in values:
                 if type(value) in (dict, OrderedDict, list, tuple):
                     inner[id(value)] = value
                 elif type(value) is Tensor:
                     _require_dense(value)
                 elif not is_plain(value):
-                    raise ValueError(f"it holds a {type(value).__name__} that is no plain value of 64 bits")
+                    raise UserError(f"it holds a {type(value).__name__} that is no plain value of 64 bits")
         if not inner:
             return
         level = list(inner.values())
-    raise ValueError(f"its values are nested deeper than {DEPTH}")
+    raise UserError(f"its values are nested deeper than {DEPTH}")
 
 
 def _require_dense(tensor: torch.Tensor) -> None:
@@ -88,27 +90,27 @@ def _require_dense(tensor: torch.Tensor) -> None:
 
     dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     if not dense or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-        raise ValueError("it holds a tensor that is not dense")
+        raise UserError("it holds a tensor that is not dense")
 
 
 def require_keys(content: Any, keys: Iterable[str], name: str) -> None:
-    """ValueError unless `content` is a dictionary with these keys and no others."""
+    """UserError unless `content` is a dictionary with these keys and no others."""
     if not isinstance(content, dict):
-        raise ValueError(f"its {name} is a {type(content).__name__}")
+        raise UserError(f"its {name} is a {type(content).__name__}")
     if missing := [key for key in keys if key not in content]:
-        raise ValueError(f"its {name} lacks {missing[0]}")
+        raise UserError(f"its {name} lacks {missing[0]}")
     if unknown := [key for key in content if key not in keys]:
-        raise ValueError(f"its {name} has {printable(unknown[0])}, which this version does not know")
+        raise UserError(f"its {name} has {printable(unknown[0])}, which this version does not know")
 
 
 def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
-    """ValueError unless this is the dictionary that a checkpoint of this project holds.
+    """UserError unless this is the dictionary that a checkpoint of this project holds.
 
     Further entries, of plain values and tensors, are those of callbacks named on the command line."""
     travel = checkpoint["tilegpt"]
     if type(travel) is dict and travel.get("schema") != SCHEMA:
         schema = travel.get("schema")
-        raise ValueError(
+        raise UserError(
             f"it has schema {schema if type(schema) is int else printable(schema)}, and this version of "
             f"tilegpt reads {SCHEMA}: use the one that wrote it"
         )
@@ -118,48 +120,48 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
         require_keys(content, entries, name)
         for key, kinds in entries.items():
             if type(content[key]) not in kinds:
-                raise ValueError(f"its {key} is a {type(content[key]).__name__}")
+                raise UserError(f"its {key} is a {type(content[key]).__name__}")
     version = checkpoint["pytorch-lightning_version"]
     if not re.fullmatch(r"2(\.\d{1,4}){1,2}(\.?(a|b|rc|dev|post)\d{1,9})?(\+\w{1,20})?", version, re.ASCII):
-        raise ValueError(f"it was written by Lightning {printable(version)}, and 2 is needed")
+        raise UserError(f"it was written by Lightning {printable(version)}, and 2 is needed")
     if checkpoint["global_step"] < 0:
-        raise ValueError(f"its step is {checkpoint['global_step']}")
+        raise UserError(f"its step is {checkpoint['global_step']}")
     require_model(travel["model"], checkpoint["state_dict"])
 
 
 def require_like(value: Any, own: Any, name: str) -> None:
-    """ValueError unless `value` has the keys of `own` and their kinds; where `own` is None, a number."""
+    """UserError unless `value` has the keys of `own` and their kinds; where `own` is None, a number."""
     if isinstance(own, dict):
         require_keys(value, own, name)
         for key, inner in own.items():
             require_like(value[key], inner, f"{name}.{key}")
     elif type(value) is not type(own) and not (own is None and type(value) in (int, float)):
-        raise ValueError(f"its {name} is a {type(value).__name__} and not a {type(own).__name__}")
+        raise UserError(f"its {name} is a {type(value).__name__} and not a {type(own).__name__}")
 
 
 def require_weights(weights: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
-    """ValueError unless `weights` has the names and shapes of `own`."""
+    """UserError unless `weights` has the names and shapes of `own`."""
     from torch import Tensor
 
     for what, names in (("lack", own.keys() - weights.keys()), ("have", weights.keys() - own.keys())):
         if names:
             first, more = min(map(printable, names)), f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(
+            raise UserError(
                 f"its weights {what} {first}{more}, {'which' if what == 'lack' else 'not as'} "
                 "the model of its config has"
             )
     for name, tensor in own.items():
         found = weights[name]
         if not isinstance(found, Tensor) or not found.is_floating_point():
-            raise ValueError(f"its {name} is no tensor of floating-point numbers")
+            raise UserError(f"its {name} is no tensor of floating-point numbers")
         if found.shape != tensor.shape:
-            raise ValueError(
+            raise UserError(
                 f"its {name} has the shape {tuple(found.shape)}, and {tuple(tensor.shape)} is needed"
             )
 
 
 def require_model(fields: dict[str, Any], weights: Mapping[str, Any]) -> None:
-    """ValueError unless these are the fields of a `GPTConfig` and the weights those of its model, of which
+    """UserError unless these are the fields of a `GPTConfig` and the weights those of its model, of which
     nothing is built before that is known."""
     import torch
 
@@ -173,7 +175,7 @@ def require_model(fields: dict[str, Any], weights: Mapping[str, Any]) -> None:
         config.n_layer > len(weights)
         or config.n_embd * max(config.padded_vocab_size, config.n_head) > numbers
     ):
-        raise ValueError(
+        raise UserError(
             f"its weights are not those of {config.n_layer} layers, width {config.n_embd} and vocabulary "
             f"{config.vocab_size}"
         )
@@ -183,42 +185,42 @@ def require_model(fields: dict[str, Any], weights: Mapping[str, Any]) -> None:
 
 
 def require_optimizer(states: list[Any], shapes: list[torch.Size], step: int) -> None:
-    """ValueError unless it is the state of one AdamW over parameters of these shapes."""
+    """UserError unless it is the state of one AdamW over parameters of these shapes."""
     from torch import Tensor
 
     if len(states) != 1:
-        raise ValueError(f"it holds the state of {len(states)} optimisers, and 1 is needed")
+        raise UserError(f"it holds the state of {len(states)} optimisers, and 1 is needed")
     require_keys(states[0], ("state", "param_groups"), "optimizer_states")
     state, groups = states[0]["state"], states[0]["param_groups"]
     if type(groups) is not list or not all(type(g) is dict and type(g.get("params")) is list for g in groups):
-        raise ValueError("its optimizer_states.param_groups are no list of groups of parameters")
+        raise UserError("its optimizer_states.param_groups are no list of groups of parameters")
     settings = [value for group in groups for key, value in group.items() if key != "params"]
     if not all(type(v) in SCALARS or (type(v) in (list, tuple) and all(map(is_plain, v))) for v in settings):
-        raise ValueError("its optimizer_states.param_groups hold more than plain values")
+        raise UserError("its optimizer_states.param_groups hold more than plain values")
     if [i for group in groups for i in group["params"]] != list(range(len(shapes))):
-        raise ValueError(f"its optimiser is not one of {len(shapes)} parameters")
+        raise UserError(f"its optimiser is not one of {len(shapes)} parameters")
     if type(state) is not dict or (state.keys() != set(range(len(shapes))) and (state or step)):
-        raise ValueError(f"its optimiser does not have the state of {len(shapes)} parameters")
+        raise UserError(f"its optimiser does not have the state of {len(shapes)} parameters")
     for i, moments in state.items():
         needed = MOMENTS | ({"max_exp_avg_sq"} & moments.keys() if type(moments) is dict else set())
         require_keys(moments, needed, f"optimizer_states.state.{i}")
         for name, moment in moments.items():
             shape = () if name == "step" else shapes[i]
             if not isinstance(moment, Tensor) or moment.shape != shape or not moment.is_floating_point():
-                raise ValueError(
+                raise UserError(
                     f"its optimiser's {name} of parameter {i} is no tensor of shape {tuple(shape)}"
                 )
 
 
 def require_fit(checkpoint: dict[str, Any], lit: Any) -> None:
-    """ValueError unless the weights and the optimiser's state are of the shapes of this `LitGPT`."""
+    """UserError unless the weights and the optimiser's state are of the shapes of this `LitGPT`."""
     require_weights(checkpoint["state_dict"], lit.state_dict())
     shapes = [parameter.shape for group in lit.parameter_groups() for parameter in group["params"]]
     require_optimizer(checkpoint["optimizer_states"], shapes, checkpoint["global_step"])
 
 
 def require_run(checkpoint: dict[str, Any], lit: Any) -> None:
-    """ValueError unless a checkpoint fits the run that is to take its weights, optimiser, loops, position in
+    """UserError unless a checkpoint fits the run that is to take its weights, optimiser, loops, position in
     the data and callbacks: what each of these has itself says which keys and kinds there are.
 
     A callback that is not of model/ was named on the command line: its state is plain values, and its own."""
@@ -231,7 +233,7 @@ def require_run(checkpoint: dict[str, Any], lit: Any) -> None:
         kept = {key: own[key] for key in own if key in state or key in POSITION}  # others are younger
         require_like(state, kept, "TokenDataModule")
         if state["consumed"] < 0:
-            raise ValueError(f"its TokenDataModule.consumed is {state['consumed']}")
+            raise UserError(f"its TokenDataModule.consumed is {state['consumed']}")
     for callback in trainer.callbacks:
         if type(callback).__module__.startswith("model."):
             name, own = callback.state_key, callback.state_dict()

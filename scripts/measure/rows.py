@@ -18,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from conf.values import UserError
+
 RUN_ID = uuid.uuid4().hex[:12]
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -161,7 +163,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             row["key"]
         except (ValueError, KeyError, TypeError):
             if line.endswith("}}"):
-                raise ValueError(f"{path}, line {number}: that is no row; mend it or take it out.") from None
+                raise UserError(f"{path}, line {number}: that is no row; mend it or take it out.") from None
             continue
         rows.append(row)
     return rows

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.compose import CONF, choices_of
+from conf.values import UserError
 from scripts.measure.instruments import training_peers
 from scripts.measure.rows import ROOT, choices
 
@@ -99,7 +100,7 @@ def _composed(overrides: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
 
 
 def study_of(overrides: list[str]) -> Study:
-    """Raises ValueError for an experiment that is no study, and for an override that the grid would undo."""
+    """Raises UserError for an experiment that is no study, and for an override that the grid would undo."""
     from omegaconf import OmegaConf
 
     cfg, chosen = composed(overrides)
@@ -110,15 +111,13 @@ def study_of(overrides: list[str]) -> Study:
             for path in sorted((CONF / "experiment").glob("*.yaml"))
             if "sweep" in OmegaConf.load(path)
         )
-        raise ValueError(
-            f"experiment={chosen.get('experiment')} has no sweep block: choose one of {studies}."
-        )
+        raise UserError(f"experiment={chosen.get('experiment')} has no sweep block: choose one of {studies}.")
     grid = {key: _values(key, value) for key, value in _leaves(block["grid"]).items()}
     for override in overrides:
         key = override.lstrip("+").split("=")[0]
         if key in grid or (key == "data.batch_size" and block["micro_tokens"]):
             instead = f"sweep.grid.{key}=[...]" if key in grid else "sweep.micro_tokens=..., or null"
-            raise ValueError(f"{override}: the study gives {key} a value at each point; set {instead}.")
+            raise UserError(f"{override}: the study gives {key} a value at each point; set {instead}.")
     common = tuple(override for override in overrides if not override.lstrip("+").startswith("sweep."))
     rest = {key: block[key] for key in ("micro_tokens", "warm_up", "steps", "seconds", "timeout_s")}
     return Study(chosen["experiment"], common, grid, tuple(block["peers"]), **rest)
@@ -166,7 +165,7 @@ def point_of(study: Study, task: Task, device: str, micro_batch: int | None = No
     cfg, chosen = composed(overrides)
     if micro_batch is None and study.micro_tokens:
         if study.micro_tokens % cfg.seq_len:
-            raise ValueError(
+            raise UserError(
                 f"sweep.micro_tokens={study.micro_tokens} is no multiple of seq_len={cfg.seq_len}: choose "
                 "lengths that divide it, or null for a micro-batch of data.batch_size rows."
             )

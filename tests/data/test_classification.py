@@ -63,7 +63,7 @@ def test_several_processes_draw_the_same():
 def test_what_is_too_long_is_refused():
     with pytest.raises(ValueError, match="counting has 6 tokens with its CLS, and seq_len is 5"):
         draw(Counting(least=5), "train", 1, 5)
-    with pytest.raises(ValueError, match="the number of examples is 0"):
+    with pytest.raises(ValueError, match="the number of examples=0"):
         draw(ListOps(), "train", 0, 2048)
 
 

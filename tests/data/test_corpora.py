@@ -292,5 +292,5 @@ def test_synthetic_tokens_are_reproducible_and_in_range():
     assert (tokens == SyntheticCorpus(70_000, 5000, 3).tokens("train")[0]).all()
     assert len(corpus.tokens("val")[0]) == 500 and (tokens[:500] != corpus.tokens("val")[0]).any()
     assert SyntheticCorpus(n_tokens=100).tokens("train")[0].dtype == "uint16"
-    with pytest.raises(ValueError, match="vocab_size is 1"):
+    with pytest.raises(ValueError, match="vocab_size=1"):
         SyntheticCorpus(vocab_size=1)

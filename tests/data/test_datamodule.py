@@ -221,10 +221,10 @@ def test_a_corpus_is_known_by_its_content_and_its_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 0}, "seq_len is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"eval_batch_size": 0}, "eval_batch_size is 0"),
-        ({"num_workers": -1}, "num_workers is -1"),
+        ({"seq_len": 0}, "seq_len=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"eval_batch_size": 0}, "eval_batch_size=0"),
+        ({"num_workers": -1}, "num_workers=-1"),
     ],
 )
 def test_sizes_out_of_range(make, options, message):

@@ -63,7 +63,7 @@ def test_limits(dataset, tmp_path, monkeypatch):
     assert counts[0] == counts[1]
     assert dataset.count("train") < 200  # the rest of the stream was never read
     for key in ("max_documents", "max_tokens"):
-        with pytest.raises(ValueError, match=f"{key} is 0"):
+        with pytest.raises(ValueError, match=f"{key}=0"):
             HubCorpus("s", "a/b", **{key: 0})
 
 

@@ -59,5 +59,5 @@ def test_short_documents_are_left_out_and_too_few_refused(corpus):
     assert sum(map(len, kept.values())) == FILES
     with pytest.raises(ValueError, match="0 of the train documents have the 64 bytes of a pair"):
         Matching(30, gap=4, corpus=corpus).example(random.Random(0), "train")
-    with pytest.raises(ValueError, match=r"matching\.excerpt is 0"):
+    with pytest.raises(ValueError, match=r"matching\.excerpt=0"):
         Matching(0)

@@ -78,8 +78,8 @@ def test_specs_keep_what_matters_and_refuse_the_rest():
     for bad, message in [
         ({"kind": "word"}, "'word'; it has to be one of char, byte, bpe, gpt2"),
         ({"kind": "bpe", "vocabulary": 9}, "no option vocabulary"),
-        ({"kind": "bpe", "vocab_size": 100}, "is 100; it has to be a whole number, at least 258"),
-        ({"kind": "bpe", "sample_mb": 0}, "sample_mb is 0"),
+        ({"kind": "bpe", "vocab_size": 100}, "=100: it needs to be a whole number, at least 258"),
+        ({"kind": "bpe", "sample_mb": 0}, "sample_mb=0"),
         ({}, "kind is None"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -227,12 +227,12 @@ def test_context_sizes_the_position_table_and_too_much_is_refused() -> None:
         ({"position": "sinus"}, "model.position=sinus: choose one of learned, rope, alibi, none"),
         ({"norm": "batch"}, "model.norm=batch: choose one of layernorm, rmsnorm"),
         ({"mlp": "relu"}, "model.mlp=relu: choose one of gelu, swiglu"),
-        ({"dropout": 1.0}, r"model.dropout=1.0: it needs to be in \[0, 1\)"),
+        ({"dropout": 1.0}, r"model.dropout=1.0: it needs to be a number, at least 0 and below 1"),
         ({"attn_dropout": -0.1}, r"model.attn_dropout=-0.1"),
-        ({"window": -1}, "model.window=-1: it needs to be at least 0, or null"),
-        ({"softcap": 0.0}, "model.softcap=0.0: it needs to be above 0, or null"),
-        ({"n_layer": 0}, "n_layer is 0"),
-        ({"seq_len": 0}, "seq_len is 0"),
+        ({"window": -1}, "model.window=-1: it needs to be a whole number, at least 0, or null"),
+        ({"softcap": 0.0}, "model.softcap=0.0: it needs to be a number above 0, or null"),
+        ({"n_layer": 0}, "model.n_layer=0"),
+        ({"seq_len": 0}, "seq_len=0"),
     ],
 )
 def test_config_errors_name_the_key(changes: dict, message: str) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from attention.naive import NaiveAttention
 from conf.resume import refuse_changes
 from conf.saved import SavedRun, plain
+from conf.values import UserError
 from model.gpt import GPT, GPTConfig
 from model.loss import IGNORE, chunked_loss
-from model.training.checks import check
 from scripts.measure.instruments.allocations import recorder_of
 from scripts.memory import composed
 
@@ -188,13 +188,9 @@ def test_logits_and_frozen_weights_are_as_before() -> None:
 
 @pytest.mark.parametrize("value", ["-1", "2.5", "many", "null", "true"])
 def test_what_is_no_number_of_tokens_is_refused(value: str) -> None:
-    from omegaconf import OmegaConf
-
-    cfg = OmegaConf.to_container(composed([f"model.loss_chunk={value}"]), resolve=True)
-    with pytest.raises(ValueError, match=rf"model.loss_chunk={value}: .* a whole number, at least 0"):
-        check(cfg, None, {})
-    with pytest.raises(ValueError, match=r"model.loss_chunk=-1: .* or 0 for all at once"):
-        GPTConfig(**TINY, loss_chunk=-1)
+    chunk = composed([f"model.loss_chunk={value}"]).model.loss_chunk
+    with pytest.raises(UserError, match=rf"model.loss_chunk={value}: .* a whole number, at least 0"):
+        GPTConfig(**TINY, loss_chunk=chunk)
 
 
 def test_a_run_may_change_it_as_it_goes_on() -> None:

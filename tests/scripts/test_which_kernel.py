@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from conf.compose import user_errors
+from conf.command import user_errors
 from scripts.which_kernel import FEATURES, main
 
 SMALL = ["batch=1", "heads=2", "seq_len=32", "head_dim=16", "dtype=fp32"]
@@ -80,7 +80,7 @@ def test_every_feature_can_be_asked_for(which, passed):
         ("features=windows", "features=windows: choose of window"),
         ("pass=all", "pass=all: choose forward"),
         ("causal=1", "causal=1: choose true, false"),
-        ("kv_heads=3", "need to be a multiple of the key heads (3)"),
+        ("kv_heads=3", "needs to be a multiple of kv_heads=3"),
         ("attention.backend=x", "backend"),
     ],
 )

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from conf.values import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -122,7 +124,7 @@ class Halves:
 
 def recorder_of(device: torch.device) -> CpuRecorder | CudaRecorder:
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"memory on {device.type} cannot be recorded: use trainer.accelerator=cpu or gpu.")
+        raise UserError(f"memory on {device.type} cannot be recorded: use trainer.accelerator=cpu or gpu.")
     return CudaRecorder(device) if device.type == "cuda" else CpuRecorder()
 
 

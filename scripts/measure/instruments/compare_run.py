@@ -14,6 +14,7 @@ from torch import Tensor
 from attention.base import FEATURES, Attention, Capabilities
 from attention.checks import dtype_name
 from attention.naive import attention_scores, naive_attention
+from conf.values import UserError
 from model.gpt import GPT
 from scripts.accuracy import Problem, plain_softmax
 from scripts.compare import MOST_SCORES, Finding, conclusion, examine
@@ -103,7 +104,7 @@ def compare_run(
     model, tokenizer, cfg = load_run(given["ckpt"], [], given["runs_dir"])
     tokens = tokenizer.encode(given["text"])
     if len(tokens) < 2:
-        raise ValueError(f"text={given['text']!r} has {len(tokens)} tokens: a loss takes two at least.")
+        raise UserError(f"text={given['text']!r} has {len(tokens)} tokens: a loss takes two at least.")
     ids = torch.tensor(tokens[: model.config.seq_len + 1], device=device)
     model = model.to(device).eval()
     attentions = [build_attention(cfg, name) for name in names]

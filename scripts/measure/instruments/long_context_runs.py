@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.values import UserError
 from scripts.measure.rows import ROOT, key_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ BYTES_PER_TOKEN = 3.5  # of Python in a few thousand kinds of tokens, about: how
 CHILD = f"""
 import os, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
+
+from conf.values import UserError
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 import train
 train.main()
@@ -151,7 +154,7 @@ def planned(study: str, options: argparse.Namespace, device: str, seeds: list[in
     # whole windows of the longest context in every pass, at any phase: no shorter one sees a token more often
     steps = passes * (n_tokens - 2 * longest) // options.step_tokens
     if steps < 1:
-        raise ValueError(
+        raise UserError(
             f"the text has {n_tokens:,} training tokens, less than a step of {options.step_tokens:,}: "
             "give more text, or choose fewer --step-tokens."
         )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conf.values import UserError
 from data.corpora import TextCorpus, unit_hash
 from data.storage import write_atomically
 
@@ -79,7 +80,7 @@ def documents(files: Iterable[tuple[str, Path]], least_bytes: int) -> list[Docum
 def held_out_groups(found: list[Document], share: float) -> list[str]:
     """Packages in the order of a hash of their names, large ones passed over, up to `share` of the bytes.
 
-    Raises ValueError where there is nothing to hold out."""
+    Raises UserError where there is nothing to hold out."""
     sizes: dict[str, int] = {}
     for document in found:
         sizes[document.group] = sizes.get(document.group, 0) + document.n_bytes
@@ -90,7 +91,7 @@ def held_out_groups(found: list[Document], share: float) -> list[str]:
             chosen.append(group)
             taken += sizes[group]
     if not chosen:
-        raise ValueError(
+        raise UserError(
             f"{len(sizes)} documents or packages of the asked length were found; it takes two, one to train "
             "on and one to hold out: lower --least-bytes, or give --text a folder of long files."
         )
@@ -146,7 +147,7 @@ def gather(
             n_bytes += document.n_bytes
     kept = unknown(aside, rest)
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"all {len(aside)} held-out documents mostly repeat the training text: give another --text."
         )
     for name, chosen in (("training", rest), ("held_out", kept)):

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from conf.values import UserError
+
 if TYPE_CHECKING:
     import torch
     from numpy import ndarray as Array
@@ -27,16 +29,16 @@ if TYPE_CHECKING:
 def evaluation_tokens(texts: list[str], tokenizer: Tokenizer, span: int, most: int) -> Array:
     """(D, span + 1) int64, the first tokens of those texts that have so many, at most `most` of them.
 
-    Raises ValueError where none has, or the tokenizer cannot mark the start of a document."""
+    Raises UserError where none has, or the tokenizer cannot mark the start of a document."""
     if tokenizer.eot is None:
-        raise ValueError("a document's start needs an end-of-text token: data.tokenizer.kind=bpe or byte.")
+        raise UserError("a document's start needs an end-of-text token: data.tokenizer.kind=bpe or byte.")
     rows: list[Array] = []
     for text in texts:
         tokens = tokenizer.encode_array(text)
         if len(tokens) >= span and len(rows) < most:
             rows.append(np.append(tokenizer.eot, tokens[:span]).astype(np.int64))
     if not rows:
-        raise ValueError(
+        raise UserError(
             f"none of the {len(texts)} held-out documents has {span:,} tokens: choose shorter --contexts, or "
             "raise --least-bytes."
         )

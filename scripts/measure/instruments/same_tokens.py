@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.values import UserError
 from data.corpora import TextCorpus
 from data.datamodule import TokenDataModule
 from data.tokens import TokenFile, TrainWindows, Windows
@@ -28,7 +29,7 @@ class BlockWindows(Windows):
     ) -> None:
         super().__init__(file, seq_len, document_mask)
         if block % seq_len:
-            raise ValueError(f"data.block={block}: it needs to be a multiple of seq_len={seq_len}.")
+            raise UserError(f"data.block={block}: it needs to be a multiple of seq_len={seq_len}.")
         self.blocks, self.parts = TrainWindows(file, block, seed), block // seq_len
 
     def starts(self, indices: np.ndarray) -> np.ndarray:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.values import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -55,7 +57,7 @@ def transformers(implementation: str) -> Callable[[GPTConfig, Path | None], torc
 
         logging.set_verbosity_error()
         if not config.bias:
-            raise ValueError(
+            raise UserError(
                 "model.bias=false: transformers' GPT-2 has biases. Compare it with model.bias=true."
             )
         sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
@@ -79,20 +81,20 @@ PEERS = {
 
 
 def chosen(text: str) -> tuple[Peer, Path | None]:
-    """A peer by its name, nanoGPT with =MODEL.PY after it. Raises ValueError for what is none."""
+    """A peer by its name, nanoGPT with =MODEL.PY after it. Raises UserError for what is none."""
     name, _, path = text.partition("=")
     if name not in PEERS:
-        raise ValueError(f"peer {name}: choose one of {', '.join(PEERS)}.")
+        raise UserError(f"peer {name}: choose one of {', '.join(PEERS)}.")
     if name != "nanogpt" and path:
-        raise ValueError(f"peer {text}: {name} is installed or not; it takes no path.")
+        raise UserError(f"peer {text}: {name} is installed or not; it takes no path.")
     if name == "nanogpt" and not Path(path).is_file():
-        raise ValueError(f"peer {text}: no such file. Give nanoGPT's: nanogpt=path/to/model.py.")
+        raise UserError(f"peer {text}: no such file. Give nanoGPT's: nanogpt=path/to/model.py.")
     return PEERS[name], Path(path) if path else None
 
 
 def measure(text: str, config: GPTConfig, batch: int, tokens_per_step: int, laps: Laps) -> dict[str, Any]:
     """A row's result: steps of `tokens_per_step` in micro-batches of `batch` rows, timed by `laps`. Raises
-    ValueError for a model that is not GPT-2."""
+    UserError for a model that is not GPT-2."""
     import torch
 
     from model.training.runtime import accumulation
@@ -101,7 +103,7 @@ def measure(text: str, config: GPTConfig, batch: int, tokens_per_step: int, laps
     peer, path = chosen(text)
     for key, value in GPT2.items():
         if getattr(config, key) != value:
-            raise ValueError(f"model.{key}={getattr(config, key)}: {peer.name} is GPT-2, with {key}={value}.")
+            raise UserError(f"model.{key}={getattr(config, key)}: {peer.name} is GPT-2, with {key}={value}.")
     try:
         model = peer.build(config, path)
     except ImportError as error:

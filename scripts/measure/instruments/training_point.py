@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from conf.values import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -86,7 +88,7 @@ def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str,
         sizes = cfg.data.batch_size, cfg.tokens_per_step or cfg.data.batch_size * cfg.seq_len
         return training_peers.measure(options.peer, config_of(cfg, data_of(cfg)), *sizes, laps)
     if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
-        raise ValueError("a training point is measured on one device: leave trainer=default.")
+        raise UserError("a training point is measured on one device: leave trainer=default.")
     from omegaconf import OmegaConf
 
     check(OmegaConf.to_container(cfg, resolve=True), None, runtime.TRAINER)

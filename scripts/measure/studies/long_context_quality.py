@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.values import UserError
 from scripts.measure.rows import ROOT
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def arguments() -> argparse.Namespace:
 
 
 def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
-    """With what the device usually does where the command line says nothing. ValueError for contexts that no
+    """With what the device usually does where the command line says nothing. UserError for contexts that no
     step or document holds a whole number of."""
     usual = USUAL[device]
     for key in ("contexts", "seeds", "tokens", "at_once"):
@@ -98,7 +99,7 @@ def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
     odd = [context for context in options.contexts if options.step_tokens % context]
     odd = odd or [context for context in options.contexts if options.contexts[-1] % context]
     if odd:
-        raise ValueError(
+        raise UserError(
             f"--contexts {odd[0]}: it has to divide the {options.step_tokens:,} tokens of a step and the "
             f"longest context, {options.contexts[-1]:,}."
         )
@@ -195,6 +196,6 @@ def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = arguments()  # --help answers before anything is imported
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     user_errors(run)(options)

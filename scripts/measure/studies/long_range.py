@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from conf.values import UserError
 from scripts.measure.report.long_range_report import report
 from scripts.measure.rows import append, choices, positive, rows_file
 from scripts.measure.studies import Point, rows_path, todo
@@ -94,7 +95,7 @@ def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
         if getattr(options, key) is None:
             setattr(options, key, USUAL[device][key])
     if (options.steps or 2) < 2:
-        raise ValueError("--steps 1: a step's time is that between the ends of two, so it takes 2.")
+        raise UserError("--steps 1: a step's time is that between the ends of two, so it takes 2.")
     return options
 
 
@@ -200,6 +201,6 @@ def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = arguments()
-    from conf.compose import user_errors
+    from conf.command import user_errors
 
     user_errors(run)(options)

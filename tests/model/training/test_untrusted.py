@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from conf.values import UserError
 from model.training.checkpoint import read_checkpoint
 from model.training.untrusted import require_run
 from tests.attacks import Content, drop, put
@@ -69,7 +70,7 @@ def restoring(tmp_path_factory: pytest.TempPathFactory) -> tuple[Content, Any]:
 
     def stop(self: LitGPT, checkpoint: Content) -> None:
         found.append(self)
-        raise ValueError("far enough")
+        raise UserError("far enough")
 
     run = tmp_path_factory.mktemp("run")
     assert train_here(run, "name=a", "trainer.max_steps=3").code == 0

@@ -1,0 +1,103 @@
+"""What a command does with a mistake of its user, and with being interrupted."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hydra.errors import (
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from conf.compose import no_choice, no_key
+from conf.values import UserError
+
+
+def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's mistake ends as one message and exit code 1; HYDRA_FULL_ERROR=1 shows the stack."""
+
+    @functools.wraps(main)
+    def wrapped(*args: Any) -> Any:
+        try:
+            result = main(*args)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:  # whoever read the output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        except Exception as error:
+            if os.environ.get("HYDRA_FULL_ERROR") or not _is_mistake(error):
+                raise
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                said = " ".join((f"error: {_message(error)}", *getattr(error, "__notes__", ())))
+                # a value out of a file does not steer the terminal
+                said = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in said)
+                print(said, file=sys.stderr)
+            raise SystemExit(1) from None
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+        except SystemExit as stop:
+            # Lightning ends the first with a silent exit code 1 and the second, before training, with 0
+            interrupted = isinstance(stop.__context__, KeyboardInterrupt)
+            if interrupted or type(stop).__name__ == "SIGTERMException":
+                print("; ".join(("interrupted", *getattr(stop, "__notes__", ()))), file=sys.stderr)
+                raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM)) from None
+            raise
+
+    return wrapped
+
+
+def _is_mistake(error: BaseException) -> bool:
+    """Whether the user can mend it: a UserError, what the operating system refused, and what Hydra and
+    Lightning find in the config."""
+    if isinstance(error, (UserError, OSError, HydraException, OmegaConfBaseException)):
+        return True
+    lightning = sys.modules.get("lightning.fabric.utilities.exceptions")  # there if it raised the error
+    if lightning and isinstance(error, lightning.MisconfigurationException):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package = frame.f_globals["__name__"].partition(".")[0]
+    return isinstance(error, ValueError) and package == "hydra"  # group=null among a sweep's values, say
+
+
+def _message(error: BaseException) -> str:
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and isinstance(cause, (TypeError, ValueError, OSError)):
+        return str(cause)  # what a constructor said, without Hydra's wrapping
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has to be given: {error.full_key}=..., as in data=text data.path=book.txt."
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        return no_key(cause.full_key, list(cause.parent_node or ()))
+    if isinstance(error, MissingConfigException) and error.options:
+        return no_choice(*error.missing_cfg_file.rsplit("/", 1), error.options)
+    if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return f"{key} has no value: write {key}=..."
+        value = value if not {"'", '"'} & set(value) else "my book (1).txt"
+        return (
+            f"{error.override} is not understood ({str(error).splitlines()[0]}). A value with special "
+            f"""characters takes quotes within quotes: '{key}="{value}"'."""
+        )
+    if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+        return (
+            f"{error.filename}: {error.strerror}. runs_dir=... puts runs into another folder, "
+            "data.data_dir=... prepared corpora."
+        )
+    if str(error).startswith("Config group override must be"):
+        return "Among the values of a sweep no group can be null: ~callbacks leaves it out of all jobs."
+    return str(error)
