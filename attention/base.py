@@ -282,7 +282,8 @@ class Attention(nn.Module):
             if scale is None:
                 scale = q.shape[-1] ** -0.5
             elif scale <= 0:  # kernels that scale behind the mask, or the maximum, need more than 0
-                q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
+                # For 0 a small one: the gradient that is multiplied by 0 must not be an infinity of fp16.
+                q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 2.0**-10
             options["scale"] = scale
             if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
                 # Autocast would compute in 16 bits, and give these; the dtype is the caller's decision.

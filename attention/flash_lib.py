@@ -7,7 +7,8 @@ all compile alike, in one graph. What the library does otherwise than the contra
 - documents go by cumulative lengths (flash_documents.py), at one host synchronisation per tensor of ids;
 - version 2's lse is +inf for a row that sees no key, and lacks slope * (i + Tk - Tq) under causal ALiBi;
 - version 2's dropout draws from a generator: it is put at a seed of ours, drawn on the CPU, for the call;
-- versions 3 and 4 read V beyond `kv_lengths`, so that a call with them copies V.
+- versions 3 and 4 read V beyond `kv_lengths`, so that a call with them copies V; and beyond a document, so
+  that a NaN in one may reach the queries of another, of any row of the batch.
 """
 
 from __future__ import annotations

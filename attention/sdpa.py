@@ -4,6 +4,8 @@ What SDPA does otherwise than the contract, and this adapter minds: its `is_caus
 one query and five keys it sees one key), it lets NaN through a mask, and it has no softcap and no lse. The
 flash kernel on CUDA takes no mask. Its fused kernels on CUDA read 16 bytes at a time without a check: q, k, v
 and the gradient of the output are copied where a row of theirs begins elsewhere, as views at odd offsets do.
+cuDNN's backward under a mask, where half a tile of 128 keys is left, gives NaN for rows whose lse is below
+-88.7: it is not taken there (PyTorch's issue 196678).
 """
 
 from __future__ import annotations
@@ -119,6 +121,14 @@ class SDPAAttention(Attention):
         forced = self._forced
         if forced is None and q.is_cuda and q.dtype == torch.float32:
             forced = SDPBackend.MATH  # left alone it takes `efficient`, see _ABLE
+        elif (
+            forced is None
+            and q.is_cuda
+            and mask is not None
+            and torch.is_grad_enabled()
+            and _half_a_tile(k.shape[2])
+        ):
+            forced = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         fused = _may_fuse(q) and forced != SDPBackend.MATH
         if fused:
             q, k, v = _safe(q, k, v, mask)
@@ -144,9 +154,18 @@ class SDPAAttention(Attention):
         masked = bool(call.features & _MASKED) or (call.causal and 1 < call.tq != call.tk)
         if masked and self.backend == "flash" and call.device == "cuda" and not call.features & _MASKED:
             reasons.append("no causal mask for fewer or more queries than keys: needs Tq = Tk or Tq = 1")
+        if self.backend == "cudnn" and masked and call.backward and _half_a_tile(call.tk):
+            reasons.append(
+                f"no gradient for {call.tk} keys under a mask, where cuDNN's may be NaN: needs a multiple "
+                "of 128, or attention=sdpa"
+            )
         if not reasons and call.device == "cuda" and torch.cuda.is_available():
             reasons += _library_reasons(self.backend, call, masked)
         return reasons
+
+
+def _half_a_tile(tk: int) -> bool:
+    return tk % 128 == 64
 
 
 def _may_fuse(q: Tensor) -> bool:

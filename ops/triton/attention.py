@@ -99,7 +99,7 @@ class _Call:
             "GROUP": self.group,
             "HAS_LEFT": left >= 0,
             "HAS_RIGHT": right >= 0,
-            "SOFTCAP": softcap > 0,
+            "SOFTCAP": (softcap > 0) + (softcap > 64),
             "DROPOUT": dropout_p > 0,
             "EXACT": self.exact,
         }

@@ -211,11 +211,12 @@ def scores(
 ):
     """(scores, tanh of the softcap or s) from s = <q_i, k_j>, before any mask.
 
+    SOFTCAP: 0 off, 1 on, 2 where scores may be so small beside it that tanh's rounding of 1, times it, shows.
     bias: pointer to the (Tq, Tk) matrix of this batch and head (one per row in decode), or None.
     """
     capped = s
     if SOFTCAP:
-        capped = tanh(s * (scale / softcap), EXACT)
+        capped = tanh(s * (scale / softcap), EXACT or SOFTCAP > 1)
         s = capped * softcap
     else:
         s = s * scale

@@ -76,7 +76,9 @@ class Call:
 
     @property
     def grads(self) -> bool:
-        return self.mode == "grad" and bool(set(self.needs_grad) & set("qkvb" if self.bias else "qkv"))
+        return self.mode == "grad" and bool(
+            set(self.needs_grad) & set("qkv" if self.bias is None else "qkvb")
+        )
 
     @property
     def tame(self) -> bool:

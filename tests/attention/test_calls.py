@@ -21,6 +21,7 @@ from tests.grid import NAMES, build
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOW = ("triton", "flex")  # interpreted on a CPU, or as good as
 PLAIN, TINY = ("contiguous",) * 2, (1e-4,) * 3
+LARGE_V = (1.0, 1.0, 1e4)
 LIBRARIES = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash", "flash4", "flex")
 # As tests/fuzz.py printed them: "python -m tests.fuzz --replay".
 REGRESSIONS = (
@@ -55,7 +56,49 @@ REGRESSIONS = (
         layouts=("transposed", "offset", "one_token", "contiguous"),
     ),
     Call("flex", 17, 17, dtype="bfloat16", alibi="float64", bias=(0, 1, 0, 0), bias_dtype="float16"),
+    Call("flex", 1, 1, dtype="bfloat16", heads=14, bias=(0, 1, 0, 1)),
+    Call("flex", 17, 1, dtype="bfloat16", heads=2, bias=(0, 1, 1, 0), lse=True),
+    # A softcap far beyond the scores: 1 - 2 / (exp(2 x) + 1) rounds 1, and the softcap multiplies that.
+    Call("triton", 1, 1, dtype="bfloat16", softcap=1000000.0, lse=True),
+    Call("triton", 1, 2, dtype="bfloat16", heads=4, softcap=1000000.0, mode="no_grad"),
+    Call("triton", 2, 2, dtype="float16", softcap=1000000.0, lse=True),
+    Call("cuda_tiled", 1, 65, batch=2, heads=12, kv_heads=3, softcap=1000000.0),
+    # cuDNN's backward, masked, of half a tile of keys: NaN where lse < -88.7.
+    *(
+        Call(name, 1, 64, dtype="bfloat16", batch=3, heads=3, window=(0, None), magnitudes=(8.0, 8.0, 1.0))
+        for name in ("sdpa", "sdpa_cudnn")
+    ),
+    # A scale of 0: it multiplied a gradient that fp16 does not hold.
+    Call("naive", 1, 7, dtype="float16", scale=0.0, magnitudes=LARGE_V),
+    Call("flash4", 1, 7, dtype="float16", scale=0.0, magnitudes=LARGE_V),
+    Call("cuda_fa3", 2, 2, dtype="float16", batch=3, scale=0.0, magnitudes=LARGE_V),
+    # dS, or the output that dS is made with, beyond fp16; errors of P beside values of 1e4.
+    Call("sdpa", 3, 3, dtype="float16", batch=3, heads=14, causal=False, bias=(1, 1, 0, 0),
+         magnitudes=LARGE_V),
+    Call("auto", 129, 55, dtype="float16", head_dim=80, batch=2, heads=4, scale=-0.2, window=(2, -1),
+         magnitudes=LARGE_V),
+    Call("cuda", 1, 1, dtype="float16", heads=4, dropout_p=0.9, magnitudes=LARGE_V),
+    Call("cuda_fa2", 1, 1, dtype="float16", heads=12, dropout_p=0.9, needs_grad="kv", magnitudes=LARGE_V),
+    Call("cuda_fa3", 16, 16, dtype="float16", batch=2, heads=2, magnitudes=LARGE_V),
+    Call("flex", 256, 5, dtype="float16", batch=3, heads=2, magnitudes=LARGE_V, seed=24),
+    Call("sdpa_cudnn", 1, 65, dtype="float16", head_dim=8, heads=3, kv_heads=3, alibi="float32", slope=-0.25,
+         magnitudes=LARGE_V, equal="k"),
+    Call("cuda_fa3", 1, 128, dtype="float16", head_dim=8, heads=2, kv_heads=2, dropout_p=0.1,
+         magnitudes=LARGE_V, seed=715),
+    # Few rows of few draws, in which an error shows that many draws show of both.
+    Call("sdpa_cudnn", 135, 17, dtype="bfloat16", head_dim=16, scale=1.0, magnitudes=(10000.0, 1.0, 1.0)),
+    Call("cuda", 65, 65, head_dim=8, heads=2, causal=False, softcap=30.0, alibi="float32", slope=0.0,
+         documents=2, lengths=(1,), dropout_p=0.5, mode="inference", needs_grad="v",
+         layouts=("odd", "one_batch", "transposed", "contiguous"), seed=577),
+    # A bias of no dimension, which alone requires a gradient.
+    Call("sdpa_efficient", 1, 1, dtype="bfloat16", bias=(), bias_dtype="float16", needs_grad="b"),
+    # A NaN in V behind a document, in the tile that is read.
+    Call("flash4", 1, 1, dtype="bfloat16", batch=2, documents=1, mode="inference", poison="nan v"),
     # One lse for all rows, which the criterion's floor rounds to nothing; tokens that are all alike.
+    Call("cuda_fa2", 1, 300, dtype="bfloat16", batch=2, heads=2, kv_heads=2, scale=1e-4, lse=True),
+    Call("flash4", 1, 258, dtype="float16", batch=3, heads=8, scale=1e-4, lse=True),
+    Call("cuda_fa3", 258, 258, dtype="bfloat16", head_dim=32, batch=2, heads=2, causal=False, scale=1e-4,
+         lse=True),
     Call("cuda_fa1", 1, 257, dtype="bfloat16", lse=True, needs_grad="", magnitudes=TINY),
     Call("cuda_fa3", 1, 24, dtype="bfloat16", batch=2, heads=4, documents=2, lse=True, magnitudes=TINY),
     Call("cuda_fa2", 5, 5, dtype="float16", head_dim=80, scale=0.0, softcap=0.1, lse=True, mode="no_grad"),

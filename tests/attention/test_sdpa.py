@@ -196,6 +196,8 @@ def test_the_library_is_asked_last_and_refuses_for_all(backend: str, monkeypatch
         ("flash", {"device": "cpu", "arch": None, "features": frozenset({"dropout"})}, ["no dropout"]),
         ("efficient", {"dtype": torch.float32}, ["no float32"]),
         ("efficient", {"kv_heads": 2}, ["no gqa"]),
+        ("cudnn", {"tq": 192, "tk": 192, "backward": True, "features": frozenset({"window"})}, ["192 keys"]),
+        ("cudnn", {"tq": 192, "tk": 192, "backward": True}, []),
         ("efficient", {"device": "cpu", "arch": None}, ["efficient kernel has no cpu: it runs on cuda"]),
         ("cudnn", {"features": frozenset({"bias", "bias_grad"})}, ["no bias_grad"]),
         ("cudnn", {"features": frozenset({"lse", "softcap"})}, ["no lse", "no softcap"]),
