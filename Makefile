@@ -1,6 +1,8 @@
 # make train     environment, default corpus, a small GPT trained on it, a sample
-# make test      environment with the test tools, lint, every test that this machine can run
-# make test-gpu  the tests that need a CUDA GPU;  make test-slow  the long ones (hundreds of kills and resumes)
+# make test      environment with the test tools, lint, the tests that a change is to pass before anything else
+# make test-all  these, and the rest of the grids (make test-long), as CI has it
+# make test-gpu  the tests that need a CUDA GPU;  make test-slow  hundreds of kills and resumes, hours
+# make test-mistakes  plants the mistakes of tests/mistakes.toml one at a time: do the tests notice?
 # make test-fuzz 100,000 random calls of all attentions, on a GPU if there is one (ARGS="--minutes 9 --seed 0")
 # make clean     removes the environment, the prepared corpora and caches; runs/ stays
 #
@@ -18,20 +20,30 @@ ARGS ?=
 WORKERS ?= $(shell $(PY) -c "import os; print(min(8, os.cpu_count()))")
 GPU_WORKERS ?= $(shell $(PY) -c "import os; print(max(1, min(14, os.cpu_count() - 2)))")
 
-.PHONY: train test test-gpu test-slow test-fuzz lint clean
+.PHONY: train test test-long test-all test-gpu test-slow test-mistakes test-fuzz lint clean
 .DELETE_ON_ERROR:
 
 train: $(INSTALLED)
 	$(PY) train.py experiment=$$($(PY) -c "import torch; print('quickstart_gpu' if torch.cuda.is_available() else 'quickstart')") $(ARGS)
 
 test: $(INSTALLED_DEV) lint
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PY) -m pytest -m "not gpu and not long and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
+test-long: $(INSTALLED_DEV)
+	$(PY) -m pytest -m "long and not gpu and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-all: test test-long
+
+# What measures memory or time has the GPU to itself.
 test-gpu: $(INSTALLED_DEV)
-	TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal $(ARGS)
+	TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -m "gpu and not alone" -n $(GPU_WORKERS) --dist worksteal $(ARGS)
+	$(PY) -m pytest -m "gpu and alone" $(ARGS)
 
 test-slow: $(INSTALLED_DEV)
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-mistakes: $(INSTALLED_DEV)
+	$(PY) -m tests.mistakes $(ARGS)
 
 test-fuzz: $(INSTALLED_DEV)
 	$(PY) -m tests.fuzz --calls 100000 $(ARGS)

@@ -27,9 +27,11 @@ if not torch.cuda.is_available():
         hasten()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False"))
+    missing = None if torch.cuda.is_available() else "no CUDA device: torch.cuda.is_available() is False"
+    for item in (item for item in items if item.get_closest_marker("gpu")):
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))
+        if item.path.parent.name == "scripts":  # they measure memory and time
+            item.add_marker(pytest.mark.alone)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,6 +29,13 @@ def build(name: str) -> Attention:
     from omegaconf import OmegaConf
 
     return instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+
+
+def long_but(values: Iterable[Any], *quick: int) -> list[Any]:
+    """`values` for pytest.mark.parametrize, those that are not at these places marked `long`."""
+    each = [value if isinstance(value, tuple) else (value,) for value in values]
+    marks = [() if place in quick else pytest.mark.long for place in range(len(each))]
+    return [pytest.param(*value, marks=mark) for value, mark in zip(each, marks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,15 @@ class Case:
         return max(self.tq, self.tk) <= 256 or (self.group == "shape" and (self.tq, self.tk) == (256, 512))
 
     @property
+    def quick(self) -> bool:
+        """For `make test`: of the small ones each shape, feature, pair and layout once, and four head dims;
+        the rectangle where there is a square too."""
+        if self.group in ("shape", "empty", "scale"):
+            return self.small and (self.tq, self.tk) not in ((200, 200), (256, 512))
+        head_dims = QUICK_HEAD_DIMS if self.group == "head_dim" else (64,)
+        return self.small and self.tq != self.tk and self.head_dim in head_dims
+
+    @property
     def exact_dtypes_only(self) -> bool:
         """Features meet low precision on the GPU; on the CPU fp32 shows the same mistakes."""
         return self.group in ("feature", "pair", "head_dim")
@@ -65,6 +83,7 @@ class Case:
 
 SHAPES = [(1, 1), (1, 239), (239, 1), (3, 799), (127, 512), (113, 203), (128, 217), (256, 512)]
 SHAPES += [(128, 128), (200, 200), (1023, 1024), (1024, 1024), (2048, 2048)]
+QUICK_HEAD_DIMS = (40, 59, 96, 160)  # a multiple of 8, none, one that is padded, one beyond 128
 HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256)
 CROSSED = (
     "window",

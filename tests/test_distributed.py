@@ -78,6 +78,7 @@ def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(tmp_path: Path,
         assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
 
 
+@pytest.mark.long
 def test_fsdp2_is_one_process_and_skips_what_is_not_finite(tmp_path: Path, reference: dict) -> None:
     """The checkpoint is the normal one: the same names, shapes and optimiser as one process writes."""
     script = tmp_path / "poison.py"
@@ -108,6 +109,7 @@ def test_fsdp2_is_one_process_and_skips_what_is_not_finite(tmp_path: Path, refer
     assert optimizers[0]["state"][0]["step"] == 13
 
 
+@pytest.mark.long
 def test_checkpoints_move_from_one_to_fsdp2_and_back(tmp_path: Path, reference: dict) -> None:
     assert train_here(tmp_path, "name=a", *STEP, *ONE, *limits(10)).code == 0
     result = finish(start(tmp_path, "ckpt=a", *two("fsdp2"), *limits(20), CHUNKS, tiny=False))
@@ -119,6 +121,7 @@ def test_checkpoints_move_from_one_to_fsdp2_and_back(tmp_path: Path, reference: 
     assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_kernels_of_our_own_in_two_processes(
     strategy: str, tmp_path: Path, reference: dict, monkeypatch: pytest.MonkeyPatch

@@ -119,7 +119,7 @@ def make(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.
     return subprocess.run(["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("target", ["train", "test", "test-gpu", "test-slow", "lint"])
+@pytest.mark.parametrize("target", ["train", "test", "test-long", "test-gpu", "test-slow", "lint"])
 def test_an_environment_of_yours_is_used_as_it_is(project: Path, target: str) -> None:
     result = make(project, "-n", target, "VENV=", f"PY={sys.executable}")
     assert result.returncode == 0, result.stderr

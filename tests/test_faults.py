@@ -16,6 +16,7 @@ import torch
 from model.training.lit_gpt import LitGPT
 from tests import faults
 from tests.faults import RUN, SETTINGS, STEPS, Child, Disk, outcome, same, saved, signalled
+from tests.grid import long_but
 from tests.running import Result, train_here, write_book
 
 QUIT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -88,7 +89,7 @@ def quit_and_resume(trial: int, trials: int, folder: Path, references: Reference
     to_the_end(folder, references, settings)
 
 
-@pytest.mark.parametrize("trial", range(4))
+@pytest.mark.parametrize("trial", long_but(range(4), 0))
 @pytest.mark.parametrize("fault", [kill_and_resume, quit_and_resume])
 def test_a_few_signals(fault: Any, trial: int, tmp_path: Path, references: References) -> None:
     fault(trial, 4, tmp_path, references)

@@ -27,7 +27,11 @@ def test_the_workflow_runs_the_two_commands() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
     (job,) = workflow["jobs"].values()
     commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert [command.split()[:2] for command in commands[-2:]] == [["make", "train"], ["make", "test"]]
+    assert [command.split()[:2] for command in commands[-3:]] == [
+        ["make", "train"],
+        ["make", "test"],
+        ["make", "test-long"],
+    ]
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert job["strategy"]["matrix"]["python"][0] == lowest
 
@@ -37,4 +41,4 @@ def test_contributing_names_what_is_there() -> None:
     assert len(paths) > 15 and not {path for path in paths if not (ROOT / path).exists()}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"make ([a-z-]+)", CONTRIBUTING))
-    assert {"test", "lint", "test-gpu", "test-slow"} <= named <= targets
+    assert {"test", "test-all", "lint", "test-gpu", "test-slow", "test-mistakes"} <= named <= targets

@@ -64,7 +64,14 @@ def run_script(folder: Path, name: str, arguments: list[str]) -> Result:
     return Result(code or 0, out.getvalue(), err.getvalue())
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and "bench" not in c])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.long] * ("experiment=quickstart" in command))  # 10 s
+        for command in COMMANDS
+        if "train.py" in command and "bench" not in command
+    ],
+)
 def test_train(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     arguments = shlex.split(command)[2:]

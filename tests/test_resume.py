@@ -308,6 +308,7 @@ def test_what_may_change_does(finished: Path) -> None:
     assert float(table[21]["train/lr"]) < 1e-3
 
 
+@pytest.mark.long
 def test_a_bare_command_line_from_another_folder(tmp_path: Path) -> None:
     """As users run it: by its path, runs/ in their folder."""
     assert ROOT not in tmp_path.parents

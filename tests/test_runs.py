@@ -217,6 +217,7 @@ def refused(result: Result, pid: int) -> bool:
     return result.code == 1 and f"in use by process {pid} on {socket.gethostname()}" in result.err
 
 
+@pytest.mark.long
 def test_two_processes_on_one_run(tmp_path: Path) -> None:
     two_processes(tmp_path, 3, "ckpt=a")
 
@@ -227,6 +228,7 @@ def test_twenty_trials_of_two_processes(trial: int, tmp_path: Path) -> None:
     two_processes(tmp_path, trial, "name=a" if trial % 2 else "ckpt=a")
 
 
+@pytest.mark.long
 def test_runs_lie_where_runs_dir_says(tmp_path: Path) -> None:
     from conf.resume import load_run
 

@@ -214,7 +214,9 @@ CHOICES = st.just({}) | st.dictionaries(
 )
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(300, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.slow)]
+)
 def test_generated_configs(count: int, honest: Content, usual: set[str]) -> None:
     """Of whatever tree: it is refused in one line; or else what Hydra would make is what conf/ names for its
     choices, and no text that came with it is an interpolation but conf/'s own."""

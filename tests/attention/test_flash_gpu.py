@@ -71,6 +71,7 @@ def test_deterministic_backward(version: int) -> None:
         assert all(map(torch.equal, first, again))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("version", VERSIONS)
 def test_nothing_is_copied(version: int) -> None:
     """Forward allocates out and lse; a copy of q alone would double that."""

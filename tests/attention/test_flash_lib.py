@@ -5,6 +5,8 @@ The real library is checked by test_grid.py and test_contract.py, on a GPU where
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +28,6 @@ for _version in VERSIONS:
     _CPU.impl(f"flash{_version}", partial(flash_lib._forward, _version), "CPU")
     _CPU.impl(f"flash{_version}_backward", partial(flash_lib._backward, _version), "CPU")
 
-GROUPS = sorted({case.group for case in CASES})
 BASE = Case("shape", 24, 24, 32)
 
 
@@ -55,13 +56,20 @@ def run(attention: FlashLibAttention, case: Case, **more: Any) -> tuple[torch.Te
         return attention(inputs.q, inputs.k, inputs.v, return_lse=True, **(inputs.options | more))
 
 
-@pytest.mark.parametrize("group", GROUPS)
+def _groups() -> Iterator[Any]:
+    """The small cases, those of a group in one test: first the quick ones."""
+    for group, quick in itertools.product(sorted({case.group for case in CASES}), (True, False)):
+        if cases := [case for case in CASES if case.small and (case.group, case.quick) == (group, quick)]:
+            yield pytest.param(cases, id=group, marks=[pytest.mark.long] * (not quick))
+
+
+@pytest.mark.parametrize("cases", _groups())
 @pytest.mark.parametrize("version", VERSIONS)
-def test_grid(on_cpu: Any, version: int, group: str) -> None:
+def test_grid(on_cpu: Any, version: int, cases: list[Case]) -> None:
     """Every small case within the criterion, forward and backward; and what is refused is not in silence."""
     attention, calls = on_cpu(version)
     ran = 0
-    for case in (case for case in CASES if case.small and case.group == group):
+    for case in cases:
         # fp32 shows the smallest mistake. But version 2 rounds slope * Tk into its fp32 lse, for which only
         # the 16 bits that the library takes have room.
         dtype = torch.float16 if "alibi" in case.features else torch.float32
@@ -69,7 +77,7 @@ def test_grid(on_cpu: Any, version: int, group: str) -> None:
         ran += ratios is not None
         wrong = {what: round(ratio, 2) for what, ratio in (ratios or {}).items() if not ratio <= 1}
         assert not wrong, f"flash{version}, {case.id}: error over what is allowed: {wrong}"
-    assert ran and (calls or group == "empty")
+    assert ran and (calls or case.group == "empty")
 
 
 def test_the_fakes_can_fail(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,7 @@ def _cuda(case: Case) -> Inputs:
     return make_inputs(case, "cuda", torch.bfloat16)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_memory_is_linear() -> None:
     """16,384 tokens, forward and backward: all scores of 8 heads would be 8.6 GB in fp32."""

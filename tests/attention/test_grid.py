@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from tests.attention.criterion import run_case
 from tests.grid import CASES, NAMES, Case, build
 
-SMALL = [case for case in CASES if case.small]
 # Kernels that a CPU runs in an interpreter: rounding to low precision is written into them.
 INTERPRETED = {"triton"}
+
+
+def _of_a_cpu() -> Iterator[Any]:
+    """The small cases in all dtypes that differ; those that are not quick are long, and of what is
+    interpreted all dtypes but one, which takes turns."""
+    for number, case in enumerate(case for case in CASES if case.small):
+        for name in NAMES:
+            interpreted = name in INTERPRETED
+            low = (torch.float16, torch.bfloat16) if interpreted else (torch.bfloat16,)
+            dtypes = (torch.float32, *(low if interpreted or not case.exact_dtypes_only else ()))
+            quick = dtypes[number % 2 :][:1] if interpreted else dtypes
+            quick = quick if case.quick else ()
+            if quick:
+                yield pytest.param(name, case, quick, id=f"{case.id}-{name}")
+            if rest := tuple(dtype for dtype in dtypes if dtype not in quick):
+                yield pytest.param(name, case, rest, id=f"{case.id}-{name}-rest", marks=pytest.mark.long)
 
 
 def _check(name: str, case: Case, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -21,13 +39,9 @@ def _check(name: str, case: Case, device: str, dtypes: tuple[torch.dtype, ...]) 
         assert not wrong, f"{name}, {case.id}, {dtype}: error over what is allowed: {wrong}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
-def test_cpu(name: str, case: Case) -> None:
-    low = (torch.float16, torch.bfloat16) if name in INTERPRETED else (torch.bfloat16,)
-    if case.exact_dtypes_only and name not in INTERPRETED:
-        low = ()
-    _check(name, case, "cpu", (torch.float32, *low))
+@pytest.mark.parametrize(("name", "case", "dtypes"), _of_a_cpu())
+def test_cpu(name: str, case: Case, dtypes: tuple[torch.dtype, ...]) -> None:
+    _check(name, case, "cpu", dtypes)
 
 
 @pytest.mark.gpu

@@ -184,6 +184,7 @@ def test_opcheck(bias_grad: bool) -> None:
     torch.library.opcheck(torch.ops.tilegpt.tiled.default, (*leaves, *options))
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_gpu_memory_is_linear() -> None:
     """Peak memory of forward and backward, beyond the inputs, from 1k to 16k tokens: it doubles with T."""

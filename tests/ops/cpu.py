@@ -127,8 +127,8 @@ _LOAD = re.compile(
 class TensorCores(Compiler):
     """Of the sources without what is written in PTX: mma_cpu.h has it, in the place of CUDA's header."""
 
-    def __init__(self, folder: Path, changes: Mapping[str, tuple[str, str]] | None = None):
-        super().__init__(folder, changes)
+    def __init__(self, folder: Path):
+        super().__init__(folder)
         for name in ("mma.cuh", "fa1.cu"):
             text, loads = _LOAD.subn(r"\1 = load_shared(\2)", (folder / name).read_text())
             assert loads == (name == "mma.cuh"), f"{name} loads {loads} times by hand"

@@ -20,7 +20,7 @@ from attention.cuda import STAGES
 from ops import nvrtc
 from ops.nvrtc_build import SOURCES
 from tests.compilers import pinned
-from tests.grid import CASES, Case, build, make_inputs
+from tests.grid import CASES, Case, build, long_but, make_inputs
 from tests.ops.recorded import SHARED_BYTES, Compiled, compiled, launches
 
 pytestmark = [
@@ -85,9 +85,9 @@ BUDGETS = {
 }
 # Defines of these, beyond a causal mask.
 OPTIONS = ("HAS_LEFT", "SOFTCAP", "ALIBI", "SEGMENTS", "LENGTHS", "DROPOUT")
-# Head dims that a stage meets in models, causal, and the most that it does; the covering list is slow.
 EVERYTHING = frozenset({"window", "softcap", "alibi", "segments", "kv_lengths", "dropout", "noncausal"})
-USUAL = {(8, 0): (64,), (8, 9): (32, 128), (9, 0): (64, 128)}
+# What models have, causal, and the most that a stage does; the covering list is slow.
+USUAL = [((9, 0), (64,)), ((9, 0), (128,)), ((8, 9), (32, 128)), ((8, 0), (64,))]
 HEAVY = [Case("heavy", 113, 203, 128, kv_heads=2, features=EVERYTHING)]
 
 
@@ -148,22 +148,23 @@ EACH = pytest.mark.parametrize(("stage", "dtype"), [(s, d) for s in STAGES for d
 ON = pytest.mark.parametrize("arch", ARCHES, ids=lambda arch: "sm_{}{}".format(*arch))
 
 
-@ON
+@pytest.mark.parametrize(("arch", "head_dims"), long_but(USUAL, 0))
 @EACH
 def test_fits_and_does_as_meant(
-    stage: str, dtype: torch.dtype, arch: tuple[int, int], tmp_path: Path
+    stage: str, dtype: torch.dtype, arch: tuple[int, int], head_dims: tuple[int, ...], tmp_path: Path
 ) -> None:
     if STAGES[stage].capabilities.min_arch > arch:
         pytest.skip(f"{stage} is for newer GPUs")
-    cases = [Case("usual", 128, 128, head_dim) for head_dim in USUAL[arch]]
+    cases = [Case("usual", 128, 128, head_dim) for head_dim in head_dims]
     for each in check(stage, cases, dtype, arch):
-        if dict(each.launch.defines).get("HEAD_DIM") == USUAL[arch][0]:
+        if dict(each.launch.defines).get("HEAD_DIM") == head_dims[0]:
             budget = BUDGETS[each.launch.name]
             found = set(sass(each.cubin, each.launch.name, tmp_path))
             assert found.issuperset(budget.has), f"{each}: has {sorted(found)}, {budget}"
             assert not found & set(budget.has_not), f"{each}: has {sorted(found)}, {budget}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arch", [pytest.param((8, 0), marks=pytest.mark.slow), (8, 9), (9, 0)], ids=["sm_80", "sm_89", "sm_90"]
 )
@@ -188,6 +189,7 @@ def shipped() -> list[Case]:
     return list(found.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", ["tiled", "fa2", "fa3"])
 def test_shipped_models_fit(stage: str) -> None:
     """On Hopper, by what attention=cuda trains them with."""

@@ -8,7 +8,7 @@ from attention.naive import NaiveAttention
 from model.generation.decode import Sampling, compiled_decode_step
 from model.generation.generate import generate
 from model.gpt import GPT, GPTConfig
-from tests.grid import NAMES, build
+from tests.grid import NAMES, build, long_but
 
 
 def drawn(logits: list[float], n: int = 20_000, **options) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_more_batch_sizes_than_dynamo_would_compile(monkeypatch):
     compiled_decode_step.cache_clear()
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("kv_heads", long_but((4, 1), 1))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "naive"])
 def test_whoever_decodes_chooses_the_same_tokens(name: str, device: str, kv_heads: int) -> None:

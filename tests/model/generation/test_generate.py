@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from model.calls import attention_call
 from model.generation.decode import Rows
 from model.generation.generate import generate, window_moves, window_start
 from model.gpt import GPT, GPTConfig
+from tests.grid import long_but
 
 VOCAB, CONTEXT = 61, 16
 PROMPTS = [[1, 2, 3], [4], [5, 6] * 6, list(range(40))]  # unequal, and one past the context
@@ -58,11 +60,16 @@ def recorded(monkeypatch):
     return steps
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", [path.stem for path in REGISTRY])
+def _registered():
+    """flex and Triton's interpreter take 10 to 20 s a shape, and the grid covers the options."""
+    for name, shape in itertools.product((path.stem for path in REGISTRY), SHAPES):
+        if name != "triton" or shape == "rope_gqa":
+            slow = [pytest.mark.long] * (name in ("flex", "triton"))
+            yield pytest.param(name, shape, marks=slow, id=f"{name}-{shape}")
+
+
+@pytest.mark.parametrize(("name", "shape"), _registered())
 def test_the_cache_changes_nothing(name, shape, recorded):
-    if name == "triton" and shape != "rope_gqa":
-        pytest.skip("Triton's interpreter takes half a minute a shape; the grid covers the options")
     model = make(build(name), **SHAPES[shape])
     for purpose in ("prefill", "decode"):
         call = attention_call(
@@ -116,6 +123,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(kv_cache):
     assert together == [generate(model, [prompt], **options).tokens[0] for prompt in PROMPTS]
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_text_in_any_process():
     model = make()
     options = {"max_new_tokens": 30, "seed": 7, "temperature": 0.9, "top_k": 20, "top_p": 0.9}
@@ -252,7 +260,7 @@ def test_autocast_and_bf16_weights():
     assert len(generate(model, PROMPTS, 20).tokens[0]) == 20
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
+@pytest.mark.parametrize("name", long_but(("naive", "tiled", "sdpa"), 2))
 def test_a_step_is_one_graph_for_the_compiler(name, monkeypatch):
     from model.generation import decode
 

@@ -135,6 +135,7 @@ def run_with_wandb(folder: Path, *overrides: str) -> Result:
     return finish(start(folder, "name=a", "logger=wandb", *overrides), timeout=60)
 
 
+@pytest.mark.long
 def test_wandb_without_a_key_logs_offline_and_says_how_to_sync(no_account: Path) -> None:
     result = run_with_wandb(
         no_account, "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"
@@ -151,6 +152,7 @@ def test_wandb_without_a_key_logs_offline_and_says_how_to_sync(no_account: Path)
     assert len(rows(no_account / "runs" / "a")) == 21
 
 
+@pytest.mark.long
 def test_a_malformed_key_is_refused_before_training(
     no_account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

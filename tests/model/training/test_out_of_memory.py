@@ -77,6 +77,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert train_here(tmp_path, "ckpt=a", *lower, tiny=False).code == 0
 
 
+@pytest.mark.long
 def test_the_next_job_of_a_sweep_has_all_the_memory(tmp_path: Path) -> None:
     init, step, models, alive = LitGPT.__init__, LitGPT.training_step, [], []
 
