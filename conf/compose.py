@@ -9,15 +9,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from conf import renames
 from conf.values import UserError
 
 CONF = Path(__file__).parent
 
 
 def without_nulls(arguments: Iterable[str]) -> list[str]:
-    """A command line with group=null, callbacks=null say, as Hydra has it: ~group."""
+    """A command line as Hydra has it: group=null, callbacks=null say, is ~group; keys are those of today."""
     groups = {f"{path.name}=null": f"~{path.name}" for path in CONF.iterdir() if path.is_dir()}
-    return [groups.get(argument, argument) for argument in arguments]
+    return [groups.get(argument) or renames.override(argument) for argument in arguments]
 
 
 def swept(arguments: Iterable[str], overrides: list[str]) -> list[str]:

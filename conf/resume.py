@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from conf import renames
 from conf.compose import CONF, build_attention, no_key, shown, without_nulls
 from conf.saved import Choices, SavedRun, admit, as_overrides, composed, parse, plain
 from conf.values import UserError
@@ -86,7 +87,7 @@ def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
         raise UserError(f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config.")
     ckpts = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
     ckpt = re.sub(r"""^(['"])(.*)\1$""", r"\2", ckpts[-1])
-    return ckpt, [argument for argument in arguments if not argument.startswith("ckpt=")]
+    return ckpt, [renames.override(argument) for argument in arguments if not argument.startswith("ckpt=")]
 
 
 def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:

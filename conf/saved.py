@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from conf import renames
 from conf.compose import CONF, entries, initialize, no_choice
 from conf.values import UserError
 from model.config import GPTConfig
@@ -88,6 +89,9 @@ def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) ->
 
     lenient: for those who read nothing but attention: all else is passed over, as are plain values under
     keys that conf/ lacks there."""
+    now = {"config": renames.config(saved["config"])}
+    now["model"] = renames.config({"model": saved["model"]})["model"]
+    saved = {**saved, **now}
     if lenient:
         own = {
             part: {k: v for k, v in saved[part].items() if k == "attention"} for part in ("choices", "config")

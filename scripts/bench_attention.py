@@ -9,7 +9,7 @@
 TFLOP/s count 4 B H T T D forward, halved for causal, and 2.5 times that backward. Each point has the kernels
 that ran, the error against fp64 and the peak memory beside its time; what runs out of memory or is refused
 is a row with the reason. Rows go to results/attention/<gpu>.jsonl as they are measured: a bench that was
-killed goes on where it stopped, as long as commit and machine are the same and the code is committed.
+killed goes on where it stopped, as long as machine and sources are the same.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
-from scripts.measure.instruments.bench_points import DTYPES, PASSES, Shape, points
-from scripts.measure.rows import ROOT, choices, gpu_slug, key_of, machine, positive, read, rows_file
+from scripts.measure.instruments.bench_points import DTYPES, PASSES, points
+from scripts.measure.machine import ROOT, gpu_slug
+from scripts.measure.rows import Kept, choices, key_of, positive, read, rows_file
 
 
 def arguments() -> argparse.Namespace:
@@ -67,25 +68,6 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def current(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows by key that this commit has measured on this machine with these versions."""
-    now = {name: value for name, value in machine().items() if name not in ("date", "command")}
-    if now["commit"] is None or now["commit"].endswith("-dirty"):
-        return {}
-    return {
-        key: row for key, row in read(path).items() if {name: row["machine"].get(name) for name in now} == now
-    }
-
-
-def missing(shape: Shape, passed: str, names: list[str], rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Contestants to measure: none if each has a row. Else all again, as only times of one run compare, but
-    for those whose last word was an error: that may have taken the process with it."""
-    found = {name: rows.get(key_of(shape.point(name, passed))) for name in names}
-    if all(found.values()):
-        return []
-    return [name for name, row in found.items() if row is None or row["result"]["status"] != "error"]
-
-
 def build(names: list[str]) -> dict[str, Any]:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
@@ -99,15 +81,14 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
     asked = list(points(options, device == "cuda"))
     if uneven := [shape for shape, _ in asked if shape.heads % shape.kv_heads]:
         raise SystemExit(f"{uneven[0]}: the heads need to be a multiple of --kv-heads.")
-    rows = {} if options.fresh else current(out)
-    todo: dict[Shape, dict[str, list[str]]] = {}
-    for shape, passes in asked:
-        if left := {passed: again for passed in passes if (again := missing(shape, passed, names, rows))}:
-            todo[shape] = left
+    kept = Kept(out, options.fresh)
+    todo = {
+        shape: left for shape, passes in asked if (left := shape.lacking(dict.fromkeys(passes, names), kept))
+    }
     total = sum(map(len, todo.values()))
-    kept = sum(len(passes) for _, passes in asked) - total
+    there = sum(len(passes) for _, passes in asked) - total
     print(
-        f"{total} points of up to {len(names)} contestants" + (f", {kept} kept" if kept else ""), flush=True
+        f"{total} points of up to {len(names)} contestants" + (f", {there} kept" if there else ""), flush=True
     )
     if todo:
         from scripts.measure.instruments.side_by_side import Bench, DeviceLost

@@ -17,7 +17,7 @@ from typing import Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 
 
 def arguments() -> argparse.Namespace:
@@ -112,7 +112,8 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.measure.rows import append, gpu_slug
+    from scripts.measure.machine import gpu_slug
+    from scripts.measure.rows import append
 
     net = build(options.model, options.attention, options.seq_len, options.set)
     gpu = gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"

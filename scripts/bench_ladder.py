@@ -21,7 +21,8 @@ if not __package__:  # python scripts/<command>.py: see there
 
 
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.rows import ROOT, gpu_slug, read, rows_file
+from scripts.measure.machine import ROOT, gpu_slug
+from scripts.measure.rows import read, rows_file
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
 FMA = "cuda_tiled_fma"  # cuda_tiled with products=fma

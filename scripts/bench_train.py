@@ -21,7 +21,7 @@ from typing import Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 
 POINT = "scripts.measure.instruments.training_point"
 
@@ -120,7 +120,8 @@ def main() -> None:
 
     from model.costs.flops import flops_per_token, peak_bf16_flops
     from model.gpt import GPTConfig
-    from scripts.measure.rows import append, gpu_slug
+    from scripts.measure.machine import gpu_slug
+    from scripts.measure.rows import append
 
     if not torch.cuda.is_available():
         raise SystemExit("bench_train.py needs a CUDA GPU: GPT-2 124M takes minutes a step on a CPU.")

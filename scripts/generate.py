@@ -20,7 +20,7 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 from conf.values import UserError
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 
 if TYPE_CHECKING:
     import torch

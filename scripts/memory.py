@@ -19,7 +19,7 @@ if not __package__:  # python scripts/<command>.py: see there
 from conf.values import UserError
 from scripts.measure.instruments.allocations import PARTS, Event, Ledger, peak_of, recorder_of, storages
 from scripts.measure.instruments.memory_alone import alone, attention_alone, owned  # noqa: F401
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 
 if TYPE_CHECKING:
     import torch

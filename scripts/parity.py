@@ -30,7 +30,7 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 from conf.values import UserError
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,12 +161,14 @@ class Study:
         return losses
 
     def point(self, name: str, precision: str) -> dict[str, Any]:
+        from scripts.measure.rows import not_usual
+
         config = self.config
         return {
             "study": "parity", "implementation": name, "pass": "train", "dtype": precision,
             "heads": config.n_head, "kv_heads": config.kv_heads, "head_dim": config.head_dim,
-            "seq_len": config.seq_len, "micro_batch": self.cfg.data.batch_size, "model": vars(config),
-            "steps": self.steps, "seeds": self.seeds,
+            "seq_len": config.seq_len, "micro_batch": self.cfg.data.batch_size, "steps": self.steps,
+            "model": not_usual(vars(config)), "seeds": self.seeds,
         }  # fmt: skip
 
 
@@ -266,7 +268,8 @@ def run(options: argparse.Namespace) -> list[str]:
     from attention.base import UnsupportedAttention
     from conf.compose import build_attention
     from model.training import runtime
-    from scripts.measure.rows import append, gpu_slug
+    from scripts.measure.machine import gpu_slug
+    from scripts.measure.rows import append
 
     runtime.quiet()
     device = runtime.device("cpu" if options.cpu else "auto")

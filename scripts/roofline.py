@@ -25,7 +25,8 @@ if not __package__:  # python scripts/<command>.py: see there
 
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.ladder import DTYPE, STAGES, Point, counted, measured
-from scripts.measure.rows import ROOT, append, gpu_slug, positive, read, rows_file
+from scripts.measure.machine import ROOT, gpu_slug
+from scripts.measure.rows import append, positive, read, rows_file
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (1024, 4096, 16384)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -32,10 +31,11 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 from conf.values import UserError
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 from scripts.measure.sweep_process import Process, measured
 
 if TYPE_CHECKING:
+    from scripts.measure.rows import Kept
     from scripts.measure.sweep_points import Point, Study
 
 Row = dict[str, Any]
@@ -79,18 +79,11 @@ def arguments() -> argparse.Namespace:
 class Sweep:
     """Measures the points of a study on this machine, and appends their rows to `out`."""
 
-    def __init__(self, study: Study, device: str, out: Path, together: int, missing: bool = False):
-        from scripts.measure import rows, sweep_points
+    def __init__(self, study: Study, device: str, out: Path, together: int, kept: Kept):
         from scripts.measure.sweep_company import Room
 
         self.study, self.device, self.out, self.room = study, device, out, Room.here(together)
-        self.code, self.machine = functools.cache(sweep_points.code), rows.machine()  # as it is now
-        self.rows = {
-            key: row
-            for key, row in rows.read(out).items()
-            if (missing and sweep_points.is_final(row["result"]))
-            or sweep_points.is_current(row, self.machine, self.code(row["point"]["implementation"]))
-        }
+        self.rows = kept
         self.slow: dict[str, int] = {}  # the context at which an implementation took too long
         self.full: dict[str, int] = {}  # and at which it was out of memory
 
@@ -157,9 +150,7 @@ class Sweep:
         return self.append(point, result), True
 
     def kept(self, point: Point) -> Row | None:
-        from scripts.measure.rows import key_of
-
-        return self.rows.get(key_of(point.fields))
+        return self.rows.row(point.fields) if self.rows.done(point.fields) else None
 
     def not_tried(self, point: Point) -> dict[str, Any] | None:
         """The result of a point that is not tried, as a shorter context took too long, or was out of memory
@@ -178,7 +169,7 @@ class Sweep:
         from scripts.measure.rows import append
 
         with alone(self.out):
-            row = append(self.out, point.fields, result | {"code": self.code(point.fields["implementation"])})
+            row = append(self.out, point.fields, result)
         self._note(row)
         return row
 
@@ -250,23 +241,24 @@ def run(options: argparse.Namespace) -> list[Row]:
         return []
     import torch
 
+    from scripts.measure.machine import gpu_slug
     from scripts.measure.report.sweep_report import draw, tables
-    from scripts.measure.rows import gpu_slug, with_baselines
+    from scripts.measure.rows import Kept, with_baselines
+    from scripts.measure.sources import code
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
     out = options.out or ROOT / "results" / study.name / f"{gpu}.jsonl"
     points = [point_of(study, task, device) for task in todo]  # mistakes are said before one runs
     points.sort(key=lambda point: point.fields["seq_len"])  # what is slow shows early
-    sweep = Sweep(study, device, out, options.together or (4 if device == "cuda" else 1), options.missing)
-    if options.fresh:
-        sweep.rows.clear()
+    together = options.together or (4 if device == "cuda" else 1)
+    sweep = Sweep(study, device, out, together, Kept(out, options.fresh, options.missing))
     print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
     progress(options, sweep, points)
     rows = [
         row
         for row in with_baselines(out)  # of all shards
-        if options.missing or row["result"].get("code") == sweep.code(row["point"]["implementation"])
+        if options.missing or row["machine"].get("code") == code(row["point"])
     ]
     tables(rows)
     picture = draw(rows, out.with_suffix(".svg"))
@@ -285,7 +277,7 @@ def progress(options: argparse.Namespace, sweep: Sweep, points: list[Point]) -> 
     keys = {key_of(point.fields) for point in points}
     new, done, start = 0, 0, time.perf_counter()
     for row, fresh in sweep.run(points):
-        new, done = new + fresh, done + (row["key"] in keys)
+        new, done = new + fresh, done + (key_of(row["point"]) in keys)
         print(f"[{done}/{len(points)}] {said(row)}" + ("" if fresh else " (kept)"), flush=True)
         if options.wandb:
             from scripts.measure.sweep_wandb import log_point

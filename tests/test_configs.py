@@ -14,8 +14,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from attention.naive import NaiveAttention
-from conf.compose import CONF, build_attention, choices_of
-from conf.resume import recompose, refuse_changes
+from conf import renames
+from conf.compose import CONF, build_attention, choices_of, without_nulls
+from conf.resume import recompose, refuse_changes, split_ckpt
 from conf.saved import admit, plain, portable
 from model.costs.flops import parameter_count
 from model.gpt import GPT, GPTConfig
@@ -229,3 +230,17 @@ def test_what_generating_does_not_read_is_passed_over(typed: list[str]) -> None:
 def test_a_recipe_is_for_new_runs() -> None:
     with pytest.raises(ValueError, match=r"experiment=quickstart cannot go with ckpt=: .*a whole recipe"):
         resumed(saved_run(), "experiment=quickstart")
+
+
+def test_a_renamed_key_is_taken_from_checkpoints_and_command_lines(monkeypatch) -> None:
+    saved = saved_run("optim.lr=0.25", "model.norm=rmsnorm")
+    saved["config"]["optim"]["learning_rate"] = saved["config"]["optim"].pop("lr")
+    saved["model"]["norms"] = saved["model"].pop("norm")
+    saved["config"]["model"]["norms"] = saved["config"]["model"].pop("norm")
+    with pytest.raises(TypeError, match="norms"):
+        resumed(saved)
+    monkeypatch.setattr(renames, "RENAMED", {"optim.learning_rate": "optim.lr", "model.norms": "model.norm"})
+    cfg, _ = resumed(saved)
+    assert (cfg.optim.lr, cfg.model.norm) == (0.25, "rmsnorm")
+    assert without_nulls(["optim.learning_rate=1", "logger=null"]) == ["optim.lr=1", "~logger"]
+    assert split_ckpt(["ckpt=a", "model.norms=layernorm"]) == ("a", ["model.norm=layernorm"])

@@ -1,42 +1,55 @@
-"""Rows of results/<study>/<gpu>.jsonl: a measured point each, with the machine and the command behind it."""
+"""Rows of results/<study>/<gpu>.jsonl: a measured point each, with the machine and the command behind it.
+
+A row: schema, key, run_id; point, what was asked: study, implementation, pass, shapes, dtype, settings, ...;
+result: status ok, oom, unsupported or error, with a reason, times, peaks, kernels, error_ratio, ...; machine:
+GPU, versions, commit, date, command, and code, a digest of the sources that ran.
+
+A row is found by its point, whatever the config has got since: the key counts what the point says otherwise
+than the defaults, under the names of today. Fields that are false, none or empty are not counted, and
+`settings` hold what the config says otherwise than conf/ (sweep_points.settings).
+"""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import json
 import os
-import re
-import shlex
-import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from conf import renames
 from conf.values import UserError
+from scripts.measure.machine import CONF, machine, without_folders
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Row = dict[str, Any]
+Point = dict[str, Any]
 
 RUN_ID = uuid.uuid4().hex[:12]
-ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
-# Wheels that bring attention kernels of others, or what those are compiled with.
-PEERS = (
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "nvidia-cudnn-frontend",
-    "nvidia-cutlass-dsl",
-    "xformers",
-)
-
-
-def gpu_slug(name: str) -> str:
-    """What a GPU's file is called: "NVIDIA H200" h200, "NVIDIA H100 80GB HBM3" h100-80gb-hbm3."""
-    return "-".join(word for word in re.findall(r"[a-z0-9.]+", name.lower()) if word != "nvidia")
+SCHEMA = max([2, *(since for since, *_ in renames.DEFAULTS)])
+# Rows of schema 1 have a digest of the whole config: what it stood for in the studies of that time.
+_STEADY = {"data": "synthetic", "schedule": "constant", "schedule.warmup_steps": 5}
+OF_DIGEST: dict[str, dict[str, Any]] = {
+    "seqlen_scaling": _STEADY | {"model.bias": False, "optim.lr": 6e-4},
+    "speedup_end_to_end": _STEADY | {"optim.lr": 6e-4},
+    "encoder_short": _STEADY | {"model.causal": False, "optim.lr": 1e-4, "data.corpus.vocab_size": 30528},
+    "long_context_quality": {
+        "data": "text",
+        "data.block": 4096,
+        "data.tokenizer.vocab_size": 8192,
+        "data.val_fraction": 0.01,
+        "model.position": "rope",
+        "model.dropout": 0.0,
+        "model.attn_dropout": 0.0,
+        "optim.lr": 2e-3,
+        "schedule.min_factor": 0.0,
+    },
+}
 
 
 def choices(group: str) -> list[str]:
@@ -60,97 +73,147 @@ def rows_file(text: str) -> Path:
     return path
 
 
-def key_of(point: dict[str, Any]) -> str:
+def key_of(point: Point) -> str:
     """The same for the same point of the same study: a later row replaces an earlier one."""
-    return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def commit() -> str | None:
-    """The checkout's commit, "-dirty" after it where code differs from it; TILEGPT_COMMIT for a copy that has
-    no .git."""
-    if named := os.environ.get("TILEGPT_COMMIT"):
-        return named
-    short = _asked("git", "-C", str(CONF), "rev-parse", "--short", "HEAD")
-    code = (":(top)*.py", ":(top)*.cu", ":(top)*.cuh", ":(top)conf")
-    changed = short and _asked("git", "-C", str(CONF), "status", "--porcelain", "--", *code)
-    return f"{short}-dirty" if changed else short
-
-
-def _asked(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def command() -> str:
-    """What was typed, as it works elsewhere: the script from the checkout's root, without where rows went."""
-    script, *words = sys.argv
-    kept: list[str] = []
-    for before, word in zip([script, *words], words, strict=False):
-        if before != "--out" and word != "--out" and not word.startswith("--out="):
-            kept.append(word)
-    path, root = Path(script).absolute(), CONF.parent
-    named = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
-    return shlex.join([Path(sys.executable).name, *shlex.split(named), *kept])
-
-
-def without_folders(text: str) -> str:
-    """`text` without the folders of this machine: those that Python imports from, the checkout's first."""
-    folders = {str(CONF.parent), sys.prefix, *(folder for folder in sys.path if len(folder) > 1)}
-    for folder in sorted(folders, key=len, reverse=True):
-        text = text.replace(f"{folder}/", "")
-    return text
-
-
-@functools.cache
-def machine() -> dict[str, Any]:
-    """What a figure depends on besides the point: GPU, driver, versions, commit, date, command."""
-    import torch
-
-    cuda = torch.cuda.is_available()
-    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "driver": _asked(*driver) if cuda else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "triton": _installed("triton"),
-        "peers": {name: number for name in PEERS if (number := _installed(name))},
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command(),
+    counted = {
+        key: value for key, value in point.items() if value is not False and value not in (None, "", {})
     }
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
+def today(point: Point, schema: int = SCHEMA) -> Point:
+    """The point of a row of that schema as it would be written today: by the names and beside the defaults
+    that keys have now."""
+    found = {renames.key(name): value for name, value in point.items()}
+    digest = found.get("recipe") or (found.get("config") if "tokens_per_step" in found else None)
+    if digest and found["study"] in OF_DIGEST:
+        found = {name: value for name, value in found.items() if name not in ("config", "recipe")}
+        found["settings"] = OF_DIGEST[found["study"]]
+    elif isinstance(words := found.get("config"), str):
+        found["config"] = " ".join(map(renames.override, words.split()))
+    if isinstance(model := found.get("model"), dict):
+        found["model"] = not_usual(renames.config({"model": model})["model"])
+    if isinstance(settings := found.get("settings"), dict):
+        settings = {renames.key(name): value for name, value in settings.items()}
+        for since, name, before, _ in renames.DEFAULTS:
+            if schema < since:
+                settings.setdefault(name, before)
+        now = {name: now for _, name, _, now in renames.DEFAULTS}
+        found["settings"] = {
+            name: value for name, value in settings.items() if name not in now or now[name] != value
+        }
+    return found
+
+
+def not_usual(model: dict[str, Any]) -> dict[str, Any]:
+    """Of a model's config what is otherwise than GPTConfig's defaults."""
+    from dataclasses import fields
+
+    from model.config import GPTConfig
+
+    usual = {field.name: field.default for field in fields(GPTConfig)}
+    return {name: value for name, value in model.items() if usual.get(name, ...) != value}
+
+
+def read(path: Path) -> dict[str, Row]:
     """Rows by key, a later one in the place of an earlier; a line that a kill has cut is left out."""
     return _newest(_lines(path))
 
 
-def with_baselines(path: Path) -> list[dict[str, Any]]:
+def with_baselines(path: Path) -> list[Row]:
     """The rows of `read`, and before them a sweep's rows of nanoGPT at other commits, which later ones have
     replaced: what was measured beside them is compared with them (sweep_report.beside)."""
     rows = _lines(path)
     newest = _newest(rows)
     of_nanogpt = [row for row in rows if row["point"].get("implementation") == "nanoGPT"]
-    each = {(row["key"], row["machine"].get("commit")): row for row in of_nanogpt if "config" in row["point"]}
-    return [row for row in each.values() if row is not newest[row["key"]]] + list(newest.values())
+    each = {
+        (key_of(row["point"]), row["machine"].get("commit")): row
+        for row in of_nanogpt
+        if "settings" in row["point"]
+    }
+    return [row for (key, _), row in each.items() if row is not newest[key]] + list(newest.values())
 
 
-def _newest(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def load(*places: Path) -> DataFrame:
+    """Rows of files, or of all files below these folders, as a table: a column for each field of point and
+    result, those of the machine as machine.<field>; `trusted`, as said there; `row`, as read."""
+    import pandas
+
+    files = [
+        file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.jsonl")))
+    ]
+    rows = [row for file in files for row in with_baselines(file)]
+    return pandas.DataFrame(
+        {
+            **row["point"],
+            **row["result"],
+            **{f"machine.{name}": value for name, value in row["machine"].items()},
+            "trusted": trusted(row["result"]),
+            "row": row,
+        }
+        for row in rows
+    )
+
+
+def trusted(result: dict[str, Any]) -> bool:
+    """Whether figures may be quoted: there are some, and what was looked at came out right: the kernels that
+    ran, the error beside that of the formula (at most 1; None where it could not be told), a falling loss."""
+    ratio = result.get("error_ratio", 0.0)
+    right = result.get("kernels_ok", True) and result.get("learns", True) and ratio is not None and ratio <= 1
+    return result["status"] == "ok" and bool(right)
+
+
+def is_final(result: dict[str, Any]) -> bool:
+    """An error is tried again, as it may have been the machine's; what took too long is not."""
+    return result["status"] != "error" or "timeout_s" in result
+
+
+class Kept:
+    """The rows of a file that are not measured again: those of today's sources on this machine with these
+    versions; with `missing` those of any sources and machine, with `fresh` none."""
+
+    def __init__(self, path: Path, fresh: bool = False, missing: bool = False):
+        now = {name: value for name, value in machine().items() if name not in ("commit", "date", "command")}
+        self.rows = {} if fresh else read(path)
+        if not missing:
+            self.rows = {key: row for key, row in self.rows.items() if current(row, now)}
+
+    def row(self, point: Point) -> Row | None:
+        """Whatever its status is."""
+        return self.rows.get(key_of(point))
+
+    def done(self, point: Point) -> bool:
+        row = self.row(point)
+        return row is not None and is_final(row["result"])
+
+    def todo(self, points: Iterable[Point]) -> list[Point]:
+        return [point for point in points if not self.done(point)]
+
+    def beside(self, points: dict[str, Point]) -> list[str]:
+        """Of contestants of one shape those to measure: none if each has a row. Else all again, as only times
+        of one run compare, but for those that ended in an error: it may have taken the process with it."""
+        found = {name: self.row(point) for name, point in points.items()}
+        if all(found.values()):
+            return []
+        return [name for name, row in found.items() if row is None or row["result"]["status"] != "error"]
+
+
+def current(row: Row, now: dict[str, Any]) -> bool:
+    """Whether it was measured with the machine and versions `now`, by the sources of today."""
+    from scripts.measure.sources import code
+
+    then = row["machine"]
+    return all(then.get(name) == value for name, value in now.items()) and then.get("code") == code(
+        row["point"]
+    )
+
+
+def _newest(rows: Iterable[Row]) -> dict[str, Row]:
+    found: dict[str, Row] = {}
     for row in rows:
-        found.pop(row["key"], None)  # the order is that of the newest
-        found[row["key"]] = row
+        key = key_of(row["point"])
+        found.pop(key, None)  # the order is that of the newest
+        found[key] = row
     return found
 
 
@@ -160,7 +223,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            row["key"]
+            row["point"] = today(row["point"], row.get("schema", 1))
+            row["key"], row["result"], row["machine"]
         except (ValueError, KeyError, TypeError):
             if line.endswith("}}"):
                 raise UserError(f"{path}, line {number}: that is no row; mend it or take it out.") from None
@@ -171,13 +235,15 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def append(path: Path, point: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Append a row to the file at once, so that a killed sweep keeps what it has measured."""
+    from scripts.measure.sources import code
+
     row = {
-        "schema": 1,
+        "schema": SCHEMA,
         "key": key_of(point),
         "run_id": RUN_ID,
         "point": point,
         "result": json.loads(without_folders(json.dumps(result))),  # a library's reason may name its files
-        "machine": machine(),
+        "machine": machine() | {"code": code(point)},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(row) + "\n"

@@ -6,41 +6,25 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import hashlib
 import itertools
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from conf import renames
 from conf.compose import CONF, choices_of
 from conf.values import UserError
 from scripts.measure.instruments import training_peers
-from scripts.measure.rows import ROOT, choices
+from scripts.measure.rows import choices
 
-# What a training point runs: rows that other sources than these have measured are measured again. Kernels
-# concern those alone that run them; what predicts, generates or saves is no part of a step.
-SOURCES = ("attention/**/*.py", "data/**/*.py", "model/**/*.py", "ops/**/*.py", "ops/csrc/*/*.cu*")
-SOURCES += (
-    "scripts/measure/instruments/training_*.py",
-    "scripts/measure/instruments/kernels.py",
-    "scripts/memory.py",
-    "scripts/measure/instruments/memory_alone.py",
-    "scripts/measure/instruments/allocations.py",
-)
-SOURCES += ("scripts/measure/instruments/textbook.py",)
-OWN = {"cuda": ("attention/cuda.py", "ops/cuda/", "ops/csrc/", "ops/nvrtc")}
-OWN |= {"triton": ("attention/triton_", "ops/triton/"), "flash": ("attention/flash_",)}
-OWN |= {"auto": ("attention/auto",)}  # of which a table changes with every row of results/attention
-OWN |= {"flex": ("attention/flex",), "tiled": ("attention/tiled",), "sdpa": ("attention/sdpa",)}
-NOT_RUN = tuple(f"model/{name}" for name in ("costs/memory", "costs/roofline", "generation/"))
-NOT_RUN += ("model/training/checkpoint.py", "model/training/runs.py")
 # attention=standard in a grid, which conf/ does not have: instruments/textbook.py says what it is.
 STANDARD = ("attention=naive", "attention._target_=scripts.measure.instruments.textbook.Formula")
 STANDARD += ("attention.name=standard", "+attention.formula=formula_torch")
-NOT_MEASURED = ("callbacks", "ckpt", "hydra", "logger", "name", "sweep", "trainer")  # keys of the config
+# Keys of the config that no figure depends on, and those that a point says under a name of its own.
+NOT_MEASURED = ("callbacks", "ckpt", "experiment", "hydra", "logger", "name", "overwrite")
+NOT_MEASURED += ("runs_dir", "sweep", "trainer")
+STATED = ("seq_len", "tokens_per_step", "precision", "compile", "checkpointing", "seed", "data.batch_size")
 
 Row = dict[str, Any]
 
@@ -84,8 +68,30 @@ class Point:
 
 def composed(overrides: list[str]) -> tuple[Any, dict[str, Any]]:
     """The config as train.py composes it, without Hydra's own part, and the chosen file of each group."""
-    cfg, chosen = _composed(tuple(overrides))
+    cfg, chosen = _composed(tuple(map(renames.override, overrides)))
     return copy.deepcopy(cfg), dict(chosen)
+
+
+def settings(cfg: Any, chosen: dict[str, Any]) -> dict[str, Any]:
+    """What the config says otherwise than conf/ does for the same model and attention, and a row's `point`
+    does not say under another name."""
+    from omegaconf import OmegaConf
+
+    usual = composed([])[1]
+    said = {group: name for group, name in chosen.items() if group not in (*NOT_MEASURED, "experiment")}
+    found = {
+        group: name
+        for group, name in said.items()
+        if group not in ("model", "attention") and usual[group] != name
+    }
+    base = composed([f"{group}={name}" for group, name in said.items()])[0]
+    mine, conf = (_leaves(OmegaConf.to_container(each, resolve=False)) for each in (cfg, base))
+    for key, value in mine.items():
+        top = key.partition(".")[0]
+        another = top == "attention" and cfg.attention.name != chosen["attention"]
+        if not (another or top in NOT_MEASURED or key in STATED) and conf.get(key, ...) != value:
+            found[key] = value
+    return found
 
 
 @functools.cache  # Hydra takes 90 ms, a copy 2
@@ -176,7 +182,7 @@ def point_of(study: Study, task: Task, device: str, micro_batch: int | None = No
     model = " ".join(
         [chosen["model"], *(override for override in overrides if override.startswith("model."))]
     )
-    said = fields(study.name, cfg, model, device)
+    said = fields(study.name, cfg, model, device) | {"settings": settings(cfg, chosen)}
     if task.peer:
         peer, _ = training_peers.chosen(task.peer)
         said |= {"implementation": peer.name, "compile": peer.compiled and device == "cuda"}
@@ -184,11 +190,8 @@ def point_of(study: Study, task: Task, device: str, micro_batch: int | None = No
 
 
 def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
-    """The `point` of a row; `config` stands for everything else that it could depend on."""
-    from omegaconf import OmegaConf
-
-    config = {k: v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k not in NOT_MEASURED}
-    model = config["model"]
+    """The `point` of a row, but for its settings."""
+    model = cfg.model
     features = [f"{key}={model[key]}" for key in ("window", "softcap", "attn_dropout") if model[key]]
     features += ["alibi"] * (model["position"] == "alibi") + ["documents"] * cfg.data.document_mask
     usual = "bf16-mixed" if device == "cuda" else "32-true"
@@ -210,7 +213,6 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
         "compile": device == "cuda" if cfg.compile == "auto" else cfg.compile,
         "checkpointing": cfg.checkpointing,
         "seed": cfg.seed,
-        "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12],
     }
 
 
@@ -221,30 +223,6 @@ def smaller(study: Study, asked: Point, device: str) -> Iterator[Point]:
     while power:
         yield point_of(study, asked.task, device, power)
         power //= 2
-
-
-def code(name: str = "auto", root: Path = ROOT) -> str:
-    """A digest of the sources that a training point of this implementation runs; auto may run any."""
-    digest = hashlib.sha256()
-    for path in sorted({path for pattern in SOURCES for path in root.glob(pattern)}):
-        place = path.relative_to(root).as_posix()
-        owners = [owner for owner, places in OWN.items() if place.startswith(places)]
-        if place.startswith(NOT_RUN) or (owners and name != "auto" and not name.startswith(tuple(owners))):
-            continue
-        digest.update(f"{place}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def is_current(row: Row, machine: dict[str, Any], sources: str) -> bool:
-    """Whether it stands: final, and measured by these sources on this machine with these versions."""
-    ignored = ("commit", "date", "command")
-    same = all(row["machine"].get(key) == value for key, value in machine.items() if key not in ignored)
-    return same and is_final(row["result"]) and row["result"].get("code") == sources
-
-
-def is_final(result: dict[str, Any]) -> bool:
-    """An error is tried again, as it may have been the machine's; what took too long is not."""
-    return result["status"] != "error" or "timeout_s" in result
 
 
 def commands(options: argparse.Namespace, study: Study, todo: list[Task]) -> Iterator[str]:

@@ -7,7 +7,8 @@ from importlib import import_module
 import pytest
 
 from scripts.measure import rows
-from scripts.measure.rows import gpu_slug, rows_file
+from scripts.measure.machine import ROOT, command, gpu_slug
+from scripts.measure.rows import rows_file
 
 
 @pytest.mark.parametrize(
@@ -57,12 +58,12 @@ def test_what_cannot_be_a_file_of_rows_is_said_before_measuring(tmp_path):
 
 
 def test_rows_name_no_folder_of_this_machine(tmp_path, monkeypatch):
-    script = rows.ROOT / "scripts" / "bench_attention.py"
+    script = ROOT / "scripts" / "bench_attention.py"
     monkeypatch.syspath_prepend(script.parent)  # as Python does for a script
     monkeypatch.setattr(sys, "argv", [str(script), "--causal", "--out", str(tmp_path), "--fresh", "--out=x"])
-    assert rows.command().split()[1:] == ["scripts/bench_attention.py", "--causal", "--fresh"]
-    monkeypatch.setattr(sys, "argv", [f"{rows.ROOT}/scripts/study.py numerics", "--fresh"])
-    assert rows.command().split()[1:] == ["scripts/study.py", "numerics", "--fresh"]
+    assert command().split()[1:] == ["scripts/bench_attention.py", "--causal", "--fresh"]
+    monkeypatch.setattr(sys, "argv", [f"{ROOT}/scripts/study.py numerics", "--fresh"])
+    assert command().split()[1:] == ["scripts/study.py", "numerics", "--fresh"]
     monkeypatch.syspath_prepend(tmp_path / "site")
     result = {
         "status": "unsupported",

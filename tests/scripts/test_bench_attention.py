@@ -9,12 +9,13 @@ import torch
 
 from attention.naive import NaiveAttention
 from scripts import bench_attention
-from scripts.measure import rows
+from scripts.measure import rows, sources
 from scripts.measure.instruments.bench_points import Shape, points
 from scripts.measure.instruments.side_by_side import Bench, failure
 from scripts.measure.instruments.timing import Clock, Contestant, Probe, probe, sleeps, spread
+from scripts.measure.machine import machine
 from scripts.measure.report.attention_report import cell, panels, ratio
-from scripts.measure.rows import key_of, machine, read
+from scripts.measure.rows import read
 
 SHAPE = Shape(1, 2, 1, 32, 16, True, "fp32")
 DECODE = Shape(2, 4, 2, 64, 16, True, "fp32", decode=True, kv_lengths=True)
@@ -89,25 +90,9 @@ def test_what_this_commit_measured_is_kept(bench, capsys, monkeypatch):
     capsys.readouterr()
     fresh = bench("--attention", "naive", "--pass", "forward", "--fresh")
     assert "1 points of up to 1 contestants\n" in capsys.readouterr().out and len(fresh) == 2
-    machine.cache_clear()
-    monkeypatch.setenv("TILEGPT_COMMIT", "abc1235")
+    monkeypatch.setattr(sources, "code", lambda point: "of other sources")
     bench("--attention", "naive", "--pass", "forward")
     assert "1 points of up to 1 contestants\n" in capsys.readouterr().out
-
-
-def test_only_what_is_missing_is_measured():
-    names = ["naive", "sdpa"]
-    keys = {name: key_of(SHAPE.point(name, "forward")) for name in names}
-
-    def row(status):
-        return {"result": {"status": status}}
-
-    missing = bench_attention.missing
-    assert missing(SHAPE, "forward", names, {}) == names
-    assert missing(SHAPE, "forward", names, {keys["naive"]: row("ok")}) == names
-    assert missing(SHAPE, "forward", names, {keys["naive"]: row("ok"), keys["sdpa"]: row("oom")}) == []
-    # what may have taken the process with it is left out the next time
-    assert missing(SHAPE, "forward", names, {keys["naive"]: row("error")}) == ["sdpa"]
 
 
 class Failing(NaiveAttention):

@@ -219,7 +219,7 @@ def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, cap
     assert -128 - 64 <= point["tokens"] - corpus["training"]["tokens"] <= 0
     assert corpus["evaluated"] == rows[3]["result"]["corpus"]["evaluated"] and point["micro_batch"] == 8
     assert str(tmp_path) not in str(point) and rows[1]["point"]["micro_batch"] == 4
-    assert len({r["point"]["recipe"] for r in rows}) == 1
+    assert all(r["point"]["settings"] == rows[0]["point"]["settings"] for r in rows)
     assert rows[5]["result"]["train_s"] == point["tokens"] / 1000
     said = capsys.readouterr().out
     assert "less that of 16" in said and "sha256" in said and out.with_suffix(".svg").is_file()

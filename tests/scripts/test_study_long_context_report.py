@@ -28,7 +28,7 @@ def row(measured, seq_len, seed, result, **more):
     point = {"study": study.STUDY, "measured": measured, "seq_len": seq_len, "seed": seed, "tokens": 10**6}
     point |= {
         "text": "t",
-        "recipe": "r",
+        "settings": {"optim.lr": 1},
         "model": "m",
         "tokens_per_step": 64,
         "implementation": "auto",

@@ -10,8 +10,9 @@ import pytest
 
 from scripts import sweep
 from scripts.measure import sweep_points
+from scripts.measure.machine import machine
 from scripts.measure.report import sweep_bars, sweep_report, training
-from scripts.measure.rows import key_of, machine
+from scripts.measure.rows import key_of
 from scripts.measure.studies import encoder_short, seqlen_scaling, speedup_end_to_end
 from tests.scripts.studies import fake_result
 
@@ -101,7 +102,7 @@ def test_where_memory_ends_and_how_nanogpt_compares():
     ):  # fmt: skip
         point = {"study": "seqlen_scaling", "implementation": name, "pass": "train", "model": "gpt2"}
         point |= {"seq_len": tokens, "micro_batch": batch, "tokens_per_step": 65536, "dtype": "bf16-mixed"}
-        point |= {"features": "", "checkpointing": False, "config": "0", "compile": True}
+        point |= {"features": "", "checkpointing": False, "settings": {}, "compile": True}
         result = fake_result(tokens_per_s=1e3 * speed) if speed else {"status": "oom", "reason": "out"}
         gpu = machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
         rows.append({"key": key_of(point), "run_id": "r", "point": point, "result": result, "machine": gpu})

@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 
 from scripts import sweep
-from scripts.measure import sweep_points
+from scripts.measure import sources
 from scripts.measure.report import figures, sweep_report
 from scripts.measure.rows import key_of, read
 from scripts.measure.sweep_company import Room
@@ -119,7 +119,7 @@ def point_results(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(sweep, "measured", measured)
     monkeypatch.setattr(sweep_report, "draw", lambda rows, out: out)  # has tests of its own
-    monkeypatch.setattr(sweep_points, "code", lambda *_: "sources")  # whoever edits them meanwhile
+    monkeypatch.setattr(sources, "code", lambda *_: "sources")  # whoever edits them meanwhile
     return ran
 
 
@@ -159,7 +159,7 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path, point_results, monk
     assert len(point_results) == 3 + 14
 
     point_results.clear()  # by other sources: what has a row stands if it is asked to
-    monkeypatch.setattr(sweep_points, "code", lambda *_: "other sources")
+    monkeypatch.setattr(sources, "code", lambda *_: "other sources")
     more = ("sweep.grid.attention=[flash2,tiled,triton]", "sweep.grid.seq_len=[16]")
     capsys.readouterr()
     run(out, *more, "--missing", monkeypatch=monkeypatch)
@@ -209,7 +209,7 @@ def is_smaller(row: dict[str, dict[str, int]]) -> bool:
 
 
 def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep_points, "code", lambda *_: "sources")
+    monkeypatch.setattr(sources, "code", lambda *_: "sources")
     model = tmp_path / "model.py"
     model.write_text("")
     ran = []

@@ -1,55 +1,17 @@
-"""What a study's grid comes to, and which rows stand."""
+"""What a study's grid comes to."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from model.costs.gpus import GPUS
 from scripts.measure import sweep_points
-from scripts.measure.rows import key_of, machine
+from scripts.measure.rows import key_of
 from scripts.measure.sweep_company import Room
 from scripts.measure.sweep_points import Task
-from tests.scripts.studies import GRID, fake_result, points_of, study
-
-
-def test_rows_of_other_sources_and_machines_are_measured_again():
-    row = {"machine": machine() | {"date": "1999-01-01", "commit": "old"}, "result": fake_result(code="abc")}
-    assert sweep_points.is_current(row, machine(), "abc") and not sweep_points.is_current(
-        row, machine(), "abd"
-    )
-    other = row | {"machine": row["machine"] | {"torch": "1.0"}}
-    assert not sweep_points.is_current(other, machine(), "abc")
-    broken = row | {"result": row["result"] | {"status": "error"}}
-    assert not sweep_points.is_current(broken, machine(), "abc")
-    late = row | {"result": broken["result"] | {"timeout_s": 5}}
-    assert sweep_points.is_current(late, machine(), "abc")
-
-
-def test_the_digest_of_sources_changes_with_them(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "gpt.py").write_text("a")
-    before = sweep_points.code(root=tmp_path)
-    (tmp_path / "README.md").write_text("b")
-    (tmp_path / "model" / "costs").mkdir()
-    (tmp_path / "model" / "costs" / "memory.py").write_text("b")  # predicts
-    assert sweep_points.code(root=tmp_path) == before
-    (tmp_path / "model" / "gpt.py").write_text("c")
-    assert sweep_points.code(root=tmp_path) != before != sweep_points.code()
-
-
-@pytest.mark.parametrize(
-    ("path", "concerned"),
-    [("ops/csrc/ladder/fa2.cu", {"cuda", "cuda_fa2", "auto"}), ("attention/auto_table.py", {"auto"})],
-)
-def test_a_file_concerns_those_who_run_it(tmp_path, path, concerned):
-    names = ("naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto")
-    before = {name: sweep_points.code(name, tmp_path) for name in names}
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_text("a")
-    assert {name for name in names if sweep_points.code(name, tmp_path) != before[name]} == concerned
+from tests.scripts.studies import GRID, points_of, study
 
 
 def test_the_grid():

@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from scripts import report
+from scripts.measure.machine import machine
 from scripts.measure.report import sweep_report
-from scripts.measure.rows import key_of, machine, read, with_baselines
+from scripts.measure.rows import key_of, read, with_baselines
 from tests.scripts.studies import fake_result
 
 
@@ -28,7 +29,7 @@ def fake_rows() -> list[dict[str, object]]:
                 "tokens_per_step": 65536,
                 "dtype": "bf16-mixed",
             }
-            fields |= {"features": "", "checkpointing": False, "config": "0" * 12}
+            fields |= {"features": "", "checkpointing": False, "settings": {}}
             gone = name == "naive" and (tokens, batch) not in ((1024, 64), (2048, 16))
             result = (
                 {"status": "oom", "reason": "out"}

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.measure.rows import trusted
+
 Row = dict[str, Any]
 
 HOLDS, IN_PART, FAILS, UNTESTED = "holds", "holds in part", "does not hold", "not tested here"
@@ -82,11 +84,6 @@ def matches(row: Row, wanted: dict[str, Any]) -> bool:
     return True
 
 
-def wrong(result: dict[str, Any]) -> bool:
-    """Less exact than the criterion, or another kernel than the one asked for, where that was looked at."""
-    return (result.get("error_ratio") or 0.0) > 1 or not result.get("kernels_ok", True)
-
-
 class Results:
     """Rows by study, those of one GPU: the one with the most; read when they are asked for."""
 
@@ -104,9 +101,9 @@ class Results:
         return found
 
     def ok(self, study: str, **wanted: Any) -> list[Row]:
-        """Those with figures that may be trusted: status ok, and not `wrong`."""
+        """Those with figures that may be trusted (rows.trusted)."""
         rows = self.rows(study, **wanted)
-        found = [row for row in rows if row["result"]["status"] == "ok" and not wrong(row["result"])]
+        found = [row for row in rows if trusted(row["result"])]
         if not found:
             raise missing(study, **wanted)
         return found

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from scripts.measure.rows import Kept
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PASSES = ("forward", "backward", "both", "decode")
 # Of the FlashAttention papers' points, and small ones for a CPU: tokens in all, and heads times head dim.
@@ -55,6 +57,11 @@ class Shape:
             "features": ",".join(on),
             "dtype": DTYPES[self.dtype],
         }
+
+    def lacking(self, passes: dict[str, list[str]], kept: Kept) -> dict[str, list[str]]:
+        """Of the contestants of each pass those that are to be measured."""
+        points = {at: {name: self.point(name, at) for name in names} for at, names in passes.items()}
+        return {at: names for at, mine in points.items() if (names := kept.beside(mine))}
 
     @property
     def seen(self) -> float:

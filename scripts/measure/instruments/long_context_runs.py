@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
-from scripts.measure.rows import ROOT, key_of
+from scripts.measure.machine import ROOT
+from scripts.measure.rows import key_of
 
 if TYPE_CHECKING:
     from numpy import ndarray as Array
@@ -65,30 +66,25 @@ class Plan:
     def speeds(self) -> list[Point]:
         return [self.point("speed", context, self.seeds[0]) for context in self.options.contexts]
 
-    @cached_property
-    def recipe(self) -> str:
-        """Of everything in the config that all points share."""
-        return self._fields(1, 0, 1)["config"]
-
     def point(self, measured: str, context: int, seed: int) -> Point:
         """The `point` of a row."""
         found = self._fields(context, seed, self.options.step_tokens)
-        del found["config"]
         parts = [self.corpus[part]["sha256"] for part in ("training", "evaluated")]
         return found | {
             "measured": measured,
             "tokens": self.steps * self.options.step_tokens,
-            "recipe": self.recipe,
             "text": hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12],
         }
 
     def _fields(self, context: int, seed: int, step_tokens: int) -> dict[str, Any]:
         """With nothing in it of where the text lies."""
-        from scripts.measure.sweep_points import composed, fields
+        from scripts.measure.sweep_points import composed, fields, settings
 
         cfg, chosen = composed([*self.overrides, *of_point(context, seed, step_tokens)])
-        cfg.data.path = cfg.data.data_dir = ""
-        return fields(self.study, cfg, f"{chosen['model']} model.position={cfg.model.position}", self.device)
+        name = f"{chosen['model']} model.position={cfg.model.position}"
+        said = settings(cfg, chosen)
+        said = {key: value for key, value in said.items() if key not in ("data.path", "data.data_dir")}
+        return fields(self.study, cfg, name, self.device) | {"settings": said}
 
     def words(self, point: Point) -> list[str]:
         """The overrides of a point's run."""

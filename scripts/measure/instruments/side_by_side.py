@@ -22,7 +22,8 @@ from scripts.measure.instruments.timing import (
     spread,
     synchronise,
 )
-from scripts.measure.rows import append, machine
+from scripts.measure.machine import machine
+from scripts.measure.rows import append
 
 HEAVY = 1 / 16  # of the device's memory: what takes more is timed with nothing else alive
 SLOW = 20  # times the fastest: what takes more is timed by itself, as rounds are the same for all

@@ -8,6 +8,7 @@ from typing import Any
 
 from scripts.measure.instruments.bench_points import PASSES
 from scripts.measure.report.figures import STYLES, name_ends, svg, thousands
+from scripts.measure.rows import trusted
 from scripts.plot import COLOURS
 
 PEERS = ("sdpa", "flash", "flex")  # how the names of other people's kernels begin
@@ -54,12 +55,6 @@ def title(key: tuple[Any, ...]) -> str:
     else:
         words = [passed, f"D {head_dim}", "full" if full else "causal", of, size, dtype]
     return ", ".join(words + [features] * bool(features))
-
-
-def trusted(result: dict[str, Any]) -> bool:
-    """Time, kernels and correctness are all there, and good."""
-    error = result.get("error_ratio")
-    return result["status"] == "ok" and error is not None and error <= 1 and result.get("kernels_ok", False)
 
 
 def ratio(name: str, panel: Panel, tokens: int) -> float | None:

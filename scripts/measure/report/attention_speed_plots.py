@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scripts.measure.instruments.speed_points import SHORT
-from scripts.measure.report.attention_report import trusted
 from scripts.measure.report.attention_speed_report import (
     MANY,
     MEASURES,
@@ -22,6 +21,7 @@ from scripts.measure.report.attention_speed_report import (
     winners,
 )
 from scripts.measure.report.figures import Line, canvas, merged, panel, svg, thousands, wrapped
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Row
 
 LENGTHS = (1024, 2048, 16384)  # N of the notes on standard attention

@@ -7,8 +7,9 @@ from typing import Any
 
 from scripts.measure.instruments.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
 from scripts.measure.instruments.standard import EAGER, MATERIALISED
-from scripts.measure.report.attention_report import ours_first, trusted
+from scripts.measure.report.attention_report import ours_first
 from scripts.measure.report.figures import thousands
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Row, Table
 
 PASSES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from scripts.measure.report.attention_report import trusted
 from scripts.measure.report.figures import Line, merged, panel, panels_of, svg, thousands
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Table
 
 Row = dict[str, Any]

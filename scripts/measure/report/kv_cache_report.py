@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.measure.claims import wrong
 from scripts.measure.report.steps import Steps, Way, chosen, exponent, factors, halves, integrated
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Report, Row, Table
 
 COMMAND = "python scripts/study.py kv_cache"
@@ -126,7 +126,7 @@ def notes(rows: list[Row], steps: Steps) -> list[str]:
                 f"From {min(lengths):,} to {max(lengths):,} tokens the time of the device of all of them "
                 f"grows with the exponents {', '.join(powers)}."
             )
-    bad = [row for row in rows if row["result"]["status"] != "ok" or wrong(row["result"])]
+    bad = [row for row in rows if not trusted(row["result"])]
     found += [f"Left out: {described(row)}" for row in bad]
     return [note for note in found if note]
 

@@ -45,7 +45,7 @@ class Measured:
     runs: context -> finished runs by seed; speeds: context -> row; failed: rows of everything else."""
 
     def __init__(self, rows: Sequence[Row]):
-        keys = ("text", "tokens", "tokens_per_step", "recipe", "dtype", "compile")
+        keys = ("text", "tokens", "tokens_per_step", "settings", "dtype", "compile")
         last = rows[-1]["point"]
         self.rows = [row for row in rows if all(row["point"][key] == last[key] for key in keys)]
         self.rows.sort(key=lambda row: (row["point"]["seq_len"], row["point"]["seed"]))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.measure.claims import wrong
+from scripts.measure import rows as measured_rows
 from scripts.measure.studies import Row
 
 STANDARD = "standard"
@@ -48,8 +48,8 @@ class Group:
 
 def trusted(rows: Iterable[Row], measured: str) -> list[Row]:
     """Rows with figures, of the newest settings that this was measured with."""
-    found = [row for row in rows if row["point"]["measured"] == measured and row["result"]["status"] == "ok"]
-    found = [row for row in found if not wrong(row["result"])]
+    found = [row for row in rows if row["point"]["measured"] == measured]
+    found = [row for row in found if measured_rows.trusted(row["result"])]
     newest = {row["point"]["task"]: setting(row) for row in found}
     return [row for row in found if newest[row["point"]["task"]] == setting(row)]
 

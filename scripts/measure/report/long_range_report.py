@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from scripts.measure.claims import wrong
+from scripts.measure import rows as measured
 from scripts.measure.report.long_range_accuracy import (
     ALIKE,
     DECISIVE,
@@ -113,7 +113,7 @@ def left_out(rows: Iterable[Row]) -> list[list[str]]:
     lines = []
     for row in rows:
         point, result = row["point"], row["result"]
-        if result["status"] == "ok" and not wrong(result):
+        if measured.trusted(result):
             continue
         why = result["reason"]
         if result["status"] == "ok":

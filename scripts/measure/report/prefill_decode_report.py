@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.measure.claims import wrong
 from scripts.measure.report.steps import chosen
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Report, Row, Table
 
 COMMAND = "python scripts/study.py prefill_decode"
@@ -18,9 +18,7 @@ Parts = dict[str, dict[str, Any]]
 def parts_of(row: Row) -> Parts:
     """The parts with figures to trust."""
     return {
-        name: part
-        for name, part in row["result"]["parts"].items()
-        if part.get("status") == "ok" and "ms_median" in part and not wrong(part)
+        name: part for name, part in row["result"]["parts"].items() if "ms_median" in part and trusted(part)
     }
 
 
@@ -212,7 +210,7 @@ def notes(rows: list[Row], whole: list[Row], layers: list[Row]) -> list[str]:
         "decoding step."
     )
     found.append("Bytes are the least that a call has to move; what the caches serve again is not in them.")
-    bad = [row for row in rows if row["result"]["status"] != "ok" or wrong(row["result"])]
+    bad = [row for row in rows if not trusted(row["result"])]
     found += [f"Left out: {row['point']['model']} {setting(row)}: {why(row['result'])}" for row in bad]
     for row in layers:
         for name, part in row["result"]["parts"].items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.auto import COMPILED_DECODE, DEFAULT, LAST, SHORT
+from scripts.measure.rows import trusted
 
 Row = dict[str, Any]
 Class = tuple[tuple[int, int], int, str, str, int | None, int | None]
@@ -19,17 +20,15 @@ BITS = {"float16": 16, "bfloat16": 16, "float32": 32}
 UNRANKED = {"auto", "sdpa_math", *LAST}
 
 
+def right(row: Row) -> bool:
+    """Trusted, or refused or out of memory; its error may be one that could not be told at this shape."""
+    result = row["result"]
+    told = result | {"error_ratio": result.get("error_ratio") or 0.0}
+    return result["status"] in ("unsupported", "oom") or trusted(told)
+
+
 def arch_of(row: Row) -> tuple[int, int] | None:
     return next((arch for name, arch in GPUS.items() if name in (row["machine"]["gpu"] or "")), None)
-
-
-def wrong(row: Row) -> bool:
-    """Judged to be incorrect, or another kernel than the one asked for."""
-    result = row["result"]
-    if result["status"] == "error":
-        return True
-    judged = result.get("error_ratio") or 0.0
-    return result["status"] == "ok" and (judged > 1 or not result.get("kernels_ok", False))
 
 
 def classes(rows: Iterable[Row]) -> dict[Class, dict[tuple, dict[str, list[Row]]]]:
@@ -60,7 +59,7 @@ def ranked(points: dict[tuple, dict[str, list[Row]]], passes: int) -> dict[str, 
     checked = {
         name for name in names if any(row["result"].get("error_ratio") is not None for row in rows[name])
     }
-    names = {name for name in checked if not any(map(wrong, rows[name]))}
+    names = {name for name in checked if all(map(right, rows[name]))}
     full = 0
     # Where some were not measured, those that were are not compared with the fastest.
     for point in [p for p in points.values() if names <= p.keys()] or points.values():

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.measure.claims import command_of
+from scripts.measure.machine import ROOT
 from scripts.measure.report.figures import digest, drawing, undrawn
 from scripts.measure.report.results_tables import REPORTS, drawn_elsewhere
-from scripts.measure.rows import CONF, ROOT
+from scripts.measure.rows import CONF
 from scripts.measure.studies import Report, Row, Table
 
 # The order of the page; what is not named here follows, by name.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from scripts.measure.instruments.bench_points import DTYPES
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Report, Row, Table
 
 
@@ -32,7 +33,7 @@ def attention(rows: list[Row]) -> Report:
 
 def _fastest(rows: list[Row]) -> str:
     """The fastest, and the fastest of ours, at the longest T with the wider heads of the README's table."""
-    from scripts.measure.report.attention_report import is_peer, trusted
+    from scripts.measure.report.attention_report import is_peer
     from scripts.measure.report.summary import IN_TABLE, shown
 
     panels = [(key, panel) for key, panel in shown(rows).items() if key[2] == IN_TABLE[-1]]
@@ -101,7 +102,7 @@ def hopper(rows: list[Row]) -> Report:
     speeds: dict[tuple[int, bool], dict[str, dict[float, float]]] = {}
     for row in sorted(rows, key=lambda row: (row["point"]["head_dim"], row["point"]["seq_len"])):
         p, r = row["point"], row["result"]
-        if r["status"] == "ok" and r.get("kernels_ok") and (r.get("error_ratio") or 0) <= 1:
+        if trusted(r):
             of = speeds.setdefault((p["head_dim"], p["causal"]), {})
             of.setdefault(p["implementation"], {})[p["seq_len"]] = r["tflops"]
     lengths = sorted({t for of in speeds.values() for line in of.values() for t in line})

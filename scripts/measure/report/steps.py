@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from scripts.measure.claims import matches, wrong
+from scripts.measure.claims import matches
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Row
 
 Way = tuple[str, bool]  # an implementation, and whether there is a cache
@@ -15,11 +16,7 @@ Way = tuple[str, bool]  # an implementation, and whether there is a cache
 
 def chosen(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     """Rows with figures to trust whose points have these values, by `scripts.measure.claims.matches`."""
-    return [
-        row
-        for row in rows
-        if row["result"]["status"] == "ok" and not wrong(row["result"]) and matches(row, wanted)
-    ]
+    return [row for row in rows if trusted(row["result"]) and matches(row, wanted)]
 
 
 class Steps:

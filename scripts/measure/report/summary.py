@@ -7,6 +7,7 @@ from typing import Any
 
 from scripts.measure.report import attention_report as report
 from scripts.measure.report.figures import svg
+from scripts.measure.rows import trusted
 
 HEAD_DIMS, LENGTHS, CACHES = (64, 128, 256), (1024, 4096, 16384), (4096, 32768)
 IN_TABLE = (64, 128)  # head dims, or the table outgrows a page
@@ -129,8 +130,8 @@ def _cell(panel: report.Panel, name: str, length: int, field: str) -> str:
     if result["status"] != "ok":
         return {"unsupported": "-"}.get(result["status"], result["status"])
     timed = [line[length]["result"] for line in panel.values() if length in line]
-    trusted = [other for other in timed if report.trusted(other)]
-    fastest = min(trusted, key=lambda other: other["ms_median"], default=None)
+    right = [other for other in timed if trusted(other)]
+    fastest = min(right, key=lambda other: other["ms_median"], default=None)
     value = f"{1e3 * result[field]:.1f}" if field == "ms_median" else f"{result[field]:#.3g}".rstrip(".")
-    value += "" if report.trusted(result) else " !"
+    value += "" if trusted(result) else " !"
     return f"**{value}**" if result is fastest else value

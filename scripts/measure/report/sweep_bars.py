@@ -55,7 +55,7 @@ def ratio(row: Row, base: Row | None) -> float | None:
 
 def cells(rows: list[Row]) -> list[list[str]]:
     """Lines of cells, the head first."""
-    from scripts.measure.report.sweep_report import trusted
+    from scripts.measure.rows import trusted
 
     base = baseline(rows)
     head = [
@@ -82,7 +82,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
 
 def bars(axes: Any, rows: list[Row], title: str) -> None:
     """Horizontal bars of tokens/s, slowest at the top, each with its figures beside it."""
-    from scripts.measure.report.sweep_report import trusted
+    from scripts.measure.rows import trusted
 
     base, shown = baseline(rows), best(rows)
     most = max((row["result"].get("tokens_per_s", 0.0) for row in shown), default=0.0) or 1.0

@@ -11,6 +11,7 @@ from typing import Any
 from scripts.measure.report import sweep_bars
 from scripts.measure.report.attention_report import ours_first
 from scripts.measure.report.figures import STYLES, digest, name_ends, thousands
+from scripts.measure.rows import trusted
 from scripts.plot import COLOURS
 
 Row = dict[str, Any]
@@ -19,7 +20,7 @@ Line = dict[int, list[Row]]  # tokens of context -> rows, the micro-batch that w
 
 def points(rows: list[Row]) -> list[Row]:
     """Those that scripts/sweep.py has measured."""
-    return [row for row in rows if row["point"].get("pass") == "train" and "config" in row["point"]]
+    return [row for row in rows if row["point"].get("pass") == "train" and "settings" in row["point"]]
 
 
 def lines(rows: list[Row]) -> dict[str, Line]:
@@ -71,11 +72,6 @@ def beside(row: Row, rows: list[Row], name: str = "nanoGPT") -> Row | None:
     timed = [each for each in of_peer if each["result"]["status"] == "ok"]
     same = [each for each in timed if each["machine"].get("commit") == row["machine"].get("commit")]
     return (same or timed or [None])[-1]
-
-
-def trusted(result: dict[str, Any]) -> bool:
-    """Unless the evidence is against it; nanoGPT was asked for no kernel, so that there is none to miss."""
-    return result.get("kernels_ok", True) and result.get("learns", True)
 
 
 def cell(rows: list[Row] | None, show: Callable[[Row], str]) -> str:

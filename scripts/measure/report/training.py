@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from scripts.measure.rows import trusted
 from scripts.measure.studies import Report, Row, Table
 
 
@@ -56,7 +57,7 @@ def panels(rows: list[Row]) -> dict[str, dict[tuple[str, bool], Row]]:
         found[title] = {
             (row["point"]["implementation"], bool(row["point"].get("compile"))): row
             for row in timed
-            if sweep_report.trusted(row["result"])
+            if trusted(row["result"])
         }
     return found
 

@@ -3,19 +3,18 @@
     python scripts/study.py numerics
 
 Its `main` measures, says beforehand what it will take, appends each row as it is measured and
-goes on where it was stopped (`todo`). It has `report(rows) -> Report`, which measures nothing:
+goes on where it was stopped (rows.Kept). It has `report(rows) -> Report`, which measures nothing:
 scripts/report.py calls it for the pictures and for results/README.md. What studies measure with is in
 instruments/, what their rows say in report/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 
 RESULTS = ROOT / "results"
 
@@ -56,15 +55,7 @@ def rows_path(study: str) -> Path:
     """Where this machine's rows of a study go: results/<study>/<gpu>.jsonl, cpu.jsonl without a GPU."""
     import torch
 
-    from scripts.measure.rows import gpu_slug
+    from scripts.measure.machine import gpu_slug
 
     gpu = gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
     return RESULTS / study / f"{gpu}.jsonl"
-
-
-def todo(points: Iterable[Point], out: Path, fresh: bool = False) -> list[Point]:
-    """Those of the points that `out` has no row for; errors are tried again, and everything is when fresh."""
-    from scripts.measure.rows import key_of, read
-
-    done = {key for key, row in read(out).items() if row["result"]["status"] != "error"}
-    return [point for point in points if fresh or key_of(point) not in done]

@@ -36,7 +36,7 @@ from typing import Any
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.standard import known
 from scripts.measure.instruments.workers import Worker
-from scripts.measure.rows import append, key_of, positive, read, rows_file
+from scripts.measure.rows import Kept, append, positive, rows_file
 from scripts.measure.studies import Report, Row, rows_path
 
 STUDY = "attention_memory"
@@ -110,8 +110,7 @@ class Study:
 
     def __init__(self, out: Path, cap: float | None, most_s: float, fresh: bool, worker: Any = Worker):
         self.out, self.cap, self.most_s, self.worker = out, cap, most_s, worker
-        rows = {} if fresh else read(out)
-        self.kept = {key: row["result"] for key, row in rows.items() if row["result"]["status"] != "error"}
+        self.kept = Kept(out, fresh)
         self.lock, self.start, self.done, self.total = threading.Lock(), time.perf_counter(), 0, 0
 
     def run(self, todo: Iterable[Task], jobs: int) -> None:
@@ -125,7 +124,8 @@ class Study:
             self.finish(worker, task, None)
 
     def known(self, task: Task, shape: Shape) -> dict[str, Any] | None:
-        return self.kept.get(key_of(shape.point(task.name, task.passed)))
+        point = shape.point(task.name, task.passed)
+        return self.kept.row(point)["result"] if self.kept.done(point) else None
 
     def together(self, task: Task) -> tuple[Any, Task] | None:
         """What is left of the task where it needs more than its cap, and the process that goes on with it."""

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from scripts.measure.instruments.compile_ahead import COMPILED, Task, compile_ahead
 from scripts.measure.instruments.speed_points import ON_CPU, PARTS, STUDY, Asked, asked
 from scripts.measure.instruments.standard import known
-from scripts.measure.rows import key_of, positive, read, rows_file
+from scripts.measure.rows import Kept, positive, rows_file
 from scripts.measure.studies import Report, Row, rows_path
 
 if TYPE_CHECKING:
@@ -51,14 +51,6 @@ def report(rows: list[Row]) -> Report:
     rows = [row for row in rows if row["point"]["study"] == STUDY]
     drawn = pictures(rows) if rows else {}
     return Report(QUESTION, COMMAND, tables(rows), drawn, notes(rows), finding(rows))
-
-
-def missing(point: Asked, rows: dict[str, Any]) -> dict[str, list[str]]:
-    """Passes without a row for each contestant, with those to measure (bench_attention.missing)."""
-    from scripts.bench_attention import missing
-
-    found = {passed: missing(point.shape, passed, names, rows) for passed, names in point.passes.items()}
-    return {passed: names for passed, names in found.items() if names}
 
 
 def to_compile(points: list[Asked]) -> list[Task]:
@@ -85,8 +77,8 @@ def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
 
     names = options.attention or (known() if cuda else list(ON_CPU))
     points = asked(options.part, names, cuda, options.longest)
-    rows = {} if options.fresh else read(out)
-    left = [(point, wanted) for point in points if (wanted := missing(point, rows))]
+    kept = Kept(out, options.fresh)
+    left = [(point, wanted) for point in points if (wanted := point.shape.lacking(point.passes, kept))]
     print(
         f"{STUDY}: {len(left)} of {len(points)} shapes of up to {len(names)} contestants to measure; "
         f"{'about 340 s of an H200, flash-attn and all,' if cuda else 'a minute'} for all. Rows in {out}",
@@ -101,7 +93,7 @@ def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
     bench = SpeedBench(contestants(names), device, options.budget, out, slow_ms=slow_ms)
     for point in points:
         for passed, name in ((passed, name) for passed, mine in point.passes.items() for name in mine):
-            if row := rows.get(key_of(point.shape.point(name, passed))):
+            if row := kept.row(point.shape.point(name, passed)):
                 bench.note(point, passed, name, row["result"])
     for done, (point, wanted) in enumerate(left, 1):
         try:

@@ -31,8 +31,8 @@ from typing import Any
 from scripts.measure.instruments.backward_work import KINDS
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.compile_ahead import Task, compile_ahead
-from scripts.measure.rows import append, choices, key_of, positive, read, rows_file
-from scripts.measure.studies import Report, rows_path, todo
+from scripts.measure.rows import Kept, append, choices, key_of, positive, read, rows_file
+from scripts.measure.studies import Report, rows_path
 
 STUDY = "backward_recompute"
 NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_math", "tiled", "triton")
@@ -105,12 +105,10 @@ def work(options: argparse.Namespace, cuda: bool) -> Work:
     return found
 
 
-def left(asked: Work, out: Path, fresh: bool) -> Work:
+def left(asked: Work, kept: Kept) -> Work:
     """Shapes that lack a row, with all their contestants: only times of one run compare."""
     return [
-        (shape, names)
-        for shape, names in asked
-        if todo([shape.point(name, "backward") for name in names], out, fresh)
+        (shape, names) for shape, names in asked if kept.todo(shape.point(name, "backward") for name in names)
     ]
 
 
@@ -131,7 +129,7 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> None:
     from scripts.measure.instruments.side_by_side import DeviceLost
 
     asked = work(options, device == "cuda")
-    lacking = left(asked, out, options.fresh)
+    lacking = left(asked, Kept(out, options.fresh))
     number = sum(len(names) for _, names in lacking)
     said = f"{number} points at {len(lacking)} of {len(asked)} shapes"
     print(f"{said}; about {SECONDS[device]} s for all of them", flush=True)

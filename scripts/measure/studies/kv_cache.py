@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.measure.report.kv_cache_report import report
-from scripts.measure.rows import append, choices, positive, rows_file
-from scripts.measure.studies import Point, rows_path, todo
+from scripts.measure.rows import Kept, append, choices, positive, rows_file
+from scripts.measure.studies import Point, rows_path
 
 LENGTHS = (1, 32, 128, 256, 512, 1024, 2048, 4096)
 WHOLE = (100, 512)
@@ -214,7 +214,7 @@ def measure(options: argparse.Namespace, out: Path) -> None:
     from scripts.measure.instruments.whole_model import Progress, stop_if_lost
 
     asked = points(options, torch.cuda.is_available())
-    left = todo(asked, out, options.fresh)
+    left = Kept(out, options.fresh).todo(asked)
     which = f"{options.model}, one row: {len(left)} points, {len(asked) - len(left)} kept"
     print(f"{which}; about {SECONDS} s of an H200 for all, seconds without a GPU", flush=True)
     progress, measuring = Progress(len(left)), None

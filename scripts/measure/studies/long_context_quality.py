@@ -17,7 +17,7 @@ itself, as train.py does. All contexts are evaluated on the same targets, each g
 as the context allows (parts/loss_by_position.py).
 
 Rows, one per run and per speed, answer row 5 of results/CLAIMS.md. Point: measured ("loss" or "speed"),
-seq_len, seed, tokens, micro_batch, tokens_per_step, model; text and recipe, digests of the text and of the
+seq_len, seed, tokens, micro_batch, tokens_per_step, model; text, a digest, and settings, what the
 config that all runs share. Result of a loss, nats per token: loss, loss_last_half, loss_by_position and
 loss_in_window ([position, loss] of each bin), loss_chunked, loss_by_document; parameters, corpus, wall_s
 (beside the other runs: no measure of speed). Result of a speed: as of instruments/training_point.py
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
-from scripts.measure.rows import ROOT
+from scripts.measure.machine import ROOT
 
 if TYPE_CHECKING:
     from scripts.measure.instruments.long_context_runs import Plan
@@ -110,10 +110,10 @@ class Study:
     """Measures what has no row yet, and appends it."""
 
     def __init__(self, plan: Plan, out: Path, fresh: bool):
-        from scripts.measure.studies import todo
+        from scripts.measure.rows import Kept
 
         self.plan, self.out, self.fresh = plan, out, fresh
-        self.points = todo([*plan.losses, *plan.speeds], out, fresh)
+        self.points = Kept(out, fresh).todo([*plan.losses, *plan.speeds])
         self.done, self.started = 0, time.perf_counter()
 
     def run(self) -> None:

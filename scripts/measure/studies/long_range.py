@@ -34,8 +34,8 @@ from typing import Any
 
 from conf.values import UserError
 from scripts.measure.report.long_range_report import report
-from scripts.measure.rows import append, choices, positive, rows_file
-from scripts.measure.studies import Point, rows_path, todo
+from scripts.measure.rows import Kept, append, choices, positive, rows_file
+from scripts.measure.studies import Point, rows_path
 
 STUDY, SEED = "long_range", 1337
 # By device: what is asked for where the command line says nothing. `tasks` is (T, steps, examples of a step)
@@ -165,14 +165,14 @@ def run(options: argparse.Namespace) -> None:
     from scripts.measure.instruments.side_by_side import failure
     from scripts.measure.instruments.timing import clean_up, synchronise
     from scripts.measure.instruments.whole_model import Progress
+    from scripts.measure.machine import machine
     from scripts.measure.report.printed import show
-    from scripts.measure.rows import machine
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     options = settled(options, kind)
     out = options.out or rows_path(STUDY)
     asked = points(options, kind)
-    left = todo(asked, out, options.fresh)
+    left = Kept(out, options.fresh).todo(asked)
     steps = sum(point["steps"] for point in left)
     tokens = sum(point["steps"] * point["tokens_per_step"] for point in left)
     print(

@@ -23,8 +23,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from scripts.measure.rows import append, rows_file
-from scripts.measure.studies import Report, Row, Table, rows_path, todo
+from scripts.measure.rows import Kept, append, rows_file
+from scripts.measure.studies import Report, Row, Table, rows_path
 
 STUDY = "memory_estimate"
 COMMAND = f"python scripts/study.py {STUDY}"
@@ -150,7 +150,7 @@ def main() -> None:
         }:
             parser.error(f"--config {config!r} needs {', '.join(sorted(missing))} as well")
     out = options.out or rows_path(STUDY)
-    points = todo(map(point, configs), out, options.fresh)
+    points = Kept(out, options.fresh).todo(map(point, configs))
     print(f"{STUDY}: {len(points)} configurations, {AT_ONCE} at a time. Rows in {out}", flush=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for asked, result in zip(points, pool.map(lambda p: measured(p["config"]), points), strict=True):

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.measure.instruments.bench_points import DTYPES, Shape
 from scripts.measure.instruments.compile_ahead import COMPILED, Task, compile_ahead
-from scripts.measure.rows import append, choices, key_of, positive, rows_file
-from scripts.measure.studies import Point, Report, rows_path, todo
+from scripts.measure.rows import Kept, append, choices, key_of, positive, rows_file
+from scripts.measure.studies import Point, Report, rows_path
 
 if TYPE_CHECKING:
     from scripts.measure.instruments.exactness import Measurement
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> None:
     from scripts.measure.instruments.timing import clean_up, synchronise
 
     every = measurements(options, device)
-    left = {key_of(point) for point in todo([each.point for each in every], out, options.fresh)}
+    left = {key_of(point) for point in Kept(out, options.fresh).todo(each.point for each in every)}
     work = sorted(
         (each for each in every if key_of(each.point) in left), key=lambda each: compiles(each.point)
     )

@@ -27,8 +27,8 @@ import gc
 from pathlib import Path
 
 from scripts.measure.report.prefill_decode_report import BERT, report
-from scripts.measure.rows import append, choices, positive, rows_file
-from scripts.measure.studies import Point, rows_path, todo
+from scripts.measure.rows import Kept, append, choices, positive, rows_file
+from scripts.measure.studies import Point, rows_path
 
 # name: layers, width, heads
 MODELS = {
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace, out: Path) -> None:
 
     cuda = torch.cuda.is_available()
     asked = points(options, cuda)
-    left = todo(asked, out, options.fresh)
+    left = Kept(out, options.fresh).todo(asked)
     models = ", ".join(dict.fromkeys(point["model"] for point in asked))
     print(f"{models}: {len(left)} points, {len(asked) - len(left)} kept; about 45 s of an H200 for all")
     if not left:

@@ -46,7 +46,8 @@ def finding(panels: list[list[Row]]) -> str:
 
 def of_nanogpts(panel: list[Row]) -> dict[int, tuple[float, str]]:
     """Length -> (the best speed as a multiple of nanoGPT's beside it, whose it is)."""
-    from scripts.measure.report.sweep_report import beside, lines, trusted, works
+    from scripts.measure.report.sweep_report import beside, lines, works
+    from scripts.measure.rows import trusted
 
     times: dict[int, tuple[float, str]] = {}
     for name, line in lines(panel).items():

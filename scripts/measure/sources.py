@@ -1,0 +1,93 @@
+"""Which of our files a measurement runs: rows of other sources than today's are stale.
+
+A point's implementation is the module that its yaml names, and all that this imports, wherever in a file; a
+string that is the name of a module of ours or of a file of ops/csrc counts as an import. What trains or
+generates runs the model too. The instruments are left out: measuring the same code in another way is no
+reason to do it again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scripts.measure.machine import ROOT
+
+OURS = ("attention", "conf", "data", "model", "ops", "scripts")
+BASELINES = "scripts.measure.instruments.textbook"  # of names that conf/attention does not have
+TRAINING = ("model.gpt", "model.training.lit_gpt", "data.datamodule")
+GENERATION = ("model.gpt", "model.generation.generate")
+
+
+def code(point: dict[str, Any], root: Path = ROOT) -> str:
+    """A digest of the files that run at a point, by their places and contents."""
+    return _digest(point.get("implementation", ""), point.get("pass", ""), "model" in point, root)
+
+
+@functools.cache
+def _digest(implementation: str, passed: str, model: bool, root: Path) -> str:
+    digest = hashlib.sha256()
+    roots = modules(implementation, root)
+    if model:
+        roots += TRAINING if passed == "train" else GENERATION
+    for path in closure(roots, root):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def modules(implementation: str, root: Path = ROOT) -> tuple[str, ...]:
+    """The modules of an implementation; auto may run any."""
+    folder = root / "conf" / "attention"
+    named = folder / f"{implementation}.yaml"
+    files = sorted(folder.glob("*.yaml")) if implementation == "auto" else [named] if named.is_file() else []
+    targets = [re.search(r"^_target_: (\S+)\.\w+$", file.read_text(encoding="utf-8"), re.M) for file in files]
+    return tuple(dict.fromkeys(target[1] for target in targets if target)) or (BASELINES,)
+
+
+def closure(modules: Iterable[str], root: Path = ROOT) -> list[Path]:
+    """The files of these modules and of all that they import, and the CUDA sources that they name."""
+    found: set[Path] = set()
+    left = [path for module in modules for path in _files(module, root)]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += _python(path, root) if path.suffix == ".py" else _cuda(path)
+    return sorted(found)
+
+
+def _files(module: str, root: Path) -> list[Path]:
+    """Of a dotted name; none where it is no module of ours, as what `from a import name` names may be."""
+    if module.partition(".")[0] not in OURS:
+        return []
+    path = root.joinpath(*module.split("."))
+    return [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+
+
+def _python(path: Path, root: Path) -> list[Path]:
+    found: list[Path] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 100:
+            names = [node.value] if re.fullmatch(r"\w+(\.\w+)+", node.value) else []
+            source = root / "ops" / "csrc" / node.value
+            found += [source] if source.suffix == ".cu" and source.is_file() else []
+        else:
+            continue
+        found += [file for name in names for file in _files(name, root)]
+    return found
+
+
+def _cuda(path: Path) -> list[Path]:
+    """The headers that it includes: beside it, or in lib/."""
+    named = re.findall(r'^#include "(\S+)"', path.read_text(encoding="utf-8"), re.M)
+    places = [folder / name for name in named for folder in (path.parent, path.parents[1] / "lib")]
+    return [place for place in places if place.is_file()]

@@ -1,0 +1,172 @@
+"""Rows are found by their points, whatever the config has got since; other sources are measured again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conf import renames
+from scripts.measure import rows, sources
+from scripts.measure.machine import ROOT, machine
+from scripts.measure.rows import Kept, append, key_of, load, read, trusted
+
+FILES = sorted((ROOT / "results").glob("*/*.jsonl"))
+POINT = {"study": "probe", "implementation": "naive", "pass": "forward", "seq_len": 8, "causal": True}
+OK = {"status": "ok", "ms_median": 1.0}
+
+
+def points(path: Path) -> list[dict]:
+    return [json.loads(line)["point"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
+def test_every_committed_row_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own point, after a key of the config was renamed, and after a new one came with its default."""
+    there = read(path)
+    assert {key_of(rows.today(point, 1)) for point in points(path)} == set(there)
+    monkeypatch.setattr(renames, "RENAMED", {"optim.lr": "optim.rate", "checkpointing": "recompute"})
+    later = read(path)
+    assert len(later) == len(there)
+    for row in later.values():
+        assert "checkpointing" not in row["point"] and "optim.lr" not in row["point"].get("settings", {})
+        asked = row["point"] | {"a_new_key": None, "another_new_key": False}
+        assert later[key_of(asked)] is row
+
+
+@pytest.mark.parametrize("study", ["seqlen_scaling", "speedup_end_to_end", "encoder_short"])
+def test_a_sweep_finds_what_is_committed_of_it(study: str) -> None:
+    """Rows of schema 1 have a digest in place of settings; a point as it is asked today has their key."""
+    from scripts.measure.sweep_points import point_of, smaller, study_of, tasks
+
+    overrides = [f"experiment={study}"]
+    if study == "seqlen_scaling":
+        overrides += [
+            "sweep.grid.attention=[triton,naive]",
+            "sweep.grid.seq_len=[1024,8192]",
+        ]
+    one = study_of(overrides)
+    there = read(ROOT / "results" / study / "h200.jsonl")
+    for asked in (point_of(one, task, "cuda") for task in tasks(one)):
+        assert key_of(asked.fields) in there, asked.fields
+        if there[key_of(asked.fields)]["result"]["status"] == "oom" and asked.fields["micro_batch"] > 1:
+            assert any(key_of(point.fields) in there for point in smaller(one, asked, "cuda"))
+    other = point_of(study_of([*overrides, "optim.lr=0.5"]), tasks(one)[0], "cuda")
+    assert key_of(other.fields) not in there
+
+
+def test_a_changed_default_is_another_point_and_rows_keep_what_they_had(monkeypatch) -> None:
+    old = {"study": "probe", "settings": {}}
+    monkeypatch.setattr(renames, "DEFAULTS", [(3, "optim.lr", 6e-4, 1e-3)])
+    assert rows.today(old, 2)["settings"] == {"optim.lr": 6e-4} != rows.today(old, 3)["settings"] == {}
+    asked = {"study": "probe", "settings": {"optim.lr": 1e-3}}  # by a row that named what is usual now
+    assert rows.today(asked, 2) == rows.today(old, 3)
+
+
+def test_renames_reach_overrides_and_nested_keys(monkeypatch) -> None:
+    monkeypatch.setattr(renames, "RENAMED", {"optim.lr": "optim.rate", "model.norms": "model.norm"})
+    words = ("optim.lr=1", "+optim.lr=1", "~model.norms", "model=gpt2")
+    assert [renames.override(word) for word in words] == [
+        "optim.rate=1", "+optim.rate=1", "~model.norm", "model=gpt2",
+    ]  # fmt: skip
+    both = {"optim": {"lr": 1, "rate": 2, "betas": [1]}, "model": {"norms": {"kind": "rms"}}, "seed": 3}
+    assert renames.config(both) == {
+        "optim": {"rate": 2, "betas": [1]}, "model": {"norm": {"kind": "rms"}}, "seed": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ({}, True),
+        ({"error_ratio": 1.0, "kernels_ok": True, "learns": True}, True),
+        ({"error_ratio": 1.01}, False),
+        ({"error_ratio": None}, False),
+        ({"kernels_ok": False}, False),
+        ({"kernels_ok": None}, False),
+        ({"learns": False}, False),
+        ({"status": "oom"}, False),
+    ],
+)
+def test_what_may_be_trusted(result: dict, said: bool) -> None:
+    assert trusted(OK | result) is said
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    row = append(out, POINT, OK)
+    assert row["machine"]["code"] == sources.code(POINT) and row["schema"] == rows.SCHEMA
+    assert Kept(out).done(POINT | {"features": ""}) and not Kept(out).done(POINT | {"seq_len": 9})
+    assert not Kept(out, fresh=True).done(POINT)
+    failed = {"status": "error", "reason": "lost"}
+    append(out, POINT, failed)
+    assert Kept(out).row(POINT) and not Kept(out).done(POINT)
+    append(out, POINT, failed | {"timeout_s": 5})
+    assert Kept(out).done(POINT) and Kept(out).todo([POINT, POINT | {"causal": False}]) == [
+        POINT | {"causal": False}
+    ]
+    for other in ({"torch": "1.0"}, {"code": "of other sources"}):
+        text = out.read_text().splitlines()[-1]
+        stale = json.loads(text)
+        stale["machine"] |= other
+        (tmp_path / "stale.jsonl").write_text(json.dumps(stale) + "\n")
+        assert not Kept(tmp_path / "stale.jsonl").done(POINT)
+        assert Kept(tmp_path / "stale.jsonl", missing=True).done(POINT)
+    same = stale | {
+        "machine": machine() | {"code": sources.code(POINT), "date": "1999-01-01", "commit": "old"}
+    }
+    (tmp_path / "stale.jsonl").write_text(json.dumps(same) + "\n")
+    assert Kept(tmp_path / "stale.jsonl").done(POINT)
+
+
+def test_contestants_of_one_shape_are_measured_together(tmp_path: Path) -> None:
+    mine = {name: POINT | {"implementation": name} for name in ("naive", "sdpa", "tiled")}
+    out = tmp_path / "rows.jsonl"
+    append(out, mine["naive"], OK)
+    append(out, mine["sdpa"], {"status": "error", "reason": "the device is lost"})
+    assert Kept(out).beside(mine) == ["naive", "tiled"]
+    append(out, mine["tiled"], OK)
+    assert Kept(out).beside(mine) == []
+
+
+def test_rows_as_a_table(tmp_path: Path) -> None:
+    append(tmp_path / "a" / "cpu.jsonl", POINT, OK)
+    append(tmp_path / "b" / "cpu.jsonl", POINT | {"study": "b"}, {"status": "oom", "reason": "no room"})
+    table = load(tmp_path)
+    assert list(table.study) == ["probe", "b"] and list(table.trusted) == [True, False]
+    assert table.ms_median[0] == 1 and table["machine.torch"].nunique() == 1
+    assert table.row[1]["result"]["reason"] == "no room"
+
+
+@pytest.mark.parametrize(
+    ("path", "concerned"),
+    [
+        ("ops/csrc/ladder/fa2.cu", {"cuda", "cuda_fa2", "auto"}),
+        ("ops/csrc/lib/mma.cuh", {"cuda", "cuda_fa2", "auto"}),
+        ("attention/auto_table.py", {"auto"}),
+        ("attention/geometry.py", {"naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto"}),
+        ("ops/triton/backward_dq.py", {"triton", "auto"}),
+        ("model/costs/memory.py", set()),  # predicts
+        ("model/gpt.py", {"naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto"}),
+    ],
+)
+def test_a_file_concerns_those_who_run_it(tmp_path: Path, path: str, concerned: set[str]) -> None:
+    for folder in ("attention", "conf", "data", "model", "ops", "scripts/measure/instruments"):
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "prepared")
+        )
+    names = ("naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto")
+    asked = {name: {"implementation": name, "pass": "train", "model": "gpt2"} for name in names}
+    before = {name: sources.code(point, tmp_path) for name, point in asked.items()}
+    with open(tmp_path / path, "a") as file:
+        file.write("\n")
+    sources._digest.cache_clear()
+    assert {
+        name for name, point in asked.items() if sources.code(point, tmp_path) != before[name]
+    } == concerned
+    if path.startswith("model"):
+        alone = asked["naive"] | {"pass": "forward"}
+        del alone["model"]
+        assert sources.code(alone, tmp_path) == sources.code(alone)
