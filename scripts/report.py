@@ -1,11 +1,11 @@
-"""Write what the README and attention=auto say about implementations, from declarations and results:
+"""Write what the documents and attention=auto say about implementations, from declarations and results:
 
     python scripts/report.py              all of it
     python scripts/report.py --check      write nothing; exit code 1 if something is not up to date
     python scripts/report.py --redraw     all pictures too, those of unchanged rows: after a change of drawing
 
-capabilities  README.md: what each implementation declares, and the memory it was measured to need
-results       README.md: speeds of all of them as a table and a picture, from results/attention/<gpu>.jsonl
+capabilities  attention/README.md: what each implementation declares, and the memory it was measured to need
+results       docs/measuring.md: speeds as a table and a picture, from results/attention/<gpu>.jsonl
 advice        attention/README.md: the fastest by situation
 auto          attention/auto_table.py: the order in which attention=auto tries them
 ladder        ops/README.md: the stages of the CUDA ladder, from results/cuda_ladder/<gpu>.jsonl
@@ -72,19 +72,23 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     rows = [row for found in measured.values() for row in found]
     generated = [row for found in rows_by_gpu(root / "results" / "generate").values() for row in found]
     ranks = ranking.ranking(rows) | ranking.compiled_decode(generated)
-    readme, advised = root / "README.md", root / "attention" / "README.md"
+    advised = root / "attention" / "README.md"
     files: dict[Path, str] = {}
 
     def put(path: Path, name: str, content: str) -> None:
         files[path] = with_block(files.get(path) or path.read_text(encoding="utf-8"), name, content)
 
     if "capabilities" in parts:
-        put(readme, "capabilities", capabilities.table(choices("attention"), capabilities.memory(rows)))
+        peaks = [
+            row for found in rows_by_gpu(root / "results" / "attention_memory").values() for row in found
+        ]
+        memory = capabilities.memory([*rows, *peaks])
+        put(advised, "capabilities", capabilities.table(choices("attention"), memory))
     if "results" in parts:
         # one picture and one table: of the GPU with the most rows
         gpu = max(measured, key=lambda name: len(measured[name]), default=None)
         said = UNMEASURED if gpu is None else summary.block(measured[gpu], gpu)
-        put(readme, "results", said)
+        put(root / "docs" / "measuring.md", "results", said)
         if gpu is not None:
             path = root / "results" / "attention" / f"{gpu}.svg"
             if redraw or not is_drawn(measured[gpu], path):

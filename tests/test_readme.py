@@ -1,4 +1,4 @@
-"""Every command in the README's blocks runs as written there, made small by what is appended to it."""
+"""Every command in the blocks of README and docs/ runs as written, made small by what is appended to it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from scripts.measure.report.sweep_report import beside
 from tests.running import ROOT, Result, train_here, write_book
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
-COMMANDS = [
-    line.split("  #")[0].strip()
-    for block in BLOCKS
-    for line in block.splitlines()
-    if line.startswith(("python ", "make "))
-]
+DOCUMENTS = [ROOT / "README.md", ROOT / "attention" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+COMMANDS = sorted(
+    {
+        re.split(r"\s#", line)[0].strip()
+        for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+        for line in (block.splitlines() if not kind else ())
+        if line.startswith(("python ", "make "))
+    }
+)
 SMALL_RUN = (
     "seq_len=16", "model.n_layer=2", "model.n_embd=32", "model.n_head=4", "data.batch_size=2",
     "data.max_val_tokens=64", "trainer.max_steps=2", "trainer.val_check_interval=2",
@@ -35,7 +38,7 @@ SMALL_RUN = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the README's reader has: a book, notes, prompts, a run to go on from, two to compare."""
+    """What the reader has: a book, notes, prompts, a run to go on from, two to compare."""
     folder = tmp_path_factory.mktemp("reader")
     write_book(folder)
     (folder / "notes").mkdir()
@@ -123,7 +126,7 @@ def test_scripts(folder: Path, command: str) -> None:
 def test_make_targets() -> None:
     """CI runs `make test` and `make train` themselves; here, that the README names targets that are there."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = set(re.findall(r"make ([a-z-]+)", README))
+    named = set(re.findall(r"^make ([a-z-]+)", TEXT, flags=re.MULTILINE))
     assert named and named <= targets
 
 
@@ -146,7 +149,7 @@ def test_the_first_screen_says_what_was_measured() -> None:
     def peak(name: str) -> str:
         return f"{of[name, 65536, 1]['peak_mib'] / 1024:.1f}"
 
-    assert f"attention trains at {speed('naive', 1024)} nanoGPT's speed at T = 1k" in screen
+    assert f"Naive attention trains at {speed('naive', 1024)} nanoGPT's speed at T = 1k" in screen
     assert "out of memory at 4k" in screen and of["naive", 4096, 16]["status"] == "oom"
     assert of["naive", 2048, 32]["status"] == "ok"
     assert f"flash-attn 4 it is {speed('flash4', 1024)} at 1k and {speed('flash4', 32768)} at 32k" in screen
@@ -159,10 +162,16 @@ def test_the_first_screen_says_what_was_measured() -> None:
 
 
 def test_experiments_are_all_named() -> None:
-    named = re.search(r"^\| `experiment` \|(.*)\|$", README, flags=re.MULTILINE)[1]
+    named = re.search(r"^\| `experiment` \|(.*)\|$", TEXT, flags=re.MULTILINE)[1]
     there = {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")}
     assert set(re.findall(r"`(\w+)`", named)) == there
 
 
+def test_links_lead_somewhere() -> None:
+    for path in (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "ops" / "README.md"):
+        for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / link).exists(), f"{path.relative_to(ROOT)}: {link}"
+
+
 def test_everything_was_found() -> None:
-    assert len(COMMANDS) >= 15
+    assert len(COMMANDS) >= 25 and len(README.split()) <= 1300

@@ -181,7 +181,7 @@ def test_advice_says_the_fastest_and_the_time_of_the_others():
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout's README, page and results; what writes them, and what it has written."""
+    """A checkout's documents and results; what writes them, and what it has written."""
     rows = (
         both("triton", 1.0, 2.0) + both("sdpa_cudnn", 0.5, 4.0) + both("flash2", 1, 1, status="unsupported")
     )
@@ -191,9 +191,10 @@ def checkout(tmp_path):
     (folder / "h200.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "attention").mkdir()
     (tmp_path / "ops").mkdir()
+    (tmp_path / "docs").mkdir()
     for path, names in (
-        ("README.md", ("capabilities", "results")),
-        ("attention/README.md", ("advice",)),
+        ("docs/measuring.md", ("results",)),
+        ("attention/README.md", ("capabilities", "advice")),
         ("ops/README.md", ("ladder",)),
     ):
         blocks = "".join(
@@ -234,25 +235,26 @@ def test_everything_is_written_once(checkout, monkeypatch, capsys):
     run(monkeypatch, "--root", checkout)
     written = capsys.readouterr().out.split(" written\n")[:-1]
     assert set(written) == {
-        "README.md", "attention/README.md", "attention/auto_table.py", "ops/README.md",
+        "docs/measuring.md", "attention/README.md", "attention/auto_table.py", "ops/README.md",
         "results/attention/h200.svg", "results/README.md", "results/CLAIMS.md",
         *(f"results/attention/h200_{passed}.svg" for passed in ("forward", "backward", "decode")),
     }  # fmt: skip
-    readme = (checkout / "README.md").read_text()
-    assert readme.count("kept") == 2 and "\nold\n" not in readme
-    assert "![attention, TFLOP/s over T](results/attention/h200.svg)" in readme
-    assert "| | D 64, T 1k | decode, batch 1, 4k |" in readme
+    speeds = (checkout / "docs" / "measuring.md").read_text()
+    assert speeds.count("kept") == 1 and "\nold\n" not in speeds
+    assert "![attention, TFLOP/s over T](../results/attention/h200.svg)" in speeds
+    assert "| | D 64, T 1k | decode, batch 1, 4k |" in speeds
     tflops = 4 * 2 * 1024 * 1024 * 64 / 2 / 1e9
-    assert f"| `triton` | {tflops:.3f} / **{2.5 * tflops / 2:.3f}** | **20.0** |" in readme
-    assert re.search(r"\| `naive` \| \S+ ! / \S+ ! \|  \|", readme) and "`flash2` | -" not in readme
-    assert "| `tiled` | not measured | CUDA, CPU: fp16 to fp64 | any |" in readme
-    assert "**sdpa_cudnn**" in (checkout / "attention" / "README.md").read_text()
+    assert f"| `triton` | {tflops:.3f} / **{2.5 * tflops / 2:.3f}** | **20.0** |" in speeds
+    assert re.search(r"\| `naive` \| \S+ ! / \S+ ! \|  \|", speeds) and "`flash2` | -" not in speeds
+    advised = (checkout / "attention" / "README.md").read_text()
+    assert "| `tiled` | not measured | CUDA, CPU: fp16 to fp64 | any |" in advised
+    assert "**sdpa_cudnn**" in advised
     assert '"triton sdpa_cudnn"' in (checkout / "attention" / "auto_table.py").read_text()
     svg = (checkout / "results" / "attention" / "h200.svg").read_text()
     assert "<!-- forward, D 64, causal, 2 heads, batch 1, bfloat16 -->" in svg
     named = {"h200.svg", "h200_forward.svg", "h200_backward.svg", "h200_decode.svg", "h200.jsonl"}
     assert {path.name for path in (checkout / "results" / "attention").iterdir()} == named
-    assert all(f"(results/attention/{name})" in readme for name in named - {"h200.jsonl"})
+    assert all(f"(../results/attention/{name})" in speeds for name in named - {"h200.jsonl"})
     run(monkeypatch, "--root", checkout, "--check")
     assert capsys.readouterr().out == "all up to date\n"
 
@@ -265,7 +267,7 @@ def test_a_new_result_makes_it_out_of_date(checkout, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"Run python scripts/report\.py"):
         run(monkeypatch, "auto", "results", "--root", checkout, "--check")
     assert capsys.readouterr().out.split(" is out of date\n")[:-1] == [
-        "README.md", *(f"results/attention/h200{of}.svg" for of in ("", "_forward", "_backward")),
+        "docs/measuring.md", *(f"results/attention/h200{of}.svg" for of in ("", "_forward", "_backward")),
         "attention/auto_table.py",
     ]  # fmt: skip
 
@@ -280,7 +282,7 @@ def test_mistakes_are_said(checkout, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, "tables")
     assert "tables: choose of capabilities, results, advice, auto" in capsys.readouterr().err
-    (checkout / "README.md").write_text("nothing")
+    (checkout / "attention" / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="0 blocks named capabilities"):
         run(monkeypatch, "capabilities", "--root", checkout)
 

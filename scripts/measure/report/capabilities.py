@@ -1,4 +1,4 @@
-"""What each implementation of conf/attention can do, as it declares: the README's table.
+"""What each implementation of conf/attention can do, as it declares: the table of attention/README.md.
 
 Every cell is asked of `unsupported_reasons` for a call that has this one thing more than a plain causal one,
 so that the table cannot say otherwise than a refusal at start-up. What the plain call is refused for already,
@@ -165,23 +165,23 @@ def _span(dtypes: Sequence[str]) -> str:
 
 
 def memory(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """O(T) or O(T^2) by name, measured: how the peak of the backward, per token and head, grows from the last
-    length but one to the last, by the power of T that is nearer. Causal, without features; in the precision
-    and head dim that were measured at the most lengths."""
-    found: dict[str, dict[tuple[str, int], dict[int, float]]] = {}
+    """O(T) or O(T^2) by name, from rows of the study attention_memory and of the benchmark: the power of T by
+    which a head's peak grows from the last length but one to the last. With the backward, or forward where
+    that is all there is; in the shape that was measured at the most lengths."""
+    found: dict[str, dict[tuple[Any, ...], dict[int, float]]] = {}
     for row in rows:
         p, result = row["point"], row["result"]
-        if p["pass"] != "backward" or p["features"] or not p["causal"] or not result.get("peak_mib"):
-            continue
-        share = result["peak_mib"] / (p["batch"] * p["heads"] * p["seq_len"])
-        series = found.setdefault(p["implementation"], {}).setdefault((p["dtype"], p["head_dim"]), {})
-        series[p["seq_len"]] = max(series.get(p["seq_len"], 0.0), share)
+        if result.get("peak_mib") and not p["features"]:
+            shape = (p["pass"], p["dtype"], p["head_dim"], p["causal"])
+            series = found.setdefault(p["implementation"], {}).setdefault(shape, {})
+            a_head = result["peak_mib"] / (p["batch"] * p["heads"])
+            series[p["seq_len"]] = max(series.get(p["seq_len"], 0.0), a_head)
     named = {}
     for name, by_shape in found.items():
-        by_length = max(by_shape.values(), key=len)
+        by_length = max(by_shape.items(), key=lambda item: (item[0][0] != "forward", len(item[1])))[1]
         if len(by_length) > 1:
             *_, (before, small), (last, large) = sorted(by_length.items())
-            named[name] = "O(T^2)" if math.log(large / small, last / before) > 0.5 else "O(T)"
+            named[name] = "O(T^2)" if math.log(large / small, last / before) > 1.5 else "O(T)"
     return named
 
 

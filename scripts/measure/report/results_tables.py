@@ -32,7 +32,7 @@ def attention(rows: list[Row]) -> Report:
 
 
 def _fastest(rows: list[Row]) -> str:
-    """The fastest, and the fastest of ours, at the longest T with the wider heads of the README's table."""
+    """The fastest, and the fastest of ours, at the longest T with the wider heads of docs/measuring.md."""
     from scripts.measure.report.attention_report import is_peer
     from scripts.measure.report.summary import IN_TABLE, shown
 

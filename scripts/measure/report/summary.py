@@ -1,4 +1,4 @@
-"""Speeds of all implementations, one table and one picture for the README; results/attention has the rest."""
+"""Speeds of all implementations for docs/measuring.md, a table and a picture; results/attention has more."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Row = dict[str, Any]
 
 
 def shown(rows: list[Row]) -> dict[tuple[Any, ...], report.Panel]:
-    """The panels of the README: causal, bf16, without features, D by D forward and backward; then decode for
-    two batches, with the lengths of a cache where they were measured. Of several, the one with most rows."""
+    """The panels of docs/measuring.md: causal, bf16, without features, D by D forward and backward; then
+    decode for two batches, with the lengths of a cache where measured. Of several, the one with most rows."""
     best: dict[tuple[Any, ...], tuple[int, tuple[Any, ...], report.Panel]] = {}
     kept = [row for row in rows if row["point"]["dtype"] == "bfloat16"]
     for key, panel in report.panels(kept).items():
@@ -70,7 +70,7 @@ def machine(rows: list[Row]) -> str:
 
 
 def block(rows: list[Row], gpu: str) -> str:
-    """The README's: picture, table, and what the table's signs stand for."""
+    """Of docs/measuring.md: picture, table, and what the table's signs stand for."""
     found, decode = shown(rows), []
     squares: dict[int, dict[str, report.Panel]] = {}
     for key, panel in found.items():
@@ -95,7 +95,7 @@ def block(rows: list[Row], gpu: str) -> str:
         if any(cell not in ("", "-") for cell in cells):
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     passes = dict.fromkeys(row["point"]["pass"] for row in rows)
-    more = ", ".join(f"[{passed}](results/attention/{gpu}_{passed}.svg)" for passed in passes)
+    more = ", ".join(f"[{passed}](../results/attention/{gpu}_{passed}.svg)" for passed in passes)
     caption = textwrap.fill(
         f"{machine(rows)}. bf16, causal; TFLOP/s forward / backward, for decode microseconds of one query a "
         "row over a cache. The fastest of each is bold; `!` marks what may not be trusted (wrong beyond "
@@ -105,7 +105,7 @@ def block(rows: list[Row], gpu: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    picture = f"![attention, TFLOP/s over T](results/attention/{gpu}.svg)"
+    picture = f"![attention, TFLOP/s over T](../results/attention/{gpu}.svg)"
     return "\n".join([picture, "", *lines, "", caption])
 
 
