@@ -128,6 +128,12 @@ class Call:
             "DROPOUT": int(dropout_p > 0),
         }
 
+    @property
+    def scale_first(self) -> int:
+        """Whether the kernels on tensor cores scale the scores before anything else (scores.cuh)."""
+        of_scores = self.defines["SOFTCAP"] or self.defines["ALIBI"]
+        return int(bool(of_scores or self.params.scale <= 0))
+
     def in_order(self, n_tiles: int, n_heads: int, x: Tensor, times: int = 1, over: int = 1) -> int:
         """Sets the order of a grid of n_tiles tiles of n_heads heads, by ops/order.py; gives its blocks."""
         uneven = bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])

@@ -43,12 +43,12 @@ class HopperTile:
     def shared_bytes(self, head_dim: int) -> int:
         """Q, K, V and, where it has room of its own, O."""
         rows = 64 * self.groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
-        return 2 * padded(head_dim) * rows
+        return 2 * tile_head_dim(head_dim) * rows
 
     def defines(self, head_dim: int) -> dict[str, int]:
         copying, computing = _REGISTERS[self.groups]
         return {
-            "PAD_D": padded(head_dim),
+            "PAD_D": tile_head_dim(head_dim),
             "GROUPS": self.groups,
             "BC": self.bc,
             "STAGES": self.stages,
@@ -74,8 +74,8 @@ _FORWARD = {
 _SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_slots=2), 1536
 
 
-def padded(head_dim: int) -> int:
-    """The head dim as tiles have it."""
+def tile_head_dim(head_dim: int) -> int:
+    """The head dim that tiles have: the next there are tiles for."""
     return next(d for d in _FORWARD if d >= head_dim)
 
 
@@ -83,16 +83,16 @@ def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> Ho
     """The forward's tile for `tk` keys and the options that `defines` names."""
     short = tk <= _SMALL_KEYS and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
     small = short or defines["SOFTCAP"] or defines["SEGMENTS"]
-    return _SMALL if small and padded(head_dim) <= 64 else _FORWARD[padded(head_dim)]
+    return _SMALL if small and tile_head_dim(head_dim) <= 64 else _FORWARD[tile_head_dim(head_dim)]
 
 
 class Launch(ctypes.Structure):
-    """struct Launch of csrc/ladder/fa3.cu; the driver copies whole multiples of 64 bytes."""
+    """struct Launch of csrc/ladder/fa3_tiles.cuh; the driver copies whole multiples of 64 bytes."""
 
     _fields_ = [
         ("maps", ctypes.c_ubyte * (4 * _MAP_BYTES)),
         ("params", Params),
-        ("taken", ctypes.c_void_p),
+        ("next_tile", ctypes.c_void_p),
         ("_", ctypes.c_ubyte * 64),
     ]
 
@@ -108,7 +108,7 @@ def _tensor_map(
 ) -> bytes:
     from cuda.bindings import driver
 
-    sizes, columns = shape[::-1], 32 if padded(shape[3]) % 64 else 64
+    sizes, columns = shape[::-1], 32 if tile_head_dim(shape[3]) % 64 else 64
     # in bytes, of t, h and b; that of a dimension of 1 says nothing, and may be anything
     steps = [2 * stride if n > 1 else 16 for n, stride in zip(shape[2::-1], strides[2::-1], strict=True)]
     kind, swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
@@ -157,12 +157,11 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     ranges, counter = segment_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1])
-    launch = Launch(params=params, taken=counter.data_ptr())
+    launch = Launch(params=params, next_tile=counter.data_ptr())
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
     boxes = ((q_mapped, 64), (k, tile.bc), (v, tile.bc), (out, 64))
     ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows) for x, rows in boxes), 4 * _MAP_BYTES)
-    scale_first = call.defines["SOFTCAP"] or call.defines["ALIBI"] or call.params.scale <= 0
-    own = {"ALIGNED": 1, "SCALE_FIRST": int(bool(scale_first)), "BOUNDED_WAITS": 0}
+    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0}
     specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device))

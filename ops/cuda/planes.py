@@ -147,8 +147,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     ranges = plain.segment_ranges(call, tile.br)
     params = call.params.bind(k=k, v=v, out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
-    scale_first = call.defines["SOFTCAP"] or call.defines["ALIBI"] or call.params.scale <= 0
-    own = {"ALIGNED": 1, "EVEN": int(even(q, out)), "SCALE_FIRST": int(bool(scale_first))}
+    own = {"ALIGNED": 1, "EVEN": int(even(q, out)), "SCALE_FIRST": call.scale_first}
     defines = call.defines | tile.defines | own
     kernel = plain._kernel("fp32/tiled_planes.cu", "tilegpt_tiled_planes_forward", defines, q.device)
     kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))

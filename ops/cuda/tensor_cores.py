@@ -121,10 +121,8 @@ def _aligned(*tensors: Tensor) -> bool:
 
 def _defines(call: Call, tile: Tile | BackwardTile, *tensors: Tensor) -> dict[str, int | str]:
     """The specialisation of a kernel of this file that reads `tensors`."""
-    of_call = call.defines
-    scale_first = of_call["SOFTCAP"] or of_call["ALIBI"] or call.params.scale <= 0
-    own = {"ALIGNED": int(_aligned(*tensors)), "SCALE_FIRST": int(bool(scale_first))}
-    return of_call | _tile_defines(tile) | own
+    own = {"ALIGNED": int(_aligned(*tensors)), "SCALE_FIRST": call.scale_first}
+    return call.defines | _tile_defines(tile) | own
 
 
 @functools.cache

@@ -24,8 +24,9 @@ template <int TILES> struct Rows {
 // (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
 // multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes exp2(c (s -
 // m)), an instruction more, so that the largest is 1 and not 2 to the power of what m was rounded by.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEPS> &o, Rows<TILES> &rows, float c) {
+// Where m grew, rescale(t, half, factor) is called for what O has of the row so far; gives whether one of the warp's did.
+template <int TILES, int PAIRS, typename Rescale>
+__device__ __forceinline__ bool soften(Sums<TILES, PAIRS> &s, Rows<TILES> &rows, float c, const Rescale &rescale) {
     float most[TILES][2];
     bool grew = false;
 #pragma unroll
@@ -40,7 +41,8 @@ __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEP
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
             grew |= ABOVE(x, rows.m[t][half]) > 8.0f;
         }
-    if (__any_sync(~0u, grew)) {
+    grew = __any_sync(~0u, grew);
+    if (grew) {
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -48,14 +50,13 @@ __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEP
                 // Row by row: a row's bits depend on no other row.
                 if (!(ABOVE(most[t][half], rows.m[t][half]) > 8.0f)) continue;
 #if ELEMENT_KIND == float_ELEMENT
-                const float m = most[t][half], rescale = exp2_of((rows.m[t][half] - m) * c);
+                const float m = most[t][half], factor = exp2_of((rows.m[t][half] - m) * c);
 #else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
-                const float m = __fmul_rn(most[t][half], c), rescale = exp2_of(rows.m[t][half] - m);
+                const float m = __fmul_rn(most[t][half], c), factor = exp2_of(rows.m[t][half] - m);
 #endif
-                rows.m[t][half] = m, rows.l[t][half] *= rescale;
-#pragma unroll
-                for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= rescale, o.c[t][n][2 * half + 1] *= rescale;
+                rows.m[t][half] = m, rows.l[t][half] *= factor;
+                rescale(t, half, factor);
             }
     }
 #pragma unroll
@@ -80,6 +81,16 @@ __device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEP
             rows.l[t][half] += sum;
 #endif
         }
+    return grew;
+}
+
+// The same, with o rescaled at once.
+template <int TILES, int PAIRS>
+__device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEPS> &o, Rows<TILES> &rows, float c) {
+    soften(s, rows, c, [&](int t, int half, float factor) {
+#pragma unroll
+        for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= factor, o.c[t][n][2 * half + 1] *= factor;
+    });
 }
 
 // What dropout leaves of the weights of keys j_first and on.

@@ -1,0 +1,223 @@
+// A warp group of fa3.cu that computes: S = Q K^T, its softmax and O += P V, of 64 queries of each tile.
+#pragma once
+#include "fa3_tiles.cuh"
+#include "hopper_softmax.cuh"
+
+// O of a warp to a tile in shared memory, 16 rows of 64.
+__device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int warp, int lane) {
+    const int row = warp * 16 + lane % 16, half = lane / 16;
+#pragma unroll
+    for (int step = 0; step < D_STEPS; step++) {
+        const float(&x)[4] = o.c[0][2 * step], (&y)[4] = o.c[0][2 * step + 1];
+        const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + half;
+        const unsigned to = tile + block * 64 * BLOCK_ROW + swizzled<BLOCK_D>(row, chunk);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pack(x[0], x[1])),
+                     "r"(pack(x[2], x[3])), "r"(pack(y[0], y[1])), "r"(pack(y[2], y[3]))
+                     : "memory");
+    }
+}
+
+#if LENGTHS
+// Rows of V beyond the last key may hold anything, and 0 times NaN is NaN: zeros over them, by each warp group that is
+// about to read them.
+__device__ __forceinline__ void clear_rows(unsigned tile, int from, int barrier) {
+    const int chunks = BLOCK_ROW / 16;
+    for (int x = threadIdx.x % 128; x < BLOCKS_D * BC * chunks; x += 128)
+        if (x / chunks % BC >= from)
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + x * 16), "r"(0) : "memory");
+    fence_proxy_async();
+    bar_sync(barrier, 128);
+}
+#endif
+
+// A computing warp group.
+struct Consumer {
+    const Launch &launch;
+    const Params &p;
+    const Room &room;
+    const int group, warp, lane;
+    const float c;
+    Ring<Q_SLOTS> q;
+    Ring<STAGES> k, v;
+    Tile tile;
+    Range own;  // keys that this warp group's queries see
+    int slot;   // of its Q
+    Scores s;
+    Output o;
+    Rows<1> rows;
+    float rescale[2];
+    bool grew;
+    unsigned weights[BC / 16][4];
+
+    __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
+        : launch(launch), p(launch.p), room(room), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
+          c(exponent_scale(launch.p)), tile(launch.p, 0) {}
+
+    __device__ __forceinline__ int first_row() const { return tile.i0 + group * 64 + warp * 16; }
+
+    __device__ __forceinline__ void release(int empty) const {
+        if (lane == 0) mbarrier_arrive(room.barrier(empty));
+    }
+
+    __device__ __forceinline__ void take_turn() const {
+        if (PINGPONG) bar_sync(BARRIER_TURN + group, 256);
+    }
+    __device__ __forceinline__ void give_turn() const {
+        if (PINGPONG) bar_arrive(BARRIER_TURN + (group + 1) % GROUPS, 256);
+    }
+
+    // The next tile, once its Q is there; false if there is none.
+    __device__ __forceinline__ bool await_tile() {
+        mbarrier_wait(room.barrier(Q_FULL + q.at), q.parity);
+        tile = Tile(room.slots + q.at * TILE_INTS), slot = q.at;
+        q.next();
+        const int i = min_of(tile.i0 + group * 64, p.tq - 1);
+        own = tile.seen(p, i, 64);
+        // A group that sees no key computes one tile of keys, all masked, so that l and O are 0.
+        own.lo = min_of(own.lo, last_of(tile.lo, tile.hi));
+        return tile.b >= 0;
+    }
+
+    // S = Q K^T, asked for.
+    __device__ __forceinline__ void multiply_qk() {
+        const Matrix queries(room.q + (slot * GROUPS + group) * Q_BYTES), keys(room.k + k.at * KV_BYTES);
+#pragma unroll
+        for (int step = 0; step < D_STEPS; step++)
+            Wgmma<BC>::ss<0, 0>(flat(s), queries.at(step_bytes<64>(step)), keys.at(step_bytes<BC>(step)), step > 0);
+        wgmma_commit_group();
+    }
+    // O += P V, asked for.
+    __device__ __forceinline__ void multiply_pv() {
+        const Matrix values(room.v + v.at * KV_BYTES, BC * BLOCK_ROW);
+#pragma unroll
+        for (int step = 0; step < BC / 16; step++)
+            Wgmma<PAD_D>::rs<1>(flat(o), weights[step], values.at(step * 16 * BLOCK_ROW), 1);
+        wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void await_v(int valid) {
+        mbarrier_wait(room.barrier(V_FULL + v.at), v.parity);
+#if LENGTHS
+        if (valid < BC) clear_rows(room.v + v.at * KV_BYTES, valid, BARRIER_OWN + group);
+#endif
+    }
+    __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.at), v.next(); }
+
+    // The scores of the keys from `start` on, which are there, become weights.
+    __device__ __forceinline__ void soften(int start) {
+        pin(flat(s));
+        release(K_EMPTY + k.at), k.next();
+        if (!O_OVER_Q && start == own.lo) release(Q_EMPTY + slot);
+        const bool masked = start < own.full_lo || start >= own.full_hi;
+        const int i_first = first_row();
+        if (SCALE_FIRST || (SEGMENTS && masked))
+            finish_scores(p, s, i_first, start, tile.keys, tile.b, tile.h, SEGMENTS && masked);
+        if (!SEGMENTS && masked) hide_outside(p, s, i_first, start, tile.keys);
+        rescale[0] = rescale[1] = 1.0f;
+        grew = ::soften(s, rows, c, [&](int, int half, float factor) { rescale[half] = factor; });
+        if (DROPOUT) Dropout<1>(p, tile.b, tile.h, i_first).drop(p, s, start);
+    }
+
+    // A tile of keys that only other warp groups of the block see. Every group takes one turn for each tile of keys of
+    // the block, so there is one token, and who holds it waits at most for V, whose slots others free without a turn.
+    __device__ __forceinline__ void skip() {
+        take_turn();
+        give_turn();
+        mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
+        release(K_EMPTY + k.at), k.next();
+        mbarrier_wait(room.barrier(V_FULL + v.at), v.parity);
+        done_with_v();
+    }
+
+    // O goes out; then lse: stored before the proxy fence, the fence would wait for the store.
+    __device__ __forceinline__ void finish() {
+        const unsigned to = O_OVER_Q ? room.q + (slot * GROUPS + group) * Q_BYTES : room.o + group * Q_BYTES;
+        const bool storing = warp == 0 && lane == 0;
+        const int barrier = BARRIER_OWN + group;
+        float divided[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float &l = rows.l[0][half];
+            l += __shfl_xor_sync(~0u, l, 1);
+            l += __shfl_xor_sync(~0u, l, 2);
+            divided[half] = l == 0.0f ? 0.0f : p.keep_scale / l;
+        }
+        rescale_output(o, divided);
+        if (storing) bulk_wait_group_read<0>();  // what was there has left
+        bar_sync(barrier, 128);
+        stage_output(to, o, warp, lane);
+        fence_proxy_async();
+        bar_sync(barrier, 128);
+        if (storing) {
+            store_tile<64>(launch.out, to, tile.i0 + group * 64, tile.h, tile.b);
+            bulk_commit_group();
+            if (O_OVER_Q) bulk_wait_group_read<0>();
+        }
+        if (O_OVER_Q) __syncwarp(), release(Q_EMPTY + slot);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = first_row() + half * 8 + lane / 4;
+            const float l = rows.l[0][half], lse = (rows.m[0][half] + __log2f(l)) * LN2;
+            if (lane % 4 == 0 && i < p.tq)
+                p.lse[(long long)(tile.b * p.heads + tile.h) * p.tq + i] = l == 0.0f ? -INFINITE : lse;
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        if (PINGPONG && group == GROUPS - 1) give_turn();
+        while (await_tile()) {
+            // A group whose queries are all beyond the last computes nothing. (Not asked of two groups, of which
+            // it is one at most, and only where T % 128 is 1 to 64: registers of the copying warp spilled for it.)
+            const bool beyond = GROUPS > 2 && tile.i0 + group * 64 >= p.tq;
+            const int last = beyond ? tile.lo - BC : last_of(own.lo, own.hi);
+            int start = last_of(tile.lo, tile.hi);
+            for (; start > last; start -= BC) skip();
+            if (beyond) {
+                release(Q_EMPTY + slot);
+                continue;
+            }
+            rows.clear();
+            o.clear();
+            mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
+            take_turn();
+            wgmma_fence();
+            multiply_qk();
+            give_turn();
+            wgmma_wait_group<0>();
+            soften(start);
+            // The wait for P V begins the loop's body, and does not end it: the compiler would put it ahead of the
+            // exponentials, and nothing would run beside them.
+            while (true) {
+                wgmma_wait_group<0>();
+                pin(flat(o));
+                if (start < last) done_with_v();
+                round_weights(weights, s);
+                if (grew) rescale_output(o, rescale);
+                if (start == own.lo) break;
+                const int valid = tile.keys - start;
+                start -= BC;
+                mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
+                take_turn();
+                pin(flat(s)), pin(flat(o));
+                wgmma_fence();
+                multiply_qk();
+                await_v(valid);
+                wgmma_fence();
+                multiply_pv();
+                give_turn();
+                wgmma_wait_group<OVERLAP>();
+                soften(start);
+            }
+            await_v(tile.keys - start);
+            pin(flat(o));
+            wgmma_fence();
+            multiply_pv();
+            wgmma_wait_group<0>();
+            pin(flat(o));
+            done_with_v();
+            for (start -= BC; start >= tile.lo; start -= BC) skip();
+            finish();
+        }
+        if (warp == 0 && lane == 0) bulk_wait_group_read<0>();
+    }
+};

@@ -1,0 +1,61 @@
+// The warp of fa3.cu that copies: Q, K and V of tile after tile, by TMA, as far ahead as there is room.
+#pragma once
+#include "fa3_tiles.cuh"
+
+// The output of queries that see no key, by a warp.
+__device__ __forceinline__ void write_zeros(const Params &p, const Tile &tile) {
+    const int rows = min_of(BR, p.tq - tile.i0);
+    element *out = matrix_of(p.out, p.out_stride, tile.b, tile.h) + tile.i0 * p.out_stride.t;
+    for (int i = 0; i < rows; i++) {
+        for (int d = threadIdx.x; d < HEAD_DIM; d += 32) out[i * p.out_stride.t + d] = element(0.0f);
+        if (threadIdx.x == 0) p.lse[(long long)(tile.b * p.heads + tile.h) * p.tq + tile.i0 + i] = -INFINITE;
+    }
+}
+
+// A warp, whose first thread asks for the copies.
+__device__ __forceinline__ void producer(const Launch &launch, const Room &room) {
+    const Params &p = launch.p;
+    const int n = n_tiles(p);
+    const bool asking = threadIdx.x == 0;
+    Ring<Q_SLOTS> q;
+    Ring<STAGES> k, v;
+    auto load = [&](const TensorMap &map, unsigned to, int full, int empty, Ring<STAGES> &ring, const Tile &tile,
+                    int start) {
+        mbarrier_wait(room.barrier(empty + ring.at), ring.parity ^ 1);
+        if (asking) {
+            mbarrier_arrive_expect_tx(room.barrier(full + ring.at), KV_BYTES);
+            load_tile<BC>(to + ring.at * KV_BYTES, map, room.barrier(full + ring.at), start, tile.h / GROUP, tile.b);
+        }
+        ring.next();
+    };
+    int next = 0;
+    for (int index = blockIdx.x; index < n; index = gridDim.x + __shfl_sync(~0u, next, 0)) {
+        const Tile tile(p, index);
+        if (tile.lo >= tile.hi) {
+            write_zeros(p, tile);
+            if (asking) next = atomicAdd(launch.next_tile, 1);
+        } else {
+            const unsigned full = room.barrier(Q_FULL + q.at);
+            const int last = last_of(tile.lo, tile.hi);
+            mbarrier_wait(room.barrier(Q_EMPTY + q.at), q.parity ^ 1);
+            if (asking) {
+                tile.publish(room.slots + q.at * TILE_INTS);
+                mbarrier_arrive_expect_tx(full, GROUPS * Q_BYTES);
+                for (int group = 0; group < GROUPS; group++)
+                    load_tile<64>(room.q + (q.at * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
+                                  tile.h, tile.b);
+            }
+            q.next();
+            load(launch.k, room.k, K_FULL, K_EMPTY, k, tile, last);
+            if (asking) next = atomicAdd(launch.next_tile, 1);  // looked at behind the loads, by when it is there
+            for (int start = last; start >= tile.lo; start -= BC) {
+                if (start > tile.lo) load(launch.k, room.k, K_FULL, K_EMPTY, k, tile, start - BC);
+                load(launch.v, room.v, V_FULL, V_EMPTY, v, tile, start);
+            }
+        }
+    }
+    mbarrier_wait(room.barrier(Q_EMPTY + q.at), q.parity ^ 1);
+    if (!asking) return;
+    room.slots[q.at * TILE_INTS] = -1;  // of no batch row: the end
+    mbarrier_arrive(room.barrier(Q_FULL + q.at));
+}

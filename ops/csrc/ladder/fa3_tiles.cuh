@@ -1,0 +1,90 @@
+// What the warp groups of fa3.cu share: the launch, its mbarriers, where tiles lie in shared memory, and which tile of
+// queries is next.
+#pragma once
+#include "hopper.cuh"
+#include "scores.cuh"
+
+#define BR (GROUPS * 64)
+#define THREADS ((GROUPS + 1) * 128)
+#define KV_BYTES (BC * PAD_D * 2)
+#define Q_BYTES (64 * PAD_D * 2)  // of a warp group
+#define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
+#define BARRIER_OWN (BARRIER_TURN + GROUPS)
+
+static_assert(BARRIER_OWN + GROUPS <= 16, "there are 16 named barriers");
+static_assert(64 * (GROUPS - 1) <= BC, "what a group sees begins at most one tile of keys from where the block's ends");
+
+struct __align__(64) Launch {
+    TensorMap q, k, v, out;
+    Params p;
+    int *next_tile;  // a counter of the tiles beyond each block's first; 0 at the launch
+};
+
+// The mbarriers, by their place: full and empty ones of the slots of Q, and of the stages of K and of V.
+enum { Q_FULL, Q_EMPTY = Q_FULL + Q_SLOTS, K_FULL = Q_EMPTY + Q_SLOTS, K_EMPTY = K_FULL + STAGES,
+       V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, BARRIERS = V_EMPTY + STAGES };
+
+// Where a ring of buffers is, and the parity of the phase in which this one is filled.
+template <int BUFFERS> struct Ring {
+    int at;
+    unsigned parity;
+    __device__ __forceinline__ Ring() : at(0), parity(0) {}
+    __device__ __forceinline__ void next() {
+        if (++at == BUFFERS) at = 0, parity ^= 1;
+    }
+};
+
+// Queries i0 .. i0 + BR of a head, whose keys lie in lo .. hi.
+struct Tile {
+    int b, h, i0, keys, lo, hi;
+#if SEGMENTS
+    Documents documents;
+#endif
+
+    // The index-th in the grid's order. Only the producer works it out, and publishes it in shared memory for
+    // the others: it takes divisions.
+    __device__ __forceinline__ Tile(const Params &p, int index) {
+        int tile = 0, head = 0;
+        unswizzle(p, index, p.batch * p.heads, HAS_RIGHT, tile, head);
+        b = head / p.heads, h = head % p.heads, i0 = tile * BR, keys = keys_of(p, b);
+#if SEGMENTS
+        documents = documents_of(p, b, tile);
+#endif
+        const Range range = seen(p, i0, BR);
+        lo = range.lo, hi = range.hi;
+    }
+    // As it was published; uniform, as are all loops over it.
+    __device__ __forceinline__ Tile(const volatile int *slot) {
+        int *fields = (int *)this;
+#pragma unroll
+        for (int x = 0; x < (int)(sizeof(*this) / sizeof(int)); x++) fields[x] = __shfl_sync(~0u, slot[x], 0);
+    }
+    __device__ __forceinline__ void publish(volatile int *slot) const {
+        const int *fields = (const int *)this;
+#pragma unroll
+        for (int x = 0; x < (int)(sizeof(*this) / sizeof(int)); x++) slot[x] = fields[x];
+    }
+    // The keys that queries i .. i + rows see.
+    __device__ __forceinline__ Range seen(const Params &p, int i, int rows) const {
+#if !SEGMENTS
+        const Documents documents = documents_of(p, b, 0);
+#endif
+        return key_range(p, i, min_of(rows, p.tq - i), keys, keys - p.tq, BC, documents);
+    }
+};
+#define TILE_INTS ((int)(sizeof(Tile) / sizeof(int)))
+
+__device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.batch * p.heads; }
+__device__ __forceinline__ int last_of(int lo, int hi) { return max_of(lo, (hi - 1) / BC * BC); }
+
+// Where the tiles are in shared memory.
+struct Room {
+    unsigned barriers, q, k, v, o;
+    volatile int *slots;  // what tile is in each slot of Q
+    __device__ __forceinline__ Room(const void *memory, const void *barriers, int *slots)
+        : barriers(shared_address(barriers)), slots(slots) {
+        q = shared_address(memory), k = q + Q_SLOTS * GROUPS * Q_BYTES;
+        v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
+    }
+    __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
+};

@@ -1,0 +1,46 @@
+// What a warp group of Hopper does to its 64 rows of scores and of O beside the softmax (softmax.cuh): mask, rounding to
+// the left operand of P V, rescaling. Tiles have BC keys.
+#pragma once
+#include "hopper.cuh"
+#include "softmax.cuh"
+
+typedef Sums<1, BC / 16> Scores;
+typedef Sums<1, D_STEPS> Output;
+
+template <int PAIRS> __device__ __forceinline__ float (&flat(Sums<1, PAIRS> &sums))[8 * PAIRS] {
+    return reinterpret_cast<float (&)[8 * PAIRS]>(sums.c);
+}
+
+// -inf in the place of what is not seen, where that is keys outside of one interval a row: a comparison of a register
+// with a number, where `hide` has four registers a column.
+__device__ __forceinline__ void hide_outside(const Params &p, Scores &s, int i_first, int j_first, int keys) {
+    const int column = j_first + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int diagonal = i_first + threadIdx.x % 32 / 4 + half * 8 + keys - p.tq;
+        const int end = (HAS_RIGHT ? min_of(keys, diagonal + p.window_right + 1) : keys) - column;
+        const int begin = HAS_LEFT ? diagonal - p.window_left - column : 0;
+#pragma unroll
+        for (int n = 0; n < BC / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (n * 8 + e >= end || (HAS_LEFT && n * 8 + e < begin)) s.c[0][n][2 * half + e] = -INFINITE;
+    }
+}
+
+__device__ __forceinline__ void round_weights(unsigned (&weights)[BC / 16][4], const Scores &s) {
+#pragma unroll
+    for (int step = 0; step < BC / 16; step++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float(&c)[4] = s.c[0][2 * step + e / 2];
+            weights[step][e] = pack(c[e % 2 * 2], c[e % 2 * 2 + 1]);
+        }
+}
+
+__device__ __forceinline__ void rescale_output(Output &o, const float (&rescale)[2]) {
+#pragma unroll
+    for (int n = 0; n < PAD_D / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) o.c[0][n][e] *= rescale[e / 2];
+}
