@@ -51,6 +51,7 @@ test-fuzz: $(INSTALLED_DEV)
 lint: $(INSTALLED_DEV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-cache --no-logo
 
 ifneq ($(VENV),)
 $(VENV)/bin/python:

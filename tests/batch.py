@@ -20,8 +20,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from attention.base import Attention
 from tests.attention.agreement import Fault, check, summary
 from tests.attention.calls import Call, kind_of_call, usable, vary
-from tests.fuzz import REPORTED
 from tests.grid import NAMES, build
+from tests.running import REPORTED
 
 CALLS, CALLS_COMPILED = 50, 400  # in a batch at most, without and with a call that compiled something
 SECONDS = 5.0  # of a batch's calls that compile nothing

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.running import ROOT
+from tests.running import REPORTED, ROOT
 
 STARTS = 300  # seconds that a worker may take to start
-REPORTED = 3  # exit code of a worker that has said why it ends
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
+REPORTED = 3  # exit code of a worker (tests/batch.py) that has said why it ends
 # What two runs from the same numbers have in common; times are not among it.
 EXACT = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
 TINY = (

@@ -1,8 +1,10 @@
-"""Imports run one way, and heavy ones happen where they are used."""
+"""Heavy imports happen where they are used, and ops needs torch alone. That imports run one way, without
+circles, is for import-linter (pyproject.toml)."""
 
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,23 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("ops", "attention", "model", "data", "scripts", "conf", "train", "tests")
-# What a file of a package may import of ours. Two may more: the way from a run's config to the thing itself.
-LEAF = "conf.values"  # the class of a user's mistakes; it imports nothing of ours
-ALLOWED = {
-    "ops": {"ops"},
-    "attention": {"attention", "ops"},
-    "model": {"model", "attention.base"},
-    "data": {"data"},
-    "conf": {"conf", "model", "data"},
-    "train": {"conf", "model", "data", "attention", "ops"},
-    "scripts": {"scripts", "conf", "model", "data", "attention", "ops"},
-}
 THIRD_PARTY = {"ops": {"torch", "cuda"}, "ops/triton": {"torch", "triton", "numpy"}}
 # What is imported inside a function, and nowhere as a module is loaded: these are heavy, or may not be there.
 LAZY = {"triton", "ops.triton", "cuda", "flash_attn", "flash_attn_interface", "transformers"}
 LIGHT = "ops.triton.interpret"  # reads one variable of the environment
-HYDRA = {"hydra", "omegaconf"}
 FILES = sorted(
     path.relative_to(ROOT)
     for part in ("ops", "attention", "model", "data", "scripts", "conf", "train.py")
@@ -70,48 +59,32 @@ def within(module: str, allowed: set[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in allowed)
 
 
-def wrong(package: str, source: str) -> set[str]:
-    ours = {module for module in imports(source) if module.split(".")[0] in PACKAGES}
-    allowed = ALLOWED[package.split("/")[0]] | {LEAF}
-    bad = {module for module in ours if not within(module, allowed)}
-    # `from attention import base` is the module that is allowed under another spelling
-    bad -= {module for module in ours if any(name.startswith(f"{module}.") for name in allowed)}
-    if package in ("ops", "ops/triton"):
-        tops = {module.split(".")[0] for module in imports(source)} - set(sys.stdlib_module_names)
-        bad |= tops - THIRD_PARTY[package] - set(PACKAGES)
-    if package not in ("train", "scripts", "conf"):
-        bad |= {module for module in imports(source) if module.split(".")[0] in HYDRA}
-    return bad
+def strangers(package: str, source: str) -> set[str]:
+    """Third parties that ops has no need of."""
+    if package not in THIRD_PARTY:
+        return set()
+    tops = {module.split(".")[0] for module in imports(source)}
+    return tops - set(sys.stdlib_module_names) - THIRD_PARTY[package] - {"ops", "conf"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_imports_run_one_way(path: Path) -> None:
+def test_imports_of_others(path: Path) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
-    assert wrong(package_of(path), source) == set()
+    assert strangers(package_of(path), source) == set()
     assert eager(package_of(path), source) == set()
 
 
 @pytest.mark.parametrize(
-    ("package", "line", "bad"),
+    ("package", "line", "found"),
     [
-        ("ops", "import attention.base", {"attention.base"}),
         ("ops", "import lightning", {"lightning"}),
         ("ops", "import triton", {"triton"}),
         ("ops/triton", "import triton.language as tl", set()),
-        ("ops/triton", "import attention.base", {"attention.base"}),
-        ("attention", "from model.gpt import GPT", {"model.gpt", "model.gpt.GPT"}),
-        ("model", "from attention import naive", {"attention.naive"}),
-        ("model", "from attention.base import Attention", set()),
-        ("model", "def f():\n    import hydra.utils", {"hydra.utils"}),
-        ("data", "import model", {"model"}),
-        ("data", "from data.tokens import TokenFile", set()),
-        ("train", "import scripts.generate", {"scripts.generate"}),
-        ("scripts", "import scripts.common, train", {"train"}),
-        ("model", "from tests import running", {"tests", "tests.running"}),
+        ("model", "import lightning", set()),
     ],
-)  # fmt: skip
-def test_the_check_finds(package: str, line: str, bad: set[str]) -> None:
-    assert wrong(package, line) == bad
+)
+def test_strangers_are_found(package: str, line: str, found: set[str]) -> None:
+    assert strangers(package, line) == found
 
 
 @pytest.mark.parametrize(
@@ -130,6 +103,42 @@ def test_the_check_finds(package: str, line: str, bad: set[str]) -> None:
 )
 def test_the_check_finds_what_is_loaded_early(line: str, early: set[str]) -> None:
     assert eager("attention", line) == early
+
+
+def test_train_imports_no_script() -> None:
+    """(To import-linter a single file is no package.)"""
+    found = imports((ROOT / "train.py").read_text(encoding="utf-8"))
+    assert not {module.split(".")[0] for module in found} & {"scripts", "tests"}
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    """Between two files, in a function of one; and not between two folders, where no file is met again."""
+    pytest.importorskip("importlinter")
+    contract = "name = 'c'\ntype = 'circles'"
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.importlinter]\nroot_package = 'made'\ncontract_types = ['circles: tests.circles.NoCircles']\n"
+        f"[[tool.importlinter.contracts]]\n{contract}\n"
+    )
+    texts = {"a/one": "import made.b.two", "b/two": "", "b/three": "import made.a.four", "a/four": ""}
+    for name, text in texts.items():
+        file = tmp_path / "made" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (file.parent, file.parent.parent):
+            (folder / "__init__.py").touch()
+        file.write_text(text + "\n")
+
+    def lint() -> subprocess.CompletedProcess[str]:
+        code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+        command = [sys.executable, "-c", code, "--no-cache"]
+        paths = os.pathsep.join((str(tmp_path), str(ROOT)))
+        return subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+        )
+
+    assert lint().returncode == 0
+    (tmp_path / "made/b/two.py").write_text("def f():\n    import made.a.one\n")
+    found = lint()
+    assert found.returncode and "made.a.one" in found.stdout and "made.a.four" not in found.stdout
 
 
 def test_the_files_are_found() -> None:
