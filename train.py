@@ -164,7 +164,7 @@ def train(
         **runtime.TRAINER,
     )
     dtype = runtime.compute_dtype(precision)
-    explained = partial(out_of_memory_explained, config, device, dtype, run)
+    explained = partial(out_of_memory_explained, config, device, dtype, run, partial(build_attention, cfg))
     with explained():
         data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes, ckpt)
 

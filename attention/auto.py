@@ -6,15 +6,23 @@ wanted; it says what it chose and why, and what it chooses runs as if it had bee
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from attention.auto_table import ENTRIES, MEASURED
-from attention.base import FEATURES, Attention, AttentionCall, Capabilities
+from attention import registry
+from attention.auto_table import MEASURED
+from attention.base import (
+    FEATURES,
+    Attention,
+    AttentionCall,
+    Capabilities,
+    Costs,
+    Declaration,
+    UnsupportedAttention,
+)
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -65,8 +73,8 @@ def order(call: AttentionCall, compiled: bool = False) -> Order:
         if found := _measured(call, purpose, known):
             names, where = found
             if known != mask:
-                names = tuple(sorted(names, key=lambda name: name.startswith("sdpa")))
-                where += ", SDPA last as it writes the mask out"
+                names = tuple(sorted(names, key=_writes_masks))
+                where += ", those last that write the mask out"
             return Order(tuple(dict.fromkeys((*names, *LAST))), where, len(names))
         if purpose == "compiled decode" and call.tk <= SHORT:
             return Order(COMPILED_DECODE, "in a compiled step")
@@ -74,6 +82,10 @@ def order(call: AttentionCall, compiled: bool = False) -> Order:
     if mask == "masked" and call.device == "cuda":
         names = (*(name for name in names if name not in LAST), *LAST)
     return Order(names, "in the default order")
+
+
+def _writes_masks(name: str) -> bool:
+    return registry.declaration(name).writes_masks
 
 
 def _measured(call: AttentionCall, purpose: str, mask: str) -> tuple[tuple[str, ...], str] | None:
@@ -95,9 +107,9 @@ class AutoAttention(Attention):
     """Delegates each call to the first implementation in its order that can run it."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset(FEATURES), devices=frozenset(DEFAULT)
+        features=frozenset(FEATURES), devices=frozenset(DEFAULT), deterministic_on_request=True
     )
-
+    declaration: ClassVar[Declaration] = Declaration(chooses="implementations")
     draws_seed: ClassVar[bool] = False  # what it chooses does, if at all
 
     def __init__(self, name: str = "auto"):
@@ -108,25 +120,13 @@ class AutoAttention(Attention):
 
     def _build(self, name: str) -> Attention:
         if name not in self._built:
-            path, options = ENTRIES[name]
-            module, cls = path.rsplit(".", 1)
-            self._built[name] = getattr(importlib.import_module(module), cls)(name=name, **options)
+            self._built[name] = registry.build(name)
         return self._built[name]
 
     def _reasons(self, name: str, call: AttentionCall) -> list[str]:
         """Why `name` cannot run `call`, or is not to be chosen for it."""
         attention = self._build(name)
-        reasons = attention.unsupported_reasons(call)
-        # PyTorch holds its own operators to this, not ours and not those of libraries.
-        strict = call.backward and torch.are_deterministic_algorithms_enabled()
-        if strict and not name.startswith("sdpa") and not attention.capabilities.deterministic:
-            reasons.append("no deterministic backward: needs deterministic=false")
-        if name.startswith("flash") and "segments" in call.features:
-            # Values decide whether it can, and to know them the host waits for the device.
-            reasons.append("reads document ids on the host: needs to be asked for by name")
-        if name.startswith("flash") and "window" in call.features and call.tq > call.tk:
-            reasons.append("not every window for more queries than keys: needs to be asked for by name")
-        return reasons
+        return [*attention.unsupported_reasons(call), *attention.reservations(call)]
 
     def _refusals(
         self, call: AttentionCall, names: tuple[str, ...] | None = None
@@ -159,6 +159,24 @@ class AutoAttention(Attention):
 
     def resolve(self, call: AttentionCall) -> Attention:
         return self._build(self.choice(call)[0])
+
+    def foreseen(self, call: AttentionCall) -> Attention:
+        """What would run `call`, which may be of a GPU that is not at hand: then by what is declared, as if
+        all libraries were installed there."""
+        arch = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if call.device != "cuda" or (arch is not None and call.arch == arch):
+            return self.resolve(call)
+        for name in order(call).names:
+            attention = self._build(name)
+            if not [*attention.capabilities.reasons(call), *attention.reservations(call)]:
+                return attention
+        raise UnsupportedAttention(self.name, self.unsupported_reasons(call), call)
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        return self.foreseen(call).costs(call, compiled)
+
+    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
+        return self.foreseen(call).shared_memory(call, able)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         name, refusals = self._refusals(call)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 Order = tuple[tuple[int | None, int | None, str], ...]
 # (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)
 MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
@@ -66,19 +64,4 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
         (128, 1024, "cuda_tiled triton"),
         (128, None, "cuda_tiled"),
     ),
-}
-# What auto builds: the class and the options of conf/attention/<name>.yaml.
-ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "cuda_fa2": ("attention.cuda.CudaStage", {"stage": "fa2", "deterministic": False}),
-    "cuda_tiled": ("attention.cuda.CudaStage", {"stage": "tiled", "products": "auto"}),
-    "flash2": ("attention.flash_lib.FlashLibAttention", {"version": 2, "deterministic": False}),
-    "flash4": ("attention.flash_lib.FlashLibAttention", {"version": 4, "deterministic": False}),
-    "flex": ("attention.flex.FlexAttention", {}),
-    "naive": ("attention.naive.NaiveAttention", {}),
-    "sdpa": ("attention.sdpa.SDPAAttention", {"backend": "auto"}),
-    "sdpa_cudnn": ("attention.sdpa.SDPAAttention", {"backend": "cudnn"}),
-    "sdpa_efficient": ("attention.sdpa.SDPAAttention", {"backend": "efficient"}),
-    "sdpa_flash": ("attention.sdpa.SDPAAttention", {"backend": "flash"}),
-    "tiled": ("attention.tiled.TiledAttention", {"block_q": 128, "block_k": 128}),
-    "triton": ("attention.triton_fused.TritonAttention", {"autotune": False}),
 }

@@ -19,7 +19,8 @@ def arch_name(arch: tuple[int, int] | None) -> str:
 
 def call_key(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
     """All that the verdict about a call depends on, hashable; no device is asked for any value."""
-    return (torch.is_grad_enabled(), _kind(q), _kind(k), _kind(v), *map(_hashable, options.values()))
+    settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    return (*settings, _kind(q), _kind(k), _kind(v), *map(_hashable, options.values()))
 
 
 def _hashable(option: Any) -> Any:

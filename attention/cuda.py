@@ -6,6 +6,7 @@ Each stage is an op of its own, tilegpt::cuda_naive and so on; tilegpt::cuda tak
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -19,9 +20,15 @@ from attention.base import (
     Attention,
     AttentionCall,
     Capabilities,
+    Compilation,
+    Costs,
+    Declaration,
+    Kernels,
     UnsupportedAttention,
+    must_be_deterministic,
 )
 from attention.checks import arch_name, check_inputs
+from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes
 from attention.geometry import diagonal_band
 from conf.values import UserError
 from ops.library import register_attention
@@ -45,7 +52,12 @@ _FORMULA = _on_cuda(features=_PLAIN, dtypes=_DTYPES, min_arch=(7, 5), backward=F
 _TILED = _on_cuda(features=_ALL, dtypes=_DTYPES, min_arch=(7, 5), max_head_dim=128)
 # Copies of 16 bytes: eight elements. Its dQ goes by atomics, unless asked otherwise.
 _TENSOR_CORES = replace(
-    _TILED, dtypes=LOW_PRECISION, min_arch=(8, 0), head_dim_multiple=8, deterministic=False
+    _TILED,
+    dtypes=LOW_PRECISION,
+    min_arch=(8, 0),
+    head_dim_multiple=8,
+    deterministic=False,
+    deterministic_on_request=True,
 )
 _HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
 STAGES = {
@@ -60,6 +72,10 @@ STAGES = {
 }
 # The backward of fa3 is that of fa2, and so are its head dims.
 _BACKWARD_HEAD_DIM = {"fa3": _TENSOR_CORES.max_head_dim}
+_DECLARATION = Declaration(
+    kernels=(Kernels("our CUDA kernels", r"^tilegpt_"),),
+    compilation=Compilation(),
+)
 # How stage tiled multiplies in fp32.
 PRODUCTS = ("auto", "fma")
 # Shared memory that a block may use, by architecture; what is not named has the least of sm_80 and up.
@@ -176,6 +192,8 @@ class CudaStage(Attention):
         self.deterministic, self.products = deterministic, products
         able = STAGES[stage].capabilities
         self.capabilities = replace(able, deterministic=deterministic or able.deterministic)
+        narrow = STAGES[stage].module not in ("ops.cuda.plain", "ops.cuda.tiled")
+        self.declaration = replace(_DECLARATION, writes_scores=stage == "naive", tensor_cores=narrow)
         self.stage: str | None = stage
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
@@ -188,6 +206,46 @@ class CudaStage(Attention):
                 "shared memory (seq_len)"
             )
         return reasons + [fault for fault in [missing()] if fault]
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """naive: its scores are written, read, written and read. All others: lse; in the backward the padded
+        statistics of rows, lse2 and delta, and dQ's accumulator where blocks of keys add to it by atomics;
+        else dQ has a pass of its own.
+
+        tiled in fp32 splits q, k, v and dout into two numbers of fp16 each, rows padded to 32 columns, and
+        makes one product of three: where a number of 4 bytes would be read, it is read twice, written as two
+        and read as such; Q in the forward, which is split as it is read, is read twice."""
+        if self.stage == "naive":
+            return Costs(moved=(4 * scores_bytes(call), 0), writes_scores=True)
+        rows = 2 * row_bytes(call)
+        if self.stage == "tiled":
+            if call.dtype != torch.float32:
+                return Costs(lse_bytes(call), rows, backward_products=7)
+            values = call.batch * (call.heads * call.tq + call.kv_heads * call.tk)
+            split = 4 * 2 * values * math.ceil(call.head_dim / 32) * 32
+            more = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved, for one that would have been
+            moved = (
+                int(more * 2 * k_bytes(call) + q_bytes(call)),
+                int(more * 2 * (q_bytes(call) + k_bytes(call))),
+            )
+            return Costs(lse_bytes(call), rows + split, 0, moved, backward_products=7, split_products=3)
+        if self.deterministic or must_be_deterministic():
+            return Costs(lse_bytes(call), rows, backward_products=7)
+        return Costs(lse_bytes(call), rows + accumulator_bytes(call))
+
+    def forward_tile(self, call: AttentionCall) -> tuple[int, int] | None:
+        if self.stage != "fa2":
+            return None
+        from ops.cuda.shared import fa2_tile
+
+        tile = fa2_tile(call.head_dim)
+        return tile.br, tile.bc
+
+    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
+        from ops.cuda.shared import shared_memory
+
+        arch = call.arch or STAGES["fa2"].capabilities.min_arch
+        return shared_memory(self.stage, call.head_dim, call.dtype, arch, able, call.tk, call.backward)
 
     def attend(
         self,
@@ -222,7 +280,10 @@ class CudaAttention(CudaStage):
 
     def __init__(self, deterministic: bool = False, name: str = "cuda"):
         super().__init__("tiled", deterministic, name=name)
-        self.capabilities = replace(self.capabilities, deterministic=deterministic)
+        self.capabilities = replace(
+            self.capabilities, deterministic=deterministic, deterministic_on_request=True
+        )
+        self.declaration = replace(self.declaration, chooses="kernels")
         self.stage = None
 
     def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
@@ -235,3 +296,12 @@ class CudaAttention(CudaStage):
 
     def resolve(self, call: AttentionCall) -> Attention:
         return CudaStage(best(call.arch, call.dtype, call.head_dim), self.deterministic)
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        return self.resolve(call).costs(call, compiled)
+
+    def forward_tile(self, call: AttentionCall) -> tuple[int, int] | None:
+        return self.resolve(call).forward_tile(call)
+
+    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
+        return self.resolve(call).shared_memory(call, able)

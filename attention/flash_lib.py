@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import FEATURES, Attention, AttentionCall
+from attention.base import FEATURES, Attention, AttentionCall, Costs, Declaration, must_be_deterministic
+from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, q_bytes, row_bytes
 from attention.flash_documents import documents
 from attention.flash_versions import VERSIONS, Options
 from attention.geometry import aligned, diagonal_band
@@ -93,7 +94,7 @@ def _options(
         documents=found,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
-        deterministic=bool(tuning[0]),
+        deterministic=bool(tuning[0]) or must_be_deterministic(),
     )
 
 
@@ -138,7 +139,13 @@ class FlashLibAttention(Attention):
             )
         super().__init__(name or f"flash{version}")
         self.version, self.deterministic = version, deterministic
-        self.capabilities = replace(VERSIONS[version].capabilities, deterministic=deterministic)
+        library = VERSIONS[version]
+        self.capabilities = replace(library.capabilities, deterministic=deterministic)
+        self.declaration = Declaration(
+            "library",
+            (library.kernels,),
+            compilation=library.compilation,
+        )
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         library, reasons = VERSIONS[self.version], super().unsupported_reasons(call)
@@ -158,11 +165,33 @@ class FlashLibAttention(Attention):
                 f"no gradient with head dim {call.head_dim}: needs a multiple of 32 "
                 "(model.n_embd / model.n_head)"
             )
-        if self.version == 3 and self.deterministic and call.backward and call.head_dim > 192:
+        deterministic = self.deterministic or must_be_deterministic()
+        if self.version == 3 and deterministic and call.backward and call.head_dim > 192:
             reasons.append(
-                "no deterministic backward above head dim 192: needs attention.deterministic=false"
+                "no deterministic backward above head dim 192: needs attention.deterministic=false and "
+                "deterministic=false"
             )
         return reasons + [fault for fault in [library.fault()] if fault]
+
+    def reservations(self, call: AttentionCall) -> list[str]:
+        found = []
+        if "segments" in call.features:
+            # Values decide whether it can, and to know them the host waits for the device.
+            found.append("reads document ids on the host: needs to be asked for by name")
+        if "window" in call.features and call.tq > call.tk:
+            found.append("not every window for more queries than keys: needs to be asked for by name")
+        return found
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """lse; in the backward dQ's accumulator, and the padded statistics of rows: delta, from version 3 on
+        lse2 too. With GQA version 2 writes dk and dv for each query head before it sums them, 3 and 4 in
+        fp32."""
+        grouped, rows = call.kv_heads < call.heads, row_bytes(call)
+        if self.version == 2:
+            more = rows + (2 * q_bytes(call) if grouped else 0)
+        else:
+            more = 2 * rows + (2 * 4 * k_bytes(call) // call.dtype.itemsize if grouped else 0)
+        return Costs(lse_bytes(call), accumulator_bytes(call) + more)
 
     def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:
         """On the CPU, from where the library's generator is set: one on the device would have to be read."""

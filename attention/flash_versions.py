@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.base import LOW_PRECISION, Capabilities, UnsupportedAttention
+from attention.base import LOW_PRECISION, Capabilities, Compilation, Kernels, UnsupportedAttention
 from attention.flash_documents import Documents
 from attention.geometry import blank_beyond
 
@@ -72,6 +72,8 @@ class Version:
     capabilities: Capabilities
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., None]
+    kernels: Kernels
+    compilation: Compilation | None = None
     # Features that it has, but not together.
     apart: tuple[frozenset[str], ...] = ()
 
@@ -212,6 +214,7 @@ def _capabilities(features: frozenset[str], **limits: Any) -> Capabilities:
         max_head_dim=256,
         head_dim_multiple=8,  # the public functions pad to it, which copies q, k and v
         no_gradient=frozenset({"kv_lengths"}),
+        deterministic_on_request=True,
         **limits,
     )
 
@@ -233,6 +236,8 @@ VERSIONS = {
         capabilities=_capabilities(_SHARED | {"alibi", "dropout"}, min_arch=(8, 0)),
         forward=_forward2,
         backward=_backward2,
+        # Version 3's are in its namespace too.
+        kernels=Kernels("FlashAttention-2", r"(?i)^(?!.*FlashAttn(Fwd|Bwd)).*\bflash::"),
         apart=(
             _LENGTHS_OR_DOCUMENTS,
             frozenset({"dropout", "softcap"}),
@@ -254,6 +259,7 @@ VERSIONS = {
         capabilities=_capabilities(_SHARED, min_arch=(9, 0), max_arch=(9, 0)),
         forward=_forward3,
         backward=_backward3,
+        kernels=Kernels("FlashAttention-3", r"FlashAttn(Fwd|Bwd)"),
         apart=(_LENGTHS_OR_DOCUMENTS,),
     ),
     4: Version(
@@ -264,6 +270,8 @@ VERSIONS = {
         capabilities=_capabilities(_SHARED, min_arch=(9, 0), max_arch=(11, 0)),
         forward=_forward4,
         backward=_backward4,
+        kernels=Kernels("FlashAttention-4", r"(?i)kernel_cutlass.*flash|flash_?attn_?cute"),
+        compilation=Compilation(on_disk=False),
         apart=(_LENGTHS_OR_DOCUMENTS,),
     ),
 }

@@ -28,7 +28,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention, noop_mask
 
-from attention.base import FEATURES, LOW_PRECISION, Attention, AttentionCall, Capabilities
+from attention.base import (
+    FEATURES,
+    LOW_PRECISION,
+    PRODUCTS,
+    Attention,
+    AttentionCall,
+    Capabilities,
+    Compilation,
+    Costs,
+    Declaration,
+    Kernels,
+)
+from attention.declaration import lse_bytes, q_bytes, row_bytes
 from attention.flex_masks import TILE, Limits, Lists, Recent, Segments, tile_lists, unmasked_lists
 from attention.geometry import FAR, blank_beyond, diagonal_band
 
@@ -252,10 +264,20 @@ class FlexAttention(Attention):
         min_arch=(8, 0),
         max_head_dim=256,
     )
+    declaration: ClassVar[Declaration] = Declaration(
+        origin="PyTorch",
+        # Of flex on a CPU there is no kernel.
+        kernels=(Kernels("FlexAttention", r"(?i)^triton_.*flex_"), PRODUCTS[1]),
+        compilation=Compilation(each="shape"),
+    )
     backend: ClassVar[str] = "inductor"  # of torch.compile, for calls from outside of one
 
     def __init__(self, name: str = "flex"):
         super().__init__(name)
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """lse; in the backward delta, and dout times out, of which it is the sum."""
+        return Costs(lse_bytes(call), row_bytes(call) + q_bytes(call), backward_products=7)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)

@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import FEATURES, Attention, Capabilities
+from attention.base import FEATURES, PRODUCTS, Attention, AttentionCall, Capabilities, Costs, Declaration
+from attention.declaration import lse_bytes, q_bytes, scores_bytes, wide_bytes
 from ops.dropout import keep_tile
 
 
@@ -106,8 +107,30 @@ class NaiveAttention(Attention):
         features=frozenset(FEATURES), devices=frozenset({"cpu", "cuda", "mps"}), deterministic=True
     )
 
+    declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, writes_scores=True, writes_masks=True)
+
     def __init__(self, name: str = "naive"):
         super().__init__(name)
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """M = 4 B H T^2, the scores in fp32. Kept are exp(s - max) and the probabilities, which the division
+        and P V keep, M each; q, k and v as the products take them, contiguous, fp32 and of all H heads; the
+        mask, T^2 bytes; sum and lse. In the backward dP and three of the division's products at once, when
+        the copy of v has gone; compiled, dP alone. What is compiled under autocast has its backward products
+        in 16 bits: of q, k and v as kept for them, and of P as exp(s - max) gives it again (after dropout as
+        kept in 16 bits). Compiled layers share a mask.
+
+        Walks over the scores: Q K^T writes them; scale, mask, subtract, exp and divide read and write; max,
+        sum and P V read: 14. Backward: dV and dP 2, the division's products 12, the sum's 2, exp's 3, mask
+        and scale 4, dQ and dK 2: 25."""
+        matrix, mask, sums = scores_bytes(call), call.tq * call.tk, 2 * lse_bytes(call)
+        dropped = matrix // 4 if "dropout" in call.features else 0  # which probabilities were kept, as bool
+        written = {"moved": (14 * matrix, 25 * matrix), "writes_scores": True, "backward_products": 4}
+        if compiled:
+            matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropped
+            return Costs(matrices + 3 * q_bytes(call) + sums, matrix, mask, **written)
+        wide = wide_bytes(call)
+        return Costs(2 * matrix + 3 * wide + mask + sums + dropped, 4 * matrix - wide, **written)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options):
         return naive_attention(q, k, v, **options)

@@ -19,7 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention.base import FEATURES, FLOATS, LOW_PRECISION, Attention, AttentionCall, Capabilities
+from attention.base import (
+    FEATURES,
+    FLOATS,
+    LOW_PRECISION,
+    PRODUCTS,
+    Attention,
+    AttentionCall,
+    Capabilities,
+    Costs,
+    Declaration,
+    Kernels,
+)
+from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes, wide_bytes
 from attention.geometry import aligned, blank_beyond, diagonal_band, relative_positions, visible
 from conf.values import UserError
 
@@ -29,6 +41,13 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
+}
+_ON_A_CPU = Kernels("PyTorch's flash attention for CPUs", r"(?i)_scaled_dot_product_flash_attention_for_cpu")
+_KERNELS = {
+    "flash": (Kernels("FlashAttention-2 in PyTorch", r"(?i)\bpytorch_flash::"), _ON_A_CPU),
+    "efficient": (Kernels("memory-efficient attention", r"(?i)fmha_cutlass|PyTorchMemEffAttention"),),
+    "cudnn": (Kernels("cuDNN", r"(?i)cudnn"),),
+    "math": PRODUCTS,
 }
 # How the chooser of PyTorch introduces its reasons against each.
 _HEADINGS = {"flash": "flash attention", "efficient": "memory efficient", "cudnn": "cudnn attention"}
@@ -60,7 +79,7 @@ class SDPAAttention(Attention):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=_ALL, devices=frozenset({"cpu", "cuda", "mps"})
+        features=_ALL, devices=frozenset({"cpu", "cuda", "mps"}), deterministic_on_request=True
     )
     draws_seed: ClassVar[bool] = False
 
@@ -70,6 +89,13 @@ class SDPAAttention(Attention):
             raise UserError(f"backend is {backend!r}; SDPA has {', '.join(_BACKENDS)}")
         self.backend = backend
         self._forced = _BACKENDS[backend]
+        self.declaration = Declaration(
+            "PyTorch",
+            _KERNELS.get(backend, tuple(kernels for each in _KERNELS.values() for kernels in each)),
+            writes_scores=backend == "math",
+            writes_masks=True,
+            chooses="kernels" if backend == "auto" else "",
+        )
 
     def attend(
         self,
@@ -137,6 +163,37 @@ class SDPAAttention(Attention):
         if fused and out.requires_grad and not torch.compiler.is_compiling():
             out.register_hook(aligned)
         return out
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """M = 4 B H T^2, the scores in fp32. Left alone PyTorch takes its flash kernel, but the maths for
+        fp32 on CUDA and for dropout on a CPU. A window is a mask of T^2 values of the call's dtype, ALiBi H
+        of them, and with one the out of all rows is kept beside the one without those that see nothing.
+
+        Fused: lse; in the backward the padded statistics of rows, delta and but for flash lse2, and dQ's
+        accumulator; flash writes dk and dv of GQA for each query head before it sums them.
+
+        Maths: the probabilities, and q, k, v scaled and copied, in fp32; in the backward dP and dS, on a GPU
+        one matrix more. Walks over the scores: Q K^T 1, mask 2, softmax 2, P V 1; dV and dP 2, softmax 3, dQ
+        and dK 2."""
+        features, on_gpu = call.features, call.device == "cuda"
+        mask = call.tq * call.tk * call.dtype.itemsize
+        masks = mask * call.heads if "alibi" in features else mask if "window" in features else 0
+        masks += q_bytes(call) if masks else 0
+        left_alone = self.backend == "auto" and on_gpu and call.dtype == torch.float32
+        if self.backend == "math" or left_alone or (not on_gpu and "dropout" in features):
+            matrix = scores_bytes(call)
+            dropped = matrix + (matrix // 4 if on_gpu else matrix) if "dropout" in features else 0
+            kept = matrix + 3 * wide_bytes(call) + masks + dropped
+            matrices = 1 if compiled else 3 if on_gpu else 2
+            moved = 6 * matrix, 7 * matrix
+            return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_products=4)
+        kept, rows = lse_bytes(call) + masks, row_bytes(call)
+        if not on_gpu:
+            return Costs(kept)
+        if self.backend in ("auto", "flash"):
+            grouped = 2 * q_bytes(call) if call.kv_heads < call.heads else 0
+            return Costs(kept, rows + accumulator_bytes(call) + grouped)
+        return Costs(kept, 2 * rows + accumulator_bytes(call))
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)

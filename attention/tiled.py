@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import FEATURES, Attention, Capabilities
+from attention.base import FEATURES, PRODUCTS, Attention, AttentionCall, Capabilities, Costs, Declaration
+from attention.declaration import lse_bytes, wide_bytes
 from attention.geometry import blank_beyond, diagonal_band, relative_positions, tile_kind, tiles, visible
 from conf.values import UserError
 from ops.dropout import keep_tile
@@ -247,6 +248,8 @@ class TiledAttention(Attention):
 
     capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(FEATURES), deterministic=True)
 
+    declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, launches_each_tile=True)
+
     def __init__(self, block_q: int = 128, block_k: int = 128, name: str = "tiled"):
         super().__init__(name)
         if block_q < 1 or block_k < 1:
@@ -254,6 +257,16 @@ class TiledAttention(Attention):
                 f"block_q = {block_q}, block_k = {block_k}; tiles need at least one query and one key"
             )
         self.block_q, self.block_k = block_q, block_k
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """lse; in the backward dq in fp32 where q is not, and the tiles: five of scores and six of rows."""
+        rows, cols = min(call.tq, self.block_q), min(call.tk, self.block_k)
+        scores, of_rows = rows * cols, max(rows, cols) * call.head_dim
+        tiles = 4 * call.batch * call.heads * (5 * scores + 6 * of_rows)
+        return Costs(lse_bytes(call), tiles + (wide_bytes(call) if call.dtype.itemsize == 2 else 0))
+
+    def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
+        return self.block_q, self.block_k
 
     def attend(
         self,

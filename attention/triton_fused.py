@@ -9,7 +9,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import FEATURES, LOW_PRECISION, Attention, AttentionCall, Capabilities
+from attention.base import (
+    FEATURES,
+    LOW_PRECISION,
+    Attention,
+    AttentionCall,
+    Capabilities,
+    Compilation,
+    Costs,
+    Declaration,
+    Kernels,
+)
+from attention.declaration import lse_bytes, row_bytes
 from attention.geometry import diagonal_band
 from ops.library import register_attention
 from ops.triton.interpret import INTERPRETED
@@ -56,9 +67,40 @@ class TritonAttention(Attention):
         deterministic=True,
     )
 
+    declaration: ClassVar[Declaration] = Declaration(
+        kernels=(Kernels("our Triton kernels", r"^_tilegpt_"),),
+        compilation=Compilation(),
+    )
+
     def __init__(self, autotune: bool = False, name: str = "triton"):
         super().__init__(name)
         self.autotune = autotune
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """lse; in the backward the padded statistics of rows, lse2 and delta. dQ has a pass of its own. An
+        fp32 product is made of six of 16 bits (ops/README.md)."""
+        split = 6 if call.dtype == torch.float32 and call.device == "cuda" else 0
+        return Costs(lse_bytes(call), 2 * row_bytes(call), backward_products=7, split_products=split)
+
+    def _facts(self, call: AttentionCall) -> tuple[Any, ...]:
+        """What decides about tiles, as ops/triton/configs.py takes it."""
+        heavy = {"softcap", "alibi", "bias", "dropout", "segments", "kv_lengths"} & call.features
+        masked = call.causal or "window" in call.features
+        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy)
+
+    def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
+        from ops.triton.configs import tile_of
+
+        tile = tile_of("forward", *self._facts(call))
+        return tile.m, tile.n
+
+    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
+        """What the tiles of q, k, v and dout come to, to which the compiler adds some."""
+        from ops.triton.configs import shared_bytes
+
+        kinds = ("forward", "dkdv", "dq") if call.backward else ("forward",)
+        facts = self._facts(call)
+        return {name: size for kind in kinds for name, size in shared_bytes(kind, *facts).items()}
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)

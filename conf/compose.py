@@ -82,6 +82,8 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
     """The `Attention` that the config chooses, or another one by its name in conf/attention."""
     from hydra.utils import instantiate
 
+    from attention import registry
+
     node, known = cfg.attention, entries("attention")
     file = CONF / "attention" / f"{node.name}.yaml"
     for key, usual in (OmegaConf.load(file) if node.name in known else {}).items():
@@ -91,5 +93,5 @@ def build_attention(cfg: DictConfig, name: str | None = None) -> Any:
     if name is not None and name != node.name:
         if str(name) not in known:
             raise UserError(no_choice("attention", name, known))
-        node = OmegaConf.load(CONF / "attention" / f"{name}.yaml")
+        return registry.build(name)
     return instantiate({key: value for key, value in node.items() if key != "decode"})

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
@@ -68,16 +67,11 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def build(names: list[str]) -> dict[str, Any]:
-    from hydra.utils import instantiate
-    from omegaconf import OmegaConf
-
-    return {name: instantiate(OmegaConf.load(ROOT / "conf" / "attention" / f"{name}.yaml")) for name in names}
-
-
 def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
     """Measures what is missing; the keys of all points asked for."""
-    names = options.attention or [name for name in choices("attention") if name != "auto"]
+    from attention import registry
+
+    names = options.attention or registry.contestants()
     asked = list(points(options, device == "cuda"))
     if uneven := [shape for shape, _ in asked if shape.heads % shape.kv_heads]:
         raise SystemExit(f"{uneven[0]}: the heads need to be a multiple of --kv-heads.")
@@ -93,7 +87,8 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
     if todo:
         from scripts.measure.instruments.side_by_side import Bench, DeviceLost
 
-        bench, start, done = Bench(build(names), device, options.budget, out), time.perf_counter(), 0
+        built, start, done = {name: registry.build(name) for name in names}, time.perf_counter(), 0
+        bench = Bench(built, device, options.budget, out)
         for shape, passes in todo.items():
             try:
                 bench.measure(shape, passes)

@@ -65,12 +65,12 @@ def shapes() -> list[tuple[Shape, dict[str, list[str]]]]:
 def measure(out: Path, budget_s: float, only: Sequence[str]) -> None:
     import torch
 
+    from attention import registry
     from attention.cuda import CudaStage
-    from scripts.bench_attention import build
     from scripts.measure.instruments.side_by_side import Bench
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    attentions = build([name for name in PLAIN + TENSOR_CORES if name != FMA])
+    attentions = {name: registry.build(name) for name in PLAIN + TENSOR_CORES if name != FMA}
     attentions[FMA] = CudaStage("tiled", products="fma", name=FMA)
     # It misses the criterion in fp32 and is refused there; here it is to be timed, its error beside it.
     efficient = attentions["sdpa_efficient"]

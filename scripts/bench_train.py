@@ -99,13 +99,13 @@ def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
 def attention_kernels(options: argparse.Namespace) -> dict[str, Any]:
     """What the attention of our run runs at its shape. train.py has a process of its own, so the call is made
     again here, by itself."""
-    from scripts.bench_attention import build
+    from attention import registry
     from scripts.measure.instruments.bench_points import Shape
     from scripts.measure.instruments.contestants import Field
     from scripts.measure.instruments.kernels import as_field
     from scripts.measure.instruments.timing import clean_up
 
-    attention = build([options.attention])[options.attention]
+    attention = registry.build(options.attention)
     field = Field(Shape(options.batch, 12, 12, options.seq_len, 64, True, "bf16"), "cuda")
     found, said = field.profiled(options.attention, attention, "both")
     del field

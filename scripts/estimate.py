@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from model.costs.gpus import GpuSheet
-    from model.costs.memory import Run
+    from model.costs.run import Run
 
 MIB = 2**20
 KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "other")
@@ -86,7 +86,8 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
     refuse."""
     from omegaconf import OmegaConf
 
-    from model.costs.memory import Run
+    from conf.compose import build_attention
+    from model.costs.run import Run
     from model.training.checks import check
     from scripts.memory import model_config
 
@@ -97,36 +98,31 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
     run = Run(
         model_config(cfg),
         cfg.data.batch_size,
-        cfg.attention.name,
+        build_attention(cfg),
         value_bytes=2 if narrow else 4,
         device="cuda" if gpu else "cpu",
+        arch=gpu.arch if gpu else None,
         compiled=gpu is not None if cfg.compile == "auto" else cfg.compile,
         checkpointing=cfg.checkpointing,
         accumulates=(cfg.tokens_per_step or 0) > cfg.data.batch_size * cfg.seq_len,
         workspace_bytes=gpu.workspace_bytes if gpu else 0,
     )
-    _require(run, cfg, gpu)
+    _require(run, cfg)
     return run
 
 
-def _require(run: Run, cfg: DictConfig, gpu: GpuSheet | None) -> None:
+def _require(run: Run, cfg: DictConfig) -> None:
     """UnsupportedAttention where the implementation says that it cannot train this, wherever it is
     installed."""
     from dataclasses import replace
 
-    import torch
-
     from attention.base import UnsupportedAttention
-    from conf.compose import build_attention
-    from model.calls import attention_call
 
-    dtype = torch.bfloat16 if run.value_bytes == 2 else torch.float32
-    facts = {"device": torch.device("cpu"), "dtype": dtype, "segments": cfg.data.document_mask}
-    call = attention_call(run.config, "training", batch=run.batch, tokens=run.config.seq_len, **facts)
-    call = replace(call, device=run.device, arch=gpu.arch if gpu else None)
-    attention = build_attention(cfg)
-    if reasons := attention.capabilities.reasons(call):
-        raise UnsupportedAttention(attention.name, reasons, call)
+    call = run.call
+    if cfg.data.document_mask:
+        call = replace(call, features=call.features | {"segments"})
+    if reasons := run.attention.capabilities.reasons(call):
+        raise UnsupportedAttention(run.attention.name, reasons, call)
 
 
 def heading(run: Run, gpu: GpuSheet | None, cfg: DictConfig) -> str:
@@ -139,7 +135,7 @@ def heading(run: Run, gpu: GpuSheet | None, cfg: DictConfig) -> str:
     return (
         f"{count:.1f}M parameters, {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, "
         f"width {config.n_embd}, vocabulary {config.vocab_size}\n"
-        f"{run.batch} x {config.seq_len} tokens, attention={run.attention}, {', '.join(how)}, on "
+        f"{run.batch} x {config.seq_len} tokens, attention={run.attention.name}, {', '.join(how)}, on "
         f"{gpu.name if gpu else 'a CPU'}"
     )
 
@@ -149,25 +145,19 @@ Row = tuple[str, float, str]  # what, predicted, unit
 
 def memory_rows(run: Run) -> list[Row]:
     """What a step holds, in MiB. The kinds are those of scripts/memory.py, at the moment of the peak."""
+    from attention.base import lse_bytes, scores_bytes
     from model.costs.flops import kv_cache_bytes, parameter_count, score_matrix_bytes
-    from model.costs.memory import (
-        attention_own,
-        cast_weight_bytes,
-        lse_bytes,
-        peak,
-        saved_by_layer,
-        scores_bytes,
-    )
+    from model.costs.memory import attention_kept, cast_weight_bytes, peak, saved_by_layer
     from model.costs.memory_loss import logits_bytes
 
     T, L = run.config.seq_len, run.config.n_layer
-    own, most = attention_own(run), peak(run)
+    call, most = run.call, peak(run)
     rows: list[Row] = [
         ("scores, a head, if written out (fp32)", score_matrix_bytes(1, 1, T, T, 4) / MIB, "MiB"),
-        ("scores, a layer, if written out (fp32)", scores_bytes(run) / MIB, "MiB"),
-        ("lse, a layer", lse_bytes(run) / MIB, "MiB"),
-        ("attention keeps, a layer", own.kept / MIB, "MiB"),
-        ("attention's backward on its way", own.transient / MIB, "MiB"),
+        ("scores, a layer, if written out (fp32)", scores_bytes(call) / MIB, "MiB"),
+        ("lse, a layer", lse_bytes(call) / MIB, "MiB"),
+        ("attention keeps, a layer", attention_kept(run) / MIB, "MiB"),
+        ("attention's backward on its way", run.costs.transient / MIB, "MiB"),
     ]
     rows += [
         (f"{name} keep, a layer", size / MIB, "MiB") for name, size in saved_by_layer(run).items() if size
@@ -187,7 +177,6 @@ def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
     """FLOPs and bytes of DRAM of attention and of the step; their time at the GPU's roofline; shared memory
     of our kernels' tiles."""
     from model.costs.roofline import attention_work, step_work
-    from scripts.measure.instruments.tiles import shared_memory
 
     forward, backward = attention_work(run)
     rows: list[Row] = []
@@ -204,7 +193,7 @@ def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
             bound = work.bound(gpu, run.value_bytes)
             rows.append((f"{name}: at best, by {bound}", 1e3 * work.seconds(gpu, run.value_bytes), "ms"))
     if gpu:
-        tiles = shared_memory(run, gpu)
+        tiles = run.attention.shared_memory(run.call, gpu.shared_bytes)
         rows += [(f"shared memory of a block: {name}", size / 1024, "KiB") for name, size in tiles.items()]
     return rows
 
@@ -264,7 +253,7 @@ def verdict(run: Run, gpu: GpuSheet | None) -> str:
     need, able = peak(run).peak, gpu.usable_bytes
     room = f"{need / 2**30:.1f} of {able / 2**30:.1f} GiB that {gpu.name} can give ({gpu.memory_gib} GiB)"
     longest = longest_context(run, able)
-    growth = "T^2" if run.quadratic else "T"
+    growth = "T^2" if run.costs.writes_scores else "T"
     said = "fits" if need <= able else "does not fit"
     return (
         f"{said}: {room}; attention's own grows as {growth}\n"

@@ -35,10 +35,10 @@ def child(name: str, head_dim: int) -> list[dict[str, Any]]:
     """The kernels of one call, as this process loaded them."""
     import torch
 
+    from attention import registry
     from ops import nvrtc
-    from scripts.bench_attention import build
 
-    attention = build([name])[name]
+    attention = registry.build(name)
     backward = attention.capabilities.backward
     dtype = torch.bfloat16
     q = torch.randn(1, 4, 1024, head_dim, device="cuda", dtype=dtype, requires_grad=backward)

@@ -61,12 +61,12 @@ def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
 
 def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) -> dict[Path, str]:
     """What the files below `root` should hold; of pictures, those whose rows have changed (redraw: all)."""
+    from attention import registry
     from scripts import bench_ladder
     from scripts.measure.claims import Results
     from scripts.measure.claims.page import page
     from scripts.measure.report import advice, attention_report, capabilities, ranking, results_page, summary
     from scripts.measure.report.figures import is_drawn
-    from scripts.measure.rows import CONF, choices
 
     measured = rows_by_gpu(root / "results" / "attention")
     rows = [row for found in measured.values() for row in found]
@@ -83,7 +83,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
             row for found in rows_by_gpu(root / "results" / "attention_memory").values() for row in found
         ]
         memory = capabilities.memory([*rows, *peaks])
-        put(advised, "capabilities", capabilities.table(choices("attention"), memory))
+        put(advised, "capabilities", capabilities.table(registry.contestants(), memory))
     if "results" in parts:
         # one picture and one table: of the GPU with the most rows
         gpu = max(measured, key=lambda name: len(measured[name]), default=None)
@@ -98,7 +98,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     if "advice" in parts:
         put(advised, "advice", advice.table(ranks) if ranks else UNMEASURED)
     if "auto" in parts:
-        files[root / "attention" / "auto_table.py"] = ranking.table_source(ranks, CONF / "attention")
+        files[root / "attention" / "auto_table.py"] = ranking.table_source(ranks)
     if "ladder" in parts:
         stages = rows_by_gpu(root / "results" / bench_ladder.STUDY)
         said = "\n\n".join(map(bench_ladder.block, stages.values()))

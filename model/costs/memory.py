@@ -1,159 +1,21 @@
 """The memory of a training step, predicted from its config alone: what is kept for backward, layer by layer,
-and the peak among the moments of a step that can be it. Pure functions, tested against measured steps.
-
-N = B T tokens, C the width, H heads of D, Hkv of them for keys, h the MLP's hidden width, V the vocabulary,
-Vp padded; e bytes of a value in compute (2 under bf16 autocast, else 4). Parameters, gradients, optimiser
-state, embeddings and the residual stream are fp32, always.
+and the peak among the moments of a step that can be it. Pure functions, tested against measured steps; the
+letters are those of costs/run.py. What attention costs, its implementation says (attention/base.py).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
-from conf.values import UserError
-from model.config import GPTConfig
-from model.costs.flops import parameter_count, score_matrix_bytes
+from model.costs.flops import parameter_count
 from model.costs.memory_loss import head_bytes, loss_bytes, output_bytes
-
-QUADRATIC, TILE = ("naive", "sdpa_math"), 128  # rows of a tile of `tiled`, and what fused kernels pad to
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training step: the model, rows of a micro-batch, the implementation of attention by its name,
-    `value_bytes` e, whether it is compiled and checkpointed, whether gradients of micro-batches before are
-    there (`accumulates`), and the bytes of libraries' workspaces."""
-
-    config: GPTConfig
-    batch: int
-    attention: str = "sdpa"
-    value_bytes: int = 4
-    device: str = "cuda"
-    compiled: bool = False
-    checkpointing: bool = False
-    accumulates: bool = False
-    workspace_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise UserError(f"data.batch_size={self.batch}: it needs to be at least 1.")
-        if self.value_bytes not in (2, 4):
-            raise UserError(f"value_bytes={self.value_bytes}: 4 for 32-true or 2 for bf16-mixed.")
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.config.seq_len
-
-    @property
-    def width_bytes(self) -> int:  # N C e
-        return self.tokens * self.config.n_embd * self.value_bytes
-
-    @property
-    def residual_bytes(self) -> int:  # 4 N C
-        return 4 * self.tokens * self.config.n_embd
-
-    @property
-    def qkv_bytes(self) -> int:
-        config = self.config
-        return self.tokens * (config.n_head + 2 * config.kv_heads) * config.head_dim * self.value_bytes
-
-    @property
-    def hidden_bytes(self) -> int:  # N h e
-        return self.tokens * self.config.mlp_hidden * self.value_bytes
-
-    @property
-    def quadratic(self) -> bool:  # scores are written out
-        return family(self) in QUADRATIC
+from model.costs.run import Run
 
 
-def family(run: Run) -> str:
-    """The implementation whose memory a name's is: auto's choice is a fused one (on a CPU SDPA's). SDPA left
-    alone takes its flash kernel, but the unfused maths for fp32 on CUDA and for dropout on a CPU."""
-    if run.attention in ("auto", "sdpa", "sdpa_flash", "cuda"):
-        if run.attention in ("auto", "sdpa") and run.device == "cuda" and run.value_bytes == 4:
-            return "sdpa_math" if run.attention == "sdpa" else "cuda_tiled"
-        if run.attention == "cuda":
-            return "cuda_fa2" if run.value_bytes == 2 else "cuda_tiled"
-        if run.device == "cpu":
-            return "sdpa_math" if run.config.attn_dropout else "sdpa_cpu"
-        return "triton" if run.attention == "auto" else "sdpa_flash"
-    return "cuda_fa2" if run.attention == "cuda_fa3" else run.attention  # whose backward it has
-
-
-def scores_bytes(run: Run) -> int:
-    """A layer's scores in fp32, as naive attention writes them: 4 B H T^2."""
-    return score_matrix_bytes(run.batch, run.config.n_head, run.config.seq_len, run.config.seq_len, 4)
-
-
-def lse_bytes(run: Run) -> int:
-    """The log of the softmax's denominator, 4 B H T: all that a fused implementation keeps of the scores."""
-    return 4 * run.tokens * run.config.n_head
-
-
-@dataclass(frozen=True)
-class Own:
-    """Bytes that an implementation of attention takes in a layer beyond q, k, v and out: `kept` for backward,
-    and at most `transient` more during it, beyond dq, dk and dv."""
-
-    kept: int
-    transient: int
-
-
-def attention_own(run: Run) -> Own:
-    """M = 4 B H T^2, the scores in fp32.
-
-    naive: exp(s - max) and the probabilities, which the division and P V keep, M each; q, k and v as the
-    products take them, contiguous, fp32 and of all H heads; the mask, T^2 bytes; sum and lse. In backward dP
-    and three of the division's products at once, when the copy of v has gone; compiled, dP alone. What is
-    compiled under autocast has its backward products in 16 bits: of q, k and v as kept for them, and of P as
-    exp(s - max) gives it again (after dropout as kept in 16 bits). Compiled layers share a mask.
-
-    sdpa_math: the probabilities, and q, k, v scaled and copied, in fp32; in backward dP and dS, on a GPU one
-    matrix more. SDPA of any kind takes a window as a mask of T^2 values of e bytes, ALiBi as H of them, and
-    keeps its own out beside the one without rows that see nothing.
-
-    tiled: lse; in backward dq in fp32 where q is not, and the tiles: five of scores and six of rows.
-
-    fused kernels: lse; in backward the padded row statistics (lse2 and delta), and where blocks of keys add
-    to dq by atomics, its fp32 accumulator, padded to tiles of 128 rows and 32 columns. flash-attn 2 writes dk
-    and dv of GQA for each query head before it sums them, 3 and 4 in fp32. flex has dout times out.
-    cuda_tiled in fp32 splits q, k, v and dout into two numbers of fp16 each, rows padded to 32 columns.
-    """
-    config, name, B, T = run.config, family(run), run.batch, run.config.seq_len
-    H, D = config.n_head, config.head_dim
-    M, lse, wide = scores_bytes(run), lse_bytes(run), run.residual_bytes
-    if name == "naive":
-        dropped = M // 4 if config.attn_dropout else 0  # which probabilities were kept, as bool
-        if run.compiled:
-            matrices = 2 * M if run.value_bytes == 4 else M + 2 * dropped
-            return Own(matrices + 3 * run.width_bytes + T * T // config.n_layer + 2 * lse, M)
-        return Own(2 * M + 3 * wide + T * T + 2 * lse + dropped, 4 * M - wide)
-    masks = T * T * run.value_bytes * (H if config.position == "alibi" else int(config.window is not None))
-    masks += run.width_bytes if masks else 0
-    if name == "sdpa_math":
-        mask = M // 4 if run.device == "cuda" else M
-        kept = M + 3 * wide + masks + (M + mask if config.attn_dropout else 0)
-        return Own(kept, M if run.compiled else (3 if run.device == "cuda" else 2) * M)
-    if name == "tiled":
-        tiles = 4 * B * H * min(T, TILE) * (5 * min(T, TILE) + 6 * D)
-        return Own(lse, tiles + (wide if run.value_bytes == 2 else 0))
-    if name == "sdpa_cpu":
-        return Own(lse + masks, 0)
-    padded = 4 * B * H * math.ceil(T / TILE) * TILE
-    accumulator = padded * math.ceil(D / 32) * 32
-    grouped = config.kv_heads < H
-    if name in ("sdpa_flash", "flash2"):
-        lse += masks if name == "sdpa_flash" else 0  # then the memory-efficient kernel's
-        return Own(lse, padded + accumulator + (2 * run.width_bytes if grouped else 0))
-    if name in ("flash3", "flash4"):
-        return Own(lse, 2 * padded + accumulator + (8 * run.tokens * config.kv_heads * D if grouped else 0))
-    if name in ("cuda_fa2", "sdpa_cudnn", "sdpa_efficient"):
-        return Own(lse + (masks if name != "cuda_fa2" else 0), 2 * padded + accumulator)
-    if name == "flex":
-        return Own(lse, padded + run.width_bytes)
-    split = 4 * 2 * run.tokens * (H + config.kv_heads) * math.ceil(D / 32) * 32
-    return Own(lse, 2 * padded + (split if name == "cuda_tiled" and run.value_bytes == 4 else 0))  # or triton
+def attention_kept(run: Run) -> int:
+    """Bytes that a layer's attention keeps for backward beyond q, k, v and out, its share of what layers
+    share among them."""
+    return run.costs.kept + run.costs.shared // run.config.n_layer
 
 
 def saved_by_layer(run: Run) -> dict[str, int]:
@@ -178,7 +40,7 @@ def saved_by_layer(run: Run) -> dict[str, int]:
         norms += 2 * run.residual_bytes
     turned = N * (config.n_head + config.kv_heads) * config.head_dim  # values of q and k
     qkv = run.qkv_bytes + (turned * e if config.qk_norm or config.position == "rope" else 0)
-    if run.quadratic:
+    if run.costs.writes_scores:
         qkv = run.qkv_bytes if config.qk_norm else 0
     if config.qk_norm:
         qkv += 4 * N * (config.n_head + config.kv_heads)
@@ -250,7 +112,8 @@ def moments(run: Run) -> list[Moment]:
     counts = {name: 4 * count for name, count in parameter_count(config).items()}
     parameters, L = sum(counts.values()), config.n_layer
     block = {name: counts[name] // L for name in ("attention", "mlp")}
-    layer, own, table = saved_by_layer(run), attention_own(run), output_bytes(run)
+    layer, own, table = saved_by_layer(run), run.costs, output_bytes(run)
+    own_kept = attention_kept(run)
     whole, cast = sum(layer.values()), cast_weight_bytes(run)
     embedded = N * config.n_embd * (1 if run.device == "cuda" else 4) if config.dropout else 0
     last = layer["norms"] // 2  # the norm before the output embedding
@@ -263,7 +126,7 @@ def moments(run: Run) -> list[Moment]:
 
     def below(layers: int) -> tuple[int, int]:
         """(activations, attention's own) of the first so many blocks before the backward gets to them."""
-        return (layers * run.residual_bytes, 0) if run.checkpointing else (layers * whole, layers * own.kept)
+        return (layers * run.residual_bytes, 0) if run.checkpointing else (layers * whole, layers * own_kept)
 
     kept, held = below(L)
     at("loss", 0, kept + last + loss_bytes(run), held)
@@ -275,11 +138,11 @@ def moments(run: Run) -> list[Moment]:
         if run.checkpointing:
             kept += run.residual_bytes
         done = table + (L - index) * (block["attention"] + block["mlp"])
-        at(f"mlp {index}", done + block["mlp"] // 2, kept + whole + d_stream + mlp_way, held + own.kept)
+        at(f"mlp {index}", done + block["mlp"] // 2, kept + whole + d_stream + mlp_way, held + own_kept)
         rest = whole - layer["norms"] // 2 + d_stream - (0 if run.compiled else layer["mlp"])
-        if not run.quadratic:  # which at its peak has dv alone, and does not keep out
+        if not own.writes_scores:  # which at its peak has dv alone, and does not keep out
             rest += run.residual_bytes + run.qkv_bytes
-        at(f"attention {index}", done + block["mlp"], kept + rest, held + own.kept + own.transient)
+        at(f"attention {index}", done + block["mlp"], kept + rest, held + own_kept + own.transient)
     tables = (1 if e == 2 or run.compiled or config.loss_chunk else 2) if config.tie_embeddings else 0
     at("embedding", parameters, run.residual_bytes + tables * table, 0)
     at("update", parameters, 0, 0)

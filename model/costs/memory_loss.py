@@ -1,12 +1,9 @@
-"""The memory of the loss and of the output embedding, by costs/memory.py's rules and letters; n the tokens
+"""The memory of the loss and of the output embedding, in the letters of costs/run.py; n the tokens
 whose logits exist at a time, all N of them or model.loss_chunk."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from model.costs.memory import Run
+from model.costs.run import Run
 
 
 def tokens_at_once(run: Run) -> int:

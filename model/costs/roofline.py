@@ -7,8 +7,9 @@ from dataclasses import astuple, dataclass
 
 from model.costs.flops import AttentionSize, attention_flops, flops_per_token, parameter_count
 from model.costs.gpus import GpuSheet
-from model.costs.memory import Run, cast_weight_bytes, family, saved_by_layer, scores_bytes
+from model.costs.memory import cast_weight_bytes, saved_by_layer
 from model.costs.memory_loss import output_bytes
+from model.costs.run import Run
 
 
 @dataclass(frozen=True)
@@ -46,40 +47,22 @@ def attention_size(run: Run) -> AttentionSize:
     return AttentionSize(*shape, config.causal, run.value_bytes)
 
 
-# How often eager code walks the scores, in matrices of 4 B H T^2 bytes read or written. naive: Q K^T writes
-# one; scale, mask, subtract, exp and divide read and write; max, sum and P V read. Backward: dV and dP 2, the
-# division's products 12, the sum's 2, exp's 3, mask and scale 4, dQ and dK 2. sdpa_math: Q K^T 1, mask 2,
-# softmax 2, P V 1; dV and dP 2, softmax 3, dQ and dK 2.
-_WALKS = {"naive": (14, 25), "sdpa_math": (6, 7)}
-# In fp32 cuda_tiled splits K and V, in the backward Q and dout too: where a number of 4 bytes would be read,
-# it is read twice, written as two of fp16 and read as such; Q in the forward is read twice.
-_SPLIT = (4 + 4 + 4 + 4 - 4) / 4
-# And the products of 16 bits that it, and Triton's kernels, make one of fp32 of (ops/README.md).
-_PRODUCTS = {"cuda_tiled": 3, "triton": 6}
-
-
 def attention_work(run: Run) -> tuple[Work, Work]:
-    """Forward and backward of one layer. Fused: q, k, v in, out and lse out; backward those and dout in, dq,
-    dk and dv out; what is split is moved more often. Unfused: the walks over the scores as well, and no
-    product skips what is masked."""
-    size = attention_size(run)
+    """Forward and backward of one layer: q, k, v in, out and lse out; backward those and dout in, dq, dk and
+    dv out; and what the implementation moves beyond. With the scores written out no product skips what is
+    masked."""
+    size, own = attention_size(run), run.costs
     shape = size.batch, size.heads, size.tq, size.tk, size.head_dim
-    walks = _WALKS.get(family(run), (0, 0))
-    matrix = scores_bytes(run)
-    causal = run.config.causal and not run.quadratic
-    read = size.compulsory_bytes + walks[0] * matrix
-    back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + walks[1] * matrix
-    if family(run) == "cuda_tiled" and run.value_bytes == 4:
-        read += _SPLIT * 2 * size.k_bytes + size.q_bytes
-        back += _SPLIT * 2 * (size.q_bytes + size.k_bytes)
+    causal = run.config.causal and not own.writes_scores
+    read = size.compulsory_bytes + own.moved[0]
+    back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + own.moved[1]
     flops = attention_flops(*shape, causal=causal)
-    flops_back = attention_flops(*shape, causal=causal, backward=not run.quadratic)
-    flops_back *= 2 if run.quadratic else 1
-    products = _PRODUCTS.get(family(run), 0) if (run.value_bytes, run.device) == (4, "cuda") else 0
-    split = 1 if products else 0
+    flops_back = attention_flops(*shape, causal=causal, backward=not own.writes_scores)
+    flops_back *= 2 if own.writes_scores else 1
+    split, halves = int(own.split_products > 0), own.split_products
     return (
-        Work(flops, read, split * flops, products * flops),
-        Work(flops_back, back, split * flops_back, products * flops_back),
+        Work(flops, read, split * flops, halves * flops),
+        Work(flops_back, back, split * flops_back, halves * flops_back),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from attention.base import Attention, CostsNotDeclared
 from conf.values import UserError
 from model.config import GPTConfig
-from model.costs.memory import Run, peak
+from model.costs.memory import peak
+from model.costs.run import Run
 from model.training.runs import ckpt_of
 
 # of the host's and the devices' allocators, and of libraries whose workspaces found no room
@@ -36,20 +38,27 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_explained(
-    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, run: Path
+    config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    run: Path,
+    build: Callable[..., Attention],
 ) -> Iterator[None]:
     """Out of memory within is a UserError that says what to lower, each with the predicted peak.
 
-    config: of the run, resolved; run: its folder, which may hold checkpoints"""
+    config: of the run, resolved; run: its folder, which may hold checkpoints; build: makes the chosen
+    attention, or the one of a name"""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(_message(config, device, dtype, run, error)) from error
+        raise UserError(_message(config, device, dtype, run, build, error)) from error
 
 
-def training_run(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Run:
+def training_run(
+    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, attention: Attention
+) -> Run:
     """What model/costs/memory.py predicts for; of a vocabulary that only the corpus knows, 257."""
     data, spec = config["data"], config["data"].get("tokenizer")
     spec = {"kind": spec} if isinstance(spec, str) else spec or {"kind": None, **data["corpus"]}
@@ -59,25 +68,29 @@ def training_run(config: Mapping[str, Any], device: torch.device, dtype: torch.d
     return Run(
         GPTConfig(vocab_size=vocabulary, seq_len=config["seq_len"], **config["model"]),
         data["batch_size"],
-        config["attention"]["name"],
+        attention,
         value_bytes=2 if dtype == torch.bfloat16 else 4,
         device="cpu" if device.type == "cpu" else "cuda",
+        arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         compiled=device.type == "cuda" if compiled == "auto" else compiled,
         checkpointing=config["checkpointing"],
         accumulates=(config["tokens_per_step"] or 0) > data["batch_size"] * config["seq_len"],
     )
 
 
-def remedies(run: Run, capacity: int, step_tokens: int | None = None) -> dict[str, Run]:
+def remedies(
+    run: Run, capacity: int, step_tokens: int | None = None, other: Attention | None = None
+) -> dict[str, Run]:
     """Overrides, and the run that they make: the smaller micro-batch that is predicted to fit, its step still
-    of `step_tokens` (None: of one micro-batch), and what takes less memory with the same batch."""
+    of `step_tokens` (None: of one micro-batch), and what takes less memory with the same batch, the `other`
+    attention among it where this one writes its scores out."""
     found, fewer = {}, [n for n in range(run.batch // 2, 0, -1) if run.batch % n == 0]
     if fewer:
         fits = [n for n in fewer if peak(replace(run, batch=n)).peak <= capacity]
         smaller = replace(run, batch=fits[0] if fits else 1, accumulates=True)
         found[f"data.batch_size={smaller.batch} tokens_per_step={step_tokens or run.tokens}"] = smaller
-    if run.quadratic:
-        found["attention=tiled"] = replace(run, attention="tiled")
+    if other is not None and run.costs.writes_scores:
+        found[f"attention={other.name}"] = replace(run, attention=other)
     if not run.checkpointing:
         found["checkpointing=true"] = replace(run, checkpointing=True)
     if not run.config.loss_chunk:
@@ -90,20 +103,34 @@ def remedies(run: Run, capacity: int, step_tokens: int | None = None) -> dict[st
 
 
 def _message(
-    config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, folder: Path, error: BaseException
+    config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path,
+    build: Callable[..., Attention],
+    error: BaseException,
 ) -> str:
-    run, (name, capacity) = training_run(config, device, dtype), _memory(device)
+    run, (name, capacity) = training_run(config, device, dtype, build()), _memory(device)
     # of what PyTorch says that which it tried, and what was free
     said = re.sub(r"^\[.*Allocator: ", "", (str(error) or "MemoryError").splitlines()[0])
     said = ". ".join(said.split(". ")[:3]).rstrip(".")
+    happened = f"out of memory on {name}, {capacity / GIB:.1f} GiB: {said}."
+    try:
+        predicted = _gib(run)
+    except CostsNotDeclared as undeclared:
+        return f"{happened}\n{undeclared}"
     lines = [
-        f"out of memory on {name}, {capacity / GIB:.1f} GiB: {said}.",
-        f"A step of {run.batch} x {run.config.seq_len} tokens with attention={run.attention} is predicted to "
-        f"take {_gib(run)} (scripts/estimate.py with the same overrides shows its parts). What takes less:",
+        happened,
+        f"A step of {run.batch} x {run.config.seq_len} tokens with attention={run.attention.name} is "
+        f"predicted to take {predicted} (scripts/estimate.py with the same overrides shows its parts). "
+        "What takes less:",
     ]
     devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     step_tokens = config["tokens_per_step"] or run.tokens * devices
-    able, resumable = remedies(run, capacity, step_tokens), any(folder.glob("checkpoints/*.ckpt"))
+    able, resumable = (
+        remedies(run, capacity, step_tokens, build("auto")),
+        any(folder.glob("checkpoints/*.ckpt")),
+    )
     if resumable:  # which keeps its context
         able = {keys: other for keys, other in able.items() if not keys.startswith("seq_len=")}
     fit = {keys: other for keys, other in able.items() if peak(other).peak <= capacity} or able

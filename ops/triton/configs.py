@@ -119,6 +119,26 @@ def tile(kind: str, arch: Arch, bits: int, block_d: int, masked: bool, heavy: bo
     return _table(arch, bits)[kind, max(32, block_d)][2 if heavy else int(masked)]
 
 
+def tile_of(kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool) -> Tile:
+    """The tile of `kind` for any head dim."""
+    return tile(kind, arch, 8 * value_bytes, _power(head_dim), masked, heavy)
+
+
+def shared_bytes(
+    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool
+) -> dict[str, int]:
+    """What the tiles of `kind` come to in shared memory, by a name that has their size: of what stays, one
+    tile (forward: q) or two, and two of what is walked (k and v, or q and dout), times the stages."""
+    chosen = tile_of(kind, arch, value_bytes, head_dim, masked, heavy)
+    own, walked = (chosen.n, chosen.m) if kind == "dkdv" else (chosen.m, chosen.n)
+    rows = own * (1 if kind == "forward" else 2) + 2 * walked * chosen.stages
+    return {f"{kind}, {chosen.m} x {chosen.n}": value_bytes * _power(head_dim) * rows}
+
+
+def _power(head_dim: int) -> int:
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
 def candidates(kind: str, arch: Arch, bits: int, block_d: int) -> list[Tile]:
     """What autotuning tries: every tile of this kind and head dim in the device's table and its
     neighbours."""

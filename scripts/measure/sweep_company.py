@@ -59,17 +59,18 @@ class Room:
 
 @functools.cache
 def _needs(point: Point, sheet: GpuSheet) -> int:
-    from attention.base import UnsupportedAttention
+    from attention import registry
+    from attention.base import CostsNotDeclared, UnsupportedAttention
     from model.costs.memory import peak
     from scripts.estimate import run_of
+    from scripts.measure.instruments import training_peers
 
     try:
         run = run_of(point.cfg, sheet)
-    except UnsupportedAttention:
+        if not point.peer:
+            return peak(run).peak
+    except (UnsupportedAttention, CostsNotDeclared):
         return 0
-    if not point.peer:
-        written = run.attention == "standard"  # its scores are no larger than naive's
-        return peak(replace(run, attention="naive", compiled=False) if written else run).peak
-    attention = "naive" if point.peer == "transformers_eager" else "sdpa_flash"
-    compiled = point.fields["compile"]
-    return int(PEER * peak(replace(run, compiled=compiled, attention=attention)).peak)
+    peer, _ = training_peers.chosen(point.peer)
+    like = replace(run, compiled=point.fields["compile"], attention=registry.declared(peer.attention))
+    return int(PEER * peak(like).peak)

@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from attention import registry
 from conf import renames
 from conf.compose import CONF, choices_of
 from conf.values import UserError
 from scripts.measure.instruments import training_peers
 from scripts.measure.rows import choices
 
-# attention=standard in a grid, which conf/ does not have: instruments/textbook.py says what it is.
-STANDARD = ("attention=naive", "attention._target_=scripts.measure.instruments.textbook.Formula")
-STANDARD += ("attention.name=standard", "+attention.formula=formula_torch")
 # Keys of the config that no figure depends on, and those that a point says under a name of its own.
 NOT_MEASURED = ("callbacks", "ckpt", "experiment", "hydra", "logger", "name", "overwrite")
 NOT_MEASURED += ("runs_dir", "sweep", "trainer")
@@ -131,7 +129,7 @@ def study_of(overrides: list[str]) -> Study:
 
 def _values(key: str, value: Any) -> list[Any]:
     if value == "all":
-        return [name for name in choices(key) if name != "auto"]
+        return registry.contestants() if key == "attention" else choices(key)
     return value if isinstance(value, list) else [value]
 
 
@@ -150,7 +148,7 @@ def shown(value: Any) -> str:
 
 def assigned(key: str, value: Any) -> tuple[str, ...]:
     """The overrides that a value of a grid stands for."""
-    return STANDARD if (key, value) == ("attention", "standard") else (f"{key}={shown(value)}",)
+    return (f"{key}={shown(value)}",)
 
 
 def tasks(study: Study) -> list[Task]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from attention import auto
+from attention import auto, registry
 from attention.auto import DEFAULT, LAST, AutoAttention, kind, order
 from attention.base import Attention, AttentionCall, Capabilities, UnsupportedAttention
-from tests.grid import CONF
+from attention.flash_lib import FlashLibAttention
+from attention.registry import build
 from tests.running import ROOT
 
 H100 = (9, 0)
@@ -69,7 +70,7 @@ def test_kinds_of_calls(asked, expected):
         (call(head_dim=128, tq=8192, tk=8192), "wide", "D <= 128, T <= 1,024"),  # no longer one is known
         (call("window", backward=False), "windowed", "masked forward"),
         (call("window"), "short", "causal training"),
-        (call("kv_lengths", tq=1, backward=False), "other", "SDPA last"),
+        (call("kv_lengths", tq=1, backward=False), "other", "those last that write"),
         (call(tq=1, backward=False), "sdpa_cudnn", "decode, D <= 128"),
     ],
 )
@@ -116,8 +117,8 @@ class Picky(Attention):
 
 @pytest.fixture
 def picky(table, monkeypatch):
-    entries = {name: (f"{__name__}.Picky", {}) for name in ("short", "other")}
-    monkeypatch.setattr(auto, "ENTRIES", auto.ENTRIES | entries)
+    made = {name: Picky(name) for name in ("short", "other")}
+    monkeypatch.setattr(registry, "build", lambda name: made.get(name) or build(name))
     return AutoAttention()
 
 
@@ -153,8 +154,11 @@ def test_deterministic_algorithms_are_kept_to(picky, monkeypatch):
 def test_flash_attn_is_not_given_what_only_values_can_tell(monkeypatch):
     line = {(H100, 16, "training", "masked"): ((64, None, "flash9 tiled"),)}
     monkeypatch.setattr(auto, "MEASURED", line)
-    entry = ("attention.naive.NaiveAttention", {})  # which can do all
-    monkeypatch.setattr(auto, "ENTRIES", auto.ENTRIES | {"flash9": entry})
+    flash = FlashLibAttention(2)  # which can do all of this, were it here
+    flash.unsupported_reasons = lambda call: []
+    monkeypatch.setattr(registry, "build", lambda name: flash if name == "flash9" else build(name))
+    monkeypatch.setattr(registry, "names", lambda: ["flash9", "naive", "sdpa", "tiled"])
+    monkeypatch.setattr(registry, "declared", registry.build)
     assert AutoAttention().choice(call("window"))[0] == "flash9"
     name, why = AutoAttention().choice(call("window", tq=2048))
     assert name == "tiled" and "flash9: not every window for more queries than keys" in why
@@ -193,27 +197,16 @@ def test_lengths_of_a_compiled_call_are_dynamic_within_their_class():
         assert counter.frame_count == compilations
 
 
-@pytest.mark.parametrize("name", sorted(auto.ENTRIES))
-def test_entries_are_those_of_the_yamls(name):
-    from omegaconf import OmegaConf
-
-    target, options = auto.ENTRIES[name]
-    yaml = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-    assert yaml == {"_target_": target, "name": name, **options}
-    built = AutoAttention()._build(name)
-    assert built.name == name and f"{type(built).__module__}.{type(built).__name__}" == target
-
-
-def test_every_name_of_an_order_has_an_entry():
+def test_every_name_of_an_order_is_in_conf():
     lines = [line for entry in auto.MEASURED.values() for line in entry]
     names = {name for _, _, text in lines for name in text.split()}
     names |= {*LAST, *auto.COMPILED_DECODE}.union(*DEFAULT.values())
-    assert names <= auto.ENTRIES.keys()
+    assert names <= set(registry.names())
 
 
 def test_auto_is_imported_without_what_it_may_choose():
     """(torch itself may import triton.)"""
     code = "import sys, attention.auto; print(*sorted(m for m in sys.modules if m.startswith('attention.')))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = ("auto", "auto_table", "base", "checks", "geometry")
+    loaded = ("auto", "auto_table", "base", "call", "checks", "declaration", "geometry", "registry")
     assert ran.stdout.split() == [f"attention.{name}" for name in loaded]

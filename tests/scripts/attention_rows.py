@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attention import registry
 from scripts.measure.instruments import speed_points
-from scripts.measure.instruments.standard import MATERIALISED, known
 from scripts.measure.instruments.workers import sizes
 from scripts.measure.rows import key_of
 from scripts.measure.studies import attention_memory
@@ -13,6 +13,9 @@ from scripts.measure.studies import attention_memory
 MACHINE = {"gpu": "NVIDIA H200", "date": "2026-11-21", "commit": "abc", "torch": "2.11.0", "command": "x"}
 GPU_MIB = 139 * 1024
 FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
+
+
+KNOWN = sorted(registry.contestants(), key=lambda name: (name != "standard", name))
 
 
 def row(point: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +27,7 @@ def memory_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
     """Peaks: outputs and a row statistic; of what writes scores out, so many matrices of them more."""
     copies = {"standard": 2, "naive": 6, "sdpa_math": 5, "cuda_naive": 4}
     found = []
-    for task in attention_memory.tasks(names or known(), [2**n for n in range(9, 17)], True):
+    for task in attention_memory.tasks(names or KNOWN, [2**n for n in range(9, 17)], True):
         for shapes in task.series:
             before = None
             for shape in shapes:
@@ -51,7 +54,7 @@ def memory_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
 def speed_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
     """Times: FLOPs at a rate, a launch, and the scores' trips over memory where they are written out."""
     found = []
-    names = names or known()
+    names = names or KNOWN
     for asked in speed_points.asked(list(speed_points.PARTS), names, True):
         for passed, mine in asked.passes.items():
             for name in mine:
@@ -62,7 +65,7 @@ def speed_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
 def _timed(shape: Any, passed: str, name: str, names: list[str]) -> dict[str, Any]:
     if name == "flash3" or (passed != "forward" and name in FORWARD_ONLY):
         return {"status": "unsupported", "reason": "no"}
-    written = name in MATERIALISED
+    written = registry.declaration(name).writes_scores
     rate = 80.0 if written else 250.0 + 20 * names.index(name)
     launches = 5 if written else 9
     ms = shape.flops(passed) / rate / 1e9 + launches / 1e3

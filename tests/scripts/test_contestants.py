@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attention import registry
 from attention.sdpa import SDPAAttention
 from model.gpt import GPT, GPTConfig
 from scripts.measure.instruments import layer_times, whole_model
@@ -44,7 +45,7 @@ def test_a_graph_that_holds_addresses_alone_reads_what_is_freed() -> None:
 
 def small_gpt() -> GPT:
     config = GPTConfig(layer_times.VOCABULARY, seq_len=32, n_layer=2, n_head=2, n_embd=16)
-    return GPT(config, whole_model.StandardAttention()).eval()
+    return GPT(config, registry.build("standard")).eval()
 
 
 @torch.inference_mode()

@@ -78,7 +78,7 @@ def test_launches_are_counted_by_first_appearance():
         ("naive", ["_tilegpt_attention_forward"], None, False, "where matrix products was to run"),
         ("naive", [SOFTMAX], None, False, "ran no attention kernel that is known here"),
         ("triton", [], None, False, "ran no attention kernel"),
-        ("another", [CUDNN], None, False, "is not written in instruments/kernels.py"),
+        ("another", [CUDNN], None, False, "is not in its declaration"),
     ],
 )
 def test_verdict(asked, names, ran, ok, words):

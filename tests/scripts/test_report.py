@@ -16,7 +16,7 @@ from attention.base import LOW_PRECISION, Attention, Capabilities
 from scripts import bench_ladder, report
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.report import advice, capabilities, ranking, summary
-from scripts.measure.rows import CONF, key_of
+from scripts.measure.rows import key_of
 from tests.running import ROOT
 
 H100 = (9, 0)
@@ -119,15 +119,13 @@ def test_the_table_that_auto_reads(tmp_path):
     rows = both("sdpa_cudnn", 1, 1) + both("flex", 2, 2) + both("flex", 1, 1, tokens=2048)
     ranks = ranking.ranking(rows) | ranking.compiled_decode([generated("naive", 4), generated("sdpa", 2)])
     path = tmp_path / "auto_table.py"
-    path.write_text(ranking.table_source(ranks, CONF / "attention"))
+    path.write_text(ranking.table_source(ranks))
     table = runpy.run_path(str(path))
     assert table["MEASURED"][H100, 16, "training", "causal"] == (
         (64, 1024, "sdpa_cudnn flex"),
         (64, None, "flex"),
     )
     assert table["MEASURED"][H100, 16, "compiled decode", "masked"] == ((None, 1024, "naive sdpa"),)
-    assert table["ENTRIES"]["sdpa_cudnn"] == ("attention.sdpa.SDPAAttention", {"backend": "cudnn"})
-    assert table["ENTRIES"]["tiled"][1] == {"block_q": 128, "block_k": 128}
     assert all(len(line) <= 110 for line in path.read_text().splitlines())
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from attention import registry
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.instruments.standard import contestants
 from scripts.measure.instruments.workers import Gauge, Worker, sizes
 from scripts.measure.report import attention_memory_report as memory_report
 from scripts.measure.rows import read
@@ -30,7 +30,7 @@ class Here:
     """A worker in this process."""
 
     def __init__(self, name):
-        self.gauge = Gauge(name, contestants([name])[name], "cpu")
+        self.gauge = Gauge(name, registry.build(name), "cpu")
 
     def ask(self, shape, passed, cap=None):
         return self.gauge.measure(shape, passed)

@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
+from attention import registry
 from attention.geometry import tile_kind
 from attention.geometry import tiles as ranges
 from scripts.measure.instruments import speed_points, workers
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.speed_bench import SpeedBench, tiles
 from scripts.measure.instruments.speed_points import Asked
-from scripts.measure.instruments.standard import contestants, known
 from scripts.measure.report import attention_speed_plots
 from scripts.measure.report import attention_speed_report as speed_report
 from scripts.measure.rows import read
@@ -57,7 +57,9 @@ def test_speed_on_a_cpu(tmp_path, monkeypatch, capsys):
 
 def test_slow_contestants_are_left_out_at_longer_n(tmp_path):
     out = tmp_path / "rows.jsonl"
-    bench = SpeedBench(contestants(["naive", "sdpa"]), "cpu", 0.001, out, slow_ms=1e9)
+    bench = SpeedBench(
+        {name: registry.build(name) for name in ("naive", "sdpa")}, "cpu", 0.001, out, slow_ms=1e9
+    )
     points = [
         Asked(
             "curve",
@@ -95,10 +97,10 @@ def test_of_a_grid_of_16_tiles_10_are_computed():
 
 
 def test_points_of_speed():
-    names = known()
+    names = registry.contestants()
     every = speed_points.asked(list(speed_points.PARTS), names, True)
     points = [(point.part, point.shape) for point in every]
-    assert len(points) == len(set(points)) and "auto" not in names and names[0] == "standard"
+    assert len(points) == len(set(points)) and "auto" not in names and "standard" in names
     curve = {point.shape.tokens for point in every if point.part == "curve"}
     assert curve == {2**n for n in range(9, 17)}
     short = {point.shape.tokens for point in every if point.part == "short"}

@@ -51,13 +51,13 @@ def test_standard_attention_is_right(tq: int, lengths: tuple[int, ...] | None) -
     q, k, v = (torch.randn(2, 3, t, 8) for t in (tq, 7, 7))
     options = {} if lengths is None else {"kv_lengths": torch.tensor(lengths, dtype=torch.int32)}
     exact, _ = expected(Problem(q, k, v, {"causal": True} | options))
-    got = whole_model.StandardAttention()(q, k, v, causal=True, **options)
+    got = whole_model.implementations(["standard"])["standard"](q, k, v, causal=True, **options)
     torch.testing.assert_close(got, exact["out"].float(), rtol=1e-5, atol=1e-5)
 
 
 def test_steps_with_and_without_the_cache_choose_alike() -> None:
     torch.manual_seed(0)
-    standard = whole_model.StandardAttention()
+    standard = whole_model.implementations(["standard"])["standard"]
     config = GPTConfig(vocab_size=64, seq_len=32, n_layer=2, n_head=2, n_embd=16)
     net, tokens = GPT(config, standard).eval(), list(range(1, 10))
     with torch.inference_mode():

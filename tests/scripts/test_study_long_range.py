@@ -124,7 +124,7 @@ def test_standard_attention_is_right() -> None:
     segments = (torch.arange(9) >= torch.tensor([[4], [9]])).int()
     for options in ({}, {"segments": segments}):
         expected = NaiveAttention()(q, k, v, causal=False, **options)
-        got = long_range_runs.StandardAttention()(q, k, v, causal=False, **options)
+        got = long_range_runs.implementation("standard")(q, k, v, causal=False, **options)
         torch.testing.assert_close(got, expected)
 
 

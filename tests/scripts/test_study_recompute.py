@@ -15,11 +15,11 @@ from scripts.measure.claims.exactness import recomputed
 from scripts.measure.instruments import backward_work, counters
 from scripts.measure.instruments.backward_bench import kept_mib
 from scripts.measure.instruments.backward_work import (
-    KINDS,
     NOT_YET,
     contestants,
     counted,
     flops_done,
+    kind_of,
     model_bytes,
 )
 from scripts.measure.instruments.bench_points import Shape
@@ -51,7 +51,7 @@ def test_products_of_the_formulas_are_counted(built, name):
     out = contestant.prepare()
     with FlopCounterMode(display=False) as counter:
         contestant.run(out)
-    assert counter.get_total_flops() == flops_done(KINDS[name], SHAPE)
+    assert counter.get_total_flops() == flops_done(kind_of(name, SHAPE), SHAPE)
 
 
 def test_products_of_tiles_are_counted():
@@ -62,15 +62,17 @@ def test_products_of_tiles_are_counted():
     lse, options = torch.zeros(1, 2, 64), (*[None] * 6, 0.25, -1, -1, 0.0, 0.0, [16, 16], False)
     with FlopCounterMode(display=False) as counter:
         tiled_backward(dout, q, k, v, q, lse, *options)
-    assert counter.get_total_flops() == flops_done(KINDS["tiled"], full)
-    assert flops_done(KINDS["triton"], full) == 7 / 5 * flops_done(KINDS["tiled"], full)
-    assert flops_done(KINDS["tiled"], SHAPE) == flops_done(KINDS["tiled"], full) / 2
+    assert counter.get_total_flops() == flops_done(kind_of("tiled", SHAPE), full)
+    assert flops_done(kind_of("triton", SHAPE), full) == 7 / 5 * flops_done(kind_of("tiled", SHAPE), full)
+    assert flops_done(kind_of("tiled", SHAPE), SHAPE) == flops_done(kind_of("tiled", SHAPE), full) / 2
 
 
 def test_all_that_run_are_of_a_kind():
     cuda = backward_recompute.work(backward_recompute.arguments([]), cuda=True)
     names = {name for _, names in cuda for name in names}
-    assert names <= KINDS.keys() and {"cuda_fa2", "cuda_tiled", "standard_compiled"} <= names
+    assert {"cuda_fa2", "cuda_tiled", "standard_compiled", "sdpa_cudnn", "naive_checkpointed"} <= names
+    assert not {"cuda", "sdpa", "flex", "flash4", "cuda_fa1"} & names  # choose, compile for long, no backward
+    assert all(kind_of(name, shape).products in (4, 5, 7) for shape, mine in cuda for name in mine)
     assert {shape.tokens for shape, _ in cuda} == {512, 1024, 4096}
     assert {shape.batch * shape.tokens for shape, _ in cuda} == {16384}
 
@@ -82,7 +84,8 @@ def test_kernels_to_compile_ahead():
         for name, calls in backward_recompute.to_compile(cuda)
         for shape, passed in calls
     }
-    bf16 = {(name, "bf16", d) for name in ("triton", "cuda_fa2", "standard_compiled") for d in (64, 128)}
+    compiled = ("triton", "cuda_fa2", "cuda_fa3", "cuda_tiled", "standard_compiled")
+    bf16 = {(name, "bf16", d) for name in compiled for d in (64, 128)}
     assert {each[:3] for each in found} == bf16 | {("triton", "fp32", 64), ("cuda_tiled", "fp32", 64)}
     assert {each[4] for each in found} == {"both"}
     assert {each[2:4] for each in found if each[1] == "bf16"} == {(64, 512), (128, 4096)}  # the shortest
@@ -110,7 +113,7 @@ def test_checkpointed_and_standard_are_the_formula(built):
 def test_model_bytes_by_hand():
     bf16 = Shape(1, 2, 2, 64, 16, True, "bf16", study=STUDY)
     token, matrix = 2 * 64 * 16 * 2, 2 * 64 * 64
-    assert model_bytes("standard", bf16) == 8 * token + 11 * 2 * matrix
+    assert model_bytes("standard", bf16) == 8 * token + 11 * 2 * matrix + 4 * 2 * 64
     fused = model_bytes("triton", bf16)
     assert 8 * token <= fused <= 8 * token + 2 * 4 * 2 * 64
     assert model_bytes("naive", bf16) == fused + 25 * 4 * matrix
@@ -209,8 +212,8 @@ def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
     for name in ("naive", "tiled"):
         result = found[name]
         assert result["status"] == "ok" and result["error_ratio"] <= 1 and result["kernels_ok"]
-        assert result["keeps"] is KINDS[name].keeps and result["kept_mib"] > 0
-        assert result["products"] == KINDS[name].products and result["flops_done"] > 0
+        assert result["keeps"] is kind_of(name, SHAPE).keeps and result["kept_mib"] > 0
+        assert result["products"] == kind_of(name, SHAPE).products and result["flops_done"] > 0
         assert result["counters"] is None and result["counters_from"] == NOT_YET
     assert "3 points at 1 of 1 shapes" in capsys.readouterr().out
     assert any("P again over P kept" in note for note in shown[0].notes)
@@ -232,8 +235,12 @@ def faked(kept_ms, again_ms, counters_=True):
             moved = {"dram_read_bytes": 9e9, "dram_write_bytes": 1e9} if name == "naive" else None
             moved = moved or {"dram_read_bytes": 4e8, "dram_write_bytes": 1e8}
             result = {"status": "ok", "ms_median": ms * n, "error_ratio": 0.5, "kernels_ok": True}
-            result |= {"keeps": KINDS[name].keeps, "products": KINDS[name].products, "kept_mib": 32.0}
-            result |= {"flops_done": flops_done(KINDS[name], shape)}
+            result |= {
+                "keeps": kind_of(name, SHAPE).keeps,
+                "products": kind_of(name, SHAPE).products,
+                "kept_mib": 32.0,
+            }
+            result |= {"flops_done": flops_done(kind_of(name, SHAPE), shape)}
             result |= {"counters": {"forward": moved, "backward": moved} if counters_ else None}
             result |= {"counters_from": "ncu", "copy_gb_per_s": 4000.0}
             machine = {"gpu": "NVIDIA H200", "date": "2026-11-21", "torch": "2.11", "triton": "3.6.0"}

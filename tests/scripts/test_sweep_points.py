@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from model.costs.gpus import GPUS
@@ -45,7 +46,7 @@ def test_the_study_of_a_gpu():
     assert {"naive", "tiled", "triton", "cuda_fa2", "sdpa", "flash4"} <= set(names) and "auto" not in names
 
 
-def test_standard_attention_is_a_value_of_the_grid_that_conf_does_not_have():
+def test_standard_attention_is_a_value_of_the_grid():
     from conf.compose import build_attention
 
     one = sweep_points.study_of(["experiment=encoder_short", "sweep.grid.attention=[standard,triton]"])
@@ -56,7 +57,8 @@ def test_standard_attention_is_a_value_of_the_grid_that_conf_does_not_have():
     same = torch.softmax(q @ q.mT / 2, dim=-1) @ q
     assert attention.name == "standard" and torch.allclose(attention(q, q, q, causal=False), same, atol=1e-6)
     room = Room(GPUS["h200"], 8)
-    assert room.needs(found[0]) > 2 * room.needs(found[1])  # its scores are there
+    assert room.needs(found[0]) == pytest.approx(43_885 * 2**20, rel=0.05)  # what it took on an H200
+    assert room.needs(found[0]) > 1.5 * room.needs(found[1])  # its scores are there
 
 
 def test_smaller_micro_batches_are_the_powers_of_two_below():

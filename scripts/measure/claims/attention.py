@@ -44,9 +44,9 @@ def ms(row: Row) -> float:
 
 def fastest(rows: list[Row]) -> Row:
     """Of those that keep no scores. Raises NotMeasured for none."""
-    from scripts.measure.instruments.standard import MATERIALISED
+    from attention import registry
 
-    rows = [row for row in rows if row["point"]["implementation"] not in MATERIALISED]
+    rows = [row for row in rows if not registry.declaration(row["point"]["implementation"]).writes_scores]
     if not rows:
         raise missing(SPEED)
     return min(rows, key=ms)

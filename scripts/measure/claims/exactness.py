@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from attention import registry
 from scripts.measure.claims import FAILS, HOLDS, IN_PART, Answer, Results, Row, answer, answers, missing
 from scripts.measure.instruments.textbook import FORMULAS
 from scripts.measure.report import backward_report
@@ -100,7 +101,7 @@ def stable(results: Results) -> Answer:
         raise missing("numerics", part="stability", implementation="formula_torch")
     broken = sorted(name for name, bad in first.items() if bad and name not in FORMULAS)
     overflow = [name for name, bad in formulas.items() if bad]
-    fused_fail = [name for name in broken if name not in ("naive", "sdpa_math")]
+    fused_fail = [name for name in broken if not registry.declaration(name).writes_scores]
     # The claim needs both: the formula breaks, also where its scores are fp32, and the tiled ones never do.
     verdict = FAILS if fused_fail or not overflow else HOLDS if "naive" in broken else IN_PART
     said = [

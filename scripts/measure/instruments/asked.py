@@ -20,22 +20,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attention import registry
 from attention.base import Attention
 from scripts.measure.instruments.bench_points import DTYPES, Shape
 from scripts.measure.instruments.contestants import Field
 from scripts.measure.instruments.exactness import HEAD_DIM, Measurement, Setting
-from scripts.measure.instruments.kernels import EXPECTED, as_field, family, profile
+from scripts.measure.instruments.kernels import as_field, expected, family, profile
 
 FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
-# What the formula and each backend stand for, as keys of instruments/kernels.py's EXPECTED.
+# The implementation that each backend stands for.
 OF = {FLASH: "sdpa_flash", EFFICIENT: "sdpa_efficient", CUDNN: "sdpa_cudnn", MATH: "sdpa_math"}
 ABOUT = "attention|sdp|kernel|backend"  # what a warning that says what runs would speak of
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A call as people write it. `wants` is the kernel that its author has in mind, a key of EXPECTED, ""
+    """A call as people write it. `wants` is the implementation whose kernels its author has in mind, ""
     where the choice is left to PyTorch; `backends` those that sdpa_kernel() gets."""
 
     name: str
@@ -115,7 +116,7 @@ def run(ask: Ask, setting: Setting, dtype: str) -> dict[str, Any]:
     said = list(dict.fromkeys(text for text in told if re.search(ABOUT, text, re.IGNORECASE)))
     names = [kernel.name for kernel in kernels]
     ran = list(dict.fromkeys(label for name in names if (label := family(name))))
-    as_asked = set(ran) <= set(EXPECTED[ask.wants]) and bool(ran) if ask.wants else None
+    as_asked = set(ran) <= set(expected(registry.declaration(ask.wants))) and bool(ran) if ask.wants else None
     return {"status": "ok", "kernels": as_field(kernels), "ran": ran, "as_asked": as_asked, "said": said}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scripts.measure.instruments.allocations import Event, Halves, recorder_of
-from scripts.measure.instruments.backward_work import KINDS, NOT_YET, flops_done
+from scripts.measure.instruments.backward_work import NOT_YET, flops_done, kind_of
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.contestants import Field
 from scripts.measure.instruments.side_by_side import Bench, Results
@@ -37,7 +37,7 @@ class BackwardBench(Bench):
 
     def done(self, name: str, shape: Shape) -> dict[str, Any]:
         """What is known of the work without a clock."""
-        kind = KINDS[name]
+        kind = kind_of(name, shape)
         return {
             "keeps": kind.keeps,
             "products": kind.products,

@@ -6,6 +6,7 @@ As a program it is what Nsight Compute runs: a forward and a backward of each po
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -29,40 +30,46 @@ SEPARATOR = "spin_kernel"  # what torch.cuda._sleep launches, and nothing else
 @dataclass(frozen=True)
 class Kind:
     """keeps: whether P is there when the backward begins. products: matrix products over the scores in it.
-    skips: whether tiles of the future are left out. again: whether the backward runs the forward first."""
+    skips: whether tiles of the future are left out."""
 
     keeps: bool
     products: int
     skips: bool
-    again: bool = False
 
 
-# With P at hand four products are left: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q. S = Q K^T again is
-# the fifth; two passes (one for dQ, one for dK and dV) make S and dP twice: seven. A checkpointed formula
-# runs its forward again, as far as something is kept of it: not P V.
-_STORED, _TILED, _TWO_PASSES = Kind(True, 4, False), Kind(False, 5, True), Kind(False, 7, True)
-KINDS: dict[str, Kind] = {
-    "naive": _STORED,
-    "naive_checkpointed": Kind(False, 5, False, again=True),
-    "standard": _STORED,
-    "standard_compiled": _STORED,
-    "naive_compiled": _STORED,
-    "sdpa_math": _STORED,
-    "tiled": _TILED,
-    "triton": _TWO_PASSES,
-    "cuda_tiled": _TWO_PASSES,
-    "cuda_fa2": _TILED,
-    "sdpa_flash": _TILED,
-    "sdpa_efficient": _TILED,
-    "sdpa_cudnn": _TILED,
-    "flash2": _TILED,
-    "flash3": _TILED,
-    "flash4": _TILED,
-    "flex": _TWO_PASSES,
-}
-# How often eager PyTorch walks the scores of `standard` in the backward, in matrices of B H N^2 values of 16
-# bits: dV and dP 2, softmax 3, mask 2, scale 2, dQ and dK 2. (Those of naive and sdpa_math: model/roofline.)
-_STANDARD_WALKS = 11
+# Contestants besides those of conf/attention: the formulas under other ways to keep what they need.
+FORMULAS = ("naive_checkpointed", "naive_compiled", "standard_compiled")
+
+
+def contestants(names: list[str]) -> dict[str, Attention]:
+    """Implementations of conf/attention, and FORMULAS."""
+    from attention import registry
+    from scripts.measure.instruments.textbook import Checkpointed, Compiled
+
+    made = {
+        "naive_checkpointed": lambda: Checkpointed("naive_checkpointed"),
+        "naive_compiled": lambda: Compiled(registry.build("naive"), "naive_compiled"),
+        "standard_compiled": lambda: Compiled(registry.build("standard"), "standard_compiled"),
+    }
+    return {name: made[name]() if name in made else registry.build(name) for name in names}
+
+
+@functools.cache
+def declared(name: str) -> Attention:
+    """One of each name, to be asked what it declares."""
+    return contestants([name])[name]
+
+
+def kind_of(name: str, shape: Shape) -> Kind:
+    """What an implementation declares of its backward. With P at hand four products are left: dV = P^T dO, dP
+    = dO V^T, dQ = dS K, dK = dS^T Q. S = Q K^T again is the fifth; two passes (one for dQ, one for dK and dV)
+    make S and dP twice: seven. A checkpointed formula runs its forward again, as far as something is kept of
+    it: not P V."""
+    from scripts.measure.instruments.contestants import call_of
+
+    costs = declared(name).costs(call_of(shape, "cuda"))
+    keeps = costs.writes_scores and costs.kept > 0
+    return Kind(keeps, costs.backward_products, skips=not costs.writes_scores)
 
 
 def flops_done(kind: Kind, shape: Shape) -> float:
@@ -76,10 +83,11 @@ def model_bytes(name: str, shape: Shape) -> float | None:
     """DRAM bytes of the backward by the model of costs/roofline.py, for an L2 that holds no matrix of scores;
     None for what Inductor wrote."""
     from model.config import GPTConfig
-    from model.costs.memory import Run, scores_bytes
-    from model.costs.roofline import attention_size, attention_work
+    from model.costs.roofline import attention_work
+    from model.costs.run import Run
+    from scripts.measure.instruments.textbook import Compiled
 
-    if name.endswith("_compiled"):
+    if isinstance(declared(name), Compiled):
         return None
     config = GPTConfig(
         vocab_size=1,
@@ -88,31 +96,8 @@ def model_bytes(name: str, shape: Shape) -> float | None:
         n_embd=shape.heads * shape.head_dim,
         causal=shape.causal,
     )
-    value_bytes = 4 if shape.dtype == "fp32" else 2
-    run = Run(config, shape.batch, name.removesuffix("_checkpointed"), value_bytes)
-    forward, backward = attention_work(run)
-    if name == "standard":
-        size = attention_size(run)
-        scores = shape.batch * shape.heads * shape.tokens**2 * value_bytes
-        return 4 * size.q_bytes + 4 * size.k_bytes + _STANDARD_WALKS * scores
-    again = forward.bytes - scores_bytes(run) if KINDS[name].again else 0
-    return backward.bytes + again
-
-
-def contestants(names: list[str]) -> dict[str, Attention]:
-    """Implementations of conf/attention, and the formulas of textbook.py under the names of KINDS."""
-    from attention.naive import NaiveAttention
-    from scripts.bench_attention import build
-    from scripts.measure.instruments.textbook import Checkpointed, Compiled, Formula
-
-    made = {
-        "naive_checkpointed": lambda: Checkpointed("naive_checkpointed"),
-        "naive_compiled": lambda: Compiled(NaiveAttention(), "naive_compiled"),
-        "standard": lambda: Formula("formula_torch", "standard"),
-        "standard_compiled": lambda: Compiled(Formula("formula_torch"), "standard_compiled"),
-    }
-    built = build([name for name in names if name not in made])
-    return {name: made[name]() if name in made else built[name] for name in names}
+    run = Run(config, shape.batch, declared(name), 4 if shape.dtype == "fp32" else 2)
+    return attention_work(run)[1].bytes
 
 
 def counted(points: list[tuple[str, Shape]]) -> Counted:

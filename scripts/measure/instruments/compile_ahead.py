@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING
 from scripts.measure.instruments import workers
 
 if TYPE_CHECKING:
+    from attention.base import Declaration
     from scripts.measure.instruments.bench_points import Shape
 
 Task = tuple[str, list[tuple["Shape", str]]]  # an implementation, and calls that make its kernels
 
-COMPILED = ("cuda", "triton", "flex")  # how the names of those begin whose kernels end up in a cache on disk
 SHARED = 0.8  # of the GPU's memory, for all processes that compile
 MOST_JOBS = 16
+
+
+def is_cached(declared: Declaration) -> bool:
+    """Whether kernels that are compiled end up in a cache on disk."""
+    return declared.compilation is not None and declared.compilation.on_disk
+
+
+def is_slow_to_compile(declared: Declaration) -> bool:
+    """Whether kernels are compiled anew for each shape, or in each process: seconds of it."""
+    how = declared.compilation
+    return how is not None and (how.each == "shape" or not how.on_disk)
 
 
 def compile_ahead(tasks: list[Task], jobs: int | None = None) -> None:

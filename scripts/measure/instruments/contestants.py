@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention import registry
 from attention.base import Attention, AttentionCall
 from scripts.accuracy import Part, Problem, Result, computed, error_ratios, expected
-from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.instruments.bench_points import DTYPES, Shape
 from scripts.measure.instruments.kernels import Kernel, Verdict, profile, verdict
 from scripts.measure.instruments.timing import Contestant
 
@@ -19,6 +21,26 @@ COLD = 4
 MOST_SETS = 256
 # In fp64 512 MiB, of the scores or of the keys; above, two key heads of two batch rows stand for all.
 JUDGED_WHOLE = 2**26
+
+
+def call_of(shape: Shape, device: str, backward: bool = True) -> AttentionCall:
+    """What a shape asks of an implementation."""
+    dtype, sizes = getattr(torch, DTYPES[shape.dtype]), (shape.batch, shape.heads, shape.kv_heads)
+    lengths = shape.tokens, shape.tokens, shape.head_dim
+    return AttentionCall("call", device, None, dtype, *sizes, *lengths, shape.causal, backward=backward)
+
+
+def usual(shape: Shape, cuda: bool, backward: bool = True) -> list[str]:
+    """Who takes part in measuring a shape where nobody is named: all that can run it here, or, for a GPU
+    where there is none, that declare it. On a CPU nothing that compiles kernels, which would be
+    interpreted."""
+    call = call_of(shape, "cuda" if cuda else "cpu", backward)
+    if cuda and torch.cuda.is_available():
+        return registry.able(replace(call, arch=torch.cuda.get_device_capability()))
+    if cuda:
+        every = registry.contestants()
+        return [name for name in every if not registry.declared(name).capabilities.reasons(call)]
+    return [name for name in registry.able(call) if registry.declaration(name).compilation is None]
 
 
 class Field:
@@ -87,8 +109,9 @@ class Field:
         contestant.run(contestant.prepare())  # compiles and tunes
         prepared = [contestant.prepare()]
         found = profile(lambda: contestant.run(prepared.pop()), self.device, warm_up=0)
-        ran = attention.resolve(self.call(passed)).name
-        return found, verdict(name, [kernel.name for kernel in found], ran)
+        ran = attention.resolve(self.call(passed))
+        names = [kernel.name for kernel in found]
+        return found, verdict(name, names, None if ran is attention else ran.name, ran.declaration)
 
     def errors(self, attention: Attention, passed: str) -> dict[str, float]:
         """Error ratios of the pass by scripts/accuracy.py; the reference is computed once for all."""

@@ -1,4 +1,5 @@
-"""Which kernels a call ran, by the profiler, and whether they are what was asked for.
+"""Which kernels a call ran, by the profiler, and whether they are what was asked for: those that the
+implementation declares (attention/declaration.py).
 
 On a GPU the evidence is the kernels' own names. A CPU has none, so there it is the operators of PyTorch that
 took the time.
@@ -6,47 +7,17 @@ took the time.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# What a name says, first match first; on whole names and on shortened ones alike.
-PLAIN, PLAIN_CPU = "matrix products", "matrix products on the CPU"
-FAMILIES: dict[str, str] = {
-    "our Triton kernels": r"^_tilegpt_",
-    "our CUDA kernels": r"^tilegpt_",
-    "cuDNN": r"cudnn",
-    "FlashAttention-4": r"kernel_cutlass.*flash|flash_?attn_?cute",
-    "FlashAttention-3": r"FlashAttn(Fwd|Bwd)",
-    "FlashAttention-2 in PyTorch": r"\bpytorch_flash::",
-    "FlashAttention-2": r"\bflash::",
-    "memory-efficient attention": r"fmha_cutlass|PyTorchMemEffAttention",
-    "FlexAttention": r"^triton_.*flex_",
-    "PyTorch's flash attention for CPUs": r"_scaled_dot_product_flash_attention_for_cpu",
-    PLAIN: r"gemm|gemv|gemmk|nvjet|splitkreduce|\bdot_kernel",
-    PLAIN_CPU: r"^aten::(b|m|badd|add)mm(_out)?$|^aten::mv$",
-}
-_SDPA = ("FlashAttention-2 in PyTorch", "memory-efficient attention", "cuDNN", PLAIN)
-_CPU_FLASH = "PyTorch's flash attention for CPUs"
-# What an implementation may run, by the beginning of its name: the longest that fits counts.
-EXPECTED: dict[str, tuple[str, ...]] = {
-    "naive": (PLAIN, PLAIN_CPU),
-    "standard": (PLAIN, PLAIN_CPU),  # instruments/standard.py
-    "tiled": (PLAIN, PLAIN_CPU),
-    "sdpa": (*_SDPA, _CPU_FLASH, PLAIN_CPU),
-    "sdpa_flash": ("FlashAttention-2 in PyTorch", _CPU_FLASH),
-    "sdpa_cudnn": ("cuDNN",),
-    "sdpa_efficient": ("memory-efficient attention",),
-    "sdpa_math": (PLAIN, PLAIN_CPU),
-    "flex": ("FlexAttention", PLAIN_CPU),  # of flex on a CPU there is no kernel
-    "triton": ("our Triton kernels",),
-    "cuda": ("our CUDA kernels",),
-    "flash2": ("FlashAttention-2",),
-    "flash3": ("FlashAttention-3",),
-    "flash4": ("FlashAttention-4",),
-}
+from attention import registry
+from attention.base import PRODUCTS, Declaration
+
+PLAIN, PLAIN_CPU = (kernels.label for kernels in PRODUCTS)
 
 # Operators that allocate or look at a tensor otherwise, and compute nothing.
 MOVES_NOTHING = r"^aten::(empty|as_strided|_?(unsafe_)?view|_?reshape|expand|transpose|permute|slice|select|"
@@ -85,14 +56,19 @@ def short(name: str) -> str:
     return name if len(name) <= 100 else name[:97] + "..."
 
 
+@functools.cache
+def families() -> dict[str, str]:
+    """Label -> pattern of all kernels that an implementation declares. Matrix products come last: kernels of
+    their own have names that speak of products too."""
+    every = [kernels for name in registry.names() for kernels in registry.declaration(name).kernels]
+    own = [kernels for kernels in every if kernels not in PRODUCTS]
+    return {kernels.label: kernels.pattern for kernels in (*own, *PRODUCTS)}
+
+
 def family(name: str) -> str | None:
-    """The key of FAMILIES that a name belongs to; None for helpers (fills, copies, sums)."""
-    for label, pattern in FAMILIES.items():
-        if re.search(
-            pattern, name, 0 if label in ("FlashAttention-3", "our CUDA kernels") else re.IGNORECASE
-        ):
-            return label
-    return None
+    """The label of the kernels that a name belongs to; None for helpers (fills, copies, sums). Whole names
+    and shortened ones give the same."""
+    return next((label for label, pattern in families().items() if re.search(pattern, name)), None)
 
 
 def profile(call: Callable[[], Any], device: str, warm_up: int = 1) -> list[Kernel]:
@@ -149,11 +125,19 @@ def as_field(kernels: list[Kernel]) -> dict[str, int]:
     return {kernel.name: kernel.count for kernel in kernels}
 
 
-def verdict(asked: str, names: Iterable[str], ran: str | None = None) -> Verdict:
+def expected(declared: Declaration) -> tuple[str, ...]:
+    """The labels of what an implementation may run."""
+    return tuple(kernels.label for kernels in declared.kernels)
+
+
+def verdict(
+    asked: str, names: Iterable[str], ran: str | None = None, declared: Declaration | None = None
+) -> Verdict:
     """Whether kernels of these names are what `asked` stands for.
 
-    ran: what it delegated to, where it does (auto). Matrix products beside a fused kernel are a pass that
-    fell back to the formula, so they are not what was asked for either.
+    ran: what it delegated to, where it does (auto). declared: by what ran; left out, by the implementation of
+    its name. Matrix products beside a fused kernel are a pass that fell back to the formula, so they are not
+    what was asked for either.
     """
     names = list(names)
     by_family: dict[str, str] = {}
@@ -165,15 +149,11 @@ def verdict(asked: str, names: Iterable[str], ran: str | None = None) -> Verdict
     if not by_family:
         most = f": {', '.join(names[:3])}" if names else ""
         return Verdict(False, f"{asking}, ran no attention kernel that is known here{most}")
-    prefix = max((key for key in EXPECTED if (ran or asked).startswith(key)), key=len, default=None)
-    if prefix is None:
-        return Verdict(
-            False, f"{asking}, ran {what}; what it should run is not written in instruments/kernels.py"
-        )
-    expected = EXPECTED[prefix]
-    if not by_family.keys() <= set(expected) or (
-        len(by_family) > 1 and by_family.keys() & {PLAIN, PLAIN_CPU}
-    ):
-        usual = " or ".join(label for label in expected if label != PLAIN_CPU)
+    known = (ran or asked) in registry.names()
+    able = expected(registry.declaration(ran or asked) if known or declared is None else declared)
+    if not able:
+        return Verdict(False, f"{asking}, ran {what}; what it should run is not in its declaration")
+    if not by_family.keys() <= set(able) or (len(by_family) > 1 and by_family.keys() & {PLAIN, PLAIN_CPU}):
+        usual = " or ".join(label for label in able if label != PLAIN_CPU) or PLAIN_CPU
         return Verdict(False, f"{asking}, but ran {what}, where {usual} was to run")
     return Verdict(True, f"{asking}, ran {what}")

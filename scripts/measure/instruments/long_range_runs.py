@@ -9,14 +9,14 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Capabilities
+from attention.base import Attention
 from data.classification import ClassificationDataModule
 from data.examples import Examples, draw
 from data.listops import ListOps
@@ -27,6 +27,7 @@ from model.gpt import GPTConfig
 from model.training import runtime
 from model.training.schedules import warmup_stable_decay
 from scripts.accuracy import judge
+from scripts.measure.instruments import textbook
 from scripts.measure.instruments.timing import MIB, clean_up, spread, synchronise
 from scripts.measure.instruments.whole_model import kernels_of
 from scripts.measure.studies import Point
@@ -38,31 +39,9 @@ MANY = 10_000  # examples that take as long to draw as processes take to start
 FULL_LENGTHS, FULL_CONTEXT = (500, 2000), 2048
 
 
-class StandardAttention(Attention):
-    """softmax(Q K^T / sqrt(D)) V in eager PyTorch, in the precision of its inputs, padding masked with -inf:
-    what "standard" means in the claims. naive, the specification, is in fp32 inside: to compare with it would
-    flatter."""
-
-    capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset({"noncausal", "segments"}))
-
-    def __init__(self, name: str = "standard"):
-        super().__init__(name)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, segments: Any, **options: Any):
-        with torch.autocast(q.device.type, enabled=False):  # which would have the softmax in fp32
-            scores = (q @ k.mT) * scale  # (B, H, T, T)
-            if segments is not None:
-                q_ids, k_ids = segments
-                hidden = q_ids[:, None, :, None] != k_ids[:, None, None, :]
-                scores = scores.masked_fill(hidden, -torch.inf)  # every token sees itself: no row of -inf
-            return torch.softmax(scores, dim=-1) @ v, None
-
-
 def implementation(name: str) -> Attention:
-    """One of conf/attention, or `standard`."""
-    from scripts.bench_attention import build
-
-    return StandardAttention() if name == "standard" else build([name])[name]
+    """By name, the baseline with padding masked as segments: every token sees itself."""
+    return textbook.implementation(name, "segments", autocast=False)
 
 
 def listops_of(seq_len: int) -> ListOps:

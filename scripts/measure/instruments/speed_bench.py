@@ -8,9 +8,6 @@ import statistics
 import time
 from typing import Any
 
-import torch
-
-from attention.base import Attention
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.contestants import Field
 from scripts.measure.instruments.side_by_side import Bench, Results
@@ -80,9 +77,14 @@ class SpeedBench(Bench):
         super().rate(shape, passed, result)
         result["copy_gb_per_s"] = self.copy_gb_per_s
 
+    def _tile(self, field: Field, name: str) -> tuple[int, int] | None:
+        """Queries and keys in a tile of the forward, of those that look at whole tiles."""
+        call = field.call("forward")
+        return self.attentions[name].resolve(call).forward_tile(call)
+
     def alone(self, field: Field, passed: str, name: str, probes: dict[str, Probe]) -> Results:
         found = super().alone(field, passed, name, probes)
-        if passed == "forward" and (tile := tile_of(name, self.attentions[name], field.shape)):
+        if passed == "forward" and (tile := self._tile(field, name)):
             computed, every = tiles(field.shape, *tile)
             found[name] |= {"tile": list(tile), "tiles_computed": computed, "tiles_all": every}
         return found
@@ -112,27 +114,6 @@ def streamed(contestants: list[Contestant], probes: list[Probe]) -> list[float]:
             synchronise()
             kept.append(1e6 * (time.perf_counter() - start) / n)
     return [statistics.median(kept) for kept in times]
-
-
-def tile_of(name: str, attention: Attention, shape: Shape) -> tuple[int, int] | None:
-    """Queries and keys in a tile of the forward, of those of ours that look at whole tiles."""
-    if name == "tiled":
-        return attention.block_q, attention.block_k
-    if not torch.cuda.is_available() or shape.dtype == "fp32" or shape.head_dim > 128:
-        return None
-    if name in ("cuda", "cuda_fa2"):
-        from ops.cuda import tensor_cores as tc
-
-        tile = tc._FORWARD[tc.padded(shape.head_dim)]
-        return tile.br, tile.bc
-    if name == "triton":
-        from ops.triton import configs
-
-        width = max(32, 1 << (shape.head_dim - 1).bit_length())
-        masked = shape.causal or shape.window is not None
-        tile = configs.tile("forward", torch.cuda.get_device_capability(), 16, width, masked, False)
-        return tile.m, tile.n
-    return None
 
 
 def tiles(shape: Shape, rows: int, cols: int) -> tuple[int, int]:

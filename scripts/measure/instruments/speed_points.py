@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from attention import registry
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.instruments.standard import MATERIALISED
 
 STUDY = "attention_speed"
 PARTS = ("claims", "curve", "short", "windows")
 TOKENS, HEADS = 16384, 32  # of the FlashAttention papers' benchmarks: tokens in all, heads of 64
-ON_CPU = ("standard", "naive", "tiled", "sdpa")
 SHORT = 512  # up to here the host's time is measured too
 WINDOWS = (256, 1024, 4096)
-# flex compiles a kernel for each shape, in seconds: at these lengths of the curve, and of the short ones at
-# batch 1.
-FLEX = (1024, 4096, 16384)
-# Not among the fused kernels on tensor cores that are compared with each other: slower, or one of those by
-# another name.
-OTHERS = (*MATERIALISED, "tiled", "cuda_rowwise", "cuda_tiled", "sdpa_efficient", "flex", "cuda", "sdpa")
+# What compiles a kernel for each shape, in seconds, takes part at these lengths of the curve, and of the
+# short ones at batch 1.
+EACH_COMPILED = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -47,20 +43,32 @@ def asked(parts: list[str], names: list[str], cuda: bool, longest: int | None = 
 
 def allowed(part: str, shape: Shape, name: str) -> bool:
     """Whether it may cost its compilation."""
-    if not name.startswith("flex") or shape.dtype == "fp32":
+    if not compiles_each_shape(name) or shape.dtype == "fp32":
         return True
     if part == "short":
         return shape.batch == 1 and shape.tokens < SHORT
-    return part == "windows" or (part == "curve" and shape.tokens in FLEX)
+    return part == "windows" or (part == "curve" and shape.tokens in EACH_COMPILED)
+
+
+SLOWER = ("sdpa_efficient",)  # at every point than PyTorch's other kernels: only where all are measured
+
+
+def compiles_each_shape(name: str) -> bool:
+    how = registry.declaration(name).compilation
+    return how is not None and how.each == "shape"
 
 
 def fused(name: str) -> bool:
-    return name not in OTHERS
+    """Among the fused kernels that are compared with each other: one that multiplies on tensor cores in 16
+    bits, and does not choose among those that are here by themselves."""
+    made = registry.declaration(name)
+    apart = made.writes_scores or made.launches_each_tile or made.chooses or compiles_each_shape(name)
+    return made.tensor_cores and not apart and name not in SLOWER
 
 
 def compared(name: str) -> bool:
     """Fused, or standard attention in some form."""
-    return fused(name) or name in MATERIALISED
+    return fused(name) or registry.declaration(name).writes_scores
 
 
 def everyone(name: str) -> bool:
@@ -108,7 +116,11 @@ def windows() -> Points:
     """A causal window of N = 16k; what takes it as a mask computes all tiles."""
     for window in WINDOWS:
         point = shape(16384, 64, True, window=window)
-        yield point, ("forward", "backward"), lambda name: fused(name) or name in ("flex", "sdpa_efficient")
+        yield (
+            point,
+            ("forward", "backward"),
+            lambda name: fused(name) or compiles_each_shape(name) or name in SLOWER,
+        )
 
 
 def small() -> Points:

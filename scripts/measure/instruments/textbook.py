@@ -1,5 +1,5 @@
-"""softmax(Q K^T) V as textbooks and tutorials write it, in the precision of its inputs, and other ways to
-keep what the backward needs: contestants of the studies.
+"""Other ways to write softmax(Q K^T) V than attention=standard, and other ways to keep what the backward
+needs: contestants of the studies.
 
 They are no implementations to train with: the contract wants fp32 statistics, and these are here because they
 have none. A GPU's matrix product sums in fp32 and rounds what it writes to the dtype of its inputs.
@@ -8,13 +8,28 @@ have none. A GPU's matrix product sums in fp32 and rounds what it writes to the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Capabilities
-from attention.naive import naive_attention
+from attention import registry
+from attention.base import (
+    Attention,
+    AttentionCall,
+    Capabilities,
+    Compilation,
+    Costs,
+    Declaration,
+    lse_bytes,
+    scores_bytes,
+)
+from attention.declaration import k_bytes, q_bytes
+from attention.naive import NaiveAttention, naive_attention
+from attention.standard import StandardAttention, standard_attention, torch_softmax
+
+BASELINE = "standard"  # of the papers
 
 
 def exp_over_sum(scores: Tensor) -> Tensor:
@@ -26,11 +41,6 @@ def exp_over_sum(scores: Tensor) -> Tensor:
 def shifted_exp_over_sum(scores: Tensor) -> Tensor:
     """The maximum of each row taken off first: the same function, and exp(s - max) is at most 1."""
     return exp_over_sum(scores - scores.amax(dim=-1, keepdim=True))
-
-
-def torch_softmax(scores: Tensor) -> Tensor:
-    """PyTorch's own: shifted by the maximum and in fp32 inside, rounded when written."""
-    return torch.softmax(scores, dim=-1)
 
 
 # name -> (softmax, whether the scale goes into q before the product, the dtype of scores and probabilities
@@ -51,35 +61,41 @@ SAID = {
 }
 
 
-class Formula(Attention):
+class Formula(StandardAttention):
     """One of FORMULAS: all scores written out, the mask as -inf, probabilities kept by autograd."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset({"noncausal"}))
-
     def __init__(self, formula: str, name: str | None = None):
-        super().__init__(name or formula)
+        super().__init__(name=name or formula)
         self.softmax, self.scale_first, self.dtype = FORMULAS[formula]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
         made = q.dtype
         if self.dtype is not None:
             q, k, v = (x.to(torch.promote_types(x.dtype, self.dtype)) for x in (q, k, v))
-        scores = (q * scale) @ k.mT if self.scale_first else (q @ k.mT) * scale  # (B, H, T, T)
-        if causal:
-            tokens = q.shape[2]
-            future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(future, -torch.inf)
-        return (self.softmax(scores) @ v).to(made), None
+        out = standard_attention(q, k, v, causal, scale, softmax=self.softmax, scale_first=self.scale_first)
+        return out.to(made), None
+
+
+def implementation(name: str, *features: str, **options: Any) -> Attention:
+    """One of conf/attention; the baseline with `features` that it does not declare, as it is right with them
+    only where every query sees a key and what lies beyond `kv_lengths` is finite. `options` are the
+    baseline's."""
+    if name != BASELINE:
+        return registry.build(name)
+    made = registry.build(name, **options)
+    made.capabilities = replace(made.capabilities, features=made.capabilities.features | set(features))
+    return made
 
 
 class Compiled(Attention):
     """Another one under torch.compile, once for all shapes."""
 
-    capabilities: ClassVar[Capabilities] = Formula.capabilities
+    capabilities: ClassVar[Capabilities] = StandardAttention.capabilities
 
     def __init__(self, attention: Attention, name: str):
         super().__init__(name)
         attend = attention.attend
+        self.declaration = replace(attention.declaration, compilation=Compilation())
 
         def out(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
             return attend(q, k, v, causal=causal, scale=scale, return_lse=False)[0]
@@ -89,12 +105,17 @@ class Compiled(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
         return self.out(q, k, v, causal, scale), None
 
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """The products of the formula; what Inductor keeps and moves of it is not foreseen."""
+        return Costs(kept=scores_bytes(call), writes_scores=True, backward_products=4)
+
 
 class Checkpointed(Attention):
     """The specification (naive) under torch.utils.checkpoint: the backward runs the whole forward again, and
     writes all scores again."""
 
-    capabilities: ClassVar[Capabilities] = Formula.capabilities
+    capabilities: ClassVar[Capabilities] = StandardAttention.capabilities
+    declaration: ClassVar[Declaration] = NaiveAttention.declaration
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
         from torch.utils.checkpoint import checkpoint
@@ -103,3 +124,12 @@ class Checkpointed(Attention):
             return naive_attention(q, k, v, causal=causal, scale=scale)[0]
 
         return checkpoint(out, q, k, v, use_reentrant=False, preserve_rng_state=False), None
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """Nothing kept; the backward runs the forward again as far as something is kept of it: not P V, which
+        reads the scores once."""
+        own = NaiveAttention().costs(call)
+        forward, backward = own.moved
+        tensors = 2 * (q_bytes(call) + k_bytes(call)) + lse_bytes(call)
+        again = forward - scores_bytes(call) + tensors
+        return replace(own, kept=0, moved=(forward, backward + again), backward_products=5)

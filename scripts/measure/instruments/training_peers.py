@@ -33,11 +33,14 @@ GPT2 |= {"window": None, "softcap": None, "causal": True, "tie_embeddings": True
 
 @dataclass(frozen=True)
 class Peer:
-    """`name` in rows; `build`: config, path -> model; `loss`: model, inputs, targets -> mean loss."""
+    """`name` in rows; `build`: config, path -> model; `loss`: model, inputs, targets -> mean loss;
+    `attention`:
+    the implementation of conf/attention whose memory its own takes."""
 
     name: str
     build: Callable[[GPTConfig, Path | None], torch.nn.Module]
     loss: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+    attention: str
     compiled: bool = False
 
 
@@ -74,9 +77,9 @@ def _shifted(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.
 
 
 PEERS = {
-    "nanogpt": Peer("nanoGPT", nanogpt, lambda model, x, y: model(x, y)[1], compiled=True),
-    "transformers_eager": Peer("transformers eager", transformers("eager"), _shifted),
-    "transformers_sdpa": Peer("transformers SDPA", transformers("sdpa"), _shifted),
+    "nanogpt": Peer("nanoGPT", nanogpt, lambda model, x, y: model(x, y)[1], "sdpa_flash", compiled=True),
+    "transformers_eager": Peer("transformers eager", transformers("eager"), _shifted, "standard"),
+    "transformers_sdpa": Peer("transformers SDPA", transformers("sdpa"), _shifted, "sdpa_flash"),
 }
 
 

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from attention.base import Attention, Capabilities
+from attention import registry
+from attention.base import Attention
 from model.generation.decode import Decoder, Rows, Sampling, encode
 from model.generation.generate import advance
 from model.gpt import GPT
 from scripts.measure.instruments.contestants import captured
-from scripts.measure.instruments.kernels import EXPECTED, PLAIN, PLAIN_CPU, as_field, family, profile
+from scripts.measure.instruments.kernels import (
+    PLAIN,
+    PLAIN_CPU,
+    as_field,
+    expected,
+    family,
+    profile,
+)
 from scripts.measure.instruments.side_by_side import failure
+from scripts.measure.instruments.textbook import implementation
 from scripts.measure.instruments.timing import Contestant, synchronise
 
 GREEDY = Sampling(temperature=0.0)
@@ -24,44 +32,9 @@ SPARE = 64  # tokens of room behind a text, for steps that are repeated before i
 EAGER_STEPS = 5  # issued one after the other, as generation does
 
 
-class StandardAttention(Attention):
-    """softmax(Q K^T / sqrt(D)) V in eager PyTorch, in the precision of its inputs, as tutorials generate with
-    it; over a cache, all of its capacity. What lies beyond `kv_lengths` has to be finite."""
-
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset({"noncausal", "rectangular", "kv_lengths"}), backward=False
-    )
-
-    def __init__(self, name: str = "standard"):
-        super().__init__(name)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        kv_lengths: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        tq, tk = q.shape[2], k.shape[2]
-        i, j = torch.arange(tq, device=q.device).view(-1, 1), torch.arange(tk, device=q.device)
-        keys = tk if kv_lengths is None else kv_lengths.view(-1, 1, 1, 1)
-        scores = (q @ k.mT) * scale  # (B, H, Tq, Tk)
-        if causal or kv_lengths is not None:
-            hidden = j > i + keys - tq if causal else j >= keys
-            scores = scores.masked_fill(hidden, -torch.inf)
-        return torch.softmax(scores, dim=-1) @ v, None
-
-
 def implementations(names: Iterable[str]) -> dict[str, Attention]:
-    """By name: those of conf/attention, and `standard`."""
-    from scripts.bench_attention import build
-
-    made = build([name for name in names if name != "standard"])
-    return {name: made[name] if name in made else StandardAttention() for name in names}
+    """By name, the baseline over a cache too: all of its capacity."""
+    return {name: implementation(name, "rectangular", "kv_lengths") for name in names}
 
 
 class Progress:
@@ -90,10 +63,9 @@ def stop_if_lost(said: str) -> None:
 def right_kernels(asked: str, names: Iterable[str]) -> bool:
     """Whether the attention kernels among a whole model's are those of the implementation `asked`: fused ones
     of its own, or, where matrix products are its way, none of anybody's."""
-    known = [key for key in EXPECTED if asked.startswith(key)]
-    expected = EXPECTED[max(known, key=len)] if known else (PLAIN, PLAIN_CPU)
+    able = set(expected(registry.declaration(asked)))
     fused = {family(name) for name in names} - {None, PLAIN, PLAIN_CPU}
-    return fused <= set(expected) and (bool(fused) or PLAIN in expected or PLAIN_CPU in expected)
+    return fused <= able and (bool(fused) or bool(able & {PLAIN, PLAIN_CPU}))
 
 
 def kernels_of(asked: str, call: Callable[[], Any], device: str) -> dict[str, Any]:

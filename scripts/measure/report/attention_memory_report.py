@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scripts.measure.instruments.standard import MATERIALISED
+from attention import registry
 from scripts.measure.report.figures import Line, canvas, panel, svg, thousands, wrapped
 from scripts.measure.studies import Row, Table
 
@@ -208,7 +208,7 @@ def picture(rows: list[Row]) -> str:
     title = f"Memory of attention, batch 1, {p['heads']} heads of {p['head_dim']}, causal, {p['dtype']}"
     figure, axes = canvas(rows, title, len(passes))
     found = {name for passed in PASSES for name in series(rows, passed)}
-    names = [*MATERIALISED, *sorted(found - set(MATERIALISED))]  # which are a line each
+    names = sorted(found, key=lambda name: (not registry.declaration(name).writes_scores, name))
     for at, passed in zip(axes[0], passes, strict=False):
         drawn = series(rows, passed)
         lines = [

@@ -6,19 +6,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from attention import registry
 from scripts.measure.instruments.bench_points import PASSES
 from scripts.measure.report.figures import STYLES, name_ends, svg, thousands
 from scripts.measure.rows import trusted
 from scripts.plot import COLOURS
-
-PEERS = ("sdpa", "flash", "flex")  # how the names of other people's kernels begin
 
 Row = dict[str, Any]
 Panel = dict[str, dict[int, Row]]  # implementation -> tokens -> row
 
 
 def is_peer(name: str) -> bool:
-    return name.startswith(PEERS)
+    """Whether its kernels are other people's."""
+    return registry.declaration(name).origin != "ours"
 
 
 def ours_first(name: str) -> tuple[bool, str]:

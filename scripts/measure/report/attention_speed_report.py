@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attention import registry
+from attention.base import PRODUCTS
 from scripts.measure.instruments.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
-from scripts.measure.instruments.standard import EAGER, MATERIALISED
 from scripts.measure.report.attention_report import ours_first
 from scripts.measure.report.figures import thousands
 from scripts.measure.rows import trusted
@@ -229,13 +230,22 @@ def shorts(rows: list[Row]) -> list[Table]:
     return found
 
 
+def writes_scores(name: str) -> bool:
+    return registry.declaration(name).writes_scores
+
+
+def is_eager(name: str) -> bool:
+    """Writes the scores out in PyTorch's own matrix products."""
+    return writes_scores(name) and registry.declaration(name).kernels == PRODUCTS
+
+
 def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tuple[str, float, str, float]]:
     """N -> (fastest standard attention, its us, fastest that writes no scores, its us)."""
     found = {}
     for n, of in at_short(rows, passed, many).items():
         us = {name: MEASURES[what](row["result"]) for name, row in of.items() if trusted(row["result"])}
-        written = min((name for name in us if name in EAGER), key=us.get, default=None)
-        tiled = min((name for name in us if name not in MATERIALISED), key=us.get, default=None)
+        written = min((name for name in us if is_eager(name)), key=us.get, default=None)
+        tiled = min((name for name in us if not writes_scores(name)), key=us.get, default=None)
         if written and tiled:
             found[n] = written, us[written], tiled, us[tiled]
     return found
@@ -243,12 +253,13 @@ def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tu
 
 def beats(rows: list[Row], passed: str, many: bool, what: str, longest: int) -> list[str]:
     """Kernels that write no scores, with the largest N up to `longest`, that the formula in eager PyTorch is
-    faster than; `tiled`, which is many kernels, left out."""
+    faster than; what launches a kernel for each tile is left out."""
     found: dict[str, int] = {}
     for n, of in at_short(rows, passed, many).items():
         us = {name: MEASURES[what](row["result"]) for name, row in of.items() if trusted(row["result"])}
         for name in us if n <= longest and "standard" in us else ():
-            if name not in (*MATERIALISED, "tiled") and us["standard"] < us[name]:
+            apart = writes_scores(name) or registry.declaration(name).launches_each_tile
+            if not apart and us["standard"] < us[name]:
                 found[name] = n
     return [f"{name} ({n:,})" for name, n in found.items()]
 

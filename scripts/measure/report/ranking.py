@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from attention.auto import COMPILED_DECODE, DEFAULT, LAST, SHORT
+from attention import registry
+from attention.auto import LAST, SHORT
 from scripts.measure.rows import trusted
 
 Row = dict[str, Any]
@@ -16,8 +16,6 @@ Class = tuple[tuple[int, int], int, str, str, int | None, int | None]
 GPUS = {"H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "A100": (8, 0), "B200": (10, 0)}
 HEAD_DIMS = (64, 128, 256)
 BITS = {"float16": 16, "bfloat16": 16, "float32": 32}
-# Not ranked: auto itself and what comes last; `sdpa` is one of the forced kernels, or the maths.
-UNRANKED = {"auto", "sdpa_math", *LAST}
 
 
 def right(row: Row) -> bool:
@@ -31,12 +29,26 @@ def arch_of(row: Row) -> tuple[int, int] | None:
     return next((arch for name, arch in GPUS.items() if name in (row["machine"]["gpu"] or "")), None)
 
 
+def is_ranked(name: str) -> bool:
+    """Whether auto may take it for its speed: not what chooses, as that is one of the others, nor what writes
+    the scores, nor what it takes last whatever the speed."""
+    made = registry.declaration(name)
+    return name in registry.names() and not (made.chooses or made.writes_scores or name in LAST)
+
+
+def decodes_fast(name: str) -> bool:
+    """The same for a compiled step over a cache, which fuses what is written out."""
+    made = registry.declaration(name)
+    choosing = made.chooses == "implementations"
+    return name in registry.names() and not (choosing or made.launches_each_tile)
+
+
 def classes(rows: Iterable[Row]) -> dict[Class, dict[tuple, dict[str, list[Row]]]]:
     """Class -> point -> implementation -> its rows: forward and backward together are training."""
     found: dict[Class, dict[tuple, dict[str, list[Row]]]] = {}
     for row in rows:
         p, arch = row["point"], arch_of(row)
-        if arch is None or p["pass"] == "both" or p["implementation"] in UNRANKED:
+        if arch is None or p["pass"] == "both" or not is_ranked(p["implementation"]):
             continue
         mask = "masked" if p["features"] else "causal" if p["causal"] else "full"
         dim = next((d for d in HEAD_DIMS if p["head_dim"] <= d), HEAD_DIMS[-1])
@@ -93,7 +105,7 @@ def compiled_decode(rows: Iterable[Row]) -> dict[Class, dict[str, float]]:
     points: dict[Class, dict[tuple, dict[str, float]]] = {}
     for row in rows:
         p, arch = row["point"], arch_of(row)
-        if arch is None or not (p["kv_cache"] and p["compile"]) or p["implementation"] in ("auto", "tiled"):
+        if arch is None or not (p["kv_cache"] and p["compile"]) or not decodes_fast(p["implementation"]):
             continue
         if row["result"]["status"] != "ok":
             continue
@@ -115,14 +127,12 @@ def compiled_decode(rows: Iterable[Row]) -> dict[Class, dict[str, float]]:
     return found
 
 
-def table_source(ranks: dict[Class, dict[str, float]], conf: Path) -> str:
-    """attention/auto_table.py: the ranks, and what each name there is built from."""
+def table_source(ranks: dict[Class, dict[str, float]]) -> str:
+    """attention/auto_table.py: the ranks."""
     lines = [
         '"""Implementations by measured speed, as `python scripts/report.py` writes it: not to be edited."""',
         "",
         "from __future__ import annotations",
-        "",
-        "from typing import Any",
         "",
         "Order = tuple[tuple[int | None, int | None, str], ...]",
         "# (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)",
@@ -134,25 +144,4 @@ def table_source(ranks: dict[Class, dict[str, float]], conf: Path) -> str:
     lines.append(kind if groups else kind + "}")
     for (arch, bits, purpose, mask), entries in groups.items():
         lines += [f'    ({arch}, {bits}, "{purpose}", "{mask}"): (', *entries, "    ),"]
-    lines += ["}"] if groups else []
-    lines.append("# What auto builds: the class and the options of conf/attention/<name>.yaml.")
-    lines.append("ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {")
-    named = {name for names in (*DEFAULT.values(), COMPILED_DECODE, *ranks.values()) for name in names}
-    for name in sorted(named):
-        target, options = entry(conf / f"{name}.yaml")
-        said = ", ".join(f'"{key}": {_literal(value)}' for key, value in options.items())
-        lines.append(f'    "{name}": ("{target}", {{{said}}}),')
-    return "\n".join([*lines, "}", ""])
-
-
-def _literal(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def entry(path: Path) -> tuple[str, dict[str, Any]]:
-    """The class of a yaml, and its options but for the name."""
-    from omegaconf import OmegaConf
-
-    options = OmegaConf.to_container(OmegaConf.load(path))
-    target = options.pop("_target_")
-    return target, {key: value for key, value in options.items() if key != "name"}
+    return "\n".join([*lines, *(["}"] if groups else []), ""])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from attention import registry
+from attention.base import PRODUCTS
 from scripts.plot import COLOURS
 
 Row = dict[str, Any]
@@ -19,9 +21,10 @@ KINDS |= {"ours": "our kernel"}
 def kind(name: str) -> str:
     if name.startswith(("transformers", "nanoGPT")):
         return "peer"
-    if name in ("standard", "naive", "sdpa_math", "tiled"):
+    declared = registry.declaration(name)
+    if declared.kernels == PRODUCTS:
         return "standard"
-    return "library" if name.startswith(("sdpa", "flash", "flex")) else "ours"
+    return "ours" if declared.origin == "ours" else "library"
 
 
 def label(row: Row) -> str:

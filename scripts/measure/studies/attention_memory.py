@@ -33,20 +33,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attention import registry
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.instruments.standard import known
 from scripts.measure.instruments.workers import Worker
-from scripts.measure.rows import Kept, append, positive, rows_file
+from scripts.measure.rows import Kept, append, choices, positive, rows_file
 from scripts.measure.studies import Report, Row, rows_path
 
 STUDY = "attention_memory"
 COMMAND = f"python scripts/study.py {STUDY}"
 QUESTION = "How does the memory of attention grow with N, and how much of it do the scores take?"
-ON_CPU = ("standard", "naive", "tiled", "sdpa")
 # Where tiles are compared with the scores written out.
 COMPARED = ("standard", "sdpa_flash", "cuda_fa2", "triton", "flash4")
-# A kernel or more for each length, or a launch for each tile: what the others can overlap with.
-LONGEST = ("flex", "tiled")
 MOST_JOBS = 16
 SHARED = 0.8  # of the GPU's memory, for all processes that run at once
 
@@ -91,10 +88,24 @@ class Task:
     series: list[list[Shape]]
 
 
+def takes_long(name: str) -> bool:
+    """Whether there are a kernel or more for each length to compile, or a launch for each tile: what the
+    others can overlap with."""
+    made = registry.declaration(name)
+    return made.launches_each_tile or (made.compilation is not None and made.compilation.each == "shape")
+
+
+def contestants(cuda: bool) -> list[str]:
+    """Who takes part where nobody is named: all, on a CPU those that can run there."""
+    from scripts.measure.instruments.contestants import usual
+
+    return registry.contestants() if cuda else usual(curve(64, cuda), cuda)
+
+
 def tasks(names: list[str], lengths: list[int], cuda: bool, claims: bool = True) -> list[Task]:
     """The curve, and on a GPU the shapes of the claims; the longest tasks first."""
     found = []
-    for name in sorted(names, key=lambda name: name not in LONGEST):
+    for name in sorted(names, key=lambda name: not takes_long(name)):
         for passed in ("both", "forward"):
             series = [[curve(tokens, cuda) for tokens in sorted(lengths)]]
             for claim, at in LENGTHS.items() if cuda and claims else ():
@@ -196,7 +207,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--attention", nargs="+", choices=known(), metavar="NAME", help="default: all but auto, and standard")
+    add("--attention", nargs="+", choices=choices("attention"), metavar="NAME", help="default: all but auto")
     add("--seq-len", type=positive, nargs="+", help="of the curve (default: 512 to 64k; on a CPU 64 to 512)")
     add("--curve", action="store_true", help="the curve alone, without the shapes of the claims")
     add("--jobs", type=positive, help="processes at once (default: one for each CPU, at most 16)")
@@ -209,7 +220,7 @@ def arguments() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
     lengths = options.seq_len or [2**n for n in (range(9, 17) if cuda else range(6, 10))]
-    asked = tasks(options.attention or (known() if cuda else list(ON_CPU)), lengths, cuda, not options.curve)
+    asked = tasks(options.attention or contestants(cuda), lengths, cuda, not options.curve)
     points = sum(len(shapes) for task in asked for shapes in task.series)
     jobs = options.jobs or min(os.cpu_count() or 1, MOST_JOBS)
     print(

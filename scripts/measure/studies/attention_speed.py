@@ -30,10 +30,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.measure.instruments.compile_ahead import COMPILED, Task, compile_ahead
-from scripts.measure.instruments.speed_points import ON_CPU, PARTS, STUDY, Asked, asked
-from scripts.measure.instruments.standard import known
-from scripts.measure.rows import Kept, positive, rows_file
+from attention import registry
+from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached
+from scripts.measure.instruments.speed_points import PARTS, STUDY, Asked, asked, compiles_each_shape, small
+from scripts.measure.rows import Kept, choices, positive, rows_file
 from scripts.measure.studies import Report, Row, rows_path
 
 if TYPE_CHECKING:
@@ -53,19 +53,27 @@ def report(rows: list[Row]) -> Report:
     return Report(QUESTION, COMMAND, tables(rows), drawn, notes(rows), finding(rows))
 
 
+def on_cpu() -> list[str]:
+    """Who can run the shapes of a CPU there."""
+    from scripts.measure.instruments.contestants import usual
+
+    return usual(next(small())[0], cuda=False)
+
+
 def to_compile(points: list[Asked]) -> list[Task]:
-    """Implementations with the calls that make each of their kernels once: all shapes for flex, one of each
-    kind for the others, as short as can be."""
+    """Implementations with the calls that make each of their kernels once: all shapes where each has
+    its own, else one of each kind, as short as can be."""
     calls: dict[str, dict[Any, tuple[Shape, str]]] = {}
     for point in sorted(points, key=lambda point: point.shape.tokens):
         s = point.shape
         for passed, names in point.passes.items():
-            for name in (name for name in names if name.startswith(COMPILED)):
-                every = s if name.startswith("flex") else (s.head_dim, s.causal, s.dtype, s.window is None)
+            for name in (name for name in names if is_cached(registry.declaration(name))):
+                kind = s.head_dim, s.causal, s.dtype, s.window is None
+                every = s if compiles_each_shape(name) else kind
                 calls.setdefault(name, {}).setdefault((every, passed), (s, passed))
     found = []
     for name, kinds in calls.items():
-        chunks = CHUNKS if name.startswith("flex") else 1
+        chunks = CHUNKS if compiles_each_shape(name) else 1
         found += [(name, list(kinds.values())[i::chunks]) for i in range(chunks)]
     return [(name, chunk) for name, chunk in found if chunk]
 
@@ -73,9 +81,8 @@ def to_compile(points: list[Asked]) -> list[Task]:
 def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
     from scripts.measure.instruments.side_by_side import DeviceLost
     from scripts.measure.instruments.speed_bench import SpeedBench
-    from scripts.measure.instruments.standard import contestants
 
-    names = options.attention or (known() if cuda else list(ON_CPU))
+    names = options.attention or (registry.contestants() if cuda else on_cpu())
     points = asked(options.part, names, cuda, options.longest)
     kept = Kept(out, options.fresh)
     left = [(point, wanted) for point in points if (wanted := point.shape.lacking(point.passes, kept))]
@@ -90,7 +97,8 @@ def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
         compile_ahead(to_compile([point for point, _ in left]))
     device, start = "cuda" if cuda else "cpu", time.perf_counter()
     slow_ms = options.slow_ms or (60.0 if cuda else 2000.0)
-    bench = SpeedBench(contestants(names), device, options.budget, out, slow_ms=slow_ms)
+    made = {name: registry.build(name) for name in names}
+    bench = SpeedBench(made, device, options.budget, out, slow_ms=slow_ms)
     for point in points:
         for passed, name in ((passed, name) for passed, mine in point.passes.items() for name in mine):
             if row := kept.row(point.shape.point(name, passed)):
@@ -115,7 +123,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    add("--attention", nargs="+", choices=known(), metavar="NAME", help="default: all but auto, and standard")
+    add("--attention", nargs="+", choices=choices("attention"), metavar="NAME", help="default: all but auto")
     add("--longest", type=positive, metavar="N", help="leave out longer sequences")
     add("--slow-ms", type=float, help="no longer N after a call of this length (default: 60; on a CPU 2000)")
     add("--budget", type=float, default=0.02, metavar="S", help="measured seconds a contestant and point")

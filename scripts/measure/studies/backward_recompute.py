@@ -28,21 +28,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.measure.instruments.backward_work import KINDS
+from attention import registry
+from scripts.measure.instruments.backward_work import FORMULAS, declared
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.instruments.compile_ahead import Task, compile_ahead
-from scripts.measure.rows import Kept, append, choices, key_of, positive, read, rows_file
+from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached, is_slow_to_compile
+from scripts.measure.instruments.contestants import usual
+from scripts.measure.rows import Kept, append, key_of, positive, read, rows_file
 from scripts.measure.studies import Report, rows_path
 
 STUDY = "backward_recompute"
-NAMES = ("naive", "naive_checkpointed", "standard", "standard_compiled", "sdpa_math", "tiled", "triton")
-NAMES += ("cuda_fa2", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash2", "flash3")
-NAMES_FP32 = ("naive", "naive_checkpointed", "sdpa_math", "tiled", "triton", "cuda_tiled")
-NAMES_CPU = ("naive", "naive_checkpointed", "standard", "sdpa_math", "tiled", "sdpa_flash")
 LENGTHS = {64: (512, 4096), 128: (4096,)}
 FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (4096,)
-COMPILES = ("cuda", "triton", "flex", "standard_compiled", "naive_compiled")  # how such names begin
-TILED_MOST = 2048  # thousands of launches above: seconds of the host's time
+MOST_LAUNCHES = 2048  # tokens; above a launch for each tile makes seconds of the host's time
 SECONDS = {"cuda": 150, "cpu": 30}
 
 Row = dict[str, Any]
@@ -63,7 +60,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = sorted(set(KINDS) & {*choices("attention"), *NAMES, "naive_compiled"})
+    names = sorted((*registry.contestants(), *FORMULAS))
     add("--attention", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     add("--head-dim", type=positive, nargs="+", help="default: 64 and 128")
     add("--seq-len", type=positive, nargs="+", help="default: see above")
@@ -95,14 +92,23 @@ def work(options: argparse.Namespace, cuda: bool) -> Work:
         if dtype != (options.dtype or dtype) or (dtype not in usual and options.dtype is None):
             continue
         of_dtype = usual.get(dtype, LENGTHS)
-        names = NAMES_CPU if not cuda else NAMES_FP32 if dtype == "fp32" else NAMES
         for head_dim in options.head_dim or of_dtype:
             for n in options.seq_len or of_dtype.get(head_dim, LENGTHS[64]):
                 heads = max(1, width // head_dim)
                 shape = Shape(max(1, tokens // n), heads, heads, n, head_dim, True, dtype, study=STUDY)
-                mine = options.attention or [x for x in names if x != "tiled" or n <= TILED_MOST]
+                mine = options.attention or usual_names(shape, cuda)
+                if not options.attention and n > MOST_LAUNCHES:
+                    mine = [name for name in mine if not declared(name).declaration.launches_each_tile]
                 found.append((shape, list(mine)))
     return found
+
+
+def usual_names(shape: Shape, cuda: bool) -> list[str]:
+    """Who trains here in this precision, but those that take seconds to compile and those that choose a
+    kernel, beside those that they choose among."""
+    found = [name for name in usual(shape, cuda) if not registry.declaration(name).chooses]
+    formulas = ["naive_checkpointed", *(["standard_compiled"] if cuda and shape.dtype != "fp32" else [])]
+    return [*formulas, *(name for name in found if not is_slow_to_compile(registry.declaration(name)))]
 
 
 def left(asked: Work, kept: Kept) -> Work:
@@ -117,7 +123,7 @@ def to_compile(lacking: Work) -> list[Task]:
     for each."""
     found: dict[tuple[str, str, int], Shape] = {}
     for shape, names in sorted(lacking, key=lambda each: each[0].tokens):
-        for name in (name for name in names if name.startswith(COMPILES)):
+        for name in (name for name in names if is_cached(declared(name).declaration)):
             found.setdefault((name, shape.dtype, shape.head_dim), shape)
     return [(name, [(shape, "both")]) for (name, _, _), shape in found.items()]
 
@@ -166,7 +172,7 @@ def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
         for name in names if wanted else ():
             row = rows.get(key_of(shape.point(name, "backward")))
             fresh = row and row["result"].get("counters_from") == NOT_YET
-            if fresh and name != "tiled":  # which launches thousands
+            if fresh and not declared(name).declaration.launches_each_tile:
                 points[name, shape] = row["result"]
     if not points:
         return

@@ -32,7 +32,7 @@ from scripts.measure.studies import Point, Report, Row
 
 if TYPE_CHECKING:
     from model.costs.gpus import GpuSheet
-    from model.costs.memory import Run
+    from model.costs.run import Run
 
 MIB = 2**20
 STUDY = "longest_context"

@@ -31,8 +31,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attention import registry
 from scripts.measure.instruments.bench_points import DTYPES, Shape
-from scripts.measure.instruments.compile_ahead import COMPILED, Task, compile_ahead
+from scripts.measure.instruments.compile_ahead import (
+    Task,
+    compile_ahead,
+    is_cached,
+    is_slow_to_compile,
+)
 from scripts.measure.rows import Kept, append, choices, key_of, positive, rows_file
 from scripts.measure.studies import Point, Report, rows_path
 
@@ -42,7 +48,6 @@ if TYPE_CHECKING:
 PARTS = ("known", "tiles", "stability", "asked")
 SIZES = {"cuda": (2, 8, 512), "cpu": (1, 2, 256)}  # batch, heads, tokens
 SECONDS = {"cuda": 35, "cpu": 60}
-SLOW_TO_COMPILE = ("flex", "flash4")  # seconds at each kind of call: they take part where they are named
 
 Row = dict[str, Any]
 
@@ -63,8 +68,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     names = choices("attention")
     add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    others = f"auto, {' and '.join(SLOW_TO_COMPILE)}"
-    add("--attention", nargs="+", choices=names, metavar="NAME", help=f"default: all but {others}")
+    others = "those that take seconds to compile at each kind of call"
+    add("--attention", nargs="+", choices=names, metavar="NAME", help=f"default: all but auto and {others}")
     add("--tokens", type=positive, help="default: 512, on a CPU 256")
     add("--fresh", action="store_true", help="measure again what has a row")
     add("--plot-only", action="store_true", help="print from the rows, measure nothing")
@@ -74,14 +79,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def measurements(options: argparse.Namespace, device: str) -> list[Measurement]:
     """The points asked for, the parts in turn."""
-    from scripts.bench_attention import build
     from scripts.measure.instruments.asked import asked
     from scripts.measure.instruments.exactness import Setting, known, tiles
     from scripts.measure.instruments.stability import stability
 
     batch, heads, tokens = SIZES[device]
-    usual = [name for name in choices("attention") if name not in ("auto", *SLOW_TO_COMPILE)]
-    built = build(options.attention or usual)
+    every = registry.contestants()
+    usual = [name for name in every if not is_slow_to_compile(registry.declaration(name))]
+    built = {name: registry.build(name) for name in options.attention or usual}
     setting = Setting(device, batch, heads, options.tokens or tokens, built)
     of = {"known": known, "tiles": tiles, "stability": stability, "asked": asked}
     found = [each for part in options.part for each in of[part](setting)]
@@ -90,24 +95,20 @@ def measurements(options: argparse.Namespace, device: str) -> list[Measurement]:
 
 def compiles(point: Point) -> bool:
     """Whether its implementation has kernels that may have to be compiled, seconds in all."""
-    return point["implementation"].startswith((*COMPILED, "torch.compile"))
+    name = point["implementation"]
+    return name.startswith("torch.compile") or is_cached(registry.declaration(name))
 
 
 def to_compile(points: list[Point]) -> list[Task]:
-    """Of each implementation and dtype the call with most kernels. A process for each implementation of our
-    CUDA, which compiles fast, and for each dtype of others."""
+    """Of each implementation and dtype the call with most kernels, a process for each."""
     shorts, found = {long: short for short, long in DTYPES.items()}, {}
     for point in sorted(points, key=lambda point: point["pass"] != "both"):
         name, dtype = point["implementation"], shorts.get(point["dtype"])
-        if name.startswith(COMPILED) and dtype:
+        if dtype and is_cached(registry.declaration(name)):
             heads, tokens = point["heads"], point["kv_len"]
             shape = Shape(point["batch"], heads, heads, tokens, point["head_dim"], True, dtype)
             found.setdefault((name, dtype), (shape, point["pass"]))
-    tasks: dict[tuple[str, str], Task] = {}
-    for (name, dtype), call in found.items():
-        apart = "" if name.startswith("cuda") else dtype
-        tasks.setdefault((name, apart), (name, []))[1].append(call)
-    return list(tasks.values())
+    return [(name, [call]) for (name, _), call in found.items()]
 
 
 def measure(options: argparse.Namespace, device: str, out: Path) -> None:

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from attention.base import Attention, CostsNotDeclared, scores_bytes
+from attention.registry import contestants, declaration, declared
 from attention.tiled import TiledAttention
 from model.costs.gpus import GPUS, gpu_sheet
 from model.costs.memory import (
-    Run,
-    attention_own,
+    attention_kept,
     cast_weight_bytes,
     longest_context,
     moments,
     peak,
     saved_by_layer,
-    scores_bytes,
 )
 from model.costs.memory_loss import logits_bytes, loss_bytes
+from model.costs.run import Run
 from model.gpt import GPT, GPTConfig
 from scripts.measure.rows import read
 from tests.running import ROOT
@@ -41,7 +42,7 @@ LLAMA = {
 def test_a_block_of_gpt2_keeps_36_bytes_a_value_under_autocast() -> None:
     """Residual stream twice in fp32 (8), then in bf16 q, k, v (6), three inputs (6), the hidden layer twice
     (16); and 16 bytes a token of statistics."""
-    parts = saved_by_layer(Run(GPT2, 64, "triton", 2))
+    parts = saved_by_layer(Run(GPT2, 64, declared("triton"), 2))
     N = 64 * 1024
     assert sum(parts.values()) == N * (36 * 768 + 16)
     assert parts == {
@@ -58,10 +59,12 @@ def test_a_block_of_gpt2_keeps_36_bytes_a_value_under_autocast() -> None:
 def test_what_a_block_keeps_is_what_autograd_saves(extra: dict[str, Any], narrow: bool) -> None:
     kept = [_saved(GPTConfig(**SMALL, n_layer=n, **extra), narrow) for n in (1, 2)]
     config = GPTConfig(**SMALL, n_layer=1, **extra)
-    run = Run(config, 3, "tiled", 2 if narrow else 4, "cpu")
-    expected = sum(saved_by_layer(run).values()) + attention_own(run).kept
+    run = Run(config, 3, declared("tiled"), 2 if narrow else 4, "cpu")
+    expected = sum(saved_by_layer(run).values()) + attention_kept(run)
     if narrow:
-        one, two = (cast_weight_bytes(Run(replace(config, n_layer=n), 3, value_bytes=2)) for n in (1, 2))
+        one, two = (
+            cast_weight_bytes(Run(replace(config, n_layer=n), 3, declared("tiled"), 2)) for n in (1, 2)
+        )
         expected += two - one
     # biases and gains, cast too, are no activations to speak of
     assert kept[1] - kept[0] == pytest.approx(expected, rel=0.005)
@@ -89,7 +92,9 @@ def test_gpt2_on_an_h200_peaks_where_it_did() -> None:
     row = next(row for row in rows if row["point"]["implementation"].startswith("tilegpt"))
     config = replace(GPT2, seq_len=row["point"]["seq_len"])
     workspace = GPUS["h200"].workspace_bytes
-    run = Run(config, row["point"]["micro_batch"], "auto", 2, compiled=True, workspace_bytes=workspace)
+    run = Run(
+        config, row["point"]["micro_batch"], declared("auto"), 2, compiled=True, workspace_bytes=workspace
+    )
     assert peak(run).peak / MIB == pytest.approx(row["result"]["peak_mib"], rel=0.05)
 
 
@@ -105,8 +110,8 @@ def test_attentions_backward_takes_on_an_h200_what_it_took(name: str) -> None:
     for point, result in ((row["point"], row["result"]) for row in rows):
         width, T = point["heads"] * point["head_dim"], point["seq_len"]
         config = GPTConfig(100, T, 1, point["heads"], width, point["kv_heads"])
-        run = Run(config, point["batch"], name, 4 if point["dtype"] == "float32" else 2)
-        own = attention_own(run).transient + (0 if run.quadratic else run.qkv_bytes)
+        run = Run(config, point["batch"], declared(name), 4 if point["dtype"] == "float32" else 2)
+        own = run.costs.transient + (0 if run.costs.writes_scores else run.qkv_bytes)
         assert own / MIB == pytest.approx(result["peak_mib"], rel=0.06), point
 
 
@@ -118,9 +123,9 @@ def _causal_backward(row: dict[str, Any], name: str) -> bool:
 
 def test_scores_grow_as_the_square_and_statistics_do_not() -> None:
     def kept(name: str, T: int) -> int:
-        return attention_own(Run(replace(GPT2, seq_len=T), 1, name, 2)).kept
+        return attention_kept(Run(replace(GPT2, seq_len=T), 1, declared(name), 2))
 
-    assert scores_bytes(Run(GPT2, 2, "naive")) == 4 * 2 * 12 * 1024**2
+    assert scores_bytes(Run(GPT2, 2, declared("naive")).call) == 4 * 2 * 12 * 1024**2
     assert 3.9 < kept("naive", 32768) / kept("naive", 16384) < 4
     assert kept("triton", 32768) == 2 * kept("triton", 16384) == 4 * 12 * 32768
 
@@ -137,24 +142,64 @@ def test_scores_grow_as_the_square_and_statistics_do_not() -> None:
     ],
 )
 def test_who_writes_the_scores_out(name: str, device: str, narrow: bool, quadratic: bool) -> None:
-    assert Run(GPT2, 1, name, 2 if narrow else 4, device).quadratic == quadratic
+    assert Run(GPT2, 1, declared(name), 2 if narrow else 4, device).costs.writes_scores == quadratic
 
 
 def test_auto_in_fp32_splits_as_cuda_tiled_does() -> None:
-    own = [attention_own(Run(GPT2, 1, name, 4, "cuda")) for name in ("auto", "cuda", "triton")]
+    names = ("auto", "cuda", "triton")
+    own = [Run(GPT2, 1, declared(name), 4, "cuda", arch=(9, 0)).costs for name in names]
     assert own[0] == own[1]
     # q, k, v and dout, 1,024 tokens of 768, each as two numbers of 2 bytes
     assert own[0].transient - own[2].transient == 4 * 1024 * 768 * 4
 
 
 def test_dropout_sends_a_cpus_sdpa_to_the_maths() -> None:
-    assert Run(replace(GPT2, attn_dropout=0.1), 1, "sdpa", 4, "cpu").quadratic
+    assert Run(replace(GPT2, attn_dropout=0.1), 1, declared("sdpa"), 4, "cpu").costs.writes_scores
+
+
+@pytest.mark.parametrize("name", contestants())
+def test_every_implementation_says_what_it_costs(name: str) -> None:
+    attention = declared(name)
+    costs = Run(GPT2, 2, attention, 2).costs
+    assert declaration(name).kernels
+    assert costs.writes_scores == declaration(name).writes_scores
+    if attention.capabilities.backward:
+        wide = Run(replace(GPT2, seq_len=2048), 2, attention, 2).costs
+        growth = 4 if costs.writes_scores else 2
+        assert wide.kept / costs.kept == pytest.approx(growth, rel=0.1)
+
+
+def test_of_an_implementation_that_says_nothing_nothing_is_predicted() -> None:
+    class Mine(Attention):
+        pass
+
+    run = Run(GPT2, 1, Mine("mine"), 2)
+    with pytest.raises(CostsNotDeclared, match=r"attention=mine does not say what it costs.* Mine a method"):
+        peak(run)
+
+
+@pytest.mark.parametrize(("study", "implementation"), [("speedup_end_to_end", "standard")])
+def test_the_baseline_peaks_on_an_h200_where_it_did(study: str, implementation: str) -> None:
+    rows = [
+        row
+        for row in read(ROOT / f"results/{study}/h200.jsonl").values()
+        if row["point"]["implementation"] == implementation and row["result"]["status"] == "ok"
+    ]
+    assert {row["point"]["compile"] for row in rows} == {False, True}
+    workspace, layers = GPUS["h200"].workspace_bytes, {"gpt2": 12, "gpt2_medium": 24}
+    for point, result in ((row["point"], row["result"]) for row in rows):
+        width, model = point["heads"] * point["head_dim"], point["model"].split()[0]
+        sizes = {"n_layer": layers[model], "n_head": point["heads"], "n_embd": width}
+        config = GPTConfig(vocab_size=50257, seq_len=point["seq_len"], **sizes)
+        batch, how = point["micro_batch"], {"compiled": point["compile"], "workspace_bytes": workspace}
+        predicted = peak(Run(config, batch, declared(implementation), 2, **how)).peak
+        assert predicted / MIB == pytest.approx(result["peak_mib"], rel=0.05), point
 
 
 def test_checkpointing_keeps_a_blocks_input_alone() -> None:
-    run = Run(GPT2, 64, "triton", 2)
+    run = Run(GPT2, 64, declared("triton"), 2)
     less = peak(replace(run, checkpointing=True))
-    whole, own = sum(saved_by_layer(run).values()), attention_own(run).kept
+    whole, own = sum(saved_by_layer(run).values()), attention_kept(run)
     of_loss = {moment.name: moment for moment in moments(run)}["loss"].peak
     less_of_loss = {moment.name: moment for moment in moments(replace(run, checkpointing=True))}["loss"].peak
     assert of_loss - less_of_loss == 12 * (whole + own - run.residual_bytes)
@@ -162,18 +207,18 @@ def test_checkpointing_keeps_a_blocks_input_alone() -> None:
 
 
 def test_accumulated_gradients_are_there_at_every_moment() -> None:
-    run = Run(GPT2, 4, "triton", 2, accumulates=True)
+    run = Run(GPT2, 4, declared("triton"), 2, accumulates=True)
     assert all(moment.gradients == moment.parameters for moment in moments(run))
 
 
 def test_a_step_with_few_tokens_peaks_at_its_weights() -> None:
-    few = peak(Run(replace(GPT2, seq_len=16), 1, "sdpa"))
+    few = peak(Run(replace(GPT2, seq_len=16), 1, declared("sdpa")))
     assert few.name == "embedding" and few.gradients == few.parameters
     assert few.optimizer == 2 * few.parameters
 
 
 def test_logits_are_of_the_padded_vocabulary() -> None:
-    assert logits_bytes(Run(replace(GPT2, vocab_size=50257), 1, value_bytes=2)) == 1024 * 50304 * 2
+    assert logits_bytes(Run(replace(GPT2, vocab_size=50257), 1, declared("sdpa"), 2)) == 1024 * 50304 * 2
 
 
 def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> None:
@@ -181,7 +226,7 @@ def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> 
     embedding's gradient in fp32 and its copy in bf16, 6 Vp C; bf16 logits, twice in fp32, 10 Vp a token of
     the chunk. autocast's copy of the embedding is no other."""
     N, chunked = 65536, replace(GPT2, seq_len=65536, loss_chunk=2048)
-    run = Run(chunked, 1, "triton", 2)
+    run = Run(chunked, 1, declared("triton"), 2)
     assert logits_bytes(run) == 2048 * 50304 * 2
     assert loss_bytes(run) == N * 768 * 8 + 50304 * 768 * 6 + 2048 * 50304 * 10
     assert loss_bytes(replace(run, compiled=True)) == loss_bytes(run) - N * 768 * 4
@@ -194,11 +239,11 @@ def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> 
 
 
 def test_the_longest_context_fits_and_the_next_does_not() -> None:
-    run, able = Run(GPT2, 1, "triton", 2, compiled=True), GPUS["h200"].usable_bytes
+    run, able = Run(GPT2, 1, declared("triton"), 2, compiled=True), GPUS["h200"].usable_bytes
     T = longest_context(run, able)
     fits = [peak(replace(run, config=replace(GPT2, seq_len=n))).peak <= able for n in (T, T + 64)]
     assert T % 64 == 0 and fits == [True, False]
-    assert longest_context(replace(run, attention="naive"), able) < T / 10
+    assert longest_context(replace(run, attention=declared("naive")), able) < T / 10
     assert longest_context(run, 2**20) == 0
 
 
@@ -207,7 +252,7 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
 )
 def test_a_run_that_makes_no_sense_is_refused(changes: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Run(**({"config": GPT2, "batch": 1} | changes))
+        Run(**({"config": GPT2, "batch": 1, "attention": declared("sdpa")} | changes))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +291,7 @@ def test_a_compiled_step_that_writes_scores_out_peaks_on_an_h200_where_it_did() 
     (row,) = (row for row in rows if row["point"]["config"] == config)
     workspace = GPUS["h200"].workspace_bytes
     gpt2 = replace(GPT2, vocab_size=50257, bias=True)
-    most = peak(Run(gpt2, 8, "naive", 2, compiled=True, workspace_bytes=workspace))
+    most = peak(Run(gpt2, 8, declared("naive"), 2, compiled=True, workspace_bytes=workspace))
     assert most.peak / MIB == pytest.approx(row["result"]["memory_split"]["peak"], rel=0.02)
 
 
@@ -280,7 +325,7 @@ def test_what_compiled_scores_keep_is_what_the_partitioner_saves(
     net, tokens = GPT(config, NaiveAttention()).train(), torch.zeros(1, 128, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
         torch.compile(net, backend=backend, dynamic=False)(tokens, targets=tokens)
-    run = Run(config, 1, "naive", 2 if narrow else 4, "cpu", compiled=True)
+    run = Run(config, 1, declared("naive"), 2 if narrow else 4, "cpu", compiled=True)
     squares = sum(x.nbytes for x in kept if x.shape[-2:] == (128, 128))
-    assert squares == pytest.approx(matrices * scores_bytes(run), rel=0.3)  # masks of a byte beside them
-    assert attention_own(run).kept > matrices * scores_bytes(run)
+    assert squares == pytest.approx(matrices * scores_bytes(run.call), rel=0.3)  # masks of a byte beside them
+    assert attention_kept(run) > matrices * scores_bytes(run.call)

@@ -11,8 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
+from attention.registry import declared
 from model.config import GPTConfig
-from model.costs.memory import Run, peak
+from model.costs.memory import peak
+from model.costs.run import Run
 from model.training.lit_gpt import LitGPT
 from model.training.out_of_memory import is_out_of_memory, remedies
 from tests.running import train_here
@@ -38,18 +40,18 @@ def test_what_is_out_of_memory(error: Exception, is_memory: bool) -> None:
 
 
 def test_what_to_lower_is_predicted() -> None:
-    run = Run(GPTConfig(50304, 2048), 12, "naive", value_bytes=2)
+    run = Run(GPTConfig(50304, 2048), 12, declared("naive"), value_bytes=2)
     asked = peak(run).peak
-    found = remedies(run, capacity=asked // 3)
+    found = remedies(run, asked // 3, other=declared("auto"))
     batch = "data.batch_size=3 tokens_per_step=24576"
-    others = ["attention=tiled", "checkpointing=true", "model.loss_chunk=2048", "seq_len=1024"]
+    others = ["attention=auto", "checkpointing=true", "model.loss_chunk=2048", "seq_len=1024"]
     assert list(found) == [batch, *others]
     assert peak(found[batch]).peak <= asked // 3
     assert peak(replace(run, batch=4, accumulates=True)).peak > asked // 3
     assert all(peak(other).peak < 0.95 * asked for other in found.values())
     assert next(iter(remedies(run, capacity=0))).startswith("data.batch_size=1 ")
     assert next(iter(remedies(run, 0, 2**20))) == f"data.batch_size=1 tokens_per_step={2**20}"
-    frugal = Run(GPTConfig(64, 1, loss_chunk=1), 1, "tiled", checkpointing=True)
+    frugal = Run(GPTConfig(64, 1, loss_chunk=1), 1, declared("tiled"), checkpointing=True)
     assert remedies(frugal, capacity=0) == {}
 
 

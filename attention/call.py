@@ -1,0 +1,178 @@
+"""A call of attention as known before any tensor exists, and what an implementation declares that it can
+do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.checks import arch_name, dtype_name
+from attention.geometry import normalise_window
+from conf.values import UserError
+
+# What a call may ask for beyond plain causal self-attention, and what to change to do without it.
+FEATURES: dict[str, str] = {
+    "window": "model.window=null",
+    "softcap": "model.softcap=null",
+    "alibi": "model.position=learned, or rope",
+    "bias": "no attention bias",
+    "bias_grad": "a bias without gradient",
+    "segments": "data.document_mask=false",
+    "kv_lengths": "another attention for generation with a cache",
+    "dropout": "model.attn_dropout=0",
+    "gqa": "model.n_kv_head=null",
+    "noncausal": "model.causal=true",
+    "rectangular": "as many queries as keys",
+    "lse": "return_lse=False",
+}
+LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
+
+
+class UnsupportedAttention(UserError):
+    """An implementation was asked for what it cannot do. `.reasons` holds all reasons, not the first."""
+
+    def __init__(self, name: str, reasons: Sequence[str], call: AttentionCall | None = None):
+        self.name, self.reasons, self.call = name, list(reasons), call
+        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
+        super().__init__(
+            f"attention={name} cannot run {call or 'this call'}:{lines}\n"
+            "Change what is named above, or choose another implementation: attention=auto takes the first "
+            "capable one; attention=naive and attention=tiled do every option."
+        )
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call as known before any tensor exists, so that refusals come at start-up.
+
+    `purpose` is training, validation, prefill, decode, or call (made from live tensors); `arch` is the
+    compute capability of a CUDA device, (9, 0), where known; `backward`: whether gradients will be asked for.
+    """
+
+    purpose: str
+    device: str
+    arch: tuple[int, int] | None
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    tq: int
+    tk: int
+    head_dim: int
+    causal: bool = True
+    features: frozenset[str] = frozenset()
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        # The shape implies these, so that no caller can forget them.
+        implied = {
+            "gqa": self.heads != self.kv_heads,
+            "rectangular": self.tq != self.tk,
+            "noncausal": not self.causal,
+        }
+        features = frozenset(self.features) | {name for name, on in implied.items() if on}
+        if unknown := features - FEATURES.keys():
+            raise ValueError(
+                f"unknown attention features {sorted(unknown)}; the known ones are {sorted(FEATURES)}"
+            )
+        object.__setattr__(self, "features", features)
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *, purpose: str = "call", **options: Any) -> AttentionCall:
+        """The call that `Attention.forward(q, k, v, **options)` would be."""
+        bias, grad = options.get("bias"), torch.is_grad_enabled()
+        bias_grad = grad and bias is not None and bias.requires_grad
+        causal = options.get("causal", True)
+        left, right = normalise_window(options.get("window")) or (-1, -1)
+        asked = {
+            # Under `causal` a right bound says nothing.
+            "window": left >= 0 or (right >= 0 and not causal),
+            "softcap": options.get("softcap") is not None,
+            "alibi": options.get("alibi_slopes") is not None,
+            "bias": bias is not None,
+            "bias_grad": bias_grad,
+            "segments": options.get("segments") is not None,
+            "kv_lengths": options.get("kv_lengths") is not None,
+            "dropout": options.get("dropout_p", 0.0) > 0,
+            "lse": options.get("return_lse", False),
+        }
+        return cls(
+            purpose=purpose,
+            device=q.device.type,
+            arch=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None,
+            dtype=q.dtype,
+            batch=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            tq=q.shape[2],
+            tk=k.shape[2],
+            head_dim=q.shape[3],
+            causal=causal,
+            features=frozenset(name for name, on in asked.items() if on),
+            backward=grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
+        )
+
+    def __str__(self) -> str:
+        kind = "the call" if self.purpose == "call" else f"the {self.purpose} call"
+        return (
+            f"{kind} ({f'{self.device} {arch_name(self.arch)}'.rstrip()}, {dtype_name(self.dtype)}, "
+            f"q ({self.batch}, {self.heads}, {self.tq}, {self.head_dim}), "
+            f"k and v ({self.batch}, {self.kv_heads}, {self.tk}, {self.head_dim}), "
+            f"{'forward and backward' if self.backward else 'forward only'}, "
+            f"features: {', '.join(sorted(self.features)) or 'none'})"
+        )
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an implementation can do. Whatever is not declared is refused."""
+
+    features: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    dtypes: frozenset[torch.dtype] = FLOATS
+    min_arch: tuple[int, int] | None = None
+    max_arch: tuple[int, int] | None = None
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    backward: bool = True
+    # Features that run forward only.
+    no_gradient: frozenset[str] = frozenset()
+    # The same call gives the same bits, forward and backward: always, or once
+    # torch.use_deterministic_algorithms asks for it (PyTorch may then refuse its own operators).
+    deterministic: bool = False
+    deterministic_on_request: bool = False
+
+    @property
+    def can_be_deterministic(self) -> bool:
+        return self.deterministic or self.deterministic_on_request
+
+    def reasons(self, call: AttentionCall) -> list[str]:
+        """Why `call` cannot run, every reason with what to change; empty when it can."""
+        reasons = [f"no {f}: needs {FEATURES[f]}" for f in sorted(call.features - self.features)]
+        if call.device not in self.devices:
+            reasons.append(
+                f"no {call.device}: runs on {' and '.join(sorted(self.devices))} (trainer.accelerator)"
+            )
+        if call.dtype not in self.dtypes:
+            able = ", ".join(sorted(map(dtype_name, self.dtypes)))
+            reasons.append(f"no {dtype_name(call.dtype)}: needs one of {able} (precision)")
+        if call.arch and not (self.min_arch or (0, 0)) <= call.arch <= (self.max_arch or (99, 0)):
+            low, high = (arch_name(arch) or "any" for arch in (self.min_arch, self.max_arch))
+            reasons.append(f"no {arch_name(call.arch)}: needs a GPU from {low} to {high}")
+        if call.head_dim > (self.max_head_dim or call.head_dim) or call.head_dim % self.head_dim_multiple:
+            most = f"at most {self.max_head_dim}" if self.max_head_dim else "any size"
+            multiple = f", a multiple of {self.head_dim_multiple}" if self.head_dim_multiple > 1 else ""
+            reasons.append(
+                f"no head dim {call.head_dim}: needs {most}{multiple} (model.n_embd / model.n_head)"
+            )
+        if call.backward and not self.backward:
+            reasons.append("no backward: runs forward only (generation, validation)")
+        elif call.backward:
+            lacking = sorted(call.features & self.no_gradient)
+            reasons += [f"no gradient with {f}: needs {FEATURES[f]}" for f in lacking]
+        return reasons

@@ -1,0 +1,126 @@
+"""What an implementation says of itself beside its capabilities: whose it is, which kernels prove that it
+ran, and what a call costs. Measurements, estimates and reports go by this, and by no list of names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from attention.call import AttentionCall
+from conf.values import UserError
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of one kind: `pattern` is searched for in their demangled names (on a CPU, of operators)."""
+
+    label: str
+    pattern: str
+
+
+MATRIX_PRODUCTS = Kernels("matrix products", r"(?i)gemm|gemv|gemmk|nvjet|splitkreduce|\bdot_kernel")
+MATRIX_PRODUCTS_CPU = Kernels("matrix products on the CPU", r"(?i)^aten::(b|m|badd|add)mm(_out)?$|^aten::mv$")
+# What attention written out in PyTorch runs. Beside a fused kernel they are a pass that fell back to it.
+PRODUCTS = (MATRIX_PRODUCTS, MATRIX_PRODUCTS_CPU)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """When kernels are compiled: at the first call of each `kind` of call, or of each `shape`; `on_disk`:
+    whether another process finds them in a cache."""
+
+    each: Literal["kind", "shape"] = "kind"
+    on_disk: bool = True
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What an implementation is.
+
+    origin: ours, PyTorch's or another library's;
+    kernels: those that it may run, and that prove that it ran;
+    writes_scores: whether all scores are in memory at once, usually (`Costs` says it of a call);
+    writes_masks: whether a mask beyond causal is a tensor of Tq x Tk, where others skip what it hides;
+    tensor_cores: whether products in 16 bits are made on tensor cores;
+    launches_each_tile: whether a tile is a launch or more, thousands of them at length;
+    chooses: what it chooses among, call by call: its kernels, or all the other implementations;
+    compilation: of kernels at a first call; None where they are ready."""
+
+    origin: Literal["ours", "PyTorch", "library"] = "ours"
+    kernels: tuple[Kernels, ...] = ()
+    writes_scores: bool = False
+    writes_masks: bool = False
+    tensor_cores: bool = True
+    launches_each_tile: bool = False
+    chooses: Literal["", "kernels", "implementations"] = ""
+    compilation: Compilation | None = None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a layer's call costs beyond its tensors: q, k, v, out and lse, and in the backward dout, dq, dk,
+    dv.
+
+    kept: bytes kept for the backward beyond q, k, v and out; with the scores written out, copies of q, k and
+    v in the place of these are among them;
+    transient: the most bytes during the backward beyond those kept and dq, dk, dv;
+    shared: bytes kept once for all layers;
+    moved: bytes to and from DRAM, forward and backward, beyond each tensor once;
+    writes_scores: whether all scores are in memory at once, and products take those of hidden keys too;
+    backward_products: matrix products over the scores in the backward: four with the probabilities at hand,
+    five where they are computed again, seven where that is done once for dQ and once for dK and dV;
+    split_products: of fp32, the products on tensor cores, of 16 bits, that one is made of; 0: none."""
+
+    kept: int = 0
+    transient: int = 0
+    shared: int = 0
+    moved: tuple[int, int] = (0, 0)
+    writes_scores: bool = False
+    backward_products: int = 5
+    split_products: int = 0
+
+
+class CostsNotDeclared(UserError):
+    """Nothing is predicted of an implementation that does not say what it costs."""
+
+    def __init__(self, name: str, kind: type):
+        super().__init__(
+            f"attention={name} does not say what it costs, so that nothing can be predicted of it: give "
+            f"{kind.__name__} a method `costs` (attention/base.py), or predict for another implementation."
+        )
+
+
+def scores_bytes(call: AttentionCall) -> int:
+    """A layer's scores in fp32: 4 B H Tq Tk."""
+    return 4 * call.batch * call.heads * call.tq * call.tk
+
+
+def lse_bytes(call: AttentionCall) -> int:
+    """The log of the softmax's denominator, 4 B H Tq: all that a fused implementation keeps of the scores."""
+    return 4 * call.batch * call.heads * call.tq
+
+
+def q_bytes(call: AttentionCall) -> int:
+    """q, and out: B H Tq D values of the call's dtype."""
+    return call.batch * call.heads * call.tq * call.head_dim * call.dtype.itemsize
+
+
+def k_bytes(call: AttentionCall) -> int:
+    """k, and v: B Hkv Tk D values of the call's dtype."""
+    return call.batch * call.kv_heads * call.tk * call.head_dim * call.dtype.itemsize
+
+
+def wide_bytes(call: AttentionCall) -> int:
+    """q in fp32."""
+    return 4 * call.batch * call.heads * call.tq * call.head_dim
+
+
+def row_bytes(call: AttentionCall, tile: int = 128) -> int:
+    """A number in fp32 for each query, rows padded to whole tiles."""
+    return 4 * call.batch * call.heads * math.ceil(call.tq / tile) * tile
+
+
+def accumulator_bytes(call: AttentionCall, tile: int = 128) -> int:
+    """dQ in fp32, to which blocks of keys add by atomics: rows padded to whole tiles, columns to 32."""
+    return row_bytes(call, tile) * math.ceil(call.head_dim / 32) * 32

@@ -1,0 +1,61 @@
+"""The implementations that there are: the files of conf/attention, and nothing else lists them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+from attention.base import Attention, AttentionCall, Declaration
+from conf.values import UserError
+
+FOLDER = Path(__file__).resolve().parents[1] / "conf" / "attention"
+
+
+def names() -> list[str]:
+    """What attention=... can be, by name."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def contestants() -> list[str]:
+    """All but those that only choose among the others."""
+    return [name for name in names() if declaration(name).chooses != "implementations"]
+
+
+def build(name: str, **options: Any) -> Attention:
+    """The implementation of conf/attention/<name>.yaml, with `options` in the place of the file's.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    target, own = _entry(name)
+    module, _, cls = target.rpartition(".")
+    return getattr(importlib.import_module(module), cls)(**own | options)
+
+
+@functools.cache
+def declared(name: str) -> Attention:
+    """One of each name, to be asked what it declares."""
+    return build(name)
+
+
+def declaration(name: str) -> Declaration:
+    """What the implementation of a name declares; of a name that is none, as rows may have one, nothing."""
+    return declared(name).declaration if name in names() else Declaration()
+
+
+def able(call: AttentionCall) -> list[str]:
+    """The contestants that can run `call` here."""
+    return [name for name in contestants() if not declared(name).unsupported_reasons(call)]
+
+
+def _entry(name: str) -> tuple[str, dict[str, Any]]:
+    """The class of a file, and its options."""
+    import yaml
+
+    path = FOLDER / f"{name}.yaml"
+    if name not in names():
+        raise UserError(f"There is no attention={name}. Choose one of {', '.join(names())}.")
+    options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return options.pop("_target_"), options

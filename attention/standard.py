@@ -1,0 +1,102 @@
+"""softmax(Q K^T / sqrt(D)) V as papers and tutorials write it: the eager baseline of speed-ups.
+
+In the precision of its inputs, with PyTorch's softmax, where attention/naive.py, the specification, is in
+fp32 inside and gives an lse: to compare with that would flatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import (
+    PRODUCTS,
+    Attention,
+    AttentionCall,
+    Capabilities,
+    Costs,
+    Declaration,
+    scores_bytes,
+)
+from attention.declaration import q_bytes
+
+
+def torch_softmax(scores: Tensor) -> Tensor:
+    """PyTorch's own: shifted by the maximum and in fp32 inside, rounded when written."""
+    return torch.softmax(scores, dim=-1)
+
+
+def standard_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    segments: tuple[Tensor, Tensor] | None = None,
+    kv_lengths: Tensor | None = None,
+    softmax: Callable[[Tensor], Tensor] = torch_softmax,
+    scale_first: bool = False,
+) -> Tensor:
+    """out (B, H, Tq, D): all scores written out, the mask as -inf, probabilities kept by autograd.
+
+    `softmax` over the last dimension; `scale_first`: the scale goes into q, before the product. Every query
+    has to see a key, and what lies beyond `kv_lengths` to be finite; all of it is computed."""
+    scores = (q * scale) @ k.mT if scale_first else (q @ k.mT) * scale  # (B, H, Tq, Tk)
+    hidden, tq, tk = None, q.shape[2], k.shape[2]
+    if kv_lengths is not None:
+        i, j = torch.arange(tq, device=q.device).view(-1, 1), torch.arange(tk, device=q.device)
+        keys = kv_lengths.view(-1, 1, 1, 1)
+        hidden = j > i + keys - tq if causal else j >= keys
+    elif causal:
+        hidden = torch.ones(tq, tk, dtype=torch.bool, device=q.device).triu(1 + tk - tq)
+    if segments is not None:
+        apart = segments[0][:, None, :, None] != segments[1][:, None, None, :]
+        hidden = apart if hidden is None else hidden | apart
+    return softmax(scores if hidden is None else scores.masked_fill(hidden, -torch.inf)) @ v
+
+
+class StandardAttention(Attention):
+    """The baseline, memory O(T^2). Of the contract's options `causal` alone; studies whose queries all see a
+    key ask it for documents and a cache too (scripts/measure/instruments/textbook.py).
+
+    Args:
+        autocast: whether autocast has a say in it, which on a GPU has the softmax in fp32; without it all is
+        in
+            the precision of q.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset({"noncausal"}), devices=frozenset({"cpu", "cuda", "mps"}), deterministic=True
+    )
+    declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, writes_scores=True, writes_masks=True)
+
+    def __init__(self, autocast: bool = True, name: str = "standard"):
+        super().__init__(name)
+        self.autocast = autocast
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
+        masks = options.get("segments"), options.get("kv_lengths")
+        if self.autocast:
+            return standard_attention(q, k, v, causal, scale, *masks), None
+        with torch.autocast(q.device.type, enabled=False):
+            return standard_attention(q, k, v, causal, scale, *masks), None
+
+    def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
+        """M = 4 B H T^2, the scores in fp32. Kept are the probabilities, under autocast on a GPU in fp32, as
+        softmax gives them there, and in 16 bits for the product; q, k and v contiguous; the mask, T^2 bytes.
+        In the backward dP and dS, when the copy of v has gone, and the probabilities in 16 bits where there
+        are others; compiled, one of each in fp32, and a mask for all layers. Walks over the scores, in q's
+        precision: Q K^T 1, scale 2, mask 2, softmax 2, P V 1; dV and dP 2, softmax 3, mask 2, scale 2, dQ and
+        dK 2."""
+        matrix, walk = scores_bytes(call), scores_bytes(call) * call.dtype.itemsize // 4
+        copies, mask = 3 * q_bytes(call), call.tq * call.tk if call.causal else 0
+        written = {"moved": (8 * walk, 11 * walk), "writes_scores": True, "backward_products": 4}
+        if compiled:
+            return Costs(matrix + copies, matrix, mask, **written)
+        twice = call.dtype.itemsize == 2 and call.device == "cuda" and self.autocast
+        kept = walk + (matrix if twice else 0) + copies + mask
+        backward = (2 * matrix - walk if twice else 2 * walk) - q_bytes(call)
+        return Costs(kept, backward, **written)

@@ -1,0 +1,74 @@
+"""How much shared memory a block of each stage of the CUDA ladder takes, from the stages' tables of tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def shared_memory(
+    stage: str, head_dim: int, dtype: torch.dtype, arch: tuple[int, int], able: int, keys: int, backward: bool
+) -> dict[str, int]:
+    """Bytes by kernel, where a block may use `able` on a GPU of `arch`, for `keys` keys."""
+    if stage == "rowwise":
+        return {"row of scores": 4 * keys}
+    if stage == "fa1":
+        from ops.cuda.tensor_cores import fa1_tile
+
+        tile = fa1_tile(head_dim, able)
+        return {f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
+    if stage in ("fa2", "fa3"):
+        made = _fa3(head_dim) if stage == "fa3" else _fa2(head_dim)
+        return made | (_fa2_backward(head_dim, able) if backward else {})
+    if stage == "tiled":
+        on_tensor_cores = dtype == torch.float32 and arch >= (8, 0)
+        return (_planes if on_tensor_cores else _plain)(head_dim, able, backward)
+    return {}
+
+
+def fa2_tile(head_dim: int) -> Any:
+    """The forward's tile of fa2."""
+    from ops.cuda.tensor_cores import _FORWARD, padded
+
+    return _FORWARD[padded(head_dim)]
+
+
+def _fa2(head_dim: int) -> dict[str, int]:
+    tile = fa2_tile(head_dim)
+    return {f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
+
+
+def _fa3(head_dim: int) -> dict[str, int]:
+    from ops.cuda.hopper import _FORWARD, padded
+
+    tile = _FORWARD[padded(head_dim)]
+    return {f"forward, {64 * tile.groups} x {tile.bc}": tile.shared_bytes(head_dim)}
+
+
+def _fa2_backward(head_dim: int, able: int) -> dict[str, int]:
+    from ops.cuda.tensor_cores import backward_tile
+
+    tile = backward_tile(head_dim, able)
+    return {f"backward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
+
+
+def _planes(head_dim: int, able: int, backward: bool) -> dict[str, int]:
+    from ops.cuda import planes, planes_backward
+
+    tables = {"forward": (planes._FORWARD,)}
+    if backward:
+        tables["backward"] = (planes_backward._DKDV, planes_backward._DQ)
+    width = planes.padded(head_dim)
+    return {
+        passed: max(planes.first_that_fits(of[width], head_dim, able).shared_bytes(head_dim) for of in every)
+        for passed, every in tables.items()
+    }
+
+
+def _plain(head_dim: int, able: int, backward: bool) -> dict[str, int]:
+    from ops.cuda.plain import tile
+
+    q = torch.empty(1, 1, 1, head_dim, device="meta")
+    passes = {"forward": False} | ({"backward": True} if backward else {})
+    return {name: tile(q, back).shared_bytes(head_dim, back) for name, back in passes.items()}
