@@ -33,12 +33,18 @@ def parity(same: bool) -> list[dict[str, object]]:
 
 def test_as_fast_as_claimed_to_the_same_losses(tmp_path, both_models):
     found = end_to_end(results(tmp_path, speedup_end_to_end=json.loads(both_models), parity=parity(True)))
+    assert found.verdict == IN_PART  # 2.58x by attention alone, where 3.5x and 3.0x are claimed
+    assert found.figure.startswith("2.58x (gpt2) and 2.58x (gpt2_medium) by attention alone; compiled 1.80x")
+    assert "loop 4.5x transformers' eager attention (theirs 3.5x), 3.0x its SDPA" in found.why
+    rows = json.loads(both_models)
+    for row in rows:
+        if row["point"]["implementation"] == "standard":
+            row["result"]["tokens_per_s"] /= 2
+    (tmp_path / "slower").mkdir()
     assert (
-        found.verdict == HOLDS
-        and found.figure == "4.5x (gpt2) and 4.5x (gpt2_medium); by attention alone 1.8x"
+        end_to_end(results(tmp_path / "slower", speedup_end_to_end=rows, parity=parity(True))).verdict
+        == HOLDS
     )
-    assert "gpt2: triton, compiled is 4.5x, 3.0x its SDPA, 1.8x our own model" in found.why
-    assert "that model where neither is compiled" in found.why
     assert "by 2e-05 at most, within" in found.why and "study.py speedup_end_to_end" in found.command
 
 
@@ -48,13 +54,7 @@ def test_without_the_same_losses_or_the_factor_it_holds_in_part(tmp_path, both_m
     found = end_to_end(results(tmp_path / "a", speedup_end_to_end=rows))
     assert found.verdict == IN_PART and "was not measured" in found.why
     for row in rows:
-        if row["point"]["implementation"] == "transformers eager":
-            row["result"]["tokens_per_s"] = 150e3
-    (tmp_path / "b").mkdir()
-    found = end_to_end(results(tmp_path / "b", speedup_end_to_end=rows, parity=parity(True)))
-    assert found.verdict == IN_PART and found.figure.startswith("3.0x (gpt2)")
-    for row in rows:
-        if row["point"]["implementation"] == "transformers eager":
+        if row["point"]["implementation"] == "standard":
             row["result"]["tokens_per_s"] = 500e3
     (tmp_path / "c").mkdir()
     assert end_to_end(results(tmp_path / "c", speedup_end_to_end=rows)).verdict == FAILS
@@ -67,19 +67,19 @@ def test_one_model_is_not_enough(tmp_path, both_models):
 
 
 @pytest.mark.parametrize(
-    ("written_out", "verdict", "word"),
+    ("naive", "verdict"),
     [
-        (250e3, HOLDS, "substantially"),
-        (330e3, HOLDS, "moderately"),
-        (420e3, IN_PART, "little"),
-        (460e3, FAILS, "little"),
+        (250e3, HOLDS),
+        (391e3, HOLDS),
+        (392e3, IN_PART),  # 1.148x is not 1.15x
+        (460e3, FAILS),
     ],
 )
-def test_a_short_encoder(tmp_path, written_out, verdict, word):
+def test_a_short_encoder(tmp_path, naive, verdict):
     rows = rows_of("experiment=encoder_short", "sweep.grid.attention=[standard,triton]")
     for row in rows:
         if row["point"]["implementation"] == "standard" and row["point"]["compile"]:
-            row["result"]["tokens_per_s"] = written_out
+            row["result"]["tokens_per_s"] = naive
     found = short_encoder(results(tmp_path, encoder_short=rows))
-    assert found.verdict == verdict and f"it gains {word}" in found.why
-    assert found.figure == f"{450e3 / written_out:.2f}x over compiled, 2.58x over eager"
+    assert found.verdict == verdict and "depends on their baseline" in found.why
+    assert found.figure == f"{450e3 / naive:.3f}x over compiled, 2.58x over eager"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, NotMeasured, Results
 from scripts.measure.claims.long_context import longer_contexts
 from scripts.measure.report.long_context_report import Measured, report
 from scripts.measure.rows import key_of
@@ -94,5 +94,10 @@ def test_claim_5_wants_a_better_model_at_little_cost(tmp_path, gain, train_s, ve
     rows += [row("speed", 1024, 1, speed(2.0)), row("speed", 4096, 1, speed(train_s))]
     (folder / "h200.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     found = longer_contexts(Results(tmp_path))
-    assert found.verdict == verdict and f"{-gain / 2:+.4f} ± 0.0000 nats at 4,096" in found.why
+    assert found.verdict == UNTESTED and found.why.startswith("not at this scale: a model of")
+    for one in rows:
+        one["result"]["parameters"] = 124_000_000
+    (folder / "h200.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    found = longer_contexts(Results(tmp_path))
+    assert found.verdict == verdict and f"{-gain / 2:+.3f} ± 0.000 nats from 1,024 to 4,096" in found.why
     assert found.figure.endswith(f"time 1.00 / {train_s / 2:.2f}") and found.gpu == "NVIDIA H200"

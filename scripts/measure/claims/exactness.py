@@ -16,20 +16,32 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}
 def asked_and_run(results: Results) -> Answer:
     rows = results.rows("numerics", part="asked")
     ran = [row for row in rows if row["result"]["status"] == "ok" and row["point"]["wants"]]
-    other = [row for row in ran if not row["result"]["as_asked"]]
-    silent = [row for row in other if not row["result"]["said"]]
-    # One call that runs another kernel without a word is enough to make asking no evidence.
-    verdict = HOLDS if silent else IN_PART if other else FAILS
-    examples = "; ".join(f"{_call(row)} ran {' and '.join(row['result']['ran'])}" for row in silent)
+    forced = [row for row in ran if _forces(row)]
+    hinted = [row for row in ran if not _forces(row)]
+    wrong, ignored = ([row for row in some if not row["result"]["as_asked"]] for some in (forced, hinted))
+    # Asking names one implementation or backend and no other: one such call that ran another kernel makes
+    # asking no evidence; a preference among several that is passed over makes it so in part.
+    verdict = HOLDS if wrong else IN_PART if ignored else FAILS
+    examples = "; ".join(f"{_call(row)} ran {' and '.join(row['result']['ran'])}" for row in wrong + ignored)
     left = [row for row in rows if row["result"]["status"] == "ok" and not row["point"]["wants"]]
     refused = sum(row["result"]["status"] == "unsupported" for row in rows)
     choices = sorted({name for row in left for name in row["result"]["ran"]})
     why = (
-        f"Without a word: {examples or 'none'}. Left to itself, SDPA took {', '.join(choices)}, by the "
-        f"inputs. {refused} calls were refused with a reason."
+        f"Calls that name one backend alone ran it, or were refused with a reason ({refused} calls), in "
+        f"{len(forced) - len(wrong)} of {len(forced)} cases. Preferences, which leave another one open, "
+        f"were passed over without a word: {examples or 'none'}. Left to itself, SDPA took "
+        f"{', '.join(choices)}, by the inputs. Flags of other libraries are not tried here."
     )
-    figure = f"{len(other)} of {len(ran)} calls ran another kernel, {len(silent)} of them silently"
+    figure = f"another kernel ran for {len(wrong)} of {len(forced)} forced calls and {len(ignored)} of "
+    figure += f"{len(hinted)} preferences"
     return answer(rows, figure, verdict, why)
+
+
+def _forces(row: Row) -> bool:
+    """Whether the call leaves nothing else to run: not a list of backends, a flag, or a formula to "
+    "compile."""
+    name = row["point"]["implementation"]
+    return not name.startswith(("sdpa_kernel([", "enable_", "softmax(", "torch.compile"))
 
 
 def _call(row: Row) -> str:
@@ -64,11 +76,11 @@ def exact(results: Results) -> Answer:
     wanted = known[0]["result"]["expected"]
     sizes = {str(row["point"]["tile"]) for row in tiles if row["point"]["implementation"] == "tiled"}
     why = (
-        f"{len({row['point']['implementation'] for row in known})} implementations, keys in different tiles: "
-        f"the sum is {wanted['sum']:.4f} and the output {wanted['out']:.6f}"
+        f"{len({row['point']['implementation'] for row in known})} implementations, keys in different "
+        f"tiles: the sum is {wanted['sum']:.4f} and the output {wanted['out']:.6f}"
         f"{'' if error is None else f', to {error:.0e} in fp64' if error else ', exactly in fp64'}; "
-        f"{'all' if not off else 'but for ' + ', '.join(sorted(set(off)))} within rounding. "
-        f"With {len(sizes)} sizes of tiles the largest error of `tiled` is {figures}."
+        f"{'all' if not off else 'but for ' + ', '.join(sorted(set(off)))} within rounding. With "
+        f"{len(sizes)} sizes of tiles the largest error of `tiled` is {figures}."
     )
     return answer([*known, *tiles], f"at most {figures}", verdict, why)
 
@@ -112,8 +124,8 @@ def stable(results: Results) -> Answer:
     good = [name for name in first if name not in FORMULAS and name not in broken]
     why = (
         f"NaN in fp16 as q and k grow: {'; '.join(said) or 'none'}. No NaN up to a factor of "
-        f"{max(numerics.unique(rows, 'magnitude'))}: {', '.join(good)}"
-        f"{'; NaN: ' + ', '.join(broken) if broken else ''}. "
+        f"{max(numerics.unique(rows, 'magnitude'))}: "
+        f"{', '.join(good)}{'; NaN: ' + ', '.join(broken) if broken else ''}. "
     )
     if "naive" in good:
         why += (

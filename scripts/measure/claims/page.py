@@ -59,7 +59,7 @@ def table(found: dict[int, Answer]) -> str:
 def section(claim: Claim, ours: Answer) -> str:
     lines = [f"### Claim {claim.number}", f"*{claim.claim}*"]
     if ours.verdict == UNTESTED:
-        return "\n\n".join([*lines, f"**Not tested here**: {ours.why}."])
+        return "\n\n".join([*lines, f"**Not tested here**: {ours.why.rstrip('.')}."])
     lines.append(f"**{ours.verdict.capitalize()}**: {ours.figure}. {ours.why}")
     return "\n\n".join([*lines, f"{ours.gpu}; {ours.command}"])
 
