@@ -63,7 +63,7 @@ def _groups() -> Iterator[Any]:
             yield pytest.param(cases, id=group, marks=[pytest.mark.long] * (not quick))
 
 
-@pytest.mark.parametrize("cases", _groups())
+@pytest.mark.parametrize("cases", list(_groups()))
 @pytest.mark.parametrize("version", VERSIONS)
 def test_grid(on_cpu: Any, version: int, cases: list[Case]) -> None:
     """Every small case within the criterion, forward and backward; and what is refused is not in silence."""

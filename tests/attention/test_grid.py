@@ -39,7 +39,7 @@ def _check(name: str, case: Case, device: str, dtypes: tuple[torch.dtype, ...]) 
         assert not wrong, f"{name}, {case.id}, {dtype}: error over what is allowed: {wrong}"
 
 
-@pytest.mark.parametrize(("name", "case", "dtypes"), _of_a_cpu())
+@pytest.mark.parametrize(("name", "case", "dtypes"), list(_of_a_cpu()))
 def test_cpu(name: str, case: Case, dtypes: tuple[torch.dtype, ...]) -> None:
     _check(name, case, "cpu", dtypes)
 

@@ -68,7 +68,7 @@ def _registered():
             yield pytest.param(name, shape, marks=slow, id=f"{name}-{shape}")
 
 
-@pytest.mark.parametrize(("name", "shape"), _registered())
+@pytest.mark.parametrize(("name", "shape"), list(_registered()))
 def test_the_cache_changes_nothing(name, shape, recorded):
     model = make(build(name), **SHAPES[shape])
     for purpose in ("prefill", "decode"):
