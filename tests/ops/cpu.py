@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from ops.cuda.call import _POINTERS, Params
+from attention.geometry import diagonal_band
+from ops.cuda.call import _POINTERS, Call, Params
+from scripts.accuracy import Problem, dropout_seed
 
 GXX = shutil.which("g++")
 CSRC = Path(__file__).parents[2] / "ops" / "csrc"
@@ -140,6 +143,41 @@ class TensorCores(Compiler):
         header.write_text(
             text.replace("typedef float element;", '#include "mma_cpu.h"\ntypedef float element;')
         )
+
+
+def inputs(
+    shape: tuple[int, int, int],
+    heads: tuple[int, int] = (1, 1),
+    batch: int = 1,
+    lengths: list[int] | None = None,
+    cut: int = 0,
+    magnitude: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k (both of `magnitude`), v and dout for (Tq, Tk, D). Keys and values beyond `lengths` are NaN; each
+    row begins `cut` elements into a longer one."""
+    (tq, tk, head_dim), g = shape, torch.Generator().manual_seed(7)
+    kinds = ((heads[0], tq, magnitude), (heads[1], tk, magnitude), (heads[1], tk, 1.0), (heads[0], tq, 1.0))
+    made = [size * torch.randn(batch, h, t, head_dim + 2 * cut, generator=g) for h, t, size in kinds]
+    q, k, v, dout = (x.to(dtype)[..., cut : cut + head_dim] for x in made)
+    for b, length in enumerate(lengths or []):
+        k[b, :, length:] = v[b, :, length:] = torch.nan
+    return q, k, v, dout
+
+
+def documents(*runs: int) -> Tensor:
+    """Ids (1, T) of documents of these lengths, one after the other."""
+    return torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).int()[None]
+
+
+def call_of(problem: Problem, tuning: list[int]) -> Call:
+    """As the launch functions take it."""
+    q, o = problem.q, problem.options
+    left, right = diagonal_band(o.get("causal", True), o.get("window"))
+    tensors = (o.get("alibi_slopes"), None, *(o.get("segments") or (None, None)), o.get("kv_lengths"))
+    scale, dropout_p = o.get("scale", q.shape[3] ** -0.5), o.get("dropout_p", 0.0)
+    numbers = (scale, left, right, o.get("softcap", 0.0), dropout_p, tuning)
+    return Call(q, problem.k, problem.v, *tensors, dropout_seed(q.device), *numbers)
 
 
 class Sanitizer:

@@ -23,6 +23,7 @@ from ops.library import register_attention
 from scripts.accuracy import Problem, computed, error_ratios, expected
 from tests.grid import long_but
 from tests.ops import cpu
+from tests.ops.cpu import documents
 from tests.ops.recorded import SHARED_BYTES
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
@@ -59,23 +60,7 @@ def use(monkeypatch: pytest.MonkeyPatch, compiler: cpu.TensorCores) -> Callable[
     return use
 
 
-def _inputs(
-    shape: tuple[int, int, int],
-    heads: tuple[int, int] = (1, 1),
-    batch: int = 1,
-    unaligned: bool = False,
-    lengths: list[int] | None = None,
-) -> tuple[Tensor, ...]:
-    """q, k, v and dout. unaligned: each row begins 2 bytes beyond a multiple of 16. Keys and values beyond
-    `lengths` are NaN."""
-    (tq, tk, head_dim), g = shape, torch.Generator().manual_seed(7)
-    made = []
-    for h, t in ((heads[0], tq), (heads[1], tk), (heads[1], tk), (heads[0], tq)):
-        x = torch.randn(batch, h, t, head_dim + 8 * unaligned, generator=g).bfloat16()
-        made.append(x[..., 1 : 1 + head_dim] if unaligned else x)
-    for b, length in enumerate(lengths or []):
-        made[1][b, :, length:] = made[2][b, :, length:] = torch.nan
-    return tuple(made)
+_inputs = partial(cpu.inputs, dtype=torch.bfloat16)
 
 
 def _judge(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> dict[str, float]:
@@ -90,17 +75,12 @@ def _judge(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> dic
     return ratios
 
 
-def _ids(*runs: int) -> Tensor:
-    """Documents of these lengths, one after the other."""
-    return torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).int()[None]
-
-
-_DOCUMENTS = (_ids(70, 1, 119), _ids(80, 1, 60, 69))
+_DOCUMENTS = (documents(70, 1, 119), documents(80, 1, 60, 69))
 _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((97, 200, 32), {"heads": (2, 1)}, {"causal": False, "window": (30, 20)}),
-    ((200, 90, 40), {"unaligned": True}, {"window": (37, 0), "softcap": 1.5}),
-    ((97, 90, 40), {"unaligned": True}, {"window": (37, 0), "softcap": 1e7}),
-    ((97, 90, 40), {"unaligned": True}, {"window": (37, 0), "softcap": 1e-46}),  # 0 in fp32
+    ((200, 90, 40), {"cut": 1}, {"window": (37, 0), "softcap": 1.5}),
+    ((97, 90, 40), {"cut": 1}, {"window": (37, 0), "softcap": 1e7}),
+    ((97, 90, 40), {"cut": 1}, {"window": (37, 0), "softcap": 1e-46}),  # 0 in fp32
     ((300, 70, 64), {"heads": (2, 2)}, {}),  # 230 rows that see no key, and whole blocks
     ((300, 70, 128), {"heads": (1, 1)}, {}),
     ((40, 150, 128), {"heads": (6, 2), "batch": 2}, {}),  # one tile of queries a head
@@ -108,11 +88,11 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((150, 140, 72), {"batch": 2, "lengths": [140, 77]}, {"alibi_slopes": torch.tensor([0.1])}),
     ((190, 210, 96), {}, {"causal": False, "dropout_p": 0.2, "segments": _DOCUMENTS}),
     # Tiles of one document, which compare no ids, up to its end and from its beginning.
-    ((260, 340, 32), {}, {"causal": False, "segments": (_ids(150, 110), _ids(200, 140))}),
-    ((260, 340, 32), {}, {"segments": (_ids(70, 190), _ids(90, 250))}),
+    ((260, 340, 32), {}, {"causal": False, "segments": (documents(150, 110), documents(200, 140))}),
+    ((260, 340, 32), {}, {"segments": (documents(70, 190), documents(90, 250))}),
     ((130, 140, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
-    ((70, 150, 96), {"unaligned": True}, {"scale": -0.2}),
-    ((70, 80, 96), {"unaligned": True}, {"scale": 0.0}),
+    ((70, 150, 96), {"cut": 1}, {"scale": -0.2}),
+    ((70, 80, 96), {"cut": 1}, {"scale": 0.0}),
     ((1, 3, 8), {}, {}),
 ]
 
@@ -269,7 +249,7 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         "kv_lengths": None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
     }
     shape, heads, unaligned = (tq, tk, head_dim), (group * kv_heads, kv_heads), draw.random() < 0.3
-    q, k, v, dout = _inputs(shape, heads, batch, unaligned, lengths)
+    q, k, v, dout = _inputs(shape, heads, batch, lengths, cut=int(unaligned))
     exact, _ = expected(Problem(q, k, v, options, dout))
     ratios = _judge(q, k, v, dout, **options)
     wrong = {name: ratio for name, ratio in ratios.items() if ratio > 1 and exact[name.split("_")[0]].any()}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.geometry import diagonal_band
 from ops.cuda import plain, planes, tiled
 from ops.cuda.call import Call
 from ops.cuda.planes import Tile
-from scripts.accuracy import Problem, dropout_seed, error_ratios, expected
+from scripts.accuracy import Problem, error_ratios, expected
 from tests.ops import cpu
+from tests.ops.cpu import documents
 from tests.ops.recorded import SHARED_BYTES
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
@@ -37,31 +37,13 @@ def use(compiler: cpu.TensorCores, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield use
 
 
-def _inputs(
-    shape: tuple[int, int, int],
-    heads: tuple[int, int] = (1, 1),
-    batch: int = 1,
-    lengths: list[int] | None = None,
-    cut: int = 0,
-    magnitude: float = 1.0,
-) -> tuple[Tensor, ...]:
-    """q, k (of `magnitude`), v. Keys and values beyond `lengths` are NaN; rows begin at `cut` of longer."""
-    (tq, tk, head_dim), g = shape, torch.Generator().manual_seed(7)
-    made = []
-    for h, t, size in ((heads[0], tq, magnitude), (heads[1], tk, magnitude), (heads[1], tk, 1.0)):
-        x = size * torch.randn(batch, h, t, head_dim + 2 * cut, generator=g)
-        made.append(x[..., cut : cut + head_dim])
-    for b, length in enumerate(lengths or []):
-        made[1][b, :, length:] = made[2][b, :, length:] = torch.nan
-    return tuple(made)
+def _inputs(*shape: Any, **made: Any) -> tuple[Tensor, ...]:
+    """q, k and v."""
+    return cpu.inputs(*shape, **made)[:3]
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, **o: Any) -> Call:
-    left, right = diagonal_band(o.get("causal", True), o.get("window"))
-    tensors = (o.get("alibi_slopes"), None, *(o.get("segments") or (None, None)), o.get("kv_lengths"))
-    scale, dropout_p = o.get("scale", q.shape[3] ** -0.5), o.get("dropout_p", 0.0)
-    numbers = (scale, left, right, o.get("softcap", 0.0), dropout_p, [0, 0])
-    return Call(q, k, v, *tensors, dropout_seed(q.device), *numbers)
+def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
+    return cpu.call_of(Problem(q, k, v, options), [0, 0])
 
 
 def _judge(q: Tensor, k: Tensor, v: Tensor, tile: Tile | None = None, **options: Any) -> dict[str, float]:
@@ -69,11 +51,6 @@ def _judge(q: Tensor, k: Tensor, v: Tensor, tile: Tile | None = None, **options:
     call = _call(q, k, v, **options)
     out, lse = planes.run_forward(q, k, v, call, tile) if tile else planes.forward(q, k, v, call)
     return error_ratios({"out": out, "lse": lse}, *expected(Problem(q, k, v, options)), torch.float32)
-
-
-def _ids(*runs: int) -> Tensor:
-    """Documents of these lengths, one after the other."""
-    return torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).int()[None]
 
 
 _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
@@ -86,7 +63,11 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((300, 70, 64), {}, {}),  # 230 rows that see no key, and whole blocks
     ((33, 140, 64), {"batch": 3, "lengths": [0, 60, 140]}, {"causal": False}),
     ((150, 140, 80), {"batch": 2, "lengths": [140, 77]}, {"alibi_slopes": torch.tensor([0.1])}),
-    ((140, 200, 96), {}, {"causal": False, "dropout_p": 0.2, "segments": (_ids(70, 70), _ids(70, 130))}),
+    (
+        (140, 200, 96),
+        {},
+        {"causal": False, "dropout_p": 0.2, "segments": (documents(70, 70), documents(70, 130))},
+    ),
     ((70, 80, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
     ((33, 70, 96), {"cut": 3}, {"scale": -0.2}),
     ((70, 80, 96), {"cut": 3}, {"scale": 0.0}),

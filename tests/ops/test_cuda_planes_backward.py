@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.geometry import diagonal_band
 from ops.cuda import plain, planes, planes_backward
-from ops.cuda.call import Call
 from ops.cuda.planes_backward import Tile
-from scripts.accuracy import Problem, dropout_seed, error_ratios, expected
+from scripts.accuracy import Problem, error_ratios, expected
 from tests.grid import long_but
 from tests.ops import cpu
+from tests.ops.cpu import call_of, documents, inputs
 from tests.ops.recorded import SHARED_BYTES
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
@@ -55,44 +54,9 @@ def on_cpu(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     yield
 
 
-def _use(compiler: Compiler, mistaken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts `mistaken` in the place of NVRTC for the two kernels, and `compiler` for the others."""
-
-    def kernel(source: str, *rest: Any) -> Any:
-        return (mistaken if source.startswith("fp32/planes_backward") else compiler)(source, *rest)
-
-    monkeypatch.setattr(plain, "_kernel", kernel)
-
-
-def _inputs(
-    shape: tuple[int, int, int],
-    heads: tuple[int, int] = (1, 1),
-    batch: int = 1,
-    lengths: list[int] | None = None,
-    cut: int = 0,
-) -> tuple[Tensor, ...]:
-    """q, k, v and dout. Keys and values beyond `lengths` are NaN; rows begin at `cut` of longer ones."""
-    (tq, tk, head_dim), g = shape, torch.Generator().manual_seed(7)
-    made = []
-    for h, t in ((heads[0], tq), (heads[1], tk), (heads[1], tk), (heads[0], tq)):
-        made.append(torch.randn(batch, h, t, head_dim + 2 * cut, generator=g)[..., cut : cut + head_dim])
-    for b, length in enumerate(lengths or []):
-        made[1][b, :, length:] = made[2][b, :, length:] = torch.nan
-    return tuple(made)
-
-
 def _problem(shape: tuple[int, int, int], options: dict[str, Any] | None = None, **made: Any) -> Problem:
-    q, k, v, dout = _inputs(shape, **made)
+    q, k, v, dout = inputs(shape, **made)
     return Problem(q, k, v, options or {}, dout)
-
-
-def _call(problem: Problem) -> Call:
-    o = problem.options
-    left, right = diagonal_band(o.get("causal", True), o.get("window"))
-    tensors = (o.get("alibi_slopes"), None, *(o.get("segments") or (None, None)), o.get("kv_lengths"))
-    scale, dropout_p = o.get("scale", problem.q.shape[3] ** -0.5), o.get("dropout_p", 0.0)
-    numbers = (scale, left, right, o.get("softcap", 0.0), dropout_p, [0])
-    return Call(problem.q, problem.k, problem.v, *tensors, dropout_seed(problem.q.device), *numbers)
 
 
 def _judge(problem: Problem, *tiles: Tile) -> dict[str, float]:
@@ -100,15 +64,10 @@ def _judge(problem: Problem, *tiles: Tile) -> dict[str, float]:
     rounded to fp32."""
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     reference, formula = expected(problem)
-    given = dout, q, k, v, reference["out"].float(), reference["lse"].float(), _call(problem)
+    given = dout, q, k, v, reference["out"].float(), reference["lse"].float(), call_of(problem, [0])
     grads = planes_backward.run_backward(*given, *tiles) if tiles else planes_backward.backward(*given)
     got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     return error_ratios(got, reference, formula, torch.float32)
-
-
-def _ids(*runs: int) -> Tensor:
-    """Documents of these lengths, one after the other."""
-    return torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).int()[None]
 
 
 _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
@@ -118,7 +77,11 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((20, 70, 128), {"heads": (4, 2)}, {}),  # one tile of queries a head
     ((33, 140, 64), {"batch": 3, "lengths": [0, 60, 140]}, {"causal": False}),
     ((50, 100, 80), {"batch": 2, "lengths": [100, 37]}, {"alibi_slopes": torch.tensor([0.1])}),
-    ((140, 200, 96), {}, {"causal": False, "dropout_p": 0.2, "segments": (_ids(70, 70), _ids(70, 130))}),
+    (
+        (140, 200, 96),
+        {},
+        {"causal": False, "dropout_p": 0.2, "segments": (documents(70, 70), documents(70, 130))},
+    ),
     ((70, 80, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
     ((1, 3, 7), {}, {}),
 ]
@@ -139,14 +102,14 @@ def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict
 def test_rows_of_little_gradient() -> None:
     """Keys beside one with most of the weight, tokens of small dout, a channel of outliers: the error of each
     row, beside its own largest number, is of the order of that which the formula in fp32 makes."""
-    q, k, v, dout = _inputs((128, 128, 64))
+    q, k, v, dout = inputs((128, 128, 64))
     k[:, :, 0] = 8 * q.mean(2)
     q += 1.5 * q.mean(2, keepdim=True)
     k[..., 5] *= 30
     dout *= torch.logspace(-6, 0, 128)[:, None]
     problem = Problem(q, k, v, {"causal": False}, dout)
     reference, formula = expected(problem)
-    given = dout, q, k, v, reference["out"].float(), reference["lse"].float(), _call(problem)
+    given = dout, q, k, v, reference["out"].float(), reference["lse"].float(), call_of(problem, [0])
     for name, got in zip(("dq", "dk", "dv"), planes_backward.backward(*given), strict=True):
         most = reference[name].abs().amax(3)
         ours, theirs = (((x - reference[name]).abs().amax(3) / most).max() for x in (got, formula[name]))
@@ -164,7 +127,7 @@ def test_dropout_of_nearly_all() -> None:
 
 def test_gradients_near_the_largest_of_fp32() -> None:
     """Of 2^120 or so, beyond which the 2^12 that P is multiplied by must not push dV."""
-    q, k, v, dout = _inputs((40, 50, 64))
+    q, k, v, dout = inputs((40, 50, 64))
     ratios = _judge(Problem(q, k, v, {}, dout * 2.0**116))
     assert max(ratios.values()) <= 1, ratios
 
@@ -215,7 +178,7 @@ def test_tiles_fit(table: dict[int, tuple[Tile, ...]], shared_bytes: int) -> Non
 def _bits(*inputs: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call whose out and lse are some numbers."""
     q, k, v, dout = inputs
-    call, lse = _call(Problem(q, k, v, {}, dout)), torch.full(q.shape[:3], 3.0)
+    call, lse = call_of(Problem(q, k, v, {}, dout), [0]), torch.full(q.shape[:3], 3.0)
     return planes_backward.backward(dout, q, k, v, q.contiguous(), lse, call)
 
 
@@ -235,15 +198,15 @@ def _in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads in groups, and with the shortest tiles of all at the end, give the same bits."""
     _in_small_tiles(monkeypatch)
-    inputs = _inputs((40, 48, 32), (6, 6))  # three tiles of queries and of keys
-    before = _bits(*inputs)
+    tensors = inputs((40, 48, 32), (6, 6))  # three tiles of queries and of keys
+    before = _bits(*tensors)
     request.getfixturevalue("small_groups")
-    assert _equal(before, _bits(*inputs))
+    assert _equal(before, _bits(*tensors))
 
 
 def test_layouts() -> None:
     """Rows that overlap, and one dout for all."""
-    q, k, v, dout = (x.flatten()[: 39 + 64].view(1, 1, -1).unfold(-1, 64, 1) for x in _inputs((40, 40, 64)))
+    q, k, v, dout = (x.flatten()[: 39 + 64].view(1, 1, -1).unfold(-1, 64, 1) for x in inputs((40, 40, 64)))
     dout = dout[:, :, :1, :1].expand(dout.shape)
     assert _equal(_bits(q, k, v, dout), _bits(*(x.contiguous() for x in (q, k, v, dout))))
 
@@ -251,7 +214,11 @@ def test_layouts() -> None:
 def test_no_races(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread sanitizer, in blocks that meet two tiles, in dkdv of two heads."""
     sanitizer = cpu.Sanitizer(compiler)
-    _use(compiler, sanitizer, monkeypatch)
+
+    def kernel(source: str, *rest: Any) -> Any:
+        return (sanitizer if source.startswith("fp32/planes_backward") else compiler)(source, *rest)
+
+    monkeypatch.setattr(plain, "_kernel", kernel)
     _in_small_tiles(monkeypatch)
-    _bits(*_inputs((20, 40, 32), (2, 1)))
+    _bits(*inputs((20, 40, 32), (2, 1)))
     assert sanitizer.reports == {"tilegpt_planes_dkdv": "", "tilegpt_planes_dq": ""}
