@@ -79,6 +79,7 @@ def test_rows_hold_what_was_measured(bench, capsys):
     assert "sdpa_cudnn: unsupported: SDPA's cudnn" in printed
 
 
+@pytest.mark.long
 def test_what_this_commit_measured_is_kept(bench, capsys, monkeypatch):
     first = bench("--attention", "naive", "--pass", "forward")
     again = bench("--attention", "naive", "--pass", "forward")

@@ -31,6 +31,7 @@ def parity(same: bool) -> list[dict[str, object]]:
     return [{"key": "k", "point": point, "result": result, "machine": machine}]
 
 
+@pytest.mark.long
 def test_as_fast_as_claimed_to_the_same_losses(tmp_path, both_models):
     found = end_to_end(results(tmp_path, speedup_end_to_end=json.loads(both_models), parity=parity(True)))
     assert found.verdict == IN_PART  # 2.58x by attention alone, where 3.5x and 3.0x are claimed

@@ -185,6 +185,7 @@ def test_a_mistake_is_one_message(trained, arguments, words, monkeypatch, capsys
     assert len(err.splitlines()) <= 2 and not out
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough(trained):
     """As in `generate.py ... | head -c 1`."""
     read, write = os.pipe()

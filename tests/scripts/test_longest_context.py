@@ -66,6 +66,7 @@ def run(out: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest_context.main()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("off", [0.9, 1.2])
 def test_a_search_ends_within_3_percent_after_few_steps(gpu, tmp_path, monkeypatch, capsys, off):
     gpu.off = off

@@ -182,6 +182,7 @@ def test_attention_by_itself_grows_as_it_should() -> None:
     assert kept("tiled", 512) == 2 * kept("tiled", 256) == 4 * 2 * 4 * 512 / MIB
 
 
+@pytest.mark.long
 def test_a_compiled_step_splits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     step = training_step(composed([*TINY, *CPU, "attention=tiled", "compile=false"]))
     step.net.compile(backend="aot_eager", dynamic=False)

@@ -77,6 +77,7 @@ def folder(tmp_path: Path):
         yield tmp_path
 
 
+@pytest.mark.long
 def test_rounding_passes_and_faults_do_not(folder: Path) -> None:
     from attention.tiled import TiledAttention
 
@@ -99,6 +100,7 @@ def test_rounding_passes_and_faults_do_not(folder: Path) -> None:
     assert table(results).row_count == 5
 
 
+@pytest.mark.long
 def test_mixed_precision_has_its_own_fp32_runs(folder: Path) -> None:
     study = Study(TINY, torch.device("cpu"), [1, 2], 24)
     with mock.patch.object(Study, "train", autospec=True, side_effect=Study.train) as train:

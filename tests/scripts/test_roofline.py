@@ -259,6 +259,7 @@ MEANT = {
 }
 
 
+@pytest.mark.long
 @pinned("nvidia-cuda-nvrtc")
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -186,6 +186,7 @@ class FakeProcess:
         return speed(1.0) | {"tokens_per_s": 1000.0, "of": self.seq_len}
 
 
+@pytest.mark.long
 def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("scripts.measure.instruments.long_documents.installed", lambda: iter(packages))
@@ -236,6 +237,7 @@ def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, cap
     assert again["result"]["loss"] == rows[0]["result"]["loss"] and again["result"]["wall_s"] is None
 
 
+@pytest.mark.long
 def test_a_run_in_a_process_ends_well_and_says_why_it_failed(packages, tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.measure.instruments.long_documents.installed", lambda: iter(packages))
     monkeypatch.setattr(sys, "argv", ["x", "--contexts", "16", "--work", str(tmp_path), *TINY])

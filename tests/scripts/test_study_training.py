@@ -131,6 +131,7 @@ def test_where_memory_ends_and_how_nanogpt_compares():
     assert len(report.tables) == 2 and not sweep_report.at_one_length(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("study", [speedup_end_to_end, encoder_short, seqlen_scaling], ids=str)
 def test_the_command_sweeps_a_small_version_on_a_cpu(study, tmp_path, monkeypatch, capsys):
     ran = []

@@ -60,6 +60,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes under /proc")
 def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "cpu.jsonl"
@@ -230,6 +231,7 @@ def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
     assert not ran  # it is there already
 
 
+@pytest.mark.long
 def test_set_up_side_by_side(tmp_path, monkeypatch):
     """Two points take their first steps at once, those that are timed in turn, and are profiled at once."""
     monkeypatch.setattr("os.environ", environment())
@@ -314,6 +316,7 @@ def test_a_memory_split_that_found_no_room_in_company_is_none():
     assert not sweep.may_be_of_company(kept) and not sweep.may_be_of_company({"status": "ok"})
 
 
+@pytest.mark.long
 def test_wandb_gets_a_run_for_each_point(tmp_path, point_results, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
