@@ -308,9 +308,9 @@ class FlexAttention(Attention):
         limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
         # Cast before anything is compiled: Inductor's backward failed on what was fp64, or cast, inside.
         slopes = None if slopes is None else slopes.float()
-        if bias is not None and bias.requires_grad and tk == 1:
-            # The weight of a single key is 1 whatever its bias: a gradient of 0, and no kernel, as Inductor's
-            # does not compile (torch 2.11).
+        if bias is not None and bias.requires_grad and (tk == 1 or bias.ndim == 0 or bias.shape[-1] == 1):
+            # A bias that all keys of a row share changes no weight: its gradient is exactly 0, and takes no
+            # kernel. Inductor's does not compile for some of these shapes ("rank mismatch", torch 2.11).
             q, bias = q + bias.flatten()[:0].sum().to(q.dtype), bias.detach()
         if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
             bias = bias.float()  # its gradient is summed in its own dtype

@@ -58,6 +58,7 @@ REGRESSIONS = (
     Call("flex", 17, 17, dtype="bfloat16", alibi="float64", bias=(0, 1, 0, 0), bias_dtype="float16"),
     Call("flex", 1, 1, dtype="bfloat16", heads=14, bias=(0, 1, 0, 1)),
     Call("flex", 17, 1, dtype="bfloat16", heads=2, bias=(0, 1, 1, 0), lse=True),
+    *(Call("flex", tq, tk, dtype="bfloat16", heads=2, bias=(0, 1, 0, 0)) for tq, tk in ((1, 7), (7, 9))),
     # A softcap far beyond the scores: 1 - 2 / (exp(2 x) + 1) rounds 1, and the softcap multiplies that.
     Call("triton", 1, 1, dtype="bfloat16", softcap=1000000.0, lse=True),
     Call("triton", 1, 2, dtype="bfloat16", heads=4, softcap=1000000.0, mode="no_grad"),
