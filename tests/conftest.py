@@ -33,5 +33,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in (item for item in items if item.get_closest_marker("gpu")):
         if missing:
             item.add_marker(pytest.mark.skip(reason=missing))
-        if item.path.parent.name == "scripts":  # they measure memory and time
+        if item.nodeid.startswith("tests/scripts/"):  # they measure memory and time
             item.add_marker(pytest.mark.alone)

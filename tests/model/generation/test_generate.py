@@ -1,7 +1,6 @@
 """Generation: the cache changes nothing but the time, rows keep to themselves, sampling does as it says."""
 
 import functools
-import importlib
 import itertools
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
@@ -17,11 +15,10 @@ from model.calls import attention_call
 from model.generation.decode import Rows
 from model.generation.generate import generate, window_moves, window_start
 from model.gpt import GPT, GPTConfig
-from tests.grid import long_but
+from tests.grid import NAMES, build, long_but
 
 VOCAB, CONTEXT = 61, 16
 PROMPTS = [[1, 2, 3], [4], [5, 6] * 6, list(range(40))]  # unequal, and one past the context
-REGISTRY = sorted((Path(__file__).parents[3] / "conf" / "attention").glob("*.yaml"))
 SHAPES = {
     "learned": {},
     "rope_gqa": {"position": "rope", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm", "mlp": "swiglu"},
@@ -29,13 +26,6 @@ SHAPES = {
     "window": {"position": "rope", "window": 3},
     "softcap": {"position": "none", "softcap": 3.0, "window": 5},
 }
-
-
-def build(name: str):
-    node = yaml.safe_load((REGISTRY[0].parent / f"{name}.yaml").read_text())
-    module, _, cls = node.pop("_target_").rpartition(".")
-    node.pop("decode", None)
-    return getattr(importlib.import_module(module), cls)(**node)
 
 
 def make(attention=None, device: str = "cpu", **changes) -> GPT:
@@ -62,7 +52,7 @@ def recorded(monkeypatch):
 
 def _registered():
     """flex and Triton's interpreter take 10 to 20 s a shape, and the grid covers the options."""
-    for name, shape in itertools.product((path.stem for path in REGISTRY), SHAPES):
+    for name, shape in itertools.product(NAMES, SHAPES):
         if name != "triton" or shape == "rope_gqa":
             slow = [pytest.mark.long] * (name in ("flex", "triton"))
             yield pytest.param(name, shape, marks=slow, id=f"{name}-{shape}")
