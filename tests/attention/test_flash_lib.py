@@ -287,3 +287,21 @@ def test_flash4_has_no_gradient_where_its_dq_is_wrong(on_cpu: Any) -> None:
     call = AttentionCall("training", "cpu", None, torch.float32, 1, 4, 4, 24, 24, 40, backward=True)
     assert any("multiple of 32" in reason for reason in attention.unsupported_reasons(call))
     assert not attention.unsupported_reasons(replace(call, backward=False))
+
+
+def test_deterministic_algorithms_reach_the_library_and_refuse_what_has_none(monkeypatch):
+    """deterministic=true trains with the deterministic backward of the library, if it has one."""
+    asked = {"purpose": "training", "device": "cuda", "arch": (9, 0), "dtype": torch.bfloat16, "batch": 1}
+    asked |= {"heads": 2, "kv_heads": 2, "tq": 64, "tk": 64, "head_dim": 256, "backward": True}
+    call = AttentionCall(**asked)
+    plain = (None, None, None, None, None, None, 0.25, -1, 0, 0.0, 0.0, [0])
+    reasons = {name: build(name).unsupported_reasons for name in ("flash2", "flash3", "flex", "cuda_fa2")}
+    said = "no deterministic backward"
+    assert not flash_lib._options(*plain).deterministic
+    assert not any(said in reason for of in reasons.values() for reason in of(call))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert flash_lib._options(*plain).deterministic
+    assert any(reason == f"{said}: needs deterministic=false" for reason in reasons["flex"](call))
+    above = "no deterministic backward above head dim 192: needs attention.deterministic=false and "
+    assert any(reason.startswith(above) for reason in reasons["flash3"](call))
+    assert not any(said in reason for name in ("flash2", "cuda_fa2") for reason in reasons[name](call))
