@@ -63,6 +63,12 @@ def register_attention(
     forward_op = getattr(torch.ops.tilegpt, name).default
     backward_op = getattr(torch.ops.tilegpt, f"{name}_backward").default
 
+    _differentiate(name, forward_op, _derivative(forward_op, backward_op))
+    _differentiate(f"{name}_backward", backward_op, _end_of_derivatives(qualified, backward_op))
+    return forward_op
+
+
+def _derivative(forward_op: Any, backward_op: Any) -> type[torch.autograd.Function]:
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -85,6 +91,10 @@ def register_attention(
             grads[1] = dbias if ctx.bias_grad else None
             return dq, dk, dv, *grads
 
+    return Differentiable
+
+
+def _end_of_derivatives(qualified: str, backward_op: Any) -> type[torch.autograd.Function]:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -96,9 +106,7 @@ def register_attention(
                 f"{qualified} has no second derivative (double backward); attention=naive has"
             )
 
-    _differentiate(name, forward_op, Differentiable)
-    _differentiate(f"{name}_backward", backward_op, Once)
-    return forward_op
+    return Once
 
 
 def _differentiate(name: str, op: Any, function: type[torch.autograd.Function]) -> None:

@@ -213,14 +213,7 @@ def generate(
             if device.type == "cuda":
                 encode_all(model, rows, decoder, lengths)  # compiles and loads kernels: set-up, not speed
             times.append(clock(device))
-            for step in range(max_new_tokens):
-                advance(model, rows, decoder, lengths, step)
-                done = reader.push(step, rows.token)
-                if step == 0:
-                    times.append(clock(device))
-                if done:
-                    break
-            reader.read()
+            times.append(go_on(model, rows, decoder, reader, lengths, max_new_tokens))
             times.append(clock(device))
     finally:
         model.train(training)
@@ -228,15 +221,32 @@ def generate(
         tokens=reader.tokens,
         seed=rows.seed,
         cut=sum(n > config.seq_len for n in lengths),
-        reencoded=sum(
-            window_moves(n + len(new) - 1, config.seq_len) - window_moves(n, config.seq_len)
-            for n, new in zip(lengths, reader.tokens, strict=True)
-        ),
+        reencoded=sum(map(functools.partial(moves, config.seq_len), lengths, reader.tokens)),
         prefill_tokens=sum(n - window_start(n, config.seq_len) for n in lengths),
         setup_s=times[1] - times[0],
         prefill_s=times[2] - times[1],
         decode_s=times[3] - times[2],
     )
+
+
+def go_on(
+    model: GPT, rows: Rows, decoder: Decoder | None, reader: Reader, lengths: list[int], most: int
+) -> float:
+    """`most` tokens for every row, fewer where all stop before; gives when the first was there."""
+    for step in range(most):
+        advance(model, rows, decoder, lengths, step)
+        done = reader.push(step, rows.token)
+        if step == 0:
+            first = clock(rows.token.device)
+        if done:
+            break
+    reader.read()
+    return first
+
+
+def moves(seq_len: int, length: int, new: list[int]) -> int:
+    """How often the window moved while `new` tokens came behind a prompt of `length`."""
+    return window_moves(length + len(new) - 1, seq_len) - window_moves(length, seq_len)
 
 
 def advance(model: GPT, rows: Rows, decoder: Decoder | None, lengths: list[int], step: int) -> None:

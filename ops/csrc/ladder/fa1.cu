@@ -95,6 +95,56 @@ __device__ __forceinline__ void soften(Scores &s, const float (&m)[TILES][2], fl
         }
 }
 
+// 16 rows of the warp's O: its own share to sum, those of the others to their parts.
+__device__ __forceinline__ void share_parts(const float (&o)[ACROSS][4], float4 *parts, float4 (&sum)[SHARE],
+                                            int warp) {
+#pragma unroll
+    for (int x = 0; x < ACROSS; x++) {
+        const int owner = x / SHARE, n = x % SHARE, slot = owner * (TEAM - 1) + warp - (warp > owner);
+        const float4 part = make_float4(o[x][0], o[x][1], o[x][2], o[x][3]);
+        if (owner == warp)
+            sum[n] = part;
+        else
+            parts[(slot * SHARE + n) * 32] = part;
+    }
+}
+
+// The team's parts of a share are added up, and go into what O was with the keys before: O is that, divided by l.
+__device__ __forceinline__ void add_parts(float4 (&sum)[SHARE], const float4 (&old)[SHARE], const float4 *parts,
+                                          const float (&keep)[2], const float (&divide)[2], int warp) {
+#pragma unroll
+    for (int n = 0; n < SHARE; n++) {
+        float4 &x = sum[n], was = old[n];
+#pragma unroll
+        for (int from = 0; from < TEAM - 1; from++) {
+            const float4 part = parts[((warp * (TEAM - 1) + from) * SHARE + n) * 32];
+            x.x += part.x, x.y += part.y, x.z += part.z, x.w += part.w;
+        }
+        x = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
+                        was.z * keep[1] + x.z * divide[1], was.w * keep[1] + x.w * divide[1]);
+    }
+}
+
+// The warp's share of O of 16 rows, and by the first warp their lse: the last keys are in. m: of the head's rows.
+__device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[SHARE], const float *m,
+                                           const float (&l)[2], int b, int h, int i0, int t, int warp, float c) {
+    const int lane = threadIdx.x % 32;
+    element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
+    float *lse = p.lse + (long long)blockIdx.x * p.tq;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = i0 + row_of(t, half);
+        if (i >= p.tq) continue;
+        if (warp == 0 && lane % 4 == 0) lse[i] = l[half] == 0.0f ? -INFINITE : (m[i] * c + __log2f(l[half])) * LN2;
+#pragma unroll
+        for (int n = 0; n < SHARE; n++) {
+            const unsigned two = half ? pack(sum[n].z, sum[n].w) : pack(sum[n].x, sum[n].y);
+            const int column = (warp * SHARE + n) * 8;
+            if (column < HEAD_DIM) *(unsigned *)(out + i * p.out_stride.t + column) = two;
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // K, V, then what each team has
     const int head = blockIdx.x, b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
@@ -160,15 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             for (int t = 0; t < TILES; t++, to += ACROSS * 32) {
                 if (t) meet(team);  // all have read the parts of the rows before
                 float4 sum[SHARE];
-#pragma unroll
-                for (int x = 0; x < ACROSS; x++) {
-                    const int owner = x / SHARE, n = x % SHARE, slot = owner * (TEAM - 1) + warp - (warp > owner);
-                    const float4 part = make_float4(o.c[t][x][0], o.c[t][x][1], o.c[t][x][2], o.c[t][x][3]);
-                    if (owner == warp)
-                        sum[n] = part;
-                    else
-                        parts[(slot * SHARE + n) * 32] = part;
-                }
+                share_parts(o.c[t], parts, sum, warp);
                 meet(team);  // parts and sums are whole
                 float keep[2], divide[2];
 #pragma unroll
@@ -179,41 +221,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
                     keep[half] = l_row[t][half] * divide[half];
                     l_row[t][half] = total;
                 }
-#pragma unroll
-                for (int n = 0; n < SHARE; n++) {
-                    float4 &x = sum[n], was = old[n];
-#pragma unroll
-                    for (int from = 0; from < TEAM - 1; from++) {
-                        const float4 part = parts[((warp * (TEAM - 1) + from) * SHARE + n) * 32];
-                        x.x += part.x, x.y += part.y, x.z += part.z, x.w += part.w;
-                    }
-                    x = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
-                                    was.z * keep[1] + x.z * divide[1], was.w * keep[1] + x.w * divide[1]);
-                }
+                add_parts(sum, old, parts, keep, divide, warp);
                 if (t + 1 < TILES) read_slab(old, to + ACROSS * 32, j0);
-                if (!last) {
-#pragma unroll
-                    for (int n = 0; n < SHARE; n++) to[n * 32] = sum[n];
-                    if (warp == 0 && lane % 4 == 0)
-                        for (int half = 0; half < 2; half++) l[i0 + row_of(t, half)] = l_row[t][half];
+                if (last) {
+                    write_rows(p, sum, m, l_row[t], b, h, i0, t, warp, c);
                     continue;
                 }
-                element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
-                float *lse = p.lse + (long long)head * p.tq;
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int i = i0 + row_of(t, half);
-                    if (i >= p.tq) continue;
-                    const float total = l_row[t][half];
-                    if (warp == 0 && lane % 4 == 0)
-                        lse[i] = total == 0.0f ? -INFINITE : (m[i] * c + __log2f(total)) * LN2;
-#pragma unroll
-                    for (int n = 0; n < SHARE; n++) {
-                        const unsigned two = half ? pack(sum[n].z, sum[n].w) : pack(sum[n].x, sum[n].y);
-                        const int column = (warp * SHARE + n) * 8;
-                        if (column < HEAD_DIM) *(unsigned *)(out + i * p.out_stride.t + column) = two;
-                    }
-                }
+                for (int n = 0; n < SHARE; n++) to[n * 32] = sum[n];
+                if (warp == 0 && lane % 4 == 0)
+                    for (int half = 0; half < 2; half++) l[i0 + row_of(t, half)] = l_row[t][half];
             }
         }
     }

@@ -70,10 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
         const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
         const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
         const float *statistic = (second ? p.delta : p.lse2) + ((long long)b * p.heads + h) * p.padded_tq;
-        float slope = 0.0f;
-#if ALIBI
-        slope = p.alibi_slopes[h];
-#endif
+        const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
         const unsigned dropout_key = head_key(p, b, h);
 #endif
@@ -167,10 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
     const float *statistic = (second ? p.delta : p.lse2) + (long long)head * p.padded_tq + i0 + row;
-    float slope = 0.0f;
-#if ALIBI
-    slope = p.alibi_slopes[h];
-#endif
+    const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);
 #endif
