@@ -13,15 +13,14 @@ from scripts.measure.claims import (
     HOLDS,
     IN_PART,
     UNTESTED,
-    Answer,
+    Figures,
     NotMeasured,
     Results,
-    answer,
-    graded,
+    all_claims,
     of,
 )
 from scripts.measure.claims.page import page
-from scripts.measure.claims.sources import CLAIMS
+from tests.scripts.test_claims_verdicts import entry
 
 
 def row(study="kv_cache", gpu="NVIDIA H200", result=None, **point):
@@ -65,42 +64,41 @@ def test_figures_that_may_not_be_trusted_are_no_evidence(tmp_path, bad):
         found.ok("kv_cache", seq_len=1)
 
 
-def test_an_answer_names_gpu_and_command():
+def test_an_answer_names_gpu_and_command(tmp_path):
     rows = [row(seq_len=1), row(seq_len=2), row("roofline")]
-    found = answer(rows, "2.0x", graded(2, 2), "Because.")
-    assert (found.gpu, found.verdict) == ("NVIDIA H200", HOLDS)
+    found = entry(query=lambda results: Figures(rows, factor=2))(None)
+    assert (found.figure, found.gpu, found.verdict) == ("2.0x", "NVIDIA H200", HOLDS)
     assert found.command == "`python scripts/study.py kv_cache`, `python scripts/roofline.py`"
+    found = entry(query=lambda results: Figures(rows, "python x.py", factor=1))(None)
+    assert (found.verdict, found.command) == (FAILS, "`python x.py`")
     assert of(rows, seq_len=2) is rows[1]
     with pytest.raises(NotMeasured):
         of(rows, seq_len=3)
-    with pytest.raises(ValueError, match="'yes' is no verdict"):
-        Answer("", "yes", "")
-
-
-def test_a_factor_is_graded_by_size_and_direction():
-    assert [graded(ours, 7.6) for ours in (8, 7.6, 2, 1, 0.5)] == [HOLDS, HOLDS, IN_PART, FAILS, FAILS]
-    assert graded(1.5, 2, least=1.6) == FAILS
 
 
 def test_without_rows_every_claim_is_not_tested_and_says_why(tmp_path):
     found = claims.answered(Results(tmp_path))
-    assert list(found) == [claim.number for claim in CLAIMS] == list(range(1, 30))
+    assert list(found) == list(range(1, 30))
     assert {one.verdict for one in found.values()} == {UNTESTED}
-    assert all(one.why for one in found.values())
+    assert all(
+        re.match(r"no (rows|counters) of .*run `python scripts/\S+\.py", one.why) for one in found.values()
+    )
 
 
 def test_an_answer_that_fails_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(claims.ANSWERS, 17, lambda results: {}["x"])
+    all_claims()
+    monkeypatch.setitem(claims.CLAIMS, 17, entry(number=17, query=lambda results: {}["x"]))
     with pytest.raises(KeyError) as caught:
         claims.answered(Results(tmp_path))
     assert caught.value.__notes__ == ["in the answer to claim 17"]
 
 
-def test_two_answers_to_a_claim_are_a_mistake(monkeypatch):
-    monkeypatch.setattr(claims, "ANSWERS", {})
-    claims.answers(17)(len)
-    with pytest.raises(ValueError, match="claim 17 is answered by builtins already"):
-        claims.answers(17)(max)
+def test_two_answers_to_a_claim_are_a_mistake():
+    all_claims()
+    with pytest.raises(
+        ValueError, match=r"claim 17 is answered by scripts.measure.claims.generation already"
+    ):
+        claims.claim(17, "Fast.", theirs="2x")(max)
 
 
 def ladder(first=10.0, second=1.0, slow=1.0, tiled=8.0):
@@ -287,11 +285,3 @@ def test_the_page_has_every_claim_and_counts_them(tmp_path):
     assert "70 of 19.5 TFLOP/s: 357%" in text and "6 MiB at 1,024, 72 MiB at 4,096" in text
     assert "10.0 GiB with 64 KV heads, 1.25 GiB with its 8" in text
     assert text.rstrip().splitlines()[-3].startswith("| holds in part | 1 | [10](#claim-10) |")
-
-
-def test_every_claim_has_who_answers_it(tmp_path):
-    found = claims.answered(Results(tmp_path))
-    assert sorted(claims.ANSWERS) == [claim.number for claim in CLAIMS]
-    assert all(
-        re.match(r"no (rows|counters) of .*run `python scripts/\S+\.py", one.why) for one in found.values()
-    )

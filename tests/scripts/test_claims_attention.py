@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results, memory
 from scripts.measure.claims import attention as claims
 from tests.scripts.attention_rows import memory_rows, speed_rows
 
@@ -25,12 +25,12 @@ def results(tmp_path):
 
 def test_claims_are_answered_from_rows(results):
     found = results(memory_rows(), speed_rows())
-    first = claims.scores_and_statistics(found)
+    first = memory.scores_and_statistics(found)
     assert (first.figure, first.verdict) == ("64 GiB against 8.0 MiB", HOLDS) and "256x and 16x" in first.why
-    assert claims.twenty_times_less(found).figure == "32.8x at N = 4k"
+    assert memory.twenty_times_less(found).figure == "32.8x at N = 4k"
     assert claims.alone(found).verdict == HOLDS and "12.1x at N = 2,048" in claims.alone(found).why
     assert "Without a mask, which the formula has to add, the forward is" in claims.alone(found).why
-    eleven = claims.one_head(found)
+    eleven = memory.one_head(found)
     assert eleven.verdict == IN_PART and "528 MiB at 8,192" in eleven.figure
     assert claims.tiles_in_pytorch(found).figure == "12x as fast, 98% less memory"
     assert claims.skipped_tiles(found).figure == "2.00x at N = 16k"
@@ -43,7 +43,7 @@ def test_claims_are_answered_from_rows(results):
 
 def test_claims_without_rows_are_not_answered(results):
     found = results(memory_rows(["triton"]), speed_rows(["triton"]))
-    for claim in (claims.scores_and_statistics, claims.twenty_times_less, claims.alone, claims.one_head,
+    for claim in (memory.scores_and_statistics, memory.twenty_times_less, claims.alone, memory.one_head,
                   claims.tiles_in_pytorch, claims.short_sequences, claims.scores_over_memory):  # fmt: skip
         with pytest.raises(NotMeasured):
             claim(found)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, NotMeasured, Results
-from scripts.measure.claims.long_context import longer_contexts
+from scripts.measure.claims.training import longer_contexts
 from scripts.measure.report.long_context_report import Measured, report
 from scripts.measure.rows import key_of
 from scripts.measure.studies import long_context_quality as study

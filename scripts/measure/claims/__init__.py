@@ -1,17 +1,26 @@
 """Answers to what the sources claim about attention, each computed from rows: results/CLAIMS.md, which
-`python scripts/report.py claims` writes.
+`python scripts/report.py claims` writes. The other modules of this folder hold the claims, a module a theme:
 
-The claims are in sources.py. Any other module of this folder answers some of them, from rows alone:
+    @claim(
+        17,
+        "A KV cache makes generation faster.",            # what the sources say
+        theirs="5-10x",                                   # their figures
+        holds=lambda f: f.factor >= 5,                    # the threshold, and that of "holds in part";
+        partly=lambda f: f.factor > 1,                    # otherwise it does not hold
+        figure="{factor:.1f}x",                           # ours, short
+        why='''
+            A step takes {cached:.2f} ms with the cache.
 
-    @answers(17)
-    def steps_with_a_cache(results: Results) -> Answer:
+            With {tiled} it is {tiled_factor:.1f}x.
+            ''',
+    )
+    def steps_with_a_cache(results: Results) -> Figures:  # the query, from rows that may be trusted
         rows = results.ok("kv_cache", passed="generate", seq_len=1024)   # NotMeasured where there are none
-        cached, not_cached = (of(rows, kv_cache=on)["result"]["ms_median"] for on in (True, False))
-        factor = not_cached / cached
-        return answer(rows, f"{factor:.1f}x", graded(factor, 5), f"A step takes {cached:.2f} ms with ...")
+        ...
+        return Figures(rows, factor=..., cached=..., tiled=..., tiled_factor=...)
 
-The verdict is decided by a threshold in code, whose reason is in a comment, and `why` is a sentence composed
-with the figures: neither is typed. What has no rows raises NotMeasured, which becomes "not tested here".
+A paragraph of `why` is left out where one of its figures is None. The verdict follows from the figures and
+the thresholds alone; what has no rows is "not tested here", with the command that measures it.
 """
 
 from __future__ import annotations
@@ -21,6 +30,8 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
+from types import SimpleNamespace
 from typing import Any
 
 from scripts.measure.rows import trusted
@@ -40,20 +51,22 @@ COMMANDS = {
 }
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What the sources say. source: "tutorial" or "paper", where their figures are from."""
+class NotMeasured(LookupError):
+    """No rows for an answer: says which, and the command that measures them."""
 
-    number: int
-    claim: str
-    figures: str
-    source: str = "tutorial"
+
+class Figures(SimpleNamespace):
+    """What a query found, by the names that thresholds and templates use. rows: those that they are from;
+    command: what measures them, where that is not the command of their study."""
+
+    def __init__(self, rows: Iterable[Row], /, command: str = "", **figures: Any) -> None:
+        super().__init__(rows=list(rows), command=command, **figures)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What our rows say. figure: ours, short, with its unit; verdict: one of VERDICTS; why: a sentence or
-    two; gpu, command: "" where nothing was measured."""
+    """What our rows say. figure, why: the templates with their figures; verdict: one of VERDICTS; gpu,
+    command: "" where nothing was measured."""
 
     figure: str
     verdict: str
@@ -61,17 +74,98 @@ class Answer:
     gpu: str = ""
     command: str = ""
 
-    def __post_init__(self) -> None:
-        if self.verdict not in VERDICTS:
-            raise ValueError(f"{self.verdict!r} is no verdict: one of {', '.join(VERDICTS)}")
+
+Threshold = Callable[[Any], bool]
 
 
-class NotMeasured(LookupError):
-    """No rows for an answer: says which, and the command that measures them."""
+@dataclass(frozen=True)
+class Claim:
+    """An entry of the page; called with results it answers. source: "tutorial" or "paper", where their
+    figures are from; undecided: where the figures cannot decide, and `why` is the reason."""
+
+    number: int
+    claim: str
+    theirs: str
+    holds: Threshold
+    partly: Threshold
+    figure: str
+    why: str
+    query: Callable[[Results], Figures]
+    source: str = "tutorial"
+    undecided: Threshold = lambda f: False
+
+    def verdict(self, f: Any) -> str:
+        if self.undecided(f):
+            return UNTESTED
+        return HOLDS if self.holds(f) else IN_PART if self.partly(f) else FAILS
+
+    def __call__(self, results: Results) -> Answer:
+        """Raises NotMeasured where there are no rows."""
+        f = self.query(results)
+        gpus = dict.fromkeys(row["machine"]["gpu"] for row in f.rows)
+        commands = dict.fromkeys([f.command] if f.command else [command_of(study(row)) for row in f.rows])
+        said = [text for part in self.why.split("\n\n") if (text := filled(part, f)) is not None]
+        return Answer(
+            filled(self.figure, f) or "",
+            self.verdict(f),
+            " ".join(said),
+            ", ".join(gpus),
+            ", ".join(f"`{command}`" for command in commands),
+        )
+
+
+def filled(template: str, f: Any) -> str | None:
+    """The template on one line, with its figures; None where one of them is None."""
+    template = " ".join(template.split())
+    names = {name.split("[")[0] for _, name, _, _ in Formatter().parse(template) if name}
+    if any(getattr(f, name) is None for name in names):
+        return None
+    return template.format(**vars(f))
+
+
+CLAIMS: dict[int, Claim] = {}
+
+
+def claim(
+    number: int, text: str, theirs: str, **entry: Any
+) -> Callable[[Callable[[Results], Figures]], Claim]:
+    """Make a query the answer to a claim. Raises ValueError for a number that another has."""
+
+    def register(query: Callable[[Results], Figures]) -> Claim:
+        if number in CLAIMS:
+            raise ValueError(f"claim {number} is answered by {CLAIMS[number].query.__module__} already")
+        CLAIMS[number] = Claim(number, text, " ".join(theirs.split()), query=query, **entry)
+        return CLAIMS[number]
+
+    return register
+
+
+def all_claims() -> list[Claim]:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return [CLAIMS[number] for number in sorted(CLAIMS)]
+
+
+def answered(results: Results) -> dict[int, Answer]:
+    """Every claim's answer, by number; "not tested here" where there are no rows."""
+    found = {}
+    for each in all_claims():
+        try:
+            found[each.number] = each(results)
+        except NotMeasured as reason:
+            found[each.number] = Answer("", UNTESTED, str(reason))
+        except Exception as error:
+            error.add_note(f"in the answer to claim {each.number}")
+            raise
+    return found
 
 
 def command_of(study: str) -> str:
     return COMMANDS.get(study, f"python scripts/study.py {study}")
+
+
+def study(row: Row) -> str:
+    return row["point"]["study"]
 
 
 def matches(row: Row, wanted: dict[str, Any]) -> bool:
@@ -125,55 +219,23 @@ def of(rows: Iterable[Row], **wanted: Any) -> Row:
     rows = list(rows)
     found = [row for row in rows if matches(row, wanted)]
     if not found:
-        raise missing(rows[0]["point"]["study"] if rows else "?", **wanted)
+        raise missing(study(rows[0]) if rows else "?", **wanted)
     return found[-1]
 
 
-def graded(ours: float, claimed: float, least: float = 1.0) -> str:
-    """The verdict on a factor: at least as large as claimed, or in its direction (above `least`), or not."""
-    return HOLDS if ours >= claimed else IN_PART if ours > least else FAILS
+def ms(row: Row) -> float:
+    return row["result"]["ms_median"]
 
 
-def answer(rows: Iterable[Row], figure: str, verdict: str, why: str, command: str = "") -> Answer:
-    """An answer from these rows, with their GPU and the command of their study, or the one given."""
-    rows = list(rows)
-    gpus = ", ".join(dict.fromkeys(row["machine"]["gpu"] for row in rows))
-    commands = ", ".join(dict.fromkeys(f"`{command_of(row['point']['study'])}`" for row in rows))
-    return Answer(figure, verdict, why, gpus, f"`{command}`" if command else commands)
+def name(row: Row) -> str:
+    return row["point"]["implementation"]
 
 
-Answering = Callable[[Results], Answer]
-ANSWERS: dict[int, Answering] = {}
+def listed(template: str, items: Iterable[tuple[Any, ...]], joint: str = ", ") -> str:
+    """A list in a sentence: the template with each item's values."""
+    return joint.join(template.format(*item) for item in items)
 
 
-def answers(number: int) -> Callable[[Answering], Answering]:
-    """Register the function that answers a claim. Raises ValueError for one that another answers."""
-
-    def register(function: Answering) -> Answering:
-        if number in ANSWERS:
-            raise ValueError(f"claim {number} is answered by {ANSWERS[number].__module__} already")
-        ANSWERS[number] = function
-        return function
-
-    return register
-
-
-def answered(results: Results) -> dict[int, Answer]:
-    """Every claim's answer, by number; "not tested here" where there are no rows."""
-    from scripts.measure.claims.sources import CLAIMS
-
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    found = {}
-    for claim in CLAIMS:
-        if claim.number not in ANSWERS:
-            found[claim.number] = Answer("", UNTESTED, "nothing here measures it")
-            continue
-        try:
-            found[claim.number] = ANSWERS[claim.number](results)
-        except NotMeasured as reason:
-            found[claim.number] = Answer("", UNTESTED, str(reason))
-        except Exception as error:
-            error.add_note(f"in the answer to claim {claim.number}")
-            raise
-    return found
+def by_length(factors: dict[int, float], figures: int = 1) -> str:
+    """Factors in a sentence."""
+    return ", ".join(f"{factor:.{figures}f}x at N = {n:,}" for n, factor in factors.items())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.measure.claims import UNTESTED, VERDICTS, Answer, Claim, Results, answered
+from scripts.measure.claims import UNTESTED, VERDICTS, Answer, Claim, Results, all_claims, answered
 from scripts.measure.claims.mistakes import MISTAKES
-from scripts.measure.claims.sources import CLAIMS
 
 HEAD = """# What the sources claim, and what we measured
 
@@ -17,12 +16,12 @@ the figures (`python scripts/report.py claims` writes this page).
 
 def page(results: Results) -> str:
     found = answered(results)
-    head = HEAD.format(n=len(CLAIMS), counts=counted(found) + ".")
+    head = HEAD.format(n=len(found), counts=counted(found) + ".")
     parts = [
         head,
         table(found),
         "## Claim by claim",
-        *(section(claim, found[claim.number]) for claim in CLAIMS),
+        *(section(claim, found[claim.number]) for claim in all_claims()),
     ]
     parts += ["## Where the sources err or contradict each other", mistakes(results)]
     parts += ["## Verdicts", verdicts(found)]
@@ -48,9 +47,9 @@ def cell(text: str) -> str:
 
 def table(found: dict[int, Answer]) -> str:
     lines = ["| # | claim | their figures | ours | verdict |", "|---|---|---|---|---|"]
-    for claim in CLAIMS:
+    for claim in all_claims():
         ours, n = found[claim.number], claim.number
-        figures = claim.figures + (" (paper)" if claim.source == "paper" else "")
+        figures = claim.theirs + (" (paper)" if claim.source == "paper" else "")
         cells = (f"[{n}](#claim-{n})", claim.claim, figures, ours.figure or "-", f"**{ours.verdict}**")
         lines.append(f"| {' | '.join(map(cell, cells))} |")
     return "\n".join(lines)

@@ -1,76 +1,64 @@
-"""Claims 4 and 6: what attention brings to training, from results/speedup_end_to_end, results/parity and
-results/encoder_short."""
+"""Claims 4, 5 and 6: what attention brings to training, from results/speedup_end_to_end, results/parity,
+results/long_context_quality and results/encoder_short."""
 
 from __future__ import annotations
 
-from scripts.measure.claims import (
-    FAILS,
-    HOLDS,
-    IN_PART,
-    Answer,
-    NotMeasured,
-    Results,
-    Row,
-    answer,
-    answers,
-    graded,
-    missing,
-)
+from math import exp, sqrt
+
+from scripts.measure.claims import Figures, NotMeasured, Results, Row, claim, listed, missing
 from scripts.measure.report import training
+from scripts.measure.report.long_context_report import Measured
 from scripts.measure.report.sweep_bars import label
 
-# Over Hugging Face's GPT-2, in the paper.
+# Over Hugging Face's GPT-2, in the paper; over Megatron's, which is fused otherwise, 1.7x.
 CLAIMED = {"gpt2": 3.5, "gpt2_medium": 3.0}
-MEGATRON = {"gpt2": 1.7, "gpt2_medium": 1.7}  # and over Megatron's, which is fused otherwise
-FUSED_CLAIM = 1.15  # BERT-large, over an attention that was fused already
 
 Found = dict[tuple[str, bool], Row]
 
 
-def by_model(results: Results, study: str) -> dict[str, Found]:
-    """Model -> (implementation, compiled) -> its row with a time."""
-    panels = training.panels(results.ok(study))
-    return {title.split(",")[0].split()[0]: found for title, found in panels.items()}
+def times(found: Found, best: Row | None, key: tuple[str, bool]) -> float | None:
+    """How many times as fast as that one; None without either."""
+    return training.speed(best) / training.speed(found[key]) if best and key in found else None
 
 
-def times(found: Found, best: Row, key: tuple[str, bool]) -> float | None:
-    """How many times as fast as that one."""
-    return training.speed(best) / training.speed(found[key]) if key in found else None
-
-
-@answers(4)
-def end_to_end(results: Results) -> Answer:
+@claim(
+    4,
+    "GPT-2 trains several times faster end to end, to the same perplexity.",
+    theirs="""3x at N = 1k. GPT-2 small: Hugging Face 9.5 days, Megatron 4.7 (2.0x), FlashAttention 2.7
+        (3.5x, 1.7x over Megatron); medium: 21.0, 11.5 (1.8x), 6.9 (3.0x). Perplexity 18.2; 14.2 to 14.3""",
+    # The one difference is attention, and neither is compiled, as theirs were not: as much as in the paper
+    # for both sizes, and the same losses; the direction alone holds in part.
+    holds=lambda f: f.gpt2 >= 3.5 and f.gpt2_medium >= 3.0 and f.same,
+    partly=lambda f: min(f.gpt2, f.gpt2_medium) > 1,
+    figure="""{gpt2:.2f}x (gpt2) and {gpt2_medium:.2f}x (gpt2_medium) by attention alone; compiled
+        {gpt2_compiled:.2f}x and {gpt2_medium_compiled:.2f}x""",
+    why="The same model, T = 1,024, the same step, another attention. {said}. {parity}",
+)
+def end_to_end(results: Results) -> Figures:
     """By attention alone: our model with the fastest attention over the same with standard attention."""
-    alone: dict[str, dict[bool, float]] = {}
+    alone: dict[str, float] = {}
     said, rows = [], []
-    for model, found in by_model(results, "speedup_end_to_end").items():
+    for title, found in training.panels(results.ok("speedup_end_to_end")).items():
+        model = title.split(",")[0].split()[0]
         best = training.fastest(found)
         plain = training.fastest({key: row for key, row in found.items() if not key[1]})
-        hugging_face = times(found, best, ("transformers eager", False)) if best else None
-        compiled = times(found, best, ("standard", True)) if best else None
-        eager = times(found, plain, ("standard", False)) if plain else None
+        hugging_face = times(found, best, ("transformers eager", False))
+        compiled, eager = times(found, best, ("standard", True)), times(found, plain, ("standard", False))
         if None in (hugging_face, compiled, eager) or model not in CLAIMED:
             continue
         rows += [best, plain, *(found[key] for key in (("standard", False), ("transformers eager", False)))]
-        alone[model] = {False: eager, True: compiled}
+        alone |= {model: eager, f"{model}_compiled": compiled}
         sdpa = times(found, best, ("transformers SDPA", False))
         said.append(
             f"{model}: {label(plain)} is {eager:.2f}x standard attention, {label(best)} {compiled:.2f}x "
-            f"where both are compiled (theirs over Megatron {MEGATRON[model]}x), and with compilation and "
+            f"where both are compiled (theirs over Megatron 1.7x), and with compilation and "
             f"our loop {hugging_face:.1f}x transformers' eager attention (theirs {CLAIMED[model]}x)"
             + (f", {sdpa:.1f}x its SDPA" if sdpa else "")
         )
-    if alone.keys() != CLAIMED.keys():
+    if not CLAIMED.keys() <= alone.keys():
         raise missing("speedup_end_to_end", implementation="transformers eager", model=tuple(CLAIMED))
     same, parity = losses(results, {row["point"]["implementation"] for row in rows})
-    # The one difference is attention, and neither is compiled, as theirs were not: as much as in the paper
-    # for both sizes, and the same losses; the direction alone holds in part.
-    reached = [graded(factors[False], CLAIMED[model]) for model, factors in alone.items()]
-    verdict = FAILS if FAILS in reached else HOLDS if same and set(reached) == {HOLDS} else IN_PART
-    why = f"The same model, T = 1,024, the same step, another attention. {'; '.join(said)}. {parity}"
-    figure = " and ".join(f"{factors[False]:.2f}x ({model})" for model, factors in alone.items())
-    figure += f" by attention alone; compiled {' and '.join(f'{of[True]:.2f}x' for of in alone.values())}"
-    return answer(rows, figure, verdict, why)
+    return Figures(rows, same=same, parity=parity, said="; ".join(said), **alone)
 
 
 def losses(results: Results, names: set[str]) -> tuple[bool, str]:
@@ -86,24 +74,89 @@ def losses(results: Results, names: set[str]) -> tuple[bool, str]:
     return same, f"Its losses{where} differ from standard attention's by {most:.1g} at most, {words}."
 
 
-@answers(6)
-def short_encoder(results: Results) -> Answer:
-    panels = training.panels(results.ok("encoder_short"))
-    found = next(iter(panels.values()))
-    factors, rows = {}, []
+SHORTEST = 1024  # what the paper compares with
+# Two-sided 95% of Student's t by degrees of freedom: the interval of a mean over n seeds has n - 1.
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+@claim(
+    5,
+    "A longer context costs little time and gives a better perplexity.",
+    theirs="""GPT-2 small at 1k / 2k / 4k: 18.2 / 17.6 / 17.5 in 2.7 / 3.0 / 3.6 days: 1.7x, 1.6x, 1.3x as
+        fast as Megatron at 1k""",
+    # The claim is of GPT-2 small: a smaller model decides nothing.
+    undecided=lambda f: f.parameters < 124e6,
+    # A gain counts where it is beyond two standard errors; as little cost counts what the paper paid.
+    holds=lambda f: f.better and f.cost <= 3.6 / 2.7,
+    partly=lambda f: f.better,
+    figure="perplexity {perplexities}, time 1.00 / {costs}",
+    why="""
+        {opening} model of {millions:.1f}M parameters after {tokens:.0f}M tokens, with the same held-out
+        targets: {differences} (95% interval over seeds). The time at {longest:,} is {cost:.2f}x that at
+        1,024, the paper's 1.33x{closing}
+        """,
+)
+def longer_contexts(results: Results) -> Figures:
+    every = Measured(results.ok("long_context_quality"))
+    rows = [row for row in every.rows if row["point"]["seq_len"] >= SHORTEST]
+    measured = Measured(rows) if rows else every
+    contexts = list(measured.runs)
+    if len(contexts) < 2 or contexts[0] != SHORTEST:
+        raise missing("long_context_quality", measured="loss", seq_len=f"{SHORTEST} and more")
+    if untimed := [context for context in contexts if context not in measured.speeds]:
+        raise missing("long_context_quality", measured="speed", seq_len=untimed[0])
+    gains = {context: measured.gain(context) for context in contexts[1:]}
+    seconds = {context: measured.speeds[context]["result"]["train_s"] for context in contexts}
+    costs = {context: seconds[context] / seconds[SHORTEST] for context in contexts[1:]}
+    longest, shortest = contexts[-1], min(every.runs)
+    steps = {(shortest, SHORTEST): every.gain(SHORTEST)} if shortest < SHORTEST else {}
+    steps |= {(SHORTEST, context): gain for context, gain in gains.items()}
+    differences = [(gain.nats, interval(gain), *step) for step, gain in steps.items() if gain]
+    parameters = measured.runs[longest][-1]["result"]["parameters"]
+    small = parameters < 124e6
+    return Figures(
+        rows,
+        better=bool(gains[longest] and gains[longest].nats < 0 and gains[longest].clear),
+        cost=costs[longest],
+        costs=listed("{:.2f}", [(cost,) for cost in costs.values()], " / "),
+        perplexities=listed("{:.2f}", [(exp(measured.losses(n)[0]),) for n in contexts], " / "),
+        differences=listed("{:+.3f} ± {:.3f} nats from {:,} to {:,}", differences),
+        parameters=parameters,
+        millions=parameters / 1e6,
+        tokens=rows[-1]["point"]["tokens"] / 1e6,
+        longest=longest,
+        opening="not at this scale: a" if small else "A",
+        closing="; GPT-2 small on OpenWebText may do otherwise" if small else ".",
+    )
+
+
+def interval(gain: object) -> float:
+    return STUDENT[min(max(gain.runs - 1, 1), 9)] * gain.seeds / sqrt(gain.runs)
+
+
+@claim(
+    6,
+    "A short encoder without a causal mask (N = 512) gains 1.15x over an attention that was fused already.",
+    theirs='BERT-large 1.15x; another source says "substantially" and names no baseline',
+    # Their figure is over a fused baseline, so ours is too; it is not rounded before it is compared.
+    holds=lambda f: f.fused >= 1.15,
+    partly=lambda f: f.fused > 1,
+    figure="{fused:.3f}x over compiled, {plain:.2f}x over eager",
+    why="""
+        BERT-large's shape, N = 512: {fused_by} trains {fused:.3f}x as fast as naive attention where the
+        compiler has fused the softmax of that, {plain_by} {plain:.2f}x where nothing is compiled: the gain
+        that the sources report depends on their baseline.
+        """,
+)
+def short_encoder(results: Results) -> Figures:
+    found = next(iter(training.panels(results.ok("encoder_short")).values()))
+    factors, rows = [], []
     for compiled in (False, True):
         mine = {key: row for key, row in found.items() if key[1] == compiled}
         best = training.fastest(mine)
         if best is None or ("standard", compiled) not in mine:
             raise missing("encoder_short", implementation=("standard", "triton"), compile=compiled)
-        factors[compiled] = times(mine, best, ("standard", compiled))
+        factors.append(times(mine, best, ("standard", compiled)))
         rows += [best, mine["standard", compiled]]
-    plain, fused = factors[False], factors[True]
-    why = (
-        f"BERT-large's shape, N = 512: {label(rows[2])} trains {fused:.3f}x as fast as naive attention "
-        f"where the compiler has fused the softmax of that, {label(rows[0])} {plain:.2f}x where nothing is "
-        "compiled: the gain that the sources report depends on their baseline."
-    )
-    # Their figure is over a fused baseline, so ours is too; it is not rounded before it is compared.
-    figure = f"{fused:.3f}x over compiled, {plain:.2f}x over eager"
-    return answer(rows, figure, graded(fused, FUSED_CLAIM), why)
+    plain, fused = factors
+    return Figures(rows, plain=plain, fused=fused, plain_by=label(rows[0]), fused_by=label(rows[2]))

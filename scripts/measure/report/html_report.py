@@ -57,14 +57,13 @@ def page(results: Path) -> str:
 
 def claimed(results: Path) -> str:
     """results/CLAIMS.md's table, the reasons beside it."""
-    from scripts.measure.claims import Results, answered
-    from scripts.measure.claims.sources import CLAIMS
+    from scripts.measure.claims import Results, all_claims, answered
 
     found = answered(Results(results))
     lines = [["", "what the sources claim", "their figures", "ours", "verdict", "why"]]
-    for claim in CLAIMS:
+    for claim in all_claims():
         ours = found[claim.number]
-        lines.append([str(claim.number), claim.claim, claim.figures, ours.figure, ours.verdict, ours.why])
+        lines.append([str(claim.number), claim.claim, claim.theirs, ours.figure, ours.verdict, ours.why])
     return f"<h2>Claims</h2><div class=claims>{table('', lines)}</div>"
 
 

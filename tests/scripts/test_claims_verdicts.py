@@ -1,0 +1,215 @@
+"""Each claim's thresholds: figures on both sides of every one, so that no verdict is unable to fail; and its
+sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, Claim, Figures, all_claims
+
+
+def entry(**changes):
+    given = {"number": 99, "claim": "Fast.", "theirs": "2x", "figure": "{factor:.1f}x", "why": "Because."}
+    given |= {"holds": lambda f: f.factor >= 2, "partly": lambda f: f.factor > 1, "query": None}
+    return Claim(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"), [(3.0, "It is 2x with two rows. And 3.0x without."), (None, "It is 2x with two rows.")]
+)
+def test_a_paragraph_without_its_figures_is_left_out(extra, why):
+    text = """
+        It is {factor}x
+        with {rows_said[1]} rows.
+
+        And {extra:.1f}x without.
+        """
+    figures = Figures([], factor=2, extra=extra, rows_said=("one", "two"))
+    assert entry(why=text, query=lambda results: figures)(None).why == why
+
+
+ONE_MORE = 1e-6  # beyond a threshold
+LAYER = {"softmax": 0.05, "softmax_intensity": 1, "balance": 2, "qkv": 0.5, "flops": 0.995, "time": 0.79}
+STEPS = {"shortest": 512, "longest": 2048, "busy": 0.5, "idle": 0.1, "prefill": 2, "decode": 1}
+# Figures of each claim and its verdict: the claimed ones, a little less, and what shows the opposite.
+VERDICTS = {
+    1: [
+        ({"most": 32, "kept": 8, "standard": 256, "tiled": 16}, HOLDS),
+        ({"most": 32, "kept": 8, "standard": 256, "tiled": 256}, IN_PART),
+        ({"most": 31.9, "kept": 8, "standard": 256, "tiled": 16}, FAILS),
+        ({"most": 32, "kept": 9, "standard": 256, "tiled": 16}, FAILS),
+    ],
+    2: [({"whole": 20.3}, HOLDS), ({"whole": 20.2}, IN_PART), ({"whole": 1}, FAILS)],
+    3: [
+        ({"forward": 7.6, "both": 8, "full": None}, HOLDS),
+        ({"forward": 7.6, "both": 8, "full": 7.5}, IN_PART),
+        ({"forward": 7.6, "both": 0.9, "full": 8}, FAILS),
+    ],
+    4: [
+        ({"gpt2": 3.5, "gpt2_medium": 3.0, "same": True}, HOLDS),
+        ({"gpt2": 3.5, "gpt2_medium": 3.0, "same": False}, IN_PART),
+        ({"gpt2": 3.4, "gpt2_medium": 3.0, "same": True}, IN_PART),
+        ({"gpt2": 3.5, "gpt2_medium": 1, "same": True}, FAILS),
+    ],
+    5: [
+        ({"parameters": 124e6, "better": True, "cost": 1.33}, HOLDS),
+        ({"parameters": 124e6, "better": True, "cost": 1.34}, IN_PART),
+        ({"parameters": 124e6, "better": False, "cost": 1}, FAILS),
+        ({"parameters": 123e6, "better": True, "cost": 1}, UNTESTED),
+    ],
+    6: [({"fused": 1.15}, HOLDS), ({"fused": 1.149}, IN_PART), ({"fused": 1}, FAILS)],
+    7: [
+        ({"mean": 2.4, "alike": True, "differs": False, "all_learned": True}, HOLDS),
+        ({"mean": 2.4, "alike": True, "differs": False, "all_learned": False}, IN_PART),
+        ({"mean": 2.4, "alike": False, "differs": True, "all_learned": True}, IN_PART),
+        ({"mean": 2.3, "alike": True, "differs": False, "all_learned": True}, IN_PART),
+        ({"mean": 2.3, "alike": False, "differs": True, "all_learned": True}, FAILS),
+        ({"mean": 1, "alike": True, "differs": False, "all_learned": True}, FAILS),
+    ],
+    8: [
+        ({"factor": 1.86, "of_mma": 0.5, "least_over": 9}, HOLDS),
+        ({"factor": 1.85, "of_mma": 0.5, "least_over": 9}, IN_PART),
+        ({"factor": 1.86, "of_mma": 0.49, "least_over": 9}, IN_PART),
+        ({"factor": 1.86, "of_mma": 0.5, "least_over": 8.9}, IN_PART),
+        ({"factor": 1, "of_mma": 0.5, "least_over": 9}, FAILS),
+    ],
+    9: [
+        ({"least": 2, "used": 0.75, "fp8": True}, HOLDS),
+        ({"least": 2, "used": 0.75, "fp8": False}, IN_PART),
+        ({"least": 1.9, "used": 0.75, "fp8": True}, IN_PART),
+        ({"least": 1, "used": 0.75, "fp8": True}, FAILS),
+    ],
+    10: [
+        ({"slowest_step": 1.1, "least": 3, "most": 7}, HOLDS),
+        ({"slowest_step": 1, "least": 3, "most": 7}, IN_PART),
+        ({"slowest_step": 1.1, "least": 2.9, "most": 7}, IN_PART),
+        ({"slowest_step": 1, "least": 3, "most": 7.1}, FAILS),
+    ],
+    11: [
+        ({"totals_right": True, "fits": False, "scores": 256}, HOLDS),
+        ({"totals_right": True, "fits": True, "scores": 256}, IN_PART),
+        ({"totals_right": False, "fits": False, "scores": 256}, IN_PART),
+        ({"totals_right": False, "fits": True, "scores": 512}, FAILS),
+    ],
+    12: [
+        ({"faster": 2, "saved": 0.48}, HOLDS),
+        ({"faster": 1.9, "saved": 0.48}, IN_PART),
+        ({"faster": 2, "saved": 0.47}, IN_PART),
+        ({"faster": 1.9, "saved": 0.47}, FAILS),
+    ],
+    13: [
+        ({"naive": 2.3 - ONE_MORE, "tiled": 1.7 + ONE_MORE, "sized": 5, "lengths": 5, "most": 20}, HOLDS),
+        ({"naive": 2, "tiled": 1.69, "sized": 5, "lengths": 5, "most": 20}, IN_PART),
+        ({"naive": 2, "tiled": 2, "sized": 4, "lengths": 5, "most": 21}, IN_PART),
+        ({"naive": 2, "tiled": 2, "sized": 0, "lengths": 5, "most": 1}, FAILS),
+    ],
+    14: [
+        (LAYER, HOLDS),
+        (LAYER | {"qkv": 0.49}, IN_PART),
+        (LAYER | {"flops": 0.99}, IN_PART),
+        (LAYER | {"time": 0.8}, IN_PART),
+        (LAYER | {"softmax": 0.06}, FAILS),
+        (LAYER | {"softmax_intensity": 2}, FAILS),
+    ],
+    15: [
+        (grid := {"computed": 10, "every": 16, "rising": True, "gain": 1.75}, HOLDS),
+        (grid | {"gain": 1.74}, IN_PART),
+        (grid | {"rising": False}, IN_PART),
+        (grid | {"computed": 16}, IN_PART),
+        (grid | {"gain": 1}, FAILS),
+    ],
+    16: [
+        ({"wins_by": [True, True], "some": 0}, HOLDS),
+        ({"wins_by": [True, False], "some": 0}, IN_PART),
+        ({"wins_by": [False, False], "some": 1}, IN_PART),
+        ({"wins_by": [False, False], "some": 0}, FAILS),
+    ],
+    17: [
+        (saved := {"without": 5050, "within": 100, "linear": True, "five_times": True, "saved": 5}, HOLDS),
+        (saved | {"linear": False}, IN_PART),
+        (saved | {"five_times": False}, IN_PART),
+        (saved | {"within": 200}, FAILS),
+        (saved | {"five_times": False, "saved": 1}, FAILS),
+    ],
+    18: [
+        ({"off": 0.01, "shrinks": True, "eight": 10.5}, HOLDS),
+        ({"off": 0.02, "shrinks": True, "eight": 10.5}, IN_PART),
+        ({"off": 0.01, "shrinks": False, "eight": 9.9}, IN_PART),
+        ({"off": 0.02, "shrinks": False, "eight": 9.9}, FAILS),
+    ],
+    19: [
+        (STEPS, HOLDS),
+        (STEPS | {"shortest": 1024}, IN_PART),
+        (STEPS | {"busy": 0.49}, IN_PART),
+        (STEPS | {"idle": 0.11}, IN_PART),
+        (STEPS | {"decode": 2}, IN_PART),
+        (STEPS | {"longest": 512, "busy": 0.4, "decode": 3}, FAILS),
+    ],
+    20: [
+        ({"wrong": 1, "ignored": 0}, HOLDS),
+        ({"wrong": 0, "ignored": 1}, IN_PART),
+        ({"wrong": 0, "ignored": 0}, FAILS),
+    ],
+    21: [
+        ({"tiles_right": True, "off": set()}, HOLDS),
+        ({"tiles_right": True, "off": {"triton"}}, IN_PART),
+        ({"tiles_right": False, "off": set()}, IN_PART),
+        ({"tiles_right": False, "off": {"triton"}}, FAILS),
+    ],
+    22: [
+        ({"least": 1.1, "most": 2, "fewest_bytes": 1.1}, HOLDS),
+        ({"least": 1.1, "most": 2, "fewest_bytes": 1}, IN_PART),
+        ({"least": 1, "most": 2, "fewest_bytes": 2}, IN_PART),
+        ({"least": 0.5, "most": 1, "fewest_bytes": 2}, FAILS),
+    ],
+    23: [
+        ({"stacking": 0.9, "both": 9, "cache": 5, "tiled": 2}, HOLDS),
+        ({"stacking": 0.89, "both": 9, "cache": 5, "tiled": 2}, IN_PART),
+        ({"stacking": 1.11, "both": 11.1, "cache": 5, "tiled": 2}, IN_PART),
+        ({"stacking": 0.5, "both": 5.1, "cache": 5, "tiled": 2}, FAILS),
+    ],
+    24: [
+        ({"once": 2, "floor": 8, "measured": 2}, HOLDS),
+        ({"once": 1.9, "floor": 7.6, "measured": 8}, IN_PART),
+        ({"once": 0.4, "floor": 1.6, "measured": 8}, FAILS),
+        ({"once": 2, "floor": 8, "measured": 1.9}, FAILS),
+    ],
+    25: [
+        ({"overflow": 1, "fused_break": False, "naive_breaks": True}, HOLDS),
+        ({"overflow": 1, "fused_break": False, "naive_breaks": False}, IN_PART),
+        ({"overflow": 1, "fused_break": True, "naive_breaks": True}, FAILS),
+        ({"overflow": 0, "fused_break": False, "naive_breaks": True}, FAILS),
+    ],
+    26: [
+        ({"fma": 16, "exp2": 250}, HOLDS),
+        ({"fma": 15.9, "exp2": 250}, IN_PART),
+        ({"fma": 16, "exp2": 249}, IN_PART),
+        ({"fma": 1, "exp2": 250}, FAILS),
+        ({"fma": 16, "exp2": 15}, FAILS),
+    ],
+    27: [({"right": 4}, HOLDS), ({"right": 3}, IN_PART), ({"right": 0}, FAILS)],
+    28: [
+        ({"products": 0.7, "standard": 0.35, "fused": 0.75}, HOLDS),
+        ({"products": 0.69, "standard": 0.35, "fused": 0.75}, IN_PART),
+        ({"products": 0.7, "standard": 0.36, "fused": 0.75}, IN_PART),
+        ({"products": 0.7, "standard": 0.35, "fused": 0.74}, IN_PART),
+        ({"products": 0.7, "standard": 0.35, "fused": 0.35}, FAILS),
+    ],
+    29: [
+        ({"fullest_trips": 2, "leanest_trips": 1, "inside": True}, HOLDS),
+        ({"fullest_trips": 2, "leanest_trips": 1, "inside": False}, IN_PART),
+        ({"fullest_trips": 1, "leanest_trips": 1, "inside": True}, FAILS),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", VERDICTS)
+def test_a_verdict_follows_from_figures_on_both_sides_of_each_threshold(number):
+    each = {claim.number: claim for claim in all_claims()}[number]
+    for figures, verdict in VERDICTS[number]:
+        assert each.verdict(Figures([], **figures)) == verdict, figures
+
+
+def test_every_claim_can_hold_and_fail():
+    assert list(VERDICTS) == [claim.number for claim in all_claims()]
+    assert all({HOLDS, IN_PART, FAILS} <= {verdict for _, verdict in cases} for cases in VERDICTS.values())
