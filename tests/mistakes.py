@@ -58,9 +58,9 @@ class Mistake:
             path.write_text(text, encoding="utf-8")
 
 
-def mistakes() -> list[Mistake]:
-    """Those of the list, in its order."""
-    return [Mistake(name, **facts) for name, facts in tomllib.loads(LIST.read_text(encoding="utf-8")).items()]
+def mistakes(path: Path = LIST) -> list[Mistake]:
+    """Those of a list, in its order."""
+    return [Mistake(name, **facts) for name, facts in tomllib.loads(path.read_text(encoding="utf-8")).items()]
 
 
 def copy_of_checkout(to: Path) -> Path:
@@ -123,11 +123,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mistakes", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="ask only the tests of `make test`")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mistakes alone")
+    parser.add_argument("--list", type=Path, default=LIST, help=f"another list than {LIST.name}")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time (default: 2)")
     options = parser.parse_args(arguments)
-    chosen = [m for m in mistakes() if options.only is None or m.name in options.only]
+    chosen = [m for m in mistakes(options.list) if options.only is None or m.name in options.only]
     if unknown := set(options.only or ()) - {m.name for m in chosen}:
-        parser.error(f"there is no mistake {', '.join(sorted(unknown))}; {LIST.name} has all names")
+        parser.error(f"there is no mistake {', '.join(sorted(unknown))}; {options.list.name} has all names")
     import hydra.utils  # noqa: F401 - for the forked processes
     import lightning  # noqa: F401
     import torch  # noqa: F401

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -35,19 +39,17 @@ def test_a_text_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_noticed_and_what_is_not(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
-    noticed, unnoticed = (mistake.name for mistake in mistakes.mistakes()[:2])
-    text = mistakes.LIST.read_text(encoding="utf-8")
-    listed = [f"[{part}" for part in text.split("\n[")[1:3]]
-    (tmp_path / "list.toml").write_text("\n".join([listed[0], listed[1].split("tests =")[0]]) + QUIET)
-    monkeypatch.setattr(mistakes, "LIST", tmp_path / "list.toml")
-    assert mistakes.main(["--jobs", "1", "--only", noticed, unnoticed]) == 1
-    said = capfd.readouterr().out
-    assert "1 of 2 mistakes are caught, 1 of them by make test." in said
-    assert (
-        f"s  {noticed}: " in said.split("NOT CAUGHT")[0]
-        and f"s  {unnoticed}: " in said.split("NOT CAUGHT")[1]
-    )
-
-
-QUIET = 'tests = "tests/test_project.py"\n'
+def test_what_is_noticed_and_what_is_not(tmp_path: Path) -> None:
+    """The same mistake twice: before a test that notices, and before one that reads no code."""
+    first = mistakes.mistakes()[0]
+    facts = {name: json.dumps(value) for name, value in asdict(first).items() if name != "name"}
+    path = tmp_path / "list.toml"
+    for name, tests in (("noticed", facts["tests"]), ("unnoticed", '"tests/test_project.py"')):
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines([f"[{name}]\n", *(f"{k} = {v}\n" for k, v in (facts | {"tests": tests}).items())])
+    command = [sys.executable, "-m", "tests.mistakes", "--list", str(path), "--jobs", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
+    noticed, unnoticed = (line.split() for line in result.stdout.splitlines()[:2])
+    assert noticed[:2] == ["caught", "by"] and unnoticed[:2] == ["NOT", "CAUGHT"], result.stdout
+    assert "1 of 2 mistakes are caught, 1 of them by make test." in result.stdout
