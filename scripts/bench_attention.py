@@ -15,23 +15,19 @@ killed goes on where it stopped, as long as machine and sources are the same.
 from __future__ import annotations
 
 import argparse
-import time
-from pathlib import Path
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
 from scripts.measure.instruments.bench_points import DTYPES, PASSES, points
-from scripts.measure.machine import ROOT, gpu_slug
-from scripts.measure.rows import Kept, choices, key_of, positive, read, rows_file
+from scripts.measure.rows import choices, key_of, positive, read
+from scripts.measure.runner import Run, parser
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, "attention")
+    add = made.add_argument
     names = choices("attention")
     add("--attention", nargs="+", choices=names, metavar="NAME", help="contestants (default: all but auto)")
     add(
@@ -48,7 +44,7 @@ def arguments() -> argparse.Namespace:
     add("--batch", type=positive, nargs="+", help="default: 16,384 tokens in all; for decode 1 and 16")
     add("--heads", type=positive, help="default: 2,048 / head dim; for decode 32")
     add("--kv-heads", type=positive, help="default: as many as heads; for decode 8 of 32")
-    mask = parser.add_mutually_exclusive_group()
+    mask = made.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=None, help="only causal (default: both)")
     mask.add_argument("--full", dest="causal", action="store_false", help="only without a mask")
     add("--window", type=positive, help="keys that a query sees to its left")
@@ -56,53 +52,37 @@ def arguments() -> argparse.Namespace:
     add("--short", action="store_true", help="lengths from 32 on as well")
     add("--dtype", choices=DTYPES, help="default: bf16; on a CPU fp32")
     add("--budget", type=float, default=0.2, metavar="S", help="measured seconds a contestant and point")
-    add("--fresh", action="store_true", help="measure again what this commit has measured here")
-    add("--plot-only", action="store_true", help="draw and print from the rows, measure nothing")
-    add("--out", type=rows_file, help="rows go here (default: results/attention/<gpu>.jsonl)")
-    options = parser.parse_args()
+    options = made.parse_args()
     if options.heads and options.kv_heads and options.heads % options.kv_heads:
-        parser.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
+        made.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
     if options.kv_lengths and options.passes != ["decode"]:
-        parser.error("--kv-lengths is for --pass decode alone")
+        made.error("--kv-lengths is for --pass decode alone")
     return options
 
 
-def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
+def measure(options: argparse.Namespace, run: Run) -> set[str]:
     """Measures what is missing; the keys of all points asked for."""
     from attention import registry
 
     names = options.attention or registry.contestants()
-    asked = list(points(options, device == "cuda"))
+    asked = list(points(options, run.device == "cuda"))
     if uneven := [shape for shape, _ in asked if shape.heads % shape.kv_heads]:
         raise SystemExit(f"{uneven[0]}: the heads need to be a multiple of --kv-heads.")
-    kept = Kept(out, options.fresh)
     todo = {
-        shape: left for shape, passes in asked if (left := shape.lacking(dict.fromkeys(passes, names), kept))
+        shape: left
+        for shape, passes in asked
+        if (left := shape.lacking(dict.fromkeys(passes, names), run.kept))
     }
     total = sum(map(len, todo.values()))
     there = sum(len(passes) for _, passes in asked) - total
-    print(
-        f"{total} points of up to {len(names)} contestants" + (f", {there} kept" if there else ""), flush=True
+    run.start(
+        len(todo), f"{total} points of up to {len(names)} contestants" + (f", {there} kept" if there else "")
     )
     if todo:
-        from scripts.measure.instruments.side_by_side import Bench, DeviceLost
+        from scripts.measure.instruments.side_by_side import Bench
 
-        built, start, done = {name: registry.build(name) for name in names}, time.perf_counter(), 0
-        bench = Bench(built, device, options.budget, out)
-        for shape, passes in todo.items():
-            try:
-                bench.measure(shape, passes)
-            except DeviceLost as lost:
-                raise SystemExit(
-                    f"{shape}: the device is lost after {lost}. The same command goes on."
-                ) from None
-            done += len(passes)
-            rate = done / (time.perf_counter() - start)
-            print(
-                f"[{done}/{total}] {shape} {' '.join(passes)}: {60 * rate:.1f} points/min, "
-                f"{(total - done) / rate:.0f} s left",
-                flush=True,
-            )
+        built = {name: registry.build(name) for name in names}
+        run.shapes(list(todo.items()), Bench(built, run.device, options.budget, run.out).measure)
     return {
         key_of(shape.point(name, passed)) for shape, passes in asked for passed in passes for name in names
     }
@@ -110,14 +90,11 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> set[str]:
 
 def main() -> None:
     options = arguments()
-    import torch
-
     from scripts.measure.report.attention_report import draw, tables
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
-    out = options.out or ROOT / "results" / "attention" / f"{gpu}.jsonl"
-    keys = None if options.plot_only else measure(options, device, out)
+    run = Run("attention", options)
+    out = run.out
+    keys = None if options.plot_only else measure(options, run)
     rows = read(out)
     if not rows:
         raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")

@@ -17,8 +17,6 @@ from typing import Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-from scripts.measure.machine import ROOT
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -110,14 +108,12 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
 
 def main() -> None:
     options = arguments()
-    import torch
 
-    from scripts.measure.machine import gpu_slug
     from scripts.measure.rows import append
+    from scripts.measure.runner import rows_path
 
     net = build(options.model, options.attention, options.seq_len, options.set)
-    gpu = gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
-    out = options.out or ROOT / "results" / "generate" / f"{gpu}.jsonl"
+    out = options.out or rows_path("generate")
     print(f"{'batch':>5} {'decode tokens/s':>16} {'prefill tokens/s':>17} {'set-up s':>9} {'again s':>8}")
     for batch in options.batch:
         result = measure(net, batch, options)

@@ -10,10 +10,8 @@ backward of what has one. Rows go to results/cuda_ladder/<gpu>.jsonl. Needs a GP
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 if not __package__:  # python scripts/<command>.py: see there
@@ -21,8 +19,8 @@ if not __package__:  # python scripts/<command>.py: see there
 
 
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.machine import ROOT, gpu_slug
-from scripts.measure.rows import read, rows_file
+from scripts.measure.rows import read
+from scripts.measure.runner import Run, parser
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
 FMA = "cuda_tiled_fma"  # cuda_tiled with products=fma
@@ -62,7 +60,7 @@ def shapes() -> list[tuple[Shape, dict[str, list[str]]]]:
     return found
 
 
-def measure(out: Path, budget_s: float, only: Sequence[str]) -> None:
+def measure(run: Run, budget_s: float, only: Sequence[str]) -> None:
     import torch
 
     from attention import registry
@@ -76,10 +74,12 @@ def measure(out: Path, budget_s: float, only: Sequence[str]) -> None:
     efficient = attentions["sdpa_efficient"]
     reasons = efficient.unsupported_reasons
     efficient.unsupported_reasons = lambda call: reasons(replace(call, dtype=torch.bfloat16))
-    bench, all_shapes = Bench(attentions, "cuda", budget_s, out), shapes()
-    for done, (shape, passes) in enumerate(all_shapes, 1):
-        bench.measure(shape, {name: [at for at in of if at in only] for name, of in passes.items()})
-        print(f"[{done}/{len(all_shapes)}] {shape}", flush=True)
+    work = [
+        (shape, {at: [x for x in of if x in only] for at, of in passes.items()}) for shape, passes in shapes()
+    ]
+    left = [(shape, lacking) for shape, passes in work if (lacking := shape.lacking(passes, run.kept))]
+    run.start(len(left), f"{len(left)} of {len(work)} shapes")
+    run.shapes(left, Bench(attentions, "cuda", budget_s, run.out).measure)
 
 
 def table(rows: list[dict[str, Any]], passed: str, causal: bool) -> str:
@@ -158,27 +158,19 @@ def block(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     names = PLAIN + TENSOR_CORES
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    parser.add_argument(
-        "--budget", type=float, default=0.1, metavar="S", help="measured seconds a contestant"
-    )
-    parser.add_argument(
-        "--attention", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names)
-    )
-    parser.add_argument(
-        "--out", type=rows_file, help="rows go here (default: results/cuda_ladder/<gpu>.jsonl)"
-    )
-    asked = parser.parse_args()
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
+    add("--budget", type=float, default=0.1, metavar="S", help="measured seconds a contestant")
+    add("--attention", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    asked = made.parse_args()
     import torch
 
     if not torch.cuda.is_available() and not (asked.plot_only and asked.out):
         raise SystemExit("bench_ladder.py needs a CUDA GPU: torch.cuda.is_available() is False.")
-    out = asked.out or ROOT / "results" / STUDY / f"{gpu_slug(torch.cuda.get_device_name())}.jsonl"
+    run = Run(STUDY, asked)
+    out = run.out
     if not asked.plot_only:
-        measure(out, asked.budget, asked.attention)
+        measure(run, asked.budget, asked.attention)
     rows = list(read(out).values())
     if not rows:
         raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")

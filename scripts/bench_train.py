@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ if not __package__:  # python scripts/<command>.py: see there
 
 from scripts.measure.machine import ROOT
 
-POINT = "scripts.measure.instruments.training_point"
+POINT = "scripts.measure.instruments.training_point:child"
 
 
 def arguments() -> argparse.Namespace:
@@ -76,21 +75,13 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
     """The same of nanoGPT, a step at a time. Raises RuntimeError where it fails."""
+    from scripts.measure.worker import once
+
     sizes = [f"seq_len={options.seq_len}", f"data.batch_size={options.batch}"]
     sizes += [f"tokens_per_step={options.batch * options.seq_len}"]
-    command = [
-        sys.executable,
-        "-m",
-        POINT,
-        "experiment=seqlen_scaling",
-        *sizes,
-        "--warm-up=20",
-        "--seconds=1e9",
-    ]
-    command += [f"--steps={options.steps - 20}", f"--peer=nanogpt={options.nanogpt}"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    result = json.loads(line.removeprefix("RESULT "))
+    words = ["experiment=seqlen_scaling", *sizes, "--warm-up=20", "--seconds=1e9"]
+    words += [f"--steps={options.steps - 20}", f"--peer=nanogpt={options.nanogpt}"]
+    result = once(POINT, {"words": words})
     if result["status"] != "ok":
         raise RuntimeError(f"nanoGPT: {result['reason']}")
     return result
@@ -120,15 +111,15 @@ def main() -> None:
 
     from model.costs.flops import flops_per_token, peak_bf16_flops
     from model.gpt import GPTConfig
-    from scripts.measure.machine import gpu_slug
     from scripts.measure.rows import append
+    from scripts.measure.runner import rows_path
 
     if not torch.cuda.is_available():
         raise SystemExit("bench_train.py needs a CUDA GPU: GPT-2 124M takes minutes a step on a CPU.")
     if options.nanogpt and not options.nanogpt.is_file():
         raise SystemExit(f"--nanogpt {options.nanogpt}: no such file.")  # before minutes of our own run
     gpu = torch.cuda.get_device_name()
-    out = options.out or ROOT / "results" / "gpt2_124m" / f"{gpu_slug(gpu)}.jsonl"
+    out = options.out or rows_path("gpt2_124m")
     flops = flops_per_token(GPTConfig(vocab_size=50304, seq_len=options.seq_len, bias=False))
     tokens, peak = options.batch * options.seq_len, peak_bf16_flops(gpu)
     contestants = {f"tilegpt attention={options.attention}": ours}

@@ -19,7 +19,6 @@ Exit code 0: rounding; 1: a fault; 2: it could not be compared, and why.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if not __package__:  # python scripts/<command>.py: see there
@@ -31,8 +30,8 @@ from conf.values import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attention.base import Attention
     from scripts.accuracy import Problem
+    from scripts.measure.instruments.diagnosis import Finding
 
 USUAL: dict[str, Any] = {
     "attention": "auto",
@@ -57,9 +56,6 @@ USUAL: dict[str, Any] = {
 WHOLE = ("seed", "batch", "heads", "kv_heads", "seq_len", "head_dim", "window", "segments")
 OPTIONS = ("causal", "window", "softcap", "alibi", "segments")
 ANY_MODE = ("attention", "against", "device", "dtype", "seed")
-MOST_FAULTS = 5  # that are explained
-MANY = 2  # times the plain formula's rms error: more is no rounding of a few entries
-MOST_SCORES = 2**28  # beyond, two key heads of two rows stand for all
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
@@ -117,56 +113,6 @@ def random_problem(given: dict[str, Any], device: Any, dtype: Any) -> Problem:
     return Problem(q, k, v, {name: x for name, x in options.items() if x is not None}, dout)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What one implementation makes of one tensor."""
-
-    name: str
-    tensor: str
-    max_error: float
-    rms_error: float
-    ratio: float
-    same_bits: bool | None = None  # of two calls; None for the plain formula
-    fault: str | None = None
-
-    def row(self) -> list[str]:
-        ratio = f"{self.ratio:.2f}" if self.ratio <= 1 else f"[red]{self.ratio:.3g}[/red]"
-        bits = "" if self.same_bits is None else "same" if self.same_bits else "[yellow]differ[/yellow]"
-        return [self.name, f"{self.max_error:.1e}", f"{self.rms_error:.1e}", ratio, bits]
-
-
-def examine(names: list[str], attentions: list[Attention], problem: Problem, most: int) -> list[Finding]:
-    """Each implementation, and the plain formula, tensor by tensor against fp64; `most` scores in all."""
-    import torch
-
-    from scripts.accuracy import Part, allowed, computed, error_ratio, expected
-    from scripts.measure.instruments.diagnosis import explain
-
-    scores = problem.q.shape[0] * problem.q.shape[1] * problem.q.shape[2] * problem.k.shape[2]
-    part = Part.of(problem, None if scores <= most else 2)
-    reference, plain = expected(part.of_problem(problem))
-    limits = {name: allowed(name, reference, plain, problem.q.dtype) for name in reference}
-    findings = [
-        Finding("plain formula", name, *errors(plain[name], x), error_ratio(plain[name], x, limits[name]))
-        for name, x in reference.items()
-    ]
-    for name, attention in zip(names, attentions, strict=True):
-        first, second = computed(attention, problem), computed(attention, problem)
-        for tensor, whole in first.items():
-            got, exact = part.cut(tensor, whole), reference[tensor]
-            ratio = error_ratio(got, exact, limits[tensor])
-            fault = None if ratio <= 1 else explain(tensor, got, reference, limits[tensor], part)
-            same = torch.equal(whole.nan_to_num(), second[tensor].nan_to_num())
-            findings.append(Finding(name, tensor, *errors(got, exact), ratio, same, fault))
-    return findings
-
-
-def errors(got: Tensor, reference: Tensor) -> tuple[float, float]:
-    """(largest, root mean square) over what is finite in the reference."""
-    error = (got.double() - reference)[reference.isfinite()]
-    return (float(error.abs().max()), float(error.square().mean().sqrt())) if error.numel() else (0.0, 0.0)
-
-
 def table(findings: list[Finding]) -> Any:
     from rich.table import Table
 
@@ -179,46 +125,6 @@ def table(findings: list[Finding]) -> Any:
         for i, row in enumerate(rows):
             out.add_row(tensor if i == 0 else "", *row, end_section=i == len(rows) - 1)
     return out
-
-
-def conclusion(names: list[str], findings: list[Finding]) -> tuple[list[str], bool]:
-    """Sentences, and whether one of the two is at fault."""
-    said, faulty = [], False
-    for name in names:
-        own = [finding for finding in findings if finding.name == name]
-        ordered = sorted(own, key=lambda finding: -finding.ratio)
-        faults = [finding for finding in ordered if finding.fault]
-        said += [
-            f"[red]FAULT[/red] in {name}: {finding.tensor} errs {finding.ratio:.3g} times as much as "
-            f"rounding explains. {finding.fault}"
-            for finding in faults[:MOST_FAULTS]
-        ]
-        if len(faults) > MOST_FAULTS:
-            said.append(f"{name}: wrong too, in {', '.join(f.tensor for f in faults[MOST_FAULTS:])}.")
-        if not own:
-            said.append(f"{name}: its dropout mask is its own, there are no values to compare.")
-        elif not faults:
-            worst = ordered[0]
-            said.append(f"{name}: rounding, at most {worst.ratio:.2f} of what is allowed ({worst.tensor}).")
-        plain = {finding.tensor: finding.rms_error for finding in findings if finding.name == "plain formula"}
-        # Of the output alone: dP - delta cancels, and flash kernels take delta from an output that is rounded
-        # (4 times the plain formula's rms in dq, SDPA in bf16 on a trained model's activations).
-        for finding in (f for f in own if f.tensor.endswith("out") and not f.fault):
-            if 0 < MANY * plain[finding.tensor] < finding.rms_error:
-                said.append(
-                    f"[yellow]DOUBTFUL[/yellow] {name}: no one error of {finding.tensor} is too large, but "
-                    f"the rms is {finding.rms_error / plain[finding.tensor]:.1f} times the plain formula's: "
-                    "look again with dtype=fp32."
-                )
-        if differ := [finding.tensor for finding in own if finding.same_bits is False]:
-            said.append(
-                f"{name}: other bits the second time in {', '.join(differ)}, as sums in changing order give: "
-                "two runs with the same seed drift apart."
-            )
-        faulty |= bool(faults)
-    if not any("FAULT" in sentence or "DOUBTFUL" in sentence for sentence in said):
-        said.append("A loss that differs between the two differs by rounding.")
-    return said, faulty
 
 
 def run(arguments: list[str]) -> bool:
@@ -253,6 +159,8 @@ def run(arguments: list[str]) -> bool:
     asked = [f"{key}={given[key]}" for key in OPTIONS if given[key] not in (None, False)]
     shape = f"q {tuple(problem.q.shape)}, k and v {tuple(problem.k.shape)}, {dtype_name(dtype)}"
     console.print(", ".join([shape, *asked]) + "\n")
+    from scripts.measure.instruments.diagnosis import MOST_SCORES, conclusion, examine
+
     findings = examine(names, attentions, problem, MOST_SCORES)
     console.print(table(findings))
     said, faulty = conclusion(names, findings)

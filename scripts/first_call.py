@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,14 @@ extern "C" __global__ void tilegpt_nothing(const __grid_constant__ Params p) {}
 LAUNCHES = 2000
 
 
-def child(name: str, head_dim: int) -> list[dict[str, Any]]:
-    """The kernels of one call, as this process loaded them."""
+def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
+    """The kernels of one call, as this process loaded them: for measure/worker.py."""
     import torch
 
     from attention import registry
     from ops import nvrtc
 
+    name, head_dim = request["attention"], request["head_dim"]
     attention = registry.build(name)
     backward = attention.capabilities.backward
     dtype = torch.bfloat16
@@ -45,7 +44,8 @@ def child(name: str, head_dim: int) -> list[dict[str, Any]]:
     attention(q, q, q).sum().backward() if backward else attention(q, q, q)
     torch.cuda.synchronize()
     facts = ("name", "load_ms", "registers", "spilled_bytes")
-    return [{fact: getattr(kernel, fact) for fact in facts} for kernel in nvrtc.loaded()]
+    kernels = [{fact: getattr(kernel, fact) for fact in facts} for kernel in nvrtc.loaded()]
+    return {"status": "ok", "kernels": kernels}
 
 
 def launch_us(folder: Path) -> tuple[float, float]:
@@ -85,7 +85,6 @@ def main() -> None:
     )
     parser.add_argument("--attention", nargs="+", metavar="NAME", help="cuda or cuda_* (default: each stage)")
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     import torch
 
@@ -97,9 +96,6 @@ def main() -> None:
         parser.error(f"--attention {' '.join(sorted(unknown))}: choose of {', '.join([*names, 'cuda'])}")
     if not torch.cuda.is_available():
         raise SystemExit("first_call.py needs a CUDA GPU: torch.cuda.is_available() is False.")
-    if asked.child:
-        print(json.dumps(child(asked.attention[0], asked.head_dim[0])))
-        return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print(f"{'kernel':32} {'D':>4} {'compiled':>10} {'from disk':>10}  registers  spilled")
     with tempfile.TemporaryDirectory() as cache:
@@ -116,12 +112,13 @@ def main() -> None:
 
 def run(name: str, head_dim: int, cache: Path) -> list[dict[str, Any]]:
     """`child` in a process of its own, with this folder of cubins."""
-    command = [sys.executable, __file__, "--child", "--attention", name, "--head-dim", str(head_dim)]
-    environment = os.environ | {"TILEGPT_CACHE": str(cache)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if result.returncode:
-        raise SystemExit(f"{name} failed:\n{result.stderr[-3000:]}")
-    return json.loads(result.stdout.splitlines()[-1])
+    from scripts.measure.worker import once
+
+    asked = {"attention": name, "head_dim": head_dim}
+    result = once("scripts.first_call:child", asked, TILEGPT_CACHE=str(cache))
+    if result["status"] != "ok":
+        raise SystemExit(f"{name} failed: {result['reason']}")
+    return result["kernels"]
 
 
 if __name__ == "__main__":

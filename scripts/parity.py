@@ -268,8 +268,8 @@ def run(options: argparse.Namespace) -> list[str]:
     from attention.base import UnsupportedAttention
     from conf.compose import build_attention
     from model.training import runtime
-    from scripts.measure.machine import gpu_slug
     from scripts.measure.rows import append
+    from scripts.measure.runner import rows_path
 
     runtime.quiet()
     device = runtime.device("cpu" if options.cpu else "auto")
@@ -277,8 +277,7 @@ def run(options: argparse.Namespace) -> list[str]:
     if device.type == "cpu":
         torch.set_num_threads(1)  # tensors this small are faster so
     study = Study(options.overrides, device, options.seeds, options.steps)
-    gpu = gpu_slug(torch.cuda.get_device_name()) if device.type == "cuda" else "cpu"
-    out = options.out or ROOT / "results" / "parity" / f"{gpu}.jsonl"
+    out = options.out or (ROOT / "results" / "parity" / "cpu.jsonl" if options.cpu else rows_path("parity"))
     attentions, results = {}, {}
     for name in options.attention:
         try:

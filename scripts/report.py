@@ -50,15 +50,6 @@ def with_block(text: str, name: str, content: str) -> str:
     return found
 
 
-def rows_by_gpu(folder: Path) -> dict[str, list[Row]]:
-    """The rows of each file that were measured on a GPU."""
-    from scripts.measure.rows import with_baselines
-
-    found = {path.stem: with_baselines(path) for path in sorted(folder.glob("*.jsonl"))}
-    found = {gpu: [row for row in rows if row["machine"]["gpu"]] for gpu, rows in found.items()}
-    return {gpu: rows for gpu, rows in found.items() if rows}
-
-
 def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) -> dict[Path, str]:
     """What the files below `root` should hold; of pictures, those whose rows have changed (redraw: all)."""
     from attention import registry
@@ -67,10 +58,11 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     from scripts.measure.claims.page import page
     from scripts.measure.report import advice, attention_report, capabilities, ranking, results_page, summary
     from scripts.measure.report.figures import is_drawn
+    from scripts.measure.rows import by_gpu
 
-    measured = rows_by_gpu(root / "results" / "attention")
+    measured = by_gpu(root / "results" / "attention")
     rows = [row for found in measured.values() for row in found]
-    generated = [row for found in rows_by_gpu(root / "results" / "generate").values() for row in found]
+    generated = [row for found in by_gpu(root / "results" / "generate").values() for row in found]
     ranks = ranking.ranking(rows) | ranking.compiled_decode(generated)
     advised = root / "attention" / "README.md"
     files: dict[Path, str] = {}
@@ -79,9 +71,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
         files[path] = with_block(files.get(path) or path.read_text(encoding="utf-8"), name, content)
 
     if "capabilities" in parts:
-        peaks = [
-            row for found in rows_by_gpu(root / "results" / "attention_memory").values() for row in found
-        ]
+        peaks = [row for found in by_gpu(root / "results" / "attention_memory").values() for row in found]
         memory = capabilities.memory([*rows, *peaks])
         put(advised, "capabilities", capabilities.table(registry.contestants(), memory))
     if "results" in parts:
@@ -100,7 +90,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     if "auto" in parts:
         files[root / "attention" / "auto_table.py"] = ranking.table_source(ranks)
     if "ladder" in parts:
-        stages = rows_by_gpu(root / "results" / bench_ladder.STUDY)
+        stages = by_gpu(root / "results" / bench_ladder.STUDY)
         said = "\n\n".join(map(bench_ladder.block, stages.values()))
         put(root / "ops" / "README.md", "ladder", said or UNMEASURED.replace("attention", "ladder"))
     if "studies" in parts:

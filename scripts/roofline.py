@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ if not __package__:  # python scripts/<command>.py: see there
 
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.ladder import DTYPE, STAGES, Point, counted, measured
-from scripts.measure.machine import ROOT, gpu_slug
-from scripts.measure.rows import append, positive, read, rows_file
+from scripts.measure.machine import ROOT
+from scripts.measure.rows import append, positive, read
+from scripts.measure.runner import attempt, parser, rows_path
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (1024, 4096, 16384)
@@ -44,25 +44,21 @@ TILES = [
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, "roofline")
+    add = made.add_argument
     add("--stages", nargs="+", choices=STAGES, default=STAGES, metavar="NAME", help=", ".join(STAGES))
     add("--seq-len", type=positive, nargs="+", help="default: 512 to 16,384; with --tiles 4,096")
     add("--head-dim", type=positive, default=128)
     add("--batch", type=positive, default=1)
     add("--heads", type=positive, default=32)
-    mask = parser.add_mutually_exclusive_group()
+    mask = made.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=True, help="the default")
     mask.add_argument("--full", dest="causal", action="store_false", help="without a mask")
     add("--quick", action="store_true", help="1k, 4k and 16k tokens; DRAM, L2, time and occupancy alone")
     add("--tiles", action="store_true", help="the study of fa2's tile in the place of the roofline")
     add("--no-ncu", dest="ncu", action="store_false", help="times and the model alone")
     add("--no-ceilings", dest="ceilings", action="store_false", help="those in the rows stand")
-    add("--plot-only", action="store_true", help="draw and print from the rows, measure nothing")
-    add("--out", type=rows_file, help="rows go here (default: results/roofline/<gpu>.jsonl)")
-    return parser.parse_args(given)
+    return made.parse_args(given)
 
 
 def points(options: argparse.Namespace) -> list[list[Point]]:
@@ -81,24 +77,13 @@ def points(options: argparse.Namespace) -> list[list[Point]]:
     return [[Point(stage, shape(stage, tokens)) for tokens in lengths] for stage in options.stages]
 
 
-def attempt(result: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Whatever fails is a row, and the rest goes on."""
-    from scripts.measure.instruments.side_by_side import failure
-    from scripts.measure.instruments.timing import clean_up
-
-    try:
-        return result()
-    except Exception as error:
-        return failure(error)
-    finally:
-        clean_up()
-
-
 def measure_ceilings(out: Path) -> None:
     from scripts.measure.instruments.ceilings import Ceilings
+    from scripts.measure.instruments.timing import clean_up
 
     for name, call in Ceilings().all():
         result = attempt(lambda call=call: {"status": "ok"} | asdict(call()))
+        clean_up()
         append(out, {"study": "roofline", "implementation": "ceiling", "pass": name}, result)
 
 
@@ -119,6 +104,7 @@ def with_counters(result: dict[str, Any], counts: dict[str, Any] | str) -> dict[
 def measure(options: argparse.Namespace, out: Path) -> None:
     """Ceilings, then each stage: counters of all its points, then the points, a row for each."""
     from scripts.measure.instruments.counters import NoCounters
+    from scripts.measure.instruments.timing import clean_up
 
     began, refused = time.perf_counter(), None if options.ncu else "--no-ncu"
 
@@ -141,6 +127,7 @@ def measure(options: argparse.Namespace, out: Path) -> None:
                     refused = str(error)
         for point, counters in zip(mine, counts, strict=True):
             result = with_counters(attempt(lambda point=point: measured(point, BUDGET_S)), counters)
+            clean_up()
             append(out, point.row(), result)
             took = f"{result['ms_median']:.3f} ms" if result["status"] == "ok" else result["reason"]
             say(f"{point}: {took}")
@@ -158,8 +145,7 @@ def main() -> None:
         raise SystemExit(
             "roofline.py needs a CUDA GPU: torch.cuda.is_available() is False. --plot-only draws."
         )
-    slug = gpu_slug(torch.cuda.get_device_name()) if cuda else "h200"
-    out = options.out or ROOT / "results" / "roofline" / f"{slug}.jsonl"
+    out = options.out or (rows_path("roofline") if cuda else ROOT / "results" / "roofline" / "h200.jsonl")
     if not options.plot_only:
         measure(options, out)
     rows = list(read(out).values())

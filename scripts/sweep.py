@@ -2,8 +2,8 @@
 
     python scripts/sweep.py experiment=seqlen_scaling_tiny               a CPU, about two minutes
     python scripts/sweep.py experiment=seqlen_scaling sweep.grid.attention=[naive,sdpa] model.n_layer=6
-    python scripts/sweep.py experiment=seqlen_scaling --shard 0/4        every fourth point; 1/4, 2/4, 3/4
-    python scripts/sweep.py experiment=seqlen_scaling --print-commands   one for each point, for a scheduler
+
+The same command, started several times, shares the points: see measure/runner.py.
 
 On a GPU several points run side by side (--together), as many as have room by the memory model: their first
 steps, which compile, and at the end their profiles and memory splits. The steps between, which are timed,
@@ -19,49 +19,31 @@ versions stand too, and what has none is measured.
 from __future__ import annotations
 
 import argparse
-import fcntl
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 from conf.values import UserError
-from scripts.measure.machine import ROOT
-from scripts.measure.sweep_process import Process, measured
+from scripts.measure.worker import Worker, once
 
 if TYPE_CHECKING:
-    from scripts.measure.rows import Kept
+    from scripts.measure.runner import Run
     from scripts.measure.sweep_points import Point, Study
 
 Row = dict[str, Any]
-CHILD = "scripts.measure.instruments.training_point"
-
-
-def shard(text: str) -> tuple[int, int]:
-    index, slash, count = text.partition("/")
-    if not slash or not index.isdigit() or not count.isdigit() or not int(index) < int(count):
-        raise argparse.ArgumentTypeError(f"{text} is no i/n with 0 <= i < n")
-    return int(index), int(count)
+CHILD = "scripts.measure.instruments.training_point:child"
 
 
 def arguments() -> argparse.Namespace:
-    from scripts.measure.rows import positive, rows_file
+    from scripts.measure.rows import positive
+    from scripts.measure.runner import parser
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, "<study>")
+    add = made.add_argument
     add("overrides", nargs="*", metavar="key=value", help="experiment=..., then of the config; sweep.* too")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--fresh", action="store_true", help="measure again what has been measured")
-    which.add_argument("--missing", action="store_true", help="measure what has no row, of whatever sources")
-    add("--shard", type=shard, default=(0, 1), metavar="I/N", help="points I, I + N, I + 2 N, ...")
-    add("--print-commands", action="store_true", help="print a command for each point, run nothing")
     add("--nanogpt", metavar="MODEL.PY", help="nanoGPT's model, trained at the same lengths")
     add(
         "--peer",
@@ -72,18 +54,16 @@ def arguments() -> argparse.Namespace:
     )
     add("--together", type=positive, metavar="K", help="points set up at a time (default: a GPU 4, a CPU 1)")
     add("--wandb", metavar="PROJECT", help="log every point as a run, in a group named by the study")
-    add("--out", type=rows_file, help="rows go here (default: results/<study>/<gpu or cpu>.jsonl)")
-    return parser.parse_intermixed_args()
+    return made.parse_intermixed_args()
 
 
 class Sweep:
     """Measures the points of a study on this machine, and appends their rows to `out`."""
 
-    def __init__(self, study: Study, device: str, out: Path, together: int, kept: Kept):
+    def __init__(self, study: Study, run: Run, together: int):
         from scripts.measure.sweep_company import Room
 
-        self.study, self.device, self.out, self.room = study, device, out, Room.here(together)
-        self.rows = kept
+        self.study, self.shared, self.room = study, run, Room.here(together)
         self.slow: dict[str, int] = {}  # the context at which an implementation took too long
         self.full: dict[str, int] = {}  # and at which it was out of memory
 
@@ -94,6 +74,7 @@ class Sweep:
         for point in old:
             yield from self.alone(point)
         for group in self.room.groups([point for point in points if point not in old]):
+            group = [point for point in group if self.shared.claim(point.fields)]
             left = []
             for point, result in self.in_company(group):
                 if result is None or may_be_of_company(result):
@@ -108,11 +89,11 @@ class Sweep:
         one, then what is left (profile and memory split) side by side; None for those that have no company,
         or need not be tried."""
         tried = [point for point in group if self.not_tried(point) is None]
-        processes: dict[Point, Process] = {}
+        processes: dict[Point, Worker] = {}
         try:
             for point in tried if len(tried) > 1 else ():
-                command = self.command(point)
-                processes[point] = Process(command, self.study.timeout_s, beside=len(tried) - 1)
+                processes[point] = Worker(CHILD, self.study.timeout_s, beside=len(tried) - 1)
+                processes[point].start({"words": self.words(point)}, wait=True)
             for process in processes.values():
                 process.ready()
             for process in processes.values():
@@ -121,7 +102,7 @@ class Sweep:
             for process in processes.values():
                 process.go()
             for point in group:
-                yield point, processes.pop(point).result() if point in processes else None
+                yield point, processes[point].result() if point in processes else None
         finally:
             for process in processes.values():
                 process.end()
@@ -134,7 +115,7 @@ class Sweep:
         yield row, new
         if row["result"]["status"] != "oom":
             return
-        for point in smaller(self.study, asked, self.device):
+        for point in smaller(self.study, asked, self.shared.device):
             if self.room.is_hopeless(point):
                 continue
             row, new = self.row(point)
@@ -146,11 +127,13 @@ class Sweep:
         if (row := self.kept(point)) is not None:
             self._note(row)
             return row, False
-        result = self.not_tried(point) or measured(self.command(point), self.study.timeout_s)
+        asked = {"words": self.words(point)}
+        result = self.not_tried(point) or once(CHILD, asked, self.study.timeout_s)
         return self.append(point, result), True
 
     def kept(self, point: Point) -> Row | None:
-        return self.rows.row(point.fields) if self.rows.done(point.fields) else None
+        kept = self.shared.kept
+        return kept.row(point.fields) if kept.done(point.fields) else None
 
     def not_tried(self, point: Point) -> dict[str, Any] | None:
         """The result of a point that is not tried, as a shorter context took too long, or was out of memory
@@ -168,14 +151,13 @@ class Sweep:
     def append(self, point: Point, result: dict[str, Any]) -> Row:
         from scripts.measure.rows import append
 
-        with alone(self.out):
-            row = append(self.out, point.fields, result)
+        row = append(self.shared.out, point.fields, result)
         self._note(row)
         return row
 
-    def command(self, point: Point) -> list[str]:
+    def words(self, point: Point) -> list[str]:
         study = self.study
-        words = [sys.executable, "-m", CHILD, *point.overrides, f"--warm-up={study.warm_up}"]
+        words = [*point.overrides, f"--warm-up={study.warm_up}"]
         words += [f"--steps={study.steps}", f"--seconds={study.seconds}"]
         return words + ([f"--peer={point.peer}"] if point.peer else [])
 
@@ -195,15 +177,6 @@ def may_be_of_company(result: dict[str, Any]) -> bool:
     if "out of memory" in (result.get("memory_split_reason") or ""):
         return True
     return result["status"] in ("oom", "error") and "timeout_s" not in result
-
-
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Shards that write to one file take turns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def said(row: Row) -> str:
@@ -232,33 +205,29 @@ def asked(options: argparse.Namespace) -> Study:
 
 def run(options: argparse.Namespace) -> list[Row]:
     """The study's rows, measured where they were not there."""
-    from scripts.measure.sweep_points import commands, point_of, tasks
+    from scripts.measure.sweep_points import point_of, tasks
 
-    study, (index, count) = asked(options), options.shard
-    todo = tasks(study)[index::count]
-    if options.print_commands:
-        print("\n".join(commands(options, study, todo)))
-        return []
-    import torch
+    study = asked(options)
+    todo = tasks(study)
 
-    from scripts.measure.machine import gpu_slug
     from scripts.measure.report.sweep_report import draw, tables
-    from scripts.measure.rows import Kept, with_baselines
+    from scripts.measure.rows import with_baselines
+    from scripts.measure.runner import Run
     from scripts.measure.sources import code
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpu = gpu_slug(torch.cuda.get_device_name()) if device == "cuda" else "cpu"
-    out = options.out or ROOT / "results" / study.name / f"{gpu}.jsonl"
+    shared = Run(study.name, options)
+    out, device = shared.out, shared.device
     points = [point_of(study, task, device) for task in todo]  # mistakes are said before one runs
     points.sort(key=lambda point: point.fields["seq_len"])  # what is slow shows early
     together = options.together or (4 if device == "cuda" else 1)
-    sweep = Sweep(study, device, out, together, Kept(out, options.fresh, options.missing))
-    print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
-    progress(options, sweep, points)
+    sweep = Sweep(study, shared, together)
+    if not options.plot_only:
+        print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
+        progress(options, sweep, points)
     rows = [
         row
-        for row in with_baselines(out)  # of all shards
-        if options.missing or row["machine"].get("code") == code(row["point"])
+        for row in with_baselines(out)
+        if options.missing or options.plot_only or row["machine"].get("code") == code(row["point"])
     ]
     tables(rows)
     picture = draw(rows, out.with_suffix(".svg"))

@@ -12,6 +12,7 @@ than the defaults, under the names of today. Fields that are false, none or empt
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -134,6 +135,13 @@ def with_baselines(path: Path) -> list[Row]:
     return [row for (key, _), row in each.items() if row is not newest[key]] + list(newest.values())
 
 
+def by_gpu(folder: Path) -> dict[str, list[Row]]:
+    """The rows of each file of a study that were measured on a GPU."""
+    found = {path.stem: with_baselines(path) for path in sorted(folder.glob("*.jsonl"))}
+    found = {gpu: [row for row in rows if row["machine"]["gpu"]] for gpu, rows in found.items()}
+    return {gpu: rows for gpu, rows in found.items() if rows}
+
+
 def load(*places: Path) -> DataFrame:
     """Rows of files, or of all files below these folders, as a table: a column for each field of point and
     result, those of the machine as machine.<field>; `trusted`, as said there; `row`, as read."""
@@ -170,13 +178,25 @@ def is_final(result: dict[str, Any]) -> bool:
 
 class Kept:
     """The rows of a file that are not measured again: those of today's sources on this machine with these
-    versions; with `missing` those of any sources and machine, with `fresh` none."""
+    versions; with `missing` those of any sources and machine, with `fresh` those that come from now on."""
 
     def __init__(self, path: Path, fresh: bool = False, missing: bool = False):
+        self.path, self.missing, self.rows = path, missing, {}
+        self.seen = path.stat().st_size if fresh and path.is_file() else 0
+        self.update()
+
+    def update(self) -> None:
+        """With what has been written since."""
         now = {name: value for name, value in machine().items() if name not in ("commit", "date", "command")}
-        self.rows = {} if fresh else read(path)
-        if not missing:
-            self.rows = {key: row for key, row in self.rows.items() if current(row, now)}
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        if size != self.seen:
+            found = _newest(_lines(self.path, self.seen))
+            self.seen = size
+            for key, row in found.items():
+                if self.missing or current(row, now):
+                    self.rows[key] = row
+                else:
+                    self.rows.pop(key, None)
 
     def row(self, point: Point) -> Row | None:
         """Whatever its status is."""
@@ -217,9 +237,10 @@ def _newest(rows: Iterable[Row]) -> dict[str, Row]:
     return found
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """The rows from that byte on."""
     rows = []
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_bytes()[start:].decode().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -248,7 +269,8 @@ def append(path: Path, point: dict[str, Any], result: dict[str, Any]) -> dict[st
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(row) + "\n"
     with open(path, "a+b") as file:
-        if file.tell():
+        fcntl.flock(file, fcntl.LOCK_EX)  # processes that share the work take turns
+        if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 text = "\n" + text  # what a kill has cut stays a line of its own

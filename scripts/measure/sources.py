@@ -41,10 +41,13 @@ def _digest(implementation: str, passed: str, model: bool, root: Path) -> str:
 
 
 def modules(implementation: str, root: Path = ROOT) -> tuple[str, ...]:
-    """The modules of an implementation; auto may run any."""
+    """The modules of an implementation, or of all that it chooses among."""
+    from attention import registry
+
     folder = root / "conf" / "attention"
     named = folder / f"{implementation}.yaml"
-    files = sorted(folder.glob("*.yaml")) if implementation == "auto" else [named] if named.is_file() else []
+    every = registry.declaration(implementation).chooses == "implementations"  # as auto, which may run any
+    files = sorted(folder.glob("*.yaml")) if every else [named] if named.is_file() else []
     targets = [re.search(r"^_target_: (\S+)\.\w+$", file.read_text(encoding="utf-8"), re.M) for file in files]
     return tuple(dict.fromkeys(target[1] for target in targets if target)) or (BASELINES,)
 

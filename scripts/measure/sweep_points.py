@@ -3,11 +3,9 @@ with their values, and command-line overrides on top."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import itertools
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -221,20 +219,3 @@ def smaller(study: Study, asked: Point, device: str) -> Iterator[Point]:
     while power:
         yield point_of(study, asked.task, device, power)
         power //= 2
-
-
-def commands(options: argparse.Namespace, study: Study, todo: list[Task]) -> Iterator[str]:
-    """A command line for each task: this script, its grid cut down to one point."""
-    ours = ("sweep.grid.", "sweep.peers=")
-    common = [o for o in options.overrides if not o.lstrip("+").startswith(ours)]
-    common += ["sweep.peers=[]"] if study.peers else []
-    added = {o.split("=")[0] for o in options.overrides if o.startswith("+")}
-    for task in todo:
-        keys = {key: f"sweep.grid.{key}" for key in task.assigned}
-        keys = {key: f"+{name}" if f"+{name}" in added else name for key, name in keys.items()}
-        grid = [f"{keys[key]}=[{shown(value)}]" for key, value in task.assigned.items()]
-        words = ["python", "scripts/sweep.py", *common, *grid]
-        words += ["sweep.grid.attention=[]", f"--peer={task.peer}"] if task.peer else []
-        words += [f"--out={options.out}"] if options.out else []
-        words += [f"--wandb={options.wandb}"] if options.wandb else []
-        yield shlex.join([*words, *(["--fresh"] if options.fresh else [])])

@@ -11,11 +11,12 @@ from attention.naive import NaiveAttention
 from scripts import bench_attention
 from scripts.measure import rows, sources
 from scripts.measure.instruments.bench_points import Shape, points
-from scripts.measure.instruments.side_by_side import Bench, failure
+from scripts.measure.instruments.side_by_side import Bench
 from scripts.measure.instruments.timing import Clock, Contestant, Probe, probe, sleeps, spread
 from scripts.measure.machine import machine
 from scripts.measure.report.attention_report import cell, panels, ratio
 from scripts.measure.rows import read
+from scripts.measure.runner import failure
 
 SHAPE = Shape(1, 2, 1, 32, 16, True, "fp32")
 DECODE = Shape(2, 4, 2, 64, 16, True, "fp32", decode=True, kv_lengths=True)

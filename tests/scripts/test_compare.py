@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attention.naive import NaiveAttention
 from attention.tiled import TiledAttention
-from scripts.compare import USUAL, conclusion, examine, main, parse, random_problem
+from scripts.compare import USUAL, main, parse, random_problem
+from scripts.measure.instruments.diagnosis import conclusion, examine
 from tests.running import ROOT, train_here
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "seq_len": 72, "head_dim": 16}

@@ -12,7 +12,7 @@ import pytest
 
 from model.costs.memory import peak
 from scripts.estimate import run_of
-from scripts.measure import rows, sweep_process
+from scripts.measure import rows, worker
 from scripts.measure.report import longest_context_report
 from scripts.measure.rows import read
 from scripts.measure.studies import longest_context
@@ -28,10 +28,11 @@ class Gpu:
     def __init__(self, off: float = 1.04) -> None:
         self.off, self.asked, self.peaks = off, [], {}
 
-    def measured(self, command: list[str], timeout_s: float) -> dict[str, object]:
+    def measured(self, target: str, request: dict[str, list[str]], timeout_s: float) -> dict[str, object]:
         from model.costs.gpus import GPUS
         from model.costs.roofline import step_work
 
+        command = request["words"]
         words = [word for word in command if "=" in word and not word.startswith("-")]
         values = dict(word.split("=") for word in words)
         assert {"--brief", "--warm-up=1", "--steps=1"} <= set(command) and values["data.batch_size"] == "1"
@@ -51,7 +52,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
-    monkeypatch.setattr(sweep_process, "measured", found.measured)
+    monkeypatch.setattr(worker, "once", found.measured)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA H200")
     memory = types.SimpleNamespace(total_memory=TOTAL)

@@ -9,12 +9,13 @@ import torch
 
 from attention import registry
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.instruments.workers import Gauge, Worker, sizes
+from scripts.measure.instruments.workers import Gauge, Measurer, sizes
 from scripts.measure.report import attention_memory_report as memory_report
 from scripts.measure.rows import read
 from scripts.measure.studies import attention_memory
 from scripts.measure.studies.attention_memory import Study, Task, curve, tasks
 from tests.scripts.attention_rows import memory_rows
+from tests.scripts.studies import run_of
 
 SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study="attention_memory")
 
@@ -69,17 +70,17 @@ def test_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
 
 
 def test_a_worker_answers_until_it_is_closed():
-    worker = Worker("naive")
+    worker = Measurer("naive")
     result = worker.ask(SHAPE, "both")
     assert (
         result["status"] == "ok" and result["kernels_ok"] and result["peak_mib"] > result["outputs_mib"] > 0
     )
     assert worker.ask(SHAPE, "both", brief=True) == {"status": "ok"}
-    worker.process.kill()
+    worker.worker.process.kill()
     died = worker.ask(SHAPE, "both")
     assert died["status"] == "error" and "killed by signal 9" in died["reason"]
     worker.close()
-    assert worker.process is None
+    assert worker.worker is None
 
 
 def test_sizes_by_hand():
@@ -115,7 +116,7 @@ def study(tmp_path, answers, most_s=30.0, cap=0.1):
     asked = []
     lengths = [512, 1024, 2048, 4096]
     task = Task("naive", "forward", [[curve(n, True) for n in lengths]])
-    Study(tmp_path / "rows.jsonl", cap, most_s, False, Scripted(answers, asked)).run([task], 1)
+    Study(run_of(tmp_path / "rows.jsonl"), cap, most_s, Scripted(answers, asked)).run([task], 1)
     rows = {row["point"]["seq_len"]: row["result"] for row in read(tmp_path / "rows.jsonl").values()}
     return asked, rows
 
@@ -192,7 +193,7 @@ def test_lines_that_lie_on_each_other_are_one():
 @pytest.mark.gpu
 def test_a_neighbour_does_not_change_a_peak():
     shape = Shape(1, 12, 12, 2048, 64, True, "bf16", study="attention_memory")
-    first, second = Worker("sdpa_flash"), Worker("sdpa_flash")
+    first, second = Measurer("sdpa_flash"), Measurer("sdpa_flash")
     alone = first.ask(shape, "both")
     second.ask(Shape(1, 12, 12, 8192, 64, True, "bf16"), "both", 0.1)
     beside = first.ask(shape, "both", 0.1)

@@ -140,7 +140,7 @@ def test_kernels_are_compiled_by_processes_that_end(monkeypatch, capsys):
         def close(self):
             asked.append(self.name)
 
-    monkeypatch.setattr(workers, "Worker", Asked)
+    monkeypatch.setattr(workers, "Measurer", Asked)
     points = speed_points.asked(["windows"], ["triton", "standard"], True)
     attention_speed.compile_ahead(attention_speed.to_compile(points), jobs=2)
     triton = [("triton", 16384, passed, 0.4) for passed in ("forward", "both")]  # no backward of nothing

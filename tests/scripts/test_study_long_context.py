@@ -15,7 +15,6 @@ from attention.sdpa import SDPAAttention
 from data.tokenizers import ByteTokenizer
 from data.tokens import TokenFile, TrainWindows
 from model.gpt import GPT, GPTConfig
-from scripts.measure import sweep_process
 from scripts.measure.instruments import long_context_runs as runs
 from scripts.measure.instruments import long_documents, same_tokens
 from scripts.measure.instruments import loss_by_position as losses
@@ -174,9 +173,12 @@ class Here(Executor):
 class FakeProcess:
     """In the place of a timed training point in a process."""
 
-    def __init__(self, command, timeout_s, beside):
-        assert "--steps=20" in command and beside == 0
-        self.seq_len = next(word for word in command if word.startswith("seq_len="))
+    def __init__(self, target, timeout_s, beside):
+        assert target == runs.POINT and beside == 0
+
+    def start(self, request, wait):
+        assert "--steps=20" in request["words"] and not wait
+        self.seq_len = next(word for word in request["words"] if word.startswith("seq_len="))
 
     def ready(self): ...
 
@@ -190,16 +192,16 @@ class FakeProcess:
 def test_the_whole_study_on_a_cpu_and_again(packages, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("scripts.measure.instruments.long_documents.installed", lambda: iter(packages))
-    monkeypatch.setattr(sweep_process, "Process", FakeProcess)
+    monkeypatch.setattr(runs, "Worker", FakeProcess)
     monkeypatch.setattr(study, "ThreadPoolExecutor", Here)
     trained = []
 
-    def here(self, command):
-        trained.append(command[3:])
-        done = train_here(tmp_path, *command[3:], tiny=False)
-        return None if done.code == 0 else done.err
+    def here(self, words):
+        trained.append(words)
+        done = train_here(tmp_path, *words, tiny=False)
+        return {"status": "error" if done.code else "ok", "reason": done.err}
 
-    monkeypatch.setattr(runs.Trainings, "_ended", here)
+    monkeypatch.setattr(runs.Trainings, "_trained", here)
     out = tmp_path / "rows.jsonl"
     words = ["--work", str(tmp_path), "--out", str(out), "--contexts", "16", "32", "--seeds", "2"]
     words += ["--tokens", "1000", "--step-tokens", "128", "--least-bytes", "1000", "--documents", "2"]
@@ -248,11 +250,9 @@ def test_a_run_in_a_process_ends_well_and_says_why_it_failed(packages, tmp_path,
     trainings = runs.Trainings(plan, False)
     done = trainings.train(plan.losses[0])
     assert done["status"] == "ok" and done["wall_s"] > 0 and plan.final(plan.losses[0]).is_file()
-    monkeypatch.setattr(
-        runs, "CHILD", "raise SystemExit('a warning\\nerror: out of memory on a GPU\\n  seq_len=8')"
-    )
+    monkeypatch.setattr(runs, "TRAIN", "tests.scripts.children:out_of_memory")
     failed = runs.Trainings(plan, True).train(plan.losses[0])
-    said = "the run ended with exit code 1: error: out of memory on a GPU"
+    said = "the point's process was ended with exit code 1: error: out of memory on a GPU"
     assert failed == {"status": "oom", "reason": said} and plan.final(plan.losses[0]) is None
 
 

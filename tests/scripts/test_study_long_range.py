@@ -57,7 +57,7 @@ def test_the_whole_study(
 ) -> None:
     out = tmp_path / "cpu.jsonl"
     asked = ["--out", str(out), "--attention", "standard", "sdpa", "flash2"]
-    long_range.run(long_range.arguments(asked))
+    long_range.main(asked)
     rows = list(read(out).values())
     assert len(rows) == 2 * 3 + 2 * 2 * 3
     for row in rows:
@@ -86,7 +86,7 @@ def test_the_whole_study(
     assert "ListOps" in printed and "no cpu" in printed and out.with_suffix(".svg").is_file()
     # once more: nothing is left to be measured
     monkeypatch.setattr(long_range_runs, "measure", None)
-    long_range.run(long_range.arguments(asked))
+    long_range.main(asked)
     assert len(out.read_text().splitlines()) == len(rows)
 
 

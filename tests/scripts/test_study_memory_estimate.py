@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,11 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     out = tmp_path / "cpu.jsonl"
     config = memory_estimate.CPU_CONFIGS[0] + " model.n_layer=2"
     monkeypatch.setattr("sys.argv", ["memory_estimate.py", "--config", config, "--out", str(out)])
-    monkeypatch.setattr(memory_estimate, "measured", memory_estimate.one)  # here, not in a process of its own
+
+    def here(config: str) -> dict:  # not in a process of its own
+        return memory_estimate.child({"config": config}, print)
+
+    monkeypatch.setattr(memory_estimate, "measured", here)
     memory_estimate.main()
     (row,) = map(json.loads, out.read_text().splitlines())
     result = row["result"]
@@ -40,25 +43,13 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert len(out.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("printed", "result"),
-    [
-        ('a note\nRESULT {"status": "ok"}\n', {"status": "ok"}),
-        ("", {"status": "error", "reason": "exit code 3: broken"}),
-    ],
-)
-def test_a_configuration_has_a_process_of_its_own(
-    printed: str, result: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
-        asked.append(command)
-        return subprocess.CompletedProcess(command, 3, printed, "a warning\nbroken\n")
-
-    monkeypatch.setattr("subprocess.run", run)
-    assert memory_estimate.measured("model=tiny") == result
-    assert asked[0][1:] == ["-m", "scripts.study", "memory_estimate", "--one", "model=tiny"]
+def test_a_configuration_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(memory_estimate, "once", lambda *given: asked.append(given) or {"status": "ok"})
+    assert memory_estimate.measured("model=tiny") == {"status": "ok"}
+    target, request, timeout_s = asked[0]
+    assert request == {"config": "model=tiny"} and timeout_s == memory_estimate.TIMEOUT_S
+    assert target == "scripts.measure.studies.memory_estimate:child"
 
 
 def test_what_is_off_is_said() -> None:

@@ -17,6 +17,7 @@ from scripts.measure.instruments.textbook import FORMULAS, Formula
 from scripts.measure.rows import read
 from scripts.measure.studies import numerics
 from tests.grid import build
+from tests.scripts.studies import run_of
 
 CONTESTANTS = ["naive", "tiled", "sdpa", "sdpa_cudnn"]
 
@@ -80,7 +81,7 @@ def test_kernels_are_compiled_beside_what_needs_none(monkeypatch, tmp_path):
 
     monkeypatch.setattr(numerics, "measurements", lambda *given: list(points(*given)))
     monkeypatch.setattr(numerics, "compile_ahead", lambda tasks: order.append(tasks))
-    numerics.measure(numerics.arguments([]), "cuda", tmp_path / "gpu.jsonl")
+    numerics.measure(numerics.arguments([]), run_of(tmp_path / "gpu.jsonl", device="cuda"))
     (tasks,) = (each for each in order if isinstance(each, list))
     ran = [each for each in order if isinstance(each, str)]
     assert set(ran[:8]) == {"sdpa", "tiled"} and set(ran[8:]) == {"triton", "cuda_fa2", "cuda_naive"}

@@ -136,12 +136,12 @@ def test_where_memory_ends_and_how_nanogpt_compares():
 def test_the_command_sweeps_a_small_version_on_a_cpu(study, tmp_path, monkeypatch, capsys):
     ran = []
 
-    def measured(command: list[str], _: float) -> dict[str, object]:
-        ran.append(command)
+    def once(target: str, request: dict[str, list[str]], _: float) -> dict[str, object]:
+        ran.append(request["words"])
         return fake_result()
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sweep, "measured", measured)
+    monkeypatch.setattr(sweep, "once", once)
     monkeypatch.setattr(sys, "argv", [f"{study.EXPERIMENT}.py", "--out", str(tmp_path / "cpu.jsonl")])
     training.run(study.EXPERIMENT, study.__doc__, study.SMALL, study.report)
     out = capsys.readouterr().out

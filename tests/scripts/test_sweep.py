@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +18,10 @@ import pytest
 from scripts import sweep
 from scripts.measure import sources
 from scripts.measure.report import figures, sweep_report
-from scripts.measure.rows import key_of, read
+from scripts.measure.rows import read
 from scripts.measure.sweep_company import Room
-from scripts.measure.sweep_process import Process
 from tests.running import ROOT
-from tests.scripts.studies import GRID, TINY, fake_result, points_of, study
+from tests.scripts.studies import TINY, fake_result
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +105,8 @@ def point_results(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     breaks, tiled takes too long for 32 tokens."""
     ran: list[list[str]] = []
 
-    def measured(command: list[str], timeout_s: float) -> dict[str, object]:
+    def once(target: str, request: dict[str, list[str]], timeout_s: float) -> dict[str, object]:
+        command = request["words"]
         ran.append(command)
         values = dict(word.split("=", 1) for word in command if "=" in word)
         if values["attention"] == "naive" and int(values["data.batch_size"]) > 2:
@@ -118,7 +117,7 @@ def point_results(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             return {"status": "error", "reason": f"took longer than {timeout_s} s", "timeout_s": timeout_s}
         return fake_result()
 
-    monkeypatch.setattr(sweep, "measured", measured)
+    monkeypatch.setattr(sweep, "once", once)
     monkeypatch.setattr(sweep_report, "draw", lambda rows, out: out)  # has tests of its own
     monkeypatch.setattr(sources, "code", lambda *_: "sources")  # whoever edits them meanwhile
     return ran
@@ -171,63 +170,24 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(tmp_path, point_results, monk
     assert len(point_results) == 2 + 2  # flash2 again, and tiled
 
 
-def test_a_point_that_dies_or_hangs_is_an_error():
-    died = sweep.measured([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], 60)
-    assert died == {"status": "error", "reason": "the point's process was killed by signal 9"}
-    left = sweep.measured([sys.executable, "-c", "import sys; sys.exit('no such thing')"], 60)
-    assert left["reason"] == "the point's process was ended with exit code 1: no such thing"
-    hung = sweep.measured([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
-    assert hung["status"] == "error" and hung["timeout_s"] == 0.2
-    lasting = "import subprocess, sys; subprocess.Popen(['sleep', '30']); sys.exit('gone')"
-    start = time.monotonic()
-    assert "gone" in sweep.measured([sys.executable, "-c", lasting], 60)["reason"]
-    assert time.monotonic() - start < 20  # its child holds the output open
-
-
-def test_shards_take_every_point_once(tmp_path, point_results, monkeypatch):
-    grid = ("sweep.grid.attention=[sdpa,tiled]", "sweep.grid.seq_len=[4,8,16]")
-    for i in range(4):
-        run(tmp_path / "cpu.jsonl", *grid, f"--shard={i}/4", monkeypatch=monkeypatch)
-    assert len(point_results) == len(read(tmp_path / "cpu.jsonl")) == 6
-
-
-def test_printed_commands_run_as_they_are(tmp_path, point_results, monkeypatch, capsys):
-    out = tmp_path / "a folder" / "cpu.jsonl"
-    run(out, *GRID, "+sweep.grid.model.n_head=[2]", "--print-commands", monkeypatch=monkeypatch)
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4 and not point_results
-    for command in printed:
-        words = shlex.split(command)
-        assert words[:2] == ["python", "scripts/sweep.py"]
-        monkeypatch.setattr(sys, "argv", words[1:])
-        sweep.main()
-    keys = {key_of(p.fields) for p in points_of(study(*GRID, "+sweep.grid.model.n_head=[2]"))}
-    assert read(out).keys() == keys | {row["key"] for row in read(out).values() if is_smaller(row)}
-
-
-def is_smaller(row: dict[str, dict[str, int]]) -> bool:
-    return row["point"]["micro_batch"] < 128 // row["point"]["seq_len"]
-
-
 def test_nanogpt_runs_beside(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sources, "code", lambda *_: "sources")
     model = tmp_path / "model.py"
     model.write_text("")
     ran = []
-    monkeypatch.setattr(
-        sweep, "measured", lambda command, _: ran.append(command) or fake_result(tokens_per_s=500.0)
-    )
+
+    def once(target: str, request: dict[str, list[str]], timeout_s: float) -> dict[str, object]:
+        ran.append(request["words"])
+        return fake_result(tokens_per_s=500.0)
+
+    monkeypatch.setattr(sweep, "once", once)
     arguments = ("sweep.grid.attention=[sdpa]", "sweep.grid.seq_len=[16]", f"--nanogpt={model}")
     run(tmp_path / "cpu.jsonl", *arguments, monkeypatch=monkeypatch)
     assert [f"--peer=nanogpt={model}" in command for command in ran] == [True, False]
     names = [row["point"]["implementation"] for row in read(tmp_path / "cpu.jsonl").values()]
     assert names == ["nanoGPT", "sdpa"] and "x nanoGPT" in capsys.readouterr().out
-    run(tmp_path / "cpu.jsonl", *arguments, "--print-commands", monkeypatch=monkeypatch)
-    first, second = capsys.readouterr().out.splitlines()
-    assert "sweep.grid.attention=[]" in first and "--peer=nanogpt" in first and "--peer" not in second
-    monkeypatch.setattr(sys, "argv", shlex.split(first)[1:])
     ran.clear()
-    sweep.main()
+    run(tmp_path / "cpu.jsonl", *arguments, monkeypatch=monkeypatch)
     assert not ran  # it is there already
 
 
@@ -244,31 +204,6 @@ def test_set_up_side_by_side(tmp_path, monkeypatch):
         assert result["n"] == 3 and result["kernels_ok"]
 
 
-def test_points_of_a_company_go_on_when_told(tmp_path, monkeypatch):
-    """One is timed at a time: what each says of itself, in the order in which it happened."""
-    script, said = tmp_path / "point.py", tmp_path / "said"
-    script.write_text(
-        "import sys\n"
-        f"def say(word): print(sys.argv[1], word, file=open({str(said)!r}, 'a', buffering=1))\n"
-        "def wait(): print('READY', flush=True); sys.stdin.readline()\n"
-        "say('sets up'); wait(); say('is timed'); wait(); say('is profiled')\n"
-        "if sys.argv[1] == 'b': sys.exit('broken')\n"
-        "print('RESULT', '{\"status\": \"ok\"}')\n"
-    )
-    a, b = (Process([sys.executable, str(script), name], 60, beside=1) for name in "ab")
-    try:
-        a.ready(), b.ready()
-        b.go(), b.ready()
-        a.go(), a.ready()
-        assert b.result()["reason"].endswith("exit code 1: broken")
-        assert a.result() == {"status": "ok", "beside": 1}
-    finally:
-        a.end(), b.end()
-    lines = said.read_text().splitlines()
-    assert sorted(lines[:2]) == ["a sets up", "b sets up"]
-    assert lines[2:] == ["b is timed", "a is timed", "b is profiled", "a is profiled"]
-
-
 class Beside:
     """A point of a company: naive is out of memory in it, tiled breaks, sdpa_math takes too long."""
 
@@ -278,9 +213,11 @@ class Beside:
         "attention=sdpa_math": {"status": "error", "reason": "late", "timeout_s": 1},
     }
 
-    def __init__(self, command: list[str], timeout_s: float, beside: int):
-        self.lost = next((how for word, how in self.LOST.items() if word in command), None)
+    def __init__(self, target: str, timeout_s: float, beside: int):
         self.beside = beside
+
+    def start(self, request: dict[str, list[str]], wait: bool) -> None:
+        self.lost = next((how for word, how in self.LOST.items() if word in request["words"]), None)
 
     def ready(self) -> None: ...
 
@@ -295,7 +232,7 @@ class Beside:
 
 def test_what_fails_in_company_is_measured_again_alone(tmp_path, point_results, monkeypatch):
     """Also where it has failed, as others may be to blame; not what took too long."""
-    monkeypatch.setattr(sweep, "Process", Beside)
+    monkeypatch.setattr(sweep, "Worker", Beside)
     names = "sweep.grid.attention=[naive,tiled,sdpa_math,sdpa]"
     grid = (names, "sweep.grid.seq_len=[16]", "sweep.micro_tokens=32", "--together=4")
     run(tmp_path / "cpu.jsonl", *grid, monkeypatch=monkeypatch)

@@ -23,7 +23,6 @@ from tests.scripts.studies import TINY
         ([*TINY, "--peer=megatron"], ["megatron", "transformers_eager"]),
         ([*TINY, "--together=0"], ["--together", "at least 1"]),
         ([*TINY, "sweep.grid.attention=[foo]"], ["foo"]),
-        ([*TINY, "--shard=4/4"], ["4/4", "0 <= i < n"]),
     ],
     ids=str,
 )

@@ -140,8 +140,8 @@ def split(launches: list[tuple[str, Counts]]) -> list[dict[str, Any]]:
 def main() -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # ncu would look into each of those processes
     from scripts.measure.instruments.contestants import Field
-    from scripts.measure.instruments.side_by_side import failure
     from scripts.measure.instruments.timing import clean_up, probe
+    from scripts.measure.runner import failure
 
     asked = [(name, Shape(**of)) for name, of in json.loads(sys.argv[1])]
     built = contestants(list(dict.fromkeys(name for name, _ in asked)))

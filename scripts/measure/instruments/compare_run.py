@@ -17,7 +17,7 @@ from attention.naive import attention_scores, naive_attention
 from conf.values import UserError
 from model.gpt import GPT
 from scripts.accuracy import Problem, plain_softmax
-from scripts.compare import MOST_SCORES, Finding, conclusion, examine
+from scripts.measure.instruments.diagnosis import MOST_SCORES, Finding, conclusion, examine
 
 
 class ExactAttention(Attention):

@@ -38,7 +38,7 @@ def compile_ahead(tasks: list[Task], jobs: int | None = None) -> None:
     def one(task: Task) -> tuple[float, str]:
         name, calls = task
         began = time.perf_counter()
-        worker = workers.Worker(name)
+        worker = workers.Measurer(name)
         for shape, passed in dict.fromkeys((s, "both" if p == "backward" else p) for s, p in calls):
             worker.ask(shape, passed, SHARED / jobs, brief=True)
         worker.close()

@@ -212,8 +212,8 @@ def main() -> None:
         )
     import torch
 
-    from scripts.measure.instruments.side_by_side import failure
     from scripts.measure.instruments.timing import clean_up
+    from scripts.measure.runner import failure
 
     for asked in json.loads(sys.argv[1]):
         point = Point(asked["stage"], Shape(**asked["shape"]), asked["tile"] and tuple(asked["tile"]))

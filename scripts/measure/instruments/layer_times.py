@@ -17,9 +17,9 @@ from scripts.accuracy import Part as Heads
 from scripts.accuracy import Problem, error_ratios, expected
 from scripts.measure.instruments.contestants import COLD, MOST_SETS, captured
 from scripts.measure.instruments.layer_parts import Call, Layer, Part, attention_inputs, layer_parts
-from scripts.measure.instruments.side_by_side import failure
 from scripts.measure.instruments.timing import Clock, Contestant, clean_up, copy_gb_per_s, probe, spread
 from scripts.measure.instruments.whole_model import implementations, kernels_of
+from scripts.measure.runner import failure
 from scripts.measure.studies import Point
 
 VOCABULARY = 50257
@@ -137,6 +137,9 @@ class Measuring:
         out = attention(q, k, v, **options)
         ratio = error_ratios({"out": some.cut("out", out)}, exact, plain, q.dtype)["out"]
         return {"error_ratio": ratio} | kernels_of(name, lambda: attention(q, k, v, **options), self.device)
+
+    def point(self, point: Point) -> dict[str, Any]:
+        return self.parts(point) if point["implementation"] == "parts" else self.whole(point)
 
     def whole(self, point: Point) -> dict[str, Any]:
         """A prefill into the cache, or a decoding step over one, as one CUDA graph on a GPU."""

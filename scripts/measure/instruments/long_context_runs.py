@@ -7,9 +7,6 @@ import argparse
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,25 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
-from scripts.measure.machine import ROOT
 from scripts.measure.rows import key_of
+from scripts.measure.worker import Worker
 
 if TYPE_CHECKING:
     from numpy import ndarray as Array
 
 BYTES_PER_TOKEN = 3.5  # of Python in a few thousand kinds of tokens, about: how much text a budget takes
-# train.py, which ends with whoever holds its standard input: a killed study leaves no run behind. os.read: a
-# thread in sys.stdin would hold its lock when a run that has finished exits.
-CHILD = f"""
-import os, sys, threading
-sys.path.insert(0, {str(ROOT)!r})
-
-from conf.values import UserError
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-import train
-train.main()
-"""
-POINT = "scripts.measure.instruments.training_point"
+TRAIN = "scripts.measure.worker:train"
+POINT = "scripts.measure.instruments.training_point:child"
 TIMED = {"cuda": 60, "cpu": 20}  # steps
 
 Point = dict[str, Any]
@@ -180,11 +167,11 @@ class Trainings:
 
     def __init__(self, plan: Plan, fresh: bool):
         self.plan, self.fresh = plan, fresh
-        self.running: set[subprocess.Popen] = set()
+        self.running: set[Worker] = set()
         cores = len(os.sched_getaffinity(0))
         threads = str(max(1, cores // plan.options.at_once))
         shared = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads}
-        self.environment = shared | dict(os.environ)
+        self.environment = {key: value for key, value in shared.items() if key not in os.environ}
 
     def train(self, point: Point) -> dict[str, Any]:
         """The run of a point, from its checkpoint where it has one. Of a row's result: how it ended, and how
@@ -197,61 +184,39 @@ class Trainings:
         if plan.final(point) is None:
             target = [word for word in plan.overrides if word.startswith(("data._target_=", "+data.block="))]
             words = [f"ckpt={name}", *target] if goes_on else [f"name={name}", *plan.words(point)]
-            if why := self._ended([sys.executable, "-c", CHILD, *words]):
-                status = "oom" if "out of memory" in why.lower() else "error"
-                return {"status": status, "reason": why}
+            result = self._trained(words)
+            if result["status"] != "ok":
+                return result
         wall_s = None if goes_on else time.perf_counter() - began
         times = {"wall_s": wall_s, "at_once": plan.options.at_once}
         return {"status": "ok", "reason": None, **times, "corpus": plan.corpus}
 
-    def _ended(self, command: list[str]) -> str | None:
-        """None, or why the process failed."""
-        timeout = self.plan.options.timeout
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = subprocess.Popen(
-                command,
-                cwd=self.plan.options.work,
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                text=True,
-            )
-            self.running.add(process)
+    def _trained(self, words: list[str]) -> dict[str, Any]:
+        with Worker(TRAIN, self.plan.options.timeout, **self.environment) as run:
+            self.running.add(run)
             try:
-                code = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                return f"timeout: the run took longer than {timeout} s"
+                return run.ask({"words": words, "folder": str(self.plan.options.work)})
             finally:
-                process.kill()
-                process.wait()
-                process.stdin.close()
-                self.running.discard(process)
-            err.seek(0)
-            lines = [line.strip() for line in err.read().splitlines() if line.strip()] or [""]
-            # whose remedies follow
-            why = next((line for line in lines if "out of memory" in line.lower()), lines[-1])
-            return f"the run ended with exit code {code}: {why[:300]}" if code else None
+                self.running.discard(run)
 
     def stop(self) -> None:
-        for process in list(self.running):
-            process.kill()
+        for run in list(self.running):
+            run.process.kill()
 
     def speeds(self, points: list[Point]) -> Iterator[tuple[Point, dict[str, Any]]]:
         """Steps of the same configs, each in a process of its own: on a GPU their first steps, which compile,
         side by side; what is timed is alone."""
-        from scripts.measure.sweep_process import Process
-
         steps = f"--steps={TIMED[self.plan.device]}"
-        commands = [[sys.executable, "-m", POINT, *self.plan.words(point), steps] for point in points]
         together = self.plan.options.at_once
         for at in range(0, len(points), together):
-            batch = commands[at : at + together]
-            processes = [Process(words, self.plan.options.timeout, len(batch) - 1) for words in batch]
+            batch = points[at : at + together]
+            processes = [Worker(POINT, self.plan.options.timeout, len(batch) - 1) for _ in batch]
             try:
+                for point, process in zip(batch, processes, strict=True):
+                    process.start({"words": [*self.plan.words(point), steps]}, wait=len(batch) > 1)
                 for process in processes:
                     process.ready()
-                for point, process in zip(points[at : at + together], processes, strict=True):
+                for point, process in zip(batch, processes, strict=True):
                     result = process.result()
                     if result["status"] == "ok":
                         result["train_s"] = point["tokens"] / result["tokens_per_s"]

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from attention.base import Attention, UnsupportedAttention
-from model.training.out_of_memory import is_out_of_memory
+from attention.base import Attention
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.contestants import Field
 from scripts.measure.instruments.kernels import as_field
@@ -24,16 +23,13 @@ from scripts.measure.instruments.timing import (
 )
 from scripts.measure.machine import machine
 from scripts.measure.rows import append
+from scripts.measure.runner import DeviceLost, failure
 
 HEAVY = 1 / 16  # of the device's memory: what takes more is timed with nothing else alive
 SLOW = 20  # times the fastest: what takes more is timed by itself, as rounds are the same for all
 MOST_HOST_US = 5e5  # tens of thousands of launches, which would take the profiler a minute
 
 Results = dict[str, dict[str, Any]]  # of the contestants, by name
-
-
-class DeviceLost(RuntimeError):
-    """A kernel has failed in a way that leaves the process without its device."""
 
 
 class Bench:
@@ -164,13 +160,3 @@ class Bench:
             result["gb_per_s"] = shape.kv_bytes / ms / 1e6
             result["copy_gb_per_s"] = self.copy_gb_per_s
             result["copy_fraction"] = result["gb_per_s"] / self.copy_gb_per_s
-
-
-def failure(error: BaseException) -> dict[str, str]:
-    """The status and the reason of a row."""
-    if isinstance(error, UnsupportedAttention):
-        return {"status": "unsupported", "reason": "; ".join(error.reasons)}
-    line = next(iter(str(error).splitlines()), "")[:300]
-    if is_out_of_memory(error):
-        return {"status": "oom", "reason": line}
-    return {"status": "error", "reason": f"{type(error).__name__}: {line}"}

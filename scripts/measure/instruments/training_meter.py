@@ -25,8 +25,8 @@ from scripts.measure.instruments.kernels import (
     profile,
     verdict,
 )
-from scripts.measure.instruments.side_by_side import failure
 from scripts.measure.instruments.timing import MIB, spread, synchronise
+from scripts.measure.runner import failure
 from scripts.memory import Step, disagreement, memory_split
 
 FEWEST = 3  # steps that are timed, unless they take longer than LONGEST_S

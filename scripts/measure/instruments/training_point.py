@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
     from model.config import GPTConfig
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     from scripts.measure.rows import positive
 
     parser = argparse.ArgumentParser(
@@ -40,32 +37,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=5, help="of timed steps; three in any case (default: 5)")
     add("--brief", action="store_true", help="times and peak alone: no kernels, no memory split")
     add("--peer", metavar="NAME", help="nanogpt=MODEL.PY, transformers_eager or transformers_sdpa for ours")
-    add("--until-eof", action="store_true", help="end when standard input does: with whoever holds it")
-    add("--wait", action="store_true", help="after the first step and the last, say READY, wait for a line")
-    return parser.parse_intermixed_args()
-
-
-def follow_input() -> Callable[[], None]:
-    """End this process when standard input does: a sweep that is killed must leave no point behind that goes
-    on beside the next one. What is returned says READY and waits for a line."""
-    told = threading.Event()
-
-    def follow() -> None:
-        for _ in sys.stdin.buffer:
-            told.set()
-        os._exit(1)
-
-    def wait() -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # whoever is first finds room
-        told.clear()
-        print("READY", flush=True)
-        told.wait()
-
-    threading.Thread(target=follow, daemon=True).start()
-    return wait
+    return parser.parse_intermixed_args(given)
 
 
 def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str, Any]:
@@ -164,16 +136,16 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     return data, lit, attention.resolve(call).name
 
 
+def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
+    """For measure/worker.py."""
+    return measure(arguments(request["words"]), ready)
+
+
 def main() -> None:
     options = arguments()
-    wait = follow_input() if options.until_eof or options.wait else None
-    from scripts.measure.instruments.side_by_side import failure
+    from scripts.measure.runner import attempt
 
-    try:
-        result = measure(options, wait if options.wait else lambda: None)
-    except Exception as error:  # whatever it is, it is the point's result
-        result = failure(error)
-    print("RESULT", json.dumps(result), flush=True)
+    print("RESULT", json.dumps(attempt(measure, options, lambda: None)), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ that were asked for."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,17 +14,9 @@ from model.generation.decode import Decoder, Rows, Sampling, encode
 from model.generation.generate import advance
 from model.gpt import GPT
 from scripts.measure.instruments.contestants import captured
-from scripts.measure.instruments.kernels import (
-    PLAIN,
-    PLAIN_CPU,
-    as_field,
-    expected,
-    family,
-    profile,
-)
-from scripts.measure.instruments.side_by_side import failure
+from scripts.measure.instruments.kernels import PLAIN, PLAIN_CPU, as_field, expected, family, profile
 from scripts.measure.instruments.textbook import implementation
-from scripts.measure.instruments.timing import Contestant, synchronise
+from scripts.measure.instruments.timing import Contestant
 
 GREEDY = Sampling(temperature=0.0)
 SPARE = 64  # tokens of room behind a text, for steps that are repeated before it is put back
@@ -35,29 +26,6 @@ EAGER_STEPS = 5  # issued one after the other, as generation does
 def implementations(names: Iterable[str]) -> dict[str, Attention]:
     """By name, the baseline over a cache too: all of its capacity."""
     return {name: implementation(name, "rectangular", "kv_lengths") for name in names}
-
-
-class Progress:
-    """Lines with the time since the start, how much is done and about how much is left."""
-
-    def __init__(self, total: int):
-        self.total, self.done, self.began = total, 0, time.perf_counter()
-
-    def say(self, text: str, done: int = 1) -> None:
-        self.done += done
-        took = time.perf_counter() - self.began
-        left = took / self.done * (self.total - self.done) if self.done else 0.0
-        print(f"[{self.done}/{self.total}, {took:.0f} s, about {left:.0f} s left] {text}", flush=True)
-
-
-def stop_if_lost(said: str) -> None:
-    """Ends the program where a failed kernel has left it without its device: what would come after is errors
-    too, about nothing."""
-    try:
-        synchronise()
-    except RuntimeError as error:
-        why = failure(error)["reason"]
-        raise SystemExit(f"{said}: the device is lost ({why}). The same command goes on.") from None
 
 
 def right_kernels(asked: str, names: Iterable[str]) -> bool:

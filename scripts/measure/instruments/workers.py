@@ -7,21 +7,17 @@ compiles, tunes and allocates workspaces, which stay. Nor does a neighbour on th
 allocates; it could only make it run out. So processes share a GPU under a cap each, a share of its memory; a
 call that hits the cap is no result and waits until it has the GPU to itself, but for the CUDA contexts of
 the others that wait (about half a GiB each).
-
-    python -m scripts.measure.instruments.workers triton    answers requests, a line of JSON each
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-import tempfile
+import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from scripts.measure.worker import Worker
 
 if TYPE_CHECKING:
     from attention.base import Attention
@@ -42,7 +38,7 @@ class Gauge:
     def measure(self, shape: Shape, passed: str, brief: bool = False) -> dict[str, Any]:
         """A row's result; `ms` is the wall time of the call, to know what a longer one would take. brief: one
         call and no figures, for what it compiles."""
-        from scripts.measure.instruments.side_by_side import failure
+        from scripts.measure.runner import failure
 
         try:
             return {"status": "ok", **(self._called if brief else self._measured)(shape, passed)}
@@ -120,70 +116,42 @@ def sizes(shape: Shape, passed: str) -> dict[str, float]:
     }
 
 
-class Worker:
-    """The process of one implementation, started at the first question. `ask` waits for an answer; a process
-    that dies gives an error."""
+class Measurer:
+    """The process of one implementation, started at the first question."""
 
     def __init__(self, name: str):
         self.name = name
-        self.process: subprocess.Popen[str] | None = None
+        self.worker: Worker | None = None
 
     def ask(self, shape: Shape, passed: str, cap: float | None = None, brief: bool = False) -> dict[str, Any]:
         """cap: the fraction of the GPU's memory that the process may have; None is all of it. brief: see
         `Gauge.measure`."""
-        if self.process is None:
-            self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
-            command = [sys.executable, "-m", __name__, self.name]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.stderr}
-            self.process = subprocess.Popen(command, text=True, **pipes)
-        request = {"shape": dataclasses.asdict(shape), "pass": passed, "cap": cap, "brief": brief}
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            for line in self.process.stdout:
-                if line.startswith("RESULT "):
-                    return json.loads(line.removeprefix("RESULT "))
-        except OSError:  # it has died before it was asked
-            pass
-        code = self.process.wait()
-        self.stderr.seek(0)
-        last = next((line for line in reversed(self.stderr.read().splitlines()) if line.strip()), "")[:300]
-        how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return {"status": "error", "reason": f"its process {how}: {last}"}
+        if self.worker is None:  # one of many processes: it compiles by itself
+            self.worker = Worker(f"{__name__}:child", TORCHINDUCTOR_COMPILE_THREADS="1")
+        asked = {"name": self.name, "shape": dataclasses.asdict(shape), "pass": passed}
+        return self.worker.ask(asked | {"cap": cap, "brief": brief})
 
     def close(self) -> None:
-        if self.process is None:
-            return
-        with contextlib.suppress(OSError):  # what it has not read is lost with it
-            self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.stderr.close()
-        self.process = None
+        if self.worker is not None:
+            self.worker.end()
+            self.worker = None
 
 
-def main() -> None:
-    """Answer requests until standard input ends: with whoever holds it."""
-    name = sys.argv[1]
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # it is one of many processes
+@functools.cache
+def gauge(name: str) -> Gauge:
     import torch
 
     from scripts.measure.instruments.backward_work import contestants
+
+    return Gauge(name, contestants([name])[name], "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
+    """For measure/worker.py."""
+    import torch
+
     from scripts.measure.instruments.bench_points import Shape
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    gauge = Gauge(name, contestants([name])[name], device)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if device == "cuda":
-            torch.cuda.set_per_process_memory_fraction(request["cap"] or 1.0)
-        result = gauge.measure(Shape(**request["shape"]), request["pass"], request["brief"])
-        print("\nRESULT", json.dumps(result), flush=True)  # a library may have begun a line
-
-
-if __name__ == "__main__":
-    main()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(request["cap"] or 1.0)
+    return gauge(request["name"]).measure(Shape(**request["shape"]), request["pass"], request["brief"])

@@ -12,7 +12,7 @@ from scripts.measure.claims import command_of
 from scripts.measure.machine import ROOT
 from scripts.measure.report.figures import digest, drawing, undrawn
 from scripts.measure.report.results_tables import REPORTS, drawn_elsewhere
-from scripts.measure.rows import CONF
+from scripts.measure.rows import CONF, by_gpu
 from scripts.measure.studies import Report, Row, Table
 
 # The order of the page; what is not named here follows, by name.
@@ -86,12 +86,10 @@ def _purpose(study: str) -> str:
 
 def reports(results: Path) -> Iterator[Found]:
     """Those of every study that has one, GPU by GPU."""
-    from scripts.report import rows_by_gpu
-
     folders = [path.name for path in results.glob("*") if path.is_dir()]
     order = {name: place for place, name in enumerate(ORDER)}
     for study in sorted(folders, key=lambda name: (order.get(name, len(order)), name)):
-        for gpu, rows in rows_by_gpu(results / study).items():
+        for gpu, rows in by_gpu(results / study).items():
             try:
                 report = report_of(study, rows)
             except Exception as error:
@@ -189,11 +187,9 @@ def markdown(lines: list[list[str]], align: str = "r") -> str:
 
 def others(results: Path, told: set[str]) -> str:
     """Rows of which there is no report."""
-    from scripts.report import rows_by_gpu
-
     lines = [["study", "rows", "GPU", "date", "command"]]
     for folder in sorted(path for path in results.glob("*") if path.is_dir() and path.name not in told):
-        for gpu, rows in rows_by_gpu(folder).items():
+        for gpu, rows in by_gpu(folder).items():
             newest = max(rows, key=lambda row: row["machine"]["date"])["machine"]
             link = f"[{len(rows)}]({folder.name}/{gpu}.jsonl)"
             command = f"`{newest.get('command', '')}`"

@@ -11,7 +11,6 @@ instruments/, what their rows say in report/.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from scripts.measure.machine import ROOT
@@ -49,13 +48,3 @@ class Report:
     pictures: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     found: str = ""
-
-
-def rows_path(study: str) -> Path:
-    """Where this machine's rows of a study go: results/<study>/<gpu>.jsonl, cpu.jsonl without a GPU."""
-    import torch
-
-    from scripts.measure.machine import gpu_slug
-
-    gpu = gpu_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
-    return RESULTS / study / f"{gpu}.jsonl"

@@ -26,18 +26,17 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from attention import registry
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.instruments.workers import Worker
-from scripts.measure.rows import Kept, append, choices, positive, rows_file
-from scripts.measure.studies import Report, Row, rows_path
+from scripts.measure.instruments.workers import Measurer
+from scripts.measure.rows import choices, positive
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Report, Row
 
 STUDY = "attention_memory"
 COMMAND = f"python scripts/study.py {STUDY}"
@@ -119,15 +118,15 @@ def tasks(names: list[str], lengths: list[int], cuda: bool, claims: bool = True)
 class Study:
     """Runs tasks side by side, and appends a row for each point as it is measured."""
 
-    def __init__(self, out: Path, cap: float | None, most_s: float, fresh: bool, worker: Any = Worker):
-        self.out, self.cap, self.most_s, self.worker = out, cap, most_s, worker
-        self.kept = Kept(out, fresh)
-        self.lock, self.start, self.done, self.total = threading.Lock(), time.perf_counter(), 0, 0
+    def __init__(self, run: Run, cap: float | None, most_s: float, worker: Any = Measurer):
+        self.shared, self.cap, self.most_s, self.worker = run, cap, most_s, worker
+        self.lock = threading.Lock()
 
-    def run(self, todo: Iterable[Task], jobs: int) -> None:
+    def run(self, todo: Iterable[Task], jobs: int, takes: str = "") -> None:
         """`jobs` at once under the cap; what hits it again by itself, one after the other."""
+        todo = list(todo)
+        self.shared.left([s.point(t.name, t.passed) for t in todo for one in t.series for s in one], takes)
         todo = [task for task in todo if any(not self.known(task, s) for one in task.series for s in one)]
-        self.total = sum(not self.known(task, s) for task in todo for one in task.series for s in one)
         with ThreadPoolExecutor(jobs) as pool:
             waiting = [left for left in pool.map(self.together, todo) if left is not None]
         for worker, task in waiting:
@@ -136,7 +135,8 @@ class Study:
 
     def known(self, task: Task, shape: Shape) -> dict[str, Any] | None:
         point = shape.point(task.name, task.passed)
-        return self.kept.row(point)["result"] if self.kept.done(point) else None
+        kept = self.shared.kept
+        return kept.row(point)["result"] if kept.done(point) else None
 
     def together(self, task: Task) -> tuple[Any, Task] | None:
         """What is left of the task where it needs more than its cap, and the process that goes on with it."""
@@ -181,15 +181,10 @@ class Study:
         return None
 
     def keep(self, task: Task, shape: Shape, result: dict[str, Any]) -> None:
+        said = f"{result['peak_mib']:,.1f} MiB" if result["status"] == "ok" else result["status"]
         with self.lock:
-            append(self.out, shape.point(task.name, task.passed), result)
-            self.done += 1
-            rate = self.done / (time.perf_counter() - self.start)
-            said = f"{result['peak_mib']:,.1f} MiB" if result["status"] == "ok" else result["status"]
-            print(
-                f"[{self.done}/{self.total}] {task.name} {task.passed} {shape}: {said}; {60 * rate:.0f} "
-                f"points/min, about {(self.total - self.done) / rate:.0f} s left",
-                flush=True,
+            self.shared.add(
+                shape.point(task.name, task.passed), result, f"{task.name} {task.passed} {shape}: {said}"
             )
 
 
@@ -203,41 +198,24 @@ def report(rows: list[Row]) -> Report:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     add("--attention", nargs="+", choices=choices("attention"), metavar="NAME", help="default: all but auto")
     add("--seq-len", type=positive, nargs="+", help="of the curve (default: 512 to 64k; on a CPU 64 to 512)")
     add("--curve", action="store_true", help="the curve alone, without the shapes of the claims")
     add("--jobs", type=positive, help="processes at once (default: one for each CPU, at most 16)")
     add("--most-s", type=float, default=30.0, help="a call that would take longer is not tried (default: 30)")
-    add("--fresh", action="store_true", help="measure again what has a row")
-    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
-    return parser.parse_args()
+    return made.parse_args()
 
 
-def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
+def measure(options: argparse.Namespace, run: Run) -> None:
+    cuda = run.device == "cuda"
     lengths = options.seq_len or [2**n for n in (range(9, 17) if cuda else range(6, 10))]
     asked = tasks(options.attention or contestants(cuda), lengths, cuda, not options.curve)
-    points = sum(len(shapes) for task in asked for shapes in task.series)
     jobs = options.jobs or min(os.cpu_count() or 1, MOST_JOBS)
-    print(
-        f"{STUDY}: {points} points, the curve from {curve(min(lengths), cuda)} on; {jobs} processes at once; "
-        f"about {'100 s of an H200' if cuda else 'a minute'}. Rows in {out}",
-        flush=True,
-    )
-    Study(out, SHARED / jobs if cuda else None, options.most_s, options.fresh).run(asked, jobs)
+    takes = f"{jobs} processes at once, about {'100 s of an H200' if cuda else 'a minute'} for all"
+    Study(run, SHARED / jobs if cuda else None, options.most_s).run(asked, jobs, takes)
 
 
 def main() -> None:
-    options = arguments()
-    import torch
-
-    from scripts.measure.report.printed import show
-
-    out = options.out or rows_path(STUDY)
-    if not options.plot_only:
-        measure(options, torch.cuda.is_available(), out)
-    show(report, out)
+    run_study(STUDY, arguments(), measure, report)

@@ -26,15 +26,14 @@ error_ratio, kernels, peak_mib), and: `not_tried`; `stream_us`, a call's wall ti
 from __future__ import annotations
 
 import argparse
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention import registry
 from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached
 from scripts.measure.instruments.speed_points import PARTS, STUDY, Asked, asked, compiles_each_shape, small
-from scripts.measure.rows import Kept, choices, positive, rows_file
-from scripts.measure.studies import Report, Row, rows_path
+from scripts.measure.rows import choices, positive
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Report, Row
 
 if TYPE_CHECKING:
     from scripts.measure.instruments.bench_points import Shape
@@ -78,69 +77,45 @@ def to_compile(points: list[Asked]) -> list[Task]:
     return [(name, chunk) for name, chunk in found if chunk]
 
 
-def measure(options: argparse.Namespace, cuda: bool, out: Path) -> None:
-    from scripts.measure.instruments.side_by_side import DeviceLost
+def measure(options: argparse.Namespace, run: Run) -> None:
     from scripts.measure.instruments.speed_bench import SpeedBench
 
+    cuda = run.device == "cuda"
     names = options.attention or (registry.contestants() if cuda else on_cpu())
     points = asked(options.part, names, cuda, options.longest)
-    kept = Kept(out, options.fresh)
-    left = [(point, wanted) for point in points if (wanted := point.shape.lacking(point.passes, kept))]
-    print(
-        f"{STUDY}: {len(left)} of {len(points)} shapes of up to {len(names)} contestants to measure; "
-        f"{'about 340 s of an H200, flash-attn and all,' if cuda else 'a minute'} for all. Rows in {out}",
-        flush=True,
+    left = [(point, wanted) for point in points if (wanted := point.shape.lacking(point.passes, run.kept))]
+    takes = "about 340 s of an H200, flash-attn and all," if cuda else "a minute"
+    run.start(
+        len(left), f"{len(left)} of {len(points)} shapes of up to {len(names)} contestants; {takes} for all"
     )
     if not left:
         return
     if cuda and not options.no_compile:
         compile_ahead(to_compile([point for point, _ in left]))
-    device, start = "cuda" if cuda else "cpu", time.perf_counter()
     slow_ms = options.slow_ms or (60.0 if cuda else 2000.0)
     made = {name: registry.build(name) for name in names}
-    bench = SpeedBench(made, device, options.budget, out, slow_ms=slow_ms)
+    bench = SpeedBench(made, run.device, options.budget, run.out, slow_ms=slow_ms)
     for point in points:
         for passed, name in ((passed, name) for passed, mine in point.passes.items() for name in mine):
-            if row := kept.row(point.shape.point(name, passed)):
+            if row := run.kept.row(point.shape.point(name, passed)):
                 bench.note(point, passed, name, row["result"])
-    for done, (point, wanted) in enumerate(left, 1):
-        try:
-            bench.point(point, wanted)
-        except DeviceLost as lost:
-            why = f"{point.shape}: the device is lost after {lost}. The same command goes on."
-            raise SystemExit(why) from None
-        took = time.perf_counter() - start
-        print(
-            f"[{done}/{len(left)}] {point.part}: {point.shape} {' '.join(wanted)}: {60 * done / took:.0f} "
-            f"shapes/min, {(len(left) - done) * took / done:.0f} s left",
-            flush=True,
-        )
+    asked_of = {id(point.shape): point for point, _ in left}
+    run.shapes(
+        [(p.shape, wanted) for p, wanted in left], lambda shape, of: bench.point(asked_of[id(shape)], of)
+    )
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     add("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     add("--attention", nargs="+", choices=choices("attention"), metavar="NAME", help="default: all but auto")
     add("--longest", type=positive, metavar="N", help="leave out longer sequences")
     add("--slow-ms", type=float, help="no longer N after a call of this length (default: 60; on a CPU 2000)")
     add("--budget", type=float, default=0.02, metavar="S", help="measured seconds a contestant and point")
     add("--no-compile", action="store_true", help="compile as kernels are met, not ahead")
-    add("--fresh", action="store_true", help="measure again what has a row")
-    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
-    return parser.parse_args()
+    return made.parse_args()
 
 
 def main() -> None:
-    options = arguments()
-    import torch
-
-    from scripts.measure.report.printed import show
-
-    out = options.out or rows_path(STUDY)
-    if not options.plot_only:
-        measure(options, torch.cuda.is_available(), out)
-    show(report, out)
+    run_study(STUDY, arguments(), measure, report)

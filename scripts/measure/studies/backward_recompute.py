@@ -33,8 +33,9 @@ from scripts.measure.instruments.backward_work import FORMULAS, declared
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached, is_slow_to_compile
 from scripts.measure.instruments.contestants import usual
-from scripts.measure.rows import Kept, append, key_of, positive, read, rows_file
-from scripts.measure.studies import Report, rows_path
+from scripts.measure.rows import Kept, append, key_of, positive, read
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Report
 
 STUDY = "backward_recompute"
 LENGTHS = {64: (512, 4096), 128: (4096,)}
@@ -56,10 +57,8 @@ def report(rows: list[Row]) -> Report:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     names = sorted((*registry.contestants(), *FORMULAS))
     add("--attention", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     add("--head-dim", type=positive, nargs="+", help="default: 64 and 128")
@@ -77,10 +76,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=float, default=0.03, metavar="S", help="measured seconds a contestant and point")
     add("--no-compile", dest="compile", action="store_false", help="compile as kernels are met, not ahead")
     add("--no-ncu", dest="ncu", action="store_false", help="no counters")
-    add("--fresh", action="store_true", help="measure again what has rows")
-    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=rows_file, help="rows go here (default: results/backward_recompute/<gpu>.jsonl)")
-    return parser.parse_args(given)
+    return made.parse_args(given)
 
 
 def work(options: argparse.Namespace, cuda: bool) -> Work:
@@ -128,17 +124,16 @@ def to_compile(lacking: Work) -> list[Task]:
     return [(name, [(shape, "both")]) for (name, _, _), shape in found.items()]
 
 
-def measure(options: argparse.Namespace, device: str, out: Path) -> None:
+def measure(options: argparse.Namespace, run: Run) -> None:
     """Each shape, its contestants in turn, a row for each."""
     from scripts.measure.instruments.backward_bench import BackwardBench
     from scripts.measure.instruments.backward_work import contestants
-    from scripts.measure.instruments.side_by_side import DeviceLost
 
+    device = run.device
     asked = work(options, device == "cuda")
-    lacking = left(asked, Kept(out, options.fresh))
-    number = sum(len(names) for _, names in lacking)
-    said = f"{number} points at {len(lacking)} of {len(asked)} shapes"
-    print(f"{said}; about {SECONDS[device]} s for all of them", flush=True)
+    lacking = left(asked, run.kept)
+    takes = f"about {SECONDS[device]} s for all of them"
+    run.start(len(lacking), f"{len(lacking)} of {len(asked)} shapes; {takes}")
     if lacking:
         with ThreadPoolExecutor(1) as beside:  # contestants import much
             tasks = to_compile(lacking) if device == "cuda" and options.compile else []
@@ -146,19 +141,10 @@ def measure(options: argparse.Namespace, device: str, out: Path) -> None:
             made = contestants(list(dict.fromkeys(name for _, names in lacking for name in names)))
             if ready:
                 ready.result()
-        bench = BackwardBench(made, device, options.budget, out)
-    start, done = time.perf_counter(), 0
-    for shape, names in lacking:
-        try:
-            bench.measure(shape, {"backward": names})
-        except DeviceLost as lost:
-            raise SystemExit(f"{shape}: the device is lost after {lost}. The same command goes on.") from None
-        done += len(names)
-        rate = done / (time.perf_counter() - start)
-        remaining = f"{60 * rate:.0f} points/min, {(number - done) / rate:.0f} s left"
-        print(f"[{done}/{number}] {shape}: {remaining}", flush=True)
+        bench = BackwardBench(made, device, options.budget, run.out)
+        run.shapes([(shape, {"backward": names}) for shape, names in lacking], bench.measure)
     if device == "cuda" and options.ncu:
-        count(asked, options.counted, out)
+        count(asked, options.counted, run.out)
 
 
 def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
@@ -192,12 +178,4 @@ def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
 
 
 def main() -> None:
-    options = arguments()
-    import torch
-
-    from scripts.measure.report.printed import show
-
-    out = options.out or rows_path(STUDY)
-    if not options.plot_only:
-        measure(options, "cuda" if torch.cuda.is_available() else "cpu", out)
-    show(report, out)
+    run_study(STUDY, arguments(), measure, report)

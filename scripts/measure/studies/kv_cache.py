@@ -27,15 +27,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from scripts.measure.report.kv_cache_report import report
-from scripts.measure.rows import Kept, append, choices, positive, rows_file
-from scripts.measure.studies import Point, rows_path
+from scripts.measure.rows import choices, positive
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Point
 
+STUDY = "kv_cache"
 LENGTHS = (1, 32, 128, 256, 512, 1024, 2048, 4096)
 WHOLE = (100, 512)
 CPU_LENGTHS, CPU_WHOLE = (1, 8, 16, 32, 64), (8, 32)
@@ -54,10 +56,8 @@ VOCABULARY = 50257
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     add("--model", default="gpt2", choices=choices("model"), metavar="MODEL", help="a file of conf/model")
     add(
         "--attention",
@@ -68,9 +68,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add("--lengths", type=positive, nargs="+", help="tokens that steps are timed after")
     add("--whole", type=positive, nargs="*", help="tokens of whole generations")
-    add("--fresh", action="store_true", help="measure again what has rows")
-    add("--out", type=rows_file, help="rows go here (default: results/kv_cache/<gpu>.jsonl)")
-    return parser.parse_args(given)
+    return made.parse_args(given)
 
 
 def points(options: argparse.Namespace, cuda: bool) -> list[Point]:
@@ -128,8 +126,8 @@ class Measuring:
 
     def steps(self, wanted: list[Point]) -> list[dict[str, Any]]:
         """The steps of a length: each by itself first, then all in turns."""
-        from scripts.measure.instruments.side_by_side import failure
         from scripts.measure.instruments.timing import clean_up, probe, spread
+        from scripts.measure.runner import failure
 
         results, alive = [], []
         for point in wanted:
@@ -205,42 +203,35 @@ class Measuring:
         return {"status": "ok", "seconds": median, "seconds_all": seconds} | rates
 
 
-def measure(options: argparse.Namespace, out: Path) -> None:
-    """Rows of all points that have none."""
+def measure(options: argparse.Namespace, run: Run) -> None:
+    """Rows of all points that have none; steps of one length together, in turns."""
     import torch
 
     from scripts.measure.instruments.cache_counts import cache_bytes, counted
-    from scripts.measure.instruments.side_by_side import failure
-    from scripts.measure.instruments.whole_model import Progress, stop_if_lost
 
-    asked = points(options, torch.cuda.is_available())
-    left = Kept(out, options.fresh).todo(asked)
-    which = f"{options.model}, one row: {len(left)} points, {len(asked) - len(left)} kept"
-    print(f"{which}; about {SECONDS} s of an H200 for all, seconds without a GPU", flush=True)
-    progress, measuring = Progress(len(left)), None
-    while left:
-        point = left[0]
-        kind, together = point["pass"], [point]
-        if kind in ("step", "generate"):
-            measuring = measuring or Measuring(options, point)
-        if kind == "step":  # those whose cache has this capacity, and the one without a cache of this length
-            together = [p for p in left if p["pass"] == kind and length_of(p) == length_of(point)]
+    takes = f"{options.model}, one row; about {SECONDS} s of an H200 for all, seconds without a GPU"
+    left = run.left(points(options, run.device == "cuda"), takes)
+    groups: dict[Any, list[Point]] = {}
+    for point in left:
+        groups.setdefault(length_of(point) if point["pass"] == "step" else str(point), []).append(point)
+    made = functools.cache(lambda: Measuring(options, next(p for p in left if "context" in p)))
+
+    def results(mine: list[Point]) -> list[dict[str, Any]]:
+        one = {"count": counted, "cache_bytes": cache_bytes}
         with torch.inference_mode():
-            try:
-                one = {"count": counted, "cache_bytes": cache_bytes}
-                if kind == "step":
-                    results = measuring.steps(together)
-                else:
-                    results = [one[kind](point) if kind in one else measuring.whole(point)]
-            except Exception as error:
-                results = [failure(error)] * len(together)
-        for done, result in zip(together, results, strict=True):
-            append(out, done, result)
-            left.remove(done)
-        tokens = point.get("new_tokens") or point["seq_len"]
-        said = f"{kind} {' '.join(dict.fromkeys(p['implementation'] for p in together))}, {tokens} tokens"
-        progress.say(said, len(together))
-        stop_if_lost(said)
+            if mine[0]["pass"] == "step":
+                return made().steps(mine)
+            return [
+                one[point["pass"]](point) if point["pass"] in one else made().whole(point) for point in mine
+            ]
+
+    for mine in groups.values():
+        run.group(mine, results, said)
+
+
+def said(point: Point, result: dict[str, Any]) -> str:
+    tokens = point.get("new_tokens") or point["seq_len"]
+    return f"{point['pass']} {point['implementation']}, {tokens} tokens: {result['status']}"
 
 
 def length_of(point: Point) -> int:
@@ -249,9 +240,4 @@ def length_of(point: Point) -> int:
 
 
 def main(given: list[str] | None = None) -> None:
-    options = arguments(given)
-    from scripts.measure.report.printed import show
-
-    out = options.out or rows_path("kv_cache")
-    measure(options, out)
-    show(report, out)
+    run_study(STUDY, arguments(given), measure, report)

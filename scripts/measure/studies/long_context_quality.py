@@ -28,13 +28,13 @@ speed. A study that was killed goes on where it stopped, its runs from their che
 from __future__ import annotations
 
 import argparse
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
 from scripts.measure.machine import ROOT
+from scripts.measure.runner import Run, parser, run_study
 
 if TYPE_CHECKING:
     from scripts.measure.instruments.long_context_runs import Plan
@@ -62,12 +62,10 @@ STEP_TOKENS = {"cuda": 32768, "cpu": 4096}
 
 
 def arguments() -> argparse.Namespace:
-    from scripts.measure.rows import positive, rows_file
+    from scripts.measure.rows import positive
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     add("overrides", nargs="*", metavar="key=value", help="of the config of every run")
     add("--contexts", type=positive, nargs="+", metavar="T", help="(default: 512 1024 2048 4096)")
     add("--seeds", type=positive, help="runs of each context (default: 3)")
@@ -81,9 +79,7 @@ def arguments() -> argparse.Namespace:
     add("--at-once", type=positive, help="runs that train at the same time on the device (default: 4)")
     add("--timeout", type=positive, default=900, metavar="S", help="of a run (default: 900)")
     add("--work", type=Path, default=ROOT, help="where runs/ and data/prepared/ are (default: the checkout)")
-    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
-    add("--fresh", action="store_true", help="train and measure again what has a row")
-    return parser.parse_intermixed_args()
+    return made.parse_intermixed_args()
 
 
 def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
@@ -109,12 +105,10 @@ def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
 class Study:
     """Measures what has no row yet, and appends it."""
 
-    def __init__(self, plan: Plan, out: Path, fresh: bool):
-        from scripts.measure.rows import Kept
-
-        self.plan, self.out, self.fresh = plan, out, fresh
-        self.points = Kept(out, fresh).todo([*plan.losses, *plan.speeds])
-        self.done, self.started = 0, time.perf_counter()
+    def __init__(self, plan: Plan, run: Run, fresh: bool):
+        self.plan, self.shared, self.fresh = plan, run, fresh
+        left = run.left([*plan.losses, *plan.speeds])
+        self.points = [point for point in left if run.claim(point)]
 
     def run(self) -> None:
         """Losses first, several runs at once; then the speeds, one at a time and nothing beside them."""
@@ -136,7 +130,7 @@ class Study:
 
     def evaluated(self, point: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
         from scripts.measure.instruments.long_context_runs import evaluation
-        from scripts.measure.instruments.side_by_side import failure
+        from scripts.measure.runner import failure
 
         if trained["status"] != "ok":
             return trained
@@ -146,17 +140,11 @@ class Study:
             return failure(error)
 
     def append(self, point: dict[str, Any], result: dict[str, Any]) -> None:
-        from scripts.measure.rows import append
-
-        row = append(self.out, point, result)
-        self.done += 1
-        left = (time.perf_counter() - self.started) / self.done * (len(self.points) - self.done)
-        print(f"[{self.done}/{len(self.points)}] {said(row)}  about {left:.0f} s left", flush=True)
+        self.shared.add(point, result, said(point, result))
 
 
-def said(row: Row) -> str:
+def said(point: dict[str, Any], result: dict[str, Any]) -> str:
     """A row in a line."""
-    point, result = row["point"], row["result"]
     head = f"T={point['seq_len']:,} " + (f"seed {point['seed']}" if point["measured"] == "loss" else "speed")
     if result["status"] != "ok":
         return f"{head}: {result['status']}, {result['reason']}"
@@ -173,29 +161,19 @@ def report(rows: list[Row]) -> Report:
     return report(rows)
 
 
-def run(options: argparse.Namespace) -> None:
-    import torch
-
+def measure(options: argparse.Namespace, run: Run) -> None:
     from scripts.measure.instruments.long_context_runs import planned
-    from scripts.measure.report.printed import show
-    from scripts.measure.studies import rows_path
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = settled(options, device)
-    out = options.out or rows_path(STUDY)
+    options = settled(options, run.device)
     print(
         f"{STUDY}: contexts {', '.join(map(str, options.contexts))}; {options.seeds} seeds, about "
-        f"{options.tokens:,.0f} tokens a run, {options.at_once} at once; rows in {out}",
+        f"{options.tokens:,.0f} tokens a run, {options.at_once} at once",
         flush=True,
     )
-    plan = planned(STUDY, options, device, [SEED + i for i in range(options.seeds)])
+    plan = planned(STUDY, options, run.device, [SEED + i for i in range(options.seeds)])
     print(plan.said(), flush=True)
-    Study(plan, out, options.fresh).run()
-    show(report, out)
+    Study(plan, run, options.fresh).run()
 
 
 def main() -> None:
-    options = arguments()  # --help answers before anything is imported
-    from conf.command import user_errors
-
-    user_errors(run)(options)
+    run_study(STUDY, arguments(), measure, report)

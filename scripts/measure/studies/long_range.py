@@ -34,8 +34,9 @@ from typing import Any
 
 from conf.values import UserError
 from scripts.measure.report.long_range_report import report
-from scripts.measure.rows import Kept, append, choices, positive, rows_file
-from scripts.measure.studies import Point, rows_path
+from scripts.measure.rows import choices, positive
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Point
 
 STUDY, SEED = "long_range", 1337
 # By device: what is asked for where the command line says nothing. `tasks` is (T, steps, examples of a step)
@@ -73,10 +74,8 @@ COMPILED_ON = ("cuda",)  # where speed is measured with compiled blocks, too
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add, names = parser.add_argument, ["standard", *choices("attention")]
+    made = parser(__doc__, STUDY)
+    add, names = made.add_argument, ["standard", *choices("attention")]
     add("--tasks", nargs="+", choices=list(SEQUENCES), default=list(SEQUENCES))
     add("--attention", nargs="+", choices=names, metavar="NAME", help="(default: standard sdpa triton cuda)")
     add("--seeds", type=positive, help="runs of each (default: 3)")
@@ -84,9 +83,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", type=positive, nargs="*", help="T at which steps are timed (default: 1024 2048 4096)")
     add("--test", type=positive, help="examples (default: 2000)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
-    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
-    add("--fresh", action="store_true", help="measure again what has a row")
-    return parser.parse_args(given)
+    return made.parse_args(given)
 
 
 def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
@@ -157,50 +154,21 @@ def said(point: Point, result: dict[str, Any]) -> str:
     return f"{head}: accuracy {result['accuracy']:.3f} (majority {result['majority']:.3f}), {speed}"
 
 
-def run(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace, run: Run) -> None:
     import torch
 
     from model.training import runtime
-    from scripts.measure.instruments.long_range_runs import measure
-    from scripts.measure.instruments.side_by_side import failure
-    from scripts.measure.instruments.timing import clean_up, synchronise
-    from scripts.measure.instruments.whole_model import Progress
-    from scripts.measure.machine import machine
-    from scripts.measure.report.printed import show
+    from scripts.measure.instruments import long_range_runs
 
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    options = settled(options, kind)
-    out = options.out or rows_path(STUDY)
-    asked = points(options, kind)
-    left = Kept(out, options.fresh).todo(asked)
-    steps = sum(point["steps"] for point in left)
-    tokens = sum(point["steps"] * point["tokens_per_step"] for point in left)
-    print(
-        f"{STUDY}: {', '.join(dict.fromkeys(point['model'] for point in asked))}; {len(left)} points, "
-        f"{len(asked) - len(left)} kept; {steps:,} steps, {tokens / 1e6:,.0f}M tokens. "
-        f"All of it is {USUAL[kind]['said']}; rows in {out}",
-        flush=True,
-    )
+    options = settled(options, run.device)
+    asked = points(options, run.device)
+    models = ", ".join(dict.fromkeys(point["model"] for point in asked))
+    left = run.left(asked, f"{models}; all of it is {USUAL[run.device]['said']}")
     runtime.quiet()
-    if kind == "cpu":
+    if run.device == "cpu":
         torch.set_num_threads(1)  # tensors this small are faster so
-    machine()  # asked while the device is well
-    progress = Progress(steps)
-    for point in left:
-        try:
-            result = measure(point, options.test, torch.device(kind))
-        except Exception as error:  # whatever it is, it is the point's result
-            result = failure(error)
-        append(out, point, result)
-        progress.say(said(point, result), point["steps"])
-        if result["status"] in ("oom", "error"):
-            clean_up()
-            synchronise()  # raises where a kernel has failed for good: the same command goes on from here
-    show(report, out)
+    run.each(left, lambda p: long_range_runs.measure(p, options.test, torch.device(run.device)), said)
 
 
-def main() -> None:
-    options = arguments()
-    from conf.command import user_errors
-
-    user_errors(run)(options)
+def main(given: list[str] | None = None) -> None:
+    run_study(STUDY, arguments(given), measure, report)

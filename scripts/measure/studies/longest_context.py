@@ -21,13 +21,12 @@ predicted_compiled; too_slow where it was not tried.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.measure.rows import Kept, append
+from scripts.measure.runner import Run, failure, parser, run_study
 from scripts.measure.studies import Point, Report, Row
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 STUDY = "longest_context"
-CHILD = "scripts.measure.instruments.training_point"
+CHILD = "scripts.measure.instruments.training_point:child"
 ATTENTIONS = ("naive", "sdpa_cudnn", "triton", "cuda")
 WITHIN = 0.03  # how far apart what fits and what does not may stay
 FIRST = 0.975  # of the prediction: most likely fits, and what is 3% longer does not
@@ -111,12 +110,10 @@ def rounded(tokens: float) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    from scripts.measure.rows import choices, positive, rows_file
+    from scripts.measure.rows import choices, positive
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     add("--attention", nargs="+", default=ATTENTIONS, choices=choices("attention"), metavar="ATTENTION",
         help=f"files of conf/attention (default: {' '.join(ATTENTIONS)})")  # fmt: skip
     add("--model", default="gpt2", choices=choices("model"), metavar="MODEL", help="a file of conf/model")
@@ -126,9 +123,7 @@ def arguments() -> argparse.Namespace:
         help="model.loss_chunk of the steps (default: 0, the loss of all tokens at once)")  # fmt: skip
     add("--limit-s", type=float, default=30, help="a step that would take longer is not tried (default: 30)")
     add("--timeout-s", type=positive, default=180, help="of a process (default: 180)")
-    add("--fresh", action="store_true", help="measure again what has been measured")
-    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu>.jsonl)")
-    return parser.parse_args()
+    return made.parse_args()
 
 
 def overrides(options: argparse.Namespace, attention: str, checkpointing: bool, tokens: int) -> list[str]:
@@ -176,11 +171,11 @@ def point_of(options: argparse.Namespace, attention: str, checkpointing: bool, t
 
 def measured(options: argparse.Namespace, search: Search, tokens: int) -> dict[str, Any]:
     """Two steps in a process of their own; what takes too long is no error, but not for want of memory."""
-    from scripts.measure import sweep_process
+    from scripts.measure.worker import once
 
     words = overrides(options, search.attention, search.checkpointing, tokens)
     short = ["--brief", "--warm-up=1", "--steps=1", "--seconds=0"]
-    result = sweep_process.measured([sys.executable, "-m", CHILD, *words, *short], options.timeout_s)
+    result = once(CHILD, {"words": [*words, *short]}, options.timeout_s)
     return result | ({"too_slow": True} if "timeout_s" in result else {})
 
 
@@ -208,14 +203,12 @@ def searched(
         yield tokens, results[tokens]
 
 
-def earlier(path: Path, point: Point) -> dict[int, dict[str, Any]]:
+def earlier(kept: Kept, point: Point) -> dict[int, dict[str, Any]]:
     """Results by T of the search that a point belongs to; errors are tried again, what was too slow not."""
-    from scripts.measure.rows import read
-
     common = {key: value for key, value in point.items() if key not in ("seq_len", "tokens_per_step")}
     return {
         row["point"]["seq_len"]: row["result"]
-        for row in read(path).values()
+        for row in kept.rows.values()
         if common.items() <= row["point"].items()
         and row["point"].get("loss_chunk") == point.get("loss_chunk")
         and (row["result"]["status"] != "error" or "too_slow" in row["result"])
@@ -228,45 +221,36 @@ def report(rows: list[Row]) -> Report:
     return longest_context_report.report(rows)
 
 
-def main() -> None:
-    options = arguments()
+def measure(options: argparse.Namespace, run: Run) -> None:
     import torch
 
     from attention.base import UnsupportedAttention
     from model.costs.gpus import gpu_sheet
-    from scripts.measure.report.printed import show
-    from scripts.measure.rows import append
-    from scripts.measure.studies import rows_path
 
-    if not torch.cuda.is_available():
-        raise SystemExit(
-            "longest_context.py needs a CUDA GPU: there is no telling where a CPU's memory ends."
-        )
+    if run.device == "cpu":
+        why = "there is no telling where a CPU's memory ends"
+        raise SystemExit(f"longest_context needs a CUDA GPU: {why}. --plot-only prints.")
     sheet = gpu_sheet(torch.cuda.get_device_name())
     capacity = int(GIVEN * torch.cuda.get_device_properties(0).total_memory)
-    out = options.out or rows_path(STUDY)
     ways = {"no": (False,), "yes": (True,), "both": (False, True)}[options.checkpointing]
     searches = [(name, way) for way in ways for name in options.attention]
     how = "compiled" if options.compile else "not compiled"
     how += f", the loss in chunks of {options.loss_chunk:,} tokens" if options.loss_chunk else ""
-    print(
-        f"{options.model}, {how}: {len(searches)} searches, about 100 s of a GPU each, rows in {out}",
-        flush=True,
-    )
-    start = time.perf_counter()
-    for done, (name, way) in enumerate(searches, 1):
-        point = point_of(options, name, way, 1024)
+    run.start(len(searches), f"{options.model}, {how}: {len(searches)} searches, about 100 s of a GPU each")
+    for name, way in searches:
+        point, said = point_of(options, name, way, 1024), ""
         try:
             search = search_of(options, sheet, capacity, name, way)
         except UnsupportedAttention as error:
-            append(out, point, {"status": "unsupported", "reason": "; ".join(error.reasons)})
+            run.add(point, failure(error), f"{name}: unsupported")
             continue
-        known = {} if options.fresh else earlier(out, point)
-        for tokens, result in searched(options, search, known):
-            append(out, point_of(options, name, way, tokens), result)
+        for tokens, result in searched(options, search, earlier(run.kept, point)):
+            append(run.out, point_of(options, name, way, tokens), result)
             peak = f"peak {result['peak_mib']:,.0f} MiB" if result["status"] == "ok" else result["reason"]
             said = f"{name}{', checkpointing' * way} T={tokens:,}: {result['status']}, {peak}"
-            spent = time.perf_counter() - start
-            left = spent / done * (len(searches) - done)
-            print(f"[{done}/{len(searches)}] {said}; {spent:.0f} s, some {left:.0f} s left", flush=True)
-    show(report, out)
+            print(said, flush=True)
+        run.say(said or f"{name}: nothing left")
+
+
+def main() -> None:
+    run_study(STUDY, arguments(), measure, report)

@@ -17,14 +17,13 @@ split's sum with the peak that PyTorch counts, the largest of the two the base),
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from scripts.measure.rows import Kept, append, rows_file
-from scripts.measure.studies import Report, Row, Table, rows_path
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Report, Row, Table
+from scripts.measure.worker import once
 
 STUDY = "memory_estimate"
 COMMAND = f"python scripts/study.py {STUDY}"
@@ -58,36 +57,23 @@ def point(config: str) -> dict[str, Any]:
 
 def measured(config: str) -> dict[str, Any]:
     """The result of a configuration, by a process of its own."""
-    command = [sys.executable, "-m", "scripts.study", STUDY, "--one", config]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return {"status": "error", "reason": f"it took more than {TIMEOUT_S} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if lines:
-        return json.loads(lines[-1].removeprefix("RESULT "))
-    said = done.stderr.strip().splitlines()[-1:] or ["nothing was said"]
-    return {"status": "error", "reason": f"exit code {done.returncode}: {said[0]}"}
+    return once(f"{__name__}:child", {"config": config}, TIMEOUT_S)
 
 
-def one(config: str) -> dict[str, Any]:
-    """Predicted, then measured, in this process."""
+def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
+    """Predicted, then measured, in this process: for measure/worker.py."""
     from model.costs.memory import peak
     from scripts.estimate import chosen_gpu, run_of
-    from scripts.measure.instruments.side_by_side import failure
     from scripts.memory import composed, disagreement, memory_split, training_step
 
-    try:
-        cfg = composed(config.split())
-        gpu = chosen_gpu(None, cfg.trainer.accelerator, measure=True)
-        most = peak(run_of(cfg, gpu))
-        result: dict[str, Any] = {
-            "predicted_mib": {name: getattr(most, name) / 2**20 for name in ("peak", *KINDS)},
-            "fits_predicted": gpu is None or most.peak <= gpu.usable_bytes,
-        }
-        split = memory_split(training_step(cfg))
-    except Exception as error:  # whatever it is, it is the point's result
-        return failure(error)
+    cfg = composed(request["config"].split())
+    gpu = chosen_gpu(None, cfg.trainer.accelerator, measure=True)
+    most = peak(run_of(cfg, gpu))
+    result: dict[str, Any] = {
+        "predicted_mib": {name: getattr(most, name) / 2**20 for name in ("peak", *KINDS)},
+        "fits_predicted": gpu is None or most.peak <= gpu.usable_bytes,
+    }
+    split = memory_split(training_step(cfg))
     return {"status": "ok", **result, "memory_split": split, "disagreement": disagreement(split)}
 
 
@@ -126,34 +112,28 @@ def report(rows: list[Row]) -> Report:
     return Report(QUESTION, COMMAND, [Table("MiB; by kind predicted / measured", lines)], notes=notes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__, STUDY)
+    made.add_argument(
+        "--config", action="append", metavar="OVERRIDES", help="in place of the six; repeatable"
     )
-    add = parser.add_argument
-    add("--config", action="append", metavar="OVERRIDES", help="in the place of the six; may be repeated")
-    add("--one", metavar="OVERRIDES", help="measure this one here and print its result as JSON")
-    add("--fresh", action="store_true", help="measure again what has a row")
-    add("--out", type=rows_file, help=f"rows go here (default: results/{STUDY}/<gpu or cpu>.jsonl)")
-    options = parser.parse_args()
-    if options.one:
-        print("RESULT", json.dumps(one(options.one)), flush=True)
-        return
-    import torch
+    options = made.parse_args(given)
+    for config in options.config or ():
+        there = {word.split("=")[0] for word in config.split()}
+        if lacking := {"attention", "model", "seq_len", "data.batch_size"} - there:
+            made.error(f"--config {config!r} needs {', '.join(sorted(lacking))} as well")
+    return options
 
-    from scripts.measure.report.printed import show
 
-    configs = options.config or (CONFIGS if torch.cuda.is_available() else CPU_CONFIGS)
-    for config in configs:
-        if missing := {"attention", "model", "seq_len", "data.batch_size"} - {
-            w.split("=")[0] for w in config.split()
-        }:
-            parser.error(f"--config {config!r} needs {', '.join(sorted(missing))} as well")
-    out = options.out or rows_path(STUDY)
-    points = Kept(out, options.fresh).todo(map(point, configs))
-    print(f"{STUDY}: {len(points)} configurations, {AT_ONCE} at a time. Rows in {out}", flush=True)
+def measure(options: argparse.Namespace, run: Run) -> None:
+    configs = options.config or (CONFIGS if run.device == "cuda" else CPU_CONFIGS)
+    left = [p for p in run.left(map(point, configs), f"{AT_ONCE} at a time") if run.claim(p)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for asked, result in zip(points, pool.map(lambda p: measured(p["config"]), points), strict=True):
-            append(out, asked, result)
-            print(f"{asked['config']}: {result['status']} {result.get('reason') or ''}".rstrip(), flush=True)
-    show(report, out)
+        for asked, result in zip(left, pool.map(lambda p: measured(p["config"]), left), strict=True):
+            run.add(
+                asked, result, f"{asked['config']}: {result['status']} {result.get('reason') or ''}".rstrip()
+            )
+
+
+def main() -> None:
+    run_study(STUDY, arguments(), measure, report)

@@ -26,25 +26,20 @@ asked      kernels, ran (families of them), as_asked, said (warnings); point: wa
 from __future__ import annotations
 
 import argparse
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention import registry
 from scripts.measure.instruments.bench_points import DTYPES, Shape
-from scripts.measure.instruments.compile_ahead import (
-    Task,
-    compile_ahead,
-    is_cached,
-    is_slow_to_compile,
-)
-from scripts.measure.rows import Kept, append, choices, key_of, positive, rows_file
-from scripts.measure.studies import Point, Report, rows_path
+from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached, is_slow_to_compile
+from scripts.measure.rows import choices, key_of, positive
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Point, Report
 
 if TYPE_CHECKING:
     from scripts.measure.instruments.exactness import Measurement
 
+STUDY = "numerics"
 PARTS = ("known", "tiles", "stability", "asked")
 SIZES = {"cuda": (2, 8, 512), "cpu": (1, 2, 256)}  # batch, heads, tokens
 SECONDS = {"cuda": 35, "cpu": 60}
@@ -62,19 +57,14 @@ def report(rows: list[Row]) -> Report:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     names = choices("attention")
     add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     others = "those that take seconds to compile at each kind of call"
     add("--attention", nargs="+", choices=names, metavar="NAME", help=f"default: all but auto and {others}")
     add("--tokens", type=positive, help="default: 512, on a CPU 256")
-    add("--fresh", action="store_true", help="measure again what has a row")
-    add("--plot-only", action="store_true", help="print from the rows, measure nothing")
-    add("--out", type=rows_file, help="rows go here (default: results/numerics/<gpu>.jsonl)")
-    return parser.parse_args(given)
+    return made.parse_args(given)
 
 
 def measurements(options: argparse.Namespace, device: str) -> list[Measurement]:
@@ -111,44 +101,24 @@ def to_compile(points: list[Point]) -> list[Task]:
     return [(name, [call]) for (name, _), call in found.items()]
 
 
-def measure(options: argparse.Namespace, device: str, out: Path) -> None:
+def measure(options: argparse.Namespace, run: Run) -> None:
     """What has no row yet, a row for each at once; what waits for kernels last."""
-    from scripts.measure.instruments.side_by_side import failure
-    from scripts.measure.instruments.timing import clean_up, synchronise
-
-    every = measurements(options, device)
-    left = {key_of(point) for point in Kept(out, options.fresh).todo(each.point for each in every)}
-    work = sorted(
-        (each for each in every if key_of(each.point) in left), key=lambda each: compiles(each.point)
+    every = measurements(options, run.device)
+    call = {key_of(each.point): each.run for each in every}
+    left = sorted(
+        run.left([each.point for each in every], f"about {SECONDS[run.device]} s for all"), key=compiles
     )
-    print(f"{len(work)} of {len(every)} points to measure: about {SECONDS[device]} s for all of them")
-    tasks = to_compile([each.point for each in work]) if device == "cuda" else []
-    began = time.perf_counter()
+    tasks = to_compile(left) if run.device == "cuda" else []
     with ThreadPoolExecutor(1) as beside:
         ready = beside.submit(compile_ahead, tasks) if tasks else None
-        for done, each in enumerate(work, 1):
-            if ready and compiles(each.point):
+
+        def result(point: Point) -> dict[str, Any]:
+            if ready and compiles(point):
                 ready.result()
-            try:
-                result = each.run()
-                synchronise()
-            except Exception as error:  # whatever a library raises is a row
-                result = failure(error)
-                clean_up()
-            append(out, each.point, result)
-            if done % 20 == 0 or done == len(work):
-                rate = done / (time.perf_counter() - began)
-                said = f"[{done}/{len(work)}] {each.point['part']}: {60 * rate:.0f} points/min"
-                print(f"{said}, {(len(work) - done) / rate:.0f} s left", flush=True)
+            return call[key_of(point)]()
+
+        run.each(left, result, lambda point, _: f"{point['part']}: {point['implementation']}")
 
 
 def main() -> None:
-    options = arguments()
-    import torch
-
-    from scripts.measure.report.printed import show
-
-    out = options.out or rows_path("numerics")
-    if not options.plot_only:
-        measure(options, "cuda" if torch.cuda.is_available() else "cpu", out)
-    show(report, out)
+    run_study(STUDY, arguments(), measure, report)

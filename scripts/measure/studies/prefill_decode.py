@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-from pathlib import Path
+from typing import Any
 
 from scripts.measure.report.prefill_decode_report import BERT, report
-from scripts.measure.rows import Kept, append, choices, positive, rows_file
-from scripts.measure.studies import Point, rows_path
+from scripts.measure.rows import choices, positive
+from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.studies import Point
 
+STUDY = "prefill_decode"
 # name: layers, width, heads
 MODELS = {
     "gpt2": (12, 768, 12),
@@ -47,10 +49,8 @@ CPU_PREFILL, CPU_DECODE, CPU_CONTEXT = (16, 64), (1, 4), 64
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
     known = [name for name in MODELS if name != BERT]
     add("--models", nargs="+", choices=known, metavar="MODEL", help=f"of {', '.join(known)}")
     add(
@@ -65,9 +65,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--decode", type=positive, nargs="+", metavar="ROWS", help="rows decoded at once")
     add("--context", type=positive, help="tokens that a decoded one sees")
     add("--no-whole", dest="whole", action="store_false", help="parts alone")
-    add("--fresh", action="store_true", help="measure again what has rows")
-    add("--out", type=rows_file, help="rows go here (default: results/prefill_decode/<gpu>.jsonl)")
-    return parser.parse_args(given)
+    return made.parse_args(given)
 
 
 def fused_of(options: argparse.Namespace, cuda: bool) -> list[str]:
@@ -104,48 +102,29 @@ def points(options: argparse.Namespace, cuda: bool) -> list[Point]:
     return found
 
 
-def measure(options: argparse.Namespace, out: Path) -> None:
+def measure(options: argparse.Namespace, run: Run) -> None:
     """Rows of all points that have none."""
     import torch
 
-    from scripts.measure.instruments.side_by_side import failure
-    from scripts.measure.instruments.timing import clean_up
-
-    cuda = torch.cuda.is_available()
-    asked = points(options, cuda)
-    left = Kept(out, options.fresh).todo(asked)
+    asked = points(options, run.device == "cuda")
     models = ", ".join(dict.fromkeys(point["model"] for point in asked))
-    print(f"{models}: {len(left)} points, {len(asked) - len(left)} kept; about 45 s of an H200 for all")
+    left = run.left(asked, f"{models}; about 45 s of an H200 for all")
     if not left:
         return
     from scripts.measure.instruments.layer_times import Measuring
-    from scripts.measure.instruments.whole_model import Progress, stop_if_lost
 
     with torch.inference_mode():
         context = max(point["kv_len"] for point in asked)
-        measuring = Measuring(fused_of(options, cuda), "cuda" if cuda else "cpu", context)
+        measuring = Measuring(fused_of(options, run.device == "cuda"), run.device, context)
         gc.freeze()  # what is imported by now need not be gone through at every clean-up
-        progress = Progress(len(left))
-        for point in left:
-            try:
-                result = (
-                    measuring.parts(point) if point["implementation"] == "parts" else measuring.whole(point)
-                )
-            except Exception as error:  # whatever fails is a row
-                result = failure(error)
-            append(out, point, result)
-            shape = f"{point['batch']} x {point['seq_len']} on {point['kv_len']}"
-            took = f"{result['ms_median']:.3f} ms" if "ms_median" in result else result["status"]
-            said = f"{point['model']} {point['implementation']} {point['pass']} {shape}: {took}"
-            progress.say(said)
-            stop_if_lost(said)
-            clean_up()
+        run.each(left, measuring.point, said)
+
+
+def said(point: Point, result: dict[str, Any]) -> str:
+    shape = f"{point['batch']} x {point['seq_len']} on {point['kv_len']}"
+    took = f"{result['ms_median']:.3f} ms" if "ms_median" in result else result["status"]
+    return f"{point['model']} {point['implementation']} {point['pass']} {shape}: {took}"
 
 
 def main(given: list[str] | None = None) -> None:
-    options = arguments(given)
-    from scripts.measure.report.printed import show
-
-    out = options.out or rows_path("prefill_decode")
-    measure(options, out)
-    show(report, out)
+    run_study(STUDY, arguments(given), measure, report)

@@ -1,0 +1,103 @@
+"""Child processes and what they answer; a study's run, its rows, and processes that share it."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.measure.rows import read
+from scripts.measure.runner import Run, parser
+from scripts.measure.worker import Worker, once
+from tests.scripts import children
+from tests.scripts.studies import run_of
+
+ENDED = "the point's process was ended with exit code"
+POINT = {"study": "probe", "implementation": "naive", "pass": "forward", "seq_len": 8}
+
+
+def child(name: str) -> str:
+    return f"{children.__name__}:{name}"
+
+
+def test_a_process_answers_until_it_is_ended() -> None:
+    with Worker(child("doubled")) as worker:
+        assert [worker.ask({"number": n})["twice"] for n in (1, 2)] == [2, 4]
+        assert "KeyError" in worker.ask({})["reason"] and worker.ask({"number": 3})["twice"] == 6
+        worker.process.kill()
+        assert worker.ask({"number": 4})["reason"] == "the point's process was killed by signal 9"
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("killed", {"status": "error", "reason": "the point's process was killed by signal 9"}),
+        (
+            "stopped",
+            {"status": "error", "reason": "the point's process was ended with exit code 1: no such thing"},
+        ),
+        ("raised", {"status": "error", "reason": "TypeError: no such launch"}),
+    ],
+)
+def test_how_a_process_fails_is_a_result(name: str, result: dict[str, str]) -> None:
+    assert once(child(name), {}, 60) == result
+
+
+def test_a_process_that_hangs_or_leaves_its_output_open_is_an_error() -> None:
+    hung = once(child("hangs"), {}, 2)
+    assert hung["status"] == "error" and hung["timeout_s"] == 2
+    start = time.monotonic()
+    assert "gone" in once(child("lasting"), {}, 60)["reason"]
+    assert time.monotonic() - start < 25  # its child holds the output open
+
+
+def test_a_company_goes_on_when_told(tmp_path: Path) -> None:
+    """One is timed at a time: what each says of itself, in the order in which it happened."""
+    a, b = (Worker(child("in_turns"), 60, beside=1) for _ in "ab")
+    try:
+        for worker, name in ((a, "a"), (b, "b")):
+            worker.start({"name": name, "file": str(tmp_path / "said")}, wait=True)
+        a.ready(), b.ready()
+        b.go(), b.ready()
+        a.go(), a.ready()
+        assert b.result()["reason"].endswith("exit code 1: broken")
+        assert a.result() == {"status": "ok", "beside": 1}
+    finally:
+        a.end(), b.end()
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert sorted(lines[:2]) == ["a sets up", "b sets up"]
+    assert lines[2:] == ["b is timed", "a is timed", "b is profiled", "a is profiled"]
+
+
+def test_processes_share_the_points_of_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    run = run_of(out)
+    asked = {"out": str(out), "point": POINT}
+    with Worker(child("claims")) as other:
+        assert other.ask(asked)["mine"]
+        assert not run.claim(POINT) and run.claim(POINT | {"seq_len": 16})
+    assert run.claim(POINT)  # it goes with the process
+    with Worker(child("claims")) as other:
+        done = {"status": "ok", "ms_median": 1.0}
+        assert other.ask(asked | {"point": POINT | {"seq_len": 32}, "result": done})["mine"]
+    assert not run.claim(POINT | {"seq_len": 32})  # it has its row
+
+
+def test_a_run_has_a_row_for_whatever_happens(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options = parser("What.", "probe").parse_args(["--out", str(tmp_path / "rows.jsonl")])
+    points = [POINT | {"seq_len": n} for n in (8, 16)]
+
+    def measure(point: dict) -> dict:
+        if point["seq_len"] == 16:
+            raise RuntimeError("no such launch\nmore")
+        return {"status": "ok", "ms_median": 1.0}
+
+    for left, statuses in ((2, ["ok", "error"]), (1, ["ok", "error"])):  # an error is tried again
+        run = Run("probe", options)
+        run.each(run.left(points, "a second"), measure, lambda point, result: f"T={point['seq_len']}")
+        printed = capsys.readouterr().out
+        assert f"probe: {left} points" in printed and "a second. Rows in" in printed
+        assert re.search(rf"\[{left}/{left}, \\d+ s, \d+/min, about 0 s left\] T=16", printed)
+        assert [row["result"]["status"] for row in read(options.out).values()] == statuses
