@@ -17,39 +17,29 @@ from typing import Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
+STUDY = "generate"
+
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    from scripts.measure.rows import choices, positive, rows_file
+    from scripts.measure.rows import choices, positive
+    from scripts.measure.runner import parser
 
-    parser.add_argument(
-        "--model",
-        default="gpt2",
-        choices=choices("model"),
-        metavar="MODEL",
-        help="a file of conf/model (default: gpt2)",
+    made = parser(__doc__, STUDY, plots=False)
+    add = made.add_argument
+    models, attentions = (
+        {"choices": choices(group), "metavar": group.upper()} for group in ("model", "attention")
     )
-    parser.add_argument(
-        "--attention",
-        default="auto",
-        choices=choices("attention"),
-        metavar="ATTENTION",
-        help="a file of conf/attention, for prefill and decode",
-    )
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1], help="rows generated at once")
-    parser.add_argument("--prompt", type=positive, default=128, help="tokens of the prompt")
-    parser.add_argument("--new", type=positive, default=512, help="tokens to generate")
-    parser.add_argument("--seq-len", type=positive, default=1024, help="context of the model")
-    parser.add_argument("--no-cache", action="store_true", help="compute the whole context for every token")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="decode with eager kernels (still one graph)"
-    )
-    parser.add_argument("--repeat", type=positive, default=3, help="measured runs; the median counts")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
-    parser.add_argument("--out", type=rows_file, help="rows go here (default: results/generate/<gpu>.jsonl)")
-    return parser.parse_args()
+    add("--model", default="gpt2", help="a file of conf/model (default: gpt2)", **models)
+    add("--attention", default="auto", help="a file of conf/attention, for prefill and decode", **attentions)
+    add("--batch", type=positive, nargs="+", default=[1], help="rows generated at once")
+    add("--prompt", type=positive, default=128, help="tokens of the prompt")
+    add("--new", type=positive, default=512, help="tokens to generate")
+    add("--seq-len", type=positive, default=1024, help="context of the model")
+    add("--no-cache", action="store_true", help="compute the whole context for every token")
+    add("--no-compile", action="store_true", help="decode with eager kernels (still one graph)")
+    add("--repeat", type=positive, default=3, help="measured runs; the median counts")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
+    return made.parse_args()
 
 
 def build(name: str, attention: str, seq_len: int, overrides: list[str]) -> Any:
@@ -106,37 +96,41 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
+def points(options: argparse.Namespace, cuda: bool) -> list[dict[str, Any]]:
+    point = {
+        "study": STUDY,
+        "implementation": options.attention,
+        "pass": "generate",
+        "model": " ".join([options.model, *options.set]),
+        "seq_len": options.seq_len,
+        "prompt": options.prompt,
+        "new_tokens": options.new,
+        "dtype": "bfloat16" if cuda else "float32",
+        "kv_cache": not options.no_cache,
+        "compile": not (options.no_compile or options.no_cache),
+    }
+    return [point | {"batch": batch} for batch in options.batch]
+
+
+def said(point: dict[str, Any], result: dict[str, Any]) -> str:
+    if result["status"] != "ok":
+        return f"{point['batch']} rows: {result['status']}, {result['reason']}"
+    decode, prefill = result["tokens_per_s"], result["prefill_tokens_per_s"]
+    return (
+        f"{point['batch']} rows: decode {decode:,.0f} tokens/s, prefill {prefill:,.0f} tokens/s; "
+        f"set-up {result['setup_s']:.1f} s, again {result['setup_again_s']:.2f} s"
+    )
+
+
 def main() -> None:
     options = arguments()
+    from scripts.measure.runner import Run
 
-    from scripts.measure.rows import append
-    from scripts.measure.runner import rows_path
-
-    net = build(options.model, options.attention, options.seq_len, options.set)
-    out = options.out or rows_path("generate")
-    print(f"{'batch':>5} {'decode tokens/s':>16} {'prefill tokens/s':>17} {'set-up s':>9} {'again s':>8}")
-    for batch in options.batch:
-        result = measure(net, batch, options)
-        point = {
-            "study": "generate",
-            "implementation": options.attention,
-            "pass": "generate",
-            "model": " ".join([options.model, *options.set]),
-            "batch": batch,
-            "seq_len": options.seq_len,
-            "prompt": options.prompt,
-            "new_tokens": options.new,
-            "dtype": str(net.lm_head.weight.dtype).removeprefix("torch."),
-            "kv_cache": not options.no_cache,
-            "compile": not (options.no_compile or options.no_cache),
-        }
-        append(out, point, result)
-        print(
-            f"{batch:>5} {result['tokens_per_s']:>16,.0f} {result['prefill_tokens_per_s']:>17,.0f} "
-            f"{result['setup_s']:>9.1f} {result['setup_again_s']:>8.2f}",
-            flush=True,
-        )
-    print(f"rows in {out}")
+    run = Run(STUDY, options)
+    left = run.left(points(options, run.device == "cuda"), f"{options.model}, attention={options.attention}")
+    if left:
+        net = build(options.model, options.attention, options.seq_len, options.set)
+        run.each(left, lambda point: measure(net, point["batch"], options), said)
 
 
 if __name__ == "__main__":

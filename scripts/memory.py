@@ -10,42 +10,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 from conf.values import UserError
-from scripts.measure.instruments.allocations import PARTS, Event, Ledger, peak_of, recorder_of, storages
+from scripts.measure.instruments.allocations import PARTS, Event, Ledger, Step, peak_of, recorder_of, storages
 from scripts.measure.instruments.memory_alone import alone, attention_alone, owned  # noqa: F401
 from scripts.measure.machine import ROOT
 
 if TYPE_CHECKING:
-    import torch
     from omegaconf import DictConfig
     from torch import Tensor
 
     from attention.base import Attention
     from model.config import GPTConfig
-    from model.gpt import GPT
 
 MIB = 2**20
 AGREE = 0.03  # how far the parts may sum up to something else than the peak
-
-
-@dataclass
-class Step:
-    """A training step on tensors that are there: `run()` is forward, backward, update, gradients set to
-    None. `training_step` makes one from a config."""
-
-    net: GPT
-    optimizer: torch.optim.Optimizer
-    run: Callable[[], Any]
-    device: torch.device
-    inputs: list[Tensor] = field(default_factory=list)
-    batch: int = 1
-    dtype: torch.dtype | None = None  # that reaches attention
 
 
 def memory_split(step: Step) -> dict[str, float]:

@@ -230,22 +230,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add = parser.add_argument
     names = [name for name in choices("attention") if name not in ("auto", REFERENCE)]
-    parser.add_argument(
-        "overrides", nargs="*", help="of the config, as for train.py: data=text model.window=64"
-    )
-    parser.add_argument(
-        "--attention",
-        nargs="+",
-        choices=names,
-        default=names,
-        metavar="NAME",
-        help="candidates, files of conf/attention (default: all)",
-    )
-    parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--steps", type=positive, default=200)
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
-    parser.add_argument("--out", type=rows_file, help="rows go here (default: results/parity/<gpu>.jsonl)")
+    which = {"choices": names, "default": names, "metavar": "NAME"}
+    add("overrides", nargs="*", help="of the config, as for train.py: data=text model.window=64")
+    add("--attention", nargs="+", help="candidates, files of conf/attention (default: all)", **which)
+    add("--seeds", type=positive, nargs="+", default=[1, 2, 3, 4])
+    add("--steps", type=positive, default=200)
+    add("--cpu", action="store_true", help="on the CPU, although there is a GPU")
+    add("--out", type=rows_file, help="rows go here (default: results/parity/<gpu>.jsonl)")
     options = parser.parse_intermixed_args(argv)
     if len(set(options.seeds)) < 2:
         parser.error("--seeds: a standard error takes two different seeds at least")

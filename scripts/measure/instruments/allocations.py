@@ -8,7 +8,7 @@ the largest sum of live blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,9 @@ from conf.values import UserError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+    from model.gpt import GPT
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "attention", "other")
 USUAL = "activations"  # what a block is of which nothing is said
@@ -240,3 +243,17 @@ def peak_of(device: torch.device) -> Iterator[Peak]:
         with recorder_of(device) as recorder:
             yield peak
         peak.bytes = Ledger(recorder.events(), {}).peak
+
+
+@dataclass
+class Step:
+    """A training step on tensors that are there: `run()` is forward, backward, update, gradients set to
+    None. `training_step` makes one from a config."""
+
+    net: GPT
+    optimizer: torch.optim.Optimizer
+    run: Callable[[], Any]
+    device: torch.device
+    inputs: list[Tensor] = field(default_factory=list)
+    batch: int = 1
+    dtype: torch.dtype | None = None  # that reaches attention

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from scripts.measure.instruments.allocations import Event, Halves, recorder_of
-
-if TYPE_CHECKING:
-    from scripts.memory import Step
+from scripts.measure.instruments.allocations import Event, Halves, Step, recorder_of
 
 MIB = 2**20
 
