@@ -99,5 +99,5 @@ def test_a_run_has_a_row_for_whatever_happens(tmp_path: Path, capsys: pytest.Cap
         run.each(run.left(points, "a second"), measure, lambda point, result: f"T={point['seq_len']}")
         printed = capsys.readouterr().out
         assert f"probe: {left} points" in printed and "a second. Rows in" in printed
-        assert re.search(rf"\[{left}/{left}, \\d+ s, \d+/min, about 0 s left\] T=16", printed)
+        assert re.search(rf"\[{left}/{left}, \d+ s, \d+/min, about 0 s left\] T=16", printed)
         assert [row["result"]["status"] for row in read(options.out).values()] == statuses

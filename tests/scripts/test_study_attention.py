@@ -63,7 +63,7 @@ def test_memory_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert 2 <= row["result"]["peak_mib"] / row["result"]["scores_mib"] < 3.3
     assert peaks["tiled"][512]["result"]["peak_mib"] < row["result"]["peak_mib"] / 4
     printed = capsys.readouterr().out
-    assert "12 points" in printed and "[12/12]" in printed and "Exponent p of N^p" in printed
+    assert "12 points" in printed and "[12/12, " in printed and "Exponent p of N^p" in printed
     assert out.with_suffix(".svg").read_text().startswith("<?xml")
     monkeypatch.setattr(Study, "keep", lambda *_: pytest.fail("measured again"))
     assert run(attention_memory, monkeypatch, out, *asked) == rows

@@ -192,7 +192,7 @@ def test_a_lost_device_ends_the_study(
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     def fails(point: dict[str, Any]) -> dict[str, Any]:
-        monkeypatch.setattr(whole_model, "synchronise", lost)
+        monkeypatch.setattr("scripts.measure.instruments.timing.synchronise", lost)
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr("scripts.measure.instruments.cache_counts.counted", fails)

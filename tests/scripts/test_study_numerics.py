@@ -219,7 +219,7 @@ def test_what_has_a_row_is_left_out(measured, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["numerics.py", *arguments])
     numerics.main()
     said = capsys.readouterr().out
-    assert "0 of 25 points" in said and measured.read_text() == before
+    assert "0 points, 25 kept" in said and measured.read_text() == before
     assert "Online softmax is exact but for rounding: with 6 sizes of tiles" in said
     assert measured.with_suffix(".svg").read_text().startswith("<?xml")
 

@@ -215,15 +215,15 @@ def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
         assert result["keeps"] is kind_of(name, SHAPE).keeps and result["kept_mib"] > 0
         assert result["products"] == kind_of(name, SHAPE).products and result["flops_done"] > 0
         assert result["counters"] is None and result["counters_from"] == NOT_YET
-    assert "3 points at 1 of 1 shapes" in capsys.readouterr().out
+    assert "1 of 1 shapes; about" in capsys.readouterr().out
     assert any("P again over P kept" in note for note in shown[0].notes)
     assert [line[0] for line in shown[0].tables[0].lines] == ["", "naive", "tiled"]
 
     before = out.read_text()
     run(monkeypatch, out, "--attention", *names)
-    assert "0 points at 0 of 1 shapes" in capsys.readouterr().out and out.read_text() == before
+    assert "0 of 1 shapes; about" in capsys.readouterr().out and out.read_text() == before
     run(monkeypatch, out, "--attention", "standard", *names)  # times of two runs do not compare
-    assert "4 points at 1 of 1 shapes" in capsys.readouterr().out
+    assert "1 of 1 shapes; about" in capsys.readouterr().out
 
 
 def faked(kept_ms, again_ms, counters_=True):

@@ -140,6 +140,11 @@ class Study:
 
     def together(self, task: Task) -> tuple[Any, Task] | None:
         """What is left of the task where it needs more than its cap, and the process that goes on with it."""
+        mine = [shape.point(task.name, task.passed) for one in task.series for shape in one]
+        with self.lock:
+            if not self.shared.claim(*mine):
+                self.shared.say(f"{task.name} {task.passed}: by another process", len(mine))
+                return None
         return self.finish(self.worker(task.name), task, self.cap)
 
     def finish(self, worker: Any, task: Task, cap: float | None) -> tuple[Any, Task] | None:

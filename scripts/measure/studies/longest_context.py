@@ -239,6 +239,9 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     run.start(len(searches), f"{options.model}, {how}: {len(searches)} searches, about 100 s of a GPU each")
     for name, way in searches:
         point, said = point_of(options, name, way, 1024), ""
+        if not run.claim(point):
+            run.say(f"{name}: by another process")
+            continue
         try:
             search = search_of(options, sheet, capacity, name, way)
         except UnsupportedAttention as error:
