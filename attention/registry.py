@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attention.base import Attention, AttentionCall, Declaration
 from conf.values import UserError
+
+if TYPE_CHECKING:  # who asks for names alone, for --help, does not wait for torch
+    from attention.base import Attention, AttentionCall, Declaration
 
 FOLDER = Path(__file__).resolve().parents[1] / "conf" / "attention"
 
@@ -42,6 +44,8 @@ def declared(name: str) -> Attention:
 
 def declaration(name: str) -> Declaration:
     """What the implementation of a name declares; of a name that is none, as rows may have one, nothing."""
+    from attention.base import Declaration
+
     return declared(name).declaration if name in names() else Declaration()
 
 

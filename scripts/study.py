@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from types import ModuleType
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
@@ -21,17 +22,20 @@ from scripts.measure import studies
 
 def main() -> None:
     names = sorted(module.name for module in pkgutil.iter_modules(studies.__path__))
-    modules = {name: importlib.import_module(f"{studies.__name__}.{name}") for name in names}
     script, *words = sys.argv
     if not words or words[0] in ("-h", "--help"):
-        said = {name: " ".join(module.__doc__.split("\n\n")[0].split()) for name, module in modules.items()}
         print(f"usage: {script} STUDY [OPTION ...]\n\n{__doc__.strip()}\n")
-        print("\n".join(f"{name:22}{text}" for name, text in said.items()))
+        for name in names:
+            print(f"{name:22}{' '.join(module_of(name).__doc__.split(chr(10) * 2)[0].split())}")
         return
-    if words[0] not in modules:
+    if words[0] not in names:
         raise SystemExit(f"{words[0]} is no study: choose of {', '.join(names)}.")
     sys.argv = [f"{script} {words[0]}", *words[1:]]
-    modules[words[0]].main()
+    module_of(words[0]).main()
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"{studies.__name__}.{name}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from attention import registry
 from scripts.measure.instruments.backward_work import FORMULAS, declared
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached, is_slow_to_compile
-from scripts.measure.instruments.contestants import usual
 from scripts.measure.rows import Kept, append, key_of, positive, read
 from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Report
@@ -59,8 +58,14 @@ def report(rows: list[Row]) -> Report:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     made = parser(__doc__, STUDY)
     add = made.add_argument
-    names = sorted((*registry.contestants(), *FORMULAS))
-    add("--attention", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    names = sorted((*registry.names(), *FORMULAS))
+    add(
+        "--attention",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help=f"{', '.join(names)}, not one that chooses",
+    )
     add("--head-dim", type=positive, nargs="+", help="default: 64 and 128")
     add("--seq-len", type=positive, nargs="+", help="default: see above")
     add("--tokens", type=positive, help="in all rows of a batch (default: 16,384; on a CPU 512)")
@@ -76,7 +81,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=float, default=0.03, metavar="S", help="measured seconds a contestant and point")
     add("--no-compile", dest="compile", action="store_false", help="compile as kernels are met, not ahead")
     add("--no-ncu", dest="ncu", action="store_false", help="no counters")
-    return made.parse_args(given)
+    options = made.parse_args(given)
+    for name in options.attention or ():
+        if registry.declaration(name).chooses == "implementations":
+            made.error(f"--attention {name}: it runs another one; name that")
+    return options
 
 
 def work(options: argparse.Namespace, cuda: bool) -> Work:
@@ -102,6 +111,8 @@ def work(options: argparse.Namespace, cuda: bool) -> Work:
 def usual_names(shape: Shape, cuda: bool) -> list[str]:
     """Who trains here in this precision, but those that take seconds to compile and those that choose a
     kernel, beside those that they choose among."""
+    from scripts.measure.instruments.contestants import usual
+
     found = [name for name in usual(shape, cuda) if not registry.declaration(name).chooses]
     formulas = ["naive_checkpointed", *(["standard_compiled"] if cuda and shape.dtype != "fp32" else [])]
     return [*formulas, *(name for name in found if not is_slow_to_compile(registry.declaration(name)))]
