@@ -158,6 +158,12 @@ def _judge(attention: Attention, call: Call, device: str, inputs: Inputs, got: R
             inputs = inputs_of(call, device, draw)
             draws.append(measure(call, inputs, _run(attention, call, inputs)))
         wrong, little = _exceeding(draws)
+    if (
+        wrong and little and call.poison
+    ):  # of few rows: of all, and over many draws, they are judged without it
+        call = replace(call, poison="")
+        inputs = inputs_of(call, device)
+        return _judge(attention, call, device, inputs, _run(attention, call, inputs))
     if wrong:
         said = ", ".join(f"{name} {error:.3g} of {most:.3g} allowed" for name, (error, most) in wrong.items())
         raise Fault(" ".join(wrong) + " by less than twice" * little, f"errors: {said}")

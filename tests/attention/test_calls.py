@@ -93,6 +93,10 @@ REGRESSIONS = (
          layouts=("odd", "one_batch", "transposed", "contiguous"), seed=577),
     # A bias of no dimension, which alone requires a gradient.
     Call("sdpa_efficient", 1, 1, dtype="bfloat16", bias=(), bias_dtype="float16", needs_grad="b"),
+    # A sum of values that are all alike; a NaN beside few rows.
+    Call("tiled", 1, 87, heads=12, kv_heads=3, scale=0.0, equal="v"),
+    Call("cuda_naive", 1, 259, head_dim=128, batch=2, heads=2, kv_heads=2, scale=-0.2, mode="inference",
+         layouts=("sliced", "one_batch", "packed", "offset"), poison="nan q", seed=3),
     # A NaN in V behind a document, in the tile that is read.
     Call("flash4", 1, 1, dtype="bfloat16", batch=2, documents=1, mode="inference", poison="nan v"),
     # One lse for all rows, which the criterion's floor rounds to nothing; tokens that are all alike.
