@@ -153,8 +153,8 @@ def memory_rows(run: Run) -> list[Row]:
     T, L = run.config.seq_len, run.config.n_layer
     call, most = run.call, peak(run)
     rows: list[Row] = [
-        ("scores, a head, if written out (fp32)", score_matrix_bytes(1, 1, T, T, 4) / MIB, "MiB"),
-        ("scores, a layer, if written out (fp32)", scores_bytes(call) / MIB, "MiB"),
+        ("scores, a head, in naive attention (fp32)", score_matrix_bytes(1, 1, T, T, 4) / MIB, "MiB"),
+        ("scores, a layer, in naive attention (fp32)", scores_bytes(call) / MIB, "MiB"),
         ("lse, a layer", lse_bytes(call) / MIB, "MiB"),
         ("attention keeps, a layer", attention_kept(run) / MIB, "MiB"),
         ("attention's backward on its way", run.costs.transient / MIB, "MiB"),

@@ -55,7 +55,7 @@ def test_a_table_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     rows = {line[:48].strip(): line[48:].split() for line in out.splitlines()}
     assert rows["lse, a layer"] == ["1.50", "MiB"]
-    assert rows["scores, a layer, if written out (fp32)"] == ["12,288.00", "MiB"]
+    assert rows["scores, a layer, in naive attention (fp32)"] == ["12,288.00", "MiB"]
     assert rows["KV cache of 4 x 8192 tokens, 12 layers"] == ["1,152.00", "MiB"]
     assert rows["logits"] == ["3,144.00", "MiB"]
     assert rows["attention forward, a layer: FLOPs"] == ["412.32", "GFLOP"]
