@@ -14,6 +14,7 @@ from ops.cuda import plain, planes, tiled
 from ops.cuda.call import Call
 from ops.cuda.planes import Tile
 from scripts.accuracy import Problem, error_ratios, expected
+from tests.grid import long_but
 from tests.ops import cpu
 from tests.ops.cpu import documents
 from tests.ops.recorded import SHARED_BYTES
@@ -78,7 +79,9 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "made", "options"), _CASES, ids=[f"{x[0]}-{'-'.join((*x[1], *x[2]))}" for x in _CASES]
+    ("shape", "made", "options"),
+    long_but(_CASES, 0, 2, 3, 4, 5, 7, 8, 9, 10, 13),
+    ids=[f"{x[0]}-{'-'.join((*x[1], *x[2]))}" for x in _CASES],
 )
 def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> None:
     if "lengths" in made:
