@@ -138,11 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
 #pragma unroll
             for (int t = 0; t < Q_TILES; t++)
 #pragma unroll
-                for (int n = 0; n < Q_COLUMNS / 16; n++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++)
-                        add_four(to + (t * D_STEPS + q_column / 16 + n) * 256 + half * 128,
-                                 &dq.c[t][2 * n][2 * half], &dq.c[t][2 * n + 1][2 * half]);
+                for (int n = 0; n < Q_COLUMNS / 8; n++)
+                    add_four(to + (t * 2 * D_STEPS + q_column / 8 + n) * 128, &dq.c[t][n][0], &dq.c[t][n][2]);
 #endif
             multiply<BR / 16, true, true>(dk, transposed, ds_tile, of_kv, q_tile);
             if (STAGES == 1) {
@@ -198,24 +195,30 @@ extern "C" __global__ void __launch_bounds__(1024) tilegpt_fa2_backward_prepare(
 }
 
 #if ATOMIC
-// After: dQ from its accumulator. A warp takes 16 rows; a block 8 warps.
+#define PITCH (PAD_D + 8)  // of a row in shared memory: no two lanes store to one bank
+
+// After: dQ from its accumulator, through shared memory, so that rows are written in chunks of 16 bytes. A warp takes 16
+// rows; a block 8 warps.
 extern "C" __global__ void __launch_bounds__(256) tilegpt_fa2_backward_finish(const __grid_constant__ Params p) {
+    static __shared__ __align__(16) element rows[8][16 * PITCH];
     const long long first = ((long long)blockIdx.x * 8 + threadIdx.x / 32) * 16;
     if (first >= (long long)p.batch * p.heads * p.padded_tq) return;
-    const int head = first / p.padded_tq, lane = threadIdx.x % 32, b = head / p.heads, h = head % p.heads;
+    const int head = first / p.padded_tq, lane = threadIdx.x % 32, i0 = first % p.padded_tq;
     const float4 *from = (const float4 *)(p.scratch + first * PAD_D) + lane;
-    element *to = matrix_of(p.dq, p.dq_stride, b, h);
+    element *own = rows[threadIdx.x / 32], *at = own + lane / 4 * PITCH + lane % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int i = first % p.padded_tq + half * 8 + lane / 4;
+    for (int n = 0; n < PAD_D / 8; n++) {
+        const float4 x = from[n * 32];
+        *(unsigned *)(at + n * 8) = pack(x.x * p.scale, x.y * p.scale);
+        *(unsigned *)(at + 8 * PITCH + n * 8) = pack(x.z * p.scale, x.w * p.scale);
+    }
+    __syncwarp();
+    element *to = matrix_of(p.dq, p.dq_stride, head / p.heads, head % p.heads);
 #pragma unroll
-        for (int n = 0; n < D_STEPS; n++) {
-            const float4 x = from[n * 64 + half * 32];
-            const int column = n * 16 + lane % 4 * 2;
-            element *at = to + i * p.dq_stride.t + column;
-            if (i < p.tq && column < HEAD_DIM) *(unsigned *)at = pack(x.x * p.scale, x.y * p.scale);
-            if (i < p.tq && column + 8 < HEAD_DIM) *(unsigned *)(at + 8) = pack(x.z * p.scale, x.w * p.scale);
-        }
+    for (int chunk = lane; chunk < 2 * PAD_D; chunk += 32) {
+        const int row = chunk / (PAD_D / 8), column = chunk % (PAD_D / 8) * 8;
+        if (i0 + row < p.tq && column < HEAD_DIM)
+            *(uint4 *)(to + (i0 + row) * p.dq_stride.t + column) = *(const uint4 *)(own + row * PITCH + column);
     }
 }
 #endif
