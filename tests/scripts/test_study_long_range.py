@@ -158,7 +158,7 @@ def gpu_rows(
             high = 10 if accuracy < 0.25 else 4 + (accuracy < 0.3)
             result |= {"loss": {"curve": [2.3] * high + [1.7] * (10 - high)}}
             result |= {"accuracy": accuracy, "ms_median": 5.0}
-            result |= {"majority": majority, "first_token": 0.3, "test_examples": 2000}
+            result |= {"majority": majority, "first_token": 0.18, "test_examples": 2000}
         machine = {"gpu": "NVIDIA H200", "date": "2026-11-21"}
         rows.append({"key": key_of(point), "point": point, "result": result, "machine": machine})
     return rows
@@ -293,6 +293,16 @@ def test_the_claim(cuda: list[float], majority: float, slower: float, verdict: s
     assert found.figure.endswith(f"accuracies {ending}")
     assert ("Seeds of ListOps differ by whether" in found.why) == stuck
     assert ("Not decided, 2 on ListOps" in found.why) == (ending == "not decided")
+
+
+def test_what_the_outermost_operator_alone_gives_was_not_learned() -> None:
+    rows = gpu_rows(ACCURACIES, MS)
+    assert all(map(learned, groups(rows)))
+    for row in rows:
+        row["result"] |= {"first_token": 0.36}
+    assert not any(map(learned, groups(rows)))
+    triton, cuda = comparisons(groups(rows))
+    assert triton.verdict == OPEN and cuda.verdict != ALIKE
 
 
 def test_the_claim_counts_what_decides(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from scripts.measure.report.long_range_accuracy import (
     learned,
 )
 
+ACCURACY = "{} {:.1%} (others {:.1%} to {:.1%}, majority class {:.1%}, by the first token alone {:.1%})"
+
 
 @claim(
     7,
@@ -49,7 +51,13 @@ def accuracy_and_speed(results: Results) -> Figures:
     decided += [why for task in speeds.tasks_of(compared) if (why := speeds.unsteady(found, task))]
     decided += [] if all_learned else ["Not everything was learned."]
     baselines = [
-        (speeds.NAMES[group.task], group.mean, *span(found, group.task), group.fact["majority"])
+        (
+            speeds.NAMES[group.task],
+            group.mean,
+            *span(found, group.task),
+            group.fact["majority"],
+            group.fact["first_token"],
+        )
         for group in found
         if group.name == STANDARD
     ]
@@ -67,7 +75,7 @@ def accuracy_and_speed(results: Results) -> Figures:
         in_short=in_short(compared),
         by_length=listed("{1:.1f}x at {0:,}", eager[name].items()),
         compiled=both or "",
-        accuracies=listed("{} {:.1%} (others {:.1%} to {:.1%}, majority class {:.1%})", baselines, "; "),
+        accuracies=listed(ACCURACY, baselines, "; "),
         decided=" ".join(decided),
     )
 

@@ -14,8 +14,8 @@ from scripts.measure.studies import Row
 
 STANDARD = "standard"
 FALSE_ALARMS = 0.05  # over all comparisons together, were all implementations alike
-# Of what standard attention has above the majority class, the share that the allowed difference may come to:
-# with more, an implementation that learned half as much would pass as alike.
+# Of what standard attention has above what needs no attention, the share that the allowed difference may come
+# to: with more, an implementation that learned half as much would pass as alike.
 DECISIVE = 0.5
 ALIKE, DIFFERS, OPEN = "alike", "differs", "not decided"
 
@@ -44,6 +44,11 @@ class Group:
     def fact(self) -> dict[str, Any]:
         """What is the same for all runs of a task: majority, first_token, test_examples, mean_length."""
         return self.rows[-1]["result"]
+
+    @property
+    def without_attention(self) -> float:
+        """What the majority class, or of ListOps the outermost operator by itself, already gives."""
+        return max(self.fact["majority"], self.fact["first_token"])
 
 
 def trusted(rows: Iterable[Row], measured: str) -> list[Row]:
@@ -75,7 +80,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 class Comparison:
     """An implementation's accuracy beside that of standard attention. `allowed` is how far two means of so
     many seeds lie apart when nothing but the seed differs, None where one seed alone was run; `gained` is
-    what standard attention has above the majority class."""
+    what standard attention has above what needs no attention."""
 
     group: Group
     difference: float
@@ -108,7 +113,7 @@ def comparisons(found: Sequence[Group]) -> list[Comparison]:
             parts = 1 / len(group.rows) + 1 / len(baseline.rows)
             quantile = student(1 - FALSE_ALARMS / 2 / len(others), freedom)
             allowed = quantile * math.sqrt(squares / freedom * parts)
-        gained = baseline.mean - baseline.fact["majority"]
+        gained = baseline.mean - baseline.without_attention
         made.append(Comparison(group, group.mean - baseline.mean, allowed, gained))
     return made
 
@@ -123,8 +128,8 @@ def student(p: float, freedom: int) -> float:
 
 
 def learned(group: Group) -> bool:
-    """Whether the accuracy is above that of the majority class by more than the test set's own error."""
-    share, n = group.fact["majority"], group.fact["test_examples"]
+    """Whether the accuracy is above what needs no attention by more than the test set's own error."""
+    share, n = group.without_attention, group.fact["test_examples"]
     return group.mean > share + 2 * math.sqrt(share * (1 - share) / n)
 
 

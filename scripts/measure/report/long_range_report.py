@@ -146,7 +146,7 @@ def decided(compared: Sequence[Comparison]) -> list[str]:
         why, wide = "one seed alone was run", of[0].allowed
         if wide is not None:
             why = f"seeds alone do {100 * wide:.1f} points, more than {DECISIVE:.0%} of the "
-            why += f"{100 * of[0].gained:.1f} that standard attention has above the majority class"
+            why += f"{100 * of[0].gained:.1f} that standard attention has above what needs no attention"
         said.append(f"Not decided, {len(of)} on {NAMES[task]}: {why}.")
     return said
 
@@ -186,7 +186,7 @@ def notes(rows: Sequence[Row], found: Sequence[Group]) -> list[str]:
             f"{NAMES[task]}: accuracy {low:.1%} to {high:.1%} ({fact['test_examples']:,} examples); {beside}."
         )
         if not all(map(learned, of)):
-            line += " Not all learned anything: equal accuracies say nothing there."
+            line += " Not all learned more than that: equal accuracies say nothing there."
         said.append(line)
     for compiled, how in ((False, "eager"), (True, "compiled")):
         factors = speed_ups(rows, compiled)
