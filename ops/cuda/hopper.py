@@ -18,12 +18,10 @@ from torch import Tensor
 from ops import nvrtc
 from ops.cuda.call import Call, Params
 from ops.cuda.plain import segment_ranges
-from ops.cuda.tensor_cores import fa2_backward
+from ops.cuda.tensor_cores import fa2_backward, prepare_backward
 from ops.library import empty_as
 from ops.order import multiprocessors
 
-# The backward is that of the stage before.
-fa3_backward = fa2_backward
 _MAP_BYTES = 128
 # Registers of a thread that copies, and of one that computes, by the warp groups that compute: 65,536 in all.
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -97,18 +95,23 @@ class Launch(ctypes.Structure):
     ]
 
 
-def tensor_map(x: Tensor, rows: int) -> bytes:
-    """What TMA has to know to copy boxes of `rows` tokens and a block of columns of x (B, H, T, D)."""
-    return _tensor_map(x.data_ptr(), x.dtype, tuple(x.shape), tuple(x.stride()), rows)
+def tensor_map(x: Tensor, rows: int, columns: int = 64) -> bytes:
+    """What TMA has to know to copy boxes of `rows` tokens and `columns` of x (B, H, T, D)."""
+    return _tensor_map(x.data_ptr(), x.dtype, tuple(x.shape), tuple(x.stride()), rows, columns)
 
 
 @functools.lru_cache(maxsize=4096)  # encoding takes longer than a look-up, and addresses come again
 def _tensor_map(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    rows: int,
+    columns: int,
 ) -> bytes:
     from cuda.bindings import driver
 
-    sizes, columns = shape[::-1], 32 if tile_head_dim(shape[3]) % 64 else 64
+    sizes = shape[::-1]
     # in bytes, of t, h and b; that of a dimension of 1 says nothing, and may be anything
     steps = [2 * stride if n > 1 else 16 for n, stride in zip(shape[2::-1], strides[2::-1], strict=True)]
     kind, swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
@@ -160,10 +163,115 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
     boxes = ((q_mapped, 64), (k, tile.bc), (v, tile.bc), (out, 64))
-    ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows) for x, rows in boxes), 4 * _MAP_BYTES)
+    columns = 32 if tile_head_dim(head_dim) % 64 else 64  # of a block (hopper.cuh)
+    ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows, columns) for x, rows in boxes), 4 * _MAP_BYTES)
     own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0}
     specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device))
     kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))
     return out, lse
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """Queries of a tile, on 128 keys; tiles of Q and of dO in flight; whether dQ is a tile late."""
+
+    br: int
+    stages: int
+    late_dq: bool
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """K and V; Q and dO, with lse and delta; two tiles of dS; dQ."""
+        row = 2 * backward_head_dim(head_dim)
+        of_queries = 2 * self.stages * (row + 4) + 2 * 2 * _KEYS + 2 * row
+        return 2 * _KEYS * row + self.br * of_queries
+
+    def defines(self, head_dim: int) -> dict[str, int]:
+        return {
+            "PAD_D": backward_head_dim(head_dim),
+            "BR": self.br,
+            "STAGES": self.stages,
+            "LATE_DQ": int(self.late_dq),
+        }
+
+
+_KEYS = 128  # of a block of the backward
+# By the padded head dim.
+_BACKWARD = {64: HopperBackwardTile(128, 2, late_dq=True), 128: HopperBackwardTile(64, 2, late_dq=False)}
+# Options that the backward does not take yet.
+_LACKING = ("SOFTCAP", "ALIBI", "SEGMENTS", "LENGTHS", "DROPOUT")
+
+
+class BackwardLaunch(ctypes.Structure):
+    """struct Launch of csrc/ladder/fa3_backward_tiles.cuh."""
+
+    _fields_ = [
+        ("maps", ctypes.c_ubyte * (6 * _MAP_BYTES)),
+        ("params", Params),
+        ("next_tile", ctypes.c_void_p),
+        ("_", ctypes.c_ubyte * 64),
+    ]
+
+
+def backward_head_dim(head_dim: int) -> int:
+    """The head dim that tiles of the backward have."""
+    return next(d for d in _BACKWARD if d >= head_dim)
+
+
+def fa3_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
+    *of_call, _ = options
+    call = Call(*map(_mappable, (q, k, v)), *of_call)
+    if needs_fa2(call):
+        return fa2_backward(dout, q, k, v, out, lse, *options)
+    return run_backward(dout, q, k, v, out, lse, call, _BACKWARD[backward_head_dim(q.shape[3])])
+
+
+def needs_fa2(call: Call) -> str | None:
+    """Why the backward of `call` is that of the stage before, if it is."""
+    if call.tuning and call.tuning[0]:
+        return "deterministic: here dQ is added up in any order"
+    lacking = [name.lower() for name in _LACKING if call.defines[name]]
+    return f"not there yet: {', '.join(lacking)}" if lacking else None
+
+
+def run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    tile: HopperBackwardTile,
+    **defines: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`call` with `tile`; `defines` of fa3_backward.cu beside its own."""
+    (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
+    # out.sum() sends one number, expanded
+    dout = _mappable(dout if dout.stride(3) == 1 else empty_as(out).copy_(dout))
+    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
+    n_rows = batch * heads * tiles * tile.br
+    scratch = q.new_empty((2 + width) * n_rows, dtype=torch.float32)
+    lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
+    params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
+    params.bind(scratch=accumulator)
+    params.padded_tq = tiles * tile.br
+    over = 2 * heads // kv_heads  # with the accumulator of dQ
+    blocks = call.in_order(math.ceil(tk / _KEYS), batch * kv_heads, q, over=over)
+    prepare_backward(call, out, dout, width, clear=True)
+    counter = q.new_zeros(1, dtype=torch.int32)
+    launch = BackwardLaunch(params=params, next_tile=counter.data_ptr())
+    tensors, rows = (*call.tensors[:3], dout, dk, dv), (tile.br, _KEYS, _KEYS, tile.br, 64, 64)
+    ctypes.memmove(launch.maps, b"".join(map(tensor_map, tensors, rows)), 6 * _MAP_BYTES)
+    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0}
+    specialised = call.defines | tile.defines(head_dim) | own | defines
+    kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
+    grid = min(blocks, multiprocessors(q.device))
+    kernel(name="tilegpt_fa3_backward").launch(grid, 384, launch, tile.shared_bytes(head_dim))
+    kernel(name="tilegpt_fa3_backward_finish").launch(2 * batch * heads * tiles, 256, params)
+    return dq, dk, dv, q.new_empty(0)

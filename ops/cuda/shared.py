@@ -19,8 +19,8 @@ def shared_memory(
         tile = fa1_tile(head_dim, able)
         return {f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
     if stage in ("fa2", "fa3"):
-        made = _fa3(head_dim) if stage == "fa3" else _fa2(head_dim)
-        return made | (_fa2_backward(head_dim, able) if backward else {})
+        made = _fa3(head_dim, backward) if stage == "fa3" else _fa2(head_dim)
+        return made | (_fa2_backward(head_dim, able) if backward and stage == "fa2" else {})
     if stage == "tiled":
         on_tensor_cores = dtype == torch.float32 and arch >= (8, 0)
         return (_planes if on_tensor_cores else _plain)(head_dim, able, backward)
@@ -39,11 +39,15 @@ def _fa2(head_dim: int) -> dict[str, int]:
     return {f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
 
 
-def _fa3(head_dim: int) -> dict[str, int]:
-    from ops.cuda.hopper import _FORWARD, padded
+def _fa3(head_dim: int, backward: bool) -> dict[str, int]:
+    from ops.cuda.hopper import _BACKWARD, _FORWARD, _KEYS, backward_head_dim, tile_head_dim
 
-    tile = _FORWARD[padded(head_dim)]
-    return {f"forward, {64 * tile.groups} x {tile.bc}": tile.shared_bytes(head_dim)}
+    tile = _FORWARD[tile_head_dim(head_dim)]
+    made = {f"forward, {64 * tile.groups} x {tile.bc}": tile.shared_bytes(head_dim)}
+    if backward:
+        back = _BACKWARD[backward_head_dim(head_dim)]
+        made[f"backward, {back.br} x {_KEYS}"] = back.shared_bytes(head_dim)
+    return made
 
 
 def _fa2_backward(head_dim: int, able: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ops.cuda.call import PADDED_TO, Call, padded
 from ops.cuda.plain import segment_ranges
 from ops.library import empty_as
 
-_PREPARE_THREADS = 1024
+_PREPARE_THREADS = 256
 _FINISH_ROWS = 128  # of a block
 
 
@@ -212,9 +212,7 @@ def run_backward(
     n_blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over)
     defines = _defines(call, tile, q, k, v, out, dout) | {"ATOMIC": int(not deterministic)}
     kernel = functools.partial(nvrtc.kernel, "ladder/fa2_backward.cu", defines=defines, device=q.device)
-    lanes = {32: 4, 64: 8}.get(padded(head_dim), 16)
-    blocks = math.ceil(n_rows * lanes / _PREPARE_THREADS)
-    kernel(name="tilegpt_fa2_backward_prepare").launch(blocks, _PREPARE_THREADS, params)
+    prepare_backward(call, out, dout, padded(head_dim), clear=not deterministic)
     shared = tile.shared_bytes(head_dim)
     kernel(name="tilegpt_fa2_backward").launch(n_blocks, 32 * tile.warps, params, shared)
     if deterministic:
@@ -223,6 +221,17 @@ def run_backward(
         blocks = math.ceil(n_rows / _FINISH_ROWS)
         kernel(name="tilegpt_fa2_backward_finish").launch(blocks, 256, params)
     return dq, dk, dv, q.new_empty(0)
+
+
+def prepare_backward(call: Call, out: Tensor, dout: Tensor, width: int, clear: bool) -> None:
+    """lse2 and delta, and with `clear` zeros of `width` for each row of dQ, to where `call.params` has them:
+    see csrc/lib/prepare.cu."""
+    params, lanes = call.params, {32: 4, 64: 8}.get(width, 16)
+    shared = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
+    own = {"PAD_D": width, "ALIGNED": int(_aligned(out, dout)), "CLEAR": int(clear)}
+    kernel = nvrtc.kernel("lib/prepare.cu", "tilegpt_backward_prepare", shared | own, out.device)
+    rows = params.batch * params.heads * params.padded_tq
+    kernel.launch(math.ceil(rows * lanes / _PREPARE_THREADS), _PREPARE_THREADS, params)
 
 
 def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,27 @@ def test_what_tma_can_copy_is_not_copied_before() -> None:
         assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
+def test_a_backward_tile_fits(head_dim: int) -> None:
+    tile = hopper._BACKWARD[hopper.backward_head_dim(head_dim)]
+    assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
+    found = tile.defines(head_dim)
+    assert found["PAD_D"] >= head_dim and found["BR"] * found["PAD_D"] == 2 * 64 * 64
+
+
+def test_which_backward() -> None:
+    x = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta")
+    slopes = torch.ones(2)
+
+    def why(alibi: torch.Tensor | None, softcap: float, deterministic: int) -> str | None:
+        options = (alibi, *(None,) * 5, 0.125, -1, 0, softcap, 0.0, [deterministic])
+        return hopper.needs_fa2(Call(x, x, x, *options))
+
+    assert why(None, 0.0, 0) is None
+    assert why(None, 0.0, 1) == "deterministic: here dQ is added up in any order"
+    assert why(slopes, 3.0, 0) == "not there yet: softcap, alibi"
+
+
 def forward(x: tuple[torch.Tensor, ...], causal: bool, **defines: int) -> tuple[torch.Tensor, torch.Tensor]:
     options: tuple[Any, ...] = (None,) * 6 + (x[0].shape[3] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0, [0])
     call = Call(*x, *options)
@@ -75,3 +97,33 @@ def test_the_same_bits_each_time_and_by_each_schedule(head_dim: int, tokens: int
         assert all(map(torch.equal, (out, lse), forward(x, causal, **defines))), defines
     for _ in range(100):
         assert all(map(torch.equal, (out, lse), forward(x, causal)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("tq", [63, 129, 385, 1025])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_same_dk_and_dv_each_time(head_dim: int, tq: int, causal: bool) -> None:
+    """As in the forward; of dQ the order of the additions may differ, and so its last bits."""
+    made = torch.Generator("cuda").manual_seed(tq)
+    q, dout, k, v = (
+        torch.randn(3, 50, n, head_dim, device="cuda", dtype=torch.bfloat16, generator=made)
+        for n in (tq, tq, tq + 127, tq + 127)
+    )
+    options: tuple[Any, ...] = (None,) * 6 + (head_dim**-0.5, -1, 0 if causal else -1, 0.0, 0.0, [0])
+    out, lse = hopper.fa3_forward(q, k, v, *options)
+    chosen = hopper._BACKWARD[hopper.backward_head_dim(head_dim)]
+    for late_dq in (True, False):
+        tile = replace(chosen, late_dq=late_dq)
+
+        def backward(**defines: int) -> tuple[torch.Tensor, ...]:
+            return hopper.run_backward(dout, q, k, v, out, lse, Call(q, k, v, *options), tile, **defines)  # noqa: B023
+
+        dq, dk, dv, _ = backward(BOUNDED_WAITS=1 << 20)
+        for _ in range(100):
+            again = backward()
+            assert torch.equal(dk, again[1]) and torch.equal(dv, again[2])
+            torch.testing.assert_close(dq, again[0], rtol=2**-7, atol=2**-9)

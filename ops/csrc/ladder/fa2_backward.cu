@@ -157,43 +157,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                    matrix_of(p.dv, p.dv_stride, b, kv_head) + j0 * p.dv_stride.t, p.dv_stride.t, p.tk - j0);
 }
 
-#define LANES (PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16)  // that share a row, 8 numbers each
-
-// Before: delta = rowsum(dout * out), lse2 = lse * log2(e), infinite where the row sees no key or does not exist, so
-// that its P is 0; and the accumulator of dQ is cleared. A block takes 1,024 / LANES rows of (B, Hq, padded_tq).
-extern "C" __global__ void __launch_bounds__(1024) tilegpt_fa2_backward_prepare(const __grid_constant__ Params p) {
-    const long long row = (long long)blockIdx.x * (1024 / LANES) + threadIdx.x / LANES;
-    const int part = threadIdx.x % LANES, head = row / p.padded_tq, i = row % p.padded_tq;
-    if (row >= (long long)p.batch * p.heads * p.padded_tq) return;
-    const int b = head / p.heads, h = head % p.heads;
-    float sum = 0.0f;
-    if (i < p.tq && part * 8 < HEAD_DIM) {
-        const element *out = matrix_of(p.out, p.out_stride, b, h) + i * p.out_stride.t + part * 8;
-        const element *dout = matrix_of(p.dout, p.dout_stride, b, h) + i * p.dout_stride.t + part * 8;
-        alignas(16) element a[8], c[8];
-#if ALIGNED
-        *(uint4 *)a = *(const uint4 *)out, *(uint4 *)c = *(const uint4 *)dout;
-#else
-        for (int e = 0; e < 8; e++) a[e] = out[e], c[e] = dout[e];
-#endif
-#pragma unroll
-        for (int e = 0; e < 8; e++) sum += (float)a[e] * (float)c[e];
-    }
-#pragma unroll
-    for (int lanes = LANES / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(__activemask(), sum, lanes);
-    if (part == 0) {
-        const float lse = i < p.tq ? p.lse[(long long)head * p.tq + i] : -INFINITE;
-        p.lse2[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
-        p.delta[row] = sum;
-    }
-#if ATOMIC
-    if (part * 8 < PAD_D) {
-        float4 *accumulator = (float4 *)(p.scratch + row * PAD_D + part * 8);
-        accumulator[0] = accumulator[1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-#endif
-}
-
 #if ATOMIC
 #define PITCH (PAD_D + 8)  // of a row in shared memory: no two lanes store to one bank
 

@@ -11,9 +11,7 @@ __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int
         const float(&x)[4] = o.c[0][2 * step], (&y)[4] = o.c[0][2 * step + 1];
         const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + half;
         const unsigned to = tile + block * 64 * BLOCK_ROW + swizzled<BLOCK_D>(row, chunk);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pack(x[0], x[1])),
-                     "r"(pack(x[2], x[3])), "r"(pack(y[0], y[1])), "r"(pack(y[2], y[3]))
-                     : "memory");
+        store_matrices(to, pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
     }
 }
 

@@ -24,16 +24,6 @@ struct __align__(64) Launch {
 enum { Q_FULL, Q_EMPTY = Q_FULL + Q_SLOTS, K_FULL = Q_EMPTY + Q_SLOTS, K_EMPTY = K_FULL + STAGES,
        V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, BARRIERS = V_EMPTY + STAGES };
 
-// Where a ring of buffers is, and the parity of the phase in which this one is filled.
-template <int BUFFERS> struct Ring {
-    int at;
-    unsigned parity;
-    __device__ __forceinline__ Ring() : at(0), parity(0) {}
-    __device__ __forceinline__ void next() {
-        if (++at == BUFFERS) at = 0, parity ^= 1;
-    }
-};
-
 // Queries i0 .. i0 + BR of a head, whose keys lie in lo .. hi.
 struct Tile {
     int b, h, i0, keys, lo, hi;

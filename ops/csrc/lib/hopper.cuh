@@ -49,6 +49,16 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 #endif
 }
 
+// Where a ring of buffers is, and the parity of the phase in which this one is filled.
+template <int BUFFERS> struct Ring {
+    int at;
+    unsigned parity;
+    __device__ __forceinline__ Ring() : at(0), parity(0) {}
+    __device__ __forceinline__ void next() {
+        if (++at == BUFFERS) at = 0, parity ^= 1;
+    }
+};
+
 // --- copies by TMA
 
 // The map's box from (d, t, h, b) on; what lies outside of the tensor arrives as zeros, and counts.
@@ -69,6 +79,22 @@ __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bul
 template <int N> __device__ __forceinline__ void bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
+// Until the newest N groups at most are at work.
+template <int N> __device__ __forceinline__ void bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+// `bytes`, a multiple of 16 from addresses that are, with no tensor map.
+__device__ __forceinline__ void bulk_load(unsigned to, const void *from, unsigned bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+// Floats of global memory += those of shared memory.
+__device__ __forceinline__ void bulk_reduce_add(float *to, unsigned from, unsigned bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
 // Ordinary stores to shared memory are seen by TMA and wgmma after this and a barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -84,6 +110,29 @@ __device__ __forceinline__ void store_tile(const TensorMap &map, unsigned from, 
 #pragma unroll
     for (int block = 0; block < BLOCKS_D; block++)
         tma_store(map, from + block * ROWS * BLOCK_ROW, block * BLOCK_D, t, h, b);
+}
+
+// --- shared memory by warps
+
+// Four 8 x 8 matrices of 16 bits, as mma.cuh's A lies in registers; a lane's address is that of a row of 16 bytes.
+__device__ __forceinline__ void store_matrices(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+__device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+__device__ __forceinline__ void store_four(unsigned to, const float *x) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+__device__ __forceinline__ float2 load_pair(unsigned from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
 }
 
 // --- warp groups

@@ -120,14 +120,18 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
-// Of two numbers of fp16 one, exactly.
+// Of two numbers of 16 bits one (in fp32 the planes are fp16), exactly.
 __device__ __forceinline__ float unpack(unsigned packed, bool high) {
+#if ELEMENT_KIND == bf16_ELEMENT
+    return __uint_as_float(high ? packed & 0xffff0000u : packed << 16);
+#else
     float x;
     if (high)
         asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(x) : "r"(packed));
     else
         asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(x) : "r"(packed));
     return x;
+#endif
 }
 
 __device__ __forceinline__ float exp2_of(float x) {

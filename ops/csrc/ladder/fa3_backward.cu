@@ -1,0 +1,144 @@
+// FlashAttention-3, backward, in our own words: for Hopper (sm_90a) alone.
+//
+// Idea. As fa2_backward.cu a block owns BC keys and their dK and dV, and walks the queries; as in fa3.cu a warp group
+// copies by TMA and two compute by wgmma, 64 keys each, every product asynchronous.
+// New since fa2_backward.
+//   - Transposed: a warp group has S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO
+//     and dK += dS^T Q straight from registers. Only dS passes through shared memory, for dQ = dS K: a warp group has
+//     64 x 64 of it, half of the queries (D = 64) or of the columns (D = 128).
+//   - dQ leaves by the copy engine: a tile in shared memory, as the registers lie, is added to one in global memory
+//     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
+//   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV go out over dS and dQ.
+//   - P is computed while dP is multiplied, dS while dV is. With LATE_DQ dQ is a tile late, so that a warp group waits
+//     for what the other one shared a tile ago; dS then takes P as it was rounded, as registers lack for both.
+//
+//        copies       K Q0 V dO0 Q1 dO1 ...                        Q2 dO2 ...
+//        tensor       [S0 dP0       ][dV0      ][dQ0 dK0   ]       [S1 dP1 ...           LATE_DQ = 0
+//                     [S1 dP1       ][dV1 dQ0  ][dK1       ]       [S2 dP2 ...           LATE_DQ = 1
+//        group                  P          dS   share     dQ out
+//        adds                                                 += dQ, beside all that follows
+//
+// HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; 4 bytes a number of dQ, cleared, read,
+// and added to Tk / BC times in the L2.
+// Limits. 16-bit inputs, D up to 128 in steps of 8 (padded to 64 or 128), no softcap, ALiBi, documents, lengths or
+// dropout yet; the additions to dQ come in any order.
+// The host also defines PAD_D, BR (queries of a tile), STAGES (of Q and of dO), LATE_DQ, BOUNDED_WAITS.
+#include "fa3_backward_consumer.cuh"
+
+// A warp, whose first thread asks for the copies, and takes the block's tiles from the counter. Q and dO of the next tile
+// are asked for before K and V, which wait until the last tile's are read.
+__device__ __forceinline__ void producer(const Launch &launch, const Room &room) {
+    const Params &p = launch.p;
+    const int n = n_tiles(p);
+    const bool asking = threadIdx.x == 0;
+    Ring<STAGES> at;
+    Ring<2> slot;
+    Ring<1> kv;
+    int taken = 0, index = blockIdx.x;
+    while (true) {
+        mbarrier_wait(room.barrier(TILE_EMPTY + slot.at), slot.parity ^ 1);
+        if (asking) {
+            room.slots[slot.at] = index < n ? index : -1;
+            mbarrier_arrive(room.barrier(TILE_FULL + slot.at));
+        }
+        slot.next();
+        if (index >= n) return;
+        const Tile tile(p, index);
+        bool first = true;
+        for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
+            for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR) {
+                const unsigned q_full = room.barrier(Q_FULL + at.at), do_full = room.barrier(DO_FULL + at.at);
+                const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
+                mbarrier_wait(room.barrier(Q_EMPTY + at.at), at.parity ^ 1);
+                if (asking) {
+                    mbarrier_arrive_expect_tx(q_full, Q_BYTES + ROWS_BYTES);
+                    load_tile<BR>(room.q + at.at * Q_BYTES, launch.q, q_full, i0, h, tile.b);
+                    bulk_load(room.lse2 + at.at * ROWS_BYTES, p.lse2 + row, ROWS_BYTES, q_full);
+                    mbarrier_arrive_expect_tx(do_full, Q_BYTES + ROWS_BYTES);
+                    load_tile<BR>(room.dout + at.at * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
+                    bulk_load(room.delta + at.at * ROWS_BYTES, p.delta + row, ROWS_BYTES, do_full);
+                }
+                at.next();
+                if (!first) continue;
+                first = false;
+                mbarrier_wait(room.barrier(KV_EMPTY), kv.parity ^ 1);
+                if (asking) {
+                    mbarrier_arrive_expect_tx(room.barrier(K_FULL), KV_BYTES);
+                    load_tile<BC>(room.k, launch.k, room.barrier(K_FULL), tile.j0, tile.kv_head, tile.b);
+                    mbarrier_arrive_expect_tx(room.barrier(V_FULL), KV_BYTES);
+                    load_tile<BC>(room.v, launch.v, room.barrier(V_FULL), tile.j0, tile.kv_head, tile.b);
+                    taken = atomicAdd(launch.next_tile, 1);
+                }
+                kv.next();
+            }
+        if (first && asking) taken = atomicAdd(launch.next_tile, 1);
+        index = gridDim.x + __shfl_sync(~0u, taken, 0);
+    }
+}
+
+// A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator.
+__device__ __forceinline__ void add_dq(const Params &p, const Room &room, int group) {
+    Tiles tiles(room);
+    Ring<1> dq;
+    for (int index = tiles.next(); index >= 0; index = tiles.next()) {
+        const Tile tile(p, index);
+        for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
+            for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR) {
+                const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
+                mbarrier_wait(room.barrier(DQ_FULL + group), dq.parity);
+                if (threadIdx.x % 32 == 0) {
+                    bulk_reduce_add(p.scratch + row * PAD_D + group * (PART_BYTES / 4), room.dq + group * PART_BYTES,
+                                    PART_BYTES);
+                    bulk_commit_group();
+                    bulk_wait_group_read<0>();
+                    mbarrier_arrive(room.barrier(DQ_EMPTY + group));
+                }
+                __syncwarp();
+                dq.next();
+            }
+    }
+    if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(const __grid_constant__ Launch launch) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    __shared__ __align__(8) unsigned long long barriers[BARRIERS];
+    __shared__ int slots[2];
+    const Room room(memory, barriers, slots);
+    if (threadIdx.x == 0) {
+        for (int place = 0; place < BARRIERS; place++) mbarrier_init(room.barrier(place), arrivals(place));
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (group == 0) {
+        setmaxnreg_dec<24>();
+        if (warp == 0)
+            producer(launch, room);
+        else if (warp < 3)
+            add_dq(launch.p, room, warp - 1);
+    } else {
+        setmaxnreg_inc<240>();
+        Consumer(launch, room, group - 1).run();
+    }
+}
+
+// After: dQ from its accumulator. A block takes what a warp group had of a tile, 64 x 64; a thread 8 columns of 2 rows.
+extern "C" __global__ void __launch_bounds__(256) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
+    const int group = blockIdx.x % 2, tiles = p.padded_tq / BR, tile = blockIdx.x / 2 % tiles;
+    const int head = blockIdx.x / 2 / tiles, b = head / p.heads, h = head % p.heads;
+    const int n = threadIdx.x % 8, g = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
+    const float4 *from = (const float4 *)p.scratch + blockIdx.x * 1024ll + n * 128 + warp * 32 + g * 4;
+    const int i = tile * BR + (PAD_D == 64 ? group * 64 : 0) + warp * 16 + g, d = (PAD_D == 64 ? 0 : group * 64) + n * 8;
+    uint4 low, high;
+    unsigned *lows = &low.x, *highs = &high.x;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const float4 x = from[c];
+        lows[c] = pack(x.x * p.scale, x.y * p.scale), highs[c] = pack(x.z * p.scale, x.w * p.scale);
+    }
+    if (d >= HEAD_DIM) return;
+    element *to = matrix_of(p.dq, p.dq_stride, b, h) + i * p.dq_stride.t + d;
+    if (i < p.tq) *(uint4 *)to = low;
+    if (i + 8 < p.tq) *(uint4 *)(to + 8 * p.dq_stride.t) = high;
+}

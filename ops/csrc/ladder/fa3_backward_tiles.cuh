@@ -1,0 +1,75 @@
+// What the warp groups of fa3_backward.cu share: the launch, its mbarriers, where tiles lie in shared memory, and the keys
+// of a block.
+#pragma once
+#include "hopper.cuh"
+#include "scores.cuh"
+
+#define BC 128         // keys of a block, 64 of a computing warp group
+#define THREADS 384    // a warp group that copies, two that compute
+#define Q_BYTES (BR * PAD_D * 2)
+#define KV_BYTES (BC * PAD_D * 2)
+#define DS_BYTES (BR * BC * 2)
+#define ROWS_BYTES (BR * 4)          // of lse2 or delta
+#define PART_BYTES (64 * 64 * 4)     // of dQ, what a warp group has
+#define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
+#define BARRIER_OWN 2
+
+static_assert(BR * PAD_D == 2 * 64 * 64, "each warp group has 64 x 64 of dQ");
+
+struct __align__(64) Launch {
+    TensorMap q, k, v, dout, dk, dv;
+    Params p;
+    int *next_tile;  // a counter of the tiles beyond each block's first; 0 at the launch
+};
+
+// The mbarriers, by their place. What is full the thread that copies announces; what is empty, or shared, each warp that
+// is done with it.
+enum { TILE_FULL, K_FULL = TILE_FULL + 2, V_FULL, Q_FULL, DO_FULL = Q_FULL + STAGES, DQ_EMPTY = DO_FULL + STAGES,
+       DQ_FULL = DQ_EMPTY + 2, DS_FULL = DQ_FULL + 2, KV_EMPTY = DS_FULL + 2, Q_EMPTY, TILE_EMPTY = Q_EMPTY + STAGES,
+       BARRIERS = TILE_EMPTY + 2 };
+__device__ __forceinline__ int arrivals(int place) {
+    return place < DQ_FULL ? 1 : place < DS_FULL ? 4 : place < TILE_EMPTY ? 8 : 10;
+}
+
+// Keys of a key head, and the queries that see them.
+struct Tile {
+    int b, kv_head, j0, keys, real;
+    Range range;
+    __device__ __forceinline__ Tile(const Params &p, int index) {
+        int tile, head;
+        unswizzle(p, index, p.batch * p.kv_heads, false, tile, head);
+        b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
+        real = min_of(BC, keys - j0);
+        range.lo = range.full_lo = range.full_hi = range.hi = 0;
+        if (real > 0) range = query_range(p, j0, real, keys - p.tq, BR, documents_of(p, b, tile));
+    }
+};
+__device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
+
+// Where things are in shared memory.
+struct Room {
+    unsigned k, v, q, dout, ds, dq, lse2, delta, barriers;
+    volatile int *slots;  // of the tiles' indices
+    __device__ __forceinline__ Room(const void *memory, const void *barriers, int *slots)
+        : barriers(shared_address(barriers)), slots(slots) {
+        k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
+        ds = dout + STAGES * Q_BYTES, dq = ds + 2 * DS_BYTES, lse2 = dq + 2 * PART_BYTES;
+        delta = lse2 + STAGES * ROWS_BYTES;
+    }
+    __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
+};
+
+// The block's tiles, one after the other, for all but who chooses them. Uniform, as are all loops over it.
+struct Tiles {
+    const Room &room;
+    Ring<2> at;
+    __device__ __forceinline__ Tiles(const Room &room) : room(room) {}
+    // The index of the next; negative: there is none.
+    __device__ __forceinline__ int next() {
+        mbarrier_wait(room.barrier(TILE_FULL + at.at), at.parity);
+        const int index = __shfl_sync(~0u, room.slots[at.at], 0);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(room.barrier(TILE_EMPTY + at.at));
+        at.next();
+        return index;
+    }
+};
