@@ -28,9 +28,10 @@ from scripts.measure.report.long_range_accuracy import (
     plateau,
     student,
 )
-from scripts.measure.report.long_range_report import EARLIER, notes, report, speed_ups
+from scripts.measure.report.long_range_report import EARLIER, notes, speed_ups
 from scripts.measure.rows import key_of, read
 from scripts.measure.studies import Row, long_range
+from scripts.measure.studies.long_range import report
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {

@@ -177,7 +177,7 @@ def fake_rows(out: Path) -> list[dict[str, Any]]:
 
 def test_report_of_rows(tmp_path: Path) -> None:
     rows = fake_rows(tmp_path / "h200.jsonl")
-    found = prefill_decode_report.report(rows, draw=False)
+    found = prefill_decode.report(rows, draw=False)
     assert len(found.tables) == 3 + 16
     assert all(len(set(map(len, table.lines))) == 1 for table in found.tables)
     said = " ".join(found.notes)
@@ -190,7 +190,7 @@ def test_report_of_rows(tmp_path: Path) -> None:
         "of the compute."
     )
     few = [row for row in rows if row["point"]["model"] == "13b" and row["point"]["pass"] == "prefill"]
-    pictures = prefill_decode_report.report(few).pictures
+    pictures = prefill_decode.report(few).pictures
     assert list(pictures) == ["", "models"] and all(text.startswith("<?xml") for text in pictures.values())
     large = next(row for row in rows if row["point"]["model"] == "13b" and row["point"]["seq_len"] == 2048)
     used = prefill_decode_report.utilisation(prefill_decode_report.parts_of(large))
@@ -202,13 +202,13 @@ def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
     rows = fake_rows(tmp_path / "h200.jsonl")
     rows[0]["result"]["parts"]["attention, triton"]["error_ratio"] = 2.0
     rows[-1]["result"] = {"status": "oom", "reason": "CUDA out of memory"}
-    found = prefill_decode_report.report(rows, draw=False)
+    found = prefill_decode.report(rows, draw=False)
     left = [note for note in found.notes if note.startswith("Left out")]
     assert len(left) == 2 and "CUDA out of memory" in left[0] and "attention, triton" in left[1]
     assert "attention, triton" not in prefill_decode_report.utilisation(
         prefill_decode_report.parts_of(rows[0])
     )
-    assert prefill_decode_report.report([]).tables == [] and prefill_decode_report.report([]).found == ""
+    assert prefill_decode.report([]).tables == [] and prefill_decode.report([]).found == ""
 
 
 @pytest.mark.gpu

@@ -16,12 +16,11 @@ from scripts.measure.report.long_range_accuracy import (
     Group,
     accuracies,
     comparisons,
-    groups,
     learned,
     plateau,
     trusted,
 )
-from scripts.measure.studies import Report, Row, Table
+from scripts.measure.studies import Row, Table
 
 COMMAND = "python scripts/study.py long_range"
 QUESTION = (
@@ -195,21 +194,3 @@ def notes(rows: Sequence[Row], found: Sequence[Group]) -> list[str]:
             mean = mean_speed_up(factors[name])
             said.append(f"Steps with {name}, {how} as the standard is: {each}; mean {mean:.2f}x.")
     return said
-
-
-def report(rows: list[Row]) -> Report:
-    found = groups(rows)
-    tables = []
-    if found:
-        tables.append(accuracy_table(found))
-    if trusted(rows, "speed"):
-        tables.append(speed_table(rows))
-    if missing := left_out(rows):
-        tables.append(Table("Without figures", [["task", "T", "attention", "status", "why"], *missing]))
-    drawable = found and speed_ups(rows, False)
-    pictures = {}
-    if drawable:
-        from scripts.measure.report.long_range_plot import picture
-
-        pictures[""] = picture(rows, found)
-    return Report(QUESTION, COMMAND, tables, pictures, notes(rows, found))

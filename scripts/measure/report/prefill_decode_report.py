@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.measure.report.steps import chosen
 from scripts.measure.rows import trusted
-from scripts.measure.studies import Report, Row, Table
+from scripts.measure.studies import Row, Table
 
 COMMAND = "python scripts/study.py prefill_decode"
 QUESTION = "How much of a GPU's compute and bandwidth do prefill and decode use, and which part of a layer?"
@@ -77,25 +76,6 @@ def layer_share(parts: Parts, which: str) -> tuple[float, float]:
     flops, ms = ({n: p["times"] * p[key] for n, p in one.items()} for key in ("flops", "ms_median"))
     products = [n for n, p in one.items() if p["kind"] != "pointwise" and n != "softmax"]
     return tuple(sum(each[n] for n in products) / sum(each.values()) for each in (flops, ms))
-
-
-def report(rows: list[Row], draw: bool = True) -> Report:
-    """draw: False leaves the pictures out."""
-    whole = [row for row in chosen(rows) if row["point"]["implementation"] != "parts"]
-    layers = [row for row in chosen(rows) if row["point"]["implementation"] == "parts"]
-    tables = [models(whole, "prefill"), models(whole, "decode"), kinds(layers)]
-    tables += [by_part(row) for row in layers]
-    pictures = {}
-    if draw and layers:
-        from scripts.measure.report.prefill_decode_plot import roofs
-
-        pictures[""] = roofs(layers)
-    if draw and whole:
-        from scripts.measure.report.prefill_decode_plot import lengths
-
-        pictures["models"] = lengths(whole)
-    found = [table for table in tables if len(table.lines) > 1]
-    return Report(QUESTION, COMMAND, found, pictures, notes(rows, whole, layers), finding(whole))
 
 
 def models(whole: list[Row], phase: str) -> Table:

@@ -58,7 +58,7 @@ class Found:
 
 def report_of(study: str, rows: list[Row]) -> Report | None:
     """Of a module of measure/studies, of the roofline, or of training points of scripts/sweep.py; or None."""
-    from scripts.measure.report import roofline_report, sweep_report
+    from scripts.measure.report import roofline_plot, sweep_report
 
     if (ROOT / "scripts" / "measure" / "studies" / f"{study}.py").is_file():
         module = importlib.import_module(f"scripts.measure.studies.{study}")
@@ -67,7 +67,7 @@ def report_of(study: str, rows: list[Row]) -> Report | None:
     if study in REPORTS:
         return REPORTS[study](rows)
     if study == "roofline":
-        return roofline_report.report(rows)
+        return roofline_plot.report(rows)
     points = sweep_report.points(rows)
     if not points:
         return None

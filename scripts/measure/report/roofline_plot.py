@@ -9,7 +9,20 @@ from typing import Any
 
 from scripts.measure.instruments.ladder import STAGES
 from scripts.measure.report.figures import svg
-from scripts.measure.report.roofline_report import DRAM, Row, bytes_of, ceilings, groups, length, moved, title
+from scripts.measure.report.roofline_report import (
+    DRAM,
+    Row,
+    bytes_of,
+    ceilings,
+    finding,
+    grids,
+    groups,
+    length,
+    moved,
+    notes,
+    title,
+)
+from scripts.measure.studies import Report
 from scripts.plot import COLOURS
 
 COLOUR = dict(zip(STAGES, COLOURS, strict=False))
@@ -150,3 +163,13 @@ def spread(axes: Any, labels: list[tuple[float, str, str]]) -> None:
         place = (math.log10(value) - low) / (high - low) if value > 0 else 0.0
         last = max(place, last + height)
         axes.annotate(name, (1.02, last), xycoords="axes fraction", color=colour, fontsize=8, va="center")
+
+
+def report(rows: list[Row]) -> Report:
+    """For results/README.md, as the studies have one."""
+    question = (
+        "What does each stage of the CUDA ladder move and compute, beside what the GPU gives at most and "
+        "what a model of its traffic expects?"
+    )
+    command = "python scripts/roofline.py"
+    return Report(question, command, grids(rows), pictures(rows), notes(rows), finding(rows))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scripts.measure.instruments.ladder import STAGES
-from scripts.measure.studies import Report, Table
+from scripts.measure.studies import Table
 
 Row = dict[str, Any]
 Group = tuple[int, int, int, bool]  # batch, heads, head dim, causal
@@ -133,18 +133,6 @@ def tables(rows: list[Row]) -> None:
         console.print(grid)
     for said in notes(rows):
         console.print(said, highlight=False, markup=False, soft_wrap=True)
-
-
-def report(rows: list[Row]) -> Report:
-    """For results/README.md, as the studies have one."""
-    from scripts.measure.report.roofline_plot import pictures
-
-    question = (
-        "What does each stage of the CUDA ladder move and compute, beside what the GPU gives at most and "
-        "what a model of its traffic expects?"
-    )
-    command = "python scripts/roofline.py"
-    return Report(question, command, grids(rows), pictures(rows), notes(rows), finding(rows))
 
 
 def finding(rows: list[Row]) -> str:

@@ -33,10 +33,9 @@ import argparse
 from typing import Any
 
 from conf.values import UserError
-from scripts.measure.report.long_range_report import report
 from scripts.measure.rows import choices, positive
 from scripts.measure.runner import Run, parser, run_study
-from scripts.measure.studies import Point
+from scripts.measure.studies import Point, Report, Row, Table
 
 STUDY, SEED = "long_range", 1337
 # By device: what is asked for where the command line says nothing. `tasks` is (T, steps, examples of a step)
@@ -168,6 +167,26 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     if run.device == "cpu":
         torch.set_num_threads(1)  # tensors this small are faster so
     run.each(left, lambda p: long_range_runs.measure(p, options.test, torch.device(run.device)), said)
+
+
+def report(rows: list[Row]) -> Report:
+    from scripts.measure.report import long_range_plot as plot
+    from scripts.measure.report import long_range_report as said_of
+    from scripts.measure.report.long_range_accuracy import groups, trusted
+
+    found = groups(rows)
+    tables = []
+    if found:
+        tables.append(said_of.accuracy_table(found))
+    if trusted(rows, "speed"):
+        tables.append(said_of.speed_table(rows))
+    if missing := said_of.left_out(rows):
+        tables.append(Table("Without figures", [["task", "T", "attention", "status", "why"], *missing]))
+    drawable = found and said_of.speed_ups(rows, False)
+    pictures = {}
+    if drawable:
+        pictures[""] = plot.picture(rows, found)
+    return Report(said_of.QUESTION, said_of.COMMAND, tables, pictures, said_of.notes(rows, found))
 
 
 def main(given: list[str] | None = None) -> None:

@@ -26,10 +26,10 @@ import argparse
 import gc
 from typing import Any
 
-from scripts.measure.report.prefill_decode_report import BERT, report
+from scripts.measure.report.prefill_decode_report import BERT
 from scripts.measure.rows import choices, positive
 from scripts.measure.runner import Run, parser, run_study
-from scripts.measure.studies import Point
+from scripts.measure.studies import Point, Report, Row
 
 STUDY = "prefill_decode"
 # name: layers, width, heads
@@ -124,6 +124,32 @@ def said(point: Point, result: dict[str, Any]) -> str:
     shape = f"{point['batch']} x {point['seq_len']} on {point['kv_len']}"
     took = f"{result['ms_median']:.3f} ms" if "ms_median" in result else result["status"]
     return f"{point['model']} {point['implementation']} {point['pass']} {shape}: {took}"
+
+
+def report(rows: list[Row], draw: bool = True) -> Report:
+    """draw: False leaves the pictures out."""
+    from scripts.measure.report import prefill_decode_plot as plot
+    from scripts.measure.report import prefill_decode_report as said_of
+    from scripts.measure.report.steps import chosen
+
+    whole = [row for row in chosen(rows) if row["point"]["implementation"] != "parts"]
+    layers = [row for row in chosen(rows) if row["point"]["implementation"] == "parts"]
+    tables = [said_of.models(whole, "prefill"), said_of.models(whole, "decode"), said_of.kinds(layers)]
+    tables += [said_of.by_part(row) for row in layers]
+    pictures = {}
+    if draw and layers:
+        pictures[""] = plot.roofs(layers)
+    if draw and whole:
+        pictures["models"] = plot.lengths(whole)
+    found = [table for table in tables if len(table.lines) > 1]
+    return Report(
+        said_of.QUESTION,
+        said_of.COMMAND,
+        found,
+        pictures,
+        said_of.notes(rows, whole, layers),
+        said_of.finding(whole),
+    )
 
 
 def main(given: list[str] | None = None) -> None:
