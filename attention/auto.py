@@ -18,11 +18,13 @@ from attention.base import (
     FEATURES,
     Attention,
     AttentionCall,
+    AttentionOptions,
     Capabilities,
     Costs,
     Declaration,
     UnsupportedAttention,
 )
+from attention.call import features_of
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -186,72 +188,32 @@ class AutoAttention(Attention):
         return reasons or super().unsupported_reasons(call)
 
     @torch.compiler.assume_constant_result
-    def _pick(self, *facts: Any) -> str:
-        """The choice by plain facts, which torch.compile evaluates once, while it traces."""
-        key = (*facts, torch.are_deterministic_algorithms_enabled())
+    def _pick(self, index: int | None, compiled: bool, *facts: Any) -> str:
+        """The choice by an AttentionCall's facts, which torch.compile evaluates once, while it traces."""
+        key = (index, compiled, facts, torch.are_deterministic_algorithms_enabled())
         if key not in self._chosen:
-            device, index, dtype, heads, kv_heads, tq, tk, head_dim, causal, backward, compiled, *on = facts
-            names = (
-                "window",
-                "softcap",
-                "alibi",
-                "bias",
-                "bias_grad",
-                "segments",
-                "kv_lengths",
-                "dropout",
-                "lse",
-            )
-            call = AttentionCall(
-                purpose="call",
-                device=device,
-                arch=torch.cuda.get_device_capability(index) if device == "cuda" else None,
-                dtype=dtype,
-                batch=1,
-                heads=heads,
-                kv_heads=kv_heads,
-                tq=tq,
-                tk=tk,
-                head_dim=head_dim,
-                causal=causal,
-                features=frozenset(name for name, is_on in zip(names, on, strict=True) if is_on),
-                backward=backward,
-            )
+            device, *sizes, features, backward = facts
+            arch = torch.cuda.get_device_capability(index) if device == "cuda" else None
+            call = AttentionCall("call", device, arch, *sizes, frozenset(features), backward)
             self._chosen[key] = self.choice(call, compiled=compiled)[0]
         return self._chosen[key]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
-        grad, bias = torch.is_grad_enabled(), o["bias"]
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        grad, bias = torch.is_grad_enabled(), options.bias
         bias_grad = grad and bias is not None and bias.requires_grad
+        backward = grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad)
         # Lengths may be symbolic while compiling; all that a choice asks of them is one or more, short or
         # long, and which is greater.
         tk = 1 if k.shape[2] == 1 else SHORT if k.shape[2] <= SHORT else 2 * SHORT
         tq = tk if q.shape[2] == k.shape[2] else tk - 1 if q.shape[2] < k.shape[2] else tk + 1
         tq = 1 if q.shape[2] == 1 else tq
-        name = self._pick(
-            q.device.type,
-            q.device.index,
-            q.dtype,
-            q.shape[1],
-            k.shape[1],
-            tq,
-            tk,
-            q.shape[3],
-            o["causal"],
-            grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
-            torch.compiler.is_compiling(),
-            o["window"] is not None,
-            o["softcap"] is not None,
-            o["alibi_slopes"] is not None,
-            bias is not None,
-            bias_grad,
-            o["segments"] is not None,
-            o["kv_lengths"] is not None,
-            o["dropout_p"] > 0,
-            o["return_lse"],
-        )
+        sizes = q.dtype, 1, q.shape[1], k.shape[1], tq, tk, q.shape[3], options.causal
+        features, compiled = features_of(options, bias_grad), torch.compiler.is_compiling()
+        name = self._pick(q.device.index, compiled, q.device.type, *sizes, features, backward)
         chosen = self._built[name]
-        return chosen.attend(q, k, v, **(o | {"dropout_seed": chosen.draw_seed(o["dropout_p"], q.device)}))
+        return chosen.attend(q, k, v, options, chosen.draw_seed(options.dropout_p, q.device))
 
 
 def _brief(reason: str) -> str:

@@ -36,6 +36,7 @@ from attention.declaration import (
     scores_bytes,
 )
 from attention.geometry import empty_attention, normalise_window
+from ops.options import AttentionOptions
 
 # The contract is one import, for implementations and for those who ask them.
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "PRODUCTS",
     "Attention",
     "AttentionCall",
+    "AttentionOptions",
     "Capabilities",
     "Compilation",
     "Costs",
@@ -82,12 +84,13 @@ class Attention(nn.Module):
         self.name = name
         self._allowed: set[Any] = set()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """The implementation: (out, lse), where lse may be None unless `return_lse`.
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The implementation: (out, lse), where lse may be None unless `options.return_lse`.
 
-        Inputs are checked and none is empty. `options` are all the keywords of `forward`, made definite
-        (`scale` a float > 0, `window` None or (left, right) with -1 for unbounded, `segments` a pair), and
-        `dropout_seed`, a 0-d int64 tensor on the device (None without dropout).
+        Inputs are checked and none is empty; `options` are definite (ops/options.py); `dropout_seed` is a 0-d
+        int64 tensor on the device (None without dropout).
         """
         raise NotImplementedError
 
@@ -167,38 +170,47 @@ class Attention(nn.Module):
             ValueError: shapes, dtypes or values that make no sense.
             UnsupportedAttention: a sensible call that this implementation cannot do.
         """
-        options = {
-            "causal": causal,
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-            "segments": segments,
-            "kv_lengths": kv_lengths,
-            "dropout_p": dropout_p,
-            "return_lse": return_lse,
-        }
+        options = AttentionOptions(
+            causal,
+            scale,
+            window,
+            softcap,
+            alibi_slopes,
+            bias,
+            segments,
+            kv_lengths,
+            dropout_p,
+            return_lse,
+        )
         if not torch.compiler.is_compiling():
             self._check(q, k, v, options)
         if q.numel() == 0 or k.numel() == 0:
             out, lse = empty_attention(q, k, v, bias)
         else:
             seed = self.draw_seed(dropout_p, q.device)
-            options["window"] = normalise_window(window)
-            options["segments"] = (segments, segments) if isinstance(segments, Tensor) else segments
             if scale is None:
                 scale = q.shape[-1] ** -0.5
             elif scale <= 0:  # kernels that scale behind the mask, or the maximum, need more than 0
                 # For 0 a small one: the gradient that is multiplied by 0 must not be an infinity of fp16.
                 q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 2.0**-10
-            options["scale"] = scale
+            options = AttentionOptions(
+                causal,
+                scale,
+                normalise_window(window),
+                softcap,
+                alibi_slopes,
+                bias,
+                (segments, segments) if isinstance(segments, Tensor) else segments,
+                kv_lengths,
+                dropout_p,
+                return_lse,
+            )
             if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
                 # Autocast would compute in 16 bits, and give these; the dtype is the caller's decision.
                 with torch.autocast(q.device.type, enabled=False):
-                    out, lse = self.attend(q, k, v, dropout_seed=seed, **options)
+                    out, lse = self.attend(q, k, v, options, seed)
             else:
-                out, lse = self.attend(q, k, v, dropout_seed=seed, **options)
+                out, lse = self.attend(q, k, v, options, seed)
         return (out, lse.detach()) if return_lse else out
 
     def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:
@@ -207,13 +219,13 @@ class Attention(nn.Module):
             return None
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
         """Checks a live call once per kind of call: a repeated one costs a set look-up."""
         key = call_key(q, k, v, options)
         if key in self._allowed:
             return
-        check_inputs(q, k, v, **options)
-        self.require(AttentionCall.of(q, k, v, **options))
+        check_inputs(q, k, v, options)
+        self.require(AttentionCall.of(q, k, v, **options._asdict()))
         if len(self._allowed) >= 4096:  # a growing cache has a new shape every step
             self._allowed.clear()
         self._allowed.add(key)

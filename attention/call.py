@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.checks import arch_name, dtype_name
 from attention.geometry import normalise_window
 from conf.values import UserError
+from ops.options import AttentionOptions
 
 # What a call may ask for beyond plain causal self-attention, and what to change to do without it.
 FEATURES: dict[str, str] = {
@@ -44,6 +45,24 @@ class UnsupportedAttention(UserError):
             "Change what is named above, or choose another implementation: attention=auto takes the first "
             "capable one; attention=naive and attention=tiled do every option."
         )
+
+
+def features_of(options: AttentionOptions, bias_grad: bool) -> tuple[str, ...]:
+    """The features that a call's options ask for; `bias_grad`: whether the bias is to get a gradient."""
+    left, right = normalise_window(options.window) or (-1, -1)
+    asked = (
+        # Under `causal` a right bound says nothing.
+        ("window", left >= 0 or (right >= 0 and not options.causal)),
+        ("softcap", options.softcap is not None),
+        ("alibi", options.alibi_slopes is not None),
+        ("bias", options.bias is not None),
+        ("bias_grad", bias_grad),
+        ("segments", options.segments is not None),
+        ("kv_lengths", options.kv_lengths is not None),
+        ("dropout", options.dropout_p > 0),
+        ("lse", options.return_lse),
+    )
+    return tuple([name for name, on in asked if on])
 
 
 @dataclass(frozen=True)
@@ -85,22 +104,8 @@ class AttentionCall:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, *, purpose: str = "call", **options: Any) -> AttentionCall:
         """The call that `Attention.forward(q, k, v, **options)` would be."""
-        bias, grad = options.get("bias"), torch.is_grad_enabled()
-        bias_grad = grad and bias is not None and bias.requires_grad
-        causal = options.get("causal", True)
-        left, right = normalise_window(options.get("window")) or (-1, -1)
-        asked = {
-            # Under `causal` a right bound says nothing.
-            "window": left >= 0 or (right >= 0 and not causal),
-            "softcap": options.get("softcap") is not None,
-            "alibi": options.get("alibi_slopes") is not None,
-            "bias": bias is not None,
-            "bias_grad": bias_grad,
-            "segments": options.get("segments") is not None,
-            "kv_lengths": options.get("kv_lengths") is not None,
-            "dropout": options.get("dropout_p", 0.0) > 0,
-            "lse": options.get("return_lse", False),
-        }
+        o, grad = AttentionOptions(**options), torch.is_grad_enabled()
+        bias_grad = grad and o.bias is not None and o.bias.requires_grad
         return cls(
             purpose=purpose,
             device=q.device.type,
@@ -112,8 +117,8 @@ class AttentionCall:
             tq=q.shape[2],
             tk=k.shape[2],
             head_dim=q.shape[3],
-            causal=causal,
-            features=frozenset(name for name, on in asked.items() if on),
+            causal=o.causal,
+            features=frozenset(features_of(o, bias_grad)),
             backward=grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
         )
 

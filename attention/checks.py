@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.options import AttentionOptions
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -17,10 +19,10 @@ def arch_name(arch: tuple[int, int] | None) -> str:
     return f"sm_{arch[0]}{arch[1]}" if arch else ""
 
 
-def call_key(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
+def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
     """All that the verdict about a call depends on, hashable; no device is asked for any value."""
     settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-    return (*settings, _kind(q), _kind(k), _kind(v), *map(_hashable, options.values()))
+    return (*settings, _kind(q), _kind(k), _kind(v), *map(_hashable, options))
 
 
 def _hashable(option: Any) -> Any:
@@ -39,23 +41,9 @@ def _need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    window: Any,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-    segments: Any,
-    kv_lengths: Tensor | None,
-    dropout_p: float,
-    return_lse: bool,
-) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """Raises ValueError for a call that makes no sense for any implementation (shapes, dtypes, ranges)."""
+    _, scale, window, softcap, alibi_slopes, bias, segments, kv_lengths, dropout_p, _ = options
     _check_qkv(q, k, v)
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
     if window is not None:

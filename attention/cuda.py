@@ -19,6 +19,7 @@ from attention.base import (
     LOW_PRECISION,
     Attention,
     AttentionCall,
+    AttentionOptions,
     Capabilities,
     Compilation,
     Costs,
@@ -29,7 +30,6 @@ from attention.base import (
 )
 from attention.checks import arch_name, check_inputs
 from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes
-from attention.geometry import diagonal_band
 from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
@@ -115,24 +115,11 @@ def _no_backward(stage: str | None, head_dim: int) -> str | None:
     return f"no backward at head dim {head_dim}: needs at most {most} (model.n_embd / model.n_head)"
 
 
-def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> None:
+def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """What Attention.forward checks; a compiled call comes here, once, while it is traced."""
-    slopes, bias, q_ids, k_ids, kv_lengths, _, scale, left, right, softcap, dropout_p, _ = options
-    asked = {
-        "causal": right == 0,
-        "scale": scale,
-        "window": (left, right) if left >= 0 or right > 0 else None,
-        "softcap": softcap or None,
-        "alibi_slopes": slopes,
-        "bias": bias,
-        "segments": None if q_ids is None else (q_ids, k_ids),
-        "kv_lengths": kv_lengths,
-        "dropout_p": dropout_p,
-        "return_lse": False,
-    }
-    check_inputs(q, k, v, **asked)
+    check_inputs(q, k, v, options)
     attention = CudaStage(stage) if stage else CudaAttention()
-    call = AttentionCall.of(q, k, v, **asked)
+    call = AttentionCall.of(q, k, v, **options._asdict())
     # A process that has compiled other head dims traces it as a symbol; kernels are made for a number.
     attention.require(replace(call, head_dim=int(call.head_dim)))
 
@@ -248,27 +235,10 @@ class CudaStage(Attention):
         return shared_memory(self.stage, call.head_dim, call.dtype, arch, able, call.tk, call.backward)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: tuple[int, int] | None,
-        softcap: float | None,
-        alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        segments: tuple[Tensor, Tensor] | None,
-        kv_lengths: Tensor | None,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        return_lse: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        left, right = diagonal_band(causal, window)
-        tensors = (alibi_slopes, bias, *(segments or (None, None)), kv_lengths, dropout_seed)
         tuning = [int(self.deterministic), PRODUCTS.index(self.products)]
-        return _OPS[self.stage](q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, tuning)
+        return _OPS[self.stage](q, k, v, options, dropout_seed, tuning)
 
 
 class CudaAttention(CudaStage):

@@ -20,17 +20,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import FEATURES, Attention, AttentionCall, Costs, Declaration, must_be_deterministic
+from attention.base import (
+    FEATURES,
+    Attention,
+    AttentionCall,
+    AttentionOptions,
+    Costs,
+    Declaration,
+    must_be_deterministic,
+)
 from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, q_bytes, row_bytes
 from attention.flash_documents import documents
 from attention.flash_versions import VERSIONS, Options
-from attention.geometry import aligned, diagonal_band
+from attention.geometry import aligned
 from conf.values import UserError
 from ops.library import register_attention
 
 
 def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    library, o = VERSIONS[version], _options(*options)
+    library, o = VERSIONS[version], _taken(*options)
     packed = o.documents is not None
     out, lse = library.forward(library.load(), o, *(_inward(x, packed) for x in (q, k, v)))
     out = _outward(out, q)
@@ -46,7 +54,7 @@ def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tu
 def _backward(
     version: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    library, o = VERSIONS[version], _options(*options[:-1])
+    library, o = VERSIONS[version], _taken(*options[:-1])
     packed = o.documents is not None
     if packed:
         lse = lse.transpose(0, 1).flatten(1).contiguous()  # (B, H, Tq) -> (H, B * Tq)
@@ -61,41 +69,18 @@ def _backward(
     return dq, dk, dv, q.new_empty(0)
 
 
-def _options(
-    alibi_slopes: Tensor | None,
-    bias: None,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    kv_lengths: Tensor | None,
-    dropout_seed: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    tuning: list[int],
-) -> Options:
-    """The op's options as flash_versions.py takes them. Raises ValueError for segments that do not fit."""
-    found = None if q_segments is None else documents(q_segments, k_segments)
-    ordered = window_left >= 0 or window_right >= 0 or alibi_slopes is not None
+def _taken(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> Options:
+    """The op's options as flash_versions.py takes them. Raises UserError for segments that do not fit."""
+    found = None if options.segments is None else documents(*options.segments)
+    left, right = options.band
+    ordered = left >= 0 or right >= 0 or options.alibi_slopes is not None
     if found is not None and ordered and not found.aligned:
         raise UserError(
             "segments: a document of the queries ends elsewhere on the diagonal than among the keys, and the "
             "flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys of "
             "each document up to its last query, or use attention=tiled"
         )
-    return Options(
-        scale=scale,
-        left=window_left,
-        right=window_right,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        kv_lengths=kv_lengths,
-        documents=found,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        deterministic=bool(tuning[0]) or must_be_deterministic(),
-    )
+    return Options(options, found, dropout_seed, bool(tuning[0]) or must_be_deterministic())
 
 
 def _inward(x: Tensor, packed: bool) -> Tensor:
@@ -198,44 +183,15 @@ class FlashLibAttention(Attention):
         return None if dropout_p == 0 else torch.randint(0, 2**63 - 1, (), dtype=torch.int64)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: tuple[int, int] | None,
-        softcap: float | None,
-        alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        segments: tuple[Tensor, Tensor] | None,
-        kv_lengths: Tensor | None,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        return_lse: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        left, right = diagonal_band(causal, window)
-        slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
-        out, lse = _OPS[self.version](
-            q,
-            k,
-            v,
-            slopes,
-            bias,
-            *(segments or (None, None)),
-            kv_lengths,
-            dropout_seed,
-            scale,
-            left,
-            right,
-            softcap or 0.0,
-            dropout_p,
-            [int(self.deterministic)],
-        )
-        if return_lse:
+        if options.alibi_slopes is not None:
+            options = options._replace(alibi_slopes=options.alibi_slopes.float().contiguous())
+        out, lse = _OPS[self.version](q, k, v, options, dropout_seed, [int(self.deterministic)])
+        if options.return_lse:
+            slopes, (left, right) = options.alibi_slopes, options.band
             if slopes is not None and right == 0 and not 0 <= left < k.shape[2]:
-                lse = lse - slopes.view(-1, 1) * _diagonal(q, k, kv_lengths)
+                lse = lse - slopes.view(-1, 1) * _diagonal(q, k, options.kv_lengths)
             lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         return out, lse
 

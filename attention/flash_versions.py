@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.base import LOW_PRECISION, Capabilities, Compilation, Kernels, UnsupportedAttention
+from attention.base import (
+    LOW_PRECISION,
+    AttentionOptions,
+    Capabilities,
+    Compilation,
+    Kernels,
+    UnsupportedAttention,
+)
 from attention.flash_documents import Documents
 from attention.geometry import blank_beyond
 
@@ -28,18 +35,28 @@ _SHARED = frozenset({"window", "softcap", "segments", "kv_lengths", "gqa", "nonc
 
 @dataclass(frozen=True)
 class Options:
-    """`left` and `right` are the band around the diagonal, -1 for unbounded; causal is right = 0."""
+    """A call's options with what the library takes in another form."""
 
-    scale: float
-    left: int
-    right: int
-    softcap: float  # 0 is off
-    alibi_slopes: Tensor | None
-    kv_lengths: Tensor | None
+    call: AttentionOptions
     documents: Documents | None
-    dropout_p: float
     dropout_seed: Tensor | None
     deterministic: bool
+
+    @property
+    def kv_lengths(self) -> Tensor | None:
+        return self.call.kv_lengths
+
+    @property
+    def softcap(self) -> float:  # 0 is off
+        return self.call.softcap or 0.0
+
+    @property
+    def left(self) -> int:
+        return self.call.band[0]
+
+    @property
+    def right(self) -> int:
+        return self.call.band[1]
 
     @property
     def causal(self) -> bool:
@@ -54,7 +71,7 @@ class Options:
         return {} if self.documents is None else self.documents.packing()
 
     def common(self) -> dict[str, Any]:
-        return {"softmax_scale": self.scale, "causal": self.causal, "softcap": self.softcap}
+        return {"softmax_scale": self.call.scale, "causal": self.causal, "softcap": self.softcap}
 
     def band(self, unbounded: int | None = -1) -> dict[str, int | None]:
         left, right = (unbounded if side < 0 else side for side in self.window)
@@ -121,7 +138,7 @@ def _forward2(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tupl
             [f"no window {o.left, o.right} for {tq} queries on {tk} keys: needs a right bound below {tk}"],
         )
     if o.kv_lengths is not None:
-        return _with_cache(library, o, q, k, v, alibi_slopes=o.alibi_slopes)
+        return _with_cache(library, o, q, k, v, alibi_slopes=o.call.alibi_slopes)
     forward = library._flash_attn_forward if o.documents is None else library._flash_attn_varlen_forward
     with _generator_at(o.dropout_seed, q.device):
         out, lse, *_ = forward(
@@ -142,7 +159,7 @@ def _backward2(library: Any, o: Options, **tensors: Tensor) -> None:
 
 
 def _own2(o: Options) -> dict[str, Any]:
-    return {"dropout_p": o.dropout_p, "alibi_slopes": o.alibi_slopes}
+    return {"dropout_p": o.call.dropout_p, "alibi_slopes": o.call.alibi_slopes}
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -34,6 +34,7 @@ from attention.base import (
     PRODUCTS,
     Attention,
     AttentionCall,
+    AttentionOptions,
     Capabilities,
     Compilation,
     Costs,
@@ -42,7 +43,7 @@ from attention.base import (
 )
 from attention.declaration import lse_bytes, q_bytes, row_bytes
 from attention.flex_masks import TILE, Limits, Lists, Recent, Segments, tile_lists, unmasked_lists
-from attention.geometry import FAR, blank_beyond, diagonal_band
+from attention.geometry import FAR, blank_beyond
 
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
 MAX_DENSE_SCORES = 2**26
@@ -300,21 +301,24 @@ class FlexAttention(Attention):
             reasons += _dense_reasons(call)
         return reasons
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         tq, tk = q.shape[2], k.shape[2]
-        segments, kv_lengths, slopes, bias = o["segments"], o["kv_lengths"], o["alibi_slopes"], o["bias"]
-        left, right = (side if side >= 0 else FAR for side in diagonal_band(o["causal"], o["window"]))
+        segments, kv_lengths, bias = options.segments, options.kv_lengths, options.bias
+        left, right = (side if side >= 0 else FAR for side in options.band)
         right = FAR if tq == 1 else right  # no key lies right of the last query
         limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
         # Cast before anything is compiled: Inductor's backward failed on what was fp64, or cast, inside.
-        slopes = None if slopes is None else slopes.float()
+        slopes = None if options.alibi_slopes is None else options.alibi_slopes.float()
         if bias is not None and bias.requires_grad and (tk == 1 or bias.ndim == 0 or bias.shape[-1] == 1):
             # A bias that all keys of a row share changes no weight: its gradient is exactly 0, and takes no
             # kernel. Inductor's does not compile for some of these shapes ("rank mismatch", torch 2.11).
             q, bias = q + bias.flatten()[:0].sum().to(q.dtype), bias.detach()
         if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
             bias = bias.float()  # its gradient is summed in its own dtype
-        rest = (segments, kv_lengths, slopes, bias, (o["scale"], o["softcap"], o["return_lse"]))
+        constants = options.scale, options.softcap, options.return_lse
+        rest = (segments, kv_lengths, slopes, bias, constants)
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
             return flex(q, k, v, limits, _lists(tq, tk, limits, segments, q.device), *rest)

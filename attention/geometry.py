@@ -18,12 +18,6 @@ def normalise_window(window: Sequence[int | None] | None) -> tuple[int, int] | N
     return None if left < 0 and right < 0 else (left, right)
 
 
-def diagonal_band(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
-    """`causal` and `window` as one band -left <= rel <= right around the diagonal; -1 is unbounded."""
-    left, right = window or (-1, -1)
-    return (left, 0) if causal else (left, right)
-
-
 def relative_positions(i: Tensor, j: Tensor, tq: int, tk: int, kv_lengths: Tensor | None) -> Tensor:
     """rel = j - (i + Tk - Tq) for queries i and keys j (1-d): (1, 1, |i|, |j|), or (B, 1, |i|, |j|) with
     `kv_lengths` (B,) in the place of Tk."""
@@ -40,8 +34,8 @@ def visible(
 ) -> Tensor:
     """True where a query sees a key, broadcastable to (B, Hq, |i|, |j|).
 
-    `rel` comes from `relative_positions`, `band` from `diagonal_band`, and `segments` is already cut to the
-    queries and keys in hand, (B, |i|) and (B, |j|).
+    `rel` comes from `relative_positions`, `band` from `AttentionOptions.band`, and `segments` is already cut
+    to the queries and keys in hand, (B, |i|) and (B, |j|).
     """
     left, right = band
     seen = torch.ones_like(rel, dtype=torch.bool) if right < 0 else rel <= right

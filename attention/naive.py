@@ -11,26 +11,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import FEATURES, PRODUCTS, Attention, AttentionCall, Capabilities, Costs, Declaration
+from attention.base import (
+    FEATURES,
+    PRODUCTS,
+    Attention,
+    AttentionCall,
+    AttentionOptions,
+    Capabilities,
+    Costs,
+    Declaration,
+)
 from attention.declaration import lse_bytes, q_bytes, scores_bytes, wide_bytes
 from ops.dropout import keep_tile
 
+DEFAULTS = AttentionOptions()
 
-def attention_scores(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    segments: tuple[Tensor, Tensor] | None = None,
-    kv_lengths: Tensor | None = None,
-) -> Tensor:
-    """What goes into the softmax: (B, Hq, Tq, Tk), -inf where a query does not see a key. Options as in
-    `Attention.forward`; the dtype is that of q and k."""
+
+def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS) -> Tensor:
+    """What goes into the softmax: (B, Hq, Tq, Tk), -inf where a query does not see a key; the dtype is that
+    of q and k."""
+    causal, scale, window, softcap, alibi_slopes, bias, segments, kv_lengths, _, _ = options
     heads, tq, tk = q.shape[1], q.shape[2], k.shape[2]
     i = torch.arange(tq, device=q.device).view(1, 1, tq, 1)
     j = torch.arange(tk, device=q.device).view(1, 1, 1, tk)
@@ -76,23 +76,27 @@ def attention_probs(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, **options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions = DEFAULTS,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out (B, Hq, Tq, D) in q's dtype, lse (B, Hq, Tq)), in fp32 inside, or fp64 for fp64 inputs.
 
-    `options` are those of `attention_scores`. `dropout_seed` is a 0-d int64 tensor, see ops/dropout.py.
+    `dropout_seed` is a 0-d int64 tensor, see ops/dropout.py.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, heads, tq, _ = q.shape
     kv_heads, tk = k.shape[1:3]
-    kv_lengths = options.get("kv_lengths")
+    kv_lengths, dropout_p = options.kv_lengths, options.dropout_p
     if kv_lengths is not None:
         # What lies beyond may be anything, and 0 * NaN is NaN: in P V here, and in dS K in the backward.
         beyond = torch.arange(tk, device=q.device).view(1, 1, tk, 1) >= kv_lengths.view(-1, 1, 1, 1)
         k, v = k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
     # Autocast would send the fp32 products back to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
-        p, lse = attention_probs(attention_scores(q.to(dtype), k.to(dtype), **options))
+        p, lse = attention_probs(attention_scores(q.to(dtype), k.to(dtype), options))
         if dropout_p > 0:
             keep = keep_tile(dropout_seed, batch, heads, range(tq), range(tk), dropout_p)
             p = p * keep / (1 - dropout_p)
@@ -132,5 +136,7 @@ class NaiveAttention(Attention):
         wide = wide_bytes(call)
         return Costs(2 * matrix + 3 * wide + mask + sums + dropped, 4 * matrix - wide, **written)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options):
-        return naive_attention(q, k, v, **options)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return naive_attention(q, k, v, options, dropout_seed)

@@ -26,13 +26,14 @@ from attention.base import (
     PRODUCTS,
     Attention,
     AttentionCall,
+    AttentionOptions,
     Capabilities,
     Costs,
     Declaration,
     Kernels,
 )
 from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes, wide_bytes
-from attention.geometry import aligned, blank_beyond, diagonal_band, relative_positions, visible
+from attention.geometry import aligned, blank_beyond, relative_positions, visible
 from conf.values import UserError
 
 _BACKENDS = {
@@ -98,23 +99,9 @@ class SDPAAttention(Attention):
         )
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: tuple[int, int] | None,
-        softcap: float | None,
-        alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        segments: tuple[Tensor, Tensor] | None,
-        kv_lengths: Tensor | None,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        return_lse: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, None]:
+        causal, scale, window, _, alibi_slopes, bias, segments, kv_lengths, dropout_p, _ = options
         tq, tk = q.shape[2], k.shape[2]
         if causal and window is not None and window[0] < 0:
             window = None  # a right bound says nothing
@@ -128,7 +115,7 @@ class SDPAAttention(Attention):
             return self._sdpa(q, k, v, None, dropout_p, causal, scale, gqa), None
         i, j = torch.arange(tq, device=q.device), torch.arange(tk, device=q.device)
         rel = relative_positions(i, j, tq, tk, kv_lengths)
-        mask = visible(rel, j, diagonal_band(causal, window), kv_lengths, segments)
+        mask = visible(rel, j, options.band, kv_lengths, segments)
         # A row that sees no key may see them all, and its output is dropped: no NaN, not in gradients either.
         blind = ~mask.any(dim=-1, keepdim=True)
         mask = mask | blind

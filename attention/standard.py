@@ -7,7 +7,7 @@ fp32 inside and gives an lse: to compare with that would flatter.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from attention.base import (
     PRODUCTS,
     Attention,
     AttentionCall,
+    AttentionOptions,
     Capabilities,
     Costs,
     Declaration,
@@ -33,10 +34,7 @@ def standard_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
-    scale: float,
-    segments: tuple[Tensor, Tensor] | None = None,
-    kv_lengths: Tensor | None = None,
+    options: AttentionOptions,
     softmax: Callable[[Tensor], Tensor] = torch_softmax,
     scale_first: bool = False,
 ) -> Tensor:
@@ -44,6 +42,7 @@ def standard_attention(
 
     `softmax` over the last dimension; `scale_first`: the scale goes into q, before the product. Every query
     has to see a key, and what lies beyond `kv_lengths` to be finite; all of it is computed."""
+    causal, scale, segments, kv_lengths = options.causal, options.scale, options.segments, options.kv_lengths
     scores = (q * scale) @ k.mT if scale_first else (q @ k.mT) * scale  # (B, H, Tq, Tk)
     hidden, tq, tk = None, q.shape[2], k.shape[2]
     if kv_lengths is not None:
@@ -77,12 +76,13 @@ class StandardAttention(Attention):
         super().__init__(name)
         self.autocast = autocast
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
-        masks = options.get("segments"), options.get("kv_lengths")
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, None]:
         if self.autocast:
-            return standard_attention(q, k, v, causal, scale, *masks), None
+            return standard_attention(q, k, v, options), None
         with torch.autocast(q.device.type, enabled=False):
-            return standard_attention(q, k, v, causal, scale, *masks), None
+            return standard_attention(q, k, v, options), None
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """M = 4 B H T^2, the scores in fp32. Kept are the probabilities, under autocast on a GPU in fp32, as

@@ -18,9 +18,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import FEATURES, PRODUCTS, Attention, AttentionCall, Capabilities, Costs, Declaration
+from attention.base import (
+    FEATURES,
+    PRODUCTS,
+    Attention,
+    AttentionCall,
+    AttentionOptions,
+    Capabilities,
+    Costs,
+    Declaration,
+)
 from attention.declaration import lse_bytes, wide_bytes
-from attention.geometry import blank_beyond, diagonal_band, relative_positions, tile_kind, tiles, visible
+from attention.geometry import blank_beyond, relative_positions, tile_kind, tiles, visible
 from conf.values import UserError
 from ops.dropout import keep_tile
 from ops.library import register_attention
@@ -55,22 +64,16 @@ class _Problem:
 
     q: Tensor
     k: Tensor
-    alibi_slopes: Tensor | None
-    bias: Tensor | None
-    q_segments: Tensor | None
-    k_segments: Tensor | None
-    kv_lengths: Tensor | None
+    options: AttentionOptions
+    segments: tuple[Tensor | None, Tensor | None]
     dropout_seed: Tensor | None
-    scale: float
-    band: tuple[int, int]
-    softcap: float
-    dropout_p: float
     blocks: tuple[int, int]
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, *options) -> _Problem:
-        *tensors, scale, left, right, softcap, dropout_p, blocks = options
-        return cls(q, k, *tensors, scale, (left, right), softcap, dropout_p, tuple(blocks))
+    def of(
+        cls, q: Tensor, k: Tensor, options: AttentionOptions, seed: Tensor | None, blocks: list[int]
+    ) -> _Problem:
+        return cls(q, k, options, options.segments or (None, None), seed, tuple(blocks))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,23 +90,23 @@ class _Problem:
                 if shared is not None and not shared[r][c]:
                     continue
                 # Shorter sequences have their diagonal further left: their future only grows.
-                kind = tile_kind(rows, cols, tk - tq, self.band)
-                if kind == "future" or (kind == "outside" and self.kv_lengths is None):
+                kind = tile_kind(rows, cols, tk - tq, self.options.band)
+                if kind == "future" or (kind == "outside" and self.options.kv_lengths is None):
                     continue
-                data_masks = self.kv_lengths is not None or self.q_segments is not None
+                data_masks = self.options.kv_lengths is not None or self.segments[0] is not None
                 found.append((rows, cols, kind != "past" or data_masks))
         return found
 
     def _shared_documents(self, row_tiles: list[range], col_tiles: list[range]) -> list[list[bool]] | None:
         """For each tile, whether the id ranges of its queries and keys overlap in any sequence."""
-        if self.q_segments is None or self.q.device.type != "cpu":
+        if self.segments[0] is None or self.q.device.type != "cpu":
             return None
         (q_low, q_high), (k_low, k_high) = (
             [
                 torch.stack([reduce(ids[:, t.start : t.stop], 1) for t in cut])
                 for reduce in (torch.amin, torch.amax)
             ]
-            for ids, cut in ((self.q_segments, row_tiles), (self.k_segments, col_tiles))
+            for ids, cut in ((self.segments[0], row_tiles), (self.segments[1], col_tiles))
         )  # each (tiles, B)
         overlap = (q_low[:, None] <= k_high[None]) & (
             k_low[None] <= q_high[:, None]
@@ -118,7 +121,7 @@ class _Problem:
     def keys(self, x: Tensor, cols: range) -> Tensor:
         """The cols of k or v: (B, Hkv, Tk, D) -> (B, Hkv, cols, D)."""
         x = x[:, :, cols.start : cols.stop].to(self.dtype)
-        return x if self.kv_lengths is None else blank_beyond(x, self.kv_lengths - cols.start)
+        return x if self.options.kv_lengths is None else blank_beyond(x, self.options.kv_lengths - cols.start)
 
     def per_head(self, x: Tensor, rows: range) -> Tensor:
         """(B, Hkv, G * rows, n) -> (B, Hq, rows, n)"""
@@ -129,36 +132,38 @@ class _Problem:
     ) -> tuple[Tensor, Tensor | None]:
         """(scores (B, Hkv, G * rows, cols), tanh of the softcap or None); `qs` carries the scale already."""
         s, capped = qs @ ks.transpose(-2, -1), None
-        if self.softcap > 0:
-            capped = torch.tanh(s / self.softcap)
-            s = self.softcap * capped
-        if not masked and self.alibi_slopes is None and self.bias is None:
+        if self.options.softcap is not None:
+            capped = torch.tanh(s / self.options.softcap)
+            s = self.options.softcap * capped
+        if not masked and self.options.alibi_slopes is None and self.options.bias is None:
             return s, capped
         heads = self.per_head(s, rows)
         i = torch.arange(rows.start, rows.stop, device=s.device)
         j = torch.arange(cols.start, cols.stop, device=s.device)
-        rel = relative_positions(i, j, self.q.shape[2], self.k.shape[2], self.kv_lengths)
-        if self.alibi_slopes is not None:
-            heads = heads - self.alibi_slopes.to(s.dtype).view(1, -1, 1, 1) * rel.abs()
-        if self.bias is not None:
-            heads = heads + cut_bias(self.bias, rows, cols).to(s.dtype)
+        rel = relative_positions(i, j, self.q.shape[2], self.k.shape[2], self.options.kv_lengths)
+        if self.options.alibi_slopes is not None:
+            heads = heads - self.options.alibi_slopes.to(s.dtype).view(1, -1, 1, 1) * rel.abs()
+        if self.options.bias is not None:
+            heads = heads + cut_bias(self.options.bias, rows, cols).to(s.dtype)
         if masked:
             segments = None
-            if self.q_segments is not None:
+            if self.segments[0] is not None:
                 segments = (
-                    self.q_segments[:, rows.start : rows.stop],
-                    self.k_segments[:, cols.start : cols.stop],
+                    self.segments[0][:, rows.start : rows.stop],
+                    self.segments[1][:, cols.start : cols.stop],
                 )
-            heads = heads.masked_fill(~visible(rel, j, self.band, self.kv_lengths, segments), -torch.inf)
+            heads = heads.masked_fill(
+                ~visible(rel, j, self.options.band, self.options.kv_lengths, segments), -torch.inf
+            )
         return heads.reshape(s.shape), capped
 
     def dropout_weight(self, rows: range, cols: range) -> Tensor | None:
         """0 or 1 / (1 - p) for each probability of the tile, (B, Hkv, G * rows, cols)."""
-        if self.dropout_p == 0:
+        if self.options.dropout_p == 0:
             return None
         batch, heads = self.q.shape[:2]
-        keep = keep_tile(self.dropout_seed, batch, heads, rows, cols, self.dropout_p)
-        return keep.view(batch, self.k.shape[1], -1, len(cols)).to(self.dtype) / (1 - self.dropout_p)
+        keep = keep_tile(self.dropout_seed, batch, heads, rows, cols, self.options.dropout_p)
+        return keep.view(batch, self.k.shape[1], -1, len(cols)).to(self.dtype) / (1 - self.options.dropout_p)
 
 
 def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
@@ -179,7 +184,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Te
         by_rows.setdefault(rows, []).append((cols, masked))
     with torch.autocast(q.device.type, enabled=False):
         for rows, seen in by_rows.items():
-            qs = problem.queries(q, rows) * problem.scale
+            qs = problem.queries(q, rows) * problem.options.scale
             acc = torch.zeros_like(qs)
             total = qs.new_zeros((*qs.shape[:3], 1))
             m = torch.full_like(total, -torch.inf)
@@ -204,7 +209,7 @@ def tiled_backward(
         by_cols.setdefault(cols, []).append((rows, masked))
     dq = torch.zeros_like(q, dtype=problem.dtype)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    dbias = torch.zeros_like(problem.bias, dtype=problem.dtype) if bias_grad else None
+    dbias = torch.zeros_like(problem.options.bias, dtype=problem.dtype) if bias_grad else None
     # A row without keys has lse = -inf and only scores of -inf: exp(-inf - 0) = 0.
     lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     delta = (dout.to(problem.dtype) * out).sum(dim=-1, keepdim=True)  # (B, Hq, Tq, 1)
@@ -213,7 +218,7 @@ def tiled_backward(
             ks, vs = problem.keys(k, cols), problem.keys(v, cols)
             dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
             for rows, masked in seen:
-                qs, do = problem.queries(q, rows) * problem.scale, problem.queries(dout, rows)
+                qs, do = problem.queries(q, rows) * problem.options.scale, problem.queries(dout, rows)
                 scores, capped = problem.scores(qs, ks, rows, cols, masked)
                 p = (scores - problem.queries(lse, rows)).exp_()
                 dp = do @ vs.transpose(-2, -1)
@@ -228,10 +233,10 @@ def tiled_backward(
                 if capped is not None:
                     ds = ds * (1 - capped.square())
                 dks += ds.transpose(-2, -1) @ qs
-                dq[:, :, rows.start : rows.stop] += problem.per_head(ds @ ks, rows) * problem.scale
+                dq[:, :, rows.start : rows.stop] += problem.per_head(ds @ ks, rows) * problem.options.scale
             dk[:, :, cols.start : cols.stop] = dks
             dv[:, :, cols.start : cols.stop] = dvs
-    return dq.to(q.dtype), dk, dv, dbias.to(problem.bias.dtype) if bias_grad else q.new_empty(0)
+    return dq.to(q.dtype), dk, dv, dbias.to(problem.options.bias.dtype) if bias_grad else q.new_empty(0)
 
 
 _tiled = register_attention("tiled", tiled_forward, tiled_backward)
@@ -269,25 +274,6 @@ class TiledAttention(Attention):
         return self.block_q, self.block_k
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: tuple[int, int] | None,
-        softcap: float | None,
-        alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        segments: tuple[Tensor, Tensor] | None,
-        kv_lengths: Tensor | None,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        return_lse: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        q_segments, k_segments = segments or (None, None)
-        left, right = diagonal_band(causal, window)
-        tuning = [self.block_q, self.block_k]
-        tensors = (alibi_slopes, bias, q_segments, k_segments, kv_lengths, dropout_seed)
-        return _tiled(q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, tuning)
+        return _tiled(q, k, v, options, dropout_seed, [self.block_q, self.block_k])

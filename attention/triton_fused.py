@@ -14,6 +14,7 @@ from attention.base import (
     LOW_PRECISION,
     Attention,
     AttentionCall,
+    AttentionOptions,
     Capabilities,
     Compilation,
     Costs,
@@ -21,7 +22,6 @@ from attention.base import (
     Kernels,
 )
 from attention.declaration import lse_bytes, row_bytes
-from attention.geometry import diagonal_band
 from ops.library import register_attention
 from ops.triton.interpret import INTERPRETED
 
@@ -111,23 +111,6 @@ class TritonAttention(Attention):
         return reasons
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: tuple[int, int] | None,
-        softcap: float | None,
-        alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        segments: tuple[Tensor, Tensor] | None,
-        kv_lengths: Tensor | None,
-        dropout_p: float,
-        dropout_seed: Tensor | None,
-        return_lse: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        left, right = diagonal_band(causal, window)
-        tensors = (alibi_slopes, bias, *(segments or (None, None)), kv_lengths, dropout_seed)
-        return _triton(q, k, v, *tensors, scale, left, right, softcap or 0.0, dropout_p, [int(self.autotune)])
+        return _triton(q, k, v, options, dropout_seed, [int(self.autotune)])

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# window_left and window_right are the band around the diagonal, -1 for unbounded: causal is window_right = 0.
-# softcap = 0 is off. `tuning` is the implementation's own (tile sizes, say).
+from ops.options import AttentionOptions, flattened, gathered
+
+# What `flattened` makes of AttentionOptions: window_left and window_right are the band around the diagonal,
+# -1 for unbounded, causal is window_right = 0; softcap = 0 is off. `tuning` is the implementation's own (tile
+# sizes, say).
 _OPTIONS = (
     "Tensor? alibi_slopes, Tensor? bias, Tensor? q_segments, Tensor? k_segments, Tensor? kv_lengths, "
     "Tensor? dropout_seed, float scale, int window_left, int window_right, float softcap, float dropout_p, "
@@ -35,28 +38,29 @@ def register_attention(
     key: str = "CompositeExplicitAutograd",
     check: Callable[..., None] | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op, for positional calls.
+    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op as
+    `call(q, k, v, options, dropout_seed, tuning)`, with definite AttentionOptions.
 
-    `forward(q, k, v, *options)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq), contiguous,
-    fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, *options, bias_grad)` gives dq, dk, dv and dbias,
-    made by `empty_as` of q, k and v and `torch.empty_like` of bias; without `bias_grad` dbias is
-    `q.new_empty(0)`. Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels.
-    `check(q, k, v, *options)` is asked where torch.compile traces a call: it has traced past the checks of
-    `Attention.forward`.
+    `forward(q, k, v, options, dropout_seed, tuning)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq),
+    contiguous, fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, options, dropout_seed, tuning,
+    bias_grad)` gives dq, dk, dv and dbias, made by `empty_as` of q, k and v and `torch.empty_like` of bias;
+    without `bias_grad` dbias is `q.new_empty(0)`. Nothing may alias an input. `key` is the dispatch key:
+    "CUDA" for kernels. `check(q, k, v, options)` is asked where torch.compile traces a call: it has traced
+    past the checks of `Attention.forward`.
     """
     _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
     _LIBRARY.define(
         f"{name}_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}, "
         "bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor)"
     )
-    _LIBRARY.impl(name, forward, key)
-    _LIBRARY.impl(f"{name}_backward", backward, key)
+    _LIBRARY.impl(name, of_arguments(forward), key)
+    _LIBRARY.impl(f"{name}_backward", of_backward_arguments(backward), key)
     qualified = f"tilegpt::{name}"
 
-    def fake(*args: Any) -> tuple[Tensor, Tensor]:
+    def fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
         if check is not None:
-            check(*args)
-        return _fake_forward(*args)
+            check(q, k, v, gathered(flat)[0])
+        return _fake_forward(q, k, v)
 
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     torch.library.register_fake(f"{qualified}_backward", _fake_backward, lib=_LIBRARY)
@@ -65,7 +69,18 @@ def register_attention(
 
     _differentiate(name, forward_op, _derivative(forward_op, backward_op))
     _differentiate(f"{name}_backward", backward_op, _end_of_derivatives(qualified, backward_op))
-    return forward_op
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        dropout_seed: Tensor | None,
+        tuning: list[int],
+    ) -> tuple[Tensor, Tensor]:
+        return forward_op(q, k, v, *flattened(options, dropout_seed, tuning))
+
+    return call
 
 
 def _derivative(forward_op: Any, backward_op: Any) -> type[torch.autograd.Function]:
@@ -109,6 +124,24 @@ def _end_of_derivatives(qualified: str, backward_op: Any) -> type[torch.autograd
     return Once
 
 
+def of_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward function as the op of its arguments."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Any:
+        return forward(q, k, v, *gathered(flat))
+
+    return run
+
+
+def of_backward_arguments(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward function as the op of its arguments."""
+
+    def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> Any:
+        return backward(dout, q, k, v, out, lse, *gathered(flat[:-1]), flat[-1])
+
+    return run
+
+
 def _differentiate(name: str, op: Any, function: type[torch.autograd.Function]) -> None:
     """Gives the op `function` as its derivative. torch.library.register_autograd would do the same, but looks
     every argument up in the schema in each call: 98 of the 361 us that a host took for a forward and a
@@ -134,7 +167,7 @@ def empty_as(x: Tensor) -> Tensor:
     return made if made.shape[3] == 1 or made.stride(3) == 1 else x.new_empty(x.shape)
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return empty_as(q), q.new_empty(q.shape[:3], dtype=lse_dtype)
 

@@ -22,6 +22,7 @@ from attention import geometry
 from attention.base import Attention, AttentionCall
 from attention.naive import attention_probs, attention_scores
 from ops.dropout import keep_mask, row_keys
+from ops.options import AttentionOptions
 
 Softmax = Callable[[Tensor], tuple[Tensor, Tensor]]  # scores -> probabilities, log-sum-exp
 Result = dict[str, Tensor]  # of out, lse, dq, dk, dv and dbias those that were asked for
@@ -240,10 +241,10 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
     bias = leaves.get("bias", options.get("bias"))
     tq, tk = problem.q.shape[2], k.shape[2]
     if len(piece) == tq:
-        return attention_scores(leaves["q"], k, **options | {"bias": bias})
+        return attention_scores(leaves["q"], k, AttentionOptions(**options | {"bias": bias}))
     rows = slice(piece.start, piece.stop)
     products = {name: options.get(name) for name in ("scale", "softcap")}
-    scores = attention_scores(leaves["q"][:, :, rows], k, causal=False, **products)
+    scores = attention_scores(leaves["q"][:, :, rows], k, AttentionOptions(causal=False, **products))
     i = torch.arange(piece.start, piece.stop, device=k.device)
     j = torch.arange(tk, device=k.device)
     lengths = options.get("kv_lengths")
@@ -255,7 +256,7 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
         scores = scores + (bias[..., rows, :] if per_query else bias).to(scores.dtype)
     if segments is not None:
         segments = (segments[0][:, rows], segments[1])
-    band = geometry.diagonal_band(options.get("causal", True), options["window"])
+    band = AttentionOptions(**options).band
     return scores.masked_fill(~geometry.visible(rel, j, band, lengths, segments), -torch.inf)
 
 

@@ -54,11 +54,12 @@ def launch_us(folder: Path) -> tuple[float, float]:
 
     from ops import nvrtc
     from ops.cuda.call import Call, Params
+    from ops.options import AttentionOptions
 
     source = folder / "nothing.cu"
     source.write_text(NOTHING)
     q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
-    defines = Call(q, q, q, *[None] * 6, 1.0, -1, 0, 0.0, 0.0, []).defines
+    defines = Call(q, q, q, AttentionOptions(scale=1.0)).defines
     params = Params()
     assert ctypes.sizeof(params) == defines["PARAMS_BYTES"]
 

@@ -20,8 +20,9 @@ from tests.running import ROOT
 class Wrong(NaiveAttention):
     """Forgets the softcap beyond 20 keys."""
 
-    def attend(self, q, k, v, **options):
-        return super().attend(q, k, v, **options | ({"softcap": None} if k.shape[2] > 20 else {}))
+    def attend(self, q, k, v, options, seed):
+        options = options._replace(softcap=None) if k.shape[2] > 20 else options
+        return super().attend(q, k, v, options, seed)
 
 
 def test_a_failure_is_simplified() -> None:

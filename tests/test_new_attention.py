@@ -32,10 +32,10 @@ class MineAttention(Attention):
     def __init__(self, name="mine"):
         super().__init__(name)
 
-    def attend(self, q, k, v, *, causal, scale, **options):
+    def attend(self, q, k, v, options, dropout_seed):
         def strip(start, q):
-            scores = q @ k.mT * scale
-            if causal:
+            scores = q @ k.mT * options.scale
+            if options.causal:
                 future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + start)
                 scores = scores.masked_fill(future, -torch.inf)
             return scores.softmax(-1) @ v

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ops.dropout import threshold
+from ops.options import AttentionOptions
 from ops.order import order
 
 # Rows of lse2, delta and what else a backward keeps are padded to the largest tile of queries.
@@ -71,16 +72,26 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Call:
-    """What forward and backward derive from q (B, Hq, Tq, D), k, v and the options of ops/library.py.
+    """What forward and backward derive from q (B, Hq, Tq, D), k, v and definite options; `tuning` as of the
+    op.
 
     `params`: all that does not depend on the kernel. `defines`: the specialisation, as far as all stages
     share it. `tensors`: what `params` points to.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *options: Any):
-        *tensors, scale, left, right, softcap, dropout_p, self.tuning = options
-        slopes, bias, q_segments, k_segments, kv_lengths, seed = tensors
-        if bias is not None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions,
+        seed: Tensor | None = None,
+        tuning: Sequence[int] = (),
+    ):
+        slopes, kv_lengths, dropout_p = options.alibi_slopes, options.kv_lengths, options.dropout_p
+        (left, right), softcap, self.tuning = options.band, options.softcap or 0.0, tuning
+        q_segments, k_segments = options.segments or (None, None)
+        if options.bias is not None:
             raise ValueError("attention=cuda takes no bias; attention=triton, flex, tiled and naive do")
         check(q, k, v)
         # the kernels step through these by one
@@ -100,7 +111,7 @@ class Call:
             # beyond these a bound says nothing, and sums with what is left stay within 32 bits
             window_left=min(left, tk),
             window_right=min(right, tq),
-            scale=scale,
+            scale=options.scale,
             softcap=max(softcap, 1e-37) if softcap > 0 else 0.0,  # a 0 in fp32 would divide
             keep_scale=1.0 / (1.0 - dropout_p),
             threshold=min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,

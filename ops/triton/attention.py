@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.dropout import threshold
 from ops.library import empty_as
+from ops.options import AttentionOptions
 from ops.order import multiprocessors, order
 from ops.triton import configs
 from ops.triton.autotune import fastest
@@ -63,11 +65,20 @@ def _described(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
 
 
 class _Call:
-    """What forward and backward derive from the options of ops/library.py."""
+    """What forward and backward derive from definite options; `tuning` as of the op."""
 
-    def __init__(self, q: Tensor, k: Tensor, *options: Any):
-        *tensors, scale, left, right, softcap, dropout_p, tuning = options
-        self.slopes, self.bias, self.q_segments, self.k_segments, self.kv_lengths, self.seed = tensors
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        options: AttentionOptions,
+        seed: Tensor | None = None,
+        tuning: Sequence[int] = (),
+    ):
+        self.slopes, self.bias, self.kv_lengths = options.alibi_slopes, options.bias, options.kv_lengths
+        (self.q_segments, self.k_segments), self.seed = options.segments or (None, None), seed
+        (left, right), softcap = options.band, options.softcap or 0.0
+        scale, dropout_p = options.scale, options.dropout_p
         if self.bias is not None:
             self.bias = self.bias.expand(*q.shape[:3], k.shape[2])
         # the kernels step through these by one

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
 from attention.naive import attention_scores
+from ops.options import AttentionOptions
 from scripts.accuracy import Result, expected, seeded
 from tests.attention.calls import Call, inputs_of
 from tests.attention.rounding import definite, measure, problem_of
@@ -190,7 +191,9 @@ def _check_poisoned(attention: Attention, call: Call, device: str, inputs: Input
     group = q.shape[1] // k.shape[1]
     bad_q, bad_k = ~q.isfinite().all(-1), ~(k.isfinite() & v.isfinite()).all(-1)  # (B, Hq, Tq), (B, Hkv, Tk)
     marked = [x.masked_fill(bad[..., None], torch.nan) for x, bad in ((q, bad_q), (k, bad_k))]
-    sees = attention_scores(*marked, **options | {"softcap": None}).isnan().any(-1)  # (B, Hq, Tq)
+    sees = (
+        attention_scores(*marked, AttentionOptions(**options | {"softcap": None})).isnan().any(-1)
+    )  # (B, Hq, Tq)
     finite = got["out"].isfinite().all(-1)
     if call.poison[:3] == "nan" and (sees & finite).any():
         raise Fault("poison", f"{call.poison} does not reach {int((sees & finite).sum())} rows that see it")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention.flash_versions import VERSIONS
 from attention.naive import attention_probs, attention_scores
+from ops.options import AttentionOptions
 
 # Names and defaults as in flash_attn 2.8.3.post2 (flash_attn_interface.py), hopper/flash_attn_interface.py at
 # 0251105 (August 2026), and flash_attn_4 4.0.0b36 (flash_attn/cute/interface.py).
@@ -159,12 +160,14 @@ class _Fake:
         scores = attention_scores(
             q.transpose(1, 2).double(),
             k.transpose(1, 2).double(),
-            causal=causal,
-            scale=self.a["softmax_scale"],
-            window=(left, right),
-            softcap=self.softcap or None,
-            alibi_slopes=self.alibi,
-            kv_lengths=lengths,
+            AttentionOptions(
+                causal=causal,
+                scale=self.a["softmax_scale"],
+                window=(left, right),
+                softcap=self.softcap or None,
+                alibi_slopes=self.alibi,
+                kv_lengths=lengths,
+            ),
         )
         if self.alibi is not None and causal_kernel:  # slope * j in the place of -slope * |i + Tk - Tq - j|
             keys = k.shape[1] if lengths is None else int(lengths)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention import geometry
 from attention.naive import attention_probs, attention_scores
+from ops.options import AttentionOptions
 from scripts.accuracy import Problem, Result, allowed, error_ratio, expected, formula, plain_softmax
 from tests.attention.calls import Call
 from tests.grid import Inputs
@@ -97,7 +98,7 @@ def _slack(problem: Problem, reference: Result, call: Call) -> dict[str, float]:
     keys are alike these do not average out."""
     options = {name: x for name, x in problem.options.items() if name not in ("dropout_p", "return_lse")}
     q, k, v = definite(problem.q, problem.k, problem.v, options)
-    p, _ = attention_probs(attention_scores(q, k, **options))  # (B, Hq, Tq, Tk)
+    p, _ = attention_probs(attention_scores(q, k, AttentionOptions(**options)))  # (B, Hq, Tq, Tk)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(group, dim=1).abs() for x in (k, v))
     scale = abs(q.shape[3] ** -0.5 if options["scale"] is None else options["scale"])

@@ -14,6 +14,7 @@ from attention.auto import DEFAULT, LAST, AutoAttention, kind, order
 from attention.base import Attention, AttentionCall, Capabilities, UnsupportedAttention
 from attention.flash_lib import FlashLibAttention
 from attention.registry import build
+from ops.options import AttentionOptions
 from tests.running import ROOT
 
 H100 = (9, 0)
@@ -179,10 +180,7 @@ def test_live_calls_are_chosen_by_class_of_length(monkeypatch):
     attention._build("naive")
     for tq, tk in ((1, 1), (1, 5), (7, 7), (3, 1024), (1025, 1025), (1, 4096), (6, 5), (1, 6)):
         q, k = torch.randn(1, 1, tq, 4), torch.randn(1, 1, tk, 4)
-        attention.attend(
-            q, k, k, causal=True, scale=1.0, window=None, softcap=None, alibi_slopes=None, bias=None,
-            segments=None, kv_lengths=None, dropout_p=0.0, return_lse=False,
-        )  # fmt: skip
+        attention.attend(q, k, k, AttentionOptions(scale=1.0), None)
     assert [(c.tq, c.tk) for c in seen] == [
         (1, 1), (1, 1024), (1024, 1024), (1023, 1024), (2048, 2048), (1, 2048), (1025, 1024),
     ]  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from attention import cuda
 from attention.base import AttentionCall, UnsupportedAttention
 from attention.cuda import PRODUCTS, STAGES, CudaAttention, CudaStage, rowwise_keys
+from ops.options import AttentionOptions, flattened
 from tests.grid import Case, build, make_inputs
 
 CALL = AttentionCall("training", "cuda", (9, 0), torch.bfloat16, 2, 4, 4, 128, 128, 64, backward=True)
@@ -116,10 +117,9 @@ def test_products_are_chosen_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "ops.cuda.tiled", kernels)
     monkeypatch.setitem(cuda._OPS, "tiled", lambda *call: cuda._forward("tiled", *call))
-    q, rest = torch.zeros(1, 1, 8, 16), {"causal": True, "scale": 1.0, "window": None, "softcap": None}
-    rest |= dict.fromkeys(("alibi_slopes", "bias", "segments", "kv_lengths", "dropout_seed"))
+    q, asked = torch.zeros(1, 1, 8, 16), AttentionOptions(scale=1.0)
     for products in PRODUCTS:
-        CudaStage("tiled", products=products).attend(q, q, q, **rest, dropout_p=0.0, return_lse=False)
+        CudaStage("tiled", products=products).attend(q, q, q, asked, None)
     torch.use_deterministic_algorithms(True)
     try:
         cuda._backward("tiled", q, q, tunings[1], False)
@@ -204,9 +204,10 @@ def test_a_compiled_call_is_checked_as_it_is_traced(
         torch.empty(1, 2, n, options.get("head_dim", 64), dtype=dtype)
         for n in (8, 8, options.get("v_tokens", 8))
     )
-    rest = (None, None, None, None, options.get("kv_lengths"), None, 0.125, options.get("left", -1), 0)
+    window = (options["left"], -1) if "left" in options else None
+    asked = AttentionOptions(True, 0.125, window, kv_lengths=options.get("kv_lengths"))
     with pytest.raises(ValueError, match=said):
-        cuda._check(stage, q, k, v, *rest, 0.0, 0.0, [0])
+        cuda._check(stage, q, k, v, asked)
 
 
 @pytest.mark.gpu
@@ -227,19 +228,21 @@ def test_the_ops_are_as_pytorch_wants_them(
     stage: str, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Schema, fakes, autograd and dynamic shapes, forward and backward."""
-    attention, op = CudaStage(stage, deterministic=True), cuda._OPS[stage]
+    attention, of_stage = CudaStage(stage, deterministic=True), cuda._OPS[stage]
+    op = getattr(torch.ops.tilegpt, f"cuda_{stage}").default
     if not attention.capabilities.features.issuperset(features):
         pytest.skip(f"cuda_{stage} has no {', '.join(features)}")
     trains, calls = attention.capabilities.backward, []
-    monkeypatch.setitem(cuda._OPS, stage, lambda *call: calls.append(call) or op(*call))
+    monkeypatch.setitem(cuda._OPS, stage, lambda *call: calls.append(call) or of_stage(*call))
     case = Case("op", 40, 56, 32, kv_heads=2, features=frozenset(features))
     inputs = make_inputs(case, "cuda", torch.bfloat16)
     q, k, v = (x.detach().nan_to_num(0.5).requires_grad_(trains) for x in (inputs.q, inputs.k, inputs.v))
     attention(q, k, v, **inputs.options)
-    results = torch.library.opcheck(op, calls[0])
+    call = (*calls[0][:3], *flattened(*calls[0][3:]))
+    results = torch.library.opcheck(op, call)
     assert set(results.values()) == {"SUCCESS"} and len(results) == 4
     if trains:
-        q, k, v, *options = (x.detach() if isinstance(x, torch.Tensor) else x for x in calls[0])
+        q, k, v, *options = (x.detach() if isinstance(x, torch.Tensor) else x for x in call)
         backward = getattr(torch.ops.tilegpt, f"cuda_{stage}_backward").default
         results = torch.library.opcheck(
             backward, (inputs.dout, q, k, v, *op(q, k, v, *options), *options, False)

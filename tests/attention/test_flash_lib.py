@@ -18,6 +18,8 @@ from attention import flash_documents, flash_lib, flash_versions
 from attention.base import FLOATS, AttentionCall, UnsupportedAttention
 from attention.flash_lib import FlashLibAttention
 from attention.flash_versions import VERSIONS
+from ops.library import of_arguments, of_backward_arguments
+from ops.options import AttentionOptions
 from tests.attention.criterion import run_case
 from tests.attention.flash_fakes import install
 from tests.grid import CASES, Case, build, make_inputs
@@ -25,8 +27,9 @@ from tests.grid import CASES, Case, build, make_inputs
 # The ops have CUDA kernels only; over a fake library the same functions run on a CPU.
 _CPU = torch.library.Library("tilegpt", "IMPL")
 for _version in VERSIONS:
-    _CPU.impl(f"flash{_version}", partial(flash_lib._forward, _version), "CPU")
-    _CPU.impl(f"flash{_version}_backward", partial(flash_lib._backward, _version), "CPU")
+    _CPU.impl(f"flash{_version}", of_arguments(partial(flash_lib._forward, _version)), "CPU")
+    _backward = of_backward_arguments(partial(flash_lib._backward, _version))
+    _CPU.impl(f"flash{_version}_backward", _backward, "CPU")
 
 BASE = Case("shape", 24, 24, 32)
 
@@ -294,13 +297,13 @@ def test_deterministic_algorithms_reach_the_library_and_refuse_what_has_none(mon
     asked = {"purpose": "training", "device": "cuda", "arch": (9, 0), "dtype": torch.bfloat16, "batch": 1}
     asked |= {"heads": 2, "kv_heads": 2, "tq": 64, "tk": 64, "head_dim": 256, "backward": True}
     call = AttentionCall(**asked)
-    plain = (None, None, None, None, None, None, 0.25, -1, 0, 0.0, 0.0, [0])
+    plain = AttentionOptions(scale=0.25), None, [0]
     reasons = {name: build(name).unsupported_reasons for name in ("flash2", "flash3", "flex", "cuda_fa2")}
     said = "no deterministic backward"
-    assert not flash_lib._options(*plain).deterministic
+    assert not flash_lib._taken(*plain).deterministic
     assert not any(said in reason for of in reasons.values() for reason in of(call))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert flash_lib._options(*plain).deterministic
+    assert flash_lib._taken(*plain).deterministic
     assert any(reason == f"{said}: needs deterministic=false" for reason in reasons["flex"](call))
     above = "no deterministic backward above head dim 192: needs attention.deterministic=false and "
     assert any(reason.startswith(above) for reason in reasons["flash3"](call))

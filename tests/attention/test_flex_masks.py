@@ -12,6 +12,7 @@ from attention import flex
 from attention.flex_masks import TILE, Limits, Recent, tile_lists, unmasked_lists
 from attention.geometry import FAR
 from attention.naive import attention_scores
+from ops.options import AttentionOptions
 from tests.attention.test_flex import arguments_of, forget, graphs, lift_refusal, run
 from tests.grid import Case, build
 
@@ -51,7 +52,9 @@ def test_tile_lists_are_what_the_mask_says(tq: int, tk: int, band: tuple[int, in
     lists = tile_lists(tq, tk, limits, segments, CPU)
     partial, full, partial_by_key, full_by_key = (_dense(*lists[n : n + 2]) for n in (0, 2, 4, 6))
     q, k = torch.zeros(2, 1, tq, 1), torch.zeros(2, 1, tk, 1)
-    scores = attention_scores(q, k, causal=False, window=band, **options)  # a causal band has right = 0
+    scores = attention_scores(
+        q, k, AttentionOptions(causal=False, window=band, **options)
+    )  # a causal band has right = 0
     rows, columns = partial.shape[1:]
     seen = torch.zeros(2, rows * TILE, columns * TILE, dtype=torch.bool)
     seen[:, :tq, :tk] = scores[:, 0] == 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attention.naive import NaiveAttention, attention_probs, attention_scores, naive_attention
 from ops.dropout import keep_tile
+from ops.options import AttentionOptions
 
 SEED = torch.tensor(1234567890123, dtype=torch.int64)
 
@@ -65,16 +66,8 @@ def test_equals_the_definition(seed: int, tq: int, tk: int) -> None:
         q,
         k,
         v,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=slopes,
-        bias=bias,
-        segments=segments,
-        kv_lengths=lengths,
-        dropout_p=p,
-        dropout_seed=SEED,
+        AttentionOptions(causal, scale, window, softcap, slopes, bias, segments, lengths, p),
+        SEED,
     )
     expected = by_hand(
         q,

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention import sdpa
 from attention.base import AttentionCall, UnsupportedAttention
 from attention.sdpa import SDPAAttention
+from ops.options import AttentionOptions
 from tests.grid import Case, make_inputs
 
 FORCED = ("flash", "efficient", "cudnn")
@@ -25,8 +26,7 @@ ENABLED = {
     "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
     "math": torch.backends.cuda.math_sdp_enabled,
 }
-PLAIN = dict.fromkeys(("window", "softcap", "alibi_slopes", "bias", "segments", "kv_lengths", "dropout_seed"))
-PLAIN |= {"causal": True, "scale": 1.0, "dropout_p": 0.0, "return_lse": False}
+PLAIN = AttentionOptions(scale=1.0)
 BIAS_GRAD = frozenset({"bias", "bias_grad"})
 
 
@@ -155,8 +155,8 @@ def test_live_masks_have_a_last_stride_of_one(monkeypatch: pytest.MonkeyPatch) -
             torch.zeros(tq, tk, 2, 3).permute(2, 3, 0, 1),
         )
         for bias in (transposed, channels_last, torch.zeros(3, tq, 1), torch.zeros(tk)):
-            SDPAAttention("efficient").attend(q, k, k, **(PLAIN | {"bias": bias}))
-            SDPAAttention("efficient").attend(q, k, k, **(PLAIN | {"bias": bias, "window": (2, 0)}))
+            SDPAAttention("efficient").attend(q, k, k, PLAIN._replace(bias=bias), None)
+            SDPAAttention("efficient").attend(q, k, k, PLAIN._replace(bias=bias, window=(2, 0)), None)
     assert len(masks) == 24 and all(mask.stride(-1) == 1 for mask in masks)
 
 

@@ -44,7 +44,7 @@ def test_kernels_get_rows_that_begin_at_16_bytes(layout: str, monkeypatch: pytes
     monkeypatch.setattr(sdpa, "_may_fuse", lambda q: True)
     tensors = [laid_out(torch.randn(2, 3, 5, 16, dtype=torch.bfloat16), layout) for _ in range(4)]
     q, k, v, dout = (x.requires_grad_() for x in tensors)
-    out, _ = SDPAAttention("efficient").attend(q, k, v, **PLAIN)
+    out, _ = SDPAAttention("efficient").attend(q, k, v, PLAIN, None)
     dq, dk, _ = torch.autograd.grad(out, (q, k, v), dout)
     assert torch.equal(given[0], q) and torch.equal(dq, dout) and not dk.any()
     copied = {x.data_ptr() != y.data_ptr() for x, y in zip(given, (q, k, v), strict=True)}
@@ -64,7 +64,7 @@ def test_a_bias_alone_may_have_a_gradient(compiled: bool, monkeypatch: pytest.Mo
         return real(q, *rest, **options)
 
     def gradient(attend: Any) -> torch.Tensor:
-        out, _ = attend(q, q, q, **(PLAIN | {"bias": bias}))
+        out, _ = attend(q, q, q, PLAIN._replace(bias=bias), None)
         return torch.autograd.grad(out.square().sum(), bias)[0]
 
     expected = gradient(SDPAAttention("math").attend)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.geometry import tile_kind, tiles
 from attention.naive import NaiveAttention
 from attention.tiled import TiledAttention, online_softmax_step
+from ops.options import AttentionOptions, gathered
 
 
 def test_tiles_of_a_causal_grid() -> None:
@@ -108,8 +109,9 @@ def test_memory_is_linear(extras: dict) -> None:
         tensors = [None] * 5 + [torch.tensor(7)]
         plain = [0.2, left, right, extras.get("softcap", 0.0), extras.get("dropout_p", 0.0), [64, 64]]
         with LargestTensor() as mode:
-            out, lse = tiled_forward(q, k, v, *tensors, *plain)
-            tiled_backward(dout, q, k, v, out, lse, *tensors, *plain, False)
+            call = gathered((*tensors, *plain))
+            out, lse = tiled_forward(q, k, v, *call)
+            tiled_backward(dout, q, k, v, out, lse, *call, False)
         assert mode.largest <= max(q.numel(), 2 * 64 * 64)
 
 
@@ -158,7 +160,7 @@ def test_other_documents_are_skipped() -> None:
 
     q = torch.randn(1, 1, 64, 8)
     ids = (torch.arange(64) // 32).to(torch.int32).view(1, -1)
-    problem = _Problem.of(q, q, None, None, ids, ids, None, None, 1.0, -1, 0, 0.0, 0.0, [16, 16])
+    problem = _Problem.of(q, q, AttentionOptions(scale=1.0, segments=(ids, ids)), None, [16, 16])
     assert len(problem.visits()) == 6
 
 

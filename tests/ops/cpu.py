@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.geometry import diagonal_band
 from ops.cuda.call import _POINTERS, Call, Params
+from ops.options import AttentionOptions
 from scripts.accuracy import Problem, dropout_seed
 
 GXX = shutil.which("g++")
@@ -173,11 +173,8 @@ def documents(*runs: int) -> Tensor:
 def call_of(problem: Problem, tuning: list[int]) -> Call:
     """As the launch functions take it."""
     q, o = problem.q, problem.options
-    left, right = diagonal_band(o.get("causal", True), o.get("window"))
-    tensors = (o.get("alibi_slopes"), None, *(o.get("segments") or (None, None)), o.get("kv_lengths"))
-    scale, dropout_p = o.get("scale", q.shape[3] ** -0.5), o.get("dropout_p", 0.0)
-    numbers = (scale, left, right, o.get("softcap", 0.0), dropout_p, tuning)
-    return Call(q, problem.k, problem.v, *tensors, dropout_seed(q.device), *numbers)
+    options = AttentionOptions(**{"scale": q.shape[3] ** -0.5} | o)
+    return Call(q, problem.k, problem.v, options, dropout_seed(q.device), tuning)
 
 
 class Sanitizer:

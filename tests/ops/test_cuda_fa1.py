@@ -15,6 +15,7 @@ from ops import nvrtc
 from ops.cuda import tensor_cores
 from ops.cuda.call import Call
 from ops.cuda.tensor_cores import TeamTile, fa1_forward, fa1_tile, run_fa1
+from ops.options import AttentionOptions
 from scripts.accuracy import Problem, error_ratios, expected, judge
 from tests.grid import Case, build, long_but
 from tests.ops import cpu
@@ -42,7 +43,7 @@ def _inputs(
 
 
 def _options(scale: float, causal: bool) -> tuple[object, ...]:
-    return (*[None] * 6, scale, -1, 0 if causal else -1, 0.0, 0.0, [0])
+    return AttentionOptions(causal, scale), None, [0]
 
 
 class _Compiler(cpu.Compiler):

@@ -20,6 +20,7 @@ from ops import nvrtc
 from ops.cuda import plain, tensor_cores
 from ops.cuda.tensor_cores import BackwardTile, fa2_backward, fa2_forward
 from ops.library import register_attention
+from ops.options import AttentionOptions
 from scripts.accuracy import Problem, computed, error_ratios, expected
 from tests.grid import long_but
 from tests.ops import cpu
@@ -141,7 +142,7 @@ def test_every_tile(monkeypatch: pytest.MonkeyPatch, head_dim: int, tile: Backwa
 
 def _options(head_dim: int, deterministic: bool = False) -> tuple[object, ...]:
     """Causal, as the launch functions take it."""
-    return (*[None] * 6, head_dim**-0.5, -1, 0, 0.0, 0.0, [int(deterministic)])
+    return AttentionOptions(scale=head_dim**-0.5), None, [int(deterministic)]
 
 
 @pytest.mark.parametrize("changed", ["query", "keys"])

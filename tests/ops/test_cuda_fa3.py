@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from ops.cuda import hopper
 from ops.cuda.call import Call
+from ops.options import AttentionOptions
 from tests.ops.recorded import SHARED_BYTES
 
 STATIC_BYTES = 1024  # mbarriers and slots, and what the tiles' alignment takes
@@ -62,8 +62,8 @@ def test_which_backward() -> None:
     slopes = torch.ones(2)
 
     def why(alibi: torch.Tensor | None, softcap: float, deterministic: int) -> str | None:
-        options = (alibi, *(None,) * 5, 0.125, -1, 0, softcap, 0.0, [deterministic])
-        return hopper.needs_fa2(Call(x, x, x, *options))
+        options = AttentionOptions(scale=0.125, softcap=softcap or None, alibi_slopes=alibi)
+        return hopper.needs_fa2(Call(x, x, x, options, None, [deterministic]))
 
     assert why(None, 0.0, 0) is None
     assert why(None, 0.0, 1) == "deterministic: here dQ is added up in any order"
@@ -71,8 +71,7 @@ def test_which_backward() -> None:
 
 
 def forward(x: tuple[torch.Tensor, ...], causal: bool, **defines: int) -> tuple[torch.Tensor, torch.Tensor]:
-    options: tuple[Any, ...] = (None,) * 6 + (x[0].shape[3] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0, [0])
-    call = Call(*x, *options)
+    call = Call(*x, AttentionOptions(causal, x[0].shape[3] ** -0.5))
     return hopper.run_forward(
         x[0], call, hopper.forward_tile(x[0].shape[3], x[1].shape[2], call.defines), **defines
     )
@@ -113,7 +112,7 @@ def test_the_same_dk_and_dv_each_time(head_dim: int, tq: int, causal: bool) -> N
         torch.randn(3, 50, n, head_dim, device="cuda", dtype=torch.bfloat16, generator=made)
         for n in (tq, tq, tq + 127, tq + 127)
     )
-    options: tuple[Any, ...] = (None,) * 6 + (head_dim**-0.5, -1, 0 if causal else -1, 0.0, 0.0, [0])
+    options = AttentionOptions(causal, head_dim**-0.5), None, [0]
     out, lse = hopper.fa3_forward(q, k, v, *options)
     chosen = hopper._BACKWARD[hopper.backward_head_dim(head_dim)]
     for late_dq in (True, False):

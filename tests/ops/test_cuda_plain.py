@@ -17,12 +17,12 @@ from torch import Tensor
 
 from attention.base import Attention
 from attention.cuda import STAGES
-from attention.geometry import diagonal_band
 from ops import nvrtc
 from ops.cuda import plain
 from ops.cuda.call import Call
 from ops.cuda.plain import Tile
 from ops.library import register_attention
+from ops.options import AttentionOptions
 from tests.attention.criterion import run_case
 from tests.compilers import pinned
 from tests.grid import CASES, Case, long_but
@@ -52,11 +52,8 @@ class OnCPU(Attention):
         here = {"devices": frozenset({"cpu"}), "dtypes": frozenset({torch.float32})}
         self.capabilities, self.stage = replace(able, **here), stage
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor]:
-        tensors = (o["alibi_slopes"], o["bias"], *(o["segments"] or (None, None)), o["kv_lengths"])
-        left, right = diagonal_band(o["causal"], o["window"])
-        numbers = (o["scale"], left, right, o["softcap"] or 0.0, o["dropout_p"], [0])
-        return _OPS[self.stage](q, k, v, *tensors, o["dropout_seed"], *numbers)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seed: Tensor | None) -> Any:
+        return _OPS[self.stage](q, k, v, options, seed, [0])
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +120,7 @@ def _inputs(tq: int = 40, tk: int = 72, head_dim: int = 64) -> tuple[Tensor, ...
 
 
 _NO_TENSORS = (None,) * 6
-_CAUSAL = (*_NO_TENSORS, 0.125, -1, 0, 0.0, 0.0, [0])
+_CAUSAL = (AttentionOptions(scale=0.125), None, [0])
 
 
 @pytest.mark.parametrize("stage", _OPS)
@@ -166,7 +163,7 @@ def test_segment_ranges():
     q, k, v = _inputs(40, 72)
     k_ids = torch.tensor([0] * 20 + [1] * 30 + [2] * 20 + [5] * 2, dtype=torch.int32)[None]
     q_ids = torch.tensor([1] * 16 + [2] * 16 + [3] * 8, dtype=torch.int32)[None]
-    call = Call(q, k, v, None, None, q_ids, k_ids, *_CAUSAL[4:])
+    call = Call(q, k, v, AttentionOptions(scale=0.125, segments=(q_ids, k_ids)))
     assert plain.segment_ranges(call, 16).tolist() == [[[20, 50, 1], [50, 70, 1], [72, 0, 1]]]
     assert plain.segment_ranges(call, 32).tolist() == [[[20, 70, 0], [72, 0, 1]]]
     assert plain.segment_ranges(call, 32, transposed=True).tolist() == [[[0, 16, 0], [0, 32, 0], [16, 40, 0]]]
@@ -182,7 +179,7 @@ def test_errors():
     with pytest.raises(ValueError, match="contiguous last dimension"):
         plain.naive_forward(q.transpose(2, 3), k, v, *_CAUSAL)
     with pytest.raises(ValueError, match="takes no bias"):
-        plain.tiled_forward(q, k, v, None, torch.zeros(64, 64), *_CAUSAL[2:])
+        plain.tiled_forward(q, k, v, AttentionOptions(scale=0.125, bias=torch.zeros(64, 64)))
 
 
 def _races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, tuple[str, str]]) -> set[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ops.cuda import plain, planes, tiled
 from ops.cuda.call import Call
 from ops.cuda.planes import Tile
+from ops.options import AttentionOptions
 from scripts.accuracy import Problem, error_ratios, expected
 from tests.grid import long_but
 from tests.ops import cpu
@@ -292,7 +293,7 @@ def test_fma_units_can_be_asked_for(
         tiled.planes_backward, "backward", lambda *call: sources.append("backward") or call[1:4]
     )
     q, k, v = _inputs((20, 40, 64))
-    options = (*[None] * 6, 0.125, -1, 0, 0.0, 0.0, [0, fma])
+    options = (AttentionOptions(scale=0.125), None, [0, fma])
     out, lse = tiled.tiled_forward(q, k, v, *options)
     assert sources == (["ladder/tiled.cu"] if fma else [*["fp32/planes.cu"] * 3, "fp32/tiled_planes.cu"])
     del sources[:]

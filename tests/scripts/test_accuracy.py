@@ -10,6 +10,7 @@ from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from attention.sdpa import SDPAAttention
 from attention.tiled import TiledAttention
+from ops.options import AttentionOptions
 from scripts.accuracy import Part, Problem, expected, formula, judge, plain_softmax, spread
 from tests.grid import CASES, Case, make_inputs
 
@@ -84,12 +85,12 @@ class Faulty(NaiveAttention):
         super().__init__("faulty")
         self.fault = fault
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seed: Tensor | None):
         if self.fault == "scale":
-            options["scale"] *= 1.05
+            options = options._replace(scale=1.05 * options.scale)
         if self.fault == "top-left":  # of a rectangle: query i sees keys 0 .. i
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-        out, lse = super().attend(q, k, v, **options)
+        out, lse = super().attend(q, k, v, options, seed)
         if self.fault == "last head":
             out = torch.cat((out[:, :-1], 1.05 * out[:, -1:]), dim=1)
         if self.fault == "nan":

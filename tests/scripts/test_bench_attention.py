@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention.naive import NaiveAttention
+from ops.options import AttentionOptions
 from scripts import bench_attention
 from scripts.measure import rows, sources
 from scripts.measure.instruments.bench_points import Shape, points
@@ -104,11 +105,11 @@ class Failing(NaiveAttention):
         super().__init__("failing")
         self.error, self.left = error, after
 
-    def attend(self, *tensors, **options):
+    def attend(self, *call):
         self.left -= 1
         if self.left < 0:
             raise self.error
-        return super().attend(*tensors, **options)
+        return super().attend(*call)
 
 
 @pytest.mark.parametrize("after", [0, 6])  # in the probe, among the others
@@ -141,8 +142,8 @@ def test_an_interrupted_point_leaves_no_half_row(tmp_path):
 
 def test_a_wrong_implementation_shows_in_its_error(tmp_path):
     class Wrong(NaiveAttention):
-        def attend(self, q, k, v, **options):
-            out, lse = super().attend(q, k, v, **options)
+        def attend(self, *call):
+            out, lse = super().attend(*call)
             return 1.01 * out, lse
 
     out = tmp_path / "rows.jsonl"
@@ -162,7 +163,7 @@ def test_flops_count_what_is_seen(causal, window):
     from attention.naive import attention_scores
 
     options = shape.options("cpu")
-    scores = attention_scores(torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 16, 8), **options)
+    scores = attention_scores(torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 16, 8), AttentionOptions(**options))
     seen = int((scores == 0).sum())
     if window is None:  # by convention half the square, without the diagonal's own half
         seen = 128 if causal else 256

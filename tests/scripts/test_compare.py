@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attention.naive import NaiveAttention
 from attention.tiled import TiledAttention
+from ops.options import AttentionOptions
 from scripts.compare import USUAL, main, parse, random_problem
 from scripts.measure.instruments.diagnosis import conclusion, examine
 from tests.running import ROOT, train_here
@@ -28,11 +29,11 @@ class Faulty(NaiveAttention):
         super().__init__("faulty")
         self.fault, self.calls = fault, 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seed: Tensor | None):
         self.calls += 1
         if self.fault == "scale":
-            options["scale"] *= 1.05
-        out, lse = super().attend(q, k, v, **options)
+            options = options._replace(scale=1.05 * options.scale)
+        out, lse = super().attend(q, k, v, options, seed)
         i = torch.arange(q.shape[2]).view(-1, 1)
         if self.fault == "head":
             out = torch.cat((out[:, :-1], 1.05 * out[:, -1:]), dim=1)

@@ -55,16 +55,16 @@ class Odd(NaiveAttention):
         super().__init__("odd")
         self.fault = fault
 
-    def attend(self, q, k, v, **options):
+    def attend(self, q, k, v, options, seed):
         if self.fault == "scale":
-            options["scale"] *= 1.05
+            options = options._replace(scale=1.05 * options.scale)
         if self.fault == "future":  # one key too many
-            options |= {"causal": False, "window": (-1, 1)}
+            options = options._replace(causal=False, window=(-1, 1))
         if self.fault == "detached":
             k = k.detach()
         if self.fault == "breaks":
             raise RuntimeError("no kernel image")
-        return super().attend(q, k, v, **options)
+        return super().attend(q, k, v, options, seed)
 
     def unsupported_reasons(self, call):
         return ["no rows of 32"] if self.fault == "unsupported" else super().unsupported_reasons(call)

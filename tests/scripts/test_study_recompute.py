@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ops.options import AttentionOptions
 from scripts.measure import rows
 from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
 from scripts.measure.claims.exactness import recomputed
@@ -59,7 +60,7 @@ def test_products_of_tiles_are_counted():
 
     full = Shape(1, 2, 2, 64, 16, False, "fp32")
     q, k, v, dout = full.tensors("cpu")
-    lse, options = torch.zeros(1, 2, 64), (*[None] * 6, 0.25, -1, -1, 0.0, 0.0, [16, 16], False)
+    lse, options = torch.zeros(1, 2, 64), (AttentionOptions(False, 0.25), None, [16, 16], False)
     with FlopCounterMode(display=False) as counter:
         tiled_backward(dout, q, k, v, q, lse, *options)
     assert counter.get_total_flops() == flops_done(kind_of("tiled", SHAPE), full)

@@ -16,6 +16,7 @@ from attention.checks import dtype_name
 from attention.naive import attention_scores, naive_attention
 from conf.values import UserError
 from model.gpt import GPT
+from ops.options import AttentionOptions
 from scripts.accuracy import Problem, plain_softmax
 from scripts.measure.instruments.diagnosis import MOST_SCORES, Finding, conclusion, examine
 
@@ -25,8 +26,10 @@ class ExactAttention(Attention):
 
     capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(FEATURES))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options):
-        out, lse = naive_attention(q.double(), k.double(), v.double(), **options)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = naive_attention(q.double(), k.double(), v.double(), options, dropout_seed)
         return out.to(q.dtype), lse
 
 
@@ -35,9 +38,11 @@ class PlainAttention(Attention):
 
     capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(FEATURES) - {"dropout"})
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, dropout_p, dropout_seed, return_lse, **options):
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            p, lse = plain_softmax(attention_scores(q, k, **options))
+            p, lse = plain_softmax(attention_scores(q, k, options))
             return p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
 
 

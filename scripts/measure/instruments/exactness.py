@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attention.base import Attention, AttentionCall
 from attention.tiled import TiledAttention
+from ops.options import AttentionOptions
 from scripts.measure.instruments.bench_points import Shape
 
 Result = dict[str, Any]
@@ -149,8 +150,8 @@ def fa2(tile: tuple[int, int, int, int], q: Tensor, k: Tensor, v: Tensor, *, cau
     from ops.cuda.call import Call
     from ops.cuda.tensor_cores import Tile, run_forward
 
-    options = (*[None] * 6, q.shape[3] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0, [])
-    return run_forward(q, k, v, Call(q, k, v, *options), Tile(*tile))[0]
+    options = AttentionOptions(causal, q.shape[3] ** -0.5)
+    return run_forward(q, k, v, Call(q, k, v, options), Tile(*tile))[0]
 
 
 def _tile(
@@ -168,7 +169,7 @@ def rounding(setting: Setting, dtype: str, call: Callable[..., Tensor]) -> Resul
     q, k, v, _ = setting.tensors(dtype)
     with torch.no_grad():
         got = call(q, k, v, causal=True).double()
-        exact = naive_attention(q.double(), k.double(), v.double(), causal=True)[0]
+        exact = naive_attention(q.double(), k.double(), v.double())[0]
     error = float((got - exact).abs().max())
     unit = torch.finfo(getattr(torch, dtype)).eps * float(exact.abs().max())
     return {"status": "ok", "max_error": error, "epsilons": error / unit}

@@ -116,9 +116,10 @@ def prepared(point: Point) -> Callable[[], Any]:
         return lambda: attention(q, k, v, causal=causal)
     from ops.cuda.call import Call
     from ops.cuda.tensor_cores import Tile, run_forward
+    from ops.options import AttentionOptions
 
-    options = (*[None] * 6, q.shape[3] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0, [])
-    return lambda: run_forward(q, k, v, Call(q, k, v, *options), Tile(*point.tile))
+    options = AttentionOptions(causal, q.shape[3] ** -0.5)
+    return lambda: run_forward(q, k, v, Call(q, k, v, options), Tile(*point.tile))
 
 
 def modelled(point: Point, launches: list[Launch], properties: Any) -> Traffic:

@@ -28,6 +28,7 @@ from attention.base import (
 from attention.declaration import k_bytes, q_bytes
 from attention.naive import NaiveAttention, naive_attention
 from attention.standard import StandardAttention, standard_attention, torch_softmax
+from ops.options import AttentionOptions
 
 BASELINE = "standard"  # of the papers
 
@@ -68,11 +69,13 @@ class Formula(StandardAttention):
         super().__init__(name=name or formula)
         self.softmax, self.scale_first, self.dtype = FORMULAS[formula]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, None]:
         made = q.dtype
         if self.dtype is not None:
             q, k, v = (x.to(torch.promote_types(x.dtype, self.dtype)) for x in (q, k, v))
-        out = standard_attention(q, k, v, causal, scale, softmax=self.softmax, scale_first=self.scale_first)
+        out = standard_attention(q, k, v, options, self.softmax, self.scale_first)
         return out.to(made), None
 
 
@@ -98,12 +101,14 @@ class Compiled(Attention):
         self.declaration = replace(attention.declaration, compilation=Compilation())
 
         def out(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-            return attend(q, k, v, causal=causal, scale=scale, return_lse=False)[0]
+            return attend(q, k, v, AttentionOptions(causal, scale), None)[0]
 
         self.out = torch.compile(out, dynamic=True)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
-        return self.out(q, k, v, causal, scale), None
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, None]:
+        return self.out(q, k, v, options.causal, options.scale), None
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """The products of the formula; what Inductor keeps and moves of it is not foreseen."""
@@ -117,11 +122,13 @@ class Checkpointed(Attention):
     capabilities: ClassVar[Capabilities] = StandardAttention.capabilities
     declaration: ClassVar[Declaration] = NaiveAttention.declaration
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any):
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
+    ) -> tuple[Tensor, None]:
         from torch.utils.checkpoint import checkpoint
 
         def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return naive_attention(q, k, v, causal=causal, scale=scale)[0]
+            return naive_attention(q, k, v, options)[0]
 
         return checkpoint(out, q, k, v, use_reentrant=False, preserve_rng_state=False), None
 

@@ -1,0 +1,74 @@
+"""The options of a call of attention: one form of them from the contract (attention/base.py) to the
+kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class AttentionOptions(NamedTuple):
+    """What a call asks for beside q, k and v, as `Attention.forward` has it: what each means is said there.
+
+    Made definite, as implementations and kernels get it, `scale` is a number above 0, `window` None or (left,
+    right) with -1 for unbounded, and `segments` None or a pair."""
+
+    causal: bool = True
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    segments: Tensor | tuple[Tensor, Tensor] | None = None
+    kv_lengths: Tensor | None = None
+    dropout_p: float = 0.0
+    return_lse: bool = False
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """`causal` and the definite `window` as one band -left <= rel <= right around the diagonal; -1 is
+        unbounded."""
+        left, right = self.window or (-1, -1)
+        return (left, 0) if self.causal else (left, right)
+
+
+def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> tuple[Any, ...]:
+    """Definite options as the arguments of an op, in the order of the schema of ops/library.py."""
+    left, right = options.band
+    q_segments, k_segments = options.segments or (None, None)
+    return (
+        options.alibi_slopes,
+        options.bias,
+        q_segments,
+        k_segments,
+        options.kv_lengths,
+        dropout_seed,
+        options.scale,
+        left,
+        right,
+        options.softcap or 0.0,
+        options.dropout_p,
+        tuning,
+    )
+
+
+def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | None, list[int]]:
+    """The way back: (options, dropout_seed, tuning) of an op's arguments."""
+    slopes, bias, q_segments, k_segments, lengths, seed, scale, left, right, softcap, dropout_p, tuning = (
+        arguments
+    )
+    causal = right == 0
+    window = (left, -1 if causal else right)
+    options = AttentionOptions(
+        causal,
+        scale,
+        None if window == (-1, -1) else window,
+        softcap or None,
+        slopes,
+        bias,
+        None if q_segments is None else (q_segments, k_segments),
+        lengths,
+        dropout_p,
+    )
+    return options, seed, tuning
