@@ -145,12 +145,16 @@ def by_gpu(folder: Path) -> dict[str, list[Row]]:
 def load(*places: Path) -> DataFrame:
     """Rows of files, or of all files below these folders, as a table: a column for each field of point and
     result, those of the machine as machine.<field>; `trusted`, as said there; `row`, as read."""
-    import pandas
-
     files = [
         file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.jsonl")))
     ]
-    rows = [row for file in files for row in with_baselines(file)]
+    return frame([row for file in files for row in with_baselines(file)])
+
+
+def frame(rows: list[Row]) -> DataFrame:
+    """These rows as a table, as in `load`."""
+    import pandas
+
     return pandas.DataFrame(
         {
             **row["point"],

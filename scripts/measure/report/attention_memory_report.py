@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from attention import registry
 from scripts.measure.report.figures import Line, canvas, panel, svg, thousands, wrapped
+from scripts.measure.report.tables import FIRST, by_name, figure, lines, outcome, outcomes, table, times
+from scripts.measure.rows import frame
 from scripts.measure.studies import Row, Table
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Series = dict[int, Row]  # by N
 PASSES = {"forward": "forward", "both": "forward + backward"}
 SAME = 0.1  # peaks this close at all N are one line of the picture
+FIGURES = ("peak_mib", "extra_mib", "inputs_mib", "outputs_mib", "scores_mib", "scores_fp32_mib", "lse_mib")
 FEWEST = 3  # points of a fit
 
 
@@ -57,148 +64,115 @@ def ending(of: Series) -> str:
     return ""
 
 
-def cell(row: Row | None, field: str = "peak_mib") -> str:
-    if row is None:
-        return ""
-    result = row["result"]
-    if result["status"] != "ok":
-        slow = result["status"] == "error" and result.get("not_tried")
-        return "slow" if slow else {"unsupported": "-"}.get(result["status"], result["status"])
-    value = result[field]
-    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
-
-
 def tables(rows: list[Row]) -> list[Table]:
-    return [
-        *curves(rows),
-        *exponents(rows),
-        *growth(rows),
-        *compared(rows),
-        *one_head(rows),
-        *in_pytorch(rows),
-    ]
+    every = frame(rows).sort_values("seq_len", kind="stable")
+    every = every.reindex(columns=every.columns.union(FIGURES))  # rows that all failed have none
+    curve = every[[is_curve(row) for row in every["row"]]]
+    return [*curves(curve), *exponents(curve), *claims(every, curve)]
 
 
-def curves(rows: list[Row]) -> list[Table]:
+def curves(curve: DataFrame) -> list[Table]:
     found = []
     for passed, said in PASSES.items():
-        lines = series(rows, passed)
-        lengths = sorted({n for of in lines.values() for n in of})
-        if not lengths:
+        of = outcomes(curve[curve["pass"] == passed], "peak_mib")
+        if of.empty:
             continue
-        body = [[name, *(cell(of.get(n)) for n in lengths)] for name, of in lines.items() if shown(of)]
-        any_row = {n: row for of in lines.values() for n, row in measured_rows(of).items()}
+        able = of[of["status"].ne("unsupported").groupby(of["implementation"]).transform("any")]
+        wide = by_name(able, "seq_len", "cell").reindex(columns=sorted(of["seq_len"].unique())).fillna("")
+        body = lines(wide, "N", thousands, str)
+        any_row = of[of["status"] == "ok"].drop_duplicates("seq_len").set_index("seq_len")
         for label, field in (("(scores, computed)", "scores_mib"), ("(scores in fp32)", "scores_fp32_mib")):
-            body.append([label, *(cell(any_row.get(n), field) for n in lengths)])
-        p = next(iter(lines.values()))[lengths[-1]]["point"]
+            body.append([label, *map(figure, any_row[field].reindex(wide.columns))])
+        p = of.iloc[-1]
         title = f"{said}: MiB at the peak beyond the inputs; batch 1, {p['heads']} heads of {p['head_dim']}, "
-        found.append(Table(f"{title}causal, {p['dtype']}", [["N", *map(thousands, lengths)], *body]))
+        found.append(Table(f"{title}causal, {p['dtype']}", body))
     return found
 
 
-def shown(of: Series) -> bool:
-    """Whether it can do this at all."""
-    return any(row["result"]["status"] != "unsupported" for row in of.values())
-
-
-def measured_rows(of: Series) -> Series:
-    return {n: row for n, row in of.items() if row["result"]["status"] == "ok"}
-
-
-def exponents(rows: list[Row]) -> list[Table]:
+def exponents(curve: DataFrame) -> list[Table]:
     """How peaks, and what is beyond the outputs, grow."""
-    lines = [["", *(f"{said}, {what}" for said in PASSES.values() for what in ("peak", "extra"))]]
-    by_pass = {passed: series(rows, passed) for passed in PASSES}
-    for name in dict.fromkeys(name for found in by_pass.values() for name in found):
+    cells = [["", *(f"{said}, {what}" for said in PASSES.values() for what in ("peak", "extra"))]]
+    ok = curve[curve["status"] == "ok"]
+    for name in sorted(ok["implementation"].unique(), key=lambda name: (name != FIRST, name)):
+        mine = [ok[(ok["implementation"] == name) & (ok["pass"] == passed)] for passed in PASSES]
         fits = [
-            exponent(measured(by_pass[passed].get(name, {}), field))
-            for passed in PASSES
+            exponent(dict(zip(of["seq_len"], of[field], strict=True)))
+            for of in mine
             for field in ("peak_mib", "extra_mib")
         ]
         if any(fit is not None for fit in fits):
-            lines.append([name, *("" if fit is None else f"{fit:.2f}" for fit in fits)])
-    title = (
-        "Exponent p of N^p, fitted over the upper half of the N; extra: the peak less out (and dq, dk, dv)"
+            cells.append([name, *("" if fit is None else f"{fit:.2f}" for fit in fits)])
+    return table(
+        "Exponent p of N^p, fitted over the upper half of the N; extra: the peak less out (and dq, dk, dv)",
+        cells,
     )
-    return [Table(title, lines)] if len(lines) > 1 else []
 
 
-def growth(rows: list[Row]) -> list[Table]:
-    """Claim 1: 32 GiB of scores against 8 MiB of statistics; and growth from 1k to 16k."""
-    found = []
-    big = series(rows, "forward", lambda row: (row["point"]["batch"], row["point"]["heads"]) == (8, 32))
-    lines = [["", "peak, MiB", "extra, MiB", "scores computed", "row statistics computed"]]
-    for name, of in big.items():
-        for row in of.values():
-            figures = (cell(row, field) for field in ("peak_mib", "extra_mib", "scores_mib", "lse_mib"))
-            lines.append([name, *figures])
-    if len(lines) > 1:
-        found.append(Table("Claim 1: forward, B = 8, H = 32, N = 8192, D = 64, causal, fp16", lines))
+def claims(every: DataFrame, curve: DataFrame) -> list[Table]:
+    """The shapes that the sources claim something of."""
+
+    def chosen(passed: str, **wanted: int) -> DataFrame:
+        found = every[every["pass"] == passed]
+        for field, value in wanted.items():
+            found = found[found[field] == value]
+        return found.sort_values(["implementation", "seq_len"], kind="stable")
+
+    def listed(of: DataFrame, *fields: str) -> list[list[str]]:
+        records = sorted(of.to_dict("records"), key=lambda row: row["implementation"] != FIRST)
+        return [[row["implementation"], *(outcome(row, field) for field in fields)] for row in records]
+
+    head = ["", "peak, MiB", "extra, MiB", "scores computed", "row statistics computed"]
+    big = listed(chosen("forward", batch=8, heads=32), "peak_mib", "extra_mib", "scores_mib", "lse_mib")
+    return [
+        *table("Claim 1: forward, B = 8, H = 32, N = 8192, D = 64, causal, fp16", [head, *big]),
+        *growth(curve[(curve["pass"] == "forward") & (curve["status"] == "ok")]),
+        *compared(chosen("both", batch=16, heads=8)),
+        *one_head(chosen("forward", heads=1, head_dim=128)),
+        *in_pytorch({passed: chosen(passed, batch=1, heads=8) for passed in PASSES}),
+    ]
+
+
+def growth(ok: DataFrame) -> list[Table]:
     lengths = [2**n for n in range(10, 15)]
-    lines = [["extra memory, N =", *map(thousands, lengths)]]
-    for name, of in series(rows, "forward").items():
-        extra = measured(of, "extra_mib")
-        if extra.get(lengths[0], 0) > 0:
-            lines.append(
-                [name, *(f"{extra[n] / extra[lengths[0]]:.1f}x" if n in extra else "" for n in lengths)]
-            )
-    if len(lines) > 1:
-        found.append(Table("Claim 1: growth from N = 1k, forward", lines))
-    return found
+    extra = by_name(ok, "seq_len", "extra_mib").reindex(columns=lengths)
+    extra = extra[extra[lengths[0]] > 0]
+    grown = extra.div(extra[lengths[0]], axis=0)
+    return table("Claim 1: growth from N = 1k, forward", lines(grown, "extra memory, N =", thousands, times))
 
 
-def compared(rows: list[Row]) -> list[Table]:
+def compared(of: DataFrame) -> list[Table]:
     """Claim 2: standard attention over tiles, with and without the inputs in both."""
-    of_claim = series(rows, "both", lambda row: (row["point"]["batch"], row["point"]["heads"]) == (16, 8))
-    standard = measured_rows(of_claim.pop("standard", {}))
-    found = []
-    for what, fields in {"peak": ("peak_mib",), "peak and inputs": ("peak_mib", "inputs_mib")}.items():
-        lines = [["standard over", *map(thousands, standard)]]
-        for name, of in of_claim.items():
-            ratios = {
-                n: ratio(standard[n], row, fields) for n, row in measured_rows(of).items() if n in standard
-            }
-            if ratios:
-                lines.append([name, *(f"{ratios[n]:.1f}x" if n in ratios else "" for n in standard)])
-        if len(lines) > 1:
-            title = f"Claim 2: {what}, B = 16, H = 8, D = 64, causal, fp16, forward + backward"
-            found.append(Table(title, lines))
+    ok, found = of[of["status"] == "ok"], []
+    if FIRST not in set(ok["implementation"]):
+        return []
+    for what, mib in {"peak": ok["peak_mib"], "peak and inputs": ok["peak_mib"] + ok["inputs_mib"]}.items():
+        wide = by_name(ok.assign(mib=mib), "seq_len", "mib").dropna(axis=1, subset=[FIRST])
+        ratios = (1 / wide.div(wide.loc[FIRST])).drop(FIRST).dropna(how="all")
+        title = f"Claim 2: {what}, B = 16, H = 8, D = 64, causal, fp16, forward + backward"
+        found += table(title, lines(ratios, "standard over", thousands, times))
     return found
 
 
-def ratio(above: Row, below: Row, fields: tuple[str, ...] = ("peak_mib",)) -> float:
-    return sum(above["result"][f] for f in fields) / sum(below["result"][f] for f in fields)
+def one_head(of: DataFrame) -> list[Table]:
+    cells = [["N", "implementation", "scores, MiB", "q, k, v, out", "peak and inputs"]]
+    for row in of.sort_values(["seq_len", "implementation"]).to_dict("records"):
+        figures = ["", "", outcome(row, "peak_mib")]
+        if row["status"] == "ok":
+            given, total = row["inputs_mib"] + row["outputs_mib"], row["inputs_mib"] + row["peak_mib"]
+            figures = [figure(row["scores_mib"]), f"{given:,.1f}", f"{total:,.1f}"]
+        cells.append([thousands(row["seq_len"]), row["implementation"], *figures])
+    return table("Claim 11: one head, D = 128, fp32, forward", cells)
 
 
-def one_head(rows: list[Row]) -> list[Table]:
-    """Claim 11."""
-    found = series(rows, "forward", lambda row: (row["point"]["heads"], row["point"]["head_dim"]) == (1, 128))
-    lines = [["N", "implementation", "scores, MiB", "q, k, v, out", "peak and inputs"]]
-    flat = [(n, name, row) for name, of in found.items() for n, row in of.items()]
-    for n, name, row in sorted(flat, key=lambda at: at[:2]):
-        r = row["result"]
-        if r["status"] == "ok":
-            given, total = r["inputs_mib"] + r["outputs_mib"], r["inputs_mib"] + r["peak_mib"]
-            figures = [cell(row, "scores_mib"), f"{given:,.1f}", f"{total:,.1f}"]
-        else:
-            figures = ["", "", cell(row)]
-        lines.append([thousands(n), name, *figures])
-    return [Table("Claim 11: one head, D = 128, fp32, forward", lines)] if len(lines) > 1 else []
-
-
-def in_pytorch(rows: list[Row]) -> list[Table]:
-    """Claim 12."""
-    lines = [["", "pass", "peak, MiB", "of standard's"]]
-    for passed, said in PASSES.items():
-        found = series(rows, passed, lambda row: (row["point"]["batch"], row["point"]["heads"]) == (1, 8))
-        standard = next(iter(measured_rows(found.get("standard", {})).values()), None)
-        for name, of in found.items():
-            for row in of.values():
-                known = standard is not None and row["result"]["status"] == "ok"
-                part = f"{1 / ratio(standard, row):.0%}" if known else ""
-                lines.append([name, said, cell(row), part])
-    title = "Claim 12: B = 1, H = 8, N = 2048, D = 64, causal, fp16"
-    return [Table(title, lines)] if len(lines) > 1 else []
+def in_pytorch(by_pass: dict[str, DataFrame]) -> list[Table]:
+    cells = [["", "pass", "peak, MiB", "of standard's"]]
+    for passed, of in by_pass.items():
+        base = of[(of["implementation"] == FIRST) & (of["status"] == "ok")]["peak_mib"]
+        for row in sorted(of.to_dict("records"), key=lambda row: row["implementation"] != FIRST):
+            known = len(base) and row["status"] == "ok"
+            part = f"{row['peak_mib'] / base.iloc[0]:.0%}" if known else ""
+            cells.append([row["implementation"], PASSES[passed], outcome(row, "peak_mib"), part])
+    return table("Claim 12: B = 1, H = 8, N = 2048, D = 64, causal, fp16", cells)
 
 
 def picture(rows: list[Row]) -> str:
