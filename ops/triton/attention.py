@@ -64,6 +64,13 @@ def _described(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, block_d])
 
 
+def _kept_from(dropout_p: float) -> int:
+    """The dropout mask's threshold as a signed number: 2**31 and more would change the argument's type, and
+    compile anew."""
+    kept_from = min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0
+    return kept_from - ((kept_from >> 31) << 32)
+
+
 class _Call:
     """What forward and backward derive from definite options; `tuning` as of the op."""
 
@@ -89,16 +96,13 @@ class _Call:
             self.q_segments, self.k_segments = self.q_segments.contiguous(), self.k_segments.contiguous()
         # beyond T a bound says nothing, and 32 bits hold what is left
         longest = q.shape[2] + k.shape[2]
-        # as a signed number: 2**31 and more would change the argument's type, and compile anew
-        kept_from = min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0
-        kept_from -= (kept_from >> 31) << 32
         self.keep_scale = 1.0 / (1.0 - dropout_p)
         self.numbers = (
             min(left, longest),
             min(right, longest),
             scale,
             softcap,
-            kept_from,
+            _kept_from(dropout_p),
             self.keep_scale,
         )
         self.group = q.shape[1] // k.shape[1]

@@ -246,14 +246,15 @@ def test_the_criterion_can_fail() -> None:
     naive = build("naive")
     plain = naive.attend
 
-    def top_left(q, k, v, **o):
-        return plain(q, k, v, **(o | {"causal": False, "window": (-1, q.shape[2] - k.shape[2])}))
+    def top_left(q, k, v, options, seed):
+        band = (-1, q.shape[2] - k.shape[2])
+        return plain(q, k, v, options._replace(causal=False, window=band), seed)
 
-    def unscaled(q, k, v, **o):
-        return plain(q, k, v, **(o | {"scale": o["scale"] * 1.01}))
+    def unscaled(q, k, v, options, seed):
+        return plain(q, k, v, options._replace(scale=options.scale * 1.01), seed)
 
-    def leaking(q, k, v, **o):
-        out, lse = plain(q, k, v, **o)
+    def leaking(q, k, v, options, seed):
+        out, lse = plain(q, k, v, options, seed)
         return out + 0 * v.sum(), lse
 
     by_id = {case.id: case for case in CASES}

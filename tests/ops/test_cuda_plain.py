@@ -193,7 +193,7 @@ def _races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, t
         plain.naive_forward(q, k, v, *_CAUSAL)
         plain.rowwise_forward(q[:, :, :2], k, v, *_CAUSAL)
         ids = torch.zeros(1, 40, dtype=torch.int32), torch.zeros(1, 72, dtype=torch.int32)
-        plain.segment_ranges(Call(q, k, v, None, None, *ids, *_CAUSAL[4:]), 64)
+        plain.segment_ranges(Call(q, k, v, AttentionOptions(scale=0.125, segments=ids)), 64)
     assert len(sanitizer.reports) == (4 if changes else 9)
     return {name for name, said in sanitizer.reports.items() if said}
 
