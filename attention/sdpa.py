@@ -119,7 +119,9 @@ class SDPAAttention(Attention):
         # A row that sees no key may see them all, and its output is dropped: no NaN, not in gradients either.
         blind = ~mask.any(dim=-1, keepdim=True)
         mask = mask | blind
-        if alibi_slopes is not None or bias is not None:
+        # For cuDNN PyTorch 2.11 makes -65504 of a bool mask's False, and scores of a large q differ by more.
+        bounded = q.is_cuda and q.dtype in LOW_PRECISION
+        if alibi_slopes is not None or bias is not None or bounded:
             added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
             if alibi_slopes is not None:
                 wide = torch.promote_types(q.dtype, torch.float32)

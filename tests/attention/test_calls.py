@@ -86,8 +86,10 @@ REGRESSIONS = (
          magnitudes=LARGE_V, equal="k"),
     Call("cuda_fa3", 1, 128, dtype="float16", head_dim=8, heads=2, kv_heads=2, dropout_p=0.1,
          magnitudes=LARGE_V, seed=715),
-    # Few rows of few draws, in which an error shows that many draws show of both.
+    # A mask that hid keys by -65504.
     Call("sdpa_cudnn", 135, 17, dtype="bfloat16", head_dim=16, scale=1.0, magnitudes=(10000.0, 1.0, 1.0)),
+    Call("sdpa", 2, 2, dtype="bfloat16", heads=6, scale=1.0, documents=1, magnitudes=(10000.0, 1.0, 1.0)),
+    # Few rows of few draws, in which an error shows that many draws show of both.
     Call("cuda", 65, 65, head_dim=8, heads=2, causal=False, softcap=30.0, alibi="float32", slope=0.0,
          documents=2, lengths=(1,), dropout_p=0.5, mode="inference", needs_grad="v",
          layouts=("odd", "one_batch", "transposed", "contiguous"), seed=577),

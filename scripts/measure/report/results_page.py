@@ -16,7 +16,7 @@ from scripts.measure.rows import CONF, by_gpu
 from scripts.measure.studies import Report, Row, Table
 
 # The order of the page; what is not named here follows, by name.
-ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "hopper_forward")
+ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "hopper")
 ORDER += (
     "roofline",
     "backward_recompute",

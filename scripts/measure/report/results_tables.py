@@ -96,7 +96,27 @@ def _stages(rows: list[Row]) -> str:
 
 
 def hopper(rows: list[Row]) -> Report:
-    """cuda_fa3 beside the fastest libraries, by head dim and mask."""
+    """cuda_fa3 beside the fastest libraries, by pass, head dim and mask."""
+    tables, pictures, found = [], {}, []
+    for name in ("forward", "backward"):
+        lines, ratios, pictures[name] = _hopper([row for row in rows if row["point"]["pass"] == name], name)
+        tables.append(Table(f"TFLOP/s, {name}", lines))
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
+        found.append(
+            f"{name} {mean:.2f}x in the mean of {len(ratios)}, {min(ratios, default=0):.2f}x at the least"
+        )
+    return Report(
+        "How fast is our kernel for Hopper beside FlashAttention-4 and cuDNN, in one process?",
+        "python scripts/bench_attention.py --attention cuda_fa3 flash4 sdpa_cudnn sdpa_flash "
+        "--head-dim 64 128 --seq-len 1024 2048 4096 8192 16384 --out results/hopper/h200.jsonl",
+        tables,
+        pictures,
+        found=f"Of the best of the others in each shape: {'; '.join(found)}.",
+    )
+
+
+def _hopper(rows: list[Row], name: str) -> tuple[list[list[str]], list[float], str]:
+    """The table of a pass, our speed over the best of the others' by shape, and the picture."""
     from scripts.measure.report.figures import Line, panel, panels_of, svg
 
     speeds: dict[tuple[int, bool], dict[str, dict[float, float]]] = {}
@@ -107,7 +127,9 @@ def hopper(rows: list[Row]) -> Report:
             of.setdefault(p["implementation"], {})[p["seq_len"]] = r["tflops"]
     lengths = sorted({t for of in speeds.values() for line in of.values() for t in line})
     lines, ratios = [["", *(f"T = {t:,}" for t in lengths)]], []
-    figure, axes = panels_of(rows, "Forward on Hopper, bf16, 16,384 tokens, width 2,048", len(speeds))
+    figure, axes = panels_of(
+        rows, f"{name.capitalize()} on Hopper, bf16, 16,384 tokens, width 2,048", len(speeds)
+    )
     for axis, ((d, causal), of) in zip(axes, speeds.items(), strict=True):
         title, ours = f"D = {d}, {'causal' if causal else 'full'}", of.get("cuda_fa3", {})
         peers = {t: max(of[name].get(t, 0.0) for name in of if name != "cuda_fa3") for t in ours}
@@ -119,16 +141,7 @@ def hopper(rows: list[Row]) -> Report:
         ratios += each
         drawn = [Line(name, line, place) for place, (name, line) in enumerate(sorted(of.items()))]
         panel(axis, drawn, title, "T, tokens", "TFLOP/s", log_y=False)
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
-    return Report(
-        "How fast is our forward for Hopper beside FlashAttention-4 and cuDNN, in one process?",
-        "python scripts/bench_attention.py --attention cuda_fa3 flash4 sdpa_cudnn --pass forward "
-        "--head-dim 64 128 --seq-len 1024 2048 4096 8192 16384 --out results/hopper_forward/h200.jsonl",
-        [Table("TFLOP/s", lines)],
-        {"": svg(figure, rows)},
-        found=f"{mean:.2f}x the best of the others in the mean of {len(ratios)} shapes, "
-        f"{min(ratios, default=0):.2f}x at the least.",
-    )
+    return lines, ratios, svg(figure, rows)
 
 
 def training(rows: list[Row]) -> Report:
@@ -223,7 +236,7 @@ REPORTS: dict[str, Callable[[list[Row]], Report]] = {
     "cuda_ladder": ladder,
     "generate": generation,
     "gpt2_124m": training,
-    "hopper_forward": hopper,
+    "hopper": hopper,
     "parity": parity,
     "shakespeare_char": characters,
 }
