@@ -232,7 +232,7 @@ def build(
         grad_clip=cfg.grad_clip,
         compile=device.type == "cuda" if cfg.compile == "auto" else cfg.compile,
         decode_attention=decoder,
-        travel={
+        checkpoint_metadata={
             "schema": 1,
             "choices": choices,
             "config": portable(cfg, choices),

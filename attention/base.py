@@ -6,7 +6,7 @@ Every implementation computes, per batch b, head h and query i,
     s_j = -inf where j is not visible;  p = softmax(s);  p = dropout(p);  out_i = sum_j p_j v_j
 
 in this order, with rel = j - (i + Tk - Tq), the distance to the bottom-right diagonal. `kv_lengths[b]` takes
-the place of Tk in every formula. attention/naive.py is the specification written out.
+the place of Tk in every formula. attention/naive.py is the specification.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
     "must_be_deterministic",
     "scores_bytes",
 ]
-Segments = Tensor | tuple[Tensor, Tensor]
+DocumentIds = Tensor | tuple[Tensor, Tensor]
 
 
 def must_be_deterministic() -> bool:
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
         bias: Tensor | None = None,
-        segments: Segments | None = None,
+        document_ids: DocumentIds | None = None,
         kv_lengths: Tensor | None = None,
         dropout_p: float = 0.0,
         return_lse: bool = False,
@@ -159,7 +159,7 @@ class Attention(nn.Module):
             softcap: softcap * tanh(s / softcap) on the scaled scores, before ALiBi, bias and mask (Gemma 2).
             alibi_slopes: (Hq,), adds -slope * |i + Tk - Tq - j| (Press et al. 2022).
             bias: broadcastable to (B, Hq, Tq, Tk), added to the scores.
-            segments: document ids (B, T) int32, or a pair (B, Tq), (B, Tk): they see each other where equal.
+            document_ids: (B, T) int32, or a pair (B, Tq), (B, Tk): tokens see each other where equal.
             kv_lengths: (B,) int32 on the device, 0 to Tk, in its place; what lies beyond may be NaN.
             dropout_p: of the probabilities, in [0, 1); the seed comes from torch's default generator.
             return_lse: also the log of the softmax's denominator; it carries no gradient.
@@ -177,7 +177,7 @@ class Attention(nn.Module):
             softcap,
             alibi_slopes,
             bias,
-            segments,
+            document_ids,
             kv_lengths,
             dropout_p,
             return_lse,
@@ -200,7 +200,7 @@ class Attention(nn.Module):
                 softcap,
                 alibi_slopes,
                 bias,
-                (segments, segments) if isinstance(segments, Tensor) else segments,
+                (document_ids, document_ids) if isinstance(document_ids, Tensor) else document_ids,
                 kv_lengths,
                 dropout_p,
                 return_lse,

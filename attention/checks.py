@@ -28,7 +28,7 @@ def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tupl
 def _hashable(option: Any) -> Any:
     if isinstance(option, Tensor):
         return _kind(option)
-    # A window from a config is a list, and segments are a pair of tensors.
+    # A window from a config is a list, and document ids are a pair of tensors.
     return tuple(map(_hashable, option)) if isinstance(option, (list, tuple)) else option
 
 
@@ -43,7 +43,7 @@ def _need(condition: bool, message: str) -> None:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """Raises ValueError for a call that makes no sense for any implementation (shapes, dtypes, ranges)."""
-    _, scale, window, softcap, alibi_slopes, bias, segments, kv_lengths, dropout_p, _ = options
+    _, scale, window, softcap, alibi_slopes, bias, document_ids, kv_lengths, dropout_p, _ = options
     _check_qkv(q, k, v)
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
     if window is not None:
@@ -75,8 +75,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
         _need(
             fits, f"bias is {tuple(bias.shape)}; it needs a shape that broadcasts to (B, Hq, Tq, Tk) = {full}"
         )
-    if segments is not None:
-        _check_segments(segments, q, tk)
+    if document_ids is not None:
+        _check_document_ids(document_ids, q, tk)
     if kv_lengths is not None:
         _check_tensor("kv_lengths", kv_lengths, q, floating=False)
         _need(
@@ -124,21 +124,21 @@ def _check_tensor(name: str, t: Tensor, q: Tensor, *, floating: bool) -> None:
         _need(t.dtype == torch.int32, f"{name} is {t.dtype}; it needs torch.int32")
 
 
-def _check_segments(segments: Any, q: Tensor, tk: int) -> None:
+def _check_document_ids(document_ids: Any, q: Tensor, tk: int) -> None:
     batch, _, tq, _ = q.shape
-    if isinstance(segments, Tensor):
+    if isinstance(document_ids, Tensor):
         _need(
             tq == tk,
-            f"segments is one tensor, but there are {tq} queries and {tk} keys; pass a pair for both",
+            f"document_ids is one tensor, but there are {tq} queries and {tk} keys; pass a pair for both",
         )
-        segments = (segments, segments)
+        document_ids = (document_ids, document_ids)
     _need(
-        len(segments) == 2,
-        f"segments has {len(segments)} entries; it needs a tensor or a pair (queries, keys)",
+        len(document_ids) == 2,
+        f"document_ids has {len(document_ids)} entries; it needs a tensor or a pair (queries, keys)",
     )
-    for name, t, length in zip(("queries", "keys"), segments, (tq, tk), strict=True):
-        _check_tensor(f"segments of the {name}", t, q, floating=False)
+    for name, t, length in zip(("queries", "keys"), document_ids, (tq, tk), strict=True):
+        _check_tensor(f"document_ids of the {name}", t, q, floating=False)
         _need(
             t.shape == (batch, length),
-            f"segments of the {name} is {tuple(t.shape)}; it needs (B, T) = ({batch}, {length})",
+            f"document_ids of the {name} is {tuple(t.shape)}; it needs (B, T) = ({batch}, {length})",
         )

@@ -21,7 +21,7 @@ class Kernels:
 
 MATRIX_PRODUCTS = Kernels("matrix products", r"(?i)gemm|gemv|gemmk|nvjet|splitkreduce|\bdot_kernel")
 MATRIX_PRODUCTS_CPU = Kernels("matrix products on the CPU", r"(?i)^aten::(b|m|badd|add)mm(_out)?$|^aten::mv$")
-# What attention written out in PyTorch runs. Beside a fused kernel they are a pass that fell back to it.
+# What naive attention in PyTorch runs. Beside a fused kernel they are a pass that fell back to it.
 PRODUCTS = (MATRIX_PRODUCTS, MATRIX_PRODUCTS_CPU)
 
 
@@ -62,7 +62,7 @@ class Costs:
     """What a layer's call costs beyond its tensors: q, k, v, out and lse, and in the backward dout, dq, dk,
     dv.
 
-    kept: bytes kept for the backward beyond q, k, v and out; with the scores written out, copies of q, k and
+    kept: bytes kept for the backward beyond q, k, v and out; with all scores in memory, copies of q, k and
     v in the place of these are among them;
     transient: the most bytes during the backward beyond those kept and dq, dk, dv;
     shared: bytes kept once for all layers;

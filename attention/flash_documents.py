@@ -53,8 +53,8 @@ def documents(q_ids: Tensor, k_ids: Tensor) -> Documents:
     """
     if q_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UserError(
-            "segments: the number of documents is needed on the host, and a CUDA graph under capture cannot "
-            "give it; compile without CUDA graphs, or use attention=tiled"
+            "document_ids: the number of documents is needed on the host, and a CUDA graph under capture "
+            "cannot give it; compile without CUDA graphs, or use attention=tiled"
         )
     given = (q_ids, k_ids)
     # What inference mode makes counts no changes, so nothing can be kept for it.
@@ -85,8 +85,8 @@ def _find(q_ids: Tensor, k_ids: Tensor) -> Documents:
     place = order[torch.searchsorted(k_docs[order], q_docs)]  # of each query document among those of the keys
     if (place.diff() < 0).any():
         raise UserError(
-            "segments: the documents of the queries come in another order than those of the keys, which the "
-            "flash-attn library cannot tell; put them in one order, or use attention=tiled"
+            "document_ids: the documents of the queries come in another order than those of the keys, which "
+            "the flash-attn library cannot tell; put them in one order, or use attention=tiled"
         )
     lengths = torch.zeros_like(k_counts).index_copy_(0, place, q_counts)
     cu_q, cu_k = (torch.cat([counts.new_zeros(1), counts.cumsum(0)]) for counts in (lengths, k_counts))
@@ -115,8 +115,8 @@ def _runs(keys: Tensor, what: str) -> tuple[Tensor, Tensor]:
     if (times > 1).any():
         back = int(distinct[times > 1][0])
         raise UserError(
-            f"segments: document {(back & 0xFFFFFFFF) - 2**31} of row {back >> 32} comes back after another "
-            f"one (among the {what}), and the flash-attn library takes a document in one piece; give each "
-            "piece an id of its own if they are not to see each other, or use attention=tiled"
+            f"document_ids: document {(back & 0xFFFFFFFF) - 2**31} of row {back >> 32} comes back after "
+            f"another one (among the {what}), and the flash-attn library takes a document in one piece; give "
+            "each piece an id of its own if they are not to see each other, or use attention=tiled"
         )
     return docs, counts

@@ -70,15 +70,15 @@ def _backward(
 
 
 def _taken(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> Options:
-    """The op's options as flash_versions.py takes them. Raises UserError for segments that do not fit."""
-    found = None if options.segments is None else documents(*options.segments)
+    """The op's options as flash_versions.py takes them. Raises UserError for document ids that do not fit."""
+    found = None if options.document_ids is None else documents(*options.document_ids)
     left, right = options.band
     ordered = left >= 0 or right >= 0 or options.alibi_slopes is not None
     if found is not None and ordered and not found.aligned:
         raise UserError(
-            "segments: a document of the queries ends elsewhere on the diagonal than among the keys, and the "
-            "flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys of "
-            "each document up to its last query, or use attention=tiled"
+            "document_ids: a document of the queries ends elsewhere on the diagonal than among the keys, and "
+            "the flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys "
+            "of each document up to its last query, or use attention=tiled"
         )
     return Options(options, found, dropout_seed, bool(tuning[0]) or must_be_deterministic())
 
@@ -160,7 +160,7 @@ class FlashLibAttention(Attention):
 
     def reservations(self, call: AttentionCall) -> list[str]:
         found = []
-        if "segments" in call.features:
+        if "document_ids" in call.features:
             # Values decide whether it can, and to know them the host waits for the device.
             found.append("reads document ids on the host: needs to be asked for by name")
         if "window" in call.features and call.tq > call.tk:

@@ -30,7 +30,9 @@ from attention.base import (
 from attention.flash_documents import Documents
 from attention.geometry import blank_beyond
 
-_SHARED = frozenset({"window", "softcap", "segments", "kv_lengths", "gqa", "noncausal", "rectangular", "lse"})
+_SHARED = frozenset(
+    {"window", "softcap", "document_ids", "kv_lengths", "gqa", "noncausal", "rectangular", "lse"}
+)
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def _capabilities(features: frozenset[str], **limits: Any) -> Capabilities:
     )
 
 
-_LENGTHS_OR_DOCUMENTS = frozenset({"segments", "kv_lengths"})
+_LENGTHS_OR_DOCUMENTS = frozenset({"document_ids", "kv_lengths"})
 _BAND = ("window_size_left", "window_size_right", "softcap")
 VERSIONS = {
     2: Version(
@@ -260,7 +262,7 @@ VERSIONS = {
             frozenset({"dropout", "softcap"}),
             frozenset({"dropout", "kv_lengths"}),
             # Its causal lse lacks a term that depends on where the document starts.
-            frozenset({"alibi", "segments", "lse"}),
+            frozenset({"alibi", "document_ids", "lse"}),
         ),
     ),
     3: Version(

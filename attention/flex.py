@@ -6,8 +6,8 @@ partial or full is said by flex_masks.py. Where every query sees every key there
 Called on CUDA from outside of a torch.compile it is compiled here. Lengths of whole tiles, as in training,
 get kernels of their own, with every size and limit a constant, as one would write them by hand; at most
 MAX_STATIC for each kind of call. All other lengths share a dynamic kernel, as do calls with kv_lengths or
-segments; causal, windows and rectangles are data for it. It is compiled at most three times: for the first
-lengths, and then for all others with fewer than 128 queries and with more. (One would do for both, but
+document ids; causal, windows and rectangles are data for it. It is compiled at most three times: for the
+first lengths, and then for all others with fewer than 128 queries and with more. (One would do for both, but
 PyTorch 2.11 to 2.13 asks for their number to choose a decoding kernel, even where that is ruled out, and a
 question to a symbolic size is a guard.)
 
@@ -42,7 +42,7 @@ from attention.base import (
     Kernels,
 )
 from attention.declaration import lse_bytes, q_bytes, row_bytes
-from attention.flex_masks import TILE, Limits, Lists, Recent, Segments, tile_lists, unmasked_lists
+from attention.flex_masks import TILE, DocumentIds, Limits, Lists, Recent, tile_lists, unmasked_lists
 from attention.geometry import FAR, blank_beyond
 
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
@@ -55,7 +55,7 @@ def _plus(x: Tensor, n: int | Tensor) -> Tensor:
     return x + n if isinstance(n, Tensor) or n != 0 else x
 
 
-def _mask_mod(limits: Limits, segments: Segments | None) -> Callable[..., Tensor]:
+def _mask_mod(limits: Limits, document_ids: DocumentIds | None) -> Callable[..., Tensor]:
     """What PyTorch asks of partial tiles: does query i see key j? For a causal square just i >= j."""
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ def _mask_mod(limits: Limits, segments: Segments | None) -> Callable[..., Tensor
             seen.append(j + left >= own)
         if isinstance(keys, Tensor):  # PyTorch minds Tk itself
             seen.append(j < keys)
-        if segments is not None:
-            seen.append(segments[0][b, i] == segments[1][b, j])
+        if document_ids is not None:
+            seen.append(document_ids[0][b, i] == document_ids[1][b, j])
         return reduce(operator.and_, seen)
 
     return visible
@@ -105,7 +105,7 @@ def flex(
     v: Tensor,
     limits: Limits,
     lists: Lists,
-    segments: Segments | None,
+    document_ids: DocumentIds | None,
     kv_lengths: Tensor | None,
     slopes: Tensor | None,
     bias: Tensor | None,
@@ -125,7 +125,7 @@ def flex(
     lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=return_lse)
     unmasked = lists[2] is None
     tile = FAR if unmasked and q.shape[2] != 1 else TILE
-    visible = noop_mask if unmasked else _mask_mod(limits, segments)
+    visible = noop_mask if unmasked else _mask_mod(limits, document_ids)
     mask = BlockMask(lengths, *lists, BLOCK_SIZE=(tile, tile), mask_mod=visible)
     score_mod = _score_mod(limits, softcap, slopes, bias)
     out, aux = flex_attention(
@@ -207,29 +207,29 @@ def _run_static(
 
 
 def _lists(
-    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device, spare: int = 1
+    tq: int, tk: int, limits: Limits, document_ids: DocumentIds | None, device: torch.device, spare: int = 1
 ) -> Lists:
     everything = limits.left == limits.right == FAR and not isinstance(limits.keys, Tensor)
-    if everything and segments is None:
+    if everything and document_ids is None:
         return unmasked_lists(tq, tk, device)
-    return tile_lists(tq, tk, limits, segments, device, spare)
+    return tile_lists(tq, tk, limits, document_ids, device, spare)
 
 
 def _run_dynamic(
     q: Tensor, k: Tensor, v: Tensor, limits: Limits, *rest: Any, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """`flex` in the kernel of all lengths for this kind of call, its limits data."""
-    batch, tq, tk, (segments, kv_lengths) = q.shape[0], q.shape[2], k.shape[2], rest[:2]
+    batch, tq, tk, (document_ids, kv_lengths) = q.shape[0], q.shape[2], k.shape[2], rest[:2]
 
     def make() -> tuple[Limits, Lists]:
-        lists = _lists(tq, tk, limits, segments, q.device)
+        lists = _lists(tq, tk, limits, document_ids, q.device)
         for t in lists:  # else one compilation more, when both of their sizes have changed
             if t is not None:
                 torch._dynamo.maybe_mark_dynamic(t, list(range(2, t.ndim)))
         return limits.tensors(batch, q.device), lists
 
     facts = (batch, tq, tk, limits.left, limits.right, kv_lengths is None, q.device)
-    tensors = [t for t in (kv_lengths, *(segments or ())) if t is not None]
+    tensors = [t for t in (kv_lengths, *(document_ids or ())) if t is not None]
     data, lists = _RECENT.get(facts, tensors, make)
     kind = (*_kind_of_call(q, k, v, *rest), lists[2] is None)
     return _compiled(kind, backend)(q, k, v, data, lists, *rest)
@@ -240,7 +240,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """`flex`, compiled: with constants where nothing about the call is data."""
     result = None
-    if rest[0] is None and rest[1] is None:  # segments, kv_lengths
+    if rest[0] is None and rest[1] is None:  # document_ids, kv_lengths
         result = _run_static(q, k, v, limits, *rest, backend=backend)
     return result or _run_dynamic(q, k, v, limits, *rest, backend=backend)
 
@@ -305,7 +305,7 @@ class FlexAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         tq, tk = q.shape[2], k.shape[2]
-        segments, kv_lengths, bias = options.segments, options.kv_lengths, options.bias
+        document_ids, kv_lengths, bias = options.document_ids, options.kv_lengths, options.bias
         left, right = (side if side >= 0 else FAR for side in options.band)
         right = FAR if tq == 1 else right  # no key lies right of the last query
         limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
@@ -318,12 +318,12 @@ class FlexAttention(Attention):
         if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
             bias = bias.float()  # its gradient is summed in its own dtype
         constants = options.scale, options.softcap, options.return_lse
-        rest = (segments, kv_lengths, slopes, bias, constants)
+        rest = (document_ids, kv_lengths, slopes, bias, constants)
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
-            return flex(q, k, v, limits, _lists(tq, tk, limits, segments, q.device), *rest)
+            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), *rest)
         if not q.is_cuda:
             # PyTorch refuses what requires a gradient on a CPU even where none is recorded.
             q, k, v = q.detach(), k.detach(), v.detach()
-            return flex(q, k, v, limits, _lists(tq, tk, limits, segments, q.device), *rest)
+            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), *rest)
         return _run(q, k, v, limits, *rest, backend=self.backend)

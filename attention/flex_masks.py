@@ -17,7 +17,7 @@ from torch import Tensor
 
 TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
 
-Segments = tuple[Tensor, Tensor]
+DocumentIds = tuple[Tensor, Tensor]
 Lists = tuple[Tensor | None, ...]
 
 
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 def tile_lists(
-    tq: int, tk: int, limits: Limits, segments: Segments | None, device: torch.device, spare: int = 1
+    tq: int, tk: int, limits: Limits, document_ids: DocumentIds | None, device: torch.device, spare: int = 1
 ) -> Lists:
     """The tiles to compute, in the order of BlockMask's arguments.
 
@@ -57,9 +57,9 @@ def tile_lists(
     first, last = j - (i + TILE - 1) - diagonal, j + TILE - 1 - i - diagonal  # the least and most rel
     some = (first <= right) & (last >= -left) & (j < keys) & (i < tq)
     full = (first >= -left) & (last <= right) & (j + TILE <= keys) & (i + TILE <= tq)
-    if segments is not None:
+    if document_ids is not None:
         # Documents by the range of their ids in a tile: exact for ids in order, else a tile too many.
-        (q_low, q_high), (k_low, k_high) = (_tile_range(ids) for ids in segments)
+        (q_low, q_high), (k_low, k_high) = (_tile_range(ids) for ids in document_ids)
         q_low, q_high = q_low[:, None, :, None], q_high[:, None, :, None]  # (B, 1, rows, 1)
         k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
         some = some & (q_low <= k_high) & (k_low <= q_high)

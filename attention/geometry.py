@@ -30,12 +30,12 @@ def visible(
     j: Tensor,
     band: tuple[int, int],
     kv_lengths: Tensor | None,
-    segments: tuple[Tensor, Tensor] | None,
+    document_ids: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """True where a query sees a key, broadcastable to (B, Hq, |i|, |j|).
 
-    `rel` comes from `relative_positions`, `band` from `AttentionOptions.band`, and `segments` is already cut
-    to the queries and keys in hand, (B, |i|) and (B, |j|).
+    `rel` comes from `relative_positions`, `band` from `AttentionOptions.band`, and `document_ids` is already
+    cut to the queries and keys in hand, (B, |i|) and (B, |j|).
     """
     left, right = band
     seen = torch.ones_like(rel, dtype=torch.bool) if right < 0 else rel <= right
@@ -43,8 +43,8 @@ def visible(
         seen = seen & (rel >= -left)
     if kv_lengths is not None:
         seen = seen & (j.view(1, 1, 1, -1) < kv_lengths.view(-1, 1, 1, 1))
-    if segments is not None:
-        q_ids, k_ids = segments
+    if document_ids is not None:
+        q_ids, k_ids = document_ids
         seen = seen & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
     return seen
 

@@ -1,4 +1,4 @@
-"""softmax(Q K^T) V written out: the specification that every other implementation is measured against.
+"""Naive attention, softmax(Q K^T) V: the specification that every other implementation is measured against.
 
 It makes the whole (Tq, Tk) matrix, so its memory grows as T^2. Nothing here is tuned, and fast code never
 imports it.
@@ -30,7 +30,7 @@ DEFAULTS = AttentionOptions()
 def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS) -> Tensor:
     """What goes into the softmax: (B, Hq, Tq, Tk), -inf where a query does not see a key; the dtype is that
     of q and k."""
-    causal, scale, window, softcap, alibi_slopes, bias, segments, kv_lengths, _, _ = options
+    causal, scale, window, softcap, alibi_slopes, bias, document_ids, kv_lengths, _, _ = options
     heads, tq, tk = q.shape[1], q.shape[2], k.shape[2]
     i = torch.arange(tq, device=q.device).view(1, 1, tq, 1)
     j = torch.arange(tk, device=q.device).view(1, 1, 1, tk)
@@ -55,8 +55,8 @@ def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS)
         hidden = hidden | (rel < -left)
     if right >= 0:
         hidden = hidden | (rel > right)
-    if segments is not None:
-        q_ids, k_ids = segments
+    if document_ids is not None:
+        q_ids, k_ids = document_ids
         hidden = hidden | (q_ids[:, None, :, None] != k_ids[:, None, None, :])
     return scores.masked_fill(hidden, -torch.inf)
 

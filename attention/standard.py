@@ -38,11 +38,11 @@ def standard_attention(
     softmax: Callable[[Tensor], Tensor] = torch_softmax,
     scale_first: bool = False,
 ) -> Tensor:
-    """out (B, H, Tq, D): all scores written out, the mask as -inf, probabilities kept by autograd.
+    """out (B, H, Tq, D): all scores in memory, the mask as -inf, probabilities kept by autograd.
 
     `softmax` over the last dimension; `scale_first`: the scale goes into q, before the product. Every query
     has to see a key, and what lies beyond `kv_lengths` to be finite; all of it is computed."""
-    causal, scale, segments, kv_lengths = options.causal, options.scale, options.segments, options.kv_lengths
+    causal, scale, kv_lengths = options.causal, options.scale, options.kv_lengths
     scores = (q * scale) @ k.mT if scale_first else (q @ k.mT) * scale  # (B, H, Tq, Tk)
     hidden, tq, tk = None, q.shape[2], k.shape[2]
     if kv_lengths is not None:
@@ -51,8 +51,9 @@ def standard_attention(
         hidden = j > i + keys - tq if causal else j >= keys
     elif causal:
         hidden = torch.ones(tq, tk, dtype=torch.bool, device=q.device).triu(1 + tk - tq)
-    if segments is not None:
-        apart = segments[0][:, None, :, None] != segments[1][:, None, None, :]
+    if options.document_ids is not None:
+        q_ids, k_ids = options.document_ids
+        apart = q_ids[:, None, :, None] != k_ids[:, None, None, :]
         hidden = apart if hidden is None else hidden | apart
     return softmax(scores if hidden is None else scores.masked_fill(hidden, -torch.inf)) @ v
 

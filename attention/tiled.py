@@ -65,7 +65,7 @@ class _Problem:
     q: Tensor
     k: Tensor
     options: AttentionOptions
-    segments: tuple[Tensor | None, Tensor | None]
+    document_ids: tuple[Tensor | None, Tensor | None]
     dropout_seed: Tensor | None
     blocks: tuple[int, int]
 
@@ -73,7 +73,7 @@ class _Problem:
     def of(
         cls, q: Tensor, k: Tensor, options: AttentionOptions, seed: Tensor | None, blocks: list[int]
     ) -> _Problem:
-        return cls(q, k, options, options.segments or (None, None), seed, tuple(blocks))
+        return cls(q, k, options, options.document_ids or (None, None), seed, tuple(blocks))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,20 +93,20 @@ class _Problem:
                 kind = tile_kind(rows, cols, tk - tq, self.options.band)
                 if kind == "future" or (kind == "outside" and self.options.kv_lengths is None):
                     continue
-                data_masks = self.options.kv_lengths is not None or self.segments[0] is not None
+                data_masks = self.options.kv_lengths is not None or self.document_ids[0] is not None
                 found.append((rows, cols, kind != "past" or data_masks))
         return found
 
     def _shared_documents(self, row_tiles: list[range], col_tiles: list[range]) -> list[list[bool]] | None:
         """For each tile, whether the id ranges of its queries and keys overlap in any sequence."""
-        if self.segments[0] is None or self.q.device.type != "cpu":
+        if self.document_ids[0] is None or self.q.device.type != "cpu":
             return None
         (q_low, q_high), (k_low, k_high) = (
             [
                 torch.stack([reduce(ids[:, t.start : t.stop], 1) for t in cut])
                 for reduce in (torch.amin, torch.amax)
             ]
-            for ids, cut in ((self.segments[0], row_tiles), (self.segments[1], col_tiles))
+            for ids, cut in ((self.document_ids[0], row_tiles), (self.document_ids[1], col_tiles))
         )  # each (tiles, B)
         overlap = (q_low[:, None] <= k_high[None]) & (
             k_low[None] <= q_high[:, None]
@@ -146,14 +146,14 @@ class _Problem:
         if self.options.bias is not None:
             heads = heads + cut_bias(self.options.bias, rows, cols).to(s.dtype)
         if masked:
-            segments = None
-            if self.segments[0] is not None:
-                segments = (
-                    self.segments[0][:, rows.start : rows.stop],
-                    self.segments[1][:, cols.start : cols.stop],
+            document_ids = None
+            if self.document_ids[0] is not None:
+                document_ids = (
+                    self.document_ids[0][:, rows.start : rows.stop],
+                    self.document_ids[1][:, cols.start : cols.stop],
                 )
             heads = heads.masked_fill(
-                ~visible(rel, j, self.options.band, self.options.kv_lengths, segments), -torch.inf
+                ~visible(rel, j, self.options.band, self.options.kv_lengths, document_ids), -torch.inf
             )
         return heads.reshape(s.shape), capped
 

@@ -84,7 +84,7 @@ class TritonAttention(Attention):
 
     def _facts(self, call: AttentionCall) -> tuple[Any, ...]:
         """What decides about tiles, as ops/triton/configs.py takes it."""
-        heavy = {"softcap", "alibi", "bias", "dropout", "segments", "kv_lengths"} & call.features
+        heavy = {"softcap", "alibi", "bias", "dropout", "document_ids", "kv_lengths"} & call.features
         masked = call.causal or "window" in call.features
         return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy)
 

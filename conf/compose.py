@@ -18,7 +18,7 @@ CONF = Path(__file__).parent
 def without_nulls(arguments: Iterable[str]) -> list[str]:
     """A command line as Hydra has it: group=null, callbacks=null say, is ~group; keys are those of today."""
     groups = {f"{path.name}=null": f"~{path.name}" for path in CONF.iterdir() if path.is_dir()}
-    return [groups.get(argument) or renames.override(argument) for argument in arguments]
+    return renames.typed(groups.get(argument, argument) for argument in arguments)
 
 
 def swept(arguments: Iterable[str], overrides: list[str]) -> list[str]:

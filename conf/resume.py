@@ -87,7 +87,7 @@ def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
         raise UserError(f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config.")
     ckpts = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
     ckpt = re.sub(r"""^(['"])(.*)\1$""", r"\2", ckpts[-1])
-    return ckpt, [renames.override(argument) for argument in arguments if not argument.startswith("ckpt=")]
+    return ckpt, renames.typed(argument for argument in arguments if not argument.startswith("ckpt="))
 
 
 def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:

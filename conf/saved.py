@@ -89,7 +89,7 @@ def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) ->
 
     lenient: for those who read nothing but attention: all else is passed over, as are plain values under
     keys that conf/ lacks there."""
-    now = {"config": renames.config(saved["config"])}
+    now = {"config": renames.config(saved["config"], "the checkpoint's config")}
     now["model"] = renames.config({"model": saved["model"]})["model"]
     saved = {**saved, **now}
     if lenient:

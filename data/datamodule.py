@@ -98,7 +98,7 @@ class TokenDataModule(lightning.LightningDataModule):
     seq_len: tokens a window.
     batch_size: rows of a micro-batch on each rank; eval_batch_size: the same for validation.
     seed: names the order of the windows.
-    document_mask: batches hold `segments`, see `data.tokens.Windows`.
+    document_mask: batches hold `document_ids`, see `data.tokens.Windows`.
     max_val_tokens: validation reads at most about this many.
     pin_memory: None pins where there is a GPU.
     prepare_workers: processes that tokenise; None: one per core.
@@ -110,8 +110,8 @@ class TokenDataModule(lightning.LightningDataModule):
     It is the state that is saved.
 
     Batches: {"input_ids": (B, T) int64, "targets": (B, T) int64, -1 where ignored} and, with document_mask,
-    "segments": (B, T) int32. A validation batch can hold no target at all: sum the losses, and divide by the
-    number of targets of all batches.
+    "document_ids": (B, T) int32. A validation batch can hold no target at all: sum the losses, and divide by
+    the number of targets of all batches.
     """
 
     def __init__(

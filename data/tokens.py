@@ -97,7 +97,7 @@ def permute(positions: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
 class Windows:
     """Reads windows of T = seq_len tokens.
 
-    document_mask: batches also hold `segments` (B, T) int32, the documents numbered 0, 1, 2... within each
+    document_mask: batches also hold `document_ids` (B, T) int32, numbers 0, 1, 2... of the documents of each
     window, and the first token of a document is nobody's target: its predecessor sees another document. The
     end-of-text token before it stays a target.
     """
@@ -110,7 +110,7 @@ class Windows:
         raise NotImplementedError
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """input_ids and targets, (B, T) int64, targets one token on; segments (B, T) int32 if asked for."""
+        """(B, T): input_ids and targets, int64, targets one token on; document_ids, int32, if asked for."""
         starts, T, tokens = self.starts(np.asarray(indices, dtype=np.int64)), self.seq_len, self.file.tokens
         x = np.zeros((len(starts), T), dtype=np.int64)
         y = np.full((len(starts), T), IGNORE, dtype=np.int64)
@@ -121,10 +121,10 @@ class Windows:
                 y[row, :n] = tokens[s + 1 : s + 1 + n]
         batch = {"input_ids": x, "targets": y}
         if self.document_mask:
-            batch["segments"] = self._segments(starts, y)
+            batch["document_ids"] = self._document_ids(starts, y)
         return batch
 
-    def _segments(self, starts: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def _document_ids(self, starts: np.ndarray, targets: np.ndarray) -> np.ndarray:
         ends, T = self.file.document_ends, self.seq_len
         first = np.searchsorted(ends, starts, side="right")
         last = np.searchsorted(ends, starts + T, side="right")

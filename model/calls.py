@@ -19,7 +19,7 @@ def attention_call(
     tokens: int,
     device: torch.device,
     dtype: torch.dtype,
-    segments: bool = False,
+    document_ids: bool = False,
 ) -> AttentionCall:
     """The call of every layer for `purpose`: training | validation | prefill | decode.
 
@@ -30,7 +30,7 @@ def attention_call(
         "alibi": config.position == "alibi",
         "gqa": config.kv_heads != config.n_head,
         "noncausal": not config.causal,
-        "segments": segments and purpose in ("training", "validation"),
+        "document_ids": document_ids and purpose in ("training", "validation"),
         "dropout": config.attn_dropout > 0 and purpose == "training",
         "kv_lengths": purpose == "decode",
         "rectangular": purpose == "decode",

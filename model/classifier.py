@@ -65,12 +65,12 @@ class Classifier(GPT):
         lengths: (B, S) how many tokens of each sequence count, from its first on. The padding behind them is
         a document of its own to the attention: nothing of it reaches the logits, whatever it holds."""
         ids = input_ids.flatten(0, 1)  # (B, S, T) -> (B * S, T)
-        segments = None
+        document_ids = None
         if lengths is not None:
             at = torch.arange(ids.shape[1], device=ids.device)
-            segments = (at >= lengths.flatten().unsqueeze(1)).int()  # (B * S, T)
+            document_ids = (at >= lengths.flatten().unsqueeze(1)).int()  # (B * S, T)
         first = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-        logits = super().forward(ids, segments=segments, last=first)
+        logits = super().forward(ids, document_ids=document_ids, last=first)
         if targets is None:
             return logits
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")

@@ -82,7 +82,7 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         rope: Tensor | None = None,
         slopes: Tensor | None = None,
-        segments: Tensor | None = None,
+        document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
@@ -111,7 +111,7 @@ class CausalSelfAttention(nn.Module):
             k,
             v,
             alibi_slopes=slopes,
-            segments=segments,
+            document_ids=document_ids,
             kv_lengths=kv_lengths,
             dropout_p=self.config.attn_dropout if self.training else 0.0,
             **self.config.attention_options,
@@ -214,7 +214,7 @@ class GPT(nn.Module):
         input_ids: Tensor,
         *,
         targets: Tensor | None = None,
-        segments: Tensor | None = None,
+        document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         last: Tensor | None = None,
     ) -> Tensor:
@@ -224,7 +224,7 @@ class GPT(nn.Module):
         The loss is part of forward so that a compiled step fuses it and never holds the logits in fp32, and
         that `model.loss_chunk` can keep it from ever holding the logits of all tokens (model/loss.py).
 
-        segments: document ids (B, T) int32; tokens see their own document only.
+        document_ids: (B, T) int32; tokens see their own document only.
         cache: extended by one token a row, or filled with the prompts that `cache.prefill` announced.
         last: (B,) positions; logits (B, 1, V padded) of these alone, as generation needs no others.
         """
@@ -245,9 +245,9 @@ class GPT(nn.Module):
             rope = rope[:, :T] if positions is None else rope[:, positions]  # (2, T, D/2) or (2, B, 1, D/2)
         for i, block in enumerate(self.transformer.h):
             if self.checkpointing and self.training:
-                x = checkpoint(block, x, rope, self.slopes, segments, use_reentrant=False)
+                x = checkpoint(block, x, rope, self.slopes, document_ids, use_reentrant=False)
             else:
-                x = block(x, rope, self.slopes, segments, cache, i)
+                x = block(x, rope, self.slopes, document_ids, cache, i)
         if cache is not None:
             cache.advance()
         x = self.transformer.ln_f(x)

@@ -23,7 +23,7 @@ from ops.options import AttentionOptions, flattened, gathered
 # -1 for unbounded, causal is window_right = 0; softcap = 0 is off. `tuning` is the implementation's own (tile
 # sizes, say).
 _OPTIONS = (
-    "Tensor? alibi_slopes, Tensor? bias, Tensor? q_segments, Tensor? k_segments, Tensor? kv_lengths, "
+    "Tensor? alibi_slopes, Tensor? bias, Tensor? q_document_ids, Tensor? k_document_ids, Tensor? kv_lengths, "
     "Tensor? dropout_seed, float scale, int window_left, int window_right, float softcap, float dropout_p, "
     "int[] tuning"
 )

@@ -12,7 +12,7 @@ class AttentionOptions(NamedTuple):
     """What a call asks for beside q, k and v, as `Attention.forward` has it: what each means is said there.
 
     Made definite, as implementations and kernels get it, `scale` is a number above 0, `window` None or (left,
-    right) with -1 for unbounded, and `segments` None or a pair."""
+    right) with -1 for unbounded, and `document_ids` None or a pair."""
 
     causal: bool = True
     scale: float | None = None
@@ -20,7 +20,7 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
-    segments: Tensor | tuple[Tensor, Tensor] | None = None
+    document_ids: Tensor | tuple[Tensor, Tensor] | None = None
     kv_lengths: Tensor | None = None
     dropout_p: float = 0.0
     return_lse: bool = False
@@ -36,12 +36,12 @@ class AttentionOptions(NamedTuple):
 def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> tuple[Any, ...]:
     """Definite options as the arguments of an op, in the order of the schema of ops/library.py."""
     left, right = options.band
-    q_segments, k_segments = options.segments or (None, None)
+    q_ids, k_ids = options.document_ids or (None, None)
     return (
         options.alibi_slopes,
         options.bias,
-        q_segments,
-        k_segments,
+        q_ids,
+        k_ids,
         options.kv_lengths,
         dropout_seed,
         options.scale,
@@ -55,9 +55,7 @@ def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: li
 
 def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | None, list[int]]:
     """The way back: (options, dropout_seed, tuning) of an op's arguments."""
-    slopes, bias, q_segments, k_segments, lengths, seed, scale, left, right, softcap, dropout_p, tuning = (
-        arguments
-    )
+    slopes, bias, q_ids, k_ids, lengths, seed, scale, left, right, softcap, dropout_p, tuning = arguments
     causal = right == 0
     window = (left, -1 if causal else right)
     options = AttentionOptions(
@@ -67,7 +65,7 @@ def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | Non
         softcap or None,
         slopes,
         bias,
-        None if q_segments is None else (q_segments, k_segments),
+        None if q_ids is None else (q_ids, k_ids),
         lengths,
         dropout_p,
     )

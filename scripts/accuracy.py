@@ -93,9 +93,9 @@ class Part:
             options["alibi_slopes"] = slopes[self.heads]
         if (bias := options.get("bias")) is not None and not problem.bias_grad:
             options["bias"] = self.cut("bias", bias)
-        if (segments := options.get("segments")) is not None:
-            pair = (segments, segments) if isinstance(segments, Tensor) else segments
-            options["segments"] = tuple(ids[self.rows] for ids in pair)
+        if (ids := options.get("document_ids")) is not None:
+            pair = (ids, ids) if isinstance(ids, Tensor) else ids
+            options["document_ids"] = tuple(each[self.rows] for each in pair)
         if (lengths := options.get("kv_lengths")) is not None:
             options["kv_lengths"] = lengths[self.rows]
         q, k, v = (self.cut(name, getattr(problem, name).detach()) for name in "qkv")
@@ -235,9 +235,9 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
     """What goes into the softmax for the queries in `piece`, (B, Hq, |piece|, Tk). All queries at once are
     left to the specification; of a piece it makes the products, and the positions are added here."""
     options = {name: x for name, x in problem.options.items() if name not in ("dropout_p", "return_lse")}
-    options["window"], segments = geometry.normalise_window(options.get("window")), options.get("segments")
-    if segments is not None:
-        segments = options["segments"] = (segments, segments) if isinstance(segments, Tensor) else segments
+    options["window"], ids = geometry.normalise_window(options.get("window")), options.get("document_ids")
+    if ids is not None:
+        ids = options["document_ids"] = (ids, ids) if isinstance(ids, Tensor) else ids
     bias = leaves.get("bias", options.get("bias"))
     tq, tk = problem.q.shape[2], k.shape[2]
     if len(piece) == tq:
@@ -254,10 +254,10 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
     if bias is not None:
         per_query = bias.ndim >= 2 and bias.shape[-2] > 1
         scores = scores + (bias[..., rows, :] if per_query else bias).to(scores.dtype)
-    if segments is not None:
-        segments = (segments[0][:, rows], segments[1])
+    if ids is not None:
+        ids = (ids[0][:, rows], ids[1])
     band = AttentionOptions(**options).band
-    return scores.masked_fill(~geometry.visible(rel, j, band, lengths, segments), -torch.inf)
+    return scores.masked_fill(~geometry.visible(rel, j, band, lengths, ids), -torch.inf)
 
 
 def error_ratios(got: Result, reference: Result, plain: Result, dtype: torch.dtype) -> dict[str, float]:

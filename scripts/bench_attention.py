@@ -9,7 +9,7 @@
 TFLOP/s count 4 B H T T D forward, halved for causal, and 2.5 times that backward. Each point has the kernels
 that ran, the error against fp64 and the peak memory beside its time; what runs out of memory or is refused
 is a row with the reason. Rows go to results/attention/<gpu>.jsonl as they are measured: a bench that was
-killed goes on where it stopped, as long as machine and sources are the same.
+killed resumes, as long as machine and sources are the same.
 """
 
 from __future__ import annotations

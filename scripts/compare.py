@@ -11,7 +11,7 @@ twice: equal bits, or an implementation that differs from itself from run to run
 
 Keys and what they are when left out: attention=auto, against=naive; device=auto, dtype=auto (bf16 on a GPU
 that has it, else fp32), seed=0; and for random tensors batch=2, heads=4, kv_heads=heads, seq_len=512,
-head_dim=64, causal=true, window (keys to the left), softcap, alibi=false, segments (documents a row).
+head_dim=64, causal=true, window (keys to the left), softcap, alibi=false, document_ids (documents a row).
 With ckpt= (last, a run, a file) the shapes are the model's, and text= is cut to its context.
 Exit code 0: rounding; 1: a fault; 2: it could not be compared, and why.
 """
@@ -25,6 +25,7 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
+from conf import renames
 from conf.values import UserError
 
 if TYPE_CHECKING:
@@ -48,20 +49,20 @@ USUAL: dict[str, Any] = {
     "window": None,
     "softcap": None,
     "alibi": False,
-    "segments": None,
+    "document_ids": None,
     "ckpt": None,
     "runs_dir": None,
     "text": None,
 }
-WHOLE = ("seed", "batch", "heads", "kv_heads", "seq_len", "head_dim", "window", "segments")
-OPTIONS = ("causal", "window", "softcap", "alibi", "segments")
+WHOLE = ("seed", "batch", "heads", "kv_heads", "seq_len", "head_dim", "window", "document_ids")
+OPTIONS = ("causal", "window", "softcap", "alibi", "document_ids")
 ANY_MODE = ("attention", "against", "device", "dtype", "seed")
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
     """The keys as values. Raises UserError for an unknown key, a wrong value, or keys of both kinds."""
     given = dict(USUAL)
-    for argument in arguments:
+    for argument in renames.typed(arguments):
         key, equals, text = argument.partition("=")
         if key not in USUAL or not equals:
             raise UserError(f"{argument}: write key=value with a key of {', '.join(USUAL)}.")
@@ -106,9 +107,9 @@ def random_problem(given: dict[str, Any], device: Any, dtype: Any) -> Problem:
         options["window"] = (given["window"], 0 if given["causal"] else given["window"])
     if given["alibi"]:
         options["alibi_slopes"] = 2.0 ** (-8 * (torch.arange(heads, device=device) + 1) / heads)
-    if given["segments"]:
-        cuts = torch.rand(batch, tokens, generator=g) < given["segments"] / tokens
-        options["segments"] = cuts.cumsum(1).to(device, torch.int32)
+    if given["document_ids"]:
+        cuts = torch.rand(batch, tokens, generator=g) < given["document_ids"] / tokens
+        options["document_ids"] = cuts.cumsum(1).to(device, torch.int32)
     q, k, v, dout = tensor(heads), tensor(kv_heads), tensor(kv_heads), tensor(heads)
     return Problem(q, k, v, {name: x for name, x in options.items() if x is not None}, dout)
 

@@ -120,7 +120,7 @@ def _require(run: Run, cfg: DictConfig) -> None:
 
     call = run.call
     if cfg.data.document_mask:
-        call = replace(call, features=call.features | {"segments"})
+        call = replace(call, features=call.features | {"document_ids"})
     if reasons := run.attention.capabilities.reasons(call):
         raise UnsupportedAttention(run.attention.name, reasons, call)
 

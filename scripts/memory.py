@@ -166,7 +166,7 @@ def training_step(cfg: DictConfig) -> Step:
     precision = runtime.precision(cfg.precision, device)
     dtype, config, batch = runtime.compute_dtype(precision), model_config(cfg), cfg.data.batch_size
     attention = build_attention(cfg)
-    facts = {"device": device, "dtype": dtype, "segments": cfg.data.document_mask}
+    facts = {"device": device, "dtype": dtype, "document_ids": cfg.data.document_mask}
     require(attention, [attention_calls(config, batch, batch, **facts)["training"]])
     torch.manual_seed(cfg.seed)
     net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
@@ -178,7 +178,7 @@ def training_step(cfg: DictConfig) -> Step:
     tokens = torch.randint(config.vocab_size, (2, batch, config.seq_len), device=device)
     micro = {"input_ids": tokens[0], "targets": tokens[1]}
     if cfg.data.document_mask:
-        micro["segments"] = torch.zeros_like(tokens[0], dtype=torch.int32)
+        micro["document_ids"] = torch.zeros_like(tokens[0], dtype=torch.int32)
     repeats = min(2, runtime.accumulation(cfg.tokens_per_step, batch * config.seq_len, 1))
 
     def run() -> None:

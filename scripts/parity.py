@@ -118,7 +118,7 @@ class Study:
         from model.calls import attention_call
 
         data = self.data[self.seeds[0]]
-        facts = {"device": self.device, "dtype": dtype, "segments": data.document_mask}
+        facts = {"device": self.device, "dtype": dtype, "document_ids": data.document_mask}
         call = attention_call(
             self.config, "training", batch=data.batch_size, tokens=self.config.seq_len, **facts
         )

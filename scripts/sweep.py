@@ -11,7 +11,7 @@ have the GPU to themselves, one point at a time; out of memory counts when alone
 
 Rows go to results/<study>/<gpu or cpu>.jsonl as points end, the picture beside it at the end. What runs out
 of memory, is refused or fails is a row with the reason; where memory runs out, smaller micro-batches follow,
-to the largest that fits. A sweep that was killed goes on where it stopped, as long as the machine and the
+to the largest that fits. A sweep that was killed resumes, as long as the machine and the
 sources that a point runs are the same; errors are tried again. With --missing rows of other sources and
 versions stand too, and what has none is measured.
 """

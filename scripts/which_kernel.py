@@ -6,7 +6,7 @@
 Keys and what they are when left out: attention=auto, batch=2, heads=16, kv_heads=heads, seq_len=1024 (for
 decode the keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
 dtype=bf16 (fp16, fp32; on a CPU fp32), and features: any of window, softcap, alibi, bias, bias_grad,
-segments, kv_lengths and dropout, joined by commas. attention.*=... sets an option of the implementation's
+document_ids, kv_lengths and dropout, joined by commas. attention.*=... sets an option of the implementation's
 yaml. Exit code 1: something else ran than was asked for; 2: it was refused, with the reasons.
 """
 
@@ -19,6 +19,7 @@ if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
+from conf import renames
 from conf.values import UserError
 
 USUAL = {
@@ -33,7 +34,7 @@ USUAL = {
     "dtype": "",
     "features": "",
 }
-FEATURES = ("window", "softcap", "alibi", "bias", "bias_grad", "segments", "kv_lengths", "dropout")
+FEATURES = ("window", "softcap", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "dropout")
 
 
 def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -78,9 +79,9 @@ def extras(names: list[str], q: Any, k: Any) -> dict[str, Any]:
     if {"bias", "bias_grad"} & set(names):
         bias = torch.randn(heads, tq, tk, device=device, dtype=q.dtype)
         made["bias"] = bias.requires_grad_("bias_grad" in names)
-    if "segments" in names:  # two documents; the queries are the last of the keys
+    if "document_ids" in names:  # two documents; the queries are the last of the keys
         ids = (torch.arange(tk, device=device) >= tk // 2).int().expand(batch, tk)
-        made["segments"] = (ids[:, tk - tq :], ids)
+        made["document_ids"] = (ids[:, tk - tq :], ids)
     if "kv_lengths" in names:
         made["kv_lengths"] = torch.full((batch,), tk, dtype=torch.int32, device=device)
     if "dropout" in names:
@@ -130,7 +131,7 @@ def main() -> int:
     cuda = torch.cuda.is_available()
     given["kv_heads"] = given["kv_heads"] or given["heads"]
     given["dtype"] = given["dtype"] or ("bf16" if cuda else "fp32")
-    names = [name for name in given["features"].split(",") if name]
+    names = renames.typed(filter(None, given["features"].split(",")))
     if unknown := [name for name in names if name not in FEATURES]:
         raise UserError(f"features={','.join(unknown)}: choose of {', '.join(FEATURES)}.")
     passed, asked = one_of(given, "pass", PASSES), one_of(given, "attention", choices("attention"))

@@ -91,7 +91,7 @@ CROSSED = (
     "alibi",
     "bias",
     "bias_grad",
-    "segments",
+    "document_ids",
     "kv_lengths",
     "dropout",
     "noncausal",
@@ -122,7 +122,7 @@ def _cases() -> list[Case]:
     cases.append(Case("no_key", 203, 113))
     # Whole tiles of queries that see no key.
     cases += [Case("no_key", 250, 40, head_dim) for head_dim in (64, 128)]
-    for feature in ("kv_lengths", "segments", "window"):
+    for feature in ("kv_lengths", "document_ids", "window"):
         cases.append(Case("no_key", *rectangle, features=frozenset({feature}), blind=True))
     # A window that slides past the last key, with more queries than keys and no causal mask.
     cases.append(Case("no_key", 203, 113, features=frozenset({"window", "noncausal"})))
@@ -214,13 +214,13 @@ def _options(case: Case, g: torch.Generator, device: str, dtype: torch.dtype) ->
         shape = (h, 1, tk) if "bias_grad" in on else (b, h, tq, tk)
         bias = torch.randn(shape, generator=g).to(device, dtype)
         options["bias"] = bias.requires_grad_("bias_grad" in on)
-    if "segments" in on:
+    if "document_ids" in on:
         k_ids = (torch.rand(b, tk, generator=g) < 4 / tk).cumsum(1)
         q_ids = k_ids[:, tk - tq :] if tq <= tk else (torch.rand(b, tq, generator=g) < 4 / tq).cumsum(1)
         if case.blind:
             q_ids = torch.where(torch.arange(tq) % 5 == 0, 99, q_ids)  # a document without keys
         pair = tuple(ids.to(device, torch.int32) for ids in (q_ids, k_ids))
-        options["segments"] = pair[1] if tq == tk else pair
+        options["document_ids"] = pair[1] if tq == tk else pair
     if "kv_lengths" in on:
         lengths = [0 if case.blind else tk, max(1, tk * 2 // 3)]
         options["kv_lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)

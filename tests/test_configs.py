@@ -232,7 +232,7 @@ def test_a_recipe_is_for_new_runs() -> None:
         resumed(saved_run(), "experiment=quickstart")
 
 
-def test_a_renamed_key_is_taken_from_checkpoints_and_command_lines(monkeypatch) -> None:
+def test_a_renamed_key_is_taken_from_checkpoints_and_command_lines_with_a_notice(monkeypatch, capsys) -> None:
     saved = saved_run("optim.lr=0.25", "model.norm=rmsnorm")
     saved["config"]["optim"]["learning_rate"] = saved["config"]["optim"].pop("lr")
     saved["model"]["norms"] = saved["model"].pop("norm")
@@ -242,5 +242,11 @@ def test_a_renamed_key_is_taken_from_checkpoints_and_command_lines(monkeypatch) 
     monkeypatch.setattr(renames, "RENAMED", {"optim.learning_rate": "optim.lr", "model.norms": "model.norm"})
     cfg, _ = resumed(saved)
     assert (cfg.optim.lr, cfg.model.norm) == (0.25, "rmsnorm")
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "note: the checkpoint's config has model.norms, which is called model.norm now.",
+        "note: the checkpoint's config has optim.learning_rate, which is called optim.lr now.",
+    ]
     assert without_nulls(["optim.learning_rate=1", "logger=null"]) == ["optim.lr=1", "~logger"]
     assert split_ckpt(["ckpt=a", "model.norms=layernorm"]) == ("a", ["model.norm=layernorm"])
+    said = capsys.readouterr().err
+    assert "note: the command line has model.norms, which is called model.norm now." in said

@@ -82,7 +82,7 @@ def kv_cache_bytes(config: GPTConfig, batch: int, tokens: int, bytes_per_value: 
 
 
 def score_matrix_bytes(batch: int, heads: int, tq: int, tk: int, bytes_per_value: int = 2) -> int:
-    """Bytes of one layer's scores written out, which naive attention holds and tiled attention never does."""
+    """Bytes of one layer's scores, all of which naive attention holds and tiled attention never does."""
     return batch * heads * tq * tk * bytes_per_value
 
 

@@ -73,7 +73,7 @@ def table_bytes(run: Run) -> int:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySnapshot:
     """What is alive at a moment of the step, in bytes, by the kinds of scripts/memory.py."""
 
     name: str
@@ -90,12 +90,12 @@ class Moment:
         return state + self.activations + self.attention + self.other
 
 
-def peak(run: Run) -> Moment:
-    """The moment of a step at which most is alive; `moments` tells of them all."""
-    return max(moments(run), key=lambda moment: moment.peak)
+def peak(run: Run) -> MemorySnapshot:
+    """What is alive when a step takes most; `memory_snapshots` has all that can be it."""
+    return max(memory_snapshots(run), key=lambda snapshot: snapshot.peak)
 
 
-def moments(run: Run) -> list[Moment]:
+def memory_snapshots(run: Run) -> list[MemorySnapshot]:
     """Every moment of a step that may be its peak; Z = what a block keeps (checkpointed: its input, 4 N C).
 
     - loss, head: all layers' Z, the last norm's, and what model/costs/memory_loss.py tells of;
@@ -122,7 +122,7 @@ def moments(run: Run) -> list[Moment]:
     def at(name: str, gradients: int, activations: int, attention: int) -> None:
         gradients = parameters if run.accumulates else gradients
         state = (parameters, gradients, 2 * parameters, cast + embedded + activations, attention)
-        found.append(Moment(name, *state, table_bytes(run)))
+        found.append(MemorySnapshot(name, *state, table_bytes(run)))
 
     def below(layers: int) -> tuple[int, int]:
         """(activations, attention's own) of the first so many blocks before the backward gets to them."""

@@ -49,7 +49,7 @@ def attention_size(run: Run) -> AttentionSize:
 
 def attention_work(run: Run) -> tuple[Work, Work]:
     """Forward and backward of one layer: q, k, v in, out and lse out; backward those and dout in, dq, dk and
-    dv out; and what the implementation moves beyond. With the scores written out no product skips what is
+    dv out; and what the implementation moves beyond. With all scores in memory no product skips what is
     masked."""
     size, own = attention_size(run), run.costs
     shape = size.batch, size.heads, size.tq, size.tk, size.head_dim

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import lightning as L
@@ -76,7 +76,7 @@ class LitGPT(L.LightningModule):
     schedule: (step, max_steps) -> factor of the learning rate
     accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
     decode_attention: the implementation that samples with a KV cache (None: the one that trains)
-    travel: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
+    checkpoint_metadata: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LitGPT(L.LightningModule):
         grad_clip: float | None = 1.0,
         compile: bool = False,
         decode_attention: Attention | None = None,
-        travel: dict[str, Any] | None = None,
+        checkpoint_metadata: dict[str, Any] | None = None,
     ):
         super().__init__()
         self.automatic_optimization = False
@@ -102,7 +102,7 @@ class LitGPT(L.LightningModule):
         self.grad_clip = grad_clip
         self.compile_net = compile
         self.decode_attention = decode_attention
-        self.travel = travel or {}
+        self.checkpoint_metadata = checkpoint_metadata or {}
         self.late = LateScalars()
         # Called with (step, scalars) when the scalars of a step have arrived on the host, in order.
         self.listeners: list[Callable[[int, dict[str, float]], None]] = []
@@ -224,7 +224,9 @@ class LitGPT(L.LightningModule):
             return nullcontext()
         if self.device_mesh is not None:
             self.net.set_requires_gradient_sync(False)
-            return _Then(lambda: self.net.set_requires_gradient_sync(True))
+            after = ExitStack()
+            after.callback(self.net.set_requires_gradient_sync, True)
+            return after
         return self.trainer.strategy.block_backward_sync()
 
     def _update(self, lr_factor: float) -> Tensor:
@@ -269,7 +271,7 @@ class LitGPT(L.LightningModule):
         self.log("val/loss", (self.val_sums[0] / self.val_sums[1]).float(), logger=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["tilegpt"] = dict(self.travel)
+        checkpoint["tilegpt"] = dict(self.checkpoint_metadata)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Before Lightning restores anything."""
@@ -282,15 +284,3 @@ class LitGPT(L.LightningModule):
 def _whole(norm: Tensor) -> Tensor:
     """Under FSDP2 a norm is a DTensor."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-class _Then:
-    """A context that runs `then` on leaving."""
-
-    def __init__(self, then: Callable[[], None]):
-        self.then = then
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None:
-        self.then()

@@ -118,7 +118,7 @@ def attentions(
     """What trains, what decodes, and the call that trains; UnsupportedAttention where one of them cannot.
 
     build: the chosen implementation, or the one of a name."""
-    facts = {"device": device, "dtype": dtype, "segments": data.document_mask}
+    facts = {"device": device, "dtype": dtype, "document_ids": data.document_mask}
     calls = attention_calls(config, data.batch_size, data.eval_batch_size, **facts)
     attention = build()
     require(attention, [call for purpose, call in calls.items() if purpose != "decode"])

@@ -32,7 +32,7 @@ ENTRIES: dict[str, tuple[type, ...]] = {
     "tilegpt": (dict,),
 }
 SCHEMA = 1  # of the entry "tilegpt"
-TRAVEL: dict[str, tuple[type, ...]] = {
+METADATA: dict[str, tuple[type, ...]] = {
     "schema": (int,),
     "choices": (dict,),
     "config": (dict,),
@@ -107,16 +107,16 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
     """UserError unless this is the dictionary that a checkpoint of this project holds.
 
     Further entries, of plain values and tensors, are those of callbacks named on the command line."""
-    travel = checkpoint["tilegpt"]
-    if type(travel) is dict and travel.get("schema") != SCHEMA:
-        schema = travel.get("schema")
+    metadata = checkpoint["tilegpt"]
+    if type(metadata) is dict and metadata.get("schema") != SCHEMA:
+        schema = metadata.get("schema")
         raise UserError(
             f"it has schema {schema if type(schema) is int else printable(schema)}, and this version of "
             f"tilegpt reads {SCHEMA}: use the one that wrote it"
         )
     require_plain(checkpoint)
     known = {key: value for key, value in checkpoint.items() if key in ENTRIES}
-    for name, content, entries in (("content", known, ENTRIES), ("entry tilegpt", travel, TRAVEL)):
+    for name, content, entries in (("content", known, ENTRIES), ("entry tilegpt", metadata, METADATA)):
         require_keys(content, entries, name)
         for key, kinds in entries.items():
             if type(content[key]) not in kinds:
@@ -126,7 +126,7 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
         raise UserError(f"it was written by Lightning {printable(version)}, and 2 is needed")
     if checkpoint["global_step"] < 0:
         raise UserError(f"its step is {checkpoint['global_step']}")
-    require_model(travel["model"], checkpoint["state_dict"])
+    require_model(metadata["model"], checkpoint["state_dict"])
 
 
 def require_like(value: Any, own: Any, name: str) -> None:

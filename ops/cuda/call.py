@@ -27,7 +27,8 @@ class Strides(ctypes.Structure):
 
 
 _POINTERS = (
-    "q k v out lse dout dq dk dv lse2 delta scratch alibi_slopes q_segments k_segments ranges kv_lengths seed"
+    "q k v out lse dout dq dk dv lse2 delta scratch "
+    "alibi_slopes q_document_ids k_document_ids ranges kv_lengths seed"
 )
 _STRIDED = "q k v out dout dq dk dv"
 _INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped tail window_left window_right"
@@ -90,17 +91,15 @@ class Call:
     ):
         slopes, kv_lengths, dropout_p = options.alibi_slopes, options.kv_lengths, options.dropout_p
         (left, right), softcap, self.tuning = options.band, options.softcap or 0.0, tuning
-        q_segments, k_segments = options.segments or (None, None)
+        q_ids, k_ids = options.document_ids or (None, None)
         if options.bias is not None:
             raise ValueError("attention=cuda takes no bias; attention=triton, flex, tiled and naive do")
         check(q, k, v)
         # the kernels step through these by one
-        contiguous = (
-            None if x is None else x.contiguous() for x in (slopes, q_segments, k_segments, kv_lengths)
-        )
-        slopes, q_segments, k_segments, kv_lengths = contiguous
+        contiguous = (None if x is None else x.contiguous() for x in (slopes, q_ids, k_ids, kv_lengths))
+        slopes, q_ids, k_ids, kv_lengths = contiguous
         slopes = None if slopes is None else slopes.float()
-        self.tensors = (q, k, v, slopes, q_segments, k_segments, kv_lengths, seed)
+        self.tensors = (q, k, v, slopes, q_ids, k_ids, kv_lengths, seed)
         (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
         self.params = Params(
             batch=batch,
@@ -120,8 +119,8 @@ class Call:
             k=k,
             v=v,
             alibi_slopes=slopes,
-            q_segments=q_segments,
-            k_segments=k_segments,
+            q_document_ids=q_ids,
+            k_document_ids=k_ids,
             kv_lengths=kv_lengths,
             seed=seed,
         )
@@ -134,7 +133,7 @@ class Call:
             "HAS_RIGHT": int(right >= 0),
             "SOFTCAP": int(softcap > 0),
             "ALIBI": int(slopes is not None),
-            "SEGMENTS": int(q_segments is not None),
+            "DOCUMENT_IDS": int(q_ids is not None),
             "LENGTHS": int(kv_lengths is not None),
             "DROPOUT": int(dropout_p > 0),
         }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.cuda.call import Call, Params
-from ops.cuda.plain import segment_ranges
+from ops.cuda.plain import document_ranges
 from ops.cuda.tensor_cores import fa2_backward, prepare_backward
 from ops.library import empty_as
 from ops.order import multiprocessors
@@ -80,7 +80,7 @@ def tile_head_dim(head_dim: int) -> int:
 def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> HopperTile:
     """The forward's tile for `tk` keys and the options that `defines` names."""
     short = tk <= _SMALL_KEYS and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
-    small = short or defines["SOFTCAP"] or defines["SEGMENTS"]
+    small = short or defines["SOFTCAP"] or defines["DOCUMENT_IDS"]
     return _SMALL if small and tile_head_dim(head_dim) <= 64 else _FORWARD[tile_head_dim(head_dim)]
 
 
@@ -157,7 +157,7 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     rows = 64 * tile.groups
     # Both live until the launch: the parameters hold addresses. A zero of the launch's own: one that is kept
     # from call to call would lie in whatever memory pool or graph it was first asked for in.
-    ranges, counter = segment_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
+    ranges, counter = document_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1])
     launch = Launch(params=params, next_tile=counter.data_ptr())
@@ -200,7 +200,7 @@ _KEYS = 128  # of a block of the backward
 # By the padded head dim.
 _BACKWARD = {64: HopperBackwardTile(128, 2, late_dq=True), 128: HopperBackwardTile(64, 2, late_dq=False)}
 # Options that the backward does not take yet.
-_LACKING = ("SOFTCAP", "ALIBI", "SEGMENTS", "LENGTHS", "DROPOUT")
+_LACKING = ("SOFTCAP", "ALIBI", "DOCUMENT_IDS", "LENGTHS", "DROPOUT")
 
 
 class BackwardLaunch(ctypes.Structure):

@@ -19,7 +19,7 @@ from ops.library import empty_as
 
 # Where kernels come from; tests put the CPU in its place.
 _kernel: Callable[..., Any] = nvrtc.kernel
-_THREADS = 256  # of a block of naive, rowwise and segment_ranges
+_THREADS = 256  # of a block of naive, rowwise and document_ranges
 _STRIP = 8  # queries of a thread of naive: 16 is 3% slower, 4 15%
 _WARPS = 8  # of a block of naive and delta
 # What a block may use on an H200, for tensors on a CPU.
@@ -132,7 +132,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     call, choice = Call(q, k, v, *options), tile(q, backward=False)
     (batch, heads, tq, head_dim), queries = q.shape, choice.tokens(backward=False)
     out, lse = _outputs(q)
-    ranges = segment_ranges(call, queries)
+    ranges = document_ranges(call, queries)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / queries), batch * heads, k, times=heads // k.shape[1])
     defines = call.defines | _vector(q, k, v, out) | choice.defines
@@ -162,10 +162,10 @@ def tiled_backward(
         kernel = _kernel("ladder/tiled_backward.cu", name, defines, q.device)
         kernel.launch(blocks, 32 * choice.warps, params, shared)
 
-    of_keys = segment_ranges(call, rows, transposed=True)
+    of_keys = document_ranges(call, rows, transposed=True)
     blocks = call.in_order(math.ceil(tk / rows), batch * kv_heads, q, over=heads // kv_heads)
     launch("tilegpt_tiled_dkdv", blocks, of_keys)
-    of_queries = segment_ranges(call, rows)
+    of_queries = document_ranges(call, rows)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // kv_heads)
     launch("tilegpt_tiled_dq", blocks, of_queries)
     del statistics, of_keys, of_queries  # alive until the last launch
@@ -186,10 +186,10 @@ def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> 
     return statistics
 
 
-def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | None:
+def document_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | None:
     """(B, tiles, 3): first and end of the keys of the documents of each tile of `rows` queries, and whether
     all is one document; `transposed`: of the queries of those of each tile of keys. None without any. See
-    csrc/lib/segment_ranges.cu."""
+    csrc/lib/document_ranges.cu."""
     own, other = call.tensors[4:6]
     if own is None:
         return None
@@ -199,8 +199,8 @@ def segment_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor | 
     n_tiles = math.ceil(n_own / rows)
     ranges = torch.empty((batch, n_tiles, 3), dtype=torch.int32, device=own.device)
     params = Params(tq=n_own, tk=n_other, n_tiles=n_tiles)
-    params.bind(q_segments=own, k_segments=other, ranges=ranges)
+    params.bind(q_document_ids=own, k_document_ids=other, ranges=ranges)
     defines = {"PARAMS_BYTES": call.defines["PARAMS_BYTES"], "ELEMENT": "float", "TILE": rows}
-    kernel = _kernel("lib/segment_ranges.cu", "tilegpt_segment_ranges", defines, own.device)
+    kernel = _kernel("lib/document_ranges.cu", "tilegpt_document_ranges", defines, own.device)
     kernel.launch(n_tiles * batch, _THREADS, params)
     return ranges

@@ -23,7 +23,7 @@ def shared_memory(
         return made | (_fa2_backward(head_dim, able) if backward and stage == "fa2" else {})
     if stage == "tiled":
         on_tensor_cores = dtype == torch.float32 and arch >= (8, 0)
-        return (_planes if on_tensor_cores else _plain)(head_dim, able, backward)
+        return (_split_fp16 if on_tensor_cores else _plain)(head_dim, able, backward)
     return {}
 
 
@@ -57,15 +57,17 @@ def _fa2_backward(head_dim: int, able: int) -> dict[str, int]:
     return {f"backward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
 
 
-def _planes(head_dim: int, able: int, backward: bool) -> dict[str, int]:
-    from ops.cuda import planes, planes_backward
+def _split_fp16(head_dim: int, able: int, backward: bool) -> dict[str, int]:
+    from ops.cuda import split_fp16, split_fp16_backward
 
-    tables = {"forward": (planes._FORWARD,)}
+    tables = {"forward": (split_fp16._FORWARD,)}
     if backward:
-        tables["backward"] = (planes_backward._DKDV, planes_backward._DQ)
-    width = planes.padded(head_dim)
+        tables["backward"] = (split_fp16_backward._DKDV, split_fp16_backward._DQ)
+    width = split_fp16.padded(head_dim)
     return {
-        passed: max(planes.first_that_fits(of[width], head_dim, able).shared_bytes(head_dim) for of in every)
+        passed: max(
+            split_fp16.first_that_fits(of[width], head_dim, able).shared_bytes(head_dim) for of in every
+        )
         for passed, every in tables.items()
     }
 

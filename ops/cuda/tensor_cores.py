@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.cuda.call import PADDED_TO, Call, padded
-from ops.cuda.plain import segment_ranges
+from ops.cuda.plain import document_ranges
 from ops.library import empty_as
 
 _PREPARE_THREADS = 256
@@ -164,7 +164,7 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    ranges = segment_ranges(call, tile.br)
+    ranges = document_ranges(call, tile.br)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     kernel = nvrtc.kernel("ladder/fa2.cu", "tilegpt_fa2_forward", _defines(call, tile, q, k, v), q.device)
@@ -203,7 +203,7 @@ def run_backward(
     numbers = 2 if deterministic else 2 + padded(head_dim)
     scratch = q.new_empty(numbers * n_rows, dtype=torch.float32)
     lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
-    ranges = segment_ranges(call, tile.bc, transposed=True)
+    ranges = document_ranges(call, tile.bc, transposed=True)
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
     params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
     params.padded_tq = padded_tq
@@ -238,7 +238,7 @@ def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:
     """dQ by itself, into what `call.params` has for it."""
     (batch, heads, tq, head_dim), params = q.shape, call.params
     tile = _DQ[padded(head_dim)]
-    ranges = segment_ranges(call, tile.br)
+    ranges = document_ranges(call, tile.br)
     params.bind(ranges=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     defines = _defines(call, tile, q, k, v, dout)

@@ -20,7 +20,7 @@ from ops.triton.backward import _tilegpt_attention_backward_dkdv, _tilegpt_atten
 from ops.triton.backward_dq import _tilegpt_attention_backward_dq
 from ops.triton.configs import DecodeTile, Tile
 from ops.triton.decode import _tilegpt_decode_combine, _tilegpt_decode_split
-from ops.triton.forward import _tilegpt_attention_forward, _tilegpt_segment_ranges
+from ops.triton.forward import _tilegpt_attention_forward, _tilegpt_document_ranges
 from ops.triton.interpret import INTERPRETED, mend
 
 if INTERPRETED:
@@ -83,7 +83,7 @@ class _Call:
         tuning: Sequence[int] = (),
     ):
         self.slopes, self.bias, self.kv_lengths = options.alibi_slopes, options.bias, options.kv_lengths
-        (self.q_segments, self.k_segments), self.seed = options.segments or (None, None), seed
+        (self.q_ids, self.k_ids), self.seed = options.document_ids or (None, None), seed
         (left, right), softcap = options.band, options.softcap or 0.0
         scale, dropout_p = options.scale, options.dropout_p
         if self.bias is not None:
@@ -92,8 +92,8 @@ class _Call:
         self.slopes = None if self.slopes is None else self.slopes.contiguous()
         self.kv_lengths = None if self.kv_lengths is None else self.kv_lengths.contiguous()
         self.bias_strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
-        if self.q_segments is not None:
-            self.q_segments, self.k_segments = self.q_segments.contiguous(), self.k_segments.contiguous()
+        if self.q_ids is not None:
+            self.q_ids, self.k_ids = self.q_ids.contiguous(), self.k_ids.contiguous()
         # beyond T a bound says nothing, and 32 bits hold what is left
         longest = q.shape[2] + k.shape[2]
         self.keep_scale = 1.0 / (1.0 - dropout_p)
@@ -124,7 +124,7 @@ class _Call:
         self.masked = left >= 0 or right >= 0
         self.uneven = right >= 0 > left
         self.heavy = not plain_scores or dropout_p > 0
-        self.heavy |= self.q_segments is not None or self.kv_lengths is not None
+        self.heavy |= self.q_ids is not None or self.kv_lengths is not None
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.device_facts = arch, 8 * q.element_size(), self.block_d
         self.autotune = bool(tuning and tuning[0])
@@ -142,21 +142,23 @@ class _Call:
         return fastest(key, list(dict.fromkeys([tile, *configs.candidates(kind, *self.device_facts)])), run)
 
     def tensors(self, ranges: Tensor | None) -> tuple[Any, ...]:
-        return (self.slopes, self.bias, self.q_segments, self.k_segments, ranges, self.kv_lengths, self.seed)
+        return (self.slopes, self.bias, self.q_ids, self.k_ids, ranges, self.kv_lengths, self.seed)
 
     def ranges(self, block: int, transposed: bool = False) -> Tensor | None:
         """(B, tiles, 3): first and end of the keys of each query tile's documents, and whether all is one;
         `transposed`: of queries for key tiles."""
-        if self.q_segments is None:
+        if self.q_ids is None:
             return None
-        own, other = self.q_segments, self.k_segments
+        own, other = self.q_ids, self.k_ids
         if transposed:
             own, other = other, own
         (batch, n_own), n_other = own.shape, other.shape[1]
         n_tiles = triton.cdiv(n_own, block)
         ranges = torch.empty((batch, n_tiles, 3), dtype=torch.int32, device=own.device)
         chunk = min(2048, triton.next_power_of_2(n_other))
-        _tilegpt_segment_ranges[(n_tiles * batch,)](own, other, ranges, n_own, n_other, n_tiles, block, chunk)
+        _tilegpt_document_ranges[(n_tiles * batch,)](
+            own, other, ranges, n_own, n_other, n_tiles, block, chunk
+        )
         return ranges
 
 

@@ -33,8 +33,8 @@ def _tilegpt_attention_backward_dq(
     dq,
     alibi_slopes,
     bias,
-    q_segments,
-    k_segments,
+    q_document_ids,
+    k_document_ids,
     ranges,
     kv_lengths,
     seed,
@@ -88,7 +88,7 @@ def _tilegpt_attention_backward_dq(
     """dQ of BLOCK_M queries of one head."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
-    SEGMENTS: tl.constexpr = q_segments is not None
+    DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
@@ -107,13 +107,13 @@ def _tilegpt_attention_backward_dq(
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = 0
-    if SEGMENTS:
-        q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
-        k_segments += b64 * tk
-    first_key, end_key, _ = documents_of(ranges, b * n_tiles + tile, SEGMENTS)
+    if DOCUMENT_IDS:
+        q_ids = tl.load(q_document_ids + b64 * tq + i, mask=i < tq, other=-1)[:, None]
+        k_document_ids += b64 * tk
+    first_key, end_key, _ = documents_of(ranges, b * n_tiles + tile, DOCUMENT_IDS)
     lo, full_lo, full_hi, hi = key_range(
         i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, False,
-        BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
+        BLOCK_N, HAS_LEFT, HAS_RIGHT, DOCUMENT_IDS,
     )  # fmt: skip
     q_tile = load_parts(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
     do_tile = load_parts(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
@@ -121,18 +121,18 @@ def _tilegpt_attention_backward_dq(
     row_lse2 = tl.load(lse2 + row + i)[:, None]
     row_delta = tl.load(delta + row + i)[:, None]
     acc = zeros(BLOCK_M, BLOCK_D, PART)
-    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
     for start in tl.range(lo, hi, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
         v_tile = load_parts(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
         s = product(q_tile, k_tile)
         dp = product(do_tile, v_tile)
-        k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
+        k_ids = tl.load(k_document_ids + j, mask=j < limit, other=-1)[None, :] if DOCUMENT_IDS else 0
         p, capped = weights(
             s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,
             window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi), MASKED,
-            HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, SEGMENTS, SCALE_LATE, EXACT,
+            HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
         )  # fmt: skip
         if DROPOUT:
             dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)

@@ -11,12 +11,12 @@ import triton.language as tl
 
 from ops.triton.interpret import INTERPRETED
 
-# How fp32 tiles are multiplied: each operand as three bf16 planes, the six largest products of them on
+# How fp32 tiles are multiplied: each operand as three bf16 terms, the six largest products of them on
 # tensor cores. Triton adds the accumulator behind those by an fp32 addition, which rounds; tensor cores
 # truncate, and a sum over thousands of keys would drift. The interpreter does not know the word, and
 # multiplies in fp64. 16 bits do not ask.
 PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
-# Columns of an fp32 tile that are multiplied at once: the planes of 128 spilled up to 12 times as many bytes.
+# Columns of an fp32 tile that are multiplied at once: the terms of 128 spilled up to 12 times as many bytes.
 FP32_PART = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.925963033500e-08)  # log2(e) less its fp32
@@ -241,11 +241,11 @@ def visible(
     k_ids,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr,
 ):
     """Which query sees which key: j < limit, in the band around the diagonal j = i + offset, same document.
 
-    q_ids, k_ids: document ids shaped as i and j; anything without SEGMENTS.
+    q_ids, k_ids: document ids shaped as i and j; anything without DOCUMENT_IDS.
     """
     # Comparisons of vectors: a difference of matrices would be hoisted out of the loop, 44 registers in the
     # backward.
@@ -254,16 +254,16 @@ def visible(
         seen = seen & (j <= i + (offset + window_right))
     if HAS_LEFT:
         seen = seen & (j >= i + (offset - window_left))
-    if SEGMENTS:
+    if DOCUMENT_IDS:
         seen = seen & (q_ids == k_ids)
     return seen
 
 
 @triton.jit
-def documents_of(ranges, tile, SEGMENTS: tl.constexpr):
-    """First, end and whole of a tile, from _tilegpt_segment_ranges; anything without SEGMENTS."""
+def documents_of(ranges, tile, DOCUMENT_IDS: tl.constexpr):
+    """First, end and whole of a tile, from _tilegpt_document_ranges; anything without DOCUMENT_IDS."""
     first, end, whole = 0, 0, True
-    if SEGMENTS:
+    if DOCUMENT_IDS:
         first, end = tl.load(ranges + tile * 3), tl.load(ranges + tile * 3 + 1)
         whole = tl.load(ranges + tile * 3 + 2) != 0
     return first, end, whole

@@ -34,8 +34,8 @@ def _tilegpt_decode_split(
     lse,
     alibi_slopes,
     bias,
-    q_segments,
-    k_segments,
+    q_document_ids,
+    k_document_ids,
     ranges,
     kv_lengths,
     seed,
@@ -86,7 +86,7 @@ def _tilegpt_decode_split(
     without, they are the results."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
-    SEGMENTS: tl.constexpr = q_segments is not None
+    DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -127,9 +127,9 @@ def _tilegpt_decode_split(
         bias_rows = bias + (b64 * bias_b + h.to(tl.int64) * bias_h)[:, None]
     slope = tl.load(alibi_slopes + h, mask=real, other=0.0).to(tl.float32)[:, None] if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
-    q_ids = tl.load(q_segments + b64 * tq + i, mask=real, other=-1)[:, None] if SEGMENTS else 0
-    if SEGMENTS:
-        k_segments += b64 * tk
+    q_ids = tl.load(q_document_ids + b64 * tq + i, mask=real, other=-1)[:, None] if DOCUMENT_IDS else 0
+    if DOCUMENT_IDS:
+        k_document_ids += b64 * tk
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # A sum for each column of the tile: the warps share the columns, and add up once, not in every tile.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -143,11 +143,11 @@ def _tilegpt_decode_split(
             s, i[:, None], j[None, :], offset, scale, softcap, slope, bias_rows, bias_i, bias_j, tq, limit,
             ALIBI, SOFTCAP, EXACT,
         )  # fmt: skip
-        if SEGMENTS or (start < full_lo) | (start + BLOCK_N > full_hi):
-            k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
+        if DOCUMENT_IDS or (start < full_lo) | (start + BLOCK_N > full_hi):
+            k_ids = tl.load(k_document_ids + j, mask=j < limit, other=-1)[None, :] if DOCUMENT_IDS else 0
             seen = visible(
                 i[:, None], j[None, :], offset, limit, window_left, window_right, q_ids, k_ids,
-                HAS_LEFT, HAS_RIGHT, SEGMENTS,
+                HAS_LEFT, HAS_RIGHT, DOCUMENT_IDS,
             )  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))

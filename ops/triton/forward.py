@@ -41,7 +41,7 @@ def key_range(
     BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    DOCUMENT_IDS: tl.constexpr,
 ):
     """For queries i0 .. i0 + rows: keys lo .. hi are seen by some, the tiles in full_lo .. full_hi by all.
 
@@ -52,7 +52,7 @@ def key_range(
         lo = tl.maximum(lo, i0 + offset - window_left)
     if HAS_RIGHT:
         hi = tl.minimum(hi, i0 + rows + offset + window_right)
-    if SEGMENTS:
+    if DOCUMENT_IDS:
         lo, hi = tl.maximum(lo, first_key), tl.minimum(hi, end_key)
     full_lo = lo
     lo = lo // BLOCK_N * BLOCK_N
@@ -60,12 +60,12 @@ def key_range(
     full_hi = hi
     if HAS_LEFT:
         full_lo = tl.maximum(full_lo, i0 + rows - 1 + offset - window_left)
-    if HAS_LEFT or SEGMENTS:
+    if HAS_LEFT or DOCUMENT_IDS:
         full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N), tl.cdiv(hi, BLOCK_N)) * BLOCK_N
     if HAS_RIGHT:
         full_hi = tl.minimum(hi, i0 + 1 + offset + window_right)
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
-    if SEGMENTS:
+    if DOCUMENT_IDS:
         full_hi = tl.where(whole, full_hi, full_lo)  # else every tile compares ids
     return lo, full_lo, full_hi, hi
 
@@ -79,8 +79,8 @@ def _tilegpt_attention_forward(
     lse,
     alibi_slopes,
     bias,
-    q_segments,
-    k_segments,
+    q_document_ids,
+    k_document_ids,
     ranges,
     kv_lengths,
     seed,
@@ -130,7 +130,7 @@ def _tilegpt_attention_forward(
     """out and lse of BLOCK_M queries of one head; see ops/triton/attention.py for the arguments."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
-    SEGMENTS: tl.constexpr = q_segments is not None
+    DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
@@ -148,15 +148,15 @@ def _tilegpt_attention_forward(
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = 0
-    if SEGMENTS:
-        q_ids = tl.load(q_segments + b64 * tq + i, mask=i < tq, other=-1)[:, None]
-        k_segments += b64 * tk
-    first_key, end_key, whole = documents_of(ranges, b * n_tiles + tile, SEGMENTS)
+    if DOCUMENT_IDS:
+        q_ids = tl.load(q_document_ids + b64 * tq + i, mask=i < tq, other=-1)[:, None]
+        k_document_ids += b64 * tk
+    first_key, end_key, whole = documents_of(ranges, b * n_tiles + tile, DOCUMENT_IDS)
     lo, full_lo, full_hi, hi = key_range(
         i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, whole,
-        BLOCK_N, HAS_LEFT, HAS_RIGHT, SEGMENTS,
+        BLOCK_N, HAS_LEFT, HAS_RIGHT, DOCUMENT_IDS,
     )  # fmt: skip
-    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or SEGMENTS or not EVEN_K
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
     # With SCALE_LATE the scale goes into the exponential's FMA, and m is kept unscaled.
     m_scale = scale if SCALE_LATE else 1.0
     q_tile = load_parts(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
@@ -175,10 +175,10 @@ def _tilegpt_attention_forward(
         if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
             # One loop with a branch: a loop each for masked and unmasked tiles took 50 registers more.
             if (start < full_lo) | (start >= full_hi):
-                k_ids = tl.load(k_segments + j, mask=j < limit, other=-1)[None, :] if SEGMENTS else 0
+                k_ids = tl.load(k_document_ids + j, mask=j < limit, other=-1)[None, :] if DOCUMENT_IDS else 0
                 seen = visible(
                     i[:, None], j[None, :], offset, limit, window_left, window_right, q_ids, k_ids,
-                    HAS_LEFT, HAS_RIGHT, SEGMENTS,
+                    HAS_LEFT, HAS_RIGHT, DOCUMENT_IDS,
                 )  # fmt: skip
                 s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -201,7 +201,7 @@ def _tilegpt_attention_forward(
 
 
 @triton.jit(do_not_specialize=["n_own", "n_other", "n_tiles"])
-def _tilegpt_segment_ranges(
+def _tilegpt_document_ranges(
     own, other, ranges, n_own, n_other, n_tiles, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
     """(B, n_tiles, 3): first and end of `other` whose ids lie within those of each tile of BLOCK `own`, and

@@ -97,8 +97,8 @@ def _run(attention: Attention, call: Call, inputs: Inputs) -> Result:
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout}
     options = inputs.options
     given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
-    if isinstance(options["segments"], tuple):
-        given |= dict(zip(("q_ids", "k_ids"), options["segments"], strict=True))
+    if isinstance(options["document_ids"], tuple):
+        given |= dict(zip(("q_ids", "k_ids"), options["document_ids"], strict=True))
     before = {name: _memory(x).clone() for name, x in given.items()}
     leaves = {name: x for name, x in given.items() if x.requires_grad}
     mode = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}[call.mode]

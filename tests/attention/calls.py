@@ -47,7 +47,7 @@ class Call:
     bias: tuple[int, ...] | None = None  # of the last dimensions of (B, Hq, Tq, Tk), 0 for a size of 1
     bias_dtype: str = "float32"
     bias_layout: str = "contiguous"
-    bias_hides: str = ""  # -inf: "keys" here and there, "rows" of them
+    bias_masks: str = ""  # -inf: "keys" here and there, "rows" of them
     documents: int = 0
     documents_return: bool = False  # ids in any order, A B A
     lengths: tuple[int, ...] | None = None  # kv_lengths
@@ -109,7 +109,7 @@ def _described(call: Call, device: str) -> AttentionCall:
         "alibi": bool(call.alibi),
         "bias": call.bias is not None,
         "bias_grad": call.bias is not None and call.grads and "b" in call.needs_grad,
-        "segments": call.documents > 0,
+        "document_ids": call.documents > 0,
         "kv_lengths": call.lengths is not None,
         "dropout": call.dropout_p > 0,
         "lse": call.lse,
@@ -150,7 +150,7 @@ def _kind(pick: Pick, name: str) -> Call:
         bias=bias,
         bias_dtype=pick(("float32", "bfloat16", "float16")),
         bias_layout=pick(("contiguous", "last_strided", "sliced", *EXPANDED)),
-        bias_hides=pick(("", "", "keys", "rows")),
+        bias_masks=pick(("", "", "keys", "rows")),
         documents=sometimes(1, 0),
         lengths=sometimes((0,)),
         dropout_p=sometimes(0.1, 0.0),
@@ -249,7 +249,7 @@ def _options(call: Call, g: torch.Generator, device: str) -> dict[str, Any]:
     b, h, tq, tk = call.batch, call.heads, call.tq, call.tk
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "window": call.window}
     options |= {"softcap": call.softcap, "dropout_p": call.dropout_p, "return_lse": call.lse}
-    options |= dict.fromkeys(("alibi_slopes", "bias", "segments", "kv_lengths"))
+    options |= dict.fromkeys(("alibi_slopes", "bias", "document_ids", "kv_lengths"))
     if call.alibi:
         slopes = call.slope * 0.7 ** torch.arange(h)
         options["alibi_slopes"] = slopes.repeat_interleave(2).to(device, getattr(torch, call.alibi))[::2]
@@ -260,7 +260,7 @@ def _options(call: Call, g: torch.Generator, device: str) -> dict[str, Any]:
         if not call.documents_return:  # in order, and on one diagonal
             drawn = drawn[:1].sort().values.expand(drawn.shape)
         q_ids, k_ids = (ids[:, max(tq, tk) - n :].to(device) for ids, n in zip(drawn, (tq, tk), strict=True))
-        options["segments"] = k_ids if tq == tk else (q_ids, k_ids)
+        options["document_ids"] = k_ids if tq == tk else (q_ids, k_ids)
     if call.lengths is not None:
         options["kv_lengths"] = torch.tensor(call.lengths).int().repeat_interleave(2).to(device)[::2]
     return options
@@ -270,9 +270,9 @@ def _bias(call: Call, g: torch.Generator, device: str) -> Tensor:
     full = (call.batch, call.heads, call.tq, call.tk)[4 - len(call.bias) :]
     shape = tuple(n if on else 1 for n, on in zip(full, call.bias, strict=True))
     bias = torch.randn(shape, generator=g)
-    if call.bias_hides == "keys":
+    if call.bias_masks == "keys":
         bias = bias.masked_fill(torch.rand(shape, generator=g) < 0.3, -torch.inf)
-    elif call.bias_hides == "rows" and bias.ndim:
+    elif call.bias_masks == "rows" and bias.ndim:
         bias = bias.masked_fill(torch.rand((*shape[:-1], 1), generator=g) < 0.3, -torch.inf)
     bias = bias.to(device, getattr(torch, call.bias_dtype))
     if bias.ndim == 4 and bias.numel():

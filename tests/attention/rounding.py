@@ -127,8 +127,8 @@ def _slack(problem: Problem, reference: Result, call: Call) -> dict[str, float]:
 
 def definite(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """q, k and v in fp64, blank beyond kv_lengths; `options` become those of attention_scores, in place."""
-    segments = options["segments"]
-    options["segments"] = (segments, segments) if isinstance(segments, Tensor) else segments
+    ids = options["document_ids"]
+    options["document_ids"] = (ids, ids) if isinstance(ids, Tensor) else ids
     options["window"] = geometry.normalise_window(options["window"])
     if options["bias"] is not None:
         options["bias"] = options["bias"].detach()

@@ -163,7 +163,7 @@ def test_flash_attn_is_not_given_what_only_values_can_tell(monkeypatch):
     assert AutoAttention().choice(call("window"))[0] == "flash9"
     name, why = AutoAttention().choice(call("window", tq=2048))
     assert name == "tiled" and "flash9: not every window for more queries than keys" in why
-    name, why = AutoAttention().choice(call("segments"))
+    name, why = AutoAttention().choice(call("document_ids"))
     assert name == "tiled" and "flash9: reads document ids on the host" in why
 
 

@@ -52,7 +52,7 @@ REGRESSIONS = (
     # Inductor: slopes in fp64, and a bias in fp16 with a gradient.
     Call(
         "flex", 1, 1, dtype="bfloat16", head_dim=80, heads=2, kv_heads=2, alibi="float64", bias=(0, 1, 0, 0),
-        bias_dtype="float16", bias_layout="last_strided", bias_hides="keys", documents=1, lse=True,
+        bias_dtype="float16", bias_layout="last_strided", bias_masks="keys", documents=1, lse=True,
         layouts=("transposed", "offset", "one_token", "contiguous"),
     ),
     Call("flex", 17, 17, dtype="bfloat16", alibi="float64", bias=(0, 1, 0, 0), bias_dtype="float16"),

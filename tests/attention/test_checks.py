@@ -34,9 +34,9 @@ BAD_INPUTS = {
         "broadcasts to (B, Hq, Tq, Tk) = (2, 4, 6, 5)",
     ),
     "boolean bias": (Q, K, K, {"bias": torch.ones(6, 5) > 0}, "floating-point"),
-    "one segments for two lengths": (Q, K, K, {"segments": INTS}, "pass a pair"),
-    "segments too short": (Q, K, K, {"segments": (INTS, INTS)}, "(B, T) = (2, 5)"),
-    "int64 segments": (Q, Q, Q, {"segments": INTS.long()}, "torch.int32"),
+    "one tensor of document ids for two lengths": (Q, K, K, {"document_ids": INTS}, "pass a pair"),
+    "document ids too short": (Q, K, K, {"document_ids": (INTS, INTS)}, "(B, T) = (2, 5)"),
+    "int64 document ids": (Q, Q, Q, {"document_ids": INTS.long()}, "torch.int32"),
     "lengths per head": (Q, K, K, {"kv_lengths": INTS[0]}, "one length per sequence, (2,)"),
     "int64 lengths": (Q, K, K, {"kv_lengths": torch.tensor([1, 2])}, "torch.int32"),
 }
@@ -61,9 +61,9 @@ def test_a_verdict_is_kept_for_the_same_call_only() -> None:
     with pytest.raises(ValueError, match="bias"):
         attention(Q, K, K, bias=slopes)  # as large, in another place
     pair = (INTS, INTS[:, :5])
-    attention(Q, K, K, segments=pair)
+    attention(Q, K, K, document_ids=pair)
     with pytest.raises(ValueError):
-        attention(Q, K, K, segments=(INTS, INTS))
+        attention(Q, K, K, document_ids=(INTS, INTS))
 
 
 def test_all_reasons_and_remedies() -> None:
@@ -105,8 +105,8 @@ def test_a_call_implies_what_its_shape_says() -> None:
     assert call.features == {"gqa", "rectangular", "noncausal"}
     with pytest.raises(ValueError, match="unknown attention features"):
         AttentionCall("decode", "cpu", None, torch.float32, 1, 4, 4, 1, 8, 64, features=frozenset({"magic"}))
-    live = AttentionCall.of(Q, K, K, window=(-1, 3), segments=INTS)
-    assert live.features == {"gqa", "rectangular", "segments"}  # causal has no right side
+    live = AttentionCall.of(Q, K, K, window=(-1, 3), document_ids=INTS)
+    assert live.features == {"gqa", "rectangular", "document_ids"}  # causal has no right side
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 4), (2, 4, 0)])

@@ -37,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rowwise", {"backward": False, "tk": 30_000, "arch": (8, 9)}, "at most 24832 on sm_89"),
         ("rowwise", {"backward": False, "features": frozenset({"window"})}, "no window: "),
         ("tiled", {"arch": (7, 5), "dtype": torch.float32, "head_dim": 59}, None),
-        ("tiled", {"features": frozenset({"softcap", "dropout", "segments", "kv_lengths"})}, None),
+        ("tiled", {"features": frozenset({"softcap", "dropout", "document_ids", "kv_lengths"})}, None),
         ("tiled", {"head_dim": 160}, "no head dim 160: needs at most 128"),
         ("tiled", {"features": frozenset({"bias"})}, "no bias: "),
         ("fa1", {"backward": False}, None),
@@ -218,7 +218,7 @@ def test_compiled_it_is_refused_all_the_same(stage: str) -> None:
         torch.compile(CudaStage(stage), fullgraph=True)(q, q, q)
 
 
-EVERYTHING = ("window", "softcap", "alibi", "segments", "kv_lengths", "dropout")
+EVERYTHING = ("window", "softcap", "alibi", "document_ids", "kv_lengths", "dropout")
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from attention.base import Attention
 from tests.attention.test_contract import capable
 from tests.grid import NAMES, Case, Inputs, make_inputs
 
-DOCUMENTS = frozenset({"segments"})
+DOCUMENTS = frozenset({"document_ids"})
 
 
 def run(attention: Attention, given: Inputs) -> tuple[Tensor, ...]:

@@ -43,9 +43,9 @@ def test_dropout_backward_has_the_forwards_mask(documents: bool) -> None:
 
     And the device's generator is put back.
     """
-    attention = capable(2, frozenset({"dropout", "segments"}))
+    attention = capable(2, frozenset({"dropout", "document_ids"}))
     q, k, v = projection()
-    options = {"dropout_p": 0.5, "segments": document_ids() if documents else None}
+    options = {"dropout_p": 0.5, "document_ids": document_ids() if documents else None}
     torch.manual_seed(1)
     state = torch.cuda.get_rng_state()
     out = attention(q, k, v, **options)
@@ -89,13 +89,13 @@ def test_nothing_is_copied(version: int) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_documents_compile_and_are_refused_in_a_graph(version: int) -> None:
-    attention = capable(version, frozenset({"segments"}))
+    attention = capable(version, frozenset({"document_ids"}))
     q, k, v = projection()
     compiled = torch.compile(attention, fullgraph=True)
-    expected = attention(q, k, v, segments=document_ids())
-    torch.testing.assert_close(compiled(q, k, v, segments=document_ids()), expected)
+    expected = attention(q, k, v, document_ids=document_ids())
+    torch.testing.assert_close(compiled(q, k, v, document_ids=document_ids()), expected)
     alone = attention(*(x[:, :, :50] for x in (q, k, v)))
     torch.testing.assert_close(expected[:, :, :50], alone, atol=1e-2, rtol=1e-2)
     ids = document_ids()
     with pytest.raises(ValueError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        attention(q.detach(), k.detach(), v.detach(), segments=ids)
+        attention(q.detach(), k.detach(), v.detach(), document_ids=ids)

@@ -120,7 +120,7 @@ def test_layout_is_a_view_both_ways(on_cpu: Any, version: int) -> None:
     assert dq.transpose(1, 2).is_contiguous() and calls[-1]["dq"].shape == (2, 24, 4, 32)
     # Documents: still views, of (B * T, H, D).
     ids = torch.arange(24, dtype=torch.int32).div(10, rounding_mode="floor").expand(2, 24)
-    attention(q, k, v, segments=ids)
+    attention(q, k, v, document_ids=ids)
     assert calls[-1]["v"].data_ptr() == v.data_ptr() and calls[-1]["v"].shape == (48, 4, 32)
     assert calls[-1]["cu_seqlens_k"].tolist() == [0, 10, 20, 24, 34, 44, 48]
     assert calls[-1]["max_seqlen_q"] == calls[-1]["max_seqlen_k"] == 10
@@ -177,8 +177,8 @@ def test_op_is_sound_and_compiles_whole(on_cpu: Any, version: int) -> None:
         leaves = (inputs.q, inputs.k, inputs.v)
         for x in (*leaves, ids):
             torch._dynamo.mark_dynamic(x, 2 if x.ndim == 4 else 1)
-        out, lse = compiled(*leaves, segments=ids, return_lse=True)
-        expected = attention(*leaves, segments=ids, return_lse=True)
+        out, lse = compiled(*leaves, document_ids=ids, return_lse=True)
+        expected = attention(*leaves, document_ids=ids, return_lse=True)
         torch.testing.assert_close((out, lse), expected)
         got, plain = (torch.autograd.grad(o, leaves, inputs.dout) for o in (out, expected[0]))
         torch.testing.assert_close(got, plain)
@@ -199,7 +199,7 @@ def test_ids_are_read_once_for_all_layers(on_cpu: Any, monkeypatch: Any, version
 
     def layers(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
-            x = attention(x, x, x, segments=ids)
+            x = attention(x, x, x, document_ids=ids)
         return x
 
     torch._dynamo.reset()
@@ -215,7 +215,7 @@ def test_dropout_is_a_function_of_the_seed(on_cpu: Any, documents: bool) -> None
     attention, calls = on_cpu(2)
     inputs = make_inputs(BASE, "cpu", torch.float32)
     ids = torch.arange(24, dtype=torch.int32).div(10, rounding_mode="floor").expand(2, 24).contiguous()
-    options = {"dropout_p": 0.5, "segments": ids if documents else None}
+    options = {"dropout_p": 0.5, "document_ids": ids if documents else None}
     torch.manual_seed(3)
     out = attention(inputs.q, inputs.k, inputs.v, **options)
     after = torch.rand(1)
@@ -243,7 +243,7 @@ def test_rows_without_keys(on_cpu: Any, version: int) -> None:
     for case, more in (
         (Case("no_key", 40, 24, 32), {}),
         (Case("no_key", 24, 40, 32, features=frozenset({"kv_lengths"}), blind=True), {}),
-        (Case("no_key", 24, 40, 32, features=frozenset({"segments"}), blind=True), {}),
+        (Case("no_key", 24, 40, 32, features=frozenset({"document_ids"}), blind=True), {}),
     ):
         out, lse = run(attention, case, **more)
         expected = run(naive, case, **more)
@@ -264,11 +264,11 @@ def test_documents_that_cannot_be_told(on_cpu: Any, version: int) -> None:
             "ends elsewhere on the diagonal .* attention=tiled",
         ),
     )
-    for segments, causal, message in cases:
+    for document_ids, causal, message in cases:
         with pytest.raises(ValueError, match=message):
-            attention(q, q, q, segments=segments, causal=causal)
+            attention(q, q, q, document_ids=document_ids, causal=causal)
     # Where order is nothing, each document may end where it likes.
-    options = {"segments": cases[2][0], "causal": False}
+    options = {"document_ids": cases[2][0], "causal": False}
     torch.testing.assert_close(attention(q, q, q, **options), build("naive")(q, q, q, **options))
 
 

@@ -30,18 +30,18 @@ def test_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
         return FlashLibAttention(version, deterministic).unsupported_reasons(call)
 
     for version in VERSIONS:
-        assert not reasons(version) and not reasons(version, "segments", "window", "softcap", "lse")
+        assert not reasons(version) and not reasons(version, "document_ids", "window", "softcap", "lse")
         assert not reasons(version, "kv_lengths", backward=False)
         assert "no gradient with kv_lengths" in reasons(version, "kv_lengths")[0]
-        [both] = reasons(version, "kv_lengths", "segments", backward=False)
-        assert "kv_lengths with segments" in both and FEATURES["segments"] in both
+        [both] = reasons(version, "kv_lengths", "document_ids", backward=False)
+        assert "document_ids with kv_lengths" in both and FEATURES["document_ids"] in both
         assert (
             "no bias" in reasons(version, "bias")[0] and "float32" in reasons(version, dtype=torch.float32)[0]
         )
         assert "head dim 59" in reasons(version, head_dim=59)[0] and reasons(version, head_dim=264)
     assert not reasons(2, "alibi", "dropout") and len(reasons(3, "alibi", "dropout")) == 2
     assert "dropout with softcap" in reasons(2, "dropout", "softcap")[0]
-    assert "alibi with lse with segments" in reasons(2, "alibi", "segments", "lse")[0]
+    assert "alibi with document_ids with lse" in reasons(2, "alibi", "document_ids", "lse")[0]
     assert "sm_80" in reasons(3, arch=(8, 0))[0] and not reasons(2, arch=(8, 0))
     assert "sm_100" in reasons(3, arch=(10, 0))[0] and not reasons(4, arch=(10, 0))
     assert "Blackwell" in reasons(4, arch=(10, 0), head_dim=192)[0] and not reasons(4, head_dim=192)

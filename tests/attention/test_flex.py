@@ -60,9 +60,9 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-FEATURES = [(), ("noncausal",), ("softcap",), ("alibi",), ("bias_grad",), ("segments",), ("kv_lengths",)]
+FEATURES = [(), ("noncausal",), ("softcap",), ("alibi",), ("bias_grad",), ("document_ids",), ("kv_lengths",)]
 FEATURES += [("window", "noncausal"), ("kv_lengths", "alibi", "softcap")]
-FEATURES += [("bias_grad", "softcap", "segments")]
+FEATURES += [("bias_grad", "softcap", "document_ids")]
 
 
 @pytest.mark.parametrize("features", FEATURES, ids="-".join)
@@ -245,7 +245,7 @@ def test_decoding_in_a_cuda_graph_follows_kv_lengths() -> None:
 @pytest.mark.gpu
 def test_no_synchronisation() -> None:
     attention = FlexAttention()
-    inputs = _cuda(Case("sync", 300, 700, features=frozenset({"kv_lengths", "segments"})))
+    inputs = _cuda(Case("sync", 300, 700, features=frozenset({"kv_lengths", "document_ids"})))
 
     def step() -> None:
         out = attention(inputs.q, inputs.k, inputs.v, **inputs.options)
@@ -287,7 +287,9 @@ def test_one_query_runs_the_decoding_kernel(options: dict) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("features", [(), ("segments",), ("window", "noncausal"), ("kv_lengths", "alibi")])
+@pytest.mark.parametrize(
+    "features", [(), ("document_ids",), ("window", "noncausal"), ("kv_lengths", "alibi")]
+)
 def test_inside_a_compiled_step(features: tuple[str, ...]) -> None:
     """Traced into the caller's graph and generated there, for a second pair of lengths too."""
     torch._dynamo.reset()  # all cases compile the same code object, which has a limit of eight

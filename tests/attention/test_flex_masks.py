@@ -41,15 +41,15 @@ DOCUMENTS = torch.tensor([[0] * 150 + [1] * 200 + [2] * 163, [5] * 513], dtype=t
         (300, 513, (100, 60), {}),
         (300, 513, (-1, 0), {"kv_lengths": torch.tensor([513, 200], dtype=torch.int32)}),
         (1, 513, (40, 0), {"kv_lengths": torch.tensor([0, 129], dtype=torch.int32)}),
-        (513, 513, (-1, 0), {"segments": (DOCUMENTS, DOCUMENTS)}),
-        (300, 513, (-1, -1), {"segments": (DOCUMENTS[:, 213:], DOCUMENTS)}),
+        (513, 513, (-1, 0), {"document_ids": (DOCUMENTS, DOCUMENTS)}),
+        (300, 513, (-1, -1), {"document_ids": (DOCUMENTS[:, 213:], DOCUMENTS)}),
     ],
 )
 def test_tile_lists_are_what_the_mask_says(tq: int, tk: int, band: tuple[int, int], options: dict) -> None:
     left, right = (FAR if side < 0 else side for side in band)
-    kv_lengths, segments = options.get("kv_lengths"), options.get("segments")
+    kv_lengths, document_ids = options.get("kv_lengths"), options.get("document_ids")
     limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
-    lists = tile_lists(tq, tk, limits, segments, CPU)
+    lists = tile_lists(tq, tk, limits, document_ids, CPU)
     partial, full, partial_by_key, full_by_key = (_dense(*lists[n : n + 2]) for n in (0, 2, 4, 6))
     q, k = torch.zeros(2, 1, tq, 1), torch.zeros(2, 1, tk, 1)
     scores = attention_scores(
@@ -65,7 +65,7 @@ def test_tile_lists_are_what_the_mask_says(tq: int, tk: int, band: tuple[int, in
     assert torch.equal(partial_by_key, partial.transpose(1, 2))
     assert torch.equal(full_by_key, full.transpose(1, 2))
     # The same from data as from numbers.
-    again = tile_lists(tq, tk, limits.tensors(2, CPU), segments, CPU)
+    again = tile_lists(tq, tk, limits.tensors(2, CPU), document_ids, CPU)
     assert all(torch.equal(a.expand_as(b), b) for a, b in zip(lists, again, strict=True))
 
 

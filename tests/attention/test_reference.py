@@ -17,7 +17,7 @@ from ops.options import AttentionOptions
 SEED = torch.tensor(1234567890123, dtype=torch.int64)
 
 
-def by_hand(q, k, v, *, causal, scale, window, softcap, slopes, bias, segments, lengths, p):
+def by_hand(q, k, v, *, causal, scale, window, softcap, slopes, bias, document_ids, lengths, p):
     """out and lse as nested lists: the docstring of attention/base.py, one number at a time."""
     batch, heads, tq, dim = q.shape
     group, tk = heads // k.shape[1], k.shape[2]
@@ -28,7 +28,7 @@ def by_hand(q, k, v, *, causal, scale, window, softcap, slopes, bias, segments, 
         scores = {}
         for j in range(keys):
             rel = j - (i + keys - tq)
-            if (causal and rel > 0) or (segments and segments[0][b, i] != segments[1][b, j]):
+            if (causal and rel > 0) or (document_ids and document_ids[0][b, i] != document_ids[1][b, j]):
                 continue
             if window and ((0 <= window[0] < -rel) or (0 <= window[1] < rel)):
                 continue
@@ -60,13 +60,13 @@ def test_equals_the_definition(seed: int, tq: int, tk: int) -> None:
     slopes = normal(heads) if pick.random() < 0.5 else None
     bias = normal(2, heads, tq, tk) if pick.random() < 0.5 else None
     ids = [torch.randint(0, 2, (2, n), generator=g, dtype=torch.int32) for n in (tq, tk)]
-    segments = tuple(ids) if pick.random() < 0.5 else None
+    document_ids = tuple(ids) if pick.random() < 0.5 else None
     lengths = torch.randint(0, tk + 1, (2,), generator=g, dtype=torch.int32) if pick.random() < 0.5 else None
     out, lse = naive_attention(
         q,
         k,
         v,
-        AttentionOptions(causal, scale, window, softcap, slopes, bias, segments, lengths, p),
+        AttentionOptions(causal, scale, window, softcap, slopes, bias, document_ids, lengths, p),
         SEED,
     )
     expected = by_hand(
@@ -79,7 +79,7 @@ def test_equals_the_definition(seed: int, tq: int, tk: int) -> None:
         softcap=softcap,
         slopes=slopes,
         bias=bias,
-        segments=segments,
+        document_ids=document_ids,
         lengths=lengths,
         p=p,
     )

@@ -183,7 +183,7 @@ def test_the_library_is_asked_last_and_refuses_for_all(backend: str, monkeypatch
     own = attention.unsupported_reasons(_call(dtype=torch.float32))
     assert len(own) == 1 and "float32" in own[0] and asked == [False, False]
     if backend != "flash":
-        attention.unsupported_reasons(_call(features=frozenset({"segments"})))
+        attention.unsupported_reasons(_call(features=frozenset({"document_ids"})))
         attention.unsupported_reasons(_call(tq=3))
         assert asked[2:] == [True, True]
 
@@ -255,7 +255,7 @@ def test_forced_kernel_runs_on_a_cpu() -> None:
 def test_forced_kernel_runs_on_cuda(backend: str) -> None:
     assert KERNELS[backend] in _ops(backend, "cuda")
     if backend != "flash":
-        for feature in ("bias", "alibi", "window", "segments", "kv_lengths"):
+        for feature in ("bias", "alibi", "window", "document_ids", "kv_lengths"):
             assert KERNELS[backend] in _ops(backend, "cuda", feature)
 
 

@@ -127,7 +127,7 @@ EXTRAS = {
     "kv_lengths": torch.tensor([0, 5], dtype=torch.int32),
     "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05]),
     "bias": torch.randn(4, 1, 11, dtype=torch.float64, requires_grad=True),
-    "segments": tuple((torch.arange(n) * 3 // n).to(torch.int32).expand(2, n) for n in (9, 11)),
+    "document_ids": tuple((torch.arange(n) * 3 // n).to(torch.int32).expand(2, n) for n in (9, 11)),
     "softcap": 2.0,
     "dropout_p": 0.3,
 }
@@ -160,7 +160,7 @@ def test_other_documents_are_skipped() -> None:
 
     q = torch.randn(1, 1, 64, 8)
     ids = (torch.arange(64) // 32).to(torch.int32).view(1, -1)
-    problem = _Problem.of(q, q, AttentionOptions(scale=1.0, segments=(ids, ids)), None, [16, 16])
+    problem = _Problem.of(q, q, AttentionOptions(scale=1.0, document_ids=(ids, ids)), None, [16, 16])
     assert len(problem.visits()) == 6
 
 

@@ -52,7 +52,7 @@ def test_shapes_types_and_attributes(make):
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == {
         "input_ids": ((4, 16), torch.int64),
         "targets": ((4, 16), torch.int64),
-        "segments": ((4, 16), torch.int32),
+        "document_ids": ((4, 16), torch.int32),
     }
     assert module.vocab_size == 257 and module.tokenizer.name == "byte"
     assert module.train_tokens == module.meta["splits"]["train"]["tokens"]
@@ -246,7 +246,7 @@ def test_synthetic_needs_no_tokenizer_and_no_disk(tmp_path):
     module = TokenDataModule(corpus, **options)
     module.prepare_data()
     (batch,) = take(module.train_dataloader(), 1)
-    assert batch["input_ids"].max() < 100 and batch["segments"].max() >= 2
+    assert batch["input_ids"].max() < 100 and batch["document_ids"].max() >= 2
     assert (module.vocab_size, module.tokenizer, module.train_tokens) == (100, None, 2000)
     assert not (tmp_path / "none").exists()
     again = ready(TokenDataModule(corpus, num_workers=2, **options))

@@ -106,7 +106,7 @@ def test_validation_can_be_limited():
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=30), seq_len=st.integers(1, 20))
-def test_segments_number_the_documents_of_each_window(lengths, seq_len):
+def test_document_ids_number_the_documents_of_each_window(lengths, seq_len):
     ends = np.cumsum(lengths)
     n = int(ends[-1])
     if n < 2:
@@ -114,11 +114,11 @@ def test_segments_number_the_documents_of_each_window(lengths, seq_len):
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     windows = ValWindows(counting(n, ends.tolist()), seq_len, document_mask=True)
     batch = windows.batch(np.arange(windows.n_windows))
-    assert batch["segments"].dtype == np.int32
+    assert batch["document_ids"].dtype == np.int32
     for row in range(windows.n_windows):
         s = row * seq_len
         for t in range(min(seq_len, n - 1 - s)):
-            assert batch["segments"][row, t] == document_of[s + t] - document_of[s]
+            assert batch["document_ids"][row, t] == document_of[s + t] - document_of[s]
             crosses = document_of[s + t + 1] != document_of[s + t]
             assert batch["targets"][row, t] == (IGNORE if crosses else s + t + 1)
 

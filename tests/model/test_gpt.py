@@ -127,7 +127,7 @@ def test_options_reach_the_contract_and_change_the_function(changes: dict, optio
     assert torch.equal(seen, value) if isinstance(value, Tensor) else seen == value
     assert plain_spy.calls[0][option] != seen if not isinstance(value, Tensor) else True
     assert not torch.allclose(out, other, atol=1e-4)
-    defaults = {"causal": True, "window": None, "softcap": None, "kv_lengths": None, "segments": None}
+    defaults = {"causal": True, "window": None, "softcap": None, "kv_lengths": None, "document_ids": None}
     assert {key: plain_spy.calls[0][key] for key in defaults} == defaults
 
 
@@ -174,13 +174,13 @@ def test_causal_means_no_token_sees_what_follows() -> None:
     assert not torch.allclose(net(x)[0, :9], net(later)[0, :9])
 
 
-def test_segments_keep_documents_apart() -> None:
+def test_document_ids_keep_documents_apart() -> None:
     net, _ = build(position="rope")
     x = tokens(1)
     ids = torch.tensor([[0] * 6 + [1] * 10], dtype=torch.int32)
     other = x.clone()
     other[0, :6] = (x[0, :6] + 1) % 50
-    assert torch.equal(net(x, segments=ids)[0, 6:], net(other, segments=ids)[0, 6:])
+    assert torch.equal(net(x, document_ids=ids)[0, 6:], net(other, document_ids=ids)[0, 6:])
     assert not torch.allclose(net(x)[0, 6:], net(other)[0, 6:])
 
 

@@ -22,8 +22,8 @@ from ops.triton import configs
 class Build:
     """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine.
 
-    `masked`: causal; `extras`: softcap, alibi, bias, dropout, segments, kv_lengths, pointers (tensors that
-    descriptors cannot load); `split`: whether decode splits the keys.
+    `masked`: causal; `extras`: softcap, alibi, bias, dropout, document_ids, kv_lengths, pointers (tensors
+    that descriptors cannot load); `split`: whether decode splits the keys.
     """
 
     kind: str
@@ -115,9 +115,9 @@ def _constants(build: Build) -> dict[str, Any]:
 OPTIONAL = {
     "alibi_slopes": ("alibi", "*fp32"),
     "bias": ("bias", "*{dtype}"),
-    "q_segments": ("segments", "*i32"),
-    "k_segments": ("segments", "*i32"),
-    "ranges": ("segments", "*i32"),
+    "q_document_ids": ("document_ids", "*i32"),
+    "k_document_ids": ("document_ids", "*i32"),
+    "ranges": ("document_ids", "*i32"),
     "kv_lengths": ("kv_lengths", "*i32"),
     "seed": ("dropout", "*i64"),
 }

@@ -1,8 +1,8 @@
 // Gives g++ what the stages on tensor cores use, by the PTX ISA's words: bf16 or fp16, ldmatrix, mma.sync, cp.async,
 // whose copies land when they are waited for and no sooner, and barriers of a team of four warps. For tests/ops/cpu.h.
 //
-// For fp32 (planes.cuh) what a GPU is free to do is done at its worst: tensor cores cut off what FMA units round, and
-// ex2.approx errs by as much as it may.
+// For fp32 (split_products.cuh) what a GPU is free to do is done at its worst: tensor cores cut off what FMA units
+// round, and ex2.approx errs by as much as it may.
 #pragma once
 #include <vector>
 
@@ -14,7 +14,7 @@ struct __nv_bfloat16 {
     unsigned short bits;
     operator float() const { return __int_as_float((int)(bits << 16)); }
 };
-// What is multiplied: bf16, or of fp32 planes of fp16.
+// What is multiplied: bf16, or of fp32 terms of fp16.
 #if ELEMENT_KIND == float_ELEMENT
 static inline float float_of(unsigned short bits) {
     _Float16 x;

@@ -1,7 +1,7 @@
 """What a call of the CUDA ladder launches, as its launch functions ask for it, without a GPU: tensors have
 no data, the architecture is named, and a runtime that compiles nothing notes each launch.
 
-    python -m tests.ops.recorded fa2 --head-dim 64 128 --arch 90 --features window segments
+    python -m tests.ops.recorded fa2 --head-dim 64 128 --arch 90 --features window document_ids
 
 compiles it and prints registers, spills, shared memory and how many blocks share a multiprocessor.
 """
@@ -120,7 +120,10 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
     )
     made, attention = make_inputs(case, "cpu", dtype), cuda.CudaStage(stage)
     hopper = importlib.import_module("ops.cuda.hopper")
-    names = {each.module for each in cuda.STAGES.values()} | {"ops.cuda.planes", "ops.cuda.planes_backward"}
+    names = {each.module for each in cuda.STAGES.values()} | {
+        "ops.cuda.split_fp16",
+        "ops.cuda.split_fp16_backward",
+    }
     modules = [importlib.import_module(name) for name in sorted(names)]
     given: dict[str, tuple[Any, ...]] = {}
     for function in (each for module in modules for each in vars(module).values()):
@@ -166,7 +169,7 @@ def main() -> None:
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--arch", nargs="+", default=["80", "89", "90"], choices=["80", "89", "90"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--features", nargs="*", default=[], help="window, segments, gqa, ...")
+    parser.add_argument("--features", nargs="*", default=[], help="window, document_ids, gqa, ...")
     asked = parser.parse_args()
     features, kv_heads = frozenset(asked.features) - {"gqa"}, 2 if "gqa" in asked.features else 4
     for arch, head_dim in ((arch, d) for arch in asked.arch for d in asked.head_dim):

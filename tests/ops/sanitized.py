@@ -19,7 +19,7 @@ CASES = [
     Case("shape", 200, 200, 128, batch=1, kv_heads=2),
     Case("noncausal", 70, 300, 40, batch=1, features=frozenset({"noncausal"})),
     Case("masks", 150, 150, 96, batch=1, features=frozenset({"window", "softcap", "alibi", "dropout"})),
-    Case("lengths", 130, 260, 64, features=frozenset({"kv_lengths", "segments"})),
+    Case("lengths", 130, 260, 64, features=frozenset({"kv_lengths", "document_ids"})),
     Case("strides", 113, 203, 64, batch=1, layout="sliced"),
     Case("no_key", 300, 70, 64, batch=1),  # whole tiles that see no key
     Case("no_key", 300, 70, 128, batch=1),

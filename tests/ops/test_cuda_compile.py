@@ -59,15 +59,17 @@ BUDGETS = {
     "tilegpt_tiled_dkdv": Budget(spilled_bytes=64, spilled_with_options=240),
     "tilegpt_tiled_dq": Budget(spilled_bytes=64, spilled_with_options=64),
     "tilegpt_largest": Budget(registers=40, blocks=6),
-    "tilegpt_planes": Budget(registers=32, blocks=6),
+    "tilegpt_split_fp16": Budget(registers=32, blocks=6),
     # All registers that there are, and what is spilled is read once a tile, outside of the products.
-    "tilegpt_tiled_planes_forward": Budget(
+    "tilegpt_tiled_split_fp16_forward": Budget(
         has=TENSOR_CORES, has_not=(), spilled_bytes=104, spilled_with_options=256
     ),
-    "tilegpt_planes_dkdv": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=128, spilled_with_options=128),
-    "tilegpt_planes_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=64, spilled_with_options=256),
+    "tilegpt_split_fp16_dkdv": Budget(
+        has=TENSOR_CORES, has_not=(), spilled_bytes=128, spilled_with_options=128
+    ),
+    "tilegpt_split_fp16_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=64, spilled_with_options=256),
     "tilegpt_delta": Budget(registers=64, blocks=4),
-    "tilegpt_segment_ranges": Budget(registers=64, blocks=4),
+    "tilegpt_document_ranges": Budget(registers=64, blocks=4),
     # Where its rows begin, read once a step. (Less is spilled, 0 to 64 bytes, where a step's loads are
     # predicated by hand or O is written out in a pass of its own: both up to 10% slower.)
     "tilegpt_fa1_forward": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=96, spilled_with_options=96),
@@ -91,8 +93,8 @@ BUDGETS = {
     "tilegpt_fa2_backward_finish": Budget(registers=80, blocks=2),
 }
 # Defines of these, beyond a causal mask.
-OPTIONS = ("HAS_LEFT", "SOFTCAP", "ALIBI", "SEGMENTS", "LENGTHS", "DROPOUT")
-EVERYTHING = frozenset({"window", "softcap", "alibi", "segments", "kv_lengths", "dropout", "noncausal"})
+OPTIONS = ("HAS_LEFT", "SOFTCAP", "ALIBI", "DOCUMENT_IDS", "LENGTHS", "DROPOUT")
+EVERYTHING = frozenset({"window", "softcap", "alibi", "document_ids", "kv_lengths", "dropout", "noncausal"})
 # What models have, causal, and the most that a stage does; the covering list is slow.
 USUAL = [((9, 0), (64,)), ((9, 0), (128,)), ((8, 9), (32, 128)), ((8, 0), (64,))]
 HEAVY = [Case("heavy", 113, 203, 128, kv_heads=2, features=EVERYTHING)]

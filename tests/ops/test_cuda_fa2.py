@@ -87,10 +87,10 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((40, 150, 128), {"heads": (6, 2), "batch": 2}, {}),  # one tile of queries a head
     ((33, 190, 64), {"batch": 3, "lengths": [0, 100, 190]}, {"causal": False}),
     ((150, 140, 72), {"batch": 2, "lengths": [140, 77]}, {"alibi_slopes": torch.tensor([0.1])}),
-    ((190, 210, 96), {}, {"causal": False, "dropout_p": 0.2, "segments": _DOCUMENTS}),
+    ((190, 210, 96), {}, {"causal": False, "dropout_p": 0.2, "document_ids": _DOCUMENTS}),
     # Tiles of one document, which compare no ids, up to its end and from its beginning.
-    ((260, 340, 32), {}, {"causal": False, "segments": (documents(150, 110), documents(200, 140))}),
-    ((260, 340, 32), {}, {"segments": (documents(70, 190), documents(90, 250))}),
+    ((260, 340, 32), {}, {"causal": False, "document_ids": (documents(150, 110), documents(200, 140))}),
+    ((260, 340, 32), {}, {"document_ids": (documents(70, 190), documents(90, 250))}),
     ((130, 140, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
     ((70, 150, 96), {"cut": 1}, {"scale": -0.2}),
     ((70, 80, 96), {"cut": 1}, {"scale": 0.0}),
@@ -246,7 +246,7 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         "dropout_p": draw.choice([0.0, 0.0, 0.2]),
         "window": draw.choice([None, (draw.choice(sides), draw.choice(sides))]),
         "alibi_slopes": draw.choice([None, None, torch.rand(group * kv_heads, generator=g)]),
-        "segments": draw.choice([None, None, ids]),
+        "document_ids": draw.choice([None, None, ids]),
         "kv_lengths": None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
     }
     shape, heads, unaligned = (tq, tk, head_dim), (group * kv_heads, kv_heads), draw.random() < 0.3

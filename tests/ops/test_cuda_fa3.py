@@ -17,9 +17,11 @@ STATIC_BYTES = 1024  # mbarriers and slots, and what the tiles' alignment takes
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 160, 200, 256])
 @pytest.mark.parametrize("tk", [1024, 4096])
-@pytest.mark.parametrize("on", [(), ("HAS_RIGHT",), ("HAS_RIGHT", "HAS_LEFT"), ("SOFTCAP",), ("SEGMENTS",)])
+@pytest.mark.parametrize(
+    "on", [(), ("HAS_RIGHT",), ("HAS_RIGHT", "HAS_LEFT"), ("SOFTCAP",), ("DOCUMENT_IDS",)]
+)
 def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
-    defines = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "SEGMENTS"), 0) | dict.fromkeys(on, 1)
+    defines = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"), 0) | dict.fromkeys(on, 1)
     tile = hopper.forward_tile(head_dim, tk, defines)
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
@@ -29,7 +31,7 @@ def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
 
 
 def test_fewer_queries_a_tile_where_they_pay() -> None:
-    plain = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "SEGMENTS"), 0)
+    plain = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"), 0)
     causal = plain | {"HAS_RIGHT": 1}
     groups = [
         hopper.forward_tile(64, *args).groups

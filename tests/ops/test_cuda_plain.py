@@ -107,7 +107,7 @@ _TILES = {tile for table in (plain._FORWARD, plain._BACKWARD) for tiles in table
 def test_every_tile_gives_the_values(tile: Tile, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plain, "_FORWARD", {128: (tile,)})
     monkeypatch.setattr(plain, "_BACKWARD", {128: (tile,)})
-    case = Case("tile", 113, 203, 40, features=frozenset({"window", "kv_lengths", "segments", "dropout"}))
+    case = Case("tile", 113, 203, 40, features=frozenset({"window", "kv_lengths", "document_ids", "dropout"}))
     if tile.warps == 1:  # the backward works in pairs
         monkeypatch.setattr(plain, "_BACKWARD", {128: (Tile(2, tile.rows, tile.cols, 1),)})
     ratios = run_case(OnCPU("tiled"), case, "cpu", torch.float32)
@@ -157,18 +157,20 @@ def test_the_backward_gives_the_same_bits_each_time():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_segment_ranges():
+def test_document_ranges():
     """The keys of the documents of each tile of queries, and the queries of those of each tile of keys;
     whether these are of one document."""
     q, k, v = _inputs(40, 72)
     k_ids = torch.tensor([0] * 20 + [1] * 30 + [2] * 20 + [5] * 2, dtype=torch.int32)[None]
     q_ids = torch.tensor([1] * 16 + [2] * 16 + [3] * 8, dtype=torch.int32)[None]
-    call = Call(q, k, v, AttentionOptions(scale=0.125, segments=(q_ids, k_ids)))
-    assert plain.segment_ranges(call, 16).tolist() == [[[20, 50, 1], [50, 70, 1], [72, 0, 1]]]
-    assert plain.segment_ranges(call, 32).tolist() == [[[20, 70, 0], [72, 0, 1]]]
-    assert plain.segment_ranges(call, 32, transposed=True).tolist() == [[[0, 16, 0], [0, 32, 0], [16, 40, 0]]]
+    call = Call(q, k, v, AttentionOptions(scale=0.125, document_ids=(q_ids, k_ids)))
+    assert plain.document_ranges(call, 16).tolist() == [[[20, 50, 1], [50, 70, 1], [72, 0, 1]]]
+    assert plain.document_ranges(call, 32).tolist() == [[[20, 70, 0], [72, 0, 1]]]
+    assert plain.document_ranges(call, 32, transposed=True).tolist() == [
+        [[0, 16, 0], [0, 32, 0], [16, 40, 0]]
+    ]
     k_ids[0, 30] = 2  # a document within another
-    assert plain.segment_ranges(call, 16).tolist() == [[[20, 50, 0], [30, 70, 0], [72, 0, 1]]]
+    assert plain.document_ranges(call, 16).tolist() == [[[20, 50, 0], [30, 70, 0], [72, 0, 1]]]
 
 
 def test_errors():
@@ -193,7 +195,7 @@ def _races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, t
         plain.naive_forward(q, k, v, *_CAUSAL)
         plain.rowwise_forward(q[:, :, :2], k, v, *_CAUSAL)
         ids = torch.zeros(1, 40, dtype=torch.int32), torch.zeros(1, 72, dtype=torch.int32)
-        plain.segment_ranges(Call(q, k, v, AttentionOptions(scale=0.125, segments=ids)), 64)
+        plain.document_ranges(Call(q, k, v, AttentionOptions(scale=0.125, document_ids=ids)), 64)
     assert len(sanitizer.reports) == (4 if changes else 9)
     return {name for name, said in sanitizer.reports.items() if said}
 

@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # What a block may use (CUDA C++ programming guide, compute capabilities); sm_86 is as sm_89.
 SHARED_BYTES = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448}
 ARCHES = list(SHARED_BYTES)
-# Bytes that a thread may store and load by spilling: 16 bits none; fp32, whose three planes of each operand
+# Bytes that a thread may store and load by spilling: 16 bits none; fp32, whose three terms of each operand
 # fill the registers from a head dim of 128 on, what the fastest of its tiles need: at 128 dK and dV in tiles
 # of 64 x 32 spill 192 and take half the time of 16 x 64, which spill 116.
 SPILLED_BYTES = {16: 0, 32: 192}
 PASSES = ("forward", "dkdv", "dq")
 HEAD_DIMS = (32, 64, 128, 256)
-EXTRAS = ((), ("softcap", "alibi"), ("dropout",), ("segments",), ("bias",), ("kv_lengths",))
+EXTRAS = ((), ("softcap", "alibi"), ("dropout",), ("document_ids",), ("bias",), ("kv_lengths",))
 
 
 def build(kind: str, arch: tuple[int, int], bits: int, head_dim: int, masked: bool, *extras: str, split=True):
@@ -93,14 +93,14 @@ def test_tiles_fit_ampere_and_ada(kind: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PASSES)
 def test_tiles_fit_in_fp32(kind: str) -> None:
-    """On tensor cores, six products of bf16 planes for each (TF32 would err beyond fp32); up to a head dim of
+    """On tensor cores, six products of bf16 terms for each (TF32 would err beyond fp32); up to a head dim of
     64 without spills on sm_90."""
     ampere = check([build(kind, (8, 9), 32, d, True) for d in HEAD_DIMS])
     hopper = check([build(kind, (9, 0), 32, d, True) for d in HEAD_DIMS])
     for got in ampere + hopper:
         count = got["instructions"]
         assert count["mma"] + count["wgmma"] == count["bf16"], got
-        # At least two products, of six planes' each, in two steps of 16 columns.
+        # At least two products, of six terms' each, in two steps of 16 columns.
         assert count["bf16"] >= 24, got
     assert all(got["instructions"]["mma"] for got in ampere)
     # dK, dV of 32 keys by mma.sync are the fastest at a head dim of 128: wgmma needs 64

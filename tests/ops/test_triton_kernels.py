@@ -109,9 +109,9 @@ def test_other_documents_are_skipped(device: str) -> None:
     ids = torch.arange(3 * TILE, device=device).div(TILE, rounding_mode="floor").int()[None]
     k[:, :, :TILE], v[:, :, :TILE] = torch.nan, torch.nan
     own = slice(TILE, 3 * TILE)
-    got = computed(q, k, v, dout, causal=False, segments=(ids[:, -tq:].contiguous(), ids))
+    got = computed(q, k, v, dout, causal=False, document_ids=(ids[:, -tq:].contiguous(), ids))
     alone = computed(q, k[:, :, own], v[:, :, own], dout, causal=False,
-                     segments=(ids[:, -tq:].contiguous(), ids[:, own].contiguous()))  # fmt: skip
+                     document_ids=(ids[:, -tq:].contiguous(), ids[:, own].contiguous()))  # fmt: skip
     for name in ("out", "lse", "dq"):
         torch.testing.assert_close(got[name], alone[name], rtol=2e-3, atol=2e-3)
     for name in ("dk", "dv"):
@@ -125,7 +125,7 @@ def test_other_queries_are_skipped(device: str) -> None:
     q, k, v, dout = (random(device, 1, 2, 2 * TILE, 64) for _ in range(4))
     ids = torch.arange(2 * TILE, device=device).div(TILE, rounding_mode="floor").int()[None]
     q[:, :, :TILE], dout[:, :, :TILE] = torch.nan, torch.nan
-    got, own = computed(q, k, v, dout, segments=ids), slice(TILE, 2 * TILE)
+    got, own = computed(q, k, v, dout, document_ids=ids), slice(TILE, 2 * TILE)
     alone = computed(*(x[:, :, own] for x in (q, k, v, dout)))
     for name in alone:
         torch.testing.assert_close(got[name][:, :, own], alone[name], rtol=2e-3, atol=2e-3)
@@ -139,7 +139,7 @@ def test_tiles_of_one_document(causal: bool, device: str) -> None:
     ids = tuple(
         (torch.arange(n, device=device) >= end).int()[None] for n, end in zip((260, 340), ends, strict=True)
     )
-    problem = Problem(q, k, v, {"causal": causal, "segments": ids}, dout)
+    problem = Problem(q, k, v, {"causal": causal, "document_ids": ids}, dout)
     ratios = error_ratios(accuracy.computed(build("triton"), problem), *accuracy.expected(problem), q.dtype)
     assert max(ratios.values()) <= 1, ratios
 
@@ -147,13 +147,13 @@ def test_tiles_of_one_document(causal: bool, device: str) -> None:
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_ranges_of_documents(chunk: int, device: str) -> None:
     """Tiles of 4 over documents of 5, 3 and 8: the first two share no document with the rest."""
-    from ops.triton.forward import _tilegpt_segment_ranges
+    from ops.triton.forward import _tilegpt_document_ranges
 
     def ranges(own: Tensor, other: Tensor) -> list[list[list[int]]]:
         n_tiles = own.shape[1] // 4
         found = torch.full((len(own), n_tiles, 3), -1, dtype=torch.int32, device=device)
         grid = (n_tiles * len(own),)
-        _tilegpt_segment_ranges[grid](own, other, found, own.shape[1], other.shape[1], n_tiles, 4, chunk)
+        _tilegpt_document_ranges[grid](own, other, found, own.shape[1], other.shape[1], n_tiles, 4, chunk)
         return found.tolist()
 
     packed = torch.tensor([[7] * 5 + [8] * 3 + [9] * 8, [3] * 16], dtype=torch.int32, device=device)

@@ -52,7 +52,7 @@ def memory_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def speed_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
-    """Times: FLOPs at a rate, a launch, and the scores' trips over memory where they are written out."""
+    """Times: FLOPs at a rate, a launch, and the scores' trips over memory where they are in memory."""
     found = []
     names = names or KNOWN
     for asked in speed_points.asked(list(speed_points.PARTS), names, True):

@@ -50,7 +50,7 @@ def test_the_plain_formula_in_pieces_errs_alike() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "features",
-    [(), ("dropout", "gqa"), ("alibi", "bias"), ("segments", "kv_lengths"), ("bias_grad",)],
+    [(), ("dropout", "gqa"), ("alibi", "bias"), ("document_ids", "kv_lengths"), ("bias_grad",)],
     ids="-".join,
 )
 def test_a_part_judges_as_the_whole(features: tuple[str, ...], dtype: torch.dtype) -> None:

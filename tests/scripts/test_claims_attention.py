@@ -62,8 +62,8 @@ def test_a_claim_can_fail(results):
 
 @pytest.mark.parametrize(("us", "verdict"), [(30.0, HOLDS), (100.0, IN_PART), (300.0, FAILS)])
 def test_standard_attention_wins_over_all_some_or_none(results, us, verdict):
-    """Fused calls take 40 us by the clock and one of them 200; written out takes `us`, and long on the device
-    but in the first case."""
+    """Fused calls take 40 us by the clock and one of them 200; naive attention takes `us`, and long on the
+    device but in the first case."""
     rows = speed_rows(["standard", "triton", "sdpa_cudnn"])
     for row in rows:
         name, result = row["point"]["implementation"], row["result"]

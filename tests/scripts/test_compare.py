@@ -78,8 +78,13 @@ def test_a_fault_is_named_with_what_it_looks_like(fault: str, words: str) -> Non
         assert "Only at positions 0 to 0 of 72" in text and "out errs" not in text
 
 
+def test_an_old_key_is_understood_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["segments=3"])["document_ids"] == 3
+    assert "note: the command line has segments, which is called document_ids now." in capsys.readouterr().err
+
+
 def test_rounding_is_called_rounding() -> None:
-    text, faulty = verdict("none", softcap=5.0, window=9, alibi=True, segments=3)
+    text, faulty = verdict("none", softcap=5.0, window=9, alibi=True, document_ids=3)
     assert not faulty and "faulty: rounding" in text and "differs by rounding" in text
     assert "other bits" not in text
 

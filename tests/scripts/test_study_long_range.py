@@ -122,8 +122,8 @@ def test_what_a_gpu_is_asked_for() -> None:
 def test_standard_attention_is_right() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 9, 8, dtype=torch.float64) for _ in range(3))
-    segments = (torch.arange(9) >= torch.tensor([[4], [9]])).int()
-    for options in ({}, {"segments": segments}):
+    document_ids = (torch.arange(9) >= torch.tensor([[4], [9]])).int()
+    for options in ({}, {"document_ids": document_ids}):
         expected = NaiveAttention()(q, k, v, causal=False, **options)
         got = long_range_runs.implementation("standard")(q, k, v, causal=False, **options)
         torch.testing.assert_close(got, expected)

@@ -85,7 +85,7 @@ def test_a_short_encoder():
     assert not any(row["point"]["causal"] for row in rows)
     report = encoder_short.report(rows)
     assert "not causal" in report.tables[0].title and len(report.tables[0].lines) == 1 + 12
-    assert report.notes[0].startswith("triton trains 2.58x as fast as attention written out, where nothing")
+    assert report.notes[0].startswith("triton trains 2.58x as fast as naive attention, where nothing")
     assert report.notes[1] == "Among the fused ones, triton is 1.55x as fast as sdpa_efficient."
     assert (
         report.notes[2].startswith("triton, compiled trains 1.80x") and "both are compiled" in report.notes[2]

@@ -61,6 +61,12 @@ def test_a_refusal_gives_the_reasons(which):
     assert "no softcap" in err and "SDPA's cudnn kernel has no cpu" in err
 
 
+def test_an_old_feature_is_understood_with_a_notice(which):
+    code, out, err = which("attention=naive", "features=segments")
+    assert code == 0 and "features: document_ids" in out
+    assert "note: the command line has segments, which is called document_ids now." in err
+
+
 @pytest.mark.parametrize("passed", ["both", "decode"])
 def test_every_feature_can_be_asked_for(which, passed):
     features = [name for name in FEATURES if name != "bias"]

@@ -1,11 +1,11 @@
-// A float as two numbers of fp16 (planes.cuh).
+// A float as two numbers of fp16 (split_products.cuh).
 #pragma once
 #include "mma.cuh"
 
-#define PLANES 2
-#define LOW 2048.0f  // 2^11: what a number of the second plane is to be divided by
+#define TERMS 2
+#define LOW 2048.0f  // 2^11: what a number of the second term is to be divided by
 
-// The planes of two floats, `low` in the lower halves.
+// The terms of two floats, `low` in the lower halves.
 __device__ __forceinline__ void split(float low, float high, unsigned &p0, unsigned &p1) {
     p0 = pack(low, high);
     p1 = pack((low - unpack(p0, false)) * LOW, (high - unpack(p0, true)) * LOW);
@@ -16,7 +16,7 @@ __device__ __forceinline__ float power_of_two(int n) {
     return __int_as_float((min_of(max_of(n, -126), 127) + 127) << 23);
 }
 
-// What p.scratch knows of (planes.cu).
+// What p.scratch knows of (split_fp16.cu).
 #define OF_Q 0
 #define OF_K 1
 #define OF_V 2

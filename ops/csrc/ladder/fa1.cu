@@ -28,7 +28,7 @@
 #define PARTS_BYTES (TEAM * (TEAM - 1) * SHARE * 512)
 #define TEAM_BYTES (2 * Q_BYTES + PARTS_BYTES + 2 * BR * TEAM * 4)  // two Q; parts of O, maxima and sums
 
-typedef Sums<TILES, KEYS / 16> Scores;
+typedef Accumulator<TILES, KEYS / 16> Scores;
 typedef Loader<BR, TEAM * 32> QLoader;
 static_assert(WARPS % TEAM == 0 && SHARE * TEAM == ACROSS && BR % QLoader::STEP == 0, "whole shares for all");
 
@@ -71,8 +71,8 @@ __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int
 
 // s becomes exp2(c s - c m), where m follows the maxima and l, of the keys before, follows m; the warp's sums to sums
 // (BR, TEAM). The team's first warp writes m back.
-__device__ __forceinline__ void soften(Scores &s, const float (&m)[TILES][2], float (&l)[TILES][2], float *m_of_rows,
-                                       const float *maxima, float *sums, int warp, float c) {
+__device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[TILES][2], float (&l)[TILES][2],
+                                               float *m_of_rows, const float *maxima, float *sums, int warp, float c) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -200,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             if (SCALE_FIRST || masked) finish_scores(p, s, i0, j0 + warp * KEYS, keys, b, h, masked);
             share_maxima(s, maxima, warp);
             meet(team);  // maxima are whole, and all have read m
-            soften(s, m_row, l_row, m + i0, maxima, sums, warp, c);
+            online_softmax(s, m_row, l_row, m + i0, maxima, sums, warp, c);
             float4 *to = slab(p, first_row + i0) + warp * SHARE * 32, old[SHARE];
             read_slab(old, to, j0);
-            Sums<TILES, D_STEPS> o;
+            Accumulator<TILES, D_STEPS> o;
             o.clear();
             add_product(o, s, rows_first, v_tile + warp * KEYS * ROW_BYTES);  // P V of this warp's keys
 #pragma unroll

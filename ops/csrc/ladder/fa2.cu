@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     Rows<TILES> rows;
     rows.clear();
-    Sums<TILES, D_STEPS> o;
+    Accumulator<TILES, D_STEPS> o;
     o.clear();
 #if Q_STAYS
     unsigned q[TILES][D_STEPS][4];
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
         if (start + BC < range.hi) load(start + BC, odd ^ 1);
         commit();
-        Sums<TILES, BC / 16> s;
+        Accumulator<TILES, BC / 16> s;
         s.clear();
 #if Q_STAYS
         multiply(s, q, columns_first, k_tile + odd * TILE_BYTES);  // S = Q K^T
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #endif
         const bool masked = start < range.full_lo || start >= range.full_hi;
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
-        soften(s, o, rows, c);
+        online_softmax(s, o, rows, c);
         dropout.drop(p, s, start);
         add_product(o, s, rows_first, v_tile + odd * TILE_BYTES);  // O += P V
     }

@@ -29,7 +29,7 @@ static_assert(S_TILES * 16 * ROWS_S == BR && KV_TILES * 16 * ROWS_KV == BC && Q_
                   S_COLUMNS % 16 == 0 && KV_COLUMNS % 16 == 0 && Q_COLUMNS % 16 == 0,
               "whole tiles for every warp");
 
-typedef Sums<S_TILES, S_COLUMNS / 16> Scores;
+typedef Accumulator<S_TILES, S_COLUMNS / 16> Scores;
 
 // A warp's scores as 16 bits into the (BR, BC) tile of shared memory, from `row` and `column` on.
 __device__ __forceinline__ void share(const Scores &s, unsigned tile, int row, int column) {
@@ -46,8 +46,9 @@ __device__ __forceinline__ void share(const Scores &s, unsigned tile, int row, i
 }
 
 // dK or dV of the block's keys: registers -> the tile in shared memory -> global memory.
-__device__ __forceinline__ void store_gradient(const Sums<KV_TILES, KV_COLUMNS / 16> &sums, float scale, unsigned tile,
-                                               int row, int column, element *to, long long stride, int rows) {
+__device__ __forceinline__ void store_gradient(const Accumulator<KV_TILES, KV_COLUMNS / 16> &sums, float scale,
+                                               unsigned tile, int row, int column, element *to, long long stride,
+                                               int rows) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < KV_TILES; t++)
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int q_row = warp % ROWS_Q * Q_TILES * 16, q_column = warp / ROWS_Q * Q_COLUMNS;
     const LaneRows<PAD_D> rows_first(true), columns_first(false), of_kv(true, kv_column), of_q(true, q_column);
     const LaneRows<BC> transposed(false, kv_row), scores_first(true);
-    Sums<KV_TILES, KV_COLUMNS / 16> dk, dv;
+    Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < GROUP; g++)
         for (int i0 = range.lo; i0 < range.hi; i0 += BR) {
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             __syncthreads();  // P and dS are whole
             multiply<BR / 16, true, true>(dv, transposed, p_tile, of_kv, do_tile);
 #if ATOMIC
-            Sums<Q_TILES, Q_COLUMNS / 16> dq;
+            Accumulator<Q_TILES, Q_COLUMNS / 16> dq;
             dq.clear();
             multiply<BC / 16, false, true>(dq, scores_first, ds_tile + q_row * BC * 2, of_q, k_tile);
             float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PAD_D + lane * 4;

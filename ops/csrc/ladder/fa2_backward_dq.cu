@@ -37,14 +37,14 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     commit();
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const long long row = (long long)head * p.padded_tq + i_first;
-    Sums<TILES, D_STEPS> dq;
+    Accumulator<TILES, D_STEPS> dq;
     dq.clear();
     for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
         if (start + BC < range.hi) load(start + BC, odd ^ 1);
         commit();
-        Sums<TILES, BC / 16> s, dp;
+        Accumulator<TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
         multiply<D_STEPS, false, false>(s, rows_first, q_tile + first_row, columns_first, k_tile + odd * TILE_BYTES);
         multiply<D_STEPS, false, false>(dp, rows_first, do_tile + first_row, columns_first, v_tile + odd * TILE_BYTES);

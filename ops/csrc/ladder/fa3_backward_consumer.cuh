@@ -12,7 +12,7 @@ __device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
 }
 
 // 0 in the place of what is not seen.
-__device__ __forceinline__ void hide(const Params &p, Scores &s, int key, int i_first, int keys) {
+__device__ __forceinline__ void apply_mask(const Params &p, Scores &s, int key, int i_first, int keys) {
     const int column = i_first + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -112,7 +112,7 @@ struct Consumer {
             for (int e = 0; e < 4; e++) s[4 * n + e] = exp2_of(s[4 * n + e] * c - (e % 2 ? lse2.y : lse2.x));
         }
         if (tile.real < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi)
-            hide(p, s, tile.j0 + group * 64 + warp * 16 + lane / 4, i0, tile.keys);
+            apply_mask(p, s, tile.j0 + group * 64 + warp * 16 + lane / 4, i0, tile.keys);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++) round_step(weights[step], s + 8 * step);
     }

@@ -102,17 +102,17 @@ struct Consumer {
     __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.at), v.next(); }
 
     // The scores of the keys from `start` on, which are there, become weights.
-    __device__ __forceinline__ void soften(int start) {
+    __device__ __forceinline__ void online_softmax(int start) {
         pin(flat(s));
         release(K_EMPTY + k.at), k.next();
         if (!O_OVER_Q && start == own.lo) release(Q_EMPTY + slot);
         const bool masked = start < own.full_lo || start >= own.full_hi;
         const int i_first = first_row();
-        if (SCALE_FIRST || (SEGMENTS && masked))
-            finish_scores(p, s, i_first, start, tile.keys, tile.b, tile.h, SEGMENTS && masked);
-        if (!SEGMENTS && masked) hide_outside(p, s, i_first, start, tile.keys);
+        if (SCALE_FIRST || (DOCUMENT_IDS && masked))
+            finish_scores(p, s, i_first, start, tile.keys, tile.b, tile.h, DOCUMENT_IDS && masked);
+        if (!DOCUMENT_IDS && masked) apply_interval_mask(p, s, i_first, start, tile.keys);
         rescale[0] = rescale[1] = 1.0f;
-        grew = ::soften(s, rows, c, [&](int, int half, float factor) { rescale[half] = factor; });
+        grew = ::online_softmax(s, rows, c, [&](int, int half, float factor) { rescale[half] = factor; });
         if (DROPOUT) Dropout<1>(p, tile.b, tile.h, i_first).drop(p, s, start);
     }
 
@@ -182,7 +182,7 @@ struct Consumer {
             multiply_qk();
             give_turn();
             wgmma_wait_group<0>();
-            soften(start);
+            online_softmax(start);
             // The wait for P V begins the loop's body, and does not end it: the compiler would put it ahead of the
             // exponentials, and nothing would run beside them.
             while (true) {
@@ -204,7 +204,7 @@ struct Consumer {
                 multiply_pv();
                 give_turn();
                 wgmma_wait_group<OVERLAP>();
-                soften(start);
+                online_softmax(start);
             }
             await_v(tile.keys - start);
             pin(flat(o));

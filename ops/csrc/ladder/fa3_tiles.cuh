@@ -27,7 +27,7 @@ enum { Q_FULL, Q_EMPTY = Q_FULL + Q_SLOTS, K_FULL = Q_EMPTY + Q_SLOTS, K_EMPTY =
 // Queries i0 .. i0 + BR of a head, whose keys lie in lo .. hi.
 struct Tile {
     int b, h, i0, keys, lo, hi;
-#if SEGMENTS
+#if DOCUMENT_IDS
     Documents documents;
 #endif
 
@@ -37,7 +37,7 @@ struct Tile {
         int tile = 0, head = 0;
         unswizzle(p, index, p.batch * p.heads, HAS_RIGHT, tile, head);
         b = head / p.heads, h = head % p.heads, i0 = tile * BR, keys = keys_of(p, b);
-#if SEGMENTS
+#if DOCUMENT_IDS
         documents = documents_of(p, b, tile);
 #endif
         const Range range = seen(p, i0, BR);
@@ -56,7 +56,7 @@ struct Tile {
     }
     // The keys that queries i .. i + rows see.
     __device__ __forceinline__ Range seen(const Params &p, int i, int rows) const {
-#if !SEGMENTS
+#if !DOCUMENT_IDS
         const Documents documents = documents_of(p, b, 0);
 #endif
         return key_range(p, i, min_of(rows, p.tq - i), keys, keys - p.tq, BC, documents);

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const
         float capped;
         const float dot = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
         const float score = score_of(p, dot, i0 + r, j, diagonal, 0.0f, capped);
-        s[(long long)r * p.tk] = sees(p, i0 + r, j, keys, diagonal, 0, 0) ? score : -INFINITE;
+        s[(long long)r * p.tk] = is_visible(p, i0 + r, j, keys, diagonal, 0, 0) ? score : -INFINITE;
     }
 }
 

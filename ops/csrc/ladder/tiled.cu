@@ -29,11 +29,11 @@ __device__ __forceinline__ void mask(const Params &p, float (&s)[ROWS][COLS], in
         for (int c = 0; c < COLS; ++c) {
             const int query = i + 4 * r, key = j + 8 * c;
             int q_id = 0, k_id = 0;
-#if SEGMENTS
-            q_id = query < p.tq ? p.q_segments[(long long)b * p.tq + query] : -1;
-            k_id = key < keys ? p.k_segments[(long long)b * p.tk + key] : -1;
+#if DOCUMENT_IDS
+            q_id = query < p.tq ? p.q_document_ids[(long long)b * p.tq + query] : -1;
+            k_id = key < keys ? p.k_document_ids[(long long)b * p.tk + key] : -1;
 #endif
-            if (!sees(p, query, key, keys, diagonal, q_id, k_id)) s[r][c] = -INFINITE;
+            if (!is_visible(p, query, key, keys, diagonal, q_id, k_id)) s[r][c] = -INFINITE;
         }
 }
 

@@ -30,11 +30,11 @@ __device__ __forceinline__ Weight weight_of(const Params &p, float s, int b, int
     float capped = 0.0f;
     s = score_of(p, s, i, j, diagonal, slope, capped);
     int q_id = 0, k_id = 0;
-#if SEGMENTS
-    q_id = i < p.tq ? p.q_segments[(long long)b * p.tq + i] : -1;
-    k_id = j < keys ? p.k_segments[(long long)b * p.tk + j] : -1;
+#if DOCUMENT_IDS
+    q_id = i < p.tq ? p.q_document_ids[(long long)b * p.tq + i] : -1;
+    k_id = j < keys ? p.k_document_ids[(long long)b * p.tk + j] : -1;
 #endif
-    if (cut && !sees(p, i, j, keys, diagonal, q_id, k_id)) s = -INFINITE;
+    if (cut && !is_visible(p, i, j, keys, diagonal, q_id, k_id)) s = -INFINITE;
     const float weight = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
     Weight both = {weight, SOFTCAP ? weight * (1.0f - capped * capped) : weight};
     return both;

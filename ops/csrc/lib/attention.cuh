@@ -5,7 +5,7 @@
 //   HEAD_DIM    D, as the caller has it; kernels pad it as they need
 //   GROUP       query heads that share a key head (1: MHA)
 //   HAS_LEFT, HAS_RIGHT    a bound on either side of the diagonal (causal: HAS_RIGHT with window_right = 0)
-//   SOFTCAP, ALIBI, SEGMENTS, LENGTHS, DROPOUT    0 or 1; what is 0 costs nothing
+//   SOFTCAP, ALIBI, DOCUMENT_IDS, LENGTHS, DROPOUT    0 or 1; what is 0 costs nothing
 // and what the stage adds (tile sizes). Only attention.cuh, the .cuh files beside it, cuda_bf16.h and cuda_fp16.h
 // are ever included. The plain stages also compile as C++ for the CPU (tests/ops/cpu.h).
 #pragma once
@@ -48,8 +48,8 @@ struct Params {
     float *lse2, *delta;                      // (B, Hq, padded_tq): lse * log2(e), rowsum(out * dout); backward only
     float *scratch;                           // the stage's own: see its .cu
     const float *alibi_slopes;                // (Hq,)
-    const int *q_segments, *k_segments;       // (B, Tq), (B, Tk)
-    const int *ranges;                        // (B, tiles, 3): see segment_ranges.cu
+    const int *q_document_ids, *k_document_ids;  // (B, Tq), (B, Tk)
+    const int *ranges;                        // (B, tiles, 3): see document_ranges.cu
     const int *kv_lengths;                    // (B,)
     const long long *seed;                    // ()
     Strides q_stride, k_stride, v_stride, out_stride, dout_stride, dq_stride, dk_stride, dv_stride;
@@ -106,8 +106,8 @@ __device__ __forceinline__ float score_of(const Params &p, float dot, int i, int
     return s;
 }
 
-// Whether query i sees key j. `keys` bounds j; ids are document ids (anything without SEGMENTS).
-__device__ __forceinline__ bool sees(const Params &p, int i, int j, int keys, int diagonal, int q_id, int k_id) {
+// Whether query i sees key j. `keys` bounds j; ids are document ids (anything without DOCUMENT_IDS).
+__device__ __forceinline__ bool is_visible(const Params &p, int i, int j, int keys, int diagonal, int q_id, int k_id) {
     bool seen = j < keys;
 #if HAS_RIGHT
     seen = seen && j <= i + diagonal + p.window_right;
@@ -115,7 +115,7 @@ __device__ __forceinline__ bool sees(const Params &p, int i, int j, int keys, in
 #if HAS_LEFT
     seen = seen && j >= i + diagonal - p.window_left;
 #endif
-#if SEGMENTS
+#if DOCUMENT_IDS
     seen = seen && q_id == k_id;
 #endif
     return seen;
@@ -127,7 +127,7 @@ struct Range {
 };
 
 // What documents leave to a tile: others outside of first .. end have nothing to do with it, and all within are of its
-// one document if `whole`. Without SEGMENTS nobody asks.
+// one document if `whole`. Without DOCUMENT_IDS nobody asks.
 struct Documents {
     int first, end;
     int whole;
@@ -135,7 +135,7 @@ struct Documents {
 
 __device__ __forceinline__ Documents documents_of(const Params &p, int b, int tile) {
     Documents documents = {0, 0, true};
-#if SEGMENTS
+#if DOCUMENT_IDS
     const int *range = p.ranges + (b * p.n_tiles + tile) * 3;
     documents.first = range[0], documents.end = range[1], documents.whole = range[2];
 #endif
@@ -153,7 +153,7 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
 #if HAS_RIGHT
     hi = min_of(hi, i0 + rows + diagonal + p.window_right);
 #endif
-#if SEGMENTS
+#if DOCUMENT_IDS
     lo = max_of(lo, documents.first), hi = min_of(hi, documents.end);
 #endif
     lo = lo / tile * tile;
@@ -162,17 +162,17 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
 #if HAS_LEFT
     full_lo = max_of(i0 + rows - 1 + diagonal - p.window_left, 0);
 #endif
-#if SEGMENTS
+#if DOCUMENT_IDS
     full_lo = max_of(full_lo, documents.first);
 #endif
-#if HAS_LEFT || SEGMENTS
+#if HAS_LEFT || DOCUMENT_IDS
     full_lo = max_of(min_of(ceil_div(full_lo, tile) * tile, ceil_div(hi, tile) * tile), lo);
 #endif
 #if HAS_RIGHT
     full_hi = min_of(hi, i0 + 1 + diagonal + p.window_right);
 #endif
     full_hi = max_of(full_hi / tile * tile, full_lo);
-#if SEGMENTS
+#if DOCUMENT_IDS
     if (!documents.whole) full_hi = full_lo;  // every tile compares ids
 #endif
     Range range = {lo, full_lo, full_hi, hi};
@@ -190,7 +190,7 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
 #if HAS_LEFT
     hi = min_of(hi, j0 + cols - diagonal + p.window_left);
 #endif
-#if SEGMENTS
+#if DOCUMENT_IDS
     lo = max_of(lo, documents.first), hi = min_of(hi, documents.end);
 #endif
     int full_lo = lo;
@@ -201,13 +201,13 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
 #if HAS_RIGHT
     full_lo = max_of(full_lo, j0 + cols - 1 - diagonal - p.window_right);
 #endif
-#if HAS_RIGHT || SEGMENTS
+#if HAS_RIGHT || DOCUMENT_IDS
     full_lo = min_of(ceil_div(full_lo, tile) * tile, last);
 #endif
 #if HAS_LEFT
     full_hi = min_of(last, max_of(j0 - diagonal + p.window_left + 1, 0) / tile * tile);
 #endif
-#if SEGMENTS
+#if DOCUMENT_IDS
     if (documents.end < p.tq) full_hi = min_of(full_hi, hi / tile * tile);  // (queries beyond the last have no weights)
     if (!documents.whole) full_lo = last;  // every tile compares ids
 #endif

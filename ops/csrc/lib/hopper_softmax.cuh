@@ -4,16 +4,16 @@
 #include "hopper.cuh"
 #include "softmax.cuh"
 
-typedef Sums<1, BC / 16> Scores;
-typedef Sums<1, D_STEPS> Output;
+typedef Accumulator<1, BC / 16> Scores;
+typedef Accumulator<1, D_STEPS> Output;
 
-template <int PAIRS> __device__ __forceinline__ float (&flat(Sums<1, PAIRS> &sums))[8 * PAIRS] {
+template <int PAIRS> __device__ __forceinline__ float (&flat(Accumulator<1, PAIRS> &sums))[8 * PAIRS] {
     return reinterpret_cast<float (&)[8 * PAIRS]>(sums.c);
 }
 
 // -inf in the place of what is not seen, where that is keys outside of one interval a row: a comparison of a register
-// with a number, where `hide` has four registers a column.
-__device__ __forceinline__ void hide_outside(const Params &p, Scores &s, int i_first, int j_first, int keys) {
+// with a number, where `apply_mask` has four registers a column.
+__device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, int i_first, int j_first, int keys) {
     const int column = j_first + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {

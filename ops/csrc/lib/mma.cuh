@@ -9,7 +9,7 @@
 #pragma once
 #include "attention.cuh"
 
-// What is multiplied: the elements, or of fp32 planes of fp16 (planes.cuh).
+// What is multiplied: the elements, or of fp32 terms of fp16 (split_products.cuh).
 #if ELEMENT_KIND == float_ELEMENT
 typedef unsigned short operand;
 static_assert(HEAD_DIM <= 128, "wider rows have no room in shared memory");
@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_transposed(unsigned (&r)[4], unsigned addre
 }
 
 // TILES x 2 * PAIRS C tiles of a warp: 16 * TILES rows, 16 * PAIRS columns.
-template <int TILES, int PAIRS> struct Sums {
+template <int TILES, int PAIRS> struct Accumulator {
     float c[TILES][2 * PAIRS][4];
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return packed;
 }
 
-// Of two numbers of 16 bits one (in fp32 the planes are fp16), exactly.
+// Of two numbers of 16 bits one (in fp32 the terms are fp16), exactly.
 __device__ __forceinline__ float unpack(unsigned packed, bool high) {
 #if ELEMENT_KIND == bf16_ELEMENT
     return __uint_as_float(high ? packed & 0xffff0000u : packed << 16);
@@ -185,7 +185,7 @@ template <int ROWS, int THREADS> struct Loader {
 
 // sums += A B over STEPS of 16: A as it lies, or TRANSPOSED; B's columns are its rows, or with ACROSS its columns.
 template <int STEPS, bool TRANSPOSED, bool ACROSS, int TILES, int PAIRS, int COLUMNS>
-__device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const LaneRows<COLUMNS> &a_lanes, unsigned a,
+__device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const LaneRows<COLUMNS> &a_lanes, unsigned a,
                                          const LaneRows<PAD_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -213,7 +213,7 @@ __device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const LaneRow
 
 // sums += A B, where A is in registers, and B's columns are the rows of tile `b`.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const unsigned (&a)[TILES][D_STEPS][4],
+__device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const unsigned (&a)[TILES][D_STEPS][4],
                                          const LaneRows<PAD_D> &columns_first, unsigned b) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
@@ -232,7 +232,7 @@ __device__ __forceinline__ void multiply(Sums<TILES, PAIRS> &sums, const unsigne
 
 // sums += W B, where W are the warp's own sums, rounded to 16 bits, and B is the tile at `b`, (16 * PAIRS) x D.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void add_product(Sums<TILES, D_STEPS> &sums, const Sums<TILES, PAIRS> &w,
+__device__ __forceinline__ void add_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
                                             const LaneRows<PAD_D> &rows_first, unsigned b) {
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
@@ -278,7 +278,7 @@ __device__ __forceinline__ void copy_rows(unsigned tile, int thread, element *to
 // first row; `to`: that row of the (T, D) matrix, of which `rows` exist.
 template <int TILES>
 __device__ __forceinline__ void store_rows(unsigned tile, element *to, long long stride, int rows,
-                                           const Sums<TILES, D_STEPS> &sums) {
+                                           const Accumulator<TILES, D_STEPS> &sums) {
     int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll

@@ -6,17 +6,17 @@
 
 __device__ __forceinline__ float exponent_scale(const Params &p) { return SCALE_FIRST ? LOG2E : p.scale * LOG2E; }
 
-// The document of query i, and of key j; anything without SEGMENTS.
+// The document of query i, and of key j; anything without DOCUMENT_IDS.
 __device__ __forceinline__ int id_of_query(const Params &p, int b, int i) {
-#if SEGMENTS
-    return i < p.tq ? p.q_segments[(long long)b * p.tq + i] : 0;
+#if DOCUMENT_IDS
+    return i < p.tq ? p.q_document_ids[(long long)b * p.tq + i] : 0;
 #else
     return 0;
 #endif
 }
 __device__ __forceinline__ int id_of_key(const Params &p, int b, int j) {
-#if SEGMENTS
-    return p.k_segments[(long long)b * p.tk + min_of(j, p.tk - 1)];
+#if DOCUMENT_IDS
+    return p.k_document_ids[(long long)b * p.tk + min_of(j, p.tk - 1)];
 #else
     return 0;
 #endif
@@ -25,8 +25,8 @@ __device__ __forceinline__ int id_of_key(const Params &p, int b, int j) {
 // `hidden` in the place of what is not seen of a tile. Keys outside, rows inside: two keys' ids are alive at a time.
 // (Rows outside, all ids of the tile were, and 584 bytes a thread spilled.)
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void hide(const Params &p, Sums<TILES, PAIRS> &s, float hidden, int i_first, int j_first,
-                                     int keys, int b) {
+__device__ __forceinline__ void apply_mask(const Params &p, Accumulator<TILES, PAIRS> &s, float hidden, int i_first,
+                                           int j_first, int keys, int b) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     int ids[2 * TILES];
 #pragma unroll
@@ -38,7 +38,7 @@ __device__ __forceinline__ void hide(const Params &p, Sums<TILES, PAIRS> &s, flo
             const int j = column + n * 8 + e, id = id_of_key(p, b, j);
 #pragma unroll
             for (int r = 0; r < 2 * TILES; r++) {  // by what they are beyond `row`: fewer numbers to keep
-                const bool seen = sees(p, r * 8, j - row, keys - row, keys - p.tq, ids[r], id);
+                const bool seen = is_visible(p, r * 8, j - row, keys - row, keys - p.tq, ids[r], id);
                 if (!seen) s.c[r / 2][n][r % 2 * 2 + e] = hidden;
             }
         }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void hide(const Params &p, Sums<TILES, PAIRS> &s, flo
 
 // Scores of a tile that is not seen in full, or that takes more than a scale: -inf where unseen.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void finish_scores(const Params &p, Sums<TILES, PAIRS> &s, int i_first, int j_first,
+__device__ __forceinline__ void finish_scores(const Params &p, Accumulator<TILES, PAIRS> &s, int i_first, int j_first,
                                               int keys, int b, int h, bool masked) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
@@ -61,16 +61,16 @@ __device__ __forceinline__ void finish_scores(const Params &p, Sums<TILES, PAIRS
                     const int i = row + t * 16 + e / 2 * 8, j = column + n * 8 + e % 2;
                     x = score_of(p, x, i, j, keys - p.tq, slope, capped);
                 }
-    if (masked) hide(p, s, -INFINITE, i_first, j_first, keys, b);
+    if (masked) apply_mask(p, s, -INFINITE, i_first, j_first, keys, b);
 }
 
 // s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse2 and delta begin at row i_first. In three
 // passes, so that the mask is a branch of its own: within one, the compiler made selections of it that every tile paid.
 // Dropout is drawn ahead, into a bit for each column: kept as signs of P, it spilled 300 to 664 bytes a thread.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS> &s, Sums<TILES, PAIRS> &dp,
-                                              const float *lse2, const float *delta, int i_first, int j_first, int keys,
-                                              int b, int h, bool masked) {
+__device__ __forceinline__ void differentiate(const Params &p, Accumulator<TILES, PAIRS> &s,
+                                              Accumulator<TILES, PAIRS> &dp, const float *lse2, const float *delta,
+                                              int i_first, int j_first, int keys, int b, int h, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float c = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
@@ -110,7 +110,7 @@ __device__ __forceinline__ void differentiate(const Params &p, Sums<TILES, PAIRS
 #endif
                 }
         }
-    if (masked) hide(p, s, 0.0f, i_first, j_first, keys, b);
+    if (masked) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll

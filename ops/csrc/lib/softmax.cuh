@@ -1,4 +1,4 @@
-// The online softmax of a warp that owns whole rows (FlashAttention-2): fa2.cu in 16 bits, tiled_planes.cu in fp32.
+// The online softmax of a warp that owns whole rows (FlashAttention-2): fa2.cu in 16 bits, tiled_split_fp16.cu in fp32.
 #pragma once
 #include "scores.cuh"
 
@@ -14,7 +14,7 @@ template <int TILES> struct Rows {
 
 #if ELEMENT_KIND == float_ELEMENT
 #define ABOVE(s, m) (((s) - (m)) * c)
-#define FACTOR 128.0f  // of the exponentials, up to 2^8: small ones are to lose no bits in fp16 (planes.cuh)
+#define FACTOR 128.0f  // of the exponentials, up to 2^8: small ones are to lose no bits in fp16 (split_products.cuh)
 #else
 #define ABOVE(s, m) ((s) * c - (m))
 #define FACTOR 1.0f
@@ -26,7 +26,8 @@ template <int TILES> struct Rows {
 // m)), an instruction more, so that the largest is 1 and not 2 to the power of what m was rounded by.
 // Where m grew, rescale(t, half, factor) is called for what O has of the row so far; gives whether one of the warp's did.
 template <int TILES, int PAIRS, typename Rescale>
-__device__ __forceinline__ bool soften(Sums<TILES, PAIRS> &s, Rows<TILES> &rows, float c, const Rescale &rescale) {
+__device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Rows<TILES> &rows, float c,
+                                               const Rescale &rescale) {
     float most[TILES][2];
     bool grew = false;
 #pragma unroll
@@ -86,8 +87,9 @@ __device__ __forceinline__ bool soften(Sums<TILES, PAIRS> &s, Rows<TILES> &rows,
 
 // The same, with o rescaled at once.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void soften(Sums<TILES, PAIRS> &s, Sums<TILES, D_STEPS> &o, Rows<TILES> &rows, float c) {
-    soften(s, rows, c, [&](int t, int half, float factor) {
+__device__ __forceinline__ void online_softmax(Accumulator<TILES, PAIRS> &s, Accumulator<TILES, D_STEPS> &o,
+                                               Rows<TILES> &rows, float c) {
+    online_softmax(s, rows, c, [&](int t, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= factor, o.c[t][n][2 * half + 1] *= factor;
     });
@@ -108,7 +110,7 @@ template <int TILES> struct Dropout {
 #endif
     }
     template <int PAIRS>
-    __device__ __forceinline__ void drop(const Params &p, Sums<TILES, PAIRS> &s, int j_first) const {
+    __device__ __forceinline__ void drop(const Params &p, Accumulator<TILES, PAIRS> &s, int j_first) const {
 #if DROPOUT
 #pragma unroll
         for (int t = 0; t < TILES; t++)
@@ -124,8 +126,8 @@ template <int TILES> struct Dropout {
 // Divides o by the sums, and writes lse of the rows from i_first on. scale: of fp32, what the shift is to be multiplied
 // by.
 template <int TILES>
-__device__ __forceinline__ void finish_rows(const Params &p, Sums<TILES, D_STEPS> &o, const Rows<TILES> &rows, int head,
-                                            int i_first, float scale = 1.0f) {
+__device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, D_STEPS> &o, const Rows<TILES> &rows,
+                                            int head, int i_first, float scale = 1.0f) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < TILES; t++)

@@ -74,7 +74,7 @@ def memory_bound(f: Figures) -> bool:
     "Prefill is bound by compute, decoding by memory; FlashAttention helps the first.",
     theirs="""prefill of 8,192 tokens: 67,108,864 scores, a step of decoding 8,192. A prefill of 512
         tokens of a 13B model (40 layers, 5,120 wide) saturates an A100""",
-    # Saturated: 90% of the model's best rate; bound by memory: half of a copy's rate, a tenth of the compute.
+    # Saturated: 90% of the model's best rate; memory-bound: half of a copy's rate, a tenth of the compute.
     holds=lambda f: all(checks(f)),
     partly=lambda f: any(checks(f)),
     figure="512 tokens {compute:.0%} of the compute; decode {busy:.0%} of the bandwidth",

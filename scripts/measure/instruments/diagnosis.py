@@ -134,7 +134,7 @@ def suggestions(tensor: str, got: Tensor, wrong: Tensor, reference: Result, head
         bad = [heads[i] for i in by_head.nonzero().flatten().tolist()]
         found.append(f"Only heads {', '.join(map(str, bad))}: look at how heads are indexed.")
     if not wrong.flatten(1).any(1).all():
-        found.append("Not in every batch row: look at strides, segments and lengths of that row.")
+        found.append("Not in every batch row: look at strides, document ids and lengths of that row.")
     by_token = wrong.any(-1) if wrong.ndim == 4 else wrong  # (B, H, T)
     lse = reference["lse"]
     if by_token.shape == lse.shape and lse[by_token].isinf().all():

@@ -40,8 +40,8 @@ FULL_LENGTHS, FULL_CONTEXT = (500, 2000), 2048
 
 
 def implementation(name: str) -> Attention:
-    """By name, the baseline with padding masked as segments: every token sees itself."""
-    return textbook.implementation(name, "segments", autocast=False)
+    """By name, the baseline with padding masked as a document of its own: every token sees itself."""
+    return textbook.implementation(name, "document_ids", autocast=False)
 
 
 def listops_of(seq_len: int) -> ListOps:
@@ -153,7 +153,7 @@ def measure(point: Point, test_examples: int, device: torch.device) -> dict[str,
     test = examples(point["task"], "val", test_examples, point["seq_len"]) if learns else train
     attention = implementation(point["implementation"])
     config, dtype = config_of(point, train.vocab_size), getattr(torch, point["dtype"])
-    shape = {"batch": batch * train.tokens.shape[1], "tokens": point["seq_len"], "segments": train.padded}
+    shape = {"batch": batch * train.tokens.shape[1], "tokens": point["seq_len"], "document_ids": train.padded}
     require(attention, [attention_call(config, "training", **shape, device=device, dtype=dtype)])
     ratio = error_ratio(attention, config, train.padded, device, dtype)
     torch.manual_seed(point["seed"])
@@ -217,7 +217,7 @@ def _judged(name: str, shape: tuple[int, int, int], padded: bool, device: str, d
     options: dict[str, Any] = {"causal": False}
     if padded:  # a third of one row is padding, none of the other
         at = torch.arange(tokens, device=device)
-        options["segments"] = (at >= torch.tensor([[tokens * 2 // 3], [tokens]], device=device)).int()
+        options["document_ids"] = (at >= torch.tensor([[tokens * 2 // 3], [tokens]], device=device)).int()
     return max(judge(implementation(name), q, k, v, options, dout).values())
 
 

@@ -63,7 +63,7 @@ SAID = {
 
 
 class Formula(StandardAttention):
-    """One of FORMULAS: all scores written out, the mask as -inf, probabilities kept by autograd."""
+    """One of FORMULAS: all scores in memory, the mask as -inf, probabilities kept by autograd."""
 
     def __init__(self, formula: str, name: str | None = None):
         super().__init__(name=name or formula)

@@ -120,7 +120,7 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, 1)
     config = config_of(cfg, data)
     attention = build_attention(cfg)
-    facts = {"device": device, "dtype": dtype, "segments": data.document_mask}
+    facts = {"device": device, "dtype": dtype, "document_ids": data.document_mask}
     call = attention_call(config, "training", batch=data.batch_size, tokens=cfg.seq_len, **facts)
     require(attention, [call])
     torch.manual_seed(cfg.seed)

@@ -30,7 +30,7 @@ HEAD_DIMS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 512)
 FEATURES = {
     "window": "window",
     "ALiBi": "alibi",
-    "documents": "segments",
+    "documents": "document_ids",
     "softcap": "softcap",
     "bias": "bias",
     "dropout": "dropout",

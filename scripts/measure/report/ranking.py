@@ -37,7 +37,7 @@ def is_ranked(name: str) -> bool:
 
 
 def decodes_fast(name: str) -> bool:
-    """The same for a compiled step over a cache, which fuses what is written out."""
+    """The same for a compiled step over a cache, which fuses naive attention."""
     made = registry.declaration(name)
     choosing = made.chooses == "implementations"
     return name in registry.names() and not (choosing or made.launches_each_tile)

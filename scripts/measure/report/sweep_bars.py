@@ -14,7 +14,7 @@ Row = dict[str, Any]
 BASELINES = (("transformers eager", False), ("nanoGPT", True), ("nanoGPT", False), ("standard", False))
 BASELINES += (("naive", False), ("standard", True), ("naive", True))
 COLOUR = {"peer": "#999999", "standard": COLOURS[4], "ours": COLOURS[0], "library": COLOURS[5]}
-KINDS = {"peer": "others' training loop", "standard": "attention written out", "library": "library's kernel"}
+KINDS = {"peer": "others' training loop", "standard": "naive attention", "library": "library's kernel"}
 KINDS |= {"ours": "our kernel"}
 
 

@@ -3,7 +3,7 @@
     python scripts/study.py numerics
 
 Its `main` measures, says beforehand what it will take, appends each row as it is measured and
-goes on where it was stopped (rows.Kept). It has `report(rows) -> Report`, which measures nothing:
+resumes when it was stopped (rows.Kept). It has `report(rows) -> Report`, which measures nothing:
 scripts/report.py calls it for the pictures and for results/README.md. What studies measure with is in
 instruments/, what their rows say in report/.
 """

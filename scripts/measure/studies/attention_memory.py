@@ -41,7 +41,7 @@ from scripts.measure.studies import Report, Row
 STUDY = "attention_memory"
 COMMAND = f"python scripts/study.py {STUDY}"
 QUESTION = "How does the memory of attention grow with N, and how much of it do the scores take?"
-# Where tiles are compared with the scores written out.
+# Where tiles are compared with all scores in memory.
 COMPARED = ("standard", "sdpa_flash", "cuda_fa2", "triton", "flash4")
 MOST_JOBS = 16
 SHARED = 0.8  # of the GPU's memory, for all processes that run at once

@@ -1,7 +1,7 @@
 """What fused attention brings a short encoder: claim 6 of results/CLAIMS.md.
 
 BERT-large's shape (24 layers, 1,024 wide, 16 heads), not causal, N = 512, 65,536 tokens a step in
-micro-batches of 32 rows, bf16. Baselines: `standard`, attention written out as textbooks have it, in bf16,
+micro-batches of 32 rows, bf16. Baselines: `standard`, naive attention as textbooks have it, in bf16,
 not compiled, and compiled, where Inductor fuses the softmax (naive, the specification, is in fp32 inside: to
 compare with it would flatter). Each token sees the one that it is to predict: the study is of speed. 12
 points, some 23 s each: 4.5 minutes of an H200.
@@ -39,14 +39,14 @@ def report(rows: list[Row]) -> Report:
 
 
 def gain(found: dict[tuple[str, bool], Row], compiled: bool) -> float | None:
-    """The speed of the fastest fused over that of attention written out."""
+    """The speed of the fastest fused over that of naive attention."""
     best = training.fastest({key: row for key, row in found.items() if key[1] == compiled})
     base = found.get(("standard", compiled))
     return training.speed(best) / training.speed(base) if best and base else None
 
 
 def compared(found: dict[tuple[str, bool], Row]) -> list[str]:
-    """Sentences: fused against written out, compiled and not; and fused ones among each other."""
+    """Sentences: fused against naive attention, compiled and not; and fused ones among each other."""
     from scripts.measure.report.sweep_bars import kind, label
 
     notes = []
@@ -54,7 +54,7 @@ def compared(found: dict[tuple[str, bool], Row]) -> list[str]:
         mine = {key: row for key, row in found.items() if key[1] == compiled}
         best = training.fastest(mine)
         if times := gain(found, compiled):
-            notes.append(f"{label(best)} trains {times:.2f}x as fast as attention written out, {words}.")
+            notes.append(f"{label(best)} trains {times:.2f}x as fast as naive attention, {words}.")
         fused = [row for (name, _), row in mine.items() if kind(name) in ("ours", "library")]
         if len(fused) > 1:
             slowest = min(fused, key=training.speed)

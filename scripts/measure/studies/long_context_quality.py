@@ -22,7 +22,7 @@ config that all runs share. Result of a loss, nats per token: loss, loss_last_ha
 loss_in_window ([position, loss] of each bin), loss_chunked, loss_by_document; parameters, corpus, wall_s
 (beside the other runs: no measure of speed). Result of a speed: as of instruments/training_point.py
 (tokens_per_s, ms_median, mfu, peak_mib, kernels), with train_s, what the budget of tokens takes at that
-speed. A study that was killed goes on where it stopped, its runs from their checkpoints.
+speed. A study that was killed resumes, its runs from their checkpoints.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 GPT-2 small and medium, T = 1,024, 65,536 tokens a step in micro-batches of 16 rows, bf16 autocast, fused
 AdamW, gradients clipped, no dropout, random tokens: transformers' GPT2LMHeadModel with its eager attention,
-which is the baseline, and with SDPA; our model with `standard` attention, written out as textbooks have it,
+which is the baseline, and with SDPA; our model with `standard`, naive attention as textbooks have it,
 in bf16 (naive, the specification, is in fp32 inside: to compare with it would flatter), and with fused ones,
 not compiled and compiled. 20 points, some 21 s each: 7 minutes of an H200.
 """

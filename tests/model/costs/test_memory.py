@@ -16,7 +16,7 @@ from model.costs.memory import (
     attention_kept,
     cast_weight_bytes,
     longest_context,
-    moments,
+    memory_snapshots,
     peak,
     saved_by_layer,
 )
@@ -200,15 +200,17 @@ def test_checkpointing_keeps_a_blocks_input_alone() -> None:
     run = Run(GPT2, 64, declared("triton"), 2)
     less = peak(replace(run, checkpointing=True))
     whole, own = sum(saved_by_layer(run).values()), attention_kept(run)
-    of_loss = {moment.name: moment for moment in moments(run)}["loss"].peak
-    less_of_loss = {moment.name: moment for moment in moments(replace(run, checkpointing=True))}["loss"].peak
+    of_loss = {each.name: each for each in memory_snapshots(run)}["loss"].peak
+    less_of_loss = {each.name: each for each in memory_snapshots(replace(run, checkpointing=True))}[
+        "loss"
+    ].peak
     assert of_loss - less_of_loss == 12 * (whole + own - run.residual_bytes)
     assert less.peak < peak(run).peak
 
 
 def test_accumulated_gradients_are_there_at_every_moment() -> None:
     run = Run(GPT2, 4, declared("triton"), 2, accumulates=True)
-    assert all(moment.gradients == moment.parameters for moment in moments(run))
+    assert all(each.gradients == each.parameters for each in memory_snapshots(run))
 
 
 def test_a_step_with_few_tokens_peaks_at_its_weights() -> None:

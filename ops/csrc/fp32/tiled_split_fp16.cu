@@ -1,22 +1,22 @@
-// Stage 3, tiled, on tensor cores where there are any: FlashAttention in fp32, each product from three of fp16 planes
-// (planes.cuh tells how, and why that is fp32 still).
+// Stage 3, tiled, on tensor cores where there are any: FlashAttention in fp32, each product from three of fp16 terms
+// (split_products.cuh tells how, and why that is fp32 still).
 //
-// Idea: the loop of fa2.cu. What is new is where operands come from: K and V are split once, before (planes.cu), as
+// Idea: the loop of fa2.cu. What is new is where operands come from: K and V are split once, before (split_fp16.cu), as
 // every tile of queries reads them; Q is split here, by the lanes that multiply it; P as it leaves the softmax.
 // HBM traffic, 4 bytes a number: Q and O once; Q, K and V once for how large they are; K and V once to be split and, as
-// planes, once per head as long as the heads at work fit in the L2; lse.
+// terms, once per head as long as the heads at work fit in the L2; lse.
 // Limits: fp32, D up to 128, sm_80 and newer. Every option but a bias. FMA units do the rest (tiled.cu).
-// The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), HELD (planes of Q that stay in registers; the
+// The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), HELD (terms of Q that stay in registers; the
 // others are in shared memory, and read again for each tile), EVEN (rows of q and out begin at multiples of two
 // numbers), and SCALE_FIRST.
-#include "planes.cuh"
+#include "split_products.cuh"
 #include "softmax.cuh"
 
 #define THREADS (WARPS * 32)
 #define TILES (BR / WARPS / 16)  // of 16 rows in a warp
-#define PLANE_BYTES (BC * ROW_BYTES)
-#define TILE_BYTES (PLANES * PLANE_BYTES)
-#define Q_PLANE_BYTES (BR * ROW_BYTES)
+#define TERM_BYTES (BC * ROW_BYTES)
+#define TILE_BYTES (TERMS * TERM_BYTES)
+#define Q_TERM_BYTES (BR * ROW_BYTES)
 
 // Two numbers of a row, `column` even; zeros beyond D.
 __device__ __forceinline__ float2 read_two(const float *row, int column) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ float2 read_two(const float *row, int column) {
     return x;
 }
 
-// Splits 16 * TILES rows of Q times `factor`, from `first` on: HELD planes into registers, the others into swizzled
+// Splits 16 * TILES rows of Q times `factor`, from `first` on: HELD terms into registers, the others into swizzled
 // tiles, of which `rows` is the warp's first row in the first.
 __device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEPS][HELD ? HELD : 1][TILES][4],
                                         unsigned rows, const float *q, int first, float factor) {
@@ -44,21 +44,21 @@ __device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEP
                 const int row = t * 16 + e % 2 * 8 + lane / 4, chunk = d * 2 + e / 2;
                 float2 x = {0.0f, 0.0f};
                 if (first + row < p.tq) x = read_two(q + (first + row) * p.q_stride.t, chunk * 8 + lane % 4 * 2);
-                unsigned planes[PLANES];
-                split(x.x * factor, x.y * factor, planes[0], planes[1]);
+                unsigned terms[TERMS];
+                split(x.x * factor, x.y * factor, terms[0], terms[1]);
 #pragma unroll
-                for (int plane = 0; plane < PLANES; plane++)
-                    if (plane < HELD)
-                        held[d][HELD ? plane % HELD : 0][t][e] = planes[plane];
+                for (int term = 0; term < TERMS; term++)
+                    if (term < HELD)
+                        held[d][HELD ? term % HELD : 0][t][e] = terms[term];
                     else
-                        store_shared(rows + (plane - HELD) * Q_PLANE_BYTES + swizzled<PAD_D>(row, chunk) + lane % 4 * 4,
-                                     planes[plane]);
+                        store_shared(rows + (term - HELD) * Q_TERM_BYTES + swizzled<PAD_D>(row, chunk) + lane % 4 * 4,
+                                     terms[term]);
             }
 }
 
 // The warp's rows of a (T, D) matrix from row `first` on, of T.
 __device__ __forceinline__ void write_rows(float *matrix, long long stride, int first, int rows,
-                                           const Sums<TILES, D_STEPS> &sums) {
+                                           const Accumulator<TILES, D_STEPS> &sums) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
@@ -74,16 +74,16 @@ __device__ __forceinline__ void write_rows(float *matrix, long long stride, int 
         }
 }
 
-// out and lse; p.k and p.v are planes. Grid: B * Hq * n_tiles.
+// out and lse; p.k and p.v are terms. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
+tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // what is not held of Q, two K and V
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
     const unsigned q_tile = shared_address(memory), q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
-    const unsigned k_tile = q_tile + (PLANES - HELD) * Q_PLANE_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
+    const unsigned k_tile = q_tile + (TERMS - HELD) * Q_TERM_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, documents_of(p, b, tile));
     const int of_q = exponent_of(p, OF_Q, b, h / GROUP), of_k = exponent_of(p, OF_K, b, h / GROUP);
     // not 0, as -inf is multiplied by c
@@ -91,7 +91,7 @@ tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
     const Dropout<TILES> dropout(p, b, h, i_first);
     const operand *k = matrix_of((const operand *)p.k, p.k_stride, b, h / GROUP);
     const operand *v = matrix_of((const operand *)p.v, p.v_stride, b, h / GROUP);
-    PlaneLoader<BC, THREADS> next_k(k, p.k_stride.t, range.lo), next_v(v, p.v_stride.t, range.lo);
+    TermLoader<BC, THREADS> next_k(k, p.k_stride.t, range.lo), next_v(v, p.v_stride.t, range.lo);
     auto load = [&](int start, int odd) {
         next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
         next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
@@ -103,23 +103,23 @@ tilegpt_tiled_planes_forward(const __grid_constant__ Params p) {
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     Rows<TILES> rows;
     rows.clear();
-    Sums<TILES, D_STEPS> o;
+    Accumulator<TILES, D_STEPS> o;
     o.clear();
     for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
         if (start + BC < range.hi) load(start + BC, odd ^ 1);
         commit();
-        Sums<TILES, BC / 16> s;
+        Accumulator<TILES, BC / 16> s;
         const unsigned k_rows = k_tile + odd * TILE_BYTES, v_rows = v_tile + odd * TILE_BYTES;
         // S = Q K^T
-        multiply_split<HELD>(s, q, rows_first, q_rows, Q_PLANE_BYTES, columns_first, k_rows, PLANE_BYTES);
+        multiply_split<HELD>(s, q, rows_first, q_rows, Q_TERM_BYTES, columns_first, k_rows, TERM_BYTES);
         const bool masked = start < range.full_lo || start >= range.full_hi;
         if (SCALE_FIRST) multiply_by(s, undo);
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
-        soften(s, o, rows, scale * LOG2E);
+        online_softmax(s, o, rows, scale * LOG2E);
         dropout.drop(p, s, start);
-        add_split_product(o, s, rows_first, v_rows, PLANE_BYTES);  // O += P V
+        add_split_product(o, s, rows_first, v_rows, TERM_BYTES);  // O += P V
     }
     finish_rows(p, o, rows, head, i_first, scale);
     multiply_by(o, power_of_two(-exponent_of(p, OF_V, b, h / GROUP)));

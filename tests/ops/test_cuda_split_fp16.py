@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.cuda import plain, planes, tiled
+from ops.cuda import plain, split_fp16, tiled
 from ops.cuda.call import Call
-from ops.cuda.planes import Tile
+from ops.cuda.split_fp16 import Tile
 from ops.options import AttentionOptions
 from scripts.accuracy import Problem, error_ratios, expected
 from tests.grid import long_but
@@ -51,7 +51,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
 def _judge(q: Tensor, k: Tensor, v: Tensor, tile: Tile | None = None, **options: Any) -> dict[str, float]:
     """The error ratios of out and lse."""
     call = _call(q, k, v, **options)
-    out, lse = planes.run_forward(q, k, v, call, tile) if tile else planes.forward(q, k, v, call)
+    out, lse = split_fp16.run_forward(q, k, v, call, tile) if tile else split_fp16.forward(q, k, v, call)
     return error_ratios({"out": out, "lse": lse}, *expected(Problem(q, k, v, options)), torch.float32)
 
 
@@ -68,7 +68,7 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     (
         (140, 200, 96),
         {},
-        {"causal": False, "dropout_p": 0.2, "segments": (documents(70, 70), documents(70, 130))},
+        {"causal": False, "dropout_p": 0.2, "document_ids": (documents(70, 70), documents(70, 130))},
     ),
     ((70, 80, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
     ((33, 70, 96), {"cut": 3}, {"scale": -0.2}),
@@ -91,8 +91,8 @@ def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict
     assert max(ratios.values()) <= 1, ratios
 
 
-# Each table's after the first, and what else the kernel is written for: 32 rows a warp, any planes of Q held.
-_TILES = [(head_dim, tile) for head_dim, tiles in planes._FORWARD.items() for tile in tiles[1:]]
+# Each table's after the first, and what else the kernel is written for: 32 rows a warp, any terms of Q held.
+_TILES = [(head_dim, tile) for head_dim, tiles in split_fp16._FORWARD.items() for tile in tiles[1:]]
 _TILES += [(64, Tile(128, 32, 4, 2, held)) for held in (1, 2)] + [(128, Tile(192, 16, 12, 1, 0))]
 
 
@@ -109,7 +109,7 @@ def test_keys_beside_a_sink() -> None:
     q[..., 0], k[..., 0], k[..., 0, 0] = 1.0, 0.0, 8 * 16.1  # exp(-16.1) is 1e-7
     v[..., 0, :] = 0.0
     exact, formula = expected(Problem(q, k, v, {"causal": False}))
-    out, _ = planes.forward(q, k, v, _call(q, k, v, causal=False))
+    out, _ = split_fp16.forward(q, k, v, _call(q, k, v, causal=False))
     most = exact["out"].abs().amax(3)
     ours, theirs = (((x - exact["out"]).abs().amax(3) / most).max() for x in (out, formula["out"]))
     assert ours < 3 * theirs
@@ -119,7 +119,7 @@ def test_scores_do_not_drift() -> None:
     """lse of a single key is its score: errors of either sign, although tensor cores cut off towards zero."""
     q, k, v = _inputs((128, 1, 64), batch=4)
     q = 0.6 * q + 0.8 * k
-    _, lse = planes.forward(q, k, v, _call(q, k, v, causal=False, scale=1.0))
+    _, lse = split_fp16.forward(q, k, v, _call(q, k, v, causal=False, scale=1.0))
     exact = (q.double() @ k.double().mT)[..., 0]
     unit = exact.abs().log2().floor().exp2() * 2**-23
     error = (lse - exact) * exact.sign() / unit
@@ -127,16 +127,16 @@ def test_scores_do_not_drift() -> None:
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The planes of x, as k, as fp64: what they stand for, and both by themselves, times a power of two."""
+    """The terms of x, as k, as fp64: what they stand for, and both by themselves, times a power of two."""
     call = _call(x, x, x)
-    found = planes.largest(call, x, x, x)
-    first, second = planes.split("k", x, found, call).unflatten(3, (2, -1)).double().unbind(3)
+    found = split_fp16.largest(call, x, x, x)
+    first, second = split_fp16.split("k", x, found, call).unflatten(3, (2, -1)).double().unbind(3)
     exponents = torch.frexp(found[1]).exponent[..., None, None]  # the largest is in 2^(n - 1) .. 2^n
     return torch.ldexp(first + second / 2048, exponents - 14), torch.stack((first, second))
 
 
 @pytest.mark.parametrize("head_dim", [20, 33, 128])
-def test_planes_add_up(head_dim: int) -> None:
+def test_terms_add_up(head_dim: int) -> None:
     """To a unit in the last place, mostly to the last bit, from any strides; zeros beyond the head dim."""
     x = _inputs((40, 1, head_dim), (2, 2), cut=1)[0][:, :, ::3]
     for strided in (x, 1e-20 * x, 1e20 * x[:, :1].expand(2, 3, -1, -1)):
@@ -148,7 +148,7 @@ def test_planes_add_up(head_dim: int) -> None:
         assert (second.abs() <= first.abs()).all()
 
 
-def test_planes_at_the_ends_of_the_range() -> None:
+def test_terms_at_the_ends_of_the_range() -> None:
     """Small numbers beside large ones lose bits; what is not finite reaches no other number."""
     full = 2 - 2.0**-23  # all 24 bits
     numbers = torch.tensor([1.0, full * 2.0**-26, full * 2.0**-40, 2.0**-48, 0.0])
@@ -174,11 +174,11 @@ def test_each_head_of_keys_has_its_own_magnitudes() -> None:
     size = torch.tensor([1e-9, 1e9])
     q, k, v = _inputs((40, 50, 20), (4, 2))
     q, k, v = q * size.repeat_interleave(2)[:, None, None], k * size[:, None, None], v / size[:, None, None]
-    found = planes.largest(_call(q, k, v), q, k, v, 3 * q)
+    found = split_fp16.largest(_call(q, k, v), q, k, v, 3 * q)
     of_q = q.abs().amax((2, 3)).unflatten(1, (2, 2)).amax(2)
     assert torch.equal(found[:3], torch.stack((of_q, k.abs().amax((2, 3)), v.abs().amax((2, 3)))))
     assert torch.equal(found[3], (3 * q).abs().amax((2, 3)).unflatten(1, (2, 2)).amax(2))
-    assert not planes.largest(_call(q, k, v), q, k, v)[3].any()
+    assert not split_fp16.largest(_call(q, k, v), q, k, v)[3].any()
     ratios = _judge(q, k, v)
     assert max(ratios.values()) <= 1, ratios
 
@@ -198,7 +198,7 @@ def test_nothing_but_zeros_and_small_scales() -> None:
 
 
 def _bits(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return planes.forward(q, k, v, _call(q, k, v, **options))
+    return split_fp16.forward(q, k, v, _call(q, k, v, **options))
 
 
 def test_powers_of_two_change_no_mantissa() -> None:
@@ -225,8 +225,8 @@ def test_rows_that_begin_anywhere_give_the_same() -> None:
     q, k, v = _inputs((20, 40, 64), (2, 2))
     odd = tuple(torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v))
     turned = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    assert planes.even(q) and planes.even(turned[0]) and not planes.even(odd[0])
-    assert not planes.even(q[..., :63])
+    assert split_fp16.even(q) and split_fp16.even(turned[0]) and not split_fp16.even(odd[0])
+    assert not split_fp16.even(q[..., :63])
     expected = _bits(q, k, v)
     for each in (odd, turned):
         assert all(torch.equal(a, b) for a, b in zip(_bits(*each), expected, strict=True))
@@ -234,7 +234,7 @@ def test_rows_that_begin_anywhere_give_the_same() -> None:
 
 def test_in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads in groups, and with the shortest tiles of all at the end, give the same bits."""
-    monkeypatch.setitem(planes._FORWARD, 32, (Tile(64, 32, 4, 1, 2),))
+    monkeypatch.setitem(split_fp16._FORWARD, 32, (Tile(64, 32, 4, 1, 2),))
     inputs = _inputs((130, 130, 16), (6, 6))  # three tiles of queries
     before = _bits(*inputs)
     request.getfixturevalue("small_groups")
@@ -245,7 +245,7 @@ class _Sanitizer(cpu.Sanitizer):
     """Of the kernel whose threads share memory."""
 
     def launch(self, *arguments: Any) -> None:
-        if self.name not in ("tilegpt_planes", "tilegpt_largest"):
+        if self.name not in ("tilegpt_split_fp16", "tilegpt_largest"):
             super().launch(*arguments)
 
 
@@ -254,8 +254,8 @@ def test_no_races(compiler: cpu.TensorCores, use: Callable[[Any], None]) -> None
     sanitizer = _Sanitizer(compiler)
     use(sanitizer)
     q, k, v = _inputs((20, 40, 32))
-    planes.run_forward(q, k, v, _call(q, k, v), Tile(64, 16, 4, 1, 1))
-    assert sanitizer.reports == {"tilegpt_tiled_planes_forward": ""}
+    split_fp16.run_forward(q, k, v, _call(q, k, v), Tile(64, 16, 4, 1, 1))
+    assert sanitizer.reports == {"tilegpt_tiled_split_fp16_forward": ""}
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_no_races(compiler: cpu.TensorCores, use: Callable[[Any], None]) -> None
     [
         ({}, True),
         ({"dtype": torch.bfloat16}, False),
-        ({"tokens": planes.FEWEST_QUERIES - 1}, False),
+        ({"tokens": split_fp16.FEWEST_QUERIES - 1}, False),
         ({"arch": (7, 5)}, False),
         ({"head_dim": 136}, False),
         ({"on_gpu": False}, False),
@@ -271,14 +271,14 @@ def test_no_races(compiler: cpu.TensorCores, use: Callable[[Any], None]) -> None
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_who_takes_it(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], usable: bool) -> None:
-    asked = {"dtype": torch.float32, "tokens": planes.FEWEST_QUERIES, "arch": (8, 0), "head_dim": 128}
+    asked = {"dtype": torch.float32, "tokens": split_fp16.FEWEST_QUERIES, "arch": (8, 0), "head_dim": 128}
     asked |= {"on_gpu": True} | change
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: asked["arch"])
     monkeypatch.setattr(Tensor, "is_cuda", asked["on_gpu"])
-    planes._has_tensor_cores.cache_clear()
+    split_fp16._has_tensor_cores.cache_clear()
     q = torch.empty(1, 1, asked["tokens"], asked["head_dim"], dtype=asked["dtype"], device="meta")
-    assert planes.usable(q) is usable
-    planes._has_tensor_cores.cache_clear()
+    assert split_fp16.usable(q) is usable
+    split_fp16._has_tensor_cores.cache_clear()
 
 
 @pytest.mark.parametrize("fma", [0, 1])
@@ -288,14 +288,16 @@ def test_fma_units_can_be_asked_for(
     """Forward and backward go the same way."""
     sources: list[str] = []
     use(lambda source, *rest: sources.append(source) or compiler(source, *rest))
-    monkeypatch.setattr(planes, "usable", lambda _: True)
+    monkeypatch.setattr(split_fp16, "usable", lambda _: True)
     monkeypatch.setattr(
-        tiled.planes_backward, "backward", lambda *call: sources.append("backward") or call[1:4]
+        tiled.split_fp16_backward, "backward", lambda *call: sources.append("backward") or call[1:4]
     )
     q, k, v = _inputs((20, 40, 64))
     options = (AttentionOptions(scale=0.125), None, [0, fma])
     out, lse = tiled.tiled_forward(q, k, v, *options)
-    assert sources == (["ladder/tiled.cu"] if fma else [*["fp32/planes.cu"] * 3, "fp32/tiled_planes.cu"])
+    assert sources == (
+        ["ladder/tiled.cu"] if fma else [*["fp32/split_fp16.cu"] * 3, "fp32/tiled_split_fp16.cu"]
+    )
     del sources[:]
     assert len(tiled.tiled_backward(out, q, k, v, out, lse, *options, False)) == 4
     assert sources == (["lib/delta.cu", *["ladder/tiled_backward.cu"] * 2] if fma else ["backward"])
@@ -304,6 +306,6 @@ def test_fma_units_can_be_asked_for(
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 def test_a_tile_fits_everywhere(arch: tuple[int, int]) -> None:
     """In as many blocks as the tile is for."""
-    for head_dim, tiles in planes._FORWARD.items():
-        tile = planes.first_that_fits(tiles, head_dim, SHARED_BYTES[arch])
+    for head_dim, tiles in split_fp16._FORWARD.items():
+        tile = split_fp16.first_that_fits(tiles, head_dim, SHARED_BYTES[arch])
         assert tile.blocks * (tile.shared_bytes(head_dim) + 1024) <= SHARED_BYTES[arch] + 1024

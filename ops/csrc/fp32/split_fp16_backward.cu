@@ -1,17 +1,17 @@
 // Stage 3, tiled: dK and dV in fp32 on tensor cores, with the same bits each time.
 //
-// Idea. As tiled_backward.cu: a kernel for dK and dV and one for dQ (planes_backward_dq.cu), seven products, no
-// atomics; each product is the three of planes that planes.cuh tells. The scores are transposed here, rows are keys, so
-// that P^T and dS^T are at once left operands and never pass through shared memory as such. Warps work in pairs on
-// the same keys: the first has K, makes S^T = K Q^T and P^T and sums dV += P^T dO; the second has V, makes
+// Idea. As tiled_backward.cu: a kernel for dK and dV and one for dQ (split_fp16_backward_dq.cu), seven products, no
+// atomics; each product is the three of terms that split_products.cuh tells. The scores are transposed here, rows are
+// keys, so that P^T and dS^T are at once left operands and never pass through shared memory as such. Warps work in
+// pairs on the same keys: the first has K, makes S^T = K Q^T and P^T and sums dV += P^T dO; the second has V, makes
 // dP^T = V dO^T, gets P^T through shared memory, as the registers lie, and sums dK += dS^T Q. The queries of a whole
 // group run past a tile of keys, so that GQA needs no further sum.
 //
-// q, k, v and dout are planes, (B, H, T, 2, PAD_D) fp16, contiguous (planes.cu); lse2 is natural (delta.cu).
+// q, k, v and dout are terms, (B, H, T, 2, PAD_D) fp16, contiguous (split_fp16.cu); lse2 is natural (delta.cu).
 // HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dK and dV once.
 // From L2: Q and dO for every OWN keys.
-// The host defines what planes_backward.cuh says.
-#include "planes_backward.cuh"
+// The host defines what split_fp16_backward.cuh says.
+#include "split_fp16_backward.cuh"
 
 // s = <k_j, q_i>, a row for each key, becomes P, and `derived` what weight_of says. lse begins at query i_first.
 __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Scores &derived, const float *lse,
@@ -51,7 +51,7 @@ __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Sco
             for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
                 for (int e = odd; e < 4; e += 2)
-                    if (!sees(p, i, j_first + t * 16 + e / 2 * 8 + row, keys, keys - p.tq, id, ids[t][e / 2]))
+                    if (!is_visible(p, i, j_first + t * 16 + e / 2 * 8 + row, keys, keys - p.tq, id, ids[t][e / 2]))
                         s.c[t][n][e] = derived.c[t][n][e] = 0.0f;
         }
 }
@@ -71,7 +71,8 @@ __device__ __forceinline__ void differentiate_transposed(const Params &p, Scores
 }
 
 // dK and dV of OWN keys of one key head. Grid: B * Hkv * n_tiles.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkdv(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of K and V, what is traded, then the stages
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
@@ -122,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dkd
             if (STAGES == 2) commit();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
             const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
-            const bool masked = i0 < range.full_lo || ((HAS_LEFT || SEGMENTS) && i0 + OTHERS > range.full_hi);
+            const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + OTHERS > range.full_hi);
 #pragma unroll 1
             for (int part = 0; part < OTHERS; part += AT_ONCE) {
                 Scores s, derived;

@@ -1,4 +1,4 @@
-"""Launches the backward of stage `tiled` on tensor cores: csrc/fp32/planes_backward.cu."""
+"""Launches the backward of stage `tiled` on tensor cores: csrc/fp32/split_fp16_backward.cu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.cuda import plain
 from ops.cuda.call import Call, padded
-from ops.cuda.planes import PLANES, able, even, first_that_fits, largest, split
+from ops.cuda.split_fp16 import TERMS, able, even, first_that_fits, largest, split
 from ops.library import empty_as
 
 
@@ -17,7 +17,7 @@ from ops.library import empty_as
 class Tile:
     """Of one kernel: how many times 16 rows a pair of warps owns, the queries or keys of a tile and those
     multiplied at once (of dq 32), the warps of a block, blocks that are to share a multiprocessor, which
-    bounds the registers, stages of tiles, and planes of a warp's own rows that stay in registers."""
+    bounds the registers, stages of tiles, and terms of a warp's own rows that stay in registers."""
 
     row_tiles: int
     others: int
@@ -25,7 +25,7 @@ class Tile:
     warps: int
     blocks: int = 1
     stages: int = 2
-    own_planes: int = PLANES
+    own_terms: int = TERMS
 
     @property
     def own(self) -> int:
@@ -40,35 +40,35 @@ class Tile:
         """What two tensors have of own rows outside of registers, what pairs of warps trade, and per stage a
         tile of two tensors and two numbers a row."""
         row = 2 * padded(head_dim)
-        rest = 2 * (PLANES - self.own_planes) * self.own * row
+        rest = 2 * (TERMS - self.own_terms) * self.own * row
         traded = 4 * self.own * self.others
-        return rest + traded + self.stages * self.others * (2 * PLANES * row + 8)
+        return rest + traded + self.stages * self.others * (2 * TERMS * row + 8)
 
 
 _SMALL = Tile(1, 32, 32, 4, blocks=2)
 _SMALLER = Tile(1, 32, 32, 4, blocks=2, stages=1)
 # By the padded head dim: the first for whose blocks there is room; those behind it were not timed. One H200,
 # 32 heads, N = 4096, causal and full, TFLOP/s: dkdv at D = 64 113, 116 (8 warps 110, 117; one row tile and
-# three blocks 114, 113), at 128 116, 112 (both planes in registers 113, 107; 16 at once 110, 106; 8 warps
+# three blocks 114, 113), at 128 116, 112 (both terms in registers 113, 107; 16 at once 110, 106; 8 warps
 # 109, 107), at 96 118, 118 (one row tile 102, 102); dq at D = 64 111, 106 (tiles of 64 108, 112; 8 warps 103,
 # 108), at 128 109, 107 (8 warps 93, 95; one stage 102, 99), at 96 103, 107 (one row tile 91, 89)
-# with no plane in registers, and with one as here 2% more. That the second warp of a pair multiplies dP for
+# with no term in registers, and with one as here 2% more. That the second warp of a pair multiplies dP for
 # all of a tile before it waits for P was slower.
 _DKDV = {
-    32: (Tile(2, 32, 32, 4, blocks=3, own_planes=1), Tile(2, 32, 32, 4, blocks=3)),
-    64: (Tile(2, 32, 32, 4, blocks=2, own_planes=1), _SMALL),
-    96: (Tile(2, 32, 32, 4, blocks=2, own_planes=0), _SMALL, _SMALLER),
+    32: (Tile(2, 32, 32, 4, blocks=3, own_terms=1), Tile(2, 32, 32, 4, blocks=3)),
+    64: (Tile(2, 32, 32, 4, blocks=2, own_terms=1), _SMALL),
+    96: (Tile(2, 32, 32, 4, blocks=2, own_terms=0), _SMALL, _SMALLER),
     128: (
-        Tile(1, 32, 32, 4, blocks=2, own_planes=1),
+        Tile(1, 32, 32, 4, blocks=2, own_terms=1),
         Tile(1, 32, 16, 4, blocks=2),
         Tile(1, 32, 16, 4, blocks=2, stages=1),
     ),
 }
 _DQ = {
     32: (Tile(2, 32, 32, 4, blocks=3),),
-    64: (Tile(2, 32, 32, 4, blocks=2, own_planes=1), _SMALL),
-    96: (Tile(2, 32, 32, 4, blocks=2, own_planes=1), _SMALL, _SMALLER),
-    128: (Tile(1, 32, 32, 4, blocks=2, own_planes=1), Tile(1, 32, 32, 4, blocks=2, stages=1, own_planes=1)),
+    64: (Tile(2, 32, 32, 4, blocks=2, own_terms=1), _SMALL),
+    96: (Tile(2, 32, 32, 4, blocks=2, own_terms=1), _SMALL, _SMALLER),
+    128: (Tile(1, 32, 32, 4, blocks=2, own_terms=1), Tile(1, 32, 32, 4, blocks=2, stages=1, own_terms=1)),
 }
 
 
@@ -99,8 +99,8 @@ def run_backward(
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     statistics = plain.delta(call, dout, out, lse, natural=True)
     found = largest(call, q, k, v, dout)
-    planes = {name: split(name, x, found, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
-    params = call.params.bind(**planes, dq=dq, dk=dk, dv=dv)
+    terms = {name: split(name, x, found, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+    params = call.params.bind(**terms, dq=dq, dk=dk, dv=dv)
     defines = call.defines | {"ALIGNED": 1, "SCALE_FIRST": 0, "EVEN": int(even(dq, dk, dv))}
 
     def launch(source: str, name: str, blocks: int, tile: Tile, ranges: Tensor | None) -> None:
@@ -108,13 +108,13 @@ def run_backward(
         kernel = plain._kernel(source, name, defines | tile.defines, q.device)
         kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
 
-    key_ranges = plain.segment_ranges(call, of_keys.own, transposed=True)
+    key_ranges = plain.document_ranges(call, of_keys.own, transposed=True)
     n_tiles = math.ceil(tk / of_keys.own)
-    blocks = call.in_order(n_tiles, batch * kv_heads, planes["q"], over=heads // kv_heads)
-    launch("fp32/planes_backward.cu", "tilegpt_planes_dkdv", blocks, of_keys, key_ranges)
-    query_ranges = plain.segment_ranges(call, of_queries.own)
+    blocks = call.in_order(n_tiles, batch * kv_heads, terms["q"], over=heads // kv_heads)
+    launch("fp32/split_fp16_backward.cu", "tilegpt_split_fp16_dkdv", blocks, of_keys, key_ranges)
+    query_ranges = plain.document_ranges(call, of_queries.own)
     n_tiles = math.ceil(tq / of_queries.own)
-    blocks = call.in_order(n_tiles, batch * heads, planes["k"], times=heads // kv_heads)
-    launch("fp32/planes_backward_dq.cu", "tilegpt_planes_dq", blocks, of_queries, query_ranges)
-    del statistics, found, planes, key_ranges, query_ranges  # alive until the last launch
+    blocks = call.in_order(n_tiles, batch * heads, terms["k"], times=heads // kv_heads)
+    launch("fp32/split_fp16_backward_dq.cu", "tilegpt_split_fp16_dq", blocks, of_queries, query_ranges)
+    del statistics, found, terms, key_ranges, query_ranges  # alive until the last launch
     return dq, dk, dv

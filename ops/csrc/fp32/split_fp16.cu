@@ -1,11 +1,11 @@
-// Splits fp32 into planes of fp16 for the products of planes.cuh.
+// Splits fp32 into terms of fp16 for the products of split_products.cuh.
 //
 // fp16 has few exponents, so that first comes how large the numbers are, for each key head and its query heads.
 // HBM traffic: 4 bytes a number read twice, 4 written.
 #include "split.cuh"
 
 #define CHUNKS (PAD_D / 4)  // of four numbers in a row
-#define ROWS 64             // of a block of tilegpt_largest; ops/cuda/planes.py has it too
+#define ROWS 64             // of a block of tilegpt_largest; ops/cuda/split_fp16.py has it too
 
 // The largest finite magnitude in q, k, v and, where the grid is four high, dout: (4, B, Hkv) as bits, in p.scratch,
 // which is zeros before. What lies beyond kv_lengths does not count: it may be anything. Grid: B * Hq * ROWS of the
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_largest(const __grid_c
 
 // Reads a (B, H, T, D) tensor, p.q by p.q_stride, T = p.tq, H = p.heads; writes p.out as (B, H, T, 2, PAD_D) fp16,
 // contiguous, zeros beyond D. p.scratch begins at that tensor's magnitudes. A thread takes four numbers of a row.
-extern "C" __global__ void __launch_bounds__(256) tilegpt_planes(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(256) tilegpt_split_fp16(const __grid_constant__ Params p) {
     const long long index = (long long)blockIdx.x * 256 + threadIdx.x;
     const int row = index / CHUNKS, d = index % CHUNKS * 4, head = row / p.tq, t = row % p.tq;
     if (head >= p.batch * p.heads) return;
@@ -45,10 +45,10 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_planes(const __grid_co
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = d + e < HEAD_DIM ? from[e] : 0.0f;
     const float factor = power_of_two(exponent_of(p, 0, b, h / (p.heads / p.kv_heads)));
-    unsigned low[PLANES], high[PLANES];
+    unsigned low[TERMS], high[TERMS];
     split(x[0] * factor, x[1] * factor, low[0], low[1]);
     split(x[2] * factor, x[3] * factor, high[0], high[1]);
-    uint2 *to = (uint2 *)((operand *)p.out + (long long)row * PLANES * PAD_D + d);
+    uint2 *to = (uint2 *)((operand *)p.out + (long long)row * TERMS * PAD_D + d);
 #pragma unroll
-    for (int plane = 0; plane < PLANES; plane++) to[plane * PAD_D / 4] = make_uint2(low[plane], high[plane]);
+    for (int term = 0; term < TERMS; term++) to[term * PAD_D / 4] = make_uint2(low[term], high[term]);
 }

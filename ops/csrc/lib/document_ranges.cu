@@ -4,7 +4,7 @@
 // tile and all keys from first to end are of one document, so that nobody needs to compare ids (without such keys it
 // says nothing); (B, n_tiles, 3). Where documents follow each other these are exactly the keys of the tile's documents;
 // in any other order it is a superset, and the comparison of ids decides. For tiles of keys, as dK and dV have them,
-// the host swaps (q_segments, tq) and (k_segments, tk).
+// the host swaps (q_document_ids, tq) and (k_document_ids, tk).
 //
 // HBM traffic: Tk ids a tile, from the L2 mostly, and those of the tile's documents again. Grid: B * n_tiles.
 #include "attention.cuh"
@@ -29,9 +29,9 @@ __device__ __forceinline__ void extent(int &a, int &b) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_segment_ranges(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_document_ranges(const __grid_constant__ Params p) {
     const int b = blockIdx.x / p.n_tiles, first = blockIdx.x % p.n_tiles * TILE;
-    const int *own = p.q_segments + (long long)b * p.tq, *other = p.k_segments + (long long)b * p.tk;
+    const int *own = p.q_document_ids + (long long)b * p.tq, *other = p.k_document_ids + (long long)b * p.tk;
     int least = GREATEST, greatest = LEAST;
     for (int i = first + threadIdx.x; i < min_of(first + TILE, p.tq); i += THREADS) {
         least = min_of(least, own[i]);

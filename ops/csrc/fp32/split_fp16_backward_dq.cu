@@ -1,16 +1,16 @@
 // Stage 3, tiled: dQ in fp32 on tensor cores, with the same bits each time.
 //
 // Idea. As in the forward a block owns queries and walks the keys; what it is beside dK and dV tells
-// planes_backward.cu. Warps work in pairs on the same queries: the first has Q and makes S = Q K^T, the second has dO
-// and makes dP = dO V^T. They trade halves, so that each has dS for half of the keys, which is at once a left operand,
+// split_fp16_backward.cu. Warps work in pairs on the same queries: the first has Q and makes S = Q K^T, the second has
+// dO and makes dP = dO V^T. They trade halves, so that each has dS for half of the keys, which is at once a left operand,
 // and sums dQ += dS K over these. In the end they trade halves of D and add them up.
 //
 // HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dQ once. From L2:
-// K and V for every OWN queries. The host defines what planes_backward.cuh says.
-#include "planes_backward.cuh"
+// K and V for every OWN queries. The host defines what split_fp16_backward.cuh says.
+#include "split_fp16_backward.cuh"
 
 static_assert(AT_ONCE % 32 == 0, "whole pairs of tiles for each warp of a pair");
-typedef Sums<ROW_TILES, PAIRS / 2> HalfScores;
+typedef Accumulator<ROW_TILES, PAIRS / 2> HalfScores;
 
 // s = <q_i, k_j> becomes what dS has in the place of P, `derived` of weight_of. lse begins at query i_first.
 __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const float *lse, int i_first, int j_first,
@@ -35,7 +35,7 @@ __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const floa
                     x = derived;
                 }
         }
-    if (masked) hide(p, s, 0.0f, i_first, j_first, keys, b);
+    if (masked) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
 }
 
 // s becomes dS, but for its scale, from `derived` in s and dp = <dout_i, v_j>. delta begins at the first query.
@@ -55,7 +55,7 @@ __device__ __forceinline__ void differentiate_rows(const Params &p, HalfScores &
 }
 
 // dQ of OWN queries of one head. Grid: B * Hq * n_tiles.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of Q and dO, what is traded, then the stages
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
         if (STAGES == 2 && more) load(stage ^ 1, start + OTHERS);
         if (STAGES == 2) commit();
         const unsigned k_tile = stages + stage * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
-        const bool masked = ((HAS_LEFT || SEGMENTS) && start < range.full_lo) || start >= range.full_hi;
+        const bool masked = ((HAS_LEFT || DOCUMENT_IDS) && start < range.full_lo) || start >= range.full_hi;
 #pragma unroll 1
         for (int part = 0; part < OTHERS; part += AT_ONCE) {
             const int mine = part + second * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_planes_dq(
     __syncthreads();  // the stages are free: the halves of D go through them, where each is one sum
     const int half_bytes = OWN_ROWS * PAD_D * 2;
     static_assert(WARPS * half_bytes <= STAGES * STAGE_BYTES, "room for half of every warp's sums");
-    Sums<ROW_TILES, D_STEPS / 2> mine, theirs;
+    Accumulator<ROW_TILES, D_STEPS / 2> mine, theirs;
     trade(sums, second, (float4 *)(memory + (stages - rest) + 2 * pair * half_bytes), pair, mine, theirs);
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)

@@ -1,6 +1,6 @@
-"""Launches the forward of stage `tiled` on tensor cores: fp32 as planes of fp16 (fp32/planes.cuh tells how).
+"""Launches the forward of stage `tiled` on tensor cores: fp32 as two terms of fp16 (split_products.cuh).
 
-The backward is in planes_backward.py; ops/cuda/tiled.py chooses between these and FMA units.
+The backward is in split_fp16_backward.py; ops/cuda/tiled.py chooses between these and FMA units.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ops.cuda import plain
 from ops.cuda.call import Call, Params, padded
 from ops.library import empty_as
 
-PLANES = 2
+TERMS = 2
 _TENSORS = ("q", "k", "v", "dout")  # whose magnitudes `largest` knows, in this order
 # Below, FMA units: to split all of K and V moves four times their bytes, which a large batch would wait for.
 # (Not so 32 heads with 8,192 keys, where one query took 0.61 ms by six products and 1.20 by FMA at D = 64.)
@@ -25,13 +25,13 @@ FEWEST_QUERIES = 64
 _MIN_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 128
 _SPLIT_THREADS, _LARGEST_ROWS = 256, 64
-AnyTile = TypeVar("AnyTile")  # of this file or of planes_backward.py
+AnyTile = TypeVar("AnyTile")  # of this file or of split_fp16_backward.py
 
 
 @dataclass(frozen=True)
 class Tile:
     """Queries and keys of a tile, warps of a block, how many blocks are to share a multiprocessor, which
-    bounds the registers, and how many planes of Q stay in them."""
+    bounds the registers, and how many terms of Q stay in them."""
 
     br: int
     bc: int
@@ -45,11 +45,11 @@ class Tile:
 
     def shared_bytes(self, head_dim: int) -> int:
         """Two tiles of K and of V, and what is not held of Q."""
-        return 2 * padded(head_dim) * (PLANES * 4 * self.bc + (PLANES - self.held) * self.br)
+        return 2 * padded(head_dim) * (TERMS * 4 * self.bc + (TERMS - self.held) * self.br)
 
 
 # By the padded head dim: the first for whose blocks there is room; those behind it were not timed. One H200,
-# 32 heads, N = 4096, causal and full, TFLOP/s: D = 64 111, 120 (no plane held 113, 116; 64 keys 115, 114; 8
+# 32 heads, N = 4096, causal and full, TFLOP/s: D = 64 111, 120 (no term held 113, 116; 64 keys 115, 114; 8
 # warps 104, 110; 64 queries 106, 111), D = 128 119, 122 (32 keys 117, 117; 128 queries, 64 keys and 8 warps
 # 115, 121), D = 96 107, 115 (8 warps 105, 105), D = 32 96, 100 (32 keys and three blocks 94, 98; 8 warps 83,
 # 89).
@@ -104,7 +104,7 @@ def even(*tensors: Tensor) -> bool:
 def _split_kernel(name: str, call: Call, device: torch.device) -> Any:
     # what else specialises the call says nothing here
     used = ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM", "LENGTHS")
-    return plain._kernel("fp32/planes.cu", name, {name: call.defines[name] for name in used}, device)
+    return plain._kernel("fp32/split_fp16.cu", name, {name: call.defines[name] for name in used}, device)
 
 
 def largest(call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> Tensor:
@@ -120,17 +120,17 @@ def largest(call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = N
 
 
 def split(name: str, x: Tensor, found: Tensor, call: Call) -> Tensor:
-    """The planes of x (B, H, T, D), which is q, k, v or dout by `name`, in any strides with a contiguous last
+    """The terms of x (B, H, T, D), which is q, k, v or dout by `name`, in any strides with a contiguous last
     dimension, times powers of two by what `largest` has found: (B, H, T, 2 * padded D) fp16, contiguous,
     zeros beyond D."""
     batch, heads, tokens, head_dim = x.shape
-    planes = x.new_empty((batch, heads, tokens, PLANES * padded(head_dim)), dtype=torch.float16)
+    terms = x.new_empty((batch, heads, tokens, TERMS * padded(head_dim)), dtype=torch.float16)
     params = Params(batch=batch, heads=heads, kv_heads=found.shape[2], tq=tokens)
-    params.bind(q=x, out=planes, scratch=found[_TENSORS.index(name)])
+    params.bind(q=x, out=terms, scratch=found[_TENSORS.index(name)])
     chunks = batch * heads * tokens * padded(head_dim) // 4
-    kernel = _split_kernel("tilegpt_planes", call, x.device)
+    kernel = _split_kernel("tilegpt_split_fp16", call, x.device)
     kernel.launch(math.ceil(chunks / _SPLIT_THREADS), _SPLIT_THREADS, params)
-    return planes
+    return terms
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -144,11 +144,11 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     out, lse = empty_as(q), q.new_empty(q.shape[:3])
     found = largest(call, q, k, v)
     k, v = split("k", k, found, call), split("v", v, found, call)
-    ranges = plain.segment_ranges(call, tile.br)
+    ranges = plain.document_ranges(call, tile.br)
     params = call.params.bind(k=k, v=v, out=out, lse=lse, ranges=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     own = {"ALIGNED": 1, "EVEN": int(even(q, out)), "SCALE_FIRST": call.scale_first}
     defines = call.defines | tile.defines | own
-    kernel = plain._kernel("fp32/tiled_planes.cu", "tilegpt_tiled_planes_forward", defines, q.device)
+    kernel = plain._kernel("fp32/tiled_split_fp16.cu", "tilegpt_tiled_split_fp16_forward", defines, q.device)
     kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
     return out, lse

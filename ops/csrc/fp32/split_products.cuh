@@ -1,12 +1,12 @@
 // fp32 products on tensor cores, as exact as fp32 is.
 //
-// A float is split into two numbers of fp16, its planes: x = x0 + x1 / 2^11, of 11 bits and a sign each, which is x to
+// A float is split into two numbers of fp16, its terms: x = x0 + x1 / 2^11, of 11 bits and a sign each, which is x to
 // a unit in its last place and in three of four cases to the last bit (Ootomo and Yokota 2022). Of the four products of
 // two split numbers three are computed, x0 y0 and x0 y1 + x1 y0; x1 y1 comes to 2^-22 of the product at most, and on
 // average, of any sign, to 2^-25, half a unit in fp32's last place.
 //
 // fp16 has few exponents, so that numbers are multiplied by a power of two before, one for all that a key head and its
-// query heads have in a tensor (planes.cu), and results by its inverse. Numbers 2^27 times smaller than the largest
+// query heads have in a tensor (split_fp16.cu), and results by its inverse. Numbers 2^27 times smaller than the largest
 // lose bits, to 2^-49 of it; P does below 2^-20 of 1 in the forward and 2^-25 in the backward, and dS below 2^-28 of
 // the largest that it could be, 2 D of the largest v times the largest dout. So errors are small beside the largest of
 // a tensor, as they are by FMA, but not beside a row that is so much smaller than others: the gradient of a value at
@@ -22,8 +22,8 @@
 // of which nothing is cut off, of whole numbers say, comes out a unit too large.) For the other products, 2^11 times
 // smaller, it does not matter.
 //
-// In global memory (planes.cu) a row is its two planes of PAD_D numbers, one behind the other; in shared memory a tile
-// is two swizzled tiles, one behind the other.
+// In global memory (split_fp16.cu) a row is its two terms of PAD_D numbers, one behind the other; in shared memory a
+// tile is two swizzled tiles, one behind the other.
 #pragma once
 #include "scores.cuh"
 #include "split.cuh"
@@ -38,22 +38,22 @@ __device__ __forceinline__ void write_two(float *row, int column, float low, flo
 #endif
 }
 
-// Loads tiles of ROWS rows of split numbers: the two planes of a row lie side by side.
-template <int ROWS, int THREADS> struct PlaneLoader {
+// Loads tiles of ROWS rows of split numbers: the two terms of a row lie side by side.
+template <int ROWS, int THREADS> struct TermLoader {
     Loader<ROWS, THREADS> loader;
 
-    // `matrix`: the (T, PLANES * PAD_D) planes of a (T, D) matrix.
-    __device__ __forceinline__ PlaneLoader(const operand *matrix, long long stride, int first)
+    // `matrix`: the (T, TERMS * PAD_D) terms of a (T, D) matrix.
+    __device__ __forceinline__ TermLoader(const operand *matrix, long long stride, int first)
         : loader(matrix, stride, first) {}
 
     // As Loader::load, into two tiles of ROWS * ROW_BYTES from `tile` on.
     __device__ __forceinline__ void load(unsigned tile, long long stride, int limit, int advance = ROWS) {
 #pragma unroll
-        for (int plane = 0; plane < PLANES; plane++) {
-            loader.load(tile + plane * ROWS * ROW_BYTES, stride, limit, 0);
+        for (int term = 0; term < TERMS; term++) {
+            loader.load(tile + term * ROWS * ROW_BYTES, stride, limit, 0);
             loader.from += PAD_D;
         }
-        loader.from += advance * stride - PLANES * PAD_D;
+        loader.from += advance * stride - TERMS * PAD_D;
     }
 };
 
@@ -66,9 +66,9 @@ template <int TILES, int PAIRS> struct Beside {
 // Of a b, a of 16 * TILES rows, b of 16 * BESIDE columns, 16 deep: x0 y0 is added to `first`, and 2^11 times the rest
 // to columns 16 n and on of `rest`.
 template <int BESIDE, int TILES, int PAIRS>
-__device__ __forceinline__ void add_products(Sums<TILES, BESIDE> &first, Sums<TILES, PAIRS> &rest, int n,
-                                             const unsigned (&a)[PLANES][TILES][4],
-                                             const unsigned (&b)[BESIDE][PLANES][4]) {
+__device__ __forceinline__ void add_products(Accumulator<TILES, BESIDE> &first, Accumulator<TILES, PAIRS> &rest, int n,
+                                             const unsigned (&a)[TERMS][TILES][4],
+                                             const unsigned (&b)[BESIDE][TERMS][4]) {
 #pragma unroll
     for (int product = 0; product < 3; product++)
 #pragma unroll
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_products(Sums<TILES, BESIDE> &first, Sums<TI
 
 // Columns 16 n and on of sums += part * factor.
 template <int TILES, int PAIRS, int N>
-__device__ __forceinline__ void add_columns(Sums<TILES, PAIRS> &sums, int n, const Sums<TILES, N> &part,
+__device__ __forceinline__ void add_columns(Accumulator<TILES, PAIRS> &sums, int n, const Accumulator<TILES, N> &part,
                                             float factor = 1.0f) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
@@ -92,7 +92,8 @@ __device__ __forceinline__ void add_columns(Sums<TILES, PAIRS> &sums, int n, con
             for (int e = 0; e < 4; e++) sums.c[t][2 * n + x][e] += part.c[t][x][e] * factor;
 }
 
-template <int TILES, int PAIRS> __device__ __forceinline__ void multiply_by(Sums<TILES, PAIRS> &sums, float factor) {
+template <int TILES, int PAIRS>
+__device__ __forceinline__ void multiply_by(Accumulator<TILES, PAIRS> &sums, float factor) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -104,8 +105,8 @@ template <int TILES, int PAIRS> __device__ __forceinline__ void multiply_by(Sums
 // Adds to the last part of a sum, columns 16 n and on, its rest, and what tensor cores have cut off the parts before,
 // on average.
 template <int BESIDE, int TILES, int PAIRS>
-__device__ __forceinline__ void finish_part(Sums<TILES, BESIDE> &part, const Sums<TILES, PAIRS> &sums,
-                                            const Sums<TILES, PAIRS> &rest, int n) {
+__device__ __forceinline__ void finish_part(Accumulator<TILES, BESIDE> &part, const Accumulator<TILES, PAIRS> &sums,
+                                            const Accumulator<TILES, PAIRS> &rest, int n) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -118,21 +119,21 @@ __device__ __forceinline__ void finish_part(Sums<TILES, BESIDE> &part, const Sum
 }
 
 // sums += a B^T, a 16 * TILES rows of step d along D, in registers, and `rest`, as above: B's rows are rows of split
-// tiles. `b`: the first row, in the first plane; b_plane: bytes from one plane to the next.
+// tiles. `b`: the first row, in the first term; b_term: bytes from one term to the next.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void add_split_step(Sums<TILES, PAIRS> &sums, Sums<TILES, PAIRS> &rest,
-                                               const unsigned (&a)[PLANES][TILES][4], int d,
-                                               const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_plane) {
+__device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, Accumulator<TILES, PAIRS> &rest,
+                                               const unsigned (&a)[TERMS][TILES][4], int d,
+                                               const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_term) {
     const int BESIDE = Beside<TILES, PAIRS>::N;
 #pragma unroll
     for (int n = 0; n < PAIRS; n += BESIDE) {
-        unsigned right[BESIDE][PLANES][4];
+        unsigned right[BESIDE][TERMS][4];
 #pragma unroll
         for (int x = 0; x < BESIDE; x++)
 #pragma unroll
-            for (int plane = 0; plane < PLANES; plane++)
-                load_matrices(right[x][plane], columns_first(b + plane * b_plane, (n + x) * 16, d));
-        Sums<TILES, BESIDE> part;
+            for (int term = 0; term < TERMS; term++)
+                load_matrices(right[x][term], columns_first(b + term * b_term, (n + x) * 16, d));
+        Accumulator<TILES, BESIDE> part;
         part.clear();
         add_products(part, rest, n, a, right);
         if (d == D_STEPS - 1) finish_part(part, sums, rest, n);
@@ -140,37 +141,37 @@ __device__ __forceinline__ void add_split_step(Sums<TILES, PAIRS> &sums, Sums<TI
     }
 }
 
-// sums = A B^T over D. The first STAY planes of A are in registers, of the others its rows are rows of split tiles.
-// `a`: the warp's first row in the first plane that is not held; `b`: as above.
+// sums = A B^T over D. The first STAY terms of A are in registers, of the others its rows are rows of split tiles.
+// `a`: the warp's first row in the first term that is not held; `b`: as above.
 template <int STAY, int TILES, int PAIRS>
-__device__ __forceinline__ void multiply_split(Sums<TILES, PAIRS> &sums,
+__device__ __forceinline__ void multiply_split(Accumulator<TILES, PAIRS> &sums,
                                                const unsigned (&held)[D_STEPS][STAY ? STAY : 1][TILES][4],
-                                               const LaneRows<PAD_D> &rows_first, unsigned a, unsigned a_plane,
-                                               const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_plane) {
-    Sums<TILES, PAIRS> rest;
+                                               const LaneRows<PAD_D> &rows_first, unsigned a, unsigned a_term,
+                                               const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_term) {
+    Accumulator<TILES, PAIRS> rest;
     sums.clear(), rest.clear();
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
-        unsigned left[PLANES][TILES][4];
+        unsigned left[TERMS][TILES][4];
 #pragma unroll
-        for (int plane = 0; plane < PLANES; plane++)
+        for (int term = 0; term < TERMS; term++)
 #pragma unroll
             for (int t = 0; t < TILES; t++)
-                if (plane >= STAY)
-                    load_matrices(left[plane][t], rows_first(a + (plane - STAY) * a_plane, t * 16, d));
+                if (term >= STAY)
+                    load_matrices(left[term][t], rows_first(a + (term - STAY) * a_term, t * 16, d));
                 else
 #pragma unroll
-                    for (int e = 0; e < 4; e++) left[plane][t][e] = held[d][STAY ? plane % STAY : 0][t][e];
-        add_split_step(sums, rest, left, d, columns_first, b, b_plane);
+                    for (int e = 0; e < 4; e++) left[term][t][e] = held[d][STAY ? term % STAY : 0][t][e];
+        add_split_step(sums, rest, left, d, columns_first, b, b_term);
     }
 }
 
 // sums += W B: W are the warp's own sums, split here, and B is the split tile at `b`, (16 * PAIRS) x D.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void add_split_product(Sums<TILES, D_STEPS> &sums, const Sums<TILES, PAIRS> &w,
-                                                  const LaneRows<PAD_D> &rows_first, unsigned b, unsigned b_plane) {
+__device__ __forceinline__ void add_split_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
+                                                  const LaneRows<PAD_D> &rows_first, unsigned b, unsigned b_term) {
     const int BESIDE = Beside<TILES, D_STEPS>::N;
-    unsigned left[PAIRS][PLANES][TILES][4];
+    unsigned left[PAIRS][TERMS][TILES][4];
 #pragma unroll
     for (int n = 0; n < PAIRS; n++)
 #pragma unroll
@@ -181,16 +182,16 @@ __device__ __forceinline__ void add_split_product(Sums<TILES, D_STEPS> &sums, co
                       left[n][1][t][e]);
 #pragma unroll
     for (int d = 0; d < D_STEPS; d += BESIDE) {
-        Sums<TILES, BESIDE> part, rest;
+        Accumulator<TILES, BESIDE> part, rest;
         part.clear(), rest.clear();
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
-            unsigned right[BESIDE][PLANES][4];
+            unsigned right[BESIDE][TERMS][4];
 #pragma unroll
             for (int x = 0; x < BESIDE; x++)
 #pragma unroll
-                for (int plane = 0; plane < PLANES; plane++)
-                    load_transposed(right[x][plane], rows_first(b + plane * b_plane, n * 16, d + x));
+                for (int term = 0; term < TERMS; term++)
+                    load_transposed(right[x][term], rows_first(b + term * b_term, n * 16, d + x));
             add_products(part, rest, 0, left[n], right);
         }
         add_columns(sums, d, part);

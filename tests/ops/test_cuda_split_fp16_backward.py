@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.cuda import plain, planes, planes_backward
-from ops.cuda.planes_backward import Tile
+from ops.cuda import plain, split_fp16, split_fp16_backward
+from ops.cuda.split_fp16_backward import Tile
 from scripts.accuracy import Problem, error_ratios, expected
 from tests.grid import long_but
 from tests.ops import cpu
@@ -32,11 +32,11 @@ static void meet_in_pair(int pair) { pairs.barriers[pair].wait(); }"""
 
 
 class Compiler(cpu.TensorCores):
-    """Of planes_backward.cuh without what is written in PTX."""
+    """Of split_fp16_backward.cuh without what is written in PTX."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        source = folder / "planes_backward.cuh"
+        source = folder / "split_fp16_backward.cuh"
         parts = source.read_text().split("\n\n")
         (at,) = (n for n, part in enumerate(parts) if "asm" in part)
         parts[at] = _PAIRS
@@ -65,7 +65,9 @@ def _judge(problem: Problem, *tiles: Tile) -> dict[str, float]:
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     reference, formula = expected(problem)
     given = dout, q, k, v, reference["out"].float(), reference["lse"].float(), call_of(problem, [0])
-    grads = planes_backward.run_backward(*given, *tiles) if tiles else planes_backward.backward(*given)
+    grads = (
+        split_fp16_backward.run_backward(*given, *tiles) if tiles else split_fp16_backward.backward(*given)
+    )
     got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     return error_ratios(got, reference, formula, torch.float32)
 
@@ -80,7 +82,7 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     (
         (140, 200, 96),
         {},
-        {"causal": False, "dropout_p": 0.2, "segments": (documents(70, 70), documents(70, 130))},
+        {"causal": False, "dropout_p": 0.2, "document_ids": (documents(70, 70), documents(70, 130))},
     ),
     ((70, 80, 128), {"heads": (2, 1)}, {"dropout_p": 0.1, "window": (50, 0), "softcap": 2.0}),
     ((1, 3, 7), {}, {}),
@@ -110,7 +112,7 @@ def test_rows_of_little_gradient() -> None:
     problem = Problem(q, k, v, {"causal": False}, dout)
     reference, formula = expected(problem)
     given = dout, q, k, v, reference["out"].float(), reference["lse"].float(), call_of(problem, [0])
-    for name, got in zip(("dq", "dk", "dv"), planes_backward.backward(*given), strict=True):
+    for name, got in zip(("dq", "dk", "dv"), split_fp16_backward.backward(*given), strict=True):
         most = reference[name].abs().amax(3)
         ours, theirs = (((x - reference[name]).abs().amax(3) / most).max() for x in (got, formula[name]))
         assert ours < 5 * theirs, (name, ours, theirs)
@@ -132,17 +134,17 @@ def test_gradients_near_the_largest_of_fp32() -> None:
     assert max(ratios.values()) <= 1, ratios
 
 
-# Each table's after the first, and what else the kernels are written for: planes of own rows in shared
+# Each table's after the first, and what else the kernels are written for: terms of own rows in shared
 # memory, tiles in one part or in two, other numbers of warps.
 _PAIRS_OF_TILES = [
-    (128, Tile(1, 32, 16, 4, blocks=2), Tile(1, 32, 32, 4, blocks=2, stages=1, own_planes=1)),
+    (128, Tile(1, 32, 16, 4, blocks=2), Tile(1, 32, 32, 4, blocks=2, stages=1, own_terms=1)),
     (96, Tile(1, 32, 32, 4, blocks=2), Tile(1, 32, 32, 4, blocks=2)),
     (96, Tile(1, 32, 32, 4, blocks=2, stages=1), Tile(1, 32, 32, 4, blocks=2, stages=1)),
     (128, Tile(1, 32, 16, 4, blocks=2, stages=1), Tile(1, 32, 32, 4, stages=1)),
-    (128, Tile(1, 16, 16, 8, own_planes=1), Tile(1, 32, 32, 8, stages=1, own_planes=1)),
+    (128, Tile(1, 16, 16, 8, own_terms=1), Tile(1, 32, 32, 8, stages=1, own_terms=1)),
     (64, Tile(2, 32, 16, 8), Tile(2, 64, 32, 8, stages=1)),
     (64, Tile(1, 32, 32, 4, blocks=2), Tile(1, 32, 32, 4, blocks=2)),
-    (32, Tile(1, 32, 16, 12, stages=1), Tile(1, 32, 32, 4, own_planes=0)),
+    (32, Tile(1, 32, 16, 12, stages=1), Tile(1, 32, 32, 4, own_terms=0)),
     (32, Tile(2, 32, 32, 4, blocks=3), Tile(2, 32, 32, 4, blocks=3)),
 ]
 
@@ -156,30 +158,30 @@ def test_other_tiles(head_dim: int, of_keys: Tile, of_queries: Tile) -> None:
 
 def test_every_tile_is_tested() -> None:
     """The first of a table by `test_values`, all of whose head dims are on an H200."""
-    others = {(planes.padded(head_dim), tile) for head_dim, *tiles in _PAIRS_OF_TILES for tile in tiles}
-    padded = {planes.padded(shape[2]) for shape, *_ in _CASES}
-    for table in (planes_backward._DKDV, planes_backward._DQ):
+    others = {(split_fp16.padded(head_dim), tile) for head_dim, *tiles in _PAIRS_OF_TILES for tile in tiles}
+    padded = {split_fp16.padded(shape[2]) for shape, *_ in _CASES}
+    for table in (split_fp16_backward._DKDV, split_fp16_backward._DQ):
         assert padded == table.keys()
         assert {(head_dim, tile) for head_dim, tiles in table.items() for tile in tiles[1:]} <= others
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values())
-@pytest.mark.parametrize("table", [planes_backward._DKDV, planes_backward._DQ], ids=["dkdv", "dq"])
+@pytest.mark.parametrize("table", [split_fp16_backward._DKDV, split_fp16_backward._DQ], ids=["dkdv", "dq"])
 def test_tiles_fit(table: dict[int, tuple[Tile, ...]], shared_bytes: int) -> None:
     """As many blocks as the tile is for, but for dQ's at D = 128 on sm_89."""
     for head_dim, tiles in table.items():
-        tile = planes.first_that_fits(tiles, head_dim, shared_bytes)
+        tile = split_fp16.first_that_fits(tiles, head_dim, shared_bytes)
         of_block = tile.shared_bytes(head_dim) + 1024
-        blocks = 1 if tile == planes_backward._DQ[128][0] and shared_bytes < 166_912 else tile.blocks
+        blocks = 1 if tile == split_fp16_backward._DQ[128][0] and shared_bytes < 166_912 else tile.blocks
         assert blocks * of_block <= shared_bytes + 1024
-    assert planes.first_that_fits(tiles, head_dim, 1000) == tiles[-1]  # whose launch says what is missing
+    assert split_fp16.first_that_fits(tiles, head_dim, 1000) == tiles[-1]  # whose launch says what is missing
 
 
 def _bits(*inputs: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a causal call whose out and lse are some numbers."""
     q, k, v, dout = inputs
     call, lse = call_of(Problem(q, k, v, {}, dout), [0]), torch.full(q.shape[:3], 3.0)
-    return planes_backward.backward(dout, q, k, v, q.contiguous(), lse, call)
+    return split_fp16_backward.backward(dout, q, k, v, q.contiguous(), lse, call)
 
 
 def _equal(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
@@ -191,7 +193,7 @@ _SMALL = Tile(1, 32, 16, 2), Tile(1, 32, 32, 2)
 
 
 def _in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table, tile in zip((planes_backward._DKDV, planes_backward._DQ), _SMALL, strict=True):
+    for table, tile in zip((split_fp16_backward._DKDV, split_fp16_backward._DQ), _SMALL, strict=True):
         monkeypatch.setitem(table, 32, (tile,))
 
 
@@ -216,9 +218,9 @@ def test_no_races(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     sanitizer = cpu.Sanitizer(compiler)
 
     def kernel(source: str, *rest: Any) -> Any:
-        return (sanitizer if source.startswith("fp32/planes_backward") else compiler)(source, *rest)
+        return (sanitizer if source.startswith("fp32/split_fp16_backward") else compiler)(source, *rest)
 
     monkeypatch.setattr(plain, "_kernel", kernel)
     _in_small_tiles(monkeypatch)
     _bits(*inputs((20, 40, 32), (2, 1)))
-    assert sanitizer.reports == {"tilegpt_planes_dkdv": "", "tilegpt_planes_dq": ""}
+    assert sanitizer.reports == {"tilegpt_split_fp16_dkdv": "", "tilegpt_split_fp16_dq": ""}

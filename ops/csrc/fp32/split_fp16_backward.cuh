@@ -1,33 +1,33 @@
-// What the two kernels of the backward on planes share (planes_backward.cu, planes_backward_dq.cu).
+// What the two kernels of the backward on terms share (split_fp16_backward.cu, split_fp16_backward_dq.cu).
 //
-// Two things decide their form. Registers: the planes of a left operand, the scores and the sums of one gradient are as
+// Two things decide their form. Registers: the terms of a left operand, the scores and the sums of one gradient are as
 // much as a warp can hold, so warps work in pairs on the same rows, and each makes one of S and dP. Shared memory: an
 // ldmatrix takes it for as long as tensor cores take for three products, so a warp's own rows (K or V, Q or dO), which
 // are the same in all tiles, stay in registers as far as there is room, straight from global memory.
 //
 // The host defines ROW_TILES (of 16 rows of a pair), OTHERS (queries or keys of a tile), AT_ONCE (of them; a tile is
-// walked in one part or two), WARPS, BLOCKS (that are to share a multiprocessor), STAGES (of tiles), OWN_PLANES (of the
+// walked in one part or two), WARPS, BLOCKS (that are to share a multiprocessor), STAGES (of tiles), OWN_TERMS (of the
 // own rows that stay in registers; the others are read from shared memory each time), EVEN (two numbers of a gradient
 // can be written at once).
 #pragma once
-#include "planes.cuh"
+#include "split_products.cuh"
 
 #define THREADS (WARPS * 32)
 #define OWN_ROWS (ROW_TILES * 16)      // of a pair of warps
 #define OWN (WARPS / 2 * OWN_ROWS)     // of a block
 #define PAIRS (AT_ONCE / 16)
-#define ROW (PLANES * PAD_D)           // numbers of a row
-#define OWN_BYTES (OWN * ROW_BYTES)    // of one plane
-#define REST (PLANES - OWN_PLANES)     // planes of own rows in shared memory
-#define TILE_BYTES (PLANES * OTHERS * ROW_BYTES)
+#define ROW (TERMS * PAD_D)          // numbers of a row
+#define OWN_BYTES (OWN * ROW_BYTES)  // of one term
+#define REST (TERMS - OWN_TERMS)     // terms of own rows in shared memory
+#define TILE_BYTES (TERMS * OTHERS * ROW_BYTES)
 #define STAGE_BYTES (2 * TILE_BYTES + 2 * OTHERS * 4)  // two tensors, lse, delta
 #define TRADED_BYTES (OWN_ROWS * OTHERS * 4)           // what a pair has for each other
 
 static_assert(WARPS % 2 == 0 && AT_ONCE % 16 == 0 && OTHERS % AT_ONCE == 0, "whole pairs and tiles");
 static_assert(WARPS / 2 < 16, "a named barrier for each pair");
 
-typedef Sums<ROW_TILES, PAIRS> Scores;
-typedef Sums<ROW_TILES, D_STEPS> Gradient;
+typedef Accumulator<ROW_TILES, PAIRS> Scores;
+typedef Accumulator<ROW_TILES, D_STEPS> Gradient;
 
 // For the 64 threads of a pair: what one wrote before is there for the other behind it. Both by one instruction, or
 // compute-sanitizer's synccheck says that they diverge; and where the one who only writes goes on by bar.arrive, its
@@ -38,13 +38,13 @@ __device__ __forceinline__ void meet_in_pair(int pair) {
 
 // The rows that are a warp's own, as left operands.
 struct Own {
-    unsigned held[OWN_PLANES ? OWN_PLANES : 1][ROW_TILES][D_STEPS][4], rest;
+    unsigned held[OWN_TERMS ? OWN_TERMS : 1][ROW_TILES][D_STEPS][4], rest;
 
-    // `matrix`: the planes of a (T, D) matrix; `rest`: where the planes that are not held will be, in shared memory.
+    // `matrix`: the terms of a (T, D) matrix; `rest`: where the terms that are not held will be, in shared memory.
     __device__ __forceinline__ Own(const operand *matrix, int first, int end, unsigned rest) : rest(rest) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int plane = 0; plane < OWN_PLANES; plane++)
+        for (int term = 0; term < OWN_TERMS; term++)
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -52,29 +52,29 @@ struct Own {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         const int row = first + t * 16 + e % 2 * 8 + lane / 4;
-                        const int column = plane * PAD_D + d * 16 + e / 2 * 8 + lane % 4 * 2;
+                        const int column = term * PAD_D + d * 16 + e / 2 * 8 + lane % 4 * 2;
                         const operand *at = matrix + (long long)row * ROW + column;
-                        held[plane][t][d][e] = row < end ? *(const unsigned *)at : 0;
+                        held[term][t][d][e] = row < end ? *(const unsigned *)at : 0;
                     }
     }
 
-    __device__ __forceinline__ void get(unsigned (&left)[PLANES][ROW_TILES][4], const LaneRows<PAD_D> &rows_first,
+    __device__ __forceinline__ void get(unsigned (&left)[TERMS][ROW_TILES][4], const LaneRows<PAD_D> &rows_first,
                                         int d) const {
 #pragma unroll
-        for (int plane = 0; plane < PLANES; plane++)
+        for (int term = 0; term < TERMS; term++)
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
-                if (plane < OWN_PLANES)
+                if (term < OWN_TERMS)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) left[plane][t][e] = held[plane < OWN_PLANES ? plane : 0][t][d][e];
+                    for (int e = 0; e < 4; e++) left[term][t][e] = held[term < OWN_TERMS ? term : 0][t][d][e];
                 else
-                    load_matrices(left[plane][t], rows_first(rest + (plane - OWN_PLANES) * OWN_BYTES, t * 16, d));
+                    load_matrices(left[term][t], rows_first(rest + (term - OWN_TERMS) * OWN_BYTES, t * 16, d));
     }
 };
 
 // Loads the tiles of two tensors of one shape, the second `apart` numbers behind the first.
 struct TwoLoader {
-    PlaneLoader<OTHERS, THREADS> next;
+    TermLoader<OTHERS, THREADS> next;
     __device__ __forceinline__ TwoLoader(const operand *matrix, int first) : next(matrix, ROW, first) {}
     __device__ __forceinline__ void load(unsigned tile, long long apart, int limit) {
         next.load(tile, ROW, limit, 0);
@@ -84,12 +84,12 @@ struct TwoLoader {
     }
 };
 
-// The planes that no warp holds of the block's own rows, into shared memory.
+// The terms that no warp holds of the block's own rows, into shared memory.
 __device__ __forceinline__ void load_rest(const operand *matrix, int first, int end, unsigned to) {
 #pragma unroll
-    for (int plane = 0; plane < REST; plane++)
-        Loader<OWN, THREADS>(matrix + (OWN_PLANES + plane) * PAD_D, ROW, first)
-            .load(to + plane * OWN_BYTES, ROW, end - first);
+    for (int term = 0; term < REST; term++)
+        Loader<OWN, THREADS>(matrix + (OWN_TERMS + term) * PAD_D, ROW, first)
+            .load(to + term * OWN_BYTES, ROW, end - first);
 }
 
 // s = A B^T over D: A is the warp's own, B's rows those of the split tile at `b`.
@@ -99,14 +99,14 @@ __device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const La
     s.clear(), rest.clear();
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
-        unsigned left[PLANES][ROW_TILES][4];
+        unsigned left[TERMS][ROW_TILES][4];
         own.get(left, rows_first, d);
         add_split_step(s, rest, left, d, columns_first, b, OTHERS * ROW_BYTES);
     }
 }
 
 // A warp's sums, or its part of them, to or from the pair's place in shared memory, as the registers lie.
-template <int N> __device__ __forceinline__ void send(float4 *to, const Sums<ROW_TILES, N> &sums) {
+template <int N> __device__ __forceinline__ void send(float4 *to, const Accumulator<ROW_TILES, N> &sums) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -116,7 +116,7 @@ template <int N> __device__ __forceinline__ void send(float4 *to, const Sums<ROW
         }
 }
 
-template <int N> __device__ __forceinline__ void receive(const float4 *from, Sums<ROW_TILES, N> &sums) {
+template <int N> __device__ __forceinline__ void receive(const float4 *from, Accumulator<ROW_TILES, N> &sums) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -129,8 +129,8 @@ template <int N> __device__ __forceinline__ void receive(const float4 *from, Sum
 
 // The half of a warp's columns.
 template <int N>
-__device__ __forceinline__ Sums<ROW_TILES, N> half_of(const Sums<ROW_TILES, 2 * N> &sums, int half) {
-    Sums<ROW_TILES, N> part;
+__device__ __forceinline__ Accumulator<ROW_TILES, N> half_of(const Accumulator<ROW_TILES, 2 * N> &sums, int half) {
+    Accumulator<ROW_TILES, N> part;
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -143,8 +143,8 @@ __device__ __forceinline__ Sums<ROW_TILES, N> half_of(const Sums<ROW_TILES, 2 * 
 // Of a pair each keeps one half of its columns, the first warp the first, and gets the other's same half. `place`: as
 // much shared memory as one warp's sums.
 template <int N>
-__device__ __forceinline__ void trade(const Sums<ROW_TILES, 2 * N> &sums, bool second, float4 *place, int pair,
-                                      Sums<ROW_TILES, N> &kept, Sums<ROW_TILES, N> &got) {
+__device__ __forceinline__ void trade(const Accumulator<ROW_TILES, 2 * N> &sums, bool second, float4 *place, int pair,
+                                      Accumulator<ROW_TILES, N> &kept, Accumulator<ROW_TILES, N> &got) {
     const int half = ROW_TILES * N * 64;
     if (second)
         send(place, half_of<N>(sums, 0)), kept = half_of<N>(sums, 1);
@@ -202,7 +202,7 @@ __device__ __forceinline__ unsigned row_key_of(unsigned key, int i) { return DRO
 
 // A warp's rows times scale and 2^power to global memory from `column` on, those of `rows` that exist.
 template <int N>
-__device__ __forceinline__ void store_sums(Sums<ROW_TILES, N> &sums, float scale, int power, float *to,
+__device__ __forceinline__ void store_sums(Accumulator<ROW_TILES, N> &sums, float scale, int power, float *to,
                                            long long stride, int rows, int column) {
     const int lane = threadIdx.x % 32;
     multiply_by(sums, power_of_two(power / 2)), multiply_by(sums, power_of_two(power - power / 2));
