@@ -15,7 +15,10 @@ from conf.values import UserError
 
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
 # depend on them.
-FREE = {f"model.{key}" for key in ("rope_base", "window", "softcap", "causal", "dropout", "attn_dropout")}
+FREE = {
+    f"model.{key}"
+    for key in ("rope_base", "rope_scaling", "window", "softcap", "causal", "dropout", "attn_dropout")
+}
 FREE |= {"model.loss_chunk"}  # no more than the order of a sum
 FREE |= {
     f"data.{key}" for key in ("data_dir", "batch_size", "eval_batch_size", "max_val_tokens", "document_mask")

@@ -45,7 +45,7 @@ def attention_call(
         kv_heads=config.kv_heads,
         tq=1 if purpose == "decode" else tokens,
         tk=tokens,
-        head_dim=config.head_dim,
+        head_dim=config.head_size,
         causal=config.causal,
         features=frozenset(name for name, used in features.items() if used),
         backward=purpose == "training",

@@ -33,9 +33,19 @@ def alibi_slopes(n_head: int) -> Tensor:
     return torch.tensor(slopes)
 
 
-def rope_table(seq_len: int, head_dim: int, base: float) -> Tensor:
-    """Cosines and sines (2, T, D/2) fp32 of rotary embedding (Su et al. 2021, eq. 34)."""
+def rope_table(seq_len: int, head_dim: int, base: float, scaling: list[Any] | None = None) -> Tensor:
+    """Cosines and sines (2, T, D/2) fp32 of rotary embedding (Su et al. 2021, eq. 34).
+
+    scaling: [linear, factor] divides all frequencies by `factor` (Chen et al. 2023); [llama3, factor, low,
+    high, trained context] those that turn less than `low` times in the trained context, none that turn more
+    than `high` times, and those between in part (Llama 3.1)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling is not None:
+        kept = 0.0
+        if scaling[0] == "llama3":
+            low, high, trained = scaling[2:]
+            kept = ((trained * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling[1])
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
     return torch.stack((angles.cos(), angles.sin())).float()
 
@@ -58,8 +68,8 @@ class RMSNorm(nn.RMSNorm):
 
 def make_norm(config: GPTConfig, width: int) -> nn.Module:
     if config.norm == "rmsnorm":
-        return RMSNorm(width, eps=1e-6)
-    return nn.LayerNorm(width, bias=config.bias)
+        return RMSNorm(width, eps=config.eps("rmsnorm"))
+    return nn.LayerNorm(width, eps=config.eps("layernorm"), bias=config.bias)
 
 
 class CausalSelfAttention(nn.Module):
@@ -69,13 +79,13 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.config = config
         self.attention = attention
-        kv_width = config.kv_heads * config.head_dim
-        self.c_attn = nn.Linear(config.n_embd, config.n_embd + 2 * kv_width, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
+        self.c_attn = nn.Linear(config.n_embd, width + 2 * kv_width, bias=config.with_qkv_bias)
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=1e-6)
-            self.k_norm = RMSNorm(config.head_dim, eps=1e-6)
+            self.q_norm = RMSNorm(config.head_size, eps=config.eps("rmsnorm"))
+            self.k_norm = RMSNorm(config.head_size, eps=config.eps("rmsnorm"))
 
     def forward(
         self,
@@ -87,8 +97,8 @@ class CausalSelfAttention(nn.Module):
         layer: int = 0,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        B, T, C = x.shape
-        H, Hkv, D = self.config.n_head, self.config.kv_heads, self.config.head_dim
+        B, T, _ = x.shape
+        H, Hkv, D = self.config.n_head, self.config.kv_heads, self.config.head_size
         q, k, v = self.c_attn(x).split([H * D, Hkv * D, Hkv * D], dim=-1)
         q = q.view(B, T, H, D)  # (B, T, H*D) -> (B, T, H, D)
         k = k.view(B, T, Hkv, D)  # (B, T, Hkv*D) -> (B, T, Hkv, D)
@@ -116,7 +126,7 @@ class CausalSelfAttention(nn.Module):
             dropout_p=self.config.attn_dropout if self.training else 0.0,
             **self.config.attention_options,
         )
-        out = out.transpose(1, 2).reshape(B, T, C)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, C)
+        out = out.transpose(1, 2).reshape(B, T, H * D)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, H*D)
         return self.dropout(self.c_proj(out))
 
 
@@ -126,7 +136,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.swiglu = config.mlp == "swiglu"
-        hidden = config.mlp_hidden
+        hidden = config.mlp_size
         self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.swiglu else hidden, bias=config.bias)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -169,7 +179,7 @@ class GPT(nn.Module):
         self.checkpointing = checkpointing
         modules: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position == "learned":
-            modules["wpe"] = nn.Embedding(config.seq_len, config.n_embd)
+            modules["wpe"] = nn.Embedding(config.positions, config.n_embd)
         modules["drop"] = nn.Dropout(config.dropout)
         modules["h"] = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
         modules["ln_f"] = make_norm(config, config.n_embd)
@@ -178,11 +188,7 @@ class GPT(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
         # Neither table is a weight: they follow from the config, and stay out of checkpoints.
-        rope = (
-            rope_table(config.seq_len, config.head_dim, config.rope_base)
-            if config.position == "rope"
-            else None
-        )
+        rope = self._rope_table() if config.position == "rope" else None
         self.register_buffer("rope", rope, persistent=False)
         slopes = alibi_slopes(config.n_head) if config.position == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
@@ -191,12 +197,15 @@ class GPT(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GPT:
         """`.to(dtype)` is for the weights. The tables stay fp32: bf16 keeps 8 bits of a sine or a slope."""
         super()._apply(fn, recurse)
-        config = self.config
         if self.rope is not None and self.rope.dtype != torch.float32:
-            self.rope = rope_table(config.seq_len, config.head_dim, config.rope_base).to(self.rope.device)
+            self.rope = self._rope_table().to(self.rope.device)
         if self.slopes is not None and self.slopes.dtype != torch.float32:
-            self.slopes = alibi_slopes(config.n_head).to(self.slopes.device)
+            self.slopes = alibi_slopes(self.config.n_head).to(self.slopes.device)
         return self
+
+    def _rope_table(self) -> Tensor:
+        config = self.config
+        return rope_table(config.seq_len, config.head_size, config.rope_base, config.rope_scaling)
 
     def reset_parameters(self) -> None:
         """GPT-2's initialisation: N(0, 0.02), the projections back into the residual stream divided by

@@ -133,7 +133,7 @@ def heading(run: Run, gpu: GpuSheet | None, cfg: DictConfig) -> str:
     how += ["compiled"] * run.compiled + ["checkpointed"] * run.checkpointing
     count = sum(parameter_count(config).values()) / 1e6
     return (
-        f"{count:.1f}M parameters, {config.n_layer} layers, {config.n_head} heads of {config.head_dim}, "
+        f"{count:.1f}M parameters, {config.n_layer} layers, {config.n_head} heads of {config.head_size}, "
         f"width {config.n_embd}, vocabulary {config.vocab_size}\n"
         f"{run.batch} x {config.seq_len} tokens, attention={run.attention.name}, {', '.join(how)}, on "
         f"{gpu.name if gpu else 'a CPU'}"

@@ -166,7 +166,7 @@ class Study:
         config = self.config
         return {
             "study": "parity", "implementation": name, "pass": "train", "dtype": precision,
-            "heads": config.n_head, "kv_heads": config.kv_heads, "head_dim": config.head_dim,
+            "heads": config.n_head, "kv_heads": config.kv_heads, "head_dim": config.head_size,
             "seq_len": config.seq_len, "micro_batch": self.cfg.data.batch_size, "steps": self.steps,
             "model": not_usual(vars(config)), "seeds": self.seeds,
         }  # fmt: skip

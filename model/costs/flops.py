@@ -40,16 +40,16 @@ def peak_bf16_flops(gpu_name: str) -> float | None:
 
 def parameter_count(config: GPTConfig) -> dict[str, int]:
     """Parameters by part; the values add up to what the model holds. Tied embeddings count once, as `wte`."""
-    C, hidden, bias = config.n_embd, config.mlp_hidden, int(config.bias)
-    kv_width = config.kv_heads * config.head_dim
+    C, hidden, bias = config.n_embd, config.mlp_size, int(config.bias)
+    width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
     norm = C * (1 + (bias if config.norm == "layernorm" else 0))
     up = 2 * hidden if config.mlp == "swiglu" else hidden
-    attention = (C + bias) * (C + 2 * kv_width) + (C + bias) * C
-    attention += 2 * config.head_dim if config.qk_norm else 0
+    attention = (C + int(config.with_qkv_bias)) * (width + 2 * kv_width) + (width + bias) * C
+    attention += 2 * config.head_size if config.qk_norm else 0
     mlp = (C + bias) * up + (hidden + bias) * C
     return {
         "wte": config.padded_vocab_size * C,
-        "wpe": config.seq_len * C if config.position == "learned" else 0,
+        "wpe": config.positions * C if config.position == "learned" else 0,
         "attention": config.n_layer * attention,
         "mlp": config.n_layer * mlp,
         "norms": (2 * config.n_layer + 1) * norm,
@@ -58,13 +58,13 @@ def parameter_count(config: GPTConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> float:
-    """Model FLOPs of forward and backward per token: 6N + 12LCT (PaLM, appendix B), N the parameters without
+    """Model FLOPs of forward and backward per token: 6N + 12LHDT (PaLM, appendix B), N the parameters without
     position embeddings. Causality is not discounted, as is usual for MFU; an untied input embedding does no
     multiplication and is left out."""
     T = config.seq_len if seq_len is None else seq_len
     parts = parameter_count(config)
     N = sum(parts.values()) - parts["wpe"] - (0 if config.tie_embeddings else parts["wte"])
-    return 6 * N + 12 * config.n_layer * config.n_embd * T
+    return 6 * N + 12 * config.n_layer * config.n_head * config.head_size * T
 
 
 def attention_flops(
@@ -78,7 +78,7 @@ def attention_flops(
 
 def kv_cache_bytes(config: GPTConfig, batch: int, tokens: int, bytes_per_value: int = 2) -> int:
     """Bytes of the KV cache: keys and values, per layer, kv head and head dim."""
-    return 2 * config.n_layer * batch * config.kv_heads * config.head_dim * tokens * bytes_per_value
+    return 2 * config.n_layer * batch * config.kv_heads * config.head_size * tokens * bytes_per_value
 
 
 def score_matrix_bytes(batch: int, heads: int, tq: int, tk: int, bytes_per_value: int = 2) -> int:

@@ -23,7 +23,7 @@ def saved_by_layer(run: Run) -> dict[str, int]:
 
     - norms: their input, the residual stream, 4 N C each, and mean and 1 / deviation, 8 N (RMSNorm 4 N); a
       CPU's RMSNorm is unfused and keeps the normed input, 4 N C, too;
-    - projections: the inputs of c_attn, N C e, and of c_proj, which is attention's out, N C e;
+    - projections: the inputs of c_attn, N C e, and of c_proj, which is attention's out, N H D e;
     - qkv: c_attn's output, which attention keeps views of; after rotary or QK-norm also the new q and k.
       Unfused attention keeps copies of its own instead. QK-norm keeps its input, which is part of c_attn's
       output, and 1 / deviation; unfused both in fp32 before and after too (in fp32 before is that view);
@@ -38,7 +38,7 @@ def saved_by_layer(run: Run) -> dict[str, int]:
     norms = 2 * (run.residual_bytes + statistics)
     if config.norm == "rmsnorm" and unfused:
         norms += 2 * run.residual_bytes
-    turned = N * (config.n_head + config.kv_heads) * config.head_dim  # values of q and k
+    turned = N * (config.n_head + config.kv_heads) * config.head_size  # values of q and k
     qkv = run.qkv_bytes + (turned * e if config.qk_norm or config.position == "rope" else 0)
     if run.costs.writes_scores:
         qkv = run.qkv_bytes if config.qk_norm else 0
@@ -50,7 +50,7 @@ def saved_by_layer(run: Run) -> dict[str, int]:
     return {
         "norms": norms,
         "qkv": qkv,
-        "projections": 2 * run.width_bytes,
+        "projections": run.width_bytes + run.heads_bytes,
         "mlp": run.width_bytes + hidden * run.hidden_bytes,
         "dropout": 2 * N * config.n_embd * mask,
     }
@@ -68,7 +68,7 @@ def cast_weight_bytes(run: Run) -> int:
 
 def table_bytes(run: Run) -> int:
     """What is there besides weights and state: inputs and targets, int64, rotary angles, workspaces."""
-    rope = 4 * run.config.seq_len * run.config.head_dim if run.config.position == "rope" else 0
+    rope = 4 * run.config.seq_len * run.config.head_size if run.config.position == "rope" else 0
     return 16 * run.tokens + rope + run.workspace_bytes
 
 

@@ -43,7 +43,7 @@ class Work:
 
 def attention_size(run: Run) -> AttentionSize:
     config = run.config
-    shape = run.batch, config.n_head, config.kv_heads, config.seq_len, config.seq_len, config.head_dim
+    shape = run.batch, config.n_head, config.kv_heads, config.seq_len, config.seq_len, config.head_size
     return AttentionSize(*shape, config.causal, run.value_bytes)
 
 
@@ -77,7 +77,7 @@ def step_work(run: Run) -> Work:
     parameters = 4 * sum(parameter_count(config).values())
     kept = L * sum(saved_by_layer(run).values())
     weights = 3 * (cast_weight_bytes(run) or parameters)
-    dense = (flops_per_token(config) - 12 * L * config.n_embd * config.seq_len) * run.tokens
+    dense = flops_per_token(config, seq_len=0) * run.tokens
     own = forward.times(L) + backward.times(L)
     logits = run.tokens * config.padded_vocab_size * run.value_bytes
     moved = 2 * kept + 4 * logits + weights + 8 * parameters

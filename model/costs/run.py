@@ -56,11 +56,15 @@ class Run:
     @property
     def qkv_bytes(self) -> int:
         config = self.config
-        return self.tokens * (config.n_head + 2 * config.kv_heads) * config.head_dim * self.value_bytes
+        return self.tokens * (config.n_head + 2 * config.kv_heads) * config.head_size * self.value_bytes
+
+    @property
+    def heads_bytes(self) -> int:  # N H D e
+        return self.tokens * self.config.n_head * self.config.head_size * self.value_bytes
 
     @property
     def hidden_bytes(self) -> int:  # N h e
-        return self.tokens * self.config.mlp_hidden * self.value_bytes
+        return self.tokens * self.config.mlp_size * self.value_bytes
 
     @property
     def call(self) -> AttentionCall:

@@ -159,7 +159,7 @@ class Decoder:
             len(rows.index),
             config.kv_heads,
             capacity,
-            config.head_dim,
+            config.head_size,
             attention=attention,
             dtype=compute_dtype(model),
             device=device,

@@ -22,7 +22,7 @@ class Metrics(L.Callback):
     """Logs loss, gradient norm, learning rate, tokens/s, step time, MFU and peak memory every `every` steps.
 
     Time is wall time between the arrivals of late scalars, validation and checkpoints taken out. MFU is (6N +
-    12LCT) tokens/s over the dense bf16 peak of the named GPU (costs/flops.py); an unknown GPU has none. Peak
+    12LHDT) tokens/s over the dense bf16 peak of the named GPU (costs/flops.py); an unknown GPU has none. Peak
     memory is that since training began."""
 
     def __init__(self, every: int = 10):

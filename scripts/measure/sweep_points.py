@@ -199,7 +199,7 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
         "model": name,
         "heads": cfg.model.n_head,
         "kv_heads": cfg.model.n_kv_head or cfg.model.n_head,
-        "head_dim": cfg.model.n_embd // cfg.model.n_head,
+        "head_dim": cfg.model.head_dim or cfg.model.n_embd // cfg.model.n_head,
         "seq_len": cfg.seq_len,
         "micro_batch": batch,
         "tokens_per_step": cfg.tokens_per_step or batch * cfg.seq_len,

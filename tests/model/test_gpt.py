@@ -209,6 +209,44 @@ def test_one_dtype_reaches_attention_under_autocast() -> None:
     assert {spy.calls[0][name].dtype for name in "qkv"} == {torch.bfloat16}
 
 
+def test_heads_and_mlp_may_have_widths_of_their_own() -> None:
+    net, spy = build(n_layer=1, head_dim=12, n_kv_head=2, mlp_hidden=40, bias=False, qkv_bias=True)
+    block = {
+        "ln_1.weight": (32,), "attn.c_attn.weight": (96, 32), "attn.c_attn.bias": (96,),
+        "attn.c_proj.weight": (32, 48), "ln_2.weight": (32,), "mlp.c_fc.weight": (40, 32),
+        "mlp.c_proj.weight": (32, 40),
+    }  # fmt: skip
+    assert {name: tuple(x.shape) for name, x in net.transformer.h[0].state_dict().items()} == block
+    net(tokens())
+    assert spy.calls[0]["q"].shape == (2, 4, 16, 12) and spy.calls[0]["v"].shape == (2, 2, 16, 12)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norm_eps_reaches_every_norm(norm: str) -> None:
+    usual, other = (
+        {m.eps for m in build(norm=norm, norm_eps=e)[0].modules() if hasattr(m, "eps")} for e in (None, 0.1)
+    )
+    assert (usual, other) == ({1e-5 if norm == "layernorm" else 1e-6}, {0.1})
+
+
+def test_weights_may_know_more_positions_than_seq_len() -> None:
+    net, _ = build(max_positions=40)
+    assert net.transformer.wpe.weight.shape == (40, 32) and net(tokens()).shape == (2, 16, 64)
+
+
+def test_rope_scaling_slows_what_it_says() -> None:
+    """Angles of position 1 are the frequencies: of D = 8 and base 10,000 these are 1, 0.1, 0.01, 0.001, which
+    turn 15.9, 1.59, 0.159 and 0.0159 times in 100 tokens."""
+    plain, linear, llama3 = (
+        rope_table(2, 8, 1e4, scaling)[1, 1].double().asin()
+        for scaling in (None, ["linear", 4], ["llama3", 4, 1, 4, 100])
+    )
+    assert torch.allclose(linear, plain / 4, atol=1e-6)
+    kept = (100 * 0.1 / (2 * math.pi) - 1) / 3
+    expected = plain * torch.tensor([1, kept + (1 - kept) / 4, 1 / 4, 1 / 4]).double()
+    assert torch.allclose(llama3, expected, atol=1e-6)
+
+
 def test_context_sizes_the_position_table_and_too_much_is_refused() -> None:
     net, _ = build(seq_len=24)
     assert net.transformer.wpe.weight.shape == (24, 32)
@@ -223,7 +261,16 @@ def test_context_sizes_the_position_table_and_too_much_is_refused() -> None:
         ({"n_head": 5}, r"model.n_embd=32 does not divide into model.n_head=5 heads: .*\[1, 2, 4, 8\]"),
         ({"n_kv_head": 3}, "model.n_kv_head=3 does not divide model.n_head=4"),
         ({"n_kv_head": 0}, "model.n_kv_head=0"),
-        ({"position": "rope", "n_embd": 20}, "rope needs an even head dim, n_embd / n_head is 5"),
+        ({"position": "rope", "n_embd": 20}, "rope needs an even head dim, and it is 5: change"),
+        ({"position": "rope", "head_dim": 7}, "rope needs an even head dim, and it is 7: change"),
+        ({"mlp_hidden": 0}, "model.mlp_hidden=0: it needs to be a whole number, at least 1, or null"),
+        ({"norm_eps": 0.0}, "model.norm_eps=0.0: it needs to be a number above 0, or null"),
+        ({"qkv_bias": 1}, "model.qkv_bias=1: choose true or false"),
+        ({"max_positions": 8}, "seq_len=16 is beyond the 8 positions that the weights know"),
+        ({"rope_scaling": "yarn"}, r"model.rope_scaling=yarn: it needs to be \[linear, factor\] or"),
+        ({"rope_scaling": ["linear", 2, 3]}, r"model.rope_scaling=\['linear', 2, 3\]: it needs to be"),
+        ({"rope_scaling": ["linear", 0]}, "model.rope_scaling: factor=0: it needs to be a number above 0"),
+        ({"rope_scaling": ["llama3", 8, 4, 1, 64]}, "low needs to be below high"),
         ({"position": "sinus"}, "model.position=sinus: choose one of learned, rope, alibi, none"),
         ({"norm": "batch"}, "model.norm=batch: choose one of layernorm, rmsnorm"),
         ({"mlp": "relu"}, "model.mlp=relu: choose one of gelu, swiglu"),

@@ -168,7 +168,7 @@ class Measuring:
 
     def cache(self, net: GPT, point: Point) -> KVCache:
         config, attention = net.config, self.fused[point["implementation"]]
-        shape = config.n_layer, point["batch"], config.kv_heads, point["kv_len"], config.head_dim
+        shape = config.n_layer, point["batch"], config.kv_heads, point["kv_len"], config.head_size
         return KVCache(*shape, attention=attention, **self.like)
 
     def prefill(self, net: GPT, point: Point) -> Callable[[], Tensor]:

@@ -225,5 +225,5 @@ def error_ratio(
     attention: Attention, config: GPTConfig, padded: bool, device: torch.device, dtype: torch.dtype
 ) -> float:
     """Of the attention at this shape, forward and backward, by scripts/accuracy.py: at most 1 is right."""
-    shape = (config.n_head, config.seq_len, config.head_dim)
+    shape = (config.n_head, config.seq_len, config.head_size)
     return _judged(attention.name, shape, padded, device.type, dtype)

@@ -30,7 +30,7 @@ def alone(step: Step) -> tuple[Halves, list[int], int]:
     import torch
 
     config, attention = step.net.config, step.net.transformer.h[0].attn.attention
-    B, T, D = step.batch, config.seq_len, config.head_dim
+    B, T, D = step.batch, config.seq_len, config.head_size
     heads = (config.n_head, config.kv_heads, config.kv_heads)
     like = {"dtype": step.dtype, "device": step.device}
     qkv = [torch.randn(B, T, H, D, **like).transpose(1, 2).requires_grad_() for H in heads]

@@ -67,6 +67,9 @@ def test_gpt2s_sizes_are_the_known_ones(layers: int, heads: int, width: int, kno
         {"position": "alibi", "mlp": "swiglu", "bias": False},
         {"position": "none", "tie_embeddings": False, "vocab_size": 65},
         {"qk_norm": True, "norm": "rmsnorm", "bias": False, "n_layer": 3, "n_embd": 72},
+        {"head_dim": 24, "mlp_hidden": 100, "n_kv_head": 2, "max_positions": 48},
+        {"head_dim": 24, "mlp_hidden": 100, "mlp": "swiglu", "bias": False, "qkv_bias": True},
+        {"qkv_bias": False},
     ],
 )
 def test_parameters_by_part(changes: dict[str, Any]) -> None:

@@ -38,6 +38,8 @@ LLAMA = {
     "bias": False,
 }
 
+WIDER = {**LLAMA, "head_dim": 40, "mlp_hidden": 96, "qkv_bias": True}
+
 
 def test_a_block_of_gpt2_keeps_36_bytes_a_value_under_autocast() -> None:
     """Residual stream twice in fp32 (8), then in bf16 q, k, v (6), three inputs (6), the hidden layer twice
@@ -55,7 +57,7 @@ def test_a_block_of_gpt2_keeps_36_bytes_a_value_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("extra", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("extra", [{}, LLAMA, WIDER], ids=["gpt2", "llama", "wider"])
 def test_what_a_block_keeps_is_what_autograd_saves(extra: dict[str, Any], narrow: bool) -> None:
     kept = [_saved(GPTConfig(**SMALL, n_layer=n, **extra), narrow) for n in (1, 2)]
     config = GPTConfig(**SMALL, n_layer=1, **extra)
