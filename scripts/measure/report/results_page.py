@@ -172,7 +172,7 @@ def machine(rows: list[Row]) -> str:
     from scripts.measure.report.summary import machine as versions
 
     dates = sorted({row["machine"]["date"] for row in rows})
-    commits = dict.fromkeys(str(row["machine"].get("commit")) for row in rows)
+    commits = dict.fromkeys(str(row["machine"].get("commit"))[:7] for row in rows)
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"{versions(rows)}; {days}, commit {', '.join(commits)}"
 
