@@ -43,6 +43,7 @@ struct alignas(16) uint4 {
 static inline float2 make_float2(float x, float y) { return float2{x, y}; }
 static inline uint2 make_uint2(unsigned x, unsigned y) { return uint2{x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
+#define __expf expf
 static inline float __int_as_float(int bits) {
     float x;
     memcpy(&x, &bits, sizeof x);

@@ -22,6 +22,7 @@ METRICS: dict[str, tuple[tuple[str, ...], float]] = {
     "ms": (("gpu__time_duration.sum",), 1e3),
     "occupancy_percent": (("sm__warps_active.avg.pct_of_peak_sustained_active",), 1),
     "l2_missed_bytes": (("lts__t_sectors_srcunit_tex_lookup_miss.sum",), 32),
+    "load_bytes": (("l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum",), 1),
     "shared_bytes": (("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",), 128),
     "tensor_flops": (
         ("sm__inst_executed_pipe_tensor_op_hmma.sum", "sm__inst_executed_pipe_tensor.sum"),
