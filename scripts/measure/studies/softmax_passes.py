@@ -3,8 +3,8 @@
     python scripts/study.py softmax_passes
 
 Rows of scores in fp32, 256 MiB in all, of 4k to 4M columns: between passes the short ones stay in a
-multiprocessor's L1, the middle ones in the L2, the long ones do not. On an H200 about 20 seconds, most of
-them Nsight Compute's; without a GPU there is nothing to measure.
+multiprocessor's L1, the middle ones in the L2, the long ones do not. On an H200 9 seconds, most of them
+Nsight Compute's; without a GPU there is nothing to measure.
 
 A row of results/softmax_passes/<gpu>.jsonl has the time (device events, L2 flushed), max_error against fp64
 relative to the row's largest probability, error_ratio of it to 1e-5, and of our two kernels by ncu:
@@ -44,7 +44,7 @@ def points() -> list[Point]:
 
 def measure(options: argparse.Namespace, run: Run) -> None:
     """The contestants of a shape in turns; the counters of all shapes from one program, before."""
-    left = run.left(points(), "about 20 s")
+    left = run.left(points(), "about 9 s")
     if not left:
         return
     if run.device != "cuda":
