@@ -200,6 +200,11 @@ VERDICTS = {
         ({"fullest_trips": 2, "leanest_trips": 1, "inside": False}, IN_PART),
         ({"fullest_trips": 1, "leanest_trips": 1, "inside": True}, FAILS),
     ],
+    39: [
+        ({"off": 0.05, "saved": 1.5}, HOLDS),
+        ({"off": 0.06, "saved": 1.64}, IN_PART),
+        ({"off": 0.5, "saved": 1.0}, FAILS),
+    ],
 }  # fmt: skip
 
 
