@@ -1,0 +1,202 @@
+"""Our attentions inside transformers' models: importing this module registers them all.
+
+    import attention.for_transformers
+    model = AutoModelForCausalLM.from_pretrained("gpt2", attn_implementation="tilegpt-triton")
+
+A name of conf/attention is registered as `registered_name` has it. transformers asks twice: once a forward
+for a mask, by the lengths, the pattern, the padding and the cache (`make_mask`), and in each layer for
+attention with that mask (`attend`). What is handed on as the mask is no matrix of Tq x Tk but the options of
+our contract: what padding, packing, sliding windows and caches come to. What these cannot express is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention import registry
+from attention.call import UnsupportedAttention
+
+if TYPE_CHECKING:
+    from attention.base import Attention
+
+# What a mask says without tensors, in the size of its second dimension, 1 + their sum: no synchronisation.
+CAUSAL, WINDOW, DOCUMENTS, LENGTHS = 1, 2, 4, 8
+# Arguments of a layer that change what attention is to compute, and that the contract has nothing for.
+REFUSED = {
+    "s_aux": "attention sinks",
+    "head_mask": "a mask of heads",
+    "cache": "a paged cache",
+    "output_attentions": "attention weights as an output",
+}
+
+
+def registered_name(name: str) -> str:
+    """tilegpt-triton, tilegpt-sdpa-fa: without "flash", as transformers takes a name with that for one of its
+    own libraries."""
+    return f"tilegpt-{name.replace('_', '-').replace('flash', 'fa')}"
+
+
+class Pattern(NamedTuple):
+    """What a mask function of transformers lets a query see."""
+
+    causal: bool = False
+    window: bool = False  # its size is the layer's
+    document_ids: Tensor | None = None  # (B, T)
+
+
+def pattern_of(mask_function: Callable[..., Any], name: str) -> Pattern:
+    """The pattern that `mask_function` was made for: a tree of closures of transformers.masking_utils.
+    UnsupportedAttention, for the implementation `name`, where it is something else."""
+    ours = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
+    maker = mask_function.__qualname__.partition(".")[0] if ours else None
+    cells = (
+        zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True) if ours else ()
+    )
+    inside = {variable: cell.cell_contents for variable, cell in cells}
+    if maker == "and_masks":
+        parts = [pattern_of(part, name) for part in inside["mask_functions"]]
+        ids = [part.document_ids for part in parts if part.document_ids is not None]
+        if len(ids) < 2:
+            causal, window = any(p.causal for p in parts), any(p.window for p in parts)
+            return Pattern(causal, window, ids[0] if ids else None)
+    if maker == "causal_mask_function":
+        return Pattern(causal=True)
+    if maker == "bidirectional_mask_function":
+        return Pattern()
+    if maker in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+        return Pattern(window=True)
+    if maker == "packed_sequence_mask_function":
+        return Pattern(document_ids=inside["packed_sequence_mask"])
+    if maker == "remap_positions_for_packed_sequence":  # within a document, places differ as positions do
+        return pattern_of(inside["mask_function"], name)
+    what = getattr(mask_function, "__qualname__", repr(mask_function))
+    raise UnsupportedAttention(
+        name, [f"a mask of the pattern {what}: needs causal, full, windows or documents"]
+    )
+
+
+@torch.compiler.disable
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    name: str,
+    **others: Any,
+) -> Tensor | None:
+    """What `attend` reads, (B or 1, 1 + flags, 1, n) int32; None: causal, aligned bottom-right, nothing else.
+
+    q_offset, kv_offset: positions of the first query and the first key.
+    attention_mask: (B, positions) bool, False where padded.
+    mask_function: who sees whom, by positions; `others` say the same for those who write the mask out.
+    """
+    causal, window, documents = pattern_of(mask_function, name)
+    parts: list[Tensor] = []
+    if documents is not None:
+        parts = [documents, documents]
+    elif attention_mask is not None and not attention_mask.all():
+        keys = attention_mask[:, kv_offset : kv_offset + kv_length]
+        keys = torch.nn.functional.pad(keys, (0, kv_length - keys.shape[1]))  # of a cache that is not full
+        parts = [keys.new_ones(batch_size, q_length), keys]
+    known = CAUSAL * causal + WINDOW * window + DOCUMENTS * bool(parts)
+    # Rows of a cache that was allocated whole count up to the last query, which is where our diagonal ends.
+    end = q_offset - kv_offset + q_length
+    if causal and (isinstance(end, Tensor) or end != kv_length):
+        known += LENGTHS
+        parts.append(torch.as_tensor(end, device=device).reshape(-1, 1).expand(batch_size, 1))
+    if known == CAUSAL:
+        return None
+    empty = torch.empty(1, 0, dtype=torch.int32, device=device)
+    row = torch.cat([part.to(device, torch.int32) for part in parts], dim=1) if parts else empty
+    return row[:, None, None].expand(-1, 1 + known, -1, -1)
+
+
+def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: str) -> dict[str, Any]:
+    """The contract's options that a mask of `make_mask` stands for; `window`: the layer's own, in keys with
+    the query's."""
+    if mask is None:
+        known, row = CAUSAL, None
+    else:
+        if mask.ndim != 4 or mask.dtype != torch.int32:
+            raise UnsupportedAttention(name, ["a mask of your own: needs one of two dimensions, (B, tokens)"])
+        known, row = mask.shape[1] - 1, mask[:, 0, 0]
+    if bool(known & WINDOW) != (window is not None):
+        raise UnsupportedAttention(
+            name, [f"a layer with sliding_window={window} and a mask that says otherwise"]
+        )
+    options: dict[str, Any] = {"causal": bool(known & CAUSAL)}
+    if window is not None:
+        options["window"] = (window - 1, 0) if options["causal"] else (window, window)
+    if row is not None and row.shape[1] != (known & DOCUMENTS > 0) * (tq + tk) + (known & LENGTHS > 0):
+        raise UnsupportedAttention(name, [f"a mask for other lengths than {tq} queries and {tk} keys"])
+    if known & DOCUMENTS:
+        options["document_ids"] = row[:, :tq], row[:, tq : tq + tk]
+    if known & LENGTHS:
+        options["kv_lengths"] = row[:, -1].contiguous()
+    return options
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    *,
+    attention: Attention,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """A layer's attention by ours: (B, Tq, H, D) of query (B, H, Tq, D), key and value (B, Hkv, Tk, D)."""
+    refused = [f"no {what}" for argument, what in REFUSED.items() if not _is_off(others.get(argument))]
+    tq, tk = query.shape[2], key.shape[2]
+    options = options_of(attention_mask, tq, tk, sliding_window, attention.name)
+    if attention_mask is None:
+        options["causal"] = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if (starts := others.get("cu_seq_lens_q")) is not None and "document_ids" not in options:
+        if query.shape[0] > 1 or others.get("cu_seq_lens_k") is not starts:
+            refused.append("no packed rows of several lengths: needs one row, with queries as its keys")
+        at = torch.arange(tq, dtype=starts.dtype, device=query.device)
+        options["document_ids"] = torch.bucketize(at, starts, out_int32=True, right=True)[None]
+    if refused:
+        raise UnsupportedAttention(attention.name, refused)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary under autocast may leave fp32
+    options |= {"scale": scaling, "softcap": softcap, "bias": position_bias, "dropout_p": dropout}
+    return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False
+
+
+def register() -> None:
+    """Both halves of each name: without a mask function transformers would hand on no mask at all."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for name in registry.names():
+        try:
+            attention = registry.build(name)
+        except ImportError:  # a library that is not installed
+            continue
+        known = registered_name(name)
+        AttentionInterface.register(known, functools.partial(attend, attention=attention))
+        AttentionMaskInterface.register(known, functools.partial(make_mask, name=name))
+
+
+register()
