@@ -61,6 +61,7 @@ _TENSOR_CORES = replace(
 )
 _HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
 STAGES = {
+    "plain": Stage("ops.cuda.plain", replace(_FORMULA, backward=True)),
     "naive": Stage("ops.cuda.plain", _FORMULA),
     "rowwise": Stage("ops.cuda.plain", _FORMULA),
     "tiled": Stage("ops.cuda.tiled", _TILED),
@@ -159,7 +160,7 @@ class CudaStage(Attention):
     """One stage of the ladder.
 
     Args:
-        stage: naive, rowwise, tiled, fa1, fa2 or fa3.
+        stage: plain, naive, rowwise, tiled, fa1, fa2 or fa3.
         deterministic: of fa2 and fa3: a backward that gives the same bits each time, by a second pass for dQ
             where there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages
             are.
@@ -180,7 +181,8 @@ class CudaStage(Attention):
         able = STAGES[stage].capabilities
         self.capabilities = replace(able, deterministic=deterministic or able.deterministic)
         narrow = STAGES[stage].module not in ("ops.cuda.plain", "ops.cuda.tiled")
-        self.declaration = replace(_DECLARATION, writes_scores=stage == "naive", tensor_cores=narrow)
+        scores = stage in ("plain", "naive")
+        self.declaration = replace(_DECLARATION, writes_scores=scores, tensor_cores=narrow)
         self.stage: str | None = stage
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
@@ -195,16 +197,21 @@ class CudaStage(Attention):
         return reasons + [fault for fault in [missing()] if fault]
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """naive: its scores are written, read, written and read. All others: lse; in the backward the padded
-        statistics of rows, lse2 and delta, and dQ's accumulator where blocks of keys add to it by atomics;
-        else dQ has a pass of its own.
+        """naive: its scores are written, read, written and read. plain: read twice more; in the backward P
+        and dS are written, dS read twice and P once. All but naive: lse; in the backward the padded
+        statistics of rows, lse2 and delta. Of the others: dQ's accumulator where blocks of keys add to it by
+        atomics; else dQ has a pass of its own.
 
         tiled in fp32 splits q, k, v and dout into two numbers of fp16 each, rows padded to 32 columns, and
         makes one product of three: where a number of 4 bytes would be read, it is read twice, written as two
         and read as such; Q in the forward, which is split as it is read, is read twice."""
+        matrix = scores_bytes(call)
         if self.stage == "naive":
-            return Costs(moved=(4 * scores_bytes(call), 0), writes_scores=True)
+            return Costs(moved=(4 * matrix, 0), writes_scores=True)
         rows = 2 * row_bytes(call)
+        if self.stage == "plain":
+            moved = (6 * matrix, 5 * matrix)
+            return Costs(lse_bytes(call), 2 * matrix + rows, 0, moved, writes_scores=True)
         if self.stage == "tiled":
             if call.dtype != torch.float32:
                 return Costs(lse_bytes(call), rows, backward_products=7)

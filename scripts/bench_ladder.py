@@ -3,8 +3,8 @@
     python scripts/bench_ladder.py              batch 1, 32 heads, D = 128, N = 1024, 4096, 8192
     python scripts/bench_ladder.py --plot-only  the tables again, from the rows
 
-In fp32 (no tf32): the formula in eager PyTorch, naive, rowwise, tiled, on FMA units and as it comes, and
-SDPA's kernels for fp32. In bf16: fa1, fa2, and SDPA's; fa1 and fa2 with fewer heads too. Forward, and
+In fp32 (no tf32): the formula in eager PyTorch, plain, naive, rowwise, tiled, on FMA units and as it comes,
+and SDPA's kernels for fp32. In bf16: fa1, fa2, and SDPA's; fa1 and fa2 with fewer heads too. Forward, and
 backward of what has one. Rows go to results/cuda_ladder/<gpu>.jsonl. Needs a GPU.
 """
 
@@ -24,7 +24,8 @@ from scripts.measure.runner import Run, parser
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
 FMA = "cuda_tiled_fma"  # cuda_tiled with products=fma
-PLAIN = ("naive", "cuda_naive", "cuda_rowwise", FMA, "cuda_tiled", "sdpa_math", "sdpa_efficient")
+PLAIN = ("naive", "cuda_plain", "cuda_naive", "cuda_rowwise", FMA, "cuda_tiled")
+PLAIN += ("sdpa_math", "sdpa_efficient")
 TENSOR_CORES = ("cuda_fa1", "cuda_fa2", "sdpa_flash", "sdpa_cudnn")
 FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
 TITLES = {

@@ -1,4 +1,4 @@
-"""Launches the plain stages of the CUDA ladder: naive, rowwise and tiled (ops/csrc tells each).
+"""Launches the stages of the CUDA ladder without tensor cores: plain, naive, rowwise and tiled (csrc/ladder).
 
 The functions are those of register_attention in ops/library.py, where the options are said.
 """
@@ -19,7 +19,7 @@ from ops.library import empty_as
 
 # Where kernels come from; tests put the CPU in its place.
 _kernel: Callable[..., Any] = nvrtc.kernel
-_THREADS = 256  # of a block of naive, rowwise and document_ranges
+_THREADS = 256  # of a block of plain, naive, rowwise and document_ranges
 _STRIP = 8  # queries of a thread of naive: 16 is 3% slower, 4 15%
 _WARPS = 8  # of a block of naive and delta
 # What a block may use on an H200, for tensors on a CPU.
@@ -92,6 +92,41 @@ def _vector(*tensors: Tensor) -> dict[str, int]:
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """out and lse; options as in ops/library.py. Takes 4 B Hq Tq Tk bytes for the scores."""
+    call = Call(q, k, v, *options)
+    out, lse = _outputs(q)
+    scratch = q.new_empty((*lse.shape, k.shape[2]), dtype=torch.float32)
+    call.params.bind(out=out, lse=lse, scratch=scratch)
+    _a_thread_each(call, {"scores": scratch, "softmax": lse, "output": out})
+    return out, lse
+
+
+def plain_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As tiled_backward. Takes 8 B Hq Tq Tk bytes, for P and dS."""
+    *options, _ = options
+    call = Call(q, k, v, *options)
+    if dout.stride(3) != 1:
+        dout = empty_as(out).copy_(dout)
+    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    statistics = delta(call, dout, out, lse, natural=True)
+    scratch = q.new_empty((2, *lse.shape, k.shape[2]), dtype=torch.float32)
+    call.params.bind(dq=dq, dk=dk, dv=dv, scratch=scratch)
+    _a_thread_each(call, {"dscores": scratch[0], "dq": dq, "dkdv": dk})
+    del statistics  # alive until the last launch
+    return dq, dk, dv, q.new_empty(0)
+
+
+def _a_thread_each(call: Call, steps: dict[str, Tensor]) -> None:
+    """Launches kernels of csrc/ladder/plain.cu: a thread for each number of the tensor that a step makes."""
+    defines = call.defines | {"VECTOR": 0}
+    for step, made in steps.items():
+        kernel = _kernel("ladder/plain.cu", f"tilegpt_plain_{step}", defines, made.device)
+        kernel.launch(math.ceil(made.numel() / _THREADS), _THREADS, call.params)
 
 
 def naive_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "call", "reason"),
     [
+        ("plain", {"arch": (7, 5), "dtype": torch.float32, "head_dim": 200, "kv_heads": 2}, None),
+        ("plain", {"features": frozenset({"window"})}, "no window: "),
+        ("plain", {"features": frozenset({"dropout"})}, "no dropout: "),
+        ("plain", {"features": frozenset({"document_ids"})}, "no document_ids: "),
         ("naive", {"arch": (7, 5), "dtype": torch.float32, "backward": False}, None),
         ("naive", {"backward": False, "head_dim": 200, "tk": 100_000, "kv_heads": 2}, None),
         ("naive", {}, "no backward: "),
@@ -103,7 +107,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_an_unknown_stage_is_named() -> None:
     with pytest.raises(
-        ValueError, match="stage is 'fa4'; the ladder has naive, rowwise, tiled, fa1, fa2, fa3"
+        ValueError, match="stage is 'fa4'; the ladder has plain, naive, rowwise, tiled, fa1, fa2, fa3"
     ):
         CudaStage("fa4")
 

@@ -31,7 +31,7 @@ def main(stage: str) -> None:
     ways = [{"products": products} for products in PRODUCTS] if stage == "tiled" else []
     for options in ways or [{"deterministic": False}, {"deterministic": True}]:
         attention = CudaStage(stage, **options)
-        dtype = torch.float32 if stage in ("naive", "rowwise", "tiled") else torch.bfloat16
+        dtype = torch.float32 if stage in ("plain", "naive", "rowwise", "tiled") else torch.bfloat16
         for case in CASES:
             inputs = make_inputs(case, "cuda", dtype)
             with torch.set_grad_enabled(attention.capabilities.backward):

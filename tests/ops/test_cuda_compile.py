@@ -49,6 +49,12 @@ class Budget:
 TENSOR_CORES = ("HMMA", "LDSM", "LDGSTS")
 # Every kernel of ops/csrc, by name.
 BUDGETS = {
+    "tilegpt_plain_scores": Budget(registers=64, blocks=4),
+    "tilegpt_plain_softmax": Budget(registers=64, blocks=4),
+    "tilegpt_plain_output": Budget(registers=64, blocks=4),
+    "tilegpt_plain_dscores": Budget(registers=96, blocks=2),
+    "tilegpt_plain_dq": Budget(registers=64, blocks=4),
+    "tilegpt_plain_dkdv": Budget(registers=64, blocks=4),
     "tilegpt_naive_scores": Budget(registers=168),
     "tilegpt_naive_softmax": Budget(registers=64, blocks=4),
     "tilegpt_naive_output": Budget(registers=128, blocks=2),

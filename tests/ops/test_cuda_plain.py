@@ -1,4 +1,4 @@
-"""Stages 1 to 3 of the CUDA ladder on the CPU: values by the criterion, barriers by the thread sanitizer.
+"""Stages 0 to 3 of the CUDA ladder on the CPU: values by the criterion, barriers by the thread sanitizer.
 
 What launches is ops/cuda/plain.py as it is; only NVRTC is replaced, by g++ and cpu.h.
 """
@@ -39,7 +39,7 @@ _OPS = {
     stage: register_attention(
         f"on_cpu_{stage}", partial(_call, f"{stage}_forward"), partial(_call, f"{stage}_backward"), "CPU"
     )
-    for stage in ("naive", "rowwise", "tiled")
+    for stage in ("plain", "naive", "rowwise", "tiled")
 }
 
 
@@ -97,7 +97,7 @@ def _cases() -> Iterator[Any]:
 def test_values(stage: str, case: Case):
     ratios = run_case(OnCPU(stage), case, "cpu", torch.float32)
     assert ratios and max(ratios.values()) <= 1, ratios
-    assert ("dq" in ratios) == (stage == "tiled")
+    assert ("dq" in ratios) == (stage in ("plain", "tiled"))
 
 
 _TILES = {tile for table in (plain._FORWARD, plain._BACKWARD) for tiles in table.values() for tile in tiles}
@@ -150,10 +150,12 @@ def test_in_any_order(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     assert all(torch.equal(a, b) for a, b in zip(before, bits(), strict=True))
 
 
-def test_the_backward_gives_the_same_bits_each_time():
+@pytest.mark.parametrize("stage", ["plain", "tiled"])
+def test_the_backward_gives_the_same_bits_each_time(stage: str):
     q, k, v = _inputs()
-    out, lse = plain.tiled_forward(q, k, v, *_CAUSAL)
-    first, second = (plain.tiled_backward(q, q, k, v, out, lse, *_CAUSAL, False) for _ in range(2))
+    forward, backward = (getattr(plain, f"{stage}_{passed}") for passed in ("forward", "backward"))
+    out, lse = forward(q, k, v, *_CAUSAL)
+    first, second = (backward(q, q, k, v, out, lse, *_CAUSAL, False) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -194,9 +196,11 @@ def _races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, t
     if not changes:
         plain.naive_forward(q, k, v, *_CAUSAL)
         plain.rowwise_forward(q[:, :, :2], k, v, *_CAUSAL)
+        out, lse = plain.plain_forward(q[:, :, :8], k[:, :, :8], v[:, :, :8], *_CAUSAL)
+        plain.plain_backward(out, q[:, :, :8], k[:, :, :8], v[:, :, :8], out, lse, *_CAUSAL, False)
         ids = torch.zeros(1, 40, dtype=torch.int32), torch.zeros(1, 72, dtype=torch.int32)
         plain.document_ranges(Call(q, k, v, AttentionOptions(scale=0.125, document_ids=ids)), 64)
-    assert len(sanitizer.reports) == (4 if changes else 9)
+    assert len(sanitizer.reports) == (4 if changes else 15)
     return {name for name, said in sanitizer.reports.items() if said}
 
 

@@ -29,7 +29,7 @@ def test_help_waits_for_nothing_and_a_wrong_name_is_said(capsys: pytest.CaptureF
     assert said.startswith("usage: first_call.py") and said.endswith("False\n")
     with mock.patch.object(sys, "argv", ["first_call.py", "--attention", "tiled"]), pytest.raises(SystemExit):
         main()
-    assert "--attention tiled: choose of cuda_naive, " in capsys.readouterr().err
+    assert "--attention tiled: choose of cuda_plain, " in capsys.readouterr().err
 
 
 @pytest.mark.gpu

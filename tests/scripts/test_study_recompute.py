@@ -85,9 +85,10 @@ def test_kernels_to_compile_ahead():
         for name, calls in backward_recompute.to_compile(cuda)
         for shape, passed in calls
     }
-    compiled = ("triton", "cuda_fa2", "cuda_fa3", "cuda_tiled", "standard_compiled")
+    wide = ("triton", "cuda_plain", "cuda_tiled")
+    compiled = ("cuda_fa2", "cuda_fa3", "standard_compiled", *wide)
     bf16 = {(name, "bf16", d) for name in compiled for d in (64, 128)}
-    assert {each[:3] for each in found} == bf16 | {("triton", "fp32", 64), ("cuda_tiled", "fp32", 64)}
+    assert {each[:3] for each in found} == bf16 | {(name, "fp32", 64) for name in wide}
     assert {each[4] for each in found} == {"both"}
     assert {each[2:4] for each in found if each[1] == "bf16"} == {(64, 512), (128, 4096)}  # the shortest
 

@@ -145,32 +145,111 @@ __device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[
     }
 }
 
+// Where a team works: the head, places in shared memory, and the head's rows of O, m and l in HBM.
+struct Team {
+    int number, warp, b, h, keys;
+    unsigned k_tile, v_tile, q_tile;  // the block's K and V, the team's two Q
+    float4 *parts;                    // this lane's
+    float *maxima, *sums;             // (BR, TEAM)
+    long long first_row;
+    float *m, *l;
+
+    __device__ __forceinline__ Team(const Params &p, unsigned char *memory)
+        : number(threadIdx.x / 32 / TEAM), warp(threadIdx.x / 32 % TEAM), b(blockIdx.x / p.heads),
+          h(blockIdx.x % p.heads), keys(keys_of(p, b)), k_tile(shared_address(memory)), v_tile(k_tile + KV_BYTES),
+          q_tile(v_tile + KV_BYTES + number * TEAM_BYTES), first_row((long long)blockIdx.x * p.padded_tq) {
+        const int lane = threadIdx.x % 32;
+        const long long n_rows = (long long)p.batch * p.heads * p.padded_tq;
+        parts = (float4 *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + lane;
+        maxima = (float *)(parts - lane) + PARTS_BYTES / 4, sums = maxima + BR * TEAM;
+        m = p.scratch + n_rows * PAD_D + first_row, l = m + n_rows;
+    }
+};
+
+// m and l of the rows of a query tile, of the keys before j0.
+__device__ __forceinline__ void read_statistics(float (&m_row)[TILES][2], float (&l_row)[TILES][2], const Team &team,
+                                                int i0, int j0) {
+#pragma unroll
+    for (int x = 0; x < 2 * TILES; x++) m_row[x / 2][x % 2] = -INFINITE, l_row[x / 2][x % 2] = 0.0f;
+    if (j0)
+#pragma unroll
+        for (int x = 0; x < 2 * TILES; x++) {
+            m_row[x / 2][x % 2] = team.m[i0 + row_of(x / 2, x % 2)];
+            l_row[x / 2][x % 2] = team.l[i0 + row_of(x / 2, x % 2)];
+        }
+}
+
+// l of 16 rows goes on by the team's sums; by what O of the keys before, and what is new, are to be multiplied.
+__device__ __forceinline__ void add_sums(float (&l)[2], const float *sums, int t, float (&keep)[2],
+                                         float (&divide)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float4 x = ((const float4 *)sums)[row_of(t, half)];
+        const float total = l[half] + ((x.x + x.y) + (x.z + x.w));
+        divide[half] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+        keep[half] = l[half] * divide[half];
+        l[half] = total;
+    }
+}
+
+// P V of the team's warps goes into O of the rows from i0 on: back to HBM, or after the last keys to out, with lse.
+__device__ __forceinline__ void update_output(const Params &p, const Team &team,
+                                              const Accumulator<TILES, D_STEPS> &o, float4 (&old)[SHARE], float4 *to,
+                                              float (&l_row)[TILES][2], int i0, int j0, bool last, float c) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++, to += ACROSS * 32) {
+        if (t) meet(team.number);  // all have read the parts of the rows before
+        float4 sum[SHARE];
+        share_parts(o.c[t], team.parts, sum, team.warp);
+        meet(team.number);  // parts and sums are whole
+        float keep[2], divide[2];
+        add_sums(l_row[t], team.sums, t, keep, divide);
+        add_parts(sum, old, team.parts, keep, divide, team.warp);
+        if (t + 1 < TILES) read_slab(old, to + ACROSS * 32, j0);
+        if (last) {
+            write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, c);
+            continue;
+        }
+#pragma unroll
+        for (int n = 0; n < SHARE; n++) to[n * 32] = sum[n];
+        if (team.warp == 0 && threadIdx.x % 4 == 0)
+            for (int half = 0; half < 2; half++) team.l[i0 + row_of(t, half)] = l_row[t][half];
+    }
+}
+
+// out and lse of the rows that see no key, 0 and -inf. 4 threads a row, two columns of each 8.
+__device__ __forceinline__ void clear_unseen(const Params &p, const Team &team) {
+    const int keys = team.keys, lane = threadIdx.x % 32;
+    const int unseen = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, {}).lo, p.tq) : p.tq;
+    element *out = matrix_of(p.out, p.out_stride, team.b, team.h) + lane % 4 * 2;
+    for (int i = threadIdx.x / 4; i < unseen; i += THREADS / 4) {
+        if (lane % 4 == 0) p.lse[(long long)blockIdx.x * p.tq + i] = -INFINITE;
+        for (int n = 0; n < HEAD_DIM / 8; n++) *(unsigned *)(out + i * p.out_stride.t + n * 8) = 0;
+    }
+}
+
+// A block a head. Tiles of keys; for each its queries, tile after tile, by the teams in turn.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // K, V, then what each team has
-    const int head = blockIdx.x, b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
-    const int team = threadIdx.x / 32 / TEAM, warp = threadIdx.x / 32 % TEAM, keys = keys_of(p, b);
-    const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
-    const unsigned q_tile = v_tile + KV_BYTES + team * TEAM_BYTES;
-    float4 *parts = (float4 *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + lane;
-    float *maxima = (float *)(parts - lane) + PARTS_BYTES / 4, *sums = maxima + BR * TEAM;
-    const long long first_row = (long long)head * p.padded_tq, n_rows = (long long)p.batch * p.heads * p.padded_tq;
-    float *m = p.scratch + n_rows * PAD_D + first_row, *l = m + n_rows;
+    const Team team(p, memory);
+    const int b = team.b, h = team.h, keys = team.keys;
     const element *q = matrix_of(p.q, p.q_stride, b, h);
     const element *k = matrix_of(p.k, p.k_stride, b, h / GROUP);
     const element *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
-    const int ahead = team * QLoader::STEP;  // rows by which a team's threads are further than a loader's should be
+    // Rows by which a team's threads are further than a loader's should be.
+    const int ahead = team.number * QLoader::STEP;
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const float c = exponent_scale(p);
     for (int j0 = 0; j0 < keys; j0 += BC) {
         const Range range = query_range(p, j0, BC, keys - p.tq, BR, {});
         if (range.lo >= range.hi) break;
         __syncthreads();  // all are done with K and V, and with rows of O, m and l that another team may go on with
-        Loader<BC, THREADS>(k, p.k_stride.t, j0).load(k_tile, p.k_stride.t, keys - j0);
-        Loader<BC, THREADS>(v, p.v_stride.t, j0).load(v_tile, p.v_stride.t, keys - j0);
-        int i0 = range.lo + team * BR;
+        Loader<BC, THREADS>(k, p.k_stride.t, j0).load(team.k_tile, p.k_stride.t, keys - j0);
+        Loader<BC, THREADS>(v, p.v_stride.t, j0).load(team.v_tile, p.v_stride.t, keys - j0);
+        int i0 = range.lo + team.number * BR;
         QLoader next_q(q, p.q_stride.t, i0 - ahead);
         auto load = [&](int start, int odd) {
-            const unsigned to = q_tile + odd * Q_BYTES - ahead * ROW_BYTES;
+            const unsigned to = team.q_tile + odd * Q_BYTES - ahead * ROW_BYTES;
             if (start < range.hi) next_q.load(to, p.q_stride.t, p.tq - start + ahead, TEAMS * BR);
             commit();
         };
@@ -179,66 +258,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
         __syncthreads();  // K and V have landed
         for (int odd = 0; i0 < range.hi; i0 += TEAMS * BR, odd ^= 1) {
             float m_row[TILES][2], l_row[TILES][2];
-#pragma unroll
-            for (int x = 0; x < 2 * TILES; x++) m_row[x / 2][x % 2] = -INFINITE, l_row[x / 2][x % 2] = 0.0f;
-            if (j0)
-#pragma unroll
-                for (int x = 0; x < 2 * TILES; x++) {
-                    m_row[x / 2][x % 2] = m[i0 + row_of(x / 2, x % 2)];
-                    l_row[x / 2][x % 2] = l[i0 + row_of(x / 2, x % 2)];
-                }
+            read_statistics(m_row, l_row, team, i0, j0);
             // No query of this tile sees a key of the next.
             const bool last = j0 + BC >= keys || (HAS_RIGHT && j0 + BC > i0 + BR - 1 + keys - p.tq + p.window_right);
             wait_for_all_but<0>();
-            meet(team);  // this Q has landed, and the team is done with the other, with parts, maxima and sums
+            meet(team.number);  // this Q has landed, and the team is done with the other, with parts, maxima and sums
             load(i0 + TEAMS * BR, odd ^ 1);
             Scores s;
             s.clear();
-            multiply<D_STEPS, false, false>(s, rows_first, q_tile + odd * Q_BYTES, columns_first,
-                                            k_tile + warp * KEYS * ROW_BYTES);  // S = Q K^T
+            multiply<D_STEPS, false, false>(s, rows_first, team.q_tile + odd * Q_BYTES, columns_first,
+                                            team.k_tile + team.warp * KEYS * ROW_BYTES);  // S = Q K^T
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
-            if (SCALE_FIRST || masked) finish_scores(p, s, i0, j0 + warp * KEYS, keys, b, h, masked);
-            share_maxima(s, maxima, warp);
-            meet(team);  // maxima are whole, and all have read m
-            online_softmax(s, m_row, l_row, m + i0, maxima, sums, warp, c);
-            float4 *to = slab(p, first_row + i0) + warp * SHARE * 32, old[SHARE];
+            if (SCALE_FIRST || masked) finish_scores(p, s, i0, j0 + team.warp * KEYS, keys, b, h, masked);
+            share_maxima(s, team.maxima, team.warp);
+            meet(team.number);  // maxima are whole, and all have read m
+            online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, c);
+            float4 *to = slab(p, team.first_row + i0) + team.warp * SHARE * 32, old[SHARE];
             read_slab(old, to, j0);
             Accumulator<TILES, D_STEPS> o;
             o.clear();
-            add_product(o, s, rows_first, v_tile + warp * KEYS * ROW_BYTES);  // P V of this warp's keys
-#pragma unroll
-            for (int t = 0; t < TILES; t++, to += ACROSS * 32) {
-                if (t) meet(team);  // all have read the parts of the rows before
-                float4 sum[SHARE];
-                share_parts(o.c[t], parts, sum, warp);
-                meet(team);  // parts and sums are whole
-                float keep[2], divide[2];
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const float4 x = ((const float4 *)sums)[row_of(t, half)];
-                    const float total = l_row[t][half] + ((x.x + x.y) + (x.z + x.w));
-                    divide[half] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
-                    keep[half] = l_row[t][half] * divide[half];
-                    l_row[t][half] = total;
-                }
-                add_parts(sum, old, parts, keep, divide, warp);
-                if (t + 1 < TILES) read_slab(old, to + ACROSS * 32, j0);
-                if (last) {
-                    write_rows(p, sum, m, l_row[t], b, h, i0, t, warp, c);
-                    continue;
-                }
-#pragma unroll
-                for (int n = 0; n < SHARE; n++) to[n * 32] = sum[n];
-                if (warp == 0 && lane % 4 == 0)
-                    for (int half = 0; half < 2; half++) l[i0 + row_of(t, half)] = l_row[t][half];
-            }
+            add_product(o, s, rows_first, team.v_tile + team.warp * KEYS * ROW_BYTES);  // P V of this warp's keys
+            update_output(p, team, o, old, to, l_row, i0, j0, last, c);
         }
     }
-    // Rows that see no key. 4 threads a row, two columns of each 8.
-    const int unseen = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, {}).lo, p.tq) : p.tq;
-    element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
-    for (int i = threadIdx.x / 4; i < unseen; i += THREADS / 4) {
-        if (lane % 4 == 0) p.lse[(long long)head * p.tq + i] = -INFINITE;
-        for (int n = 0; n < HEAD_DIM / 8; n++) *(unsigned *)(out + i * p.out_stride.t + n * 8) = 0;
-    }
+    clear_unseen(p, team);
 }

@@ -1,10 +1,10 @@
-// Stage 1, naive: softmax(Q K^T) V as it is written, a kernel for each of its three steps.
+// Stage 1, naive: softmax(Q K^T) V, a kernel for each of its three steps, with each number loaded for more than one use.
 //
-// Idea: a matrix of scores S (Tq x Tk) in memory for every head; one kernel fills it, one turns its rows into
-// probabilities, one multiplies them with V. A thread owns a strip of STRIP queries, so that what it loads of K or V
-// serves STRIP multiplications instead of one; neighbouring threads store, and where they can load, neighbouring
-// addresses, and what the warps of a block read alike comes from the L1. Nothing is skipped: under a causal mask half
-// of the scores are computed to be thrown away.
+// Idea: as `plain` has it, a matrix of scores S (Tq x Tk) in memory for every head; one kernel fills it, one turns its
+// rows into probabilities, one multiplies them with V. New: a thread owns a strip of STRIP queries, so that what it
+// loads of K or V serves STRIP multiplications instead of one; neighbouring threads store, and where they can load,
+// neighbouring addresses, and what the warps of a block read alike comes from the L1; a block has a row of the softmax.
+// Nothing is skipped: under a causal mask half of the scores are computed to be thrown away.
 //
 // HBM traffic: N = Tq = Tk. S is written, read and written again by the softmax (its further passes over a row hit the
 // L1), and read by the last step: 16 N^2 bytes a head, beside 8 N D to 16 N D bytes of Q, K, V and out. At N = 4096,

@@ -1,0 +1,116 @@
+// Stage 0, plain: softmax(Q K^T) V and its gradients as they are written, a thread for each number of each matrix.
+//
+// Idea: one thread makes one score, one element of O, of dQ, or of dK and dV: a sum over a loop. Threads share nothing:
+// no shared memory, no number that is loaded for two products, no wide load. This is the attention to read first; what
+// every later stage adds is measured against it.
+//
+// HBM traffic: N = Tq = Tk. S is written, read three times and written by the softmax, read by the last step: 24 N^2
+// bytes a head and more, as neighbouring threads of the softmax read addresses N apart. What takes the time are loads
+// through the L1: two for each multiplication.
+//
+// Limits: 4 N^2 bytes of memory a head forward, 8 N^2 backward. Any head dim. Causal or not, Tq different from Tk, GQA,
+// lse. scratch: forward S, then P; backward P, then dS: each (B, Hq, Tq, Tk) float.
+#include "plain.cuh"
+
+#define THREADS 256
+
+// Number n = [b, h, i, j] of a tensor (B, heads, rows, columns): each thread of the grid has its own.
+struct Number {
+    int b, h, i, j;
+    long long n;
+};
+
+__device__ __forceinline__ Number own_number(int heads, int rows, int columns) {
+    const long long n = (long long)blockIdx.x * THREADS + threadIdx.x, row = n / columns, head = row / rows;
+    return {(int)(head / heads), (int)(head % heads), (int)(row % rows), (int)(n % columns), n};
+}
+
+template <typename T> __device__ __forceinline__ T *row_of(T *x, const Strides &stride, int b, int h, int i) {
+    return matrix_of(x, stride, b, h) + i * stride.t;
+}
+
+// term(0) + ... + term(n - 1). Sums of 32 each round less than one of all.
+template <typename Term> __device__ __forceinline__ float sum(int n, const Term &term) {
+    float total = 0.0f;
+    for (int first = 0; first < n; first += 32) {
+        float part = 0.0f;
+        for (int x = first; x < min_of(first + 32, n); x++) part += term(x);
+        total += part;
+    }
+    return total;
+}
+
+// <q_i, k_j> * scale, -inf where query i does not see key j.
+__device__ __forceinline__ float score(const Params &p, const Number &at) {
+    if (!is_visible(p, at.i, at.j, p.tk, p.tk - p.tq, 0, 0)) return -INFINITE;
+    const element *q = row_of(p.q, p.q_stride, at.b, at.h, at.i);
+    const element *k = row_of(p.k, p.k_stride, at.b, at.h / GROUP, at.j);
+    return p.scale * sum(HEAD_DIM, [&](int d) { return to_float(q[d]) * to_float(k[d]); });
+}
+
+// S. A thread a score.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_scores(const __grid_constant__ Params p) {
+    const Number at = own_number(p.heads, p.tq, p.tk);
+    if (at.b < p.batch) p.scratch[at.n] = score(p, at);
+}
+
+// P = softmax(S), in its place, and lse. A thread a row. A row that sees no key has the sum 0, and P = 0.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_softmax(const __grid_constant__ Params p) {
+    const Number at = own_number(p.heads, p.tq, 1);
+    if (at.b >= p.batch) return;
+    float *s = p.scratch + at.n * p.tk, m = Max::identity;
+    for (int j = 0; j < p.tk; j++) m = fmaxf(m, s[j]);
+    const float l = sum(p.tk, [&](int j) { return expf(s[j] - m); });
+    for (int j = 0; j < p.tk; j++) s[j] = l > 0.0f ? expf(s[j] - m) / l : 0.0f;
+    p.lse[at.n] = l > 0.0f ? m + logf(l) : -INFINITE;
+}
+
+// O = P V. A thread an element of O, column at.j.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const __grid_constant__ Params p) {
+    const Number at = own_number(p.heads, p.tq, HEAD_DIM);
+    if (at.b >= p.batch) return;
+    const float *probs = p.scratch + at.n / HEAD_DIM * p.tk;
+    const element *v = matrix_of(p.v, p.v_stride, at.b, at.h / GROUP) + at.j;
+    const float o = sum(p.tk, [&](int j) { return probs[j] * to_float(v[j * p.v_stride.t]); });
+    row_of(p.out, p.out_stride, at.b, at.h, at.i)[at.j] = to_element(o);
+}
+
+// P again, from lse, and dS = P (dP - delta) * scale, with dP = dO V^T; delta, and lse2, which is lse, or inf for a row
+// that sees no key, are those of delta.cu. A thread a score.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(const __grid_constant__ Params p) {
+    const Number at = own_number(p.heads, p.tq, p.tk);
+    if (at.b >= p.batch) return;
+    const long long row = ((long long)at.b * p.heads + at.h) * p.padded_tq + at.i;
+    const element *dout = row_of(p.dout, p.dout_stride, at.b, at.h, at.i);
+    const element *v = row_of(p.v, p.v_stride, at.b, at.h / GROUP, at.j);
+    const float prob = expf(score(p, at) - p.lse2[row]);
+    const float dprob = sum(HEAD_DIM, [&](int d) { return to_float(dout[d]) * to_float(v[d]); });
+    p.scratch[at.n] = prob;
+    p.scratch[(long long)p.batch * p.heads * p.tq * p.tk + at.n] = prob * (dprob - p.delta[row]) * p.scale;
+}
+
+// dQ = dS K. A thread an element of dQ.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __grid_constant__ Params p) {
+    const Number at = own_number(p.heads, p.tq, HEAD_DIM);
+    if (at.b >= p.batch) return;
+    const float *ds = p.scratch + ((long long)p.batch * p.heads * p.tq + at.n / HEAD_DIM) * p.tk;
+    const element *k = matrix_of(p.k, p.k_stride, at.b, at.h / GROUP) + at.j;
+    const float dq = sum(p.tk, [&](int j) { return ds[j] * to_float(k[j * p.k_stride.t]); });
+    row_of(p.dq, p.dq_stride, at.b, at.h, at.i)[at.j] = to_element(dq);
+}
+
+// dV = P^T dO and dK = dS^T Q, over the queries of all heads that share the key's. A thread an element of each.
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dkdv(const __grid_constant__ Params p) {
+    const Number at = own_number(p.kv_heads, p.tk, HEAD_DIM);
+    if (at.b >= p.batch) return;
+    const int first_head = at.h * GROUP, queries = GROUP * p.tq;
+    const float *probs = p.scratch + ((long long)at.b * p.heads + first_head) * p.tq * p.tk + at.i;
+    const float *ds = probs + (long long)p.batch * p.heads * p.tq * p.tk;
+    auto row = [&](const element *x, const Strides &stride, int n) {
+        return to_float(row_of(x, stride, at.b, first_head + n / p.tq, n % p.tq)[at.j]);
+    };
+    const float dv = sum(queries, [&](long long n) { return probs[n * p.tk] * row(p.dout, p.dout_stride, n); });
+    const float dk = sum(queries, [&](long long n) { return ds[n * p.tk] * row(p.q, p.q_stride, n); });
+    row_of(p.dv, p.dv_stride, at.b, at.h, at.i)[at.j] = to_element(dv);
+    row_of(p.dk, p.dk_stride, at.b, at.h, at.i)[at.j] = to_element(dk);
+}
