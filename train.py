@@ -212,7 +212,7 @@ def build(
     # what can be refused without the corpus is refused before it is downloaded and tokenised; attention does
     # not look at the vocabulary, which only the corpus knows
     data = instantiate(cfg.data)
-    data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, devices)
+    data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, devices))
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
     attention, decoder, call = runtime.attentions(
         partial(build_attention, cfg), cfg.attention.decode, config, data, device, dtype

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from conf.values import whole
-from data.datamodule import Cursor, TrainStream, ValBatches
 from data.examples import Examples, Shuffled
+from data.stream import StreamingDataModule, TrainStream, ValBatches
 
 
-class ClassificationDataModule(lightning.LightningDataModule):
-    """Batches of `train` in an order that `seed` names, and of `test` in their own.
-
-    `consumed`, in examples over all ranks, is where the next iteration of the training loader starts; whoever
-    trains advances it, as with data.datamodule.TokenDataModule."""
+class ClassificationDataModule(StreamingDataModule):
+    """Batches of `train` in an order that `seed` names, and of `test` in their own."""
 
     def __init__(
         self,
@@ -29,30 +24,11 @@ class ClassificationDataModule(lightning.LightningDataModule):
         seed: int = 0,
         pin_memory: bool | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(seed, pin_memory)
         whole("batch_size", batch_size, 1)
         whole("eval_batch_size", eval_batch_size, 1, null="batch_size")
-        self.train, self.test, self.batch_size, self.seed = train, test, batch_size, seed
+        self.train, self.test, self.batch_size = train, test, batch_size
         self.eval_batch_size = eval_batch_size or batch_size
-        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self.accumulate = 1  # micro-batches of a batch
-        self._cursor = Cursor()
-
-    @property
-    def consumed(self) -> int:
-        return self._cursor.consumed
-
-    @consumed.setter
-    def consumed(self, examples: int) -> None:
-        self._cursor.consumed = int(examples)
-
-    def _ranks(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-    def _loader(self, dataset: IterableDataset) -> DataLoader:
-        # a generator of its own: without one, every iter() draws from torch's global generator
-        generator = torch.Generator().manual_seed(self.seed % 2**63)
-        return DataLoader(dataset, batch_size=None, pin_memory=self.pin_memory, generator=generator)
 
     def train_dataloader(self) -> DataLoader:
         order = Shuffled(self.train, self.seed)
@@ -67,4 +43,4 @@ class ClassificationDataModule(lightning.LightningDataModule):
         return {"consumed": self.consumed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.consumed = state_dict["consumed"]
+        self._cursor.consumed = int(state_dict["consumed"])

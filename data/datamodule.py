@@ -3,94 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import lightning
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from conf.values import UserError, shown, switch, whole
 from data.corpora import Corpus, SyntheticCorpus, TextCorpus
 from data.prepare import folder_of, prepare
 from data.storage import load_meta
+from data.stream import StreamingDataModule, TrainStream, ValBatches
 from data.tokenizers import Tokenizer, tokenizer_from_dict
-from data.tokens import TokenFile, TrainWindows, ValWindows, Windows
-
-Batch = dict[str, torch.Tensor]
+from data.tokens import TokenFile, TrainWindows, ValWindows
 
 
-class Cursor:
-    """How many samples the run has consumed: shared by the data module and its stream."""
-
-    consumed: int = 0
-
-
-class TrainStream(IterableDataset):
-    """Endless steps of `accumulate` micro-batches of B rows, stacked to (accumulate * B, T).
-
-    Row b of micro-step m (counted over the run, `accumulate` of them a step) on rank r of R is sample
-    consumed + (m * R + r) * B + b: R ranks see what one rank of R * B rows would. `consumed` is read when an
-    iterator is made. Worker w of W makes steps w, w + W, ..., and the DataLoader takes from its workers in
-    turn: the order is that of no workers at all.
-    """
-
-    def __init__(
-        self,
-        windows: TrainWindows,
-        cursor: Cursor,
-        batch_size: int,
-        accumulate: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self.windows, self.cursor, self.batch_size = windows, cursor, batch_size
-        self.accumulate, self.rank, self.world_size = accumulate, rank, world_size
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._batches(self.cursor.consumed)  # not a generator itself: that would read the cursor later
-
-    def _batches(self, consumed: int) -> Iterator[Batch]:
-        worker = get_worker_info()
-        first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        rows = np.arange(self.batch_size)
-        for step in itertools.count(first, stride):
-            micro_steps = step * self.accumulate + np.arange(self.accumulate)
-            starts = consumed + (micro_steps * self.world_size + self.rank) * self.batch_size
-            yield _tensors(self.windows, (starts[:, None] + rows).ravel())  # (A, B) -> (A*B,)
-
-
-class ValBatches(IterableDataset):
-    """Rank r of R reads windows r, r + R, ...; all make as many batches, filled up with ignored windows.
-
-    Iterable although it has a length: to a map-style dataset Lightning would add a distributed sampler.
-    """
-
-    def __init__(self, windows: ValWindows, batch_size: int, rank: int, world_size: int) -> None:
-        self.windows, self.batch_size, self.rank, self.world_size = windows, batch_size, rank, world_size
-
-    def __len__(self) -> int:
-        return -(-self.windows.n_windows // (self.world_size * self.batch_size))
-
-    def __iter__(self) -> Iterator[Batch]:
-        for i in range(len(self)):
-            rows = np.arange(i * self.batch_size, (i + 1) * self.batch_size)
-            yield _tensors(self.windows, rows * self.world_size + self.rank)
-
-
-def _tensors(windows: Windows, indices: np.ndarray) -> Batch:
-    return {name: torch.from_numpy(array) for name, array in windows.batch(indices).items()}
-
-
-class TokenDataModule(lightning.LightningDataModule):
+class TokenDataModule(StreamingDataModule):
     """Prepares a corpus once and serves windows of it.
 
     corpus: one of data.corpora or data.hub.
@@ -105,9 +37,7 @@ class TokenDataModule(lightning.LightningDataModule):
     verify: hash large token files too when they are opened.
 
     After `setup`: vocab_size, tokenizer (None for synthetic), train_tokens and val_tokens (counts), meta, and
-    fingerprint, a hash of the tokens themselves. `consumed`, in samples over all ranks, is where the next
-    `iter` of the training loader starts; whoever trains advances it by the rows of all ranks after each step.
-    It is the state that is saved.
+    fingerprint, a hash of the tokens themselves.
 
     Batches: {"input_ids": (B, T) int64, "targets": (B, T) int64, -1 where ignored} and, with document_mask,
     "document_ids": (B, T) int32. A validation batch can hold no target at all: sum the losses, and divide by
@@ -131,7 +61,7 @@ class TokenDataModule(lightning.LightningDataModule):
         prepare_workers: int | None = None,
         verify: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(seed, pin_memory)
         sizes = {
             "seq_len": seq_len,
             "data.batch_size": batch_size,
@@ -147,13 +77,11 @@ class TokenDataModule(lightning.LightningDataModule):
         if not isinstance(data_dir, str | Path):
             raise UserError(f"data.data_dir={shown(data_dir)}: it needs to be a folder.")
         self.corpus, self.tokenizer_spec = corpus, tokenizer or "bpe"
-        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        self.seq_len, self.batch_size = seq_len, batch_size
         self.eval_batch_size = sizes["data.eval_batch_size"]
         self.data_dir, self.num_workers, self.document_mask = Path(data_dir), num_workers, document_mask
         self.max_val_tokens, self.prepare_workers, self.verify = max_val_tokens, prepare_workers, verify
-        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self.accumulate = 1  # micro-batches of a batch; whoever knows the number of devices sets it
-        self._cursor, self._files, self._restored = Cursor(), None, None
+        self._files, self._restored = None, None
         self._folder, self._made = None, []  # and the folders that were prepared here
 
     @cached_property
@@ -165,14 +93,6 @@ class TokenDataModule(lightning.LightningDataModule):
         self.setup()
         state = self.meta.get("tokenizer_state")
         return state and tokenizer_from_dict(state)
-
-    @property
-    def consumed(self) -> int:
-        return self._cursor.consumed
-
-    @consumed.setter
-    def consumed(self, samples: int) -> None:
-        self._cursor.consumed = int(samples)
 
     def prepare_data(self) -> None:
         if not isinstance(self.corpus, SyntheticCorpus):
@@ -213,16 +133,6 @@ class TokenDataModule(lightning.LightningDataModule):
         self.fingerprint = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode()).hexdigest()
         return {split: TokenFile.from_array(*corpus.tokens(split)) for split in ("train", "val")}
 
-    def _ranks(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-    def _loader(self, dataset: IterableDataset, num_workers: int) -> DataLoader:
-        # a generator of its own: without one, every iter() draws from torch's global generator
-        generator = torch.Generator().manual_seed(self.seed % 2**63)
-        return DataLoader(
-            dataset, batch_size=None, num_workers=num_workers, pin_memory=self.pin_memory, generator=generator
-        )
-
     def train_dataloader(self) -> DataLoader:
         self.setup()
         stream = TrainStream(self._train, self._cursor, self.batch_size, self.accumulate, *self._ranks())
@@ -232,7 +142,7 @@ class TokenDataModule(lightning.LightningDataModule):
         self.setup()
         # Lightning's doubt about a length and several workers: there are none here
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
-        return self._loader(ValBatches(self._val, self.eval_batch_size, *self._ranks()), num_workers=0)
+        return self._loader(ValBatches(self._val, self.eval_batch_size, *self._ranks()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self.consumed, **self._order()}
@@ -240,7 +150,7 @@ class TokenDataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues behind the samples consumed. UserError where the data or its order is another."""
         self._restored = dict(state_dict)
-        self.consumed = state_dict["consumed"]
+        self._cursor.consumed = int(state_dict["consumed"])
         if self._files is not None:
             self._check_same(self._restored)
 

@@ -154,7 +154,7 @@ class Study:
             **runtime.TRAINER,
         )
         data = self.data[seed]
-        data.consumed = 0
+        data.load_state_dict(data.state_dict() | {"consumed": 0})
         trainer.fit(lit, datamodule=data)
         if lit.fault:
             raise ArithmeticError(lit.fault.split(". ")[0])

@@ -176,7 +176,7 @@ class LitGPT(L.LightningModule):
         if world > 1:
             torch.distributed.all_reduce(scalars)
             scalars /= world
-        self.trainer.datamodule.consumed += batch["targets"].shape[0] * world
+        self.trainer.datamodule.advance(batch["targets"].shape[0] * world)
         self._deliver(self.late.push(step + 1, scalars))
 
     def _deliver(self, due: list[tuple[int, list[float]]]) -> None:
@@ -207,6 +207,10 @@ class LitGPT(L.LightningModule):
         if 2 * uniform < self.last_loss < math.inf:
             return f"the loss is {self.last_loss:.4g}, where uniform guessing has {uniform:.1f}"
         return None
+
+    def request_stop(self) -> None:
+        """The run is to end, on all ranks, after the step whose scalars bring this along."""
+        self.stop_requested = True
 
     def on_validation_start(self) -> None:
         self.flush()

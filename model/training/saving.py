@@ -138,7 +138,7 @@ class Interrupt(L.Callback):
                 self._restore()
                 raise KeyboardInterrupt
             self.received = number
-            lit.stop_requested = True
+            lit.request_stop()
             if trainer.is_global_zero:
                 name = signal.Signals(number).name
                 _say(f"\n{name}: saving at the next step, then stopping. Again: stop at once.")

@@ -31,7 +31,7 @@ def make(prepared):
         module = TokenDataModule(TextCorpus(path=path), "byte", data_dir=data_dir, **options)
         if world_size > 1:
             module.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
-        module.consumed = consumed
+        module.advance(consumed)
         return module
 
     return make_module
@@ -93,10 +93,9 @@ def test_workers_change_nothing(make, consumed):
 
 def test_the_stream_continues_behind_what_was_consumed(make):
     whole = rows(take(make(seq_len=64).train_dataloader(), 600))  # several epochs
-    module = make(seq_len=64)
-    assert module_windows(module) < 1000
+    assert module_windows(make(seq_len=64)) < 1000
     for k in (0, 1, 4, 1000):
-        module.consumed = k
+        module = make(seq_len=64, consumed=k)
         assert torch.equal(rows(take(module.train_dataloader(), 5)), whole[k : k + 20])
 
 
@@ -110,7 +109,7 @@ def test_one_loader_continues_too(make):
     loader = module.train_dataloader()
     whole = rows(take(loader, 4))
     iterator = iter(loader)
-    module.consumed = 8  # after iter(): this iterator stays where it is
+    module.advance(8)  # after iter(): this iterator stays where it is
     assert torch.equal(next(iterator)["input_ids"], whole[:4])
     assert torch.equal(rows(take(loader, 2)), whole[8:])
 
@@ -130,7 +129,7 @@ def test_a_step_holds_its_micro_batches_in_order(make, world_size):
     for rank in range(world_size):
         micro = rows(take(make(rank, world_size, batch_size=2).train_dataloader(), 12))
         module = make(rank, world_size, batch_size=2, num_workers=2)
-        module.accumulate = 3
+        module.set_accumulation(3)
         steps = take(module.train_dataloader(), 4)
         assert steps[0]["input_ids"].shape == (6, 16) and torch.equal(rows(steps), micro)
 
@@ -278,7 +277,7 @@ class Probe(lightning.LightningModule):
 
     def training_step(self, batch, _):
         self.seen.append(batch["input_ids"])
-        self.trainer.datamodule.consumed += len(batch["input_ids"])
+        self.trainer.datamodule.advance(len(batch["input_ids"]))
         return self.weight * 0.0
 
     def validation_step(self, batch, _):

@@ -117,7 +117,7 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     from model.training.lit_gpt import LitGPT
 
     data = data_of(cfg)
-    data.accumulate = runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, 1)
+    data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, 1))
     config = config_of(cfg, data)
     attention = build_attention(cfg)
     facts = {"device": device, "dtype": dtype, "document_ids": data.document_mask}

@@ -32,6 +32,9 @@ class Given(L.LightningDataModule):
         super().__init__()
         self.batches, self.consumed = batches, 0
 
+    def advance(self, samples: int) -> None:
+        self.consumed += samples
+
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(self.batches, batch_size=None)
 
