@@ -2,6 +2,7 @@
 
     python train.py attention=tiled model=gpt2 seq_len=2048 data=text data.path=book.txt logger=wandb
     python train.py ckpt=last trainer.max_steps=4000
+    python train.py init_from=gpt2 data=text data.path=book.txt seq_len=1024
 
 This file only wires: it composes the config, builds the parts and calls fit.
 """
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.command import user_errors
 from conf.compose import build_attention, choices_of, swept, without_nulls
 from conf.explain import explain
+from conf.initial import Initial, keep_tokenizer, read_initial
 from conf.resume import changes, own_value, recompose, refuse_changes, split_ckpt
 from conf.saved import admit, portable
 from conf.values import UserError
@@ -72,14 +74,14 @@ def fresh(cfg: DictConfig) -> None:
     context = HydraConfig.get()
     choices = choices_of(context.runtime.choices)
     if context.mode is None or context.mode.name != "MULTIRUN":
-        start(cfg, choices, None)
+        start(cfg, choices, None, context.overrides.task)
         return
     with sweep.job(swept(sys.argv[1:], context.overrides.task)) as job:
-        start(cfg, choices, job)
+        start(cfg, choices, job, context.overrides.task)
 
 
 @user_errors
-def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
+def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None, overrides: list[str]) -> None:
     from model.training.resuming import NOTHING_TO_OVERWRITE
     from model.training.runs import Hold, new_run, run_folder, runs_folder
 
@@ -92,10 +94,15 @@ def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None) -> None:
         )
     runs = runs_folder(cfg.runs_dir)
     suffix, base = (job.suffix, job.name) if job else ("", "")
+    initial = read_initial(cfg, runs, overrides)
+    if initial and not base:
+        base = f"{initial.name}-{choices['attention']}"
     with run_folder(lambda: new_run(cfg.name, choices, suffix, runs, base), Hold()) as run:
         if job:
             job.run = run
-        train(cfg, choices, run)
+        if initial:
+            keep_tokenizer(initial, cfg, run, overrides)
+        train(cfg, choices, run, initial=initial)
 
 
 def resume(arguments: list[str]) -> None:
@@ -105,6 +112,8 @@ def resume(arguments: list[str]) -> None:
     from model.training.runs import Hold, fixed_path, run_folder, runs_folder
 
     asked, overrides = split_ckpt(arguments)
+    if any(override.startswith("init_from=") for override in overrides):
+        raise UserError("init_from= cannot go with ckpt=: it starts a new run. Leave one of them out.")
     runs, overwrite = runs_folder(own_value("runs_dir", overrides)), own_value("overwrite", overrides)
     named = any(override.startswith("name=") for override in overrides)
     hold = Hold()  # from before a file is chosen: a run that has just ended would have newer ones
@@ -134,6 +143,7 @@ def train(
     ckpt: Path | None = None,
     resume_step: int | None = None,
     resumed: Callable[[], str] | None = None,
+    initial: Initial | None = None,
 ) -> None:
     from hydra.utils import instantiate
     from lightning.pytorch.utilities import rank_zero_only
@@ -166,7 +176,8 @@ def train(
     dtype = runtime.compute_dtype(precision)
     explained = partial(out_of_memory_explained, config, device, dtype, run, partial(build_attention, cfg))
     with explained():
-        data, lit, call = build(cfg, choices, device, dtype, trainer.num_devices * trainer.num_nodes, ckpt)
+        devices = trainer.num_devices * trainer.num_nodes
+        data, lit, call = build(cfg, choices, device, dtype, devices, ckpt, initial)
 
     if ckpt is not None:  # only now, when little is left that could be refused
         drop_later(run, ckpt, resume_step)
@@ -192,6 +203,7 @@ def build(
     dtype: torch.dtype,
     devices: int,
     ckpt: Path | None = None,
+    initial: Initial | None = None,
 ) -> tuple[Any, Any, Any]:
     """Data, model, and the attention call that trains."""
     from dataclasses import replace
@@ -223,8 +235,11 @@ def build(
         data.require_same(*read_data(ckpt))
     config = replace(config, vocab_size=data.vocab_size)
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
+    net = GPT(config, attention, checkpointing=cfg.checkpointing)
+    if initial:
+        initial.load_into(net)
     lit = LitGPT(
-        GPT(config, attention, checkpointing=cfg.checkpointing),
+        net,
         optimizer,
         schedule,
         seed=cfg.seed,

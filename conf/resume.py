@@ -23,7 +23,7 @@ FREE |= {"model.loss_chunk"}  # no more than the order of a sum
 FREE |= {
     f"data.{key}" for key in ("data_dir", "batch_size", "eval_batch_size", "max_val_tokens", "document_mask")
 }
-FREE |= {f"data.{key}" for key in ("path", "pattern")}  # the text itself is compared
+FREE |= {f"data.{key}" for key in ("path", "pattern", "tokenizer.path")}  # the content itself is compared
 FREE |= {f"data.{key}" for key in ("num_workers", "pin_memory", "prepare_workers", "verify")}
 
 

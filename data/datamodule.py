@@ -18,7 +18,8 @@ from data.corpora import Corpus, SyntheticCorpus, TextCorpus
 from data.prepare import folder_of, prepare
 from data.storage import load_meta
 from data.stream import StreamingDataModule, TrainStream, ValBatches
-from data.tokenizers import Tokenizer, tokenizer_from_dict
+from data.tokenizer_base import Tokenizer
+from data.tokenizers import tokenizer_from_dict
 from data.tokens import TokenFile, TrainWindows, ValWindows
 
 

@@ -34,11 +34,12 @@ from data.storage import (
     locked,
     write_atomically,
 )
+from data.tokenizer_base import Tokenizer
+from data.tokenizer_file import read_file
 from data.tokenizers import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
-    Tokenizer,
     tokenizer_from_dict,
     tokenizer_spec,
 )
@@ -60,7 +61,8 @@ def folder_of(
     """Where this corpus and tokenizer are prepared, and the identity that the folder's name is a hash of."""
     spec = tokenizer_spec(tokenizer)
     identity = {"schema": SCHEMA, "source": corpus.describe(), "tokenizer": spec}
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    same = identity | {"tokenizer": {key: value for key, value in spec.items() if key != "path"}}
+    key = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:12]
     return Path(data_dir) / f"{corpus.name}-{spec['kind']}-{key}", identity | {"key": key}
 
 
@@ -164,6 +166,8 @@ def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
         tokenizer: Tokenizer = CharTokenizer("".join(chars))
     elif kind == "bpe":
         tokenizer = BPETokenizer.train(_sample(corpus, spec["sample_mb"]), spec["vocab_size"])
+    elif kind == "file":
+        tokenizer = tokenizer_from_dict(read_file(spec["path"]))
     else:
         tokenizer = ByteTokenizer() if kind == "byte" else tokenizer_from_dict(spec)
     write_atomically(saved, [json.dumps(tokenizer.to_dict()).encode()])

@@ -1,61 +1,29 @@
-"""Tokenizers behind one small interface: char, byte, bpe (trained here), gpt2.
+"""Tokenizers behind one small interface: char, byte, bpe (trained here), gpt2, and those of a file.
 
 Each is rebuilt from a JSON-plain dictionary, so that a checkpoint travels with its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from conf.values import UserError, number, shown, whole
+from data.tokenizer_base import Tokenizer
+from data.tokenizer_file import JSONTokenizer, read_file
 
-EOT_TEXT = "<|endoftext|>"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "char": {},
     "byte": {},
     "bpe": {"vocab_size": 2048, "sample_mb": 16},
     "gpt2": {},
+    "file": {"path": None},
 }
-
-
-class Tokenizer:
-    """Text to token ids and back.
-
-    eot: the id that ends a document, or None. `encode` never produces it: text that happens to spell
-    "<|endoftext|>" is ordinary text. `decode` writes it as that text and invalid UTF-8 as U+FFFD.
-    """
-
-    name: str
-    vocab_size: int
-    eot: int | None
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """(n,) token ids, any integer dtype: the fast path."""
-        raise NotImplementedError
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_array(text).tolist()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        parts, start = [], 0
-        ids = [int(i) for i in ids]
-        for at, token in enumerate([*ids, self.eot]):
-            if token == self.eot or at == len(ids):
-                parts.append(self._decode_plain(ids[start:at]))
-                start = at + 1
-        return EOT_TEXT.join(parts)
-
-    def _decode_plain(self, ids: list[int]) -> str:
-        raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-plain; `tokenizer_from_dict` is its inverse."""
-        return {"kind": self.name}
 
 
 class CharTokenizer(Tokenizer):
@@ -183,8 +151,8 @@ class GPT2Tokenizer(Tokenizer):
 def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
     """The options that matter for this kind, with defaults: what identifies a tokenizer beside its corpus.
 
-    Options of another kind are dropped (an override of `kind` alone leaves them behind); unknown ones are
-    refused.
+    A file is identified by its content, wherever it lies. Options of another kind are dropped (an override of
+    `kind` alone leaves them behind); unknown ones are refused.
     """
     if not isinstance(spec, str | Mapping):
         raise UserError(f"data.tokenizer is {shown(spec)}; it has to be options, as data.tokenizer.kind=bpe")
@@ -200,6 +168,9 @@ def tokenizer_spec(spec: dict[str, Any] | str) -> dict[str, Any]:
     if kind == "bpe":
         whole("data.tokenizer.vocab_size", chosen["vocab_size"], 258, 1 << 20)  # 256 bytes, a merge, the end
         number("data.tokenizer.sample_mb", chosen["sample_mb"], above=0)
+    if kind == "file":
+        content = json.dumps(read_file(chosen["path"]), sort_keys=True)
+        chosen["sha256"] = hashlib.sha256(content.encode()).hexdigest()
     return chosen
 
 
@@ -214,6 +185,8 @@ def tokenizer_from_dict(saved: dict[str, Any]) -> Tokenizer:
             return ByteTokenizer()
         if kind == "bpe":
             return BPETokenizer.from_dict(saved)
+        if kind == "json":
+            return JSONTokenizer.from_dict(saved)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"a saved {kind} tokenizer is damaged ({said:.120})") from error

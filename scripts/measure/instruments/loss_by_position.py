@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from numpy import ndarray as Array
 
-    from data.tokenizers import Tokenizer
+    from data.tokenizer_base import Tokenizer
     from model.gpt import GPT
 
 

@@ -1,0 +1,123 @@
+"""Where a new run starts from: init_from, a pretrained model or a run of ours, taken over into the config.
+
+All of it is read and checked before the run has a folder. The architecture then is the config's `model`, and
+the tokenizer lies in the run's folder, so that the run resumes without what it started from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from conf.resume import FREE
+from conf.saved import parse
+from conf.values import UserError
+from model.config import GPTConfig
+
+if TYPE_CHECKING:
+    from model.gpt import GPT
+
+# What a new run may set of a model that it takes over: no weight depends on it. max_positions goes beyond the
+# trained context.
+OWN = {key for key in FREE if key.startswith("model.")} | {"model.max_positions"}
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run starts from: the fields of its `GPTConfig` but for seq_len, its tokenizer as a dictionary
+    (None: there is none), and what copies its weights into a model."""
+
+    given: str
+    fields: dict[str, Any]
+    tokenizer: dict[str, Any] | None
+    copy: Callable[[GPT], None]
+
+    @property
+    def name(self) -> str:
+        """What a run that starts from it is called first."""
+        return Path(self.given.removesuffix("/best").removesuffix(".ckpt")).name
+
+    def load_into(self, net: GPT) -> None:
+        """UserError where the data has another vocabulary."""
+        if net.config.vocab_size != self.fields["vocab_size"]:
+            raise UserError(
+                f"init_from={self.given} has a vocabulary of {self.fields['vocab_size']} tokens, and the "
+                f"data {net.config.vocab_size}: leave data.tokenizer out, which it brings along."
+            )
+        self.copy(net)
+
+
+def read_initial(cfg: DictConfig, runs: Path, overrides: list[str]) -> Initial | None:
+    """What init_from names, with its architecture set in `cfg`; None where it names nothing. UserError for
+    what cannot be loaded, and for overrides that would make another model of it."""
+    if cfg.init_from is None:
+        return None
+    if cfg.get("model") is None:
+        raise UserError("init_from sets the keys of model: leave ~model out.")
+    named = {p.key_or_group for p in parse(overrides)}
+    if wrong := sorted(key for key in named if key.split(".")[0] == "model" and key not in OWN):
+        raise UserError(
+            f"init_from={cfg.init_from} brings its architecture: leave {', '.join(wrong)} out. What may be "
+            f"set: {', '.join(sorted(OWN))}."
+        )
+    initial = _of_run(str(cfg.init_from), runs) or _pretrained(str(cfg.init_from))
+    for key, value in initial.fields.items():
+        if key != "vocab_size" and f"model.{key}" not in named:
+            cfg.model[key] = value
+    if cfg.model.max_positions is None and cfg.model.position == "learned":
+        cfg.model.max_positions = initial.fields["max_positions"]  # the table's, whatever was asked for
+    return initial
+
+
+def _of_run(given: str, runs: Path) -> Initial | None:
+    from model.training.checkpoint import read_checkpoint, resolve
+
+    folder = runs / given.removesuffix("/best").removeprefix(f"{runs}/").rstrip("/")
+    if not (Path(given).is_file() or (folder / "checkpoints").is_dir()):
+        return None
+    path = resolve(given, runs)
+    travel = read_checkpoint(path, verified=True, mmap=True)["tilegpt"]
+    fields = vars(GPTConfig(**travel["model"])).copy()
+    trained = fields.pop("seq_len")
+    if fields["position"] in ("learned", "rope") and fields["max_positions"] is None:
+        fields["max_positions"] = trained
+    for key in ("dropout", "attn_dropout", "loss_chunk"):  # of the training, not of the weights
+        del fields[key]
+
+    def copy(net: GPT) -> None:
+        weights = read_checkpoint(path, verified=True, mmap=True)["state_dict"]
+        net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
+
+    return Initial(given, fields, travel["tokenizer"], copy)
+
+
+def _pretrained(given: str) -> Initial:
+    from data.tokenizer_file import read_folder
+    from model.pretrained.folder import read_pretrained
+
+    found = read_pretrained(given)
+    try:
+        tokenizer = read_folder(found.folder, found.fields["vocab_size"])
+    except UserError as error:
+        raise UserError(f"init_from={given} is refused: {error}.") from None
+    return Initial(given, found.fields, tokenizer, found.load_into)
+
+
+def keep_tokenizer(initial: Initial, cfg: DictConfig, run: Path, overrides: list[str]) -> None:
+    """Put its tokenizer into the run's folder, and have the data use it, unless the command line names
+    another."""
+    from data.storage import write_atomically
+
+    given = any(p.key_or_group.startswith("data.tokenizer") for p in parse(overrides))
+    if initial.tokenizer is None or given or cfg.data.get("tokenizer") is None:
+        return
+    path = run / TOKENIZER
+    if not path.exists():
+        write_atomically(path, [json.dumps(initial.tokenizer).encode()])
+    cfg.data.tokenizer.kind, cfg.data.tokenizer.path = "file", str(path)

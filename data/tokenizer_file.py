@@ -1,0 +1,127 @@
+"""Tokenizers of a file: tokenizer.json as Hugging Face has it, and what a run of ours keeps of its own.
+
+Of tokenizer.json the library reads rules and vocabulary, which run no code; beside it lie, in files of JSON
+and text, which tokens begin and end a document and how a chat is written.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.values import UserError, shown
+from data.tokenizer_base import Tokenizer
+
+FIELDS = {"json": str, "vocab_size": int, "eos": str, "bos": str, "chat_template": str}
+
+
+class JSONTokenizer(Tokenizer):
+    """A tokenizer.json.
+
+    vocab_size: that of the model it is for, which may have more tokens than the file; None: the file's.
+    eos, bos: the tokens that end and begin a document; chat_template: as transformers has it.
+    """
+
+    name = "json"
+
+    def __init__(
+        self,
+        text: str,
+        vocab_size: int | None = None,
+        eos: str | None = None,
+        bos: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            self._library = Library.from_str(text)
+        except Exception as error:  # a bare Exception, it is
+            raise UserError(f"its tokenizer.json is damaged ({str(error)[:80]})") from None
+        self._library.no_truncation()
+        self._library.no_padding()
+        # text that spells a special token is ordinary text, as everywhere here
+        self._library.encode_special_tokens = True
+        own = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = own if vocab_size is None else vocab_size
+        if own > self.vocab_size:
+            raise UserError(f"its tokenizer has {own} tokens, and its model {self.vocab_size}")
+        self.text, self.eos, self.bos, self.chat_template = text, eos, bos, chat_template
+        self.eot, self.bos_id = (None if token is None else self._id(token) for token in (eos, bos))
+
+    def _id(self, token: str) -> int:
+        if (found := self._library.token_to_id(token)) is None:
+            raise UserError(f"its tokenizer has no token {token[:40]!r}")
+        return found
+
+    def encode_array(self, text: str) -> np.ndarray:
+        encoded = self._library.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.asarray(encoded.ids, dtype=np.int64)
+
+    def _decode_plain(self, ids: list[int]) -> str:
+        return self._library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        special = {"eos": self.eos, "bos": self.bos, "chat_template": self.chat_template}
+        return {"kind": self.name, "json": self.text, "vocab_size": self.vocab_size, **special}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> JSONTokenizer:
+        for key, kind in FIELDS.items():
+            if type(saved[key]) is not kind and (saved[key] is not None or key in ("json", "vocab_size")):
+                raise UserError(f"its {key} is a {type(saved[key]).__name__}")
+        return cls(saved["json"], *(saved[key] for key in FIELDS if key != "json"))
+
+
+def read_folder(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
+    """The `to_dict` of a pretrained model's tokenizer. UserError where it is damaged, or of more tokens than
+    the `vocab_size` of the model."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError("it has no tokenizer.json; transformers' AutoTokenizer writes one by save_pretrained")
+    settings = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
+    template = settings.get("chat_template")
+    if (apart := folder / "chat_template.jinja").is_file():
+        template = apart.read_text(encoding="utf-8")
+    if isinstance(template, list):  # of several, by name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    eos, bos = (_token(settings.get(f"{name}_token")) for name in ("eos", "bos"))
+    template = template if isinstance(template, str) else None
+    return JSONTokenizer(path.read_text(encoding="utf-8"), vocab_size, eos, bos, template).to_dict()
+
+
+def read_file(given: Any) -> dict[str, Any]:
+    """What data.tokenizer.path names: a `to_dict` that a run has kept, or the tokenizer.json of a folder."""
+    path = Path(given) if isinstance(given, str) else None
+    if path is None or not path.is_file():
+        raise UserError(
+            f"data.tokenizer.path={shown(given)}: kind=file needs a tokenizer.json; give its place"
+        )
+    saved = _read(path)
+    try:
+        return saved if "kind" in saved else read_folder(path.parent)
+    except UserError as error:
+        raise UserError(f"data.tokenizer.path={given}: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The mapping in a file of JSON; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"its {path.name} is damaged ({type(error).__name__})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"its {path.name} is no mapping")
+    return found
+
+
+def _token(value: Any) -> str | None:
+    """A special token, which is text or a mapping with its text."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
