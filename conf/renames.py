@@ -44,22 +44,27 @@ def typed(arguments: Iterable[str]) -> list[str]:
 
 
 def config(nested: dict[str, Any], source: str = "") -> dict[str, Any]:
-    """Plain nested values under the keys of today; where both names are there, the one of today counts."""
-    if not RENAMED:
-        return nested
-    result: dict[str, Any] = {}
-    for name, value in sorted(_leaves(nested), key=lambda leaf: key(leaf[0]) == leaf[0]):
-        *path, last = key(name, source).split(".")
-        node = result
+    """Plain nested values under the keys of today; where both names are there, the one of today counts. All
+    else is left as it is, whatever a file has put there."""
+    for old in RENAMED:
+        *path, last = old.split(".")
+        node: Any = nested
         for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
+            node = node.get(part) if type(node) is dict else None
+        if type(node) is dict and last in node:
+            nested = _moved(nested, old, key(old, source))
+    return nested
+
+
+def _moved(nested: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """A copy in which what was at `old` is at `new`, unless something is there."""
+    (*path, last), (*to, name) = old.split("."), new.split(".")
+    result = node = dict(nested)
+    for part in path:
+        node[part] = node = dict(node[part])
+    value = node.pop(last)
+    node = result
+    for part in to:
+        node[part] = node = dict(node.get(part, {}))
+    node.setdefault(name, value)
     return result
-
-
-def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, inner in value.items():
-        deeper = isinstance(inner, dict) and inner
-        found += _leaves(inner, f"{prefix}{name}.") if deeper else [(f"{prefix}{name}", inner)]
-    return found
