@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydra.errors import (
@@ -59,6 +59,21 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return wrapped
+
+
+def key_values(arguments: Sequence[str], keys: Mapping[str, str | None]) -> dict[str, str | None]:
+    """key=value words; `keys`: those that there are, with their defaults, "" where one has to be given."""
+    given: dict[str, str | None] = dict(keys)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key not in keys:
+            raise UserError(no_key(key, keys))
+        if not equals or not value:
+            raise UserError(f"{key} has no value: write {key}=...")
+        given[key] = None if value == "null" else value
+    if missing := [key for key, value in given.items() if value == ""]:
+        raise UserError(f"{missing[0]}=... has to be given.")
+    return given
 
 
 def _is_mistake(error: BaseException) -> bool:

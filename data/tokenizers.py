@@ -141,6 +141,12 @@ class GPT2Tokenizer(Tokenizer):
 
         self._encoding = load_gpt2_encoding()
 
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """Token -> id, in the order of its merges."""
+        tokens = self._encoding.token_byte_values()
+        return {token: self._encoding.encode_single_token(token) for token in tokens}
+
     def encode_array(self, text: str) -> np.ndarray:
         return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
 

@@ -1,0 +1,85 @@
+"""A trained run as a folder that transformers loads, without any code of ours:
+
+    python scripts/export.py ckpt=last to=my-model
+
+writes config.json, generation_config.json, the weights as safetensors in fp32, the tokenizer and a model card
+with what is known of the training. ckpt=: as for train.py. The folder is there whole, or not at all; a model
+that none of transformers' architectures computes is refused, with the options that do not fit.
+
+    AutoModelForCausalLM.from_pretrained("my-model"), AutoTokenizer.from_pretrained("my-model")
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
+KEYS = {"ckpt": "last", "to": "", "runs_dir": None}
+
+
+def main(arguments: Sequence[str]) -> None:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(f"scripts/export.py\n\n{__doc__}", end="")
+        return
+    from conf.command import user_errors
+
+    user_errors(export_run)(arguments)
+
+
+def export_run(arguments: Sequence[str]) -> None:
+    from conf.command import key_values
+    from conf.resume import load_run
+    from data.tokenizer_export import special_ids, tokenizer_files
+    from model.pretrained.architectures import architecture_of
+    from model.pretrained.export import export
+    from model.training.checkpoint import resolve
+    from model.training.runs import runs_folder
+
+    options = key_values(arguments, KEYS)
+    path = resolve(str(options["ckpt"]), runs_folder(options["runs_dir"] or "runs"))
+    net, tokenizer, _ = load_run(str(path), ["attention=naive"])
+    architecture_of(net.config)  # before the tokenizer, which may take long
+    bos, eos = special_ids(tokenizer)
+    files = tokenizer_files(tokenizer, net.config.positions)
+    files["README.md"] = card(path, net)
+    name = export(net, Path(str(options["to"])), files, bos, eos)
+    print(f"{options['to']}: {name}, from {path}")
+
+
+def card(path: Path, net: Any) -> str:
+    """The model card: what the checkpoint knows of its training."""
+    from model.training.checkpoint import read_checkpoint
+
+    checkpoint = read_checkpoint(path, verified=True, mmap=True)
+    travel = checkpoint["tilegpt"]
+    config, choices = travel["config"], travel["choices"]
+    state, best = checkpoint["TokenDataModule"], checkpoint["callbacks"].get("Checkpoints", {})
+    started = config.get("init_from")
+    rows = {
+        "started from": started or "random weights",
+        "parameters": f"{sum(p.numel() for p in net.parameters()):,}",
+        "data": choices["data"],
+        "steps": f"{checkpoint['global_step']:,}",
+        "tokens": f"{state['consumed'] * state['seq_len']:,}",
+        "context": f"{net.config.seq_len:,}",
+        "learning rate, at most": config["optim"].get("lr"),
+        "precision": config.get("precision"),
+        "attention": choices["attention"],
+        "best validation loss": None if best.get("best") is None else f"{best['best']:.4f} (nats a token)",
+        "at step": best.get("best_step"),
+    }
+    lines = [f"| {what} | {value} |" for what, value in rows.items() if value is not None]
+    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+    title = (
+        f"# {path.resolve().parent.parent.name}\n\nTrained with tilegpt; loads in transformers as it is.\n"
+    )
+    return "\n".join([head, title, "| training | |", "|---|---|", *lines, ""])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
