@@ -1,0 +1,77 @@
+"""The perplexity of a trained run on a text:
+
+    python scripts/evaluate.py ckpt=last text=book.txt stride=512
+
+ckpt=: as for train.py. Windows of the trained context go over the text, stride= tokens further each time
+(left out: half the context), and each token is counted once, where it has the most before it; a smaller
+stride is slower and foresees more. batch=: windows at a time; device= and precision= as for
+scripts/generate.py; attention=... computes with another implementation. Text that was trained on is no test.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # python scripts/<command>.py: see there
+    import _checkout  # noqa: F401
+
+from conf.values import UserError
+
+KEYS = {
+    "ckpt": "last", "text": "", "stride": None, "batch": "8", "device": "auto", "precision": "auto",
+    "runs_dir": None,
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> None:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(f"scripts/evaluate.py\n\n{__doc__}", end="")
+        return
+    from conf.command import user_errors
+
+    user_errors(evaluate)(arguments)
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    from conf.command import key_values
+    from conf.resume import load_run
+    from model.evaluation import score
+    from scripts.generate import placement, require_finite
+
+    overrides = [argument for argument in arguments if argument.split("=")[0].split(".")[0] == "attention"]
+    options = key_values([argument for argument in arguments if argument not in overrides], KEYS)
+    text = read_text(str(options["text"]))
+    stride, batch = (whole_number(key, options[key]) for key in ("stride", "batch"))
+    device, dtype = placement(str(options["device"]), str(options["precision"]))
+    net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
+    require_finite(net, f"ckpt={options['ckpt']}")
+    ids = tokenizer.encode(text)
+    found = score(net.to(device, dtype).eval(), ids, stride, batch or 1)
+    counted = len(text.encode()) - len(tokenizer.decode(ids[:1]).encode())
+    bits = found.nats / math.log(2) / max(1, counted)
+    print(
+        f"{options['text']}: perplexity {found.perplexity:.4f}, {found.nats / found.tokens:.4f} nats a "
+        f"token, {bits:.4f} bits a byte ({found.tokens:,} tokens)"
+    )
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"text={path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"text={path} is not UTF-8 text ({error.reason}).") from None
+
+
+def whole_number(key: str, value: str | None) -> int | None:
+    if value is not None and not (value.isdecimal() and 0 < int(value) < 2**31):
+        raise UserError(f"{key}={value}: it needs to be a whole number, at least 1.")
+    return None if value is None else int(value)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

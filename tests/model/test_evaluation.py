@@ -1,0 +1,89 @@
+"""Perplexity in windows, and the likelihood of answers, against the loss of one token at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attention.naive import NaiveAttention
+from model.evaluation import continuation, score, windows
+from model.gpt import GPT, GPTConfig
+
+CONTEXT = 8
+
+
+@pytest.fixture(scope="module")
+def net() -> GPT:
+    torch.manual_seed(0)
+    net = GPT(
+        GPTConfig(50, seq_len=CONTEXT, n_layer=2, n_head=2, n_embd=32, position="rope"), NaiveAttention()
+    )
+    for weight in net.parameters():
+        weight.data.mul_(10)
+    return net.eval()
+
+
+def text(tokens: int) -> list[int]:
+    return torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@torch.no_grad()
+def nats(net: GPT, ids: list[int], token: int, seen: int) -> float:
+    """Of one token behind the `seen` before it."""
+    logits = net(torch.tensor([ids[token - seen : token]]))[0, -1, :50]
+    return -float(logits.log_softmax(-1)[ids[token]])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 30])
+@pytest.mark.parametrize("stride", [1, 3, 8])
+def test_each_token_is_counted_once(tokens: int, stride: int) -> None:
+    found = list(windows(tokens, CONTEXT, stride))
+    assert [i for w in found for i in range(w.first, w.stop)] == list(range(tokens))
+    assert all(0 < w.stop - w.start <= CONTEXT and w.start <= w.first for w in found)
+    assert all(w.first + 1 - w.start > CONTEXT - stride for w in found[1:])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("stride", "tokens"), [(1, 21), (3, 21), (8, 21), (8, 17), (None, 20), (2, 5)])
+def test_the_score_is_that_of_its_tokens(net: GPT, stride: int | None, tokens: int, batch: int) -> None:
+    ids = text(tokens)
+    expected = sum(
+        nats(net, ids, i + 1, i + 1 - w.start)
+        for w in windows(tokens - 1, CONTEXT, stride or CONTEXT // 2)
+        for i in range(w.first, w.stop)
+    )
+    found = score(net, ids, stride, batch)
+    assert found.tokens == tokens - 1 and found.nats == pytest.approx(expected, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(expected / (tokens - 1)), rel=1e-4)
+
+
+@pytest.mark.parametrize("context", [1, 4, 20])
+def test_an_answer_is_scored_behind_its_context(net: GPT, context: int) -> None:
+    before, answer = text(context), text(30)[-3:]
+    ids, expected = [*before, *answer], 0.0
+    for i in range(3):
+        at = context + i
+        # the first tokens go where all of it does not fit
+        start = max(0, len(ids) - 1 - CONTEXT)
+        expected -= nats(net, ids, at, at - start)
+    likely, greedy = continuation(net, before, answer)
+    assert likely == pytest.approx(expected, rel=1e-5) and not greedy
+    best = list(before)
+    for _ in range(3):
+        window = torch.tensor([best[-(CONTEXT - 2) :]])
+        best.append(int(net(window)[0, -1, :50].argmax()))
+    if context == 1:
+        assert continuation(net, before, best[context:])[1]
+
+
+def test_mistakes_are_said(net: GPT) -> None:
+    with pytest.raises(ValueError, match="stride=9: it needs to be a whole number, at least 1 and at most 8"):
+        score(net, text(20), 9)
+    with pytest.raises(ValueError, match="the text has 1 tokens, and needs 2 or more"):
+        score(net, text(1))
+    with pytest.raises(ValueError, match="an answer needs a context"):
+        continuation(net, [], [1])
+    with pytest.raises(ValueError, match="the tokens of an answer=9"):
+        continuation(net, [1], text(9))
