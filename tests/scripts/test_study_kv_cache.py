@@ -175,7 +175,7 @@ def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
     bad["result"]["error_ratio"] = 3.0
     oom = next(row for row in rows if row["point"]["pass"] == "step" and row["point"]["seq_len"] == 2048)
     oom["result"] = {"status": "oom", "reason": "CUDA out of memory"}
-    found = kv_cache_report.report(rows, draw=False)
+    found = kv_cache_report.report(rows)
     assert sum(note.startswith("Left out") for note in found.notes) == 2
     assert any("error ratio 3.0" in note for note in found.notes)
     assert any("CUDA out of memory" in note for note in found.notes)

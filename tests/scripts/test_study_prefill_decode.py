@@ -177,7 +177,7 @@ def fake_rows(out: Path) -> list[dict[str, Any]]:
 
 def test_report_of_rows(tmp_path: Path) -> None:
     rows = fake_rows(tmp_path / "h200.jsonl")
-    found = prefill_decode.report(rows, draw=False)
+    found = prefill_decode.report(rows)
     assert len(found.tables) == 3 + 16
     assert all(len(set(map(len, table.lines))) == 1 for table in found.tables)
     said = " ".join(found.notes)
@@ -202,7 +202,7 @@ def test_what_is_wrong_is_left_out_and_said(tmp_path: Path) -> None:
     rows = fake_rows(tmp_path / "h200.jsonl")
     rows[0]["result"]["parts"]["attention, triton"]["error_ratio"] = 2.0
     rows[-1]["result"] = {"status": "oom", "reason": "CUDA out of memory"}
-    found = prefill_decode.report(rows, draw=False)
+    found = prefill_decode.report(rows)
     left = [note for note in found.notes if note.startswith("Left out")]
     assert len(left) == 2 and "CUDA out of memory" in left[0] and "attention, triton" in left[1]
     assert "attention, triton" not in prefill_decode_report.utilisation(

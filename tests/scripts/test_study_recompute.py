@@ -278,7 +278,7 @@ def test_the_claim_in_part(tmp_path):
     found = claimed(tmp_path, fakes)
     assert found.verdict == IN_PART and found.figure.startswith("0.5 to 3.0x")
     said = "To compute P again is 0.5x (N = 1k) to 3.0x (N = 4k) as fast as to keep it."
-    assert backward_report.finding(fakes) == said
+    assert backward_report.report(fakes).found == said
     with pytest.raises(NotMeasured):
         recomputed(Results(tmp_path / "nothing"))
 

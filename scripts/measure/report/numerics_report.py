@@ -1,296 +1,174 @@
-"""What the rows of the study `numerics` say: tables, a picture, findings."""
+"""What the rows of the study `numerics` say: tables and a picture; templates/numerics.md.j2 has the words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from scripts.measure.instruments.textbook import SAID
 from scripts.measure.report.figures import Line, canvas, panel, svg
-from scripts.measure.studies import Table
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import SHORT, Record, distinct, listed, records, where
+from scripts.measure.studies import Report, Row, Table
 
-Row = dict[str, Any]
-
-SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-LARGEST_FP16 = 65504
-
-
-def of_part(rows: list[Row], part: str, **wanted: Any) -> list[Row]:
-    """Those of a part, measured, with these values in their points."""
-    return [
-        row
-        for row in rows
-        if row["point"]["part"] == part
-        and row["result"]["status"] == "ok"
-        and all(row["point"].get(key) == value for key, value in wanted.items())
-    ]
+GRADIENTS = "_gradients"
+SIXTEEN = ("float16", "bfloat16")
 
 
 def unique(rows: Iterable[Row], key: str) -> list[Any]:
     return list(dict.fromkeys(row["point"][key] for row in rows))
 
 
-def tables(rows: list[Row]) -> list[Table]:
-    """Those that have rows."""
-    found = [known(of_part(rows, "known")), tiles(of_part(rows, "tiles"))]
-    for dtype in ("float16", "bfloat16"):
-        mine = of_part(rows, "stability", dtype=dtype)
-        found.append(stability(mine, dtype, "", "Largest error of the output"))
-        found.append(stability(mine, dtype, "_gradients", "Largest error of dQ, dK and dV"))
-    found.append(asked([row for row in rows if row["point"]["part"] == "asked"]))
-    return [table for table in found if len(table.lines) > 1]
+def report(rows: list[Row]) -> Report:
+    of = {part: where(records(rows), part=part) for part in ("known", "tiles", "stability", "asked")}
+    done = {part: where(mine, status="ok") for part, mine in of.items()}
+    tiled = where(done["tiles"], implementation="tiled")
+    wished = [r for r in done["asked"] if r.wants]
+    names = [name for name in distinct(done["stability"], "implementation") if name not in SAID]
+    lost = {r.implementation for r in done["stability"] if broken(r) or broken(r, GRADIENTS)}
+    errors = [r.max_error or 0 for r in done["stability"] if r.implementation in set(names) - lost]
+    return page(
+        "numerics",
+        tables(of, done),
+        picture(done["stability"]),
+        sizes=len({str(r.tile) for r in tiled}),
+        epsilons={d: max(r.epsilons for r in where(tiled, dtype=d)) for d in SHORT if where(tiled, dtype=d)},
+        worst=max((r.epsilons for r in done["tiles"]), default=0),
+        overflow=lambda name, dtype: first_bad(rows, name, dtype),
+        measured=lambda name, dtype: where(done["stability"], implementation=name, dtype=dtype),
+        said=SAID,
+        rounded={dtype: pair for dtype in SIXTEEN if all(pair := at_16(done["stability"], dtype))},
+        good=[name for name in names if name not in lost],
+        bad=[name for name in names if name in lost],
+        error=max(errors, default=0),
+        wished=wished,
+        others=[r for r in wished if not r.as_asked],
+        refused=len(where(of["asked"], status="unsupported")),
+        failed=sorted(
+            {(r.implementation, r.part, r.reason) for r in records(rows) if r.status in ("error", "oom")}
+        ),
+        failures=sum(row["result"]["status"] in ("error", "oom") for row in rows),
+    )
 
 
-def known(rows: list[Row]) -> Table:
-    title = "Known answers: the sum of exp(s - 5) over scores 2, 5, 3, and the output of scores 1, 2, 0.5 on "
-    title += "values 10, 20, 40"
-    lines = [["implementation", "dtype", "the keys", "sum", "its error", "output", "its error"]]
-    for row in rows:
-        point, got, wanted = row["point"], row["result"]["got"], row["result"]["expected"]
-        cells = [point["implementation"], SHORT[point["dtype"]], point["features"]]
-        for name in ("sum", "out"):
-            if got[name] is None:
-                cells += ["-", "-"]
-            else:
-                cells += [f"{got[name]:.6f}", f"{abs(got[name] - wanted[name]):.0e}"]
-        lines.append(cells)
-    return Table(title, lines)
+def at_16(found: list[Record], dtype: str) -> tuple[float | None, ...]:
+    """Errors of the formula in 16 bits and of naive, which has fp32 inside, at a factor of 16."""
+    mine = where(found, dtype=dtype, magnitude=16)
+    of = {r.implementation: r.max_error for r in mine}
+    return of.get("formula_torch"), of.get("naive")
 
 
-def tiles(rows: list[Row]) -> Table:
-    title = "Largest error against fp64 by tile, and in epsilons of the dtype (of the largest value)"
-    dtypes = [dtype for dtype in SHORT if dtype in unique(rows, "dtype")]
-    lines = [["implementation", "tile, queries x keys", *(SHORT[dtype] for dtype in dtypes)]]
+def tables(of: dict[str, list[Record]], done: dict[str, list[Record]]) -> list[Table]:
+    dtypes = [dtype for dtype in SHORT if dtype in distinct(done["tiles"], "dtype")]
     by: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        tile, result = row["point"]["tile"], row["result"]
-        key = row["point"]["implementation"], " x ".join(map(str, tile)) if tile else "its own"
-        cell = f"{result['max_error']:.1e} ({result['epsilons']:.1f})"
-        by.setdefault(key, {})[row["point"]["dtype"]] = cell
-    lines += [[*key, *(cells.get(dtype, "-") for dtype in dtypes)] for key, cells in by.items()]
-    return Table(title, lines)
+    for r in done["tiles"]:
+        key = r.implementation, " x ".join(map(str, r.tile)) if r.tile else "its own"
+        by.setdefault(key, {})[r.dtype] = f"{r.max_error:.1e} ({r.epsilons:.1f})"
+
+    def known(r: Record) -> str:
+        pairs = [(r.got[name], r.expected[name]) for name in ("sum", "out")]
+        each = ["-|-" if got is None else f"{got:.6f}|{abs(got - exact):.0e}" for got, exact in pairs]
+        return "|".join([r.implementation, SHORT[r.dtype], r.features, *each])
+
+    return [
+        listed(
+            "Known answers: the sum of exp(s - 5) over scores 2, 5, 3, and the output of scores 1, 2, 0.5 on "
+            "values 10, 20, 40",
+            "implementation|dtype|the keys|sum|its error|output|its error",
+            done["known"],
+            known,
+        ),
+        listed(
+            "Largest error against fp64 by tile, and in epsilons of the dtype (of the largest value)",
+            "|".join(["implementation", "tile, queries x keys", *map(SHORT.get, dtypes)]),
+            by.items(),
+            lambda each: "|".join([*each[0], *(each[1].get(dtype, "-") for dtype in dtypes)]),
+        ),
+        *(
+            stability(where(done["stability"], dtype=dtype), dtype, gradients, what)
+            for dtype in SIXTEEN
+            for gradients, what in (("", "the output"), (GRADIENTS, "dQ, dK and dV"))
+        ),
+        listed(
+            "Asked for, and run by the profiler's kernels", "asked for|with|ran|as asked", of["asked"], asked
+        ),
+    ]
 
 
-def stability(rows: list[Row], dtype: str, of: str, what: str) -> Table:
-    """`of`: "" for the output, "_gradients"."""
-    rows = [row for row in rows if f"nan{of}" in row["result"]]
-    magnitudes = unique(rows, "magnitude")
-    heads = []
-    for magnitude in magnitudes:
-        largest = max(r["result"]["largest_score"] for r in rows if r["point"]["magnitude"] == magnitude)
-        heads.append(f"x {magnitude} (scores to {largest:,.3g})")
-    lines = [["", *heads]]
-    for name in unique(rows, "implementation"):
-        mine = {row["point"]["magnitude"]: row["result"] for row in rows if named(row, name)}
-        cells = [cell(mine.get(magnitude), of) for magnitude in magnitudes]
-        lines.append([f"{name}: {SAID[name]}" if name in SAID else name, *cells])
-    return Table(f"{what} against fp64 as q and k grow, {SHORT[dtype]}; the share that is no number", lines)
+def stability(found: list[Record], dtype: str, gradients: str, what: str) -> Table:
+    found = [r for r in found if f"nan{gradients}" in r]
+    factors = distinct(found, "magnitude")
+    largest = {factor: max(r.largest_score for r in where(found, magnitude=factor)) for factor in factors}
+
+    def line(name: str) -> str:
+        mine = {r.magnitude: cell(r, gradients) for r in where(found, implementation=name)}
+        said = f"{name}: {SAID[name]}" if name in SAID else name
+        return "|".join([said, *(mine.get(factor, "") for factor in factors)])
+
+    return listed(
+        f"Largest error of {what} against fp64 as q and k grow, {SHORT[dtype]}; the share that is no number",
+        "|".join(["", *(f"x {factor} (scores to {score:,.3g})" for factor, score in largest.items())]),
+        distinct(found, "implementation"),
+        line,
+    )
 
 
-def named(row: Row, name: str) -> bool:
-    return row["point"]["implementation"] == name
-
-
-def cell(result: dict[str, Any] | None, of: str) -> str:
-    if result is None:
-        return ""
-    shares = {word: share for word in ("nan", "inf") if (share := result[f"{word}{of}"])}
+def cell(r: Record, gradients: str) -> str:
+    shares = {word: share for word in ("NaN", "inf") if (share := r[f"{word.lower()}{gradients}"])}
     bad = [f"{share:.0%} {word}" if share >= 0.005 else f"<1% {word}" for word, share in shares.items()]
-    error = result[f"max_error{of}"]
-    return ", ".join(bad or [f"{error:.1e}"]).replace("nan", "NaN")
+    return ", ".join(bad) or f"{r[f'max_error{gradients}']:.1e}"
 
 
-def asked(rows: list[Row]) -> Table:
-    lines = [["asked for", "with", "ran", "as asked"]]
-    for row in rows:
-        point, result = row["point"], row["result"]
-        dtype, dim = SHORT[point["dtype"]], point["head_dim"]
-        given = ", ".join(filter(None, [dtype, f"D = {dim}", point["features"].replace(",", ", ")]))
-        if result["status"] == "ok":
-            choice = "left to PyTorch" if not point["wants"] else "yes" if result["as_asked"] else "NO"
-            ran = " and ".join(result["ran"]) or "nothing that is known here"
-            silent = choice == "NO" and not result["said"]
-            lines.append([point["implementation"], given, ran, choice + (", silently" if silent else "")])
-        elif result["status"] == "unsupported":
-            lines.append([point["implementation"], given, "nothing", f"refused: {result['reason'][:90]}"])
-        else:
-            lines.append(
-                [point["implementation"], given, "nothing", f"{result['status']}: {result['reason']}"]
-            )
-    return Table("Asked for, and run by the profiler's kernels", lines)
+def asked(r: Record) -> list[str]:
+    given = [SHORT[r.dtype], f"D = {r.head_dim}", r.features.replace(",", ", ")]
+    if r.status == "ok":
+        ran = " and ".join(r.ran) or "nothing that is known here"
+        so = "left to PyTorch" if not r.wants else "yes" if r.as_asked else "NO" if r.said else "NO, silently"
+    else:
+        ran, refused = "nothing", r.status == "unsupported"
+        so = f"refused: {r.reason[:90]}" if refused else f"{r.status}: {r.reason}"
+    return [r.implementation, ", ".join(filter(None, given)), ran, so]
 
 
-def broken(result: dict[str, Any], of: str = "") -> bool:
-    return result[f"nan{of}"] + result[f"inf{of}"] > 0
+def broken(r: dict[str, Any], gradients: str = "") -> bool:
+    return r.get(f"nan{gradients}", 0) + r.get(f"inf{gradients}", 0) > 0
 
 
-def pictures(rows: list[Row]) -> dict[str, str]:
+def picture(found: list[Record]) -> dict[str, str]:
     """Error against scale, in both dtypes; an x where a line ends in NaN or infinity. Implementations lie on
     top of each other: `naive` and the worst of the others stand for those that survive."""
-    found = of_part(rows, "stability")
     if not found:
         return {}
     figure, axes = canvas(found, "Attention on large inputs, against fp64", columns=2)
-    for at, dtype in zip(axes.flat, ("float16", "bfloat16"), strict=True):
-        mine = [row for row in found if row["point"]["dtype"] == dtype]
+    for at, dtype in zip(axes.flat, SIXTEEN, strict=True):
+        mine = where(found, dtype=dtype)
         if not mine:
             at.remove()
             continue
-        every = [line(name, [r for r in mine if named(r, name)]) for name in unique(mine, "implementation")]
+        every = [line(name, where(mine, implementation=name)) for name in distinct(mine, "implementation")]
         apart = [each for each in every if each.ends or each.name in (*SAID, "naive")]
         others = [each for each in every if each not in apart]
         if others:
             worst = {x: max(each.points.get(x, 0) for each in others) for x in others[0].points}
             apart.append(Line(f"{len(others)} other implementations, the worst", worst, 5))
-        said = f"{SHORT[dtype]}: N = {mine[0]['point']['seq_len']}, D = 64, causal, standard normal q, k, v"
+        said = f"{SHORT[dtype]}: N = {mine[0].seq_len}, D = 64, causal, standard normal q, k, v"
         panel(at, apart, said, "factor on q and k", "largest error of the output")
     return {"": svg(figure, found)}
 
 
-def line(name: str, rows: list[Row]) -> Line:
+def line(name: str, found: list[Record]) -> Line:
     """Up to the first factor at which it is no number; an error of nothing is drawn at 1e-5."""
     place = [*SAID, "", "naive"].index(name) if name in (*SAID, "naive") else 7
     points: dict[float, float] = {}
-    for row in sorted(rows, key=lambda row: row["point"]["magnitude"]):
-        if broken(row["result"]):
-            return Line(name, points, place, f"NaN from x {row['point']['magnitude']}")
-        points[row["point"]["magnitude"]] = max(row["result"]["max_error"], 1e-5)
+    for r in sorted(found, key=lambda r: r.magnitude):
+        if broken(r):
+            return Line(name, points, place, f"NaN from x {r.magnitude}")
+        points[r.magnitude] = max(r.max_error, 1e-5)
     return Line(name, points, place)
 
 
-def notes(rows: list[Row]) -> list[str]:
-    return [note for say in (exact_note, *STABILITY_NOTES, asked_note, failed_note) if (note := say(rows))]
-
-
-def failed_note(rows: list[Row]) -> str:
-    bad = [row for row in rows if row["result"]["status"] in ("error", "oom")]
-    said = {
-        f"{row['point']['implementation']} ({row['point']['part']}): {row['result']['reason']}" for row in bad
-    }
-    return f"{len(bad)} points failed: {'; '.join(sorted(said))}." if bad else ""
-
-
-def exact_note(rows: list[Row]) -> str:
-    found = of_part(rows, "tiles", implementation="tiled")
-    if not found:
-        return ""
-    said = []
-    for dtype in (d for d in SHORT if d in unique(found, "dtype")):
-        mine = [row["result"]["epsilons"] for row in found if row["point"]["dtype"] == dtype]
-        said.append(f"{max(mine):.1f} in {SHORT[dtype]}")
-    number = len({str(row["point"]["tile"]) for row in found})
-    return (
-        f"Online softmax is exact but for rounding: with {number} sizes of tiles the error of `tiled` is at "
-        f"most {', '.join(said)} epsilons of the largest value; of all implementations {worst(rows):.1f}."
-    )
-
-
-def worst(rows: list[Row]) -> float:
-    """The largest error of all tiles of all implementations, in epsilons."""
-    return max(row["result"]["epsilons"] for row in of_part(rows, "tiles"))
-
-
-def first_bad(rows: list[Row], name: str, dtype: str) -> tuple[Any, dict[str, Any]] | None:
+def first_bad(rows: list[Row], name: str, dtype: str) -> tuple[Any, Record] | None:
     """(factor, result) of the first NaN or infinity in the output."""
-    mine = of_part(rows, "stability", implementation=name, dtype=dtype)
-    bad = [row for row in mine if broken(row["result"])]
-    worst = min(bad, key=lambda row: row["point"]["magnitude"], default=None)
-    return worst and (worst["point"]["magnitude"], worst["result"])
-
-
-def _overflow(name: str, dtype: str, why: str) -> Callable[[list[Row]], str]:
-    def say(rows: list[Row]) -> str:
-        found = of_part(rows, "stability", implementation=name, dtype=dtype)
-        if not found:
-            return ""
-        if (bad := first_bad(rows, name, dtype)) is None:
-            return f"{SAID[name].capitalize()} has no NaN here in {SHORT[dtype]}."
-        factor, result = bad
-        sizes = f"scores to {result['largest_score']:,.3g}, q k to {result['largest_product']:,.3g}"
-        return f"In {SHORT[dtype]}, {SAID[name]} gives NaN from a factor of {factor} on ({sizes}): {why}."
-
-    return say
-
-
-def survivors(rows: list[Row]) -> str:
-    """Who has no NaN and no infinity at any factor, outputs and gradients, and how far off."""
-    found = of_part(rows, "stability")
-    names = [name for name in unique(found, "implementation") if name not in SAID]
-    bad = [
-        name
-        for name in names
-        if any(
-            broken(row["result"])
-            or ("nan_gradients" in row["result"] and broken(row["result"], "_gradients"))
-            for row in found
-            if named(row, name)
-        )
-    ]
-    if not names:
-        return ""
-    good = [name for name in names if name not in bad]
-    worst = max(
-        (row["result"]["max_error"] or 0 for row in found if row["point"]["implementation"] in good),
-        default=0,
-    )
-    said = (
-        f"No NaN and no infinity at any factor, outputs and gradients: {', '.join(good) or 'none'} (error of "
-    )
-    said += f"the output at most {worst:.1e})."
-    if "naive" in good:
-        said += " `naive` is among them: it writes all scores out, but in fp32."
-    return said + (f" Not so: {', '.join(bad)}." if bad else "")
-
-
-def precision(rows: list[Row]) -> str:
-    """Rounding scores to 16 bits costs the result long before anything overflows."""
-    said = []
-    for dtype in ("float16", "bfloat16"):
-        errors = {
-            name: {row["point"]["magnitude"]: row["result"]["max_error"] for row in found}
-            for name in ("formula_torch", "naive")
-            if (found := of_part(rows, "stability", implementation=name, dtype=dtype))
-        }
-        if len(errors) == 2 and errors["formula_torch"].get(16) and errors["naive"].get(16):
-            plain, wide = errors["formula_torch"][16], errors["naive"][16]
-            said.append(f"{plain:.1e} in {SHORT[dtype]} at a factor of 16 where fp32 scores give {wide:.1e}")
-    where = ", ".join(said)
-    return f"Scores kept in 16 bits lose the result long before they overflow: {where}." if said else ""
-
-
-STABILITY_NOTES = (
-    _overflow("formula_no_max", "float16", "exp(s) passes 65,504 at s = 11.1"),
-    _overflow("formula_torch", "float16", "the product itself passes 65,504, and inf - inf is NaN"),
-    _overflow("formula_no_max_fp32", "float16", "exp(s) passes fp32's 3.4e38 at s = 88.7: it is the missing "
-              "maximum, not the 16 bits"),
-    precision,
-    survivors,
-)  # fmt: skip
-
-
-def with_wishes(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Calls that ran and had asked for a kernel, and those of them that took another."""
-    found = [row for row in of_part(rows, "asked") if row["point"]["wants"]]
-    return found, [row for row in found if not row["result"]["as_asked"]]
-
-
-def asked_note(rows: list[Row]) -> str:
-    found, wrong = with_wishes(rows)
-    if not found:
-        return ""
-    silent = [row for row in wrong if not row["result"]["said"]]
-    named_ = dict.fromkeys(row["point"]["implementation"] for row in wrong)
-    refused = [
-        row for row in rows if row["point"]["part"] == "asked" and row["result"]["status"] == "unsupported"
-    ]
-    said = f"{len(wrong)} of {len(found)} calls that ran took another kernel than they asked for"
-    said += f", {len(silent)} of them without a word ({'; '.join(named_)})" if wrong else ""
-    return f"{said}; {len(refused)} were refused with a reason. Only the kernels' names tell."
-
-
-def finding(rows: list[Row]) -> str:
-    found, wrong = with_wishes(rows)
-    if not (found and of_part(rows, "tiles", implementation="tiled")):
-        return ""
-    calls = f"{len(wrong)} of {len(found)} calls ran another kernel than they asked for"
-    return f"Exact within {worst(rows):.1f} epsilons; {calls}."
+    mine = where(records(rows), part="stability", status="ok", implementation=name, dtype=dtype)
+    worst = min(filter(broken, mine), key=lambda r: r.magnitude, default=None)
+    return worst and (worst.magnitude, worst)

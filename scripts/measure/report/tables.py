@@ -1,16 +1,64 @@
-"""Tables of a report from a frame of rows (rows.frame): select, pivot, divide, then write the figures."""
+"""Tables of a report. From rows, one a line: `listed`, of the fields of a row by `records`. From a frame of
+rows (rows.frame): select, pivot, divide, then write the figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from scripts.measure.studies import Table
+from scripts.measure.rows import trusted
+from scripts.measure.studies import Row, Table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 FIRST = "standard"  # the implementation that the others are compared with
+SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+class Record(dict[str, Any]):
+    """A row, whose fields of point and result are at hand as attributes too; `passed` is the pass."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def records(rows: Iterable[Row]) -> list[Record]:
+    return [
+        Record(row | p | r, trusted=trusted(r), passed=p.get("pass"))
+        for row, p, r in ((row, row["point"], row["result"]) for row in rows)
+    ]
+
+
+def where(found: Iterable[Record], **wanted: Any) -> list[Record]:
+    """Those whose fields have these values."""
+    return [r for r in found if all(r.get(key) == value for key, value in wanted.items())]
+
+
+def distinct(found: Iterable[Record], key: str) -> list[Any]:
+    """The values of a field, in the order of their first."""
+    return list(dict.fromkeys(r[key] for r in found))
+
+
+def listed(title: str, head: str, things: Iterable[Any], line: Callable[[Any], str | list[str]]) -> Table:
+    """A line for each thing: its cells, or as the head with "|" between them; those that are missing at the
+    end are empty."""
+    heads, found = head.split("|"), [line(thing) for thing in things]
+    lines = [each.split("|") if isinstance(each, str) else each for each in found]
+    return Table(title, [heads, *(cells + [""] * (len(heads) - len(cells)) for cells in lines)])
+
+
+def why(result: dict[str, Any]) -> str:
+    """There are no figures to trust."""
+    wrong = f"error ratio {result.get('error_ratio')}, kernels right: {result.get('kernels_ok')}"
+    return result.get("reason") or wrong
+
+
+def fmt(value: Any, spec: str = ",", none: str = "") -> str:
+    """The value by a format specification; `none` where there is none."""
+    return none if value is None or value != value else format(value, spec)
 
 
 def figure(value: float) -> str:

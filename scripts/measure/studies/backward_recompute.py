@@ -47,12 +47,9 @@ Work = list[tuple[Shape, list[str]]]
 
 
 def report(rows: list[Row]) -> Report:
-    """Tables, pictures and findings of the rows; nothing is measured."""
-    from scripts.measure.report.backward_report import finding, notes, pictures, tables
+    from scripts.measure.report import backward_report
 
-    question = "Does a backward that computes P again beat one that has kept it?"
-    command = "python scripts/study.py backward_recompute"
-    return Report(question, command, tables(rows), pictures(rows), notes(rows), finding(rows))
+    return backward_report.report(rows)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -48,12 +48,9 @@ Row = dict[str, Any]
 
 
 def report(rows: list[Row]) -> Report:
-    """Tables, pictures and findings of the rows; nothing is measured."""
-    from scripts.measure.report.numerics_report import finding, notes, pictures, tables
+    from scripts.measure.report import numerics_report
 
-    question = "Is tiled attention exact, is it stable in 16 bits, and does what one asks for run?"
-    command = "python scripts/study.py numerics"
-    return Report(question, command, tables(rows), pictures(rows), notes(rows), finding(rows))
+    return numerics_report.report(rows)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -126,30 +126,10 @@ def said(point: Point, result: dict[str, Any]) -> str:
     return f"{point['model']} {point['implementation']} {point['pass']} {shape}: {took}"
 
 
-def report(rows: list[Row], draw: bool = True) -> Report:
-    """draw: False leaves the pictures out."""
-    from scripts.measure.report import prefill_decode_plot as plot
-    from scripts.measure.report import prefill_decode_report as said_of
-    from scripts.measure.report.steps import chosen
+def report(rows: list[Row]) -> Report:
+    from scripts.measure.report import prefill_decode_report
 
-    whole = [row for row in chosen(rows) if row["point"]["implementation"] != "parts"]
-    layers = [row for row in chosen(rows) if row["point"]["implementation"] == "parts"]
-    tables = [said_of.models(whole, "prefill"), said_of.models(whole, "decode"), said_of.kinds(layers)]
-    tables += [said_of.by_part(row) for row in layers]
-    pictures = {}
-    if draw and layers:
-        pictures[""] = plot.roofs(layers)
-    if draw and whole:
-        pictures["models"] = plot.lengths(whole)
-    found = [table for table in tables if len(table.lines) > 1]
-    return Report(
-        said_of.QUESTION,
-        said_of.COMMAND,
-        found,
-        pictures,
-        said_of.notes(rows, whole, layers),
-        said_of.finding(whole),
-    )
+    return prefill_decode_report.report(rows)
 
 
 def main(given: list[str] | None = None) -> None:
