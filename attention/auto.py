@@ -24,7 +24,7 @@ from attention.base import (
     Declaration,
     UnsupportedAttention,
 )
-from attention.call import features_of
+from attention.call import facts_of
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -188,30 +188,25 @@ class AutoAttention(Attention):
         return reasons or super().unsupported_reasons(call)
 
     @torch.compiler.assume_constant_result
-    def _pick(self, index: int | None, compiled: bool, *facts: Any) -> str:
+    def _pick(self, index: int | None, compiled: bool, facts: dict[str, Any]) -> str:
         """The choice by an AttentionCall's facts, which torch.compile evaluates once, while it traces."""
-        key = (index, compiled, facts, torch.are_deterministic_algorithms_enabled())
+        key = (index, compiled, torch.are_deterministic_algorithms_enabled(), *facts.values())
         if key not in self._chosen:
-            device, *sizes, features, backward = facts
-            arch = torch.cuda.get_device_capability(index) if device == "cuda" else None
-            call = AttentionCall("call", device, arch, *sizes, frozenset(features), backward)
+            arch = torch.cuda.get_device_capability(index) if facts["device"] == "cuda" else None
+            call = AttentionCall(purpose="call", arch=arch, **facts)
             self._chosen[key] = self.choice(call, compiled=compiled)[0]
         return self._chosen[key]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        grad, bias = torch.is_grad_enabled(), options.bias
-        bias_grad = grad and bias is not None and bias.requires_grad
-        backward = grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad)
         # Lengths may be symbolic while compiling; all that a choice asks of them is one or more, short or
         # long, and which is greater.
         tk = 1 if k.shape[2] == 1 else SHORT if k.shape[2] <= SHORT else 2 * SHORT
         tq = tk if q.shape[2] == k.shape[2] else tk - 1 if q.shape[2] < k.shape[2] else tk + 1
         tq = 1 if q.shape[2] == 1 else tq
-        sizes = q.dtype, 1, q.shape[1], k.shape[1], tq, tk, q.shape[3], options.causal
-        features, compiled = features_of(options, bias_grad), torch.compiler.is_compiling()
-        name = self._pick(q.device.index, compiled, q.device.type, *sizes, features, backward)
+        facts = facts_of(q, k, v, options) | {"batch": 1, "tq": tq, "tk": tk}
+        name = self._pick(q.device.index, torch.compiler.is_compiling(), facts)
         chosen = self._built[name]
         return chosen.attend(q, k, v, options, chosen.draw_seed(options.dropout_p, q.device))
 

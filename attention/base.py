@@ -171,40 +171,32 @@ class Attention(nn.Module):
             UnsupportedAttention: a sensible call that this implementation cannot do.
         """
         options = AttentionOptions(
-            causal,
-            scale,
-            window,
-            softcap,
-            alibi_slopes,
-            bias,
-            document_ids,
-            kv_lengths,
-            dropout_p,
-            return_lse,
+            causal=causal,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            bias=bias,
+            document_ids=document_ids,
+            kv_lengths=kv_lengths,
+            dropout_p=dropout_p,
+            return_lse=return_lse,
         )
         if not torch.compiler.is_compiling():
             self._check(q, k, v, options)
         if q.numel() == 0 or k.numel() == 0:
             out, lse = empty_attention(q, k, v, bias)
         else:
-            seed = self.draw_seed(dropout_p, q.device)
+            seed = self.draw_seed(dropout_p, q.device) if dropout_p else None
             if scale is None:
                 scale = q.shape[-1] ** -0.5
             elif scale <= 0:  # kernels that scale behind the mask, or the maximum, need more than 0
                 # For 0 a small one: the gradient that is multiplied by 0 must not be an infinity of fp16.
                 q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 2.0**-10
-            options = AttentionOptions(
-                causal,
-                scale,
-                normalise_window(window),
-                softcap,
-                alibi_slopes,
-                bias,
-                (document_ids, document_ids) if isinstance(document_ids, Tensor) else document_ids,
-                kv_lengths,
-                dropout_p,
-                return_lse,
-            )
+            if isinstance(document_ids, Tensor):
+                document_ids = document_ids, document_ids
+            window = normalise_window(window)
+            options = options._replace(scale=scale, window=window, document_ids=document_ids)
             if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
                 # Autocast would compute in 16 bits, and give these; the dtype is the caller's decision.
                 with torch.autocast(q.device.type, enabled=False):
@@ -225,7 +217,7 @@ class Attention(nn.Module):
         if key in self._allowed:
             return
         check_inputs(q, k, v, options)
-        self.require(AttentionCall.of(q, k, v, **options._asdict()))
+        self.require(AttentionCall.of(q, k, v, options))
         if len(self._allowed) >= 4096:  # a growing cache has a new shape every step
             self._allowed.clear()
         self._allowed.add(key)

@@ -47,7 +47,26 @@ class UnsupportedAttention(UserError):
         )
 
 
-def features_of(options: AttentionOptions, bias_grad: bool) -> tuple[str, ...]:
+def facts_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, Any]:
+    """What an AttentionCall of live tensors says by its fields, but for its purpose and the GPU."""
+    grad = torch.is_grad_enabled()
+    bias_grad = grad and options.bias is not None and options.bias.requires_grad
+    return {
+        "device": q.device.type,
+        "dtype": q.dtype,
+        "batch": q.shape[0],
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "tq": q.shape[2],
+        "tk": k.shape[2],
+        "head_dim": q.shape[3],
+        "causal": options.causal,
+        "features": _features_of(options, bias_grad),
+        "backward": grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
+    }
+
+
+def _features_of(options: AttentionOptions, bias_grad: bool) -> tuple[str, ...]:
     """The features that a call's options ask for; `bias_grad`: whether the bias is to get a gradient."""
     left, right = normalise_window(options.window) or (-1, -1)
     asked = (
@@ -102,25 +121,12 @@ class AttentionCall:
         object.__setattr__(self, "features", features)
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, *, purpose: str = "call", **options: Any) -> AttentionCall:
-        """The call that `Attention.forward(q, k, v, **options)` would be."""
-        o, grad = AttentionOptions(**options), torch.is_grad_enabled()
-        bias_grad = grad and o.bias is not None and o.bias.requires_grad
-        return cls(
-            purpose=purpose,
-            device=q.device.type,
-            arch=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None,
-            dtype=q.dtype,
-            batch=q.shape[0],
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            tq=q.shape[2],
-            tk=k.shape[2],
-            head_dim=q.shape[3],
-            causal=o.causal,
-            features=frozenset(features_of(o, bias_grad)),
-            backward=grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
-        )
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, purpose: str = "call"
+    ) -> AttentionCall:
+        """The call that `Attention.forward` of these would be."""
+        arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
+        return cls(purpose=purpose, arch=arch, **facts_of(q, k, v, options))
 
     def __str__(self) -> str:
         kind = "the call" if self.purpose == "call" else f"the {self.purpose} call"

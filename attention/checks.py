@@ -22,7 +22,13 @@ def arch_name(arch: tuple[int, int] | None) -> str:
 def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
     """All that the verdict about a call depends on, hashable; no device is asked for any value."""
     settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-    return (*settings, _kind(q), _kind(k), _kind(v), *map(_hashable, options))
+    asked = [option if type(option) in _PLAIN else _hashable(option) for option in options]
+    return (*settings, _kind(q), _kind(k), _kind(v), *asked)
+
+
+_PLAIN = frozenset(
+    {bool, int, float, type(None)}
+)  # most options of most calls, seen without a call of Python's
 
 
 def _hashable(option: Any) -> Any:
@@ -33,7 +39,7 @@ def _hashable(option: Any) -> Any:
 
 
 def _kind(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, t.device, t.requires_grad, t.ndim > 0 and t.stride(-1)
+    return t.shape, t.dtype, t.device, t.requires_grad, t.stride()[-1:]
 
 
 def _need(condition: bool, message: str) -> None:
@@ -43,7 +49,8 @@ def _need(condition: bool, message: str) -> None:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """Raises ValueError for a call that makes no sense for any implementation (shapes, dtypes, ranges)."""
-    _, scale, window, softcap, alibi_slopes, bias, document_ids, kv_lengths, dropout_p, _ = options
+    scale, window, softcap, dropout_p = options.scale, options.window, options.softcap, options.dropout_p
+    alibi_slopes, bias, kv_lengths = options.alibi_slopes, options.bias, options.kv_lengths
     _check_qkv(q, k, v)
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
     if window is not None:
@@ -75,8 +82,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
         _need(
             fits, f"bias is {tuple(bias.shape)}; it needs a shape that broadcasts to (B, Hq, Tq, Tk) = {full}"
         )
-    if document_ids is not None:
-        _check_document_ids(document_ids, q, tk)
+    if options.document_ids is not None:
+        _check_document_ids(options.document_ids, q, tk)
     if kv_lengths is not None:
         _check_tensor("kv_lengths", kv_lengths, q, floating=False)
         _need(

@@ -120,7 +120,7 @@ def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, options: Attentio
     """What Attention.forward checks; a compiled call comes here, once, while it is traced."""
     check_inputs(q, k, v, options)
     attention = CudaStage(stage) if stage else CudaAttention()
-    call = AttentionCall.of(q, k, v, **options._asdict())
+    call = AttentionCall.of(q, k, v, options)
     # A process that has compiled other head dims traces it as a symbol; kernels are made for a number.
     attention.require(replace(call, head_dim=int(call.head_dim)))
 

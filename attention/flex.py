@@ -75,10 +75,9 @@ def _mask_mod(limits: Limits, document_ids: DocumentIds | None) -> Callable[...,
     return visible
 
 
-def _score_mod(
-    limits: Limits, softcap: float | None, slopes: Tensor | None, bias: Tensor | None
-) -> Callable[..., Tensor] | None:
+def _score_mod(limits: Limits, options: AttentionOptions) -> Callable[..., Tensor] | None:
     """What the contract does to scaled scores, in its order; None for nothing."""
+    softcap, slopes, bias = options.softcap, options.alibi_slopes, options.bias
     if softcap is None and slopes is None and bias is None:
         return None
     if bias is not None:
@@ -105,31 +104,26 @@ def flex(
     v: Tensor,
     limits: Limits,
     lists: Lists,
-    document_ids: DocumentIds | None,
-    kv_lengths: Tensor | None,
-    slopes: Tensor | None,
-    bias: Tensor | None,
-    constants: tuple[float, float | None, bool],
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) by PyTorch's flex_attention; `constants` are scale, softcap and return_lse.
+    """(out, lse) by PyTorch's flex_attention; of the options, causal and window are in `limits`.
 
     `lists` without full tiles say that every query sees every key.
     """
-    scale, softcap, return_lse = constants
-    if kv_lengths is not None:
+    if options.kv_lengths is not None:
         # Q K^T is masked, but 0 * NaN would reach P V, and in the backward dS K.
-        v = blank_beyond(v, kv_lengths)
-        k = blank_beyond(k, kv_lengths) if torch.is_grad_enabled() else k
+        v = blank_beyond(v, options.kv_lengths)
+        k = blank_beyond(k, options.kv_lengths) if torch.is_grad_enabled() else k
     # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
-    options = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
-    lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=return_lse)
+    tuning = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
+    lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=options.return_lse)
     unmasked = lists[2] is None
     tile = FAR if unmasked and q.shape[2] != 1 else TILE
-    visible = noop_mask if unmasked else _mask_mod(limits, document_ids)
+    visible = noop_mask if unmasked else _mask_mod(limits, options.document_ids)
     mask = BlockMask(lengths, *lists, BLOCK_SIZE=(tile, tile), mask_mod=visible)
-    score_mod = _score_mod(limits, softcap, slopes, bias)
+    score_mod = _score_mod(limits, options)
     out, aux = flex_attention(
-        q, k, v, score_mod, mask, scale, enable_gqa=gqa, kernel_options=options, return_aux=aux
+        q, k, v, score_mod, mask, options.scale, enable_gqa=gqa, kernel_options=tuning, return_aux=aux
     )
     return out, aux.lse
 
@@ -169,10 +163,11 @@ def _kind(*arguments: Any) -> Any:
     return tuple(kinds)
 
 
-def _kind_of_call(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
     """The sizes and constants that no kernel shares, and the rest."""
-    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], rest[-1])
-    return sizes, torch.is_grad_enabled(), _kind(q, k, *rest)
+    constants = options.scale, options.softcap, options.return_lse
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], constants)
+    return sizes, torch.is_grad_enabled(), _kind(q, k, v, *options)
 
 
 def _facts(x: Tensor | None) -> Any:
@@ -180,7 +175,7 @@ def _facts(x: Tensor | None) -> Any:
 
 
 def _run_static(
-    q: Tensor, k: Tensor, v: Tensor, limits: Limits, *rest: Any, backend: str
+    q: Tensor, k: Tensor, v: Tensor, limits: Limits, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor | None] | None:
     """`flex` in the kernel for this very call, masks included; None where it has none, and gets none.
 
@@ -191,11 +186,11 @@ def _run_static(
     unit, least = (1024, 1) if tq == 1 else (TILE, 512)
     if tq < least or tk < 512 or tk % unit or (tq != 1 and tq % TILE):
         return None
-    _, _, slopes, bias, constants = rest
-    tensors = (_facts(q), _facts(k), _facts(v), _facts(slopes), _facts(bias))
+    constants = options.scale, options.softcap, options.return_lse
+    tensors = tuple(map(_facts, (q, k, v, options.alibi_slopes, options.bias)))
     key = (tensors, limits, constants, torch.is_grad_enabled(), backend)
     if key not in _STATIC:
-        kind = (*_kind_of_call(q, k, v, slopes, bias, constants), backend)
+        kind = (*_kind_of_call(q, k, v, options), backend)
         if _STATIC_COUNT[kind] >= MAX_STATIC:
             return None
         _STATIC_COUNT[kind] += 1
@@ -203,7 +198,7 @@ def _run_static(
             lists = _lists(tq, tk, limits, None, q.device, spare=0)
         _STATIC[key] = _compile(kind[0], backend, False), limits, lists
     kernel, limits, lists = _STATIC[key]
-    return kernel(q, k, v, limits, lists, *rest)
+    return kernel(q, k, v, limits, lists, options)
 
 
 def _lists(
@@ -216,10 +211,10 @@ def _lists(
 
 
 def _run_dynamic(
-    q: Tensor, k: Tensor, v: Tensor, limits: Limits, *rest: Any, backend: str
+    q: Tensor, k: Tensor, v: Tensor, limits: Limits, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """`flex` in the kernel of all lengths for this kind of call, its limits data."""
-    batch, tq, tk, (document_ids, kv_lengths) = q.shape[0], q.shape[2], k.shape[2], rest[:2]
+    batch, tq, tk, document_ids = q.shape[0], q.shape[2], k.shape[2], options.document_ids
 
     def make() -> tuple[Limits, Lists]:
         lists = _lists(tq, tk, limits, document_ids, q.device)
@@ -228,21 +223,21 @@ def _run_dynamic(
                 torch._dynamo.maybe_mark_dynamic(t, list(range(2, t.ndim)))
         return limits.tensors(batch, q.device), lists
 
-    facts = (batch, tq, tk, limits.left, limits.right, kv_lengths is None, q.device)
-    tensors = [t for t in (kv_lengths, *(document_ids or ())) if t is not None]
+    facts = (batch, tq, tk, limits.left, limits.right, options.kv_lengths is None, q.device)
+    tensors = [t for t in (options.kv_lengths, *(document_ids or ())) if t is not None]
     data, lists = _RECENT.get(facts, tensors, make)
-    kind = (*_kind_of_call(q, k, v, *rest), lists[2] is None)
-    return _compiled(kind, backend)(q, k, v, data, lists, *rest)
+    kind = (*_kind_of_call(q, k, v, options), lists[2] is None)
+    return _compiled(kind, backend)(q, k, v, data, lists, options)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, limits: Limits, *rest: Any, backend: str
+    q: Tensor, k: Tensor, v: Tensor, limits: Limits, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """`flex`, compiled: with constants where nothing about the call is data."""
     result = None
-    if rest[0] is None and rest[1] is None:  # document_ids, kv_lengths
-        result = _run_static(q, k, v, limits, *rest, backend=backend)
-    return result or _run_dynamic(q, k, v, limits, *rest, backend=backend)
+    if options.document_ids is None and options.kv_lengths is None:
+        result = _run_static(q, k, v, limits, options, backend)
+    return result or _run_dynamic(q, k, v, limits, options, backend)
 
 
 def _dense_reasons(call: AttentionCall) -> list[str]:
@@ -317,13 +312,13 @@ class FlexAttention(Attention):
             q, bias = q + bias.flatten()[:0].sum().to(q.dtype), bias.detach()
         if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
             bias = bias.float()  # its gradient is summed in its own dtype
-        constants = options.scale, options.softcap, options.return_lse
-        rest = (document_ids, kv_lengths, slopes, bias, constants)
+        # Causal and window are limits, data to one kernel for all of them.
+        options = options._replace(causal=False, window=None, alibi_slopes=slopes, bias=bias)
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
-            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), *rest)
+            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), options)
         if not q.is_cuda:
             # PyTorch refuses what requires a gradient on a CPU even where none is recorded.
             q, k, v = q.detach(), k.detach(), v.detach()
-            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), *rest)
-        return _run(q, k, v, limits, *rest, backend=self.backend)
+            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), options)
+        return _run(q, k, v, limits, options, self.backend)

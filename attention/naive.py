@@ -30,7 +30,7 @@ DEFAULTS = AttentionOptions()
 def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS) -> Tensor:
     """What goes into the softmax: (B, Hq, Tq, Tk), -inf where a query does not see a key; the dtype is that
     of q and k."""
-    causal, scale, window, softcap, alibi_slopes, bias, document_ids, kv_lengths, _, _ = options
+    scale, softcap, kv_lengths = options.scale, options.softcap, options.kv_lengths
     heads, tq, tk = q.shape[1], q.shape[2], k.shape[2]
     i = torch.arange(tq, device=q.device).view(1, 1, tq, 1)
     j = torch.arange(tk, device=q.device).view(1, 1, 1, tk)
@@ -42,21 +42,21 @@ def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS)
     scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(scores.dtype).view(1, heads, 1, 1) * rel.abs()
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+    if options.alibi_slopes is not None:
+        scores = scores - options.alibi_slopes.to(scores.dtype).view(1, heads, 1, 1) * rel.abs()
+    if options.bias is not None:
+        scores = scores + options.bias.to(scores.dtype)
 
     hidden = j >= keys
-    if causal:
+    if options.causal:
         hidden = hidden | (rel > 0)
-    left, right = window or (-1, -1)
+    left, right = options.window or (-1, -1)
     if left >= 0:
         hidden = hidden | (rel < -left)
     if right >= 0:
         hidden = hidden | (rel > right)
-    if document_ids is not None:
-        q_ids, k_ids = document_ids
+    if options.document_ids is not None:
+        q_ids, k_ids = options.document_ids
         hidden = hidden | (q_ids[:, None, :, None] != k_ids[:, None, None, :])
     return scores.masked_fill(hidden, -torch.inf)
 

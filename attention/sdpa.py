@@ -101,13 +101,14 @@ class SDPAAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, None]:
-        causal, scale, window, _, alibi_slopes, bias, document_ids, kv_lengths, dropout_p, _ = options
+        causal, scale, window, dropout_p = options.causal, options.scale, options.window, options.dropout_p
+        alibi_slopes, bias, kv_lengths = options.alibi_slopes, options.bias, options.kv_lengths
         tq, tk = q.shape[2], k.shape[2]
         if causal and window is not None and window[0] < 0:
             window = None  # a right bound says nothing
         # SDPA takes no symbolic bool, as a comparison of dynamic shapes would be; a branch is definite.
         gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        extras = (window, alibi_slopes, bias, document_ids, kv_lengths)
+        extras = (window, alibi_slopes, bias, options.document_ids, kv_lengths)
         if all(extra is None for extra in extras) and (not causal or tq == 1 or tq == tk):
             # One query at the bottom right sees every key, where is_causal would show it only the first.
             if tq == 1:
@@ -115,7 +116,7 @@ class SDPAAttention(Attention):
             return self._sdpa(q, k, v, None, dropout_p, causal, scale, gqa), None
         i, j = torch.arange(tq, device=q.device), torch.arange(tk, device=q.device)
         rel = relative_positions(i, j, tq, tk, kv_lengths)
-        mask = visible(rel, j, options.band, kv_lengths, document_ids)
+        mask = visible(rel, j, options.band, kv_lengths, options.document_ids)
         # A row that sees no key may see them all, and its output is dropped: no NaN, not in gradients either.
         blind = ~mask.any(dim=-1, keepdim=True)
         mask = mask | blind

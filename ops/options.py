@@ -35,38 +35,21 @@ class AttentionOptions(NamedTuple):
 
 def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> tuple[Any, ...]:
     """Definite options as the arguments of an op, in the order of the schema of ops/library.py."""
-    left, right = options.band
-    q_ids, k_ids = options.document_ids or (None, None)
-    return (
-        options.alibi_slopes,
-        options.bias,
-        q_ids,
-        k_ids,
-        options.kv_lengths,
-        dropout_seed,
-        options.scale,
-        left,
-        right,
-        options.softcap or 0.0,
-        options.dropout_p,
-        tuning,
-    )
+    causal, scale, window, softcap, slopes, bias, document_ids, lengths, dropout_p, _ = options
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
+    q_ids, k_ids = document_ids or (None, None)
+    softcap = softcap or 0.0
+    return slopes, bias, q_ids, k_ids, lengths, dropout_seed, scale, left, right, softcap, dropout_p, tuning
 
 
 def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | None, list[int]]:
     """The way back: (options, dropout_seed, tuning) of an op's arguments."""
     slopes, bias, q_ids, k_ids, lengths, seed, scale, left, right, softcap, dropout_p, tuning = arguments
     causal = right == 0
-    window = (left, -1 if causal else right)
-    options = AttentionOptions(
-        causal,
-        scale,
-        None if window == (-1, -1) else window,
-        softcap or None,
-        slopes,
-        bias,
-        None if q_ids is None else (q_ids, k_ids),
-        lengths,
-        dropout_p,
-    )
+    right = -1 if causal else right
+    window = (left, right) if left >= 0 or right >= 0 else None
+    document_ids = None if q_ids is None else (q_ids, k_ids)
+    softcap = softcap or None
+    options = AttentionOptions(causal, scale, window, softcap, slopes, bias, document_ids, lengths, dropout_p)
     return options, seed, tuning

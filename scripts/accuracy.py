@@ -147,10 +147,10 @@ def computed(attention: Attention, problem: Problem) -> Result:
         options["bias"] = options["bias"].detach()
     with torch.set_grad_enabled(problem.dout is not None), seeded(problem.q.device):
         q, k, v = (leaves[name] for name in "qkv")
-        call = AttentionCall.of(q, k, v, **options, return_lse=True)
+        call = AttentionCall.of(q, k, v, AttentionOptions(**options, return_lse=True))
         lse = not attention.unsupported_reasons(call)
         if not lse:
-            call = AttentionCall.of(q, k, v, **options)
+            call = AttentionCall.of(q, k, v, AttentionOptions(**options))
             attention.require(call)
         if "dropout" in call.features and not attention.resolve(call).draws_seed:
             return {}

@@ -133,7 +133,7 @@ def run(arguments: list[str]) -> bool:
     from omegaconf import OmegaConf
     from rich.console import Console
 
-    from attention.base import AttentionCall
+    from attention.base import AttentionCall, AttentionOptions
     from attention.checks import dtype_name
     from conf.compose import build_attention
     from scripts.generate import placement
@@ -154,7 +154,7 @@ def run(arguments: list[str]) -> bool:
     for name, attention in zip(names, attentions, strict=True):
         if hasattr(attention, "choice"):
             chosen, why = attention.choice(
-                AttentionCall.of(problem.q, problem.k, problem.v, **problem.options)
+                AttentionCall.of(problem.q, problem.k, problem.v, AttentionOptions(**problem.options))
             )
             console.print(f"{name} -> {chosen} ({why})")
     asked = [f"{key}={given[key]}" for key in OPTIONS if given[key] not in (None, False)]

@@ -54,7 +54,7 @@ def check(attention: Attention, call: Call, device: str) -> str | None:
         if isinstance(error, ValueError) and str(error) and _ours(error):
             return str(error).split("\n")[0]
         raise Fault(summary(error), _causes(error)) from error
-    asked = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+    asked = AttentionCall.of(inputs.q, inputs.k, inputs.v, AttentionOptions(**inputs.options))
     if call.mode == "grad" and (reasons := attention.unsupported_reasons(asked)):
         raise Fault("ran", f"though it declares {reasons}")
     if inputs.q.numel() == 0 or inputs.k.numel() == 0:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from attention.base import Attention, AttentionCall, UnsupportedAttention
+from attention.base import Attention, AttentionCall, AttentionOptions, UnsupportedAttention
 from scripts.accuracy import Problem, Result, computed, error_ratios
 from scripts.accuracy import expected as reference_and_plain
 from tests.grid import Case, Inputs, make_inputs
@@ -32,7 +32,7 @@ def run_case(attention: Attention, case: Case, device: str, dtype: torch.dtype) 
     inputs = make_inputs(case, device, dtype)
     for backward in (True, False):
         with torch.set_grad_enabled(backward):
-            call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+            call = AttentionCall.of(inputs.q, inputs.k, inputs.v, AttentionOptions(**inputs.options))
             if attention.unsupported_reasons(call):
                 _assert_refuses(attention, inputs)
                 continue

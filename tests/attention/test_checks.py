@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.base import AttentionCall, Capabilities, UnsupportedAttention
+from attention.base import AttentionCall, AttentionOptions, Capabilities, UnsupportedAttention
 from attention.naive import NaiveAttention
 
 Q, K = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8)
@@ -105,7 +105,7 @@ def test_a_call_implies_what_its_shape_says() -> None:
     assert call.features == {"gqa", "rectangular", "noncausal"}
     with pytest.raises(ValueError, match="unknown attention features"):
         AttentionCall("decode", "cpu", None, torch.float32, 1, 4, 4, 1, 8, 64, features=frozenset({"magic"}))
-    live = AttentionCall.of(Q, K, K, window=(-1, 3), document_ids=INTS)
+    live = AttentionCall.of(Q, K, K, AttentionOptions(window=(-1, 3), document_ids=INTS))
     assert live.features == {"gqa", "rectangular", "document_ids"}  # causal has no right side
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention.base import FEATURES, Attention, AttentionCall, UnsupportedAttention
+from attention.base import FEATURES, Attention, AttentionCall, AttentionOptions, UnsupportedAttention
 from scripts.accuracy import error_ratios
 from tests.attention.criterion import expected, run_case
 from tests.grid import CASES, CROSSED, NAMES, Case, build, make_inputs
@@ -28,7 +28,7 @@ def capable(
     for candidate in (dtype,) if dtype else (torch.float32, torch.bfloat16):
         inputs = make_inputs(case, device, candidate)
         reasons = attention.unsupported_reasons(
-            AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+            AttentionCall.of(inputs.q, inputs.k, inputs.v, AttentionOptions(**inputs.options))
         )
         if not reasons:
             return attention, candidate
@@ -226,7 +226,7 @@ def test_auto_runs_as_if_asked_for_by_name() -> None:
     """Dropout included: it draws what its choice draws, and nothing else."""
     inputs = make_inputs(Case("auto", 20, 20, 16), "cpu", torch.float32)
     auto = build("auto")
-    chosen = auto.resolve(AttentionCall.of(inputs.q, inputs.k, inputs.v, dropout_p=0.5))
+    chosen = auto.resolve(AttentionCall.of(inputs.q, inputs.k, inputs.v, AttentionOptions(dropout_p=0.5)))
     results = []
     for attention in (auto, build(chosen.name)):
         torch.manual_seed(0)

@@ -110,10 +110,10 @@ def test_one_compilation_for_all_lengths_and_limits(gradients_on_cpu: None) -> N
 
 def test_each_kind_of_call_has_its_own_kernel() -> None:
     _, base = arguments_of(Case("kind", 20, 30, 16))
-    *rest, (scale, softcap, lse) = base
+    *rest, options = base
     heads_last = base[0].transpose(1, 2).contiguous().transpose(1, 2)
     others = [
-        (*rest, (2 * scale, softcap, lse)),
+        (*rest, options._replace(scale=2 * options.scale)),
         (heads_last, *base[1:]),
         arguments_of(Case("kind", 20, 30, 16, features=frozenset({"alibi"})))[1],
         arguments_of(Case("kind", 20, 30, 16, features=frozenset({"noncausal"})))[1],  # no mask

@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from attention.base import AttentionCall
+from attention.base import AttentionCall, AttentionOptions
 from attention.cuda import PRODUCTS, CudaStage
 from tests.grid import Case, make_inputs
 
@@ -35,7 +35,7 @@ def main(stage: str) -> None:
         for case in CASES:
             inputs = make_inputs(case, "cuda", dtype)
             with torch.set_grad_enabled(attention.capabilities.backward):
-                call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+                call = AttentionCall.of(inputs.q, inputs.k, inputs.v, AttentionOptions(**inputs.options))
                 if attention.unsupported_reasons(call):
                     continue
                 out = attention(inputs.q, inputs.k, inputs.v, **inputs.options)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from attention.base import AttentionCall
+from attention.base import AttentionCall, AttentionOptions
 from attention.cuda import STAGES
 from ops import nvrtc
 from ops.nvrtc_build import SOURCES
@@ -111,7 +111,7 @@ def able(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) -> b
     stage_attention = build(f"cuda_{stage}")
     inputs = make_inputs(case, "cpu", dtype)
     with torch.set_grad_enabled(stage_attention.capabilities.backward):
-        call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **inputs.options)
+        call = AttentionCall.of(inputs.q, inputs.k, inputs.v, AttentionOptions(**inputs.options))
     facts = {name: getattr(call, name) for name in AttentionCall.__dataclass_fields__}
     return not stage_attention.unsupported_reasons(AttentionCall(**facts | {"device": "cuda", "arch": arch}))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention import registry
-from attention.base import Attention, AttentionCall
+from attention.base import Attention, AttentionCall, AttentionOptions
 from scripts.accuracy import Part, Problem, Result, computed, error_ratios, expected
 from scripts.measure.instruments.bench_points import DTYPES, Shape
 from scripts.measure.instruments.kernels import Kernel, Verdict, profile, verdict
@@ -61,7 +61,7 @@ class Field:
     def call(self, passed: str) -> AttentionCall:
         """What the contestants have to be able to do."""
         with torch.set_grad_enabled(passed in ("backward", "both")):
-            return AttentionCall.of(*self._leaves(passed), **self.options)
+            return AttentionCall.of(*self._leaves(passed), AttentionOptions(**self.options))
 
     def _leaves(self, passed: str) -> list[Tensor]:
         backward = passed in ("backward", "both")

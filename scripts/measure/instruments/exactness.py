@@ -71,7 +71,7 @@ class Setting:
     def able(self, attention: Attention, dtype: str, backward: bool = False) -> bool:
         like = {"dtype": getattr(torch, dtype), "device": self.device, "requires_grad": backward}
         x = torch.empty(self.batch, self.heads, self.tokens, HEAD_DIM, **like)
-        return not attention.unsupported_reasons(AttentionCall.of(x, x, x, causal=True))
+        return not attention.unsupported_reasons(AttentionCall.of(x, x, x, AttentionOptions(causal=True)))
 
     def passes(self, attention: Attention, dtype: str) -> str:
         """ "both" where it has a backward, else "forward"."""
@@ -125,7 +125,9 @@ def last_row(
     v[:, :, places] = torch.tensor(OUT_VALUES, **like)[:, None]
     options = {"causal": True, "scale": 1.0}
     with torch.no_grad():
-        lse = not attention.unsupported_reasons(AttentionCall.of(q, k, v, **options, return_lse=True))
+        lse = not attention.unsupported_reasons(
+            AttentionCall.of(q, k, v, AttentionOptions(**options, return_lse=True))
+        )
         result = attention(q, k, v, **options, return_lse=lse)
     out = result[0] if lse else result
     return float(out[-1, -1, -1].double().mean()), float(result[1][-1, -1, -1]) if lse else None
