@@ -38,6 +38,7 @@ class GPTConfig:
     dropout: float = 0.0
     attn_dropout: float = 0.0
     loss_chunk: int = 0  # tokens whose logits exist at a time in the loss; 0: all
+    fp32_residual: bool = True  # under autocast; False: the residual stream is of autocast's dtype
 
     def __post_init__(self) -> None:
         """UserError for a value that no model can have, wherever it comes from: conf/ or a checkpoint."""
@@ -55,7 +56,7 @@ class GPTConfig:
         number("model.softcap", self.softcap, above=0, null="none")
         for key in ("dropout", "attn_dropout"):
             number(f"model.{key}", getattr(self, key), least=0, below=1)
-        for key in ("qk_norm", "causal", "tie_embeddings", "bias"):
+        for key in ("qk_norm", "causal", "tie_embeddings", "bias", "fp32_residual"):
             switch(f"model.{key}", getattr(self, key))
         if self.qkv_bias is not None:
             switch("model.qkv_bias", self.qkv_bias)

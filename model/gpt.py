@@ -21,7 +21,8 @@ from attention.base import Attention
 from conf.values import UserError
 from model.config import GPTConfig
 from model.kv_cache import KVCache
-from model.loss import IGNORE, chunked_loss
+from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
+from ops.mlp import fuses, gelu_mlp
 
 
 def alibi_slopes(n_head: int) -> Tensor:
@@ -142,6 +143,9 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.swiglu and fuses(x := x.to(compute_dtype(x)), self.c_fc.out_features):
+            parameters = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
+            return self.dropout(gelu_mlp(x, *(p if p is None else p.to(x.dtype) for p in parameters)))
         x = self.c_fc(x)
         if self.swiglu:
             gate, value = x.chunk(2, dim=-1)
@@ -248,6 +252,8 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             wpe = self.transformer.wpe
             x = x + (wpe.weight[:T] if positions is None else wpe(positions))
+        if not self.config.fp32_residual:
+            x = x.to(compute_dtype(x))  # half the bytes of every norm and residual, and of their gradients
         x = self.transformer.drop(x)
         rope = self.rope
         if rope is not None:
@@ -262,9 +268,10 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if last is not None:
             x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)  # (B, T, C) -> (B, 1, C)
-        if targets is not None and self.config.loss_chunk:
-            config, weight = self.config, self.lm_head.weight
-            return chunked_loss(x, weight, targets, config.vocab_size, config.loss_chunk)
+        chunk = self.config.loss_chunk
+        if targets is not None and (chunk or fuses_loss(x)):
+            chunk = chunk or targets.numel()
+            return chunked_loss(x, self.lm_head.weight, targets, self.config.vocab_size, chunk)
         logits = self.lm_head(x)
         return logits if targets is None else self.summed_loss(logits, targets)
 

@@ -10,12 +10,31 @@ N tokens, C width, V vocabulary, Vp = V padded, n tokens of a chunk, e bytes of 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """That of products of x: autocast's, where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def missing() -> str | None:
+    """What keeps a GPU from the loss in one kernel, and how to have it; None where nothing does."""
+    return None if HAS_TRITON else "no Triton: the loss reads its logits several times (pip install triton)"
+
+
+def fuses_loss(x: Tensor) -> bool:
+    """Whether the loss of x (..., C) has a kernel of its own: in 16 bits on a GPU, where Triton is
+    installed."""
+    return HAS_TRITON and x.is_cuda and compute_dtype(x) in (torch.bfloat16, torch.float16)
 
 
 def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int) -> Tensor:
@@ -24,8 +43,7 @@ def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ch
 
     x (..., C), weight (Vp, C), targets (...) int64 below vocab_size. The products are of autocast's dtype;
     the gradient of `weight` is summed over the chunks in its own."""
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = compute_dtype(x)
     x, targets = x.flatten(0, -2), targets.flatten()  # (B, T, C) -> (N, C), (B, T) -> (N,)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Summed.apply(x, weight, targets, vocab_size, chunk, dtype)
@@ -54,7 +72,8 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
-                "The loss in chunks has no second derivative (double backward); model.loss_chunk=0 has."
+                "The loss in chunks, and in 16 bits on a GPU, has no second derivative (double backward); "
+                "model.loss_chunk=0 has, with precision=32-true."
             )
         dx, dweight = ctx.saved_tensors  # dx in x's own dtype before it is scaled: rounded once
         return dx.to(ctx.dtype, copy=True).mul_(dloss), dweight * dloss, None, None, None, None
@@ -76,31 +95,43 @@ def _head_loss(
     narrow = weight.to(x.dtype)
     for start in range(0, len(x), chunk):
         rows, wanted = x[start : start + chunk], targets[start : start + chunk]
-        counted = (wanted != IGNORE).unsqueeze(1)  # (n, 1)
-        part, d = _softmax_loss(rows @ narrow.T, wanted, counted, vocab_size, gradients)
+        part, d = _softmax_loss(rows @ narrow.T, wanted, vocab_size, gradients)
         loss += part
-        if gradients:  # rows that are not counted are left out here, where they are C wide and not Vp
-            torch.mm(d, narrow, out=dx[start : start + chunk]).mul_(counted)
-            dweight += d.T @ (rows * counted)
+        if gradients:
+            torch.mm(d, narrow, out=dx[start : start + chunk])
+            _add_product(dweight, d.T, rows)
         del d  # or it would be there beside the next chunk's
     return loss, dx, dweight
 
 
-def _softmax_loss(
-    logits: Tensor, targets: Tensor, counted: Tensor, vocab_size: int, gradients: bool
-) -> tuple[Tensor, Tensor]:
-    """The summed loss of logits (n, Vp), and its gradient by them, in their place: softmax - onehot.
+def _softmax_loss(logits: Tensor, targets: Tensor, vocab_size: int, gradients: bool) -> tuple[Tensor, Tensor]:
+    """The summed loss of logits (n, Vp), and its gradient by them, in their place: softmax - onehot, 0 in the
+    padding and in rows that are not counted. On a GPU by one kernel of Triton, where that is installed.
 
     The padding takes part as exp(-inf): so all is aligned as Vp is, and its gradient is 0. What the target's
     column gets, p - 1, is computed in fp32: of a p in 16 bits near 1 nothing would be left."""
+    if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
+        from ops.triton.cross_entropy import softmax_loss
+
+        return softmax_loss(logits, targets, vocab_size, IGNORE, gradients).sum(), logits
     logits[:, vocab_size:] = -torch.inf
     log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    targets = targets.unsqueeze(1).masked_fill(~counted, 0)
+    left_out = (targets == IGNORE).unsqueeze(1)  # (n, 1)
+    targets = targets.unsqueeze(1).masked_fill(left_out, 0)
     right = log_p.gather(1, targets)  # (n, 1)
-    loss = -right.masked_fill(~counted, 0).sum()
+    loss = -right.masked_fill(left_out, 0).sum()
     if gradients:
         torch.exp(log_p, out=logits).scatter_(1, targets, right.expm1().to(logits.dtype))
+        logits.masked_fill_(left_out, 0)
     return loss, logits
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; 16-bit products are added up in fp32 on a GPU, with no pass of their own."""
+    if total.is_cuda and total.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _outputs(x: Tensor, weight: Tensor, gradients: bool) -> tuple[Tensor, Tensor, Tensor]:

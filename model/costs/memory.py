@@ -21,8 +21,8 @@ def attention_kept(run: Run) -> int:
 def saved_by_layer(run: Run) -> dict[str, int]:
     """Bytes that one block keeps for backward, attention's own left out.
 
-    - norms: their input, the residual stream, 4 N C each, and mean and 1 / deviation, 8 N (RMSNorm 4 N); a
-      CPU's RMSNorm is unfused and keeps the normed input, 4 N C, too;
+    - norms: their input, the residual stream (`Run.residual_bytes`), and mean and 1 / deviation, 8 N
+      (RMSNorm 4 N); a CPU's RMSNorm is unfused and keeps the normed input, 4 N C, too;
     - projections: the inputs of c_attn, N C e, and of c_proj, which is attention's out, N H D e;
     - qkv: c_attn's output, which attention keeps views of; after rotary or QK-norm also the new q and k.
       Unfused attention keeps copies of its own instead. QK-norm keeps its input, which is part of c_attn's
@@ -35,6 +35,8 @@ def saved_by_layer(run: Run) -> dict[str, int]:
     config, N, e = run.config, run.tokens, run.value_bytes
     unfused = run.device == "cpu" and not run.compiled
     statistics = 4 * N * (1 if config.norm == "rmsnorm" else 2)
+    if unfused and run.residual_bytes == run.width_bytes:
+        statistics = 2 * N * e  # LayerNorm's on a CPU are of its input's dtype
     norms = 2 * (run.residual_bytes + statistics)
     if config.norm == "rmsnorm" and unfused:
         norms += 2 * run.residual_bytes

@@ -2,7 +2,7 @@
 
 N = B T tokens, C the width, H heads of D, Hkv of them for keys, h the MLP's hidden width, V the vocabulary,
 Vp padded; e bytes of a value in compute (2 under bf16 autocast, else 4). Parameters, gradients, optimiser
-state, embeddings and the residual stream are fp32, always.
+state and embeddings are fp32, always; the residual stream with model.fp32_residual.
 """
 
 from __future__ import annotations
@@ -50,8 +50,12 @@ class Run:
         return self.tokens * self.config.n_embd * self.value_bytes
 
     @property
-    def residual_bytes(self) -> int:  # 4 N C
-        return 4 * self.tokens * self.config.n_embd
+    def residual_bytes(self) -> int:
+        """4 N C; N C e without model.fp32_residual, except that eager norms, but for LayerNorm on a CPU, make
+        an input in fp32 that they keep."""
+        keeps_it = self.compiled or (self.device == "cpu" and self.config.norm == "layernorm")
+        narrow = keeps_it and not self.config.fp32_residual
+        return self.width_bytes if narrow else 4 * self.tokens * self.config.n_embd
 
     @property
     def qkv_bytes(self) -> int:

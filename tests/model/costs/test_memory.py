@@ -57,7 +57,9 @@ def test_a_block_of_gpt2_keeps_36_bytes_a_value_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("extra", [{}, LLAMA, WIDER], ids=["gpt2", "llama", "wider"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"fp32_residual": False}, LLAMA, WIDER], ids=["gpt2", "narrow", "llama", "wider"]
+)
 def test_what_a_block_keeps_is_what_autograd_saves(extra: dict[str, Any], narrow: bool) -> None:
     kept = [_saved(GPTConfig(**SMALL, n_layer=n, **extra), narrow) for n in (1, 2)]
     config = GPTConfig(**SMALL, n_layer=1, **extra)

@@ -1,0 +1,93 @@
+"""The MLP with GELU as two products, each with the elementwise half of its work in its epilogue.
+
+    tilegpt::linear_gelu(x, weight, bias) -> (gelu(h), h)       h = x @ weight^T + bias
+    tilegpt::linear_gelu_backward(dy, weight, h) -> (dy @ weight) * gelu'(h)
+
+On a GPU by cublasLt (ops/cublaslt.py); elsewhere, and where that is not found, by PyTorch's functions. GELU
+is the tanh form throughout. h is kept in 16 bits; GELU is of the product in fp32, where PyTorch's is of h.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops import cublaslt
+
+
+@torch.library.custom_op("tilegpt::linear_gelu", mutates_args=())
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """gelu(h) and h, (n, hidden) each, of x (n, C) and weight (hidden, C)."""
+    if x.is_cuda and cublaslt.available():
+        return cublaslt.linear_gelu(x, weight, bias)
+    h = F.linear(x, weight, bias)
+    return F.gelu(h, approximate="tanh"), h
+
+
+@linear_gelu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    out = x.new_empty(len(x), len(weight))
+    return out, torch.empty_like(out)
+
+
+@torch.library.custom_op("tilegpt::linear_gelu_backward", mutates_args=())
+def linear_gelu_backward(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    """The gradient by h (n, hidden), of dy (n, C) and weight (C, hidden) of the product after GELU."""
+    if dy.is_cuda and cublaslt.available():
+        return cublaslt.dgelu_product(dy, weight, h)
+    return torch.ops.aten.gelu_backward(dy @ weight, h, approximate="tanh")
+
+
+@linear_gelu_backward.register_fake
+def _(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    return torch.empty_like(h)
+
+
+class _GeluMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+        a, h = linear_gelu(x, w1, b1)
+        ctx.save_for_backward(x, w1, w2, a, h)
+        return F.linear(a, w2, b2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "The fused MLP has no second derivative (double backward); in precision=32-true it has."
+            )
+        x, w1, w2, a, h = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        dh = linear_gelu_backward(dy, w2, h)
+        return (
+            dh @ w1 if wanted[0] else None,
+            dh.T @ x if wanted[1] else None,
+            dh.sum(0) if wanted[2] else None,
+            dy.T @ a if wanted[3] else None,
+            dy.sum(0) if wanted[4] else None,
+        )
+
+
+def missing() -> str | None:
+    """What keeps a GPU from the fused products, and how to have them; None where nothing does."""
+    if cublaslt.available():
+        return None
+    return (
+        "no cublasLt, which CUDA builds of torch bring along: GELU and its gradient are passes of their own"
+    )
+
+
+def fuses(x: Tensor, hidden: int) -> bool:
+    """Whether `gelu_mlp` is for this input, x (..., C) in the dtype of the product: on a GPU, where a
+    backward is to follow, in 16 bits and rows of whole 16 bytes."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == hidden % 8 == 0
+    return x.is_cuda and narrow and torch.is_grad_enabled()
+
+
+def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+    """linear(gelu(linear(x, w1, b1)), w2, b2) of x (..., C), all of one dtype; a GELU by tanh."""
+    out = _GeluMLP.apply(x.flatten(0, -2), w1, b1, w2, b2)  # (B, T, C) -> (B*T, C)
+    return out.view(*x.shape[:-1], len(w2))  # (B*T, C) -> (B, T, C)
