@@ -212,7 +212,7 @@ def build(
     from hydra.utils import instantiate
 
     from model.gpt import GPT, GPTConfig
-    from model.training import runtime
+    from model.training import graphs, runtime
     from model.training.checkpoint import read_data
     from model.training.checks import called
     from model.training.lit_gpt import LitGPT
@@ -246,6 +246,9 @@ def build(
         accumulate=data.accumulate,
         grad_clip=cfg.grad_clip,
         compile=device.type == "cuda" if cfg.compile == "auto" else cfg.compile,
+        cuda_graphs=graphs.wanted(
+            cfg.cuda_graphs, device, devices, config, data.batch_size * data.accumulate
+        ),
         decode_attention=decoder,
         checkpoint_metadata={
             "schema": 1,

@@ -24,10 +24,10 @@ POISON = """
 import train
 from model.training.lit_gpt import LitGPT
 update = LitGPT._update
-def poisoned(self, lr_factor):
+def poisoned(self):
     if self.global_step == 14 - 1:
         next(iter(self.net.parameters())).grad.mul_(float("nan"))
-    return update(self, lr_factor)
+    return update(self)
 LitGPT._update = poisoned
 train.main()
 """

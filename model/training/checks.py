@@ -53,8 +53,9 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
         number(key, value, above=0, null="no clipping")
     for key, value in _found(config, SWITCHES):
         switch(key, value)
-    if not isinstance(config["compile"], bool) and config["compile"] != "auto":
-        raise UserError(f"compile={shown(config['compile'])}: choose true, false or auto.")
+    for key in ("compile", "cuda_graphs"):
+        if not isinstance(config[key], bool) and config[key] != "auto":
+            raise UserError(f"{key}={shown(config[key])}: choose true, false or auto.")
     if config["optim"].get("fused") is not True:
         raise UserError(
             f"optim.fused={shown(config['optim'].get('fused'))}: gradients are clipped, and bad ones "

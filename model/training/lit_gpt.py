@@ -8,7 +8,6 @@ seen.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -20,6 +19,8 @@ from torch import Tensor
 from attention.base import Attention
 from conf.values import UserError
 from model.gpt import GPT, IGNORE
+from model.training.graphs import StepGraph
+from model.training.late import LateScalars
 from model.training.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
@@ -37,44 +38,14 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return mixed
 
 
-class LateScalars:
-    """Scalars of a step that the host reads `lag` steps later, when they have long been computed.
-
-    `push` starts a copy into pinned memory and returns what has become due; waiting for the event of an older
-    step keeps the host at most `lag` steps ahead and costs the device nothing."""
-
-    def __init__(self, lag: int = 2):
-        self.lag = lag
-        self.pending: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-
-    def push(self, step: int, values: Tensor) -> list[tuple[int, list[float]]]:
-        event = None
-        if values.is_cuda:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = host.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self.pending.append((step, values, event))
-        return self.take(keep=self.lag if event is not None else 0)
-
-    def take(self, keep: int = 0) -> list[tuple[int, list[float]]]:
-        """All but the newest `keep` steps, oldest first."""
-        due = []
-        while len(self.pending) > keep:
-            step, values, event = self.pending.popleft()
-            if event is not None:
-                event.synchronize()
-            due.append((step, values.tolist()))
-        return due
-
-
 class LitGPT(L.LightningModule):
     """Trains `net`.
 
-    optimizer: parameter groups -> optimiser; an AdamW with `fused=True`, whose kernel clips and skips on the
-    device
+    optimizer: parameter groups -> optimiser, which clips and skips on the device: an AdamW with `fused=True`,
+    or MuonAdamW
     schedule: (step, max_steps) -> factor of the learning rate
     accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
+    cuda_graphs: whether a step is captured, on one CUDA device (training/graphs.py)
     decode_attention: the implementation that samples with a KV cache (None: the one that trains)
     checkpoint_metadata: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
     """
@@ -89,6 +60,7 @@ class LitGPT(L.LightningModule):
         accumulate: int = 1,
         grad_clip: float | None = 1.0,
         compile: bool = False,
+        cuda_graphs: bool = False,
         decode_attention: Attention | None = None,
         checkpoint_metadata: dict[str, Any] | None = None,
     ):
@@ -101,6 +73,8 @@ class LitGPT(L.LightningModule):
         self.accumulate = accumulate
         self.grad_clip = grad_clip
         self.compile_net = compile
+        self.cuda_graphs = cuda_graphs
+        self.step_graph: StepGraph | None = None
         self.decode_attention = decode_attention
         self.checkpoint_metadata = checkpoint_metadata or {}
         self.late = LateScalars()
@@ -127,7 +101,12 @@ class LitGPT(L.LightningModule):
             self.net.compile(dynamic=False)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = self.make_optimizer(self.parameter_groups())
+        groups = self.parameter_groups()
+        if self.device_mesh is not None and any(group.get("muon") for group in groups):
+            raise UserError(
+                "optim=muon needs whole matrices, and trainer=fsdp2 shards them: use trainer=ddp."
+            )
+        optimizer = self.make_optimizer(groups)
         self.settings = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -135,28 +114,53 @@ class LitGPT(L.LightningModule):
         return optimizer
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices only: decaying gains and biases pulls norms towards zero for nothing."""
-        params = [p for p in self.net.parameters() if p.requires_grad]
+        """Weight decay on matrices only: decaying gains and biases pulls norms towards zero for nothing. For
+        Muon the matrices of the blocks come first, apart."""
+        named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in params if p.dim() >= 2]},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for _, p in named if p.dim() >= 2]},
+            {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
         ]
+        if getattr(getattr(self.make_optimizer, "func", None), "splits_hidden", False):
+            hidden = [p for name, p in named if p.dim() == 2 and ".h." in name]
+            apart = {id(p) for p in hidden}
+            groups[0]["params"] = [p for p in groups[0]["params"] if id(p) not in apart]
+            groups.insert(0, {"params": hidden, "muon": True})
         return [group for group in groups if group["params"]]
 
     def on_train_start(self) -> None:
         """A restored optimiser brings the settings it was saved with; the config of this run is what counts,
         and where the state depends on one, it has to be the same."""
         for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
-            for key in settings.keys() & group.keys() - {"lr", "betas", "eps", "weight_decay"}:
+            for key in settings.keys() & group.keys() - {"lr", "betas", "eps", "weight_decay", "momentum"}:
                 if group[key] != settings[key]:
                     raise UserError(
                         f"optim.{key} is another than the checkpoint's: its state goes on only as it began."
                     )
             group.update(settings)
+        if self.cuda_graphs:
+            self.step_graph = StepGraph(self._on_device, self.optimizers().optimizer)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         step, world = self.global_step, self.trainer.world_size
         torch.manual_seed(step_seed(self.seed, step, self.global_rank))
+        self._set_rates(self.schedule(step, self.trainer.max_steps))
+        scalars = self._on_device(batch) if self.step_graph is None else self.step_graph(batch)
+        if self.step_graph is not None and self.global_step == step:  # replayed, unseen by Lightning
+            self.optimizers()._on_before_step()
+            self.optimizers()._on_after_step()
+        if self.stop_requested:
+            scalars[3] = 1.0
+        if world > 1:
+            torch.distributed.all_reduce(scalars)
+            scalars /= world
+        self.trainer.datamodule.advance(batch["targets"].shape[0] * world)
+        self._deliver(self.late.push(step + 1, scalars))
+
+    def _on_device(self, batch: dict[str, Tensor]) -> Tensor:
+        """All that the device does in a step: its loss, gradient norm, whether that is not finite, and a
+        place for whether to stop, as one tensor."""
+        world = self.trainer.world_size
         counted = (batch["targets"] != IGNORE).sum()
         if world > 1:
             torch.distributed.all_reduce(counted)
@@ -169,15 +173,8 @@ class LitGPT(L.LightningModule):
                 loss = self.net(**micro) * scale
                 self.manual_backward(loss)
             total += loss.detach()
-        norm = self._update(self.schedule(step, self.trainer.max_steps))
-        scalars = torch.stack((total, norm, (~norm.isfinite()).float(), torch.zeros_like(total)))
-        if self.stop_requested:
-            scalars[3] = 1.0
-        if world > 1:
-            torch.distributed.all_reduce(scalars)
-            scalars /= world
-        self.trainer.datamodule.advance(batch["targets"].shape[0] * world)
-        self._deliver(self.late.push(step + 1, scalars))
+        norm = self._update()
+        return torch.stack((total, norm, (~norm.isfinite()).float(), torch.zeros_like(total)))
 
     def _deliver(self, due: list[tuple[int, list[float]]]) -> None:
         """Hand the scalars that have arrived to the listeners; stop where they say so, on all ranks alike."""
@@ -233,15 +230,18 @@ class LitGPT(L.LightningModule):
             return after
         return self.trainer.strategy.block_backward_sync()
 
-    def _update(self, lr_factor: float) -> Tensor:
+    def _set_rates(self, factor: float) -> None:
+        """As fp32, which is all that a captured step keeps of a learning rate: both compute the same bits."""
+        for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
+            group["lr"] = torch.tensor(settings["lr"] * factor, dtype=torch.float32).item()
+
+    def _update(self) -> Tensor:
         """Clip and step; returns the gradient norm before clipping, a device scalar.
 
         The fused AdamW kernel divides gradients by `grad_scale` as it reads them and does nothing where
         `found_inf` is set, its step counters included: clipping costs no pass of its own, and an update with
         a non-finite gradient is skipped without the host knowing."""
         optimizer = self.optimizers()
-        for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
-            group["lr"] = settings["lr"] * lr_factor
         grads = [p.grad for p in self.net.parameters() if p.grad is not None]
         norm = _whole(torch.nn.utils.get_total_norm(grads))
         found_inf = (~norm.isfinite()).float()

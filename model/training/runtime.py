@@ -18,12 +18,14 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
 from conf.values import UserError
+from model import loss
 from model.calls import attention_calls, require
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token, parameter_count, peak_bf16_flops
 from model.training.callbacks import Samples
 from model.training.runs import ckpt_of
 from model.training.saving import Checkpoints, Interrupt
+from ops import mlp
 
 # What Lightning would do a second time: we have our own progress, checkpoints, order of data and step.
 TRAINER = {
@@ -165,9 +167,17 @@ def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCa
         f"data       {data.train_tokens:,} training and {data.val_tokens:,} validation tokens\n"
         f"step       {tokens:,} tokens ({data.accumulate} x {data.batch_size} x {data.seq_len} on "
         f"{trainer.num_devices * trainer.num_nodes} device(s)), {trainer.max_steps} steps\n"
-        f"machine    {where}, {precision}{', compiled' if lit.compile_net else ''}; {mfu}\n"
-        f"run        {run}"
+        f"machine    {where}, {precision}{', compiled' if lit.compile_net else ''}"
+        f"{', a step one CUDA graph' if lit.cuda_graphs else ''}; {mfu}\n"
+        f"run        {run}" + "".join(f"\nslower     {reason}" for reason in slower(call.device, precision))
     )
+
+
+def slower(device: str, precision: str) -> list[str]:
+    """What would be faster on this machine, and what is missing for it."""
+    if device != "cuda" or precision == "32-true":
+        return []
+    return [reason for reason in (loss.missing(), mlp.missing()) if reason]
 
 
 def resumed(run: Path, ckpt: Path, step: int, changes: list[str]) -> str:

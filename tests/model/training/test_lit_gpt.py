@@ -18,7 +18,8 @@ from model.gpt import GPT, GPTConfig
 from model.training import runtime
 from model.training.callbacks import Metrics
 from model.training.checkpoint import read_checkpoint
-from model.training.lit_gpt import LateScalars, LitGPT, step_seed
+from model.training.late import LateScalars
+from model.training.lit_gpt import LitGPT, step_seed
 from tests.running import rows, train_here
 
 Batch = dict[str, Tensor]
@@ -153,13 +154,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
         net.transformer.h[1].mlp.c_fc.weight.grad[3, 5] = value
-        assert not lit._update(1.0).isfinite()
+        assert not lit._update().isfinite()
         for p, before, moments in zip(net.parameters(), weights, state, strict=True):
             assert torch.equal(p, before)
             assert all(torch.equal(optimizer.state[p][key], moments[key]) for key in moments)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
-    assert lit._update(1.0).isfinite()
+    assert lit._update().isfinite()
     assert not any(torch.equal(p, before) for p, before in zip(net.parameters(), weights, strict=True))
 
 
@@ -168,9 +169,11 @@ def test_the_schedule_scales_every_group_and_resets_each_step() -> None:
     lit.schedule = lambda step, max_steps: 0.25
     for parameter in lit.net.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    lit._update(0.25)
-    lit._update(0.25)
-    assert [group["lr"] for group in lit.trainer.optimizers[0].param_groups] == [0.0025, 0.0025]
+    lit._set_rates(0.25)
+    lit._set_rates(0.25)
+    rates = [group["lr"] for group in lit.trainer.optimizers[0].param_groups]
+    assert rates == pytest.approx([0.0025, 0.0025], rel=1e-7)
+    lit._update()
 
 
 def test_dropout_of_a_step_depends_on_seed_and_step_alone() -> None:
@@ -238,11 +241,11 @@ def test_a_run_that_meets_a_nan_ends_with_good_weights(tmp_path: Path) -> None:
     """From the command line: one message, exit code 1, the step's weights those of the step before."""
     update, before = LitGPT._update, {}
 
-    def poisoned(self: LitGPT, lr_factor: float) -> Tensor:
+    def poisoned(self: LitGPT) -> Tensor:
         if self.global_step == 12:
             before.update({name: value.clone() for name, value in self.state_dict().items()})
             self.net.lm_head.weight.grad[3, 3] = float("nan")
-        return update(self, lr_factor)
+        return update(self)
 
     with mock.patch.object(LitGPT, "_update", poisoned):
         result = train_here(tmp_path, "name=a", "callbacks.metrics.every=10")

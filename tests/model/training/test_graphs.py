@@ -1,0 +1,46 @@
+"""Steps as one CUDA graph: when, and the same bits as without, also resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.values import UserError
+from model.config import GPTConfig
+from model.training.graphs import WARM_UP, wanted
+from tests.running import rows, train_here
+
+CHAR = GPTConfig(vocab_size=65, seq_len=256, n_layer=6, n_head=6, n_embd=384)
+GPT2 = GPTConfig(vocab_size=50304)
+
+
+def test_auto_captures_small_steps_on_one_gpu() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert wanted("auto", cuda, 1, CHAR, 64) and not wanted("auto", cuda, 1, GPT2, 64)
+    assert not wanted("auto", cpu, 1, CHAR, 64) and not wanted("auto", cuda, 2, CHAR, 64)
+    assert wanted(True, cuda, 1, GPT2, 64) and not wanted(False, cuda, 1, CHAR, 64)
+
+
+@pytest.mark.parametrize(("device", "devices"), [("cpu", 1), ("cuda", 2)])
+def test_what_cannot_be_captured_is_refused(device: str, devices: int) -> None:
+    with pytest.raises(UserError, match=r"cuda_graphs=true: .* one CUDA device.*cuda_graphs=auto or false"):
+        wanted(True, torch.device(device), devices, CHAR, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim", ["adamw"])
+def test_a_captured_step_computes_the_same_bits_and_resumes(optim: str, tmp_path: Path) -> None:
+    """Dropout of both kinds, accumulation, learning rates that change; validation and samples in between."""
+    common = ["trainer.accelerator=gpu", "precision=bf16-mixed", "compile=false", "schedule=constant"]
+    common += ["model.dropout=0.1", "model.attn_dropout=0.1", "tokens_per_step=128", f"optim={optim}"]
+    for name, graphs, steps in (("plain", "false", 20), ("graph", "true", 20), ("half", "true", 10)):
+        words = [*common, f"name={name}", f"cuda_graphs={graphs}", f"trainer.max_steps={steps}"]
+        result = train_here(tmp_path, *words)
+        assert result.code == 0, result.err
+    assert WARM_UP < 10 and "a step one CUDA graph" in result.out
+    result = train_here(tmp_path, "ckpt=half", "trainer.max_steps=20", tiny=False)
+    assert result.code == 0, result.err
+    plain, graph, half = (rows(tmp_path / "runs" / name) for name in ("plain", "graph", "half"))
+    assert plain == graph == half and len(plain) > 20
