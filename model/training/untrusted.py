@@ -41,6 +41,7 @@ METADATA: dict[str, tuple[type, ...]] = {
 }
 DEPTH = 16  # of containers in each other; a checkpoint has nine
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW
+MUON = {"momentum_buffer"}
 POSITION = ("consumed", "fingerprint", "seed", "seq_len")  # of the data module's state
 
 
@@ -184,8 +185,9 @@ def require_model(fields: dict[str, Any], weights: Mapping[str, Any]) -> None:
     require_weights(weights, {f"net.{name}": tensor for name, tensor in own.items()})
 
 
-def require_optimizer(states: list[Any], shapes: list[torch.Size], step: int) -> None:
-    """UserError unless it is the state of one AdamW over parameters of these shapes."""
+def require_optimizer(states: list[Any], shapes: list[torch.Size], step: int, muon: int = 0) -> None:
+    """UserError unless it is the state of one AdamW, or of Muon with one, over groups of parameters of these
+    shapes, of which the first `muon` are Muon's."""
     from torch import Tensor
 
     if len(states) != 1:
@@ -203,6 +205,7 @@ def require_optimizer(states: list[Any], shapes: list[torch.Size], step: int) ->
         raise UserError(f"its optimiser does not have the state of {len(shapes)} parameters")
     for i, moments in state.items():
         needed = MOMENTS | ({"max_exp_avg_sq"} & moments.keys() if type(moments) is dict else set())
+        needed = MUON if i < muon else needed
         require_keys(moments, needed, f"optimizer_states.state.{i}")
         for name, moment in moments.items():
             shape = () if name == "step" else shapes[i]
@@ -215,8 +218,16 @@ def require_optimizer(states: list[Any], shapes: list[torch.Size], step: int) ->
 def require_fit(checkpoint: dict[str, Any], lit: Any) -> None:
     """UserError unless the weights and the optimiser's state are of the shapes of this `LitGPT`."""
     require_weights(checkpoint["state_dict"], lit.state_dict())
-    shapes = [parameter.shape for group in lit.parameter_groups() for parameter in group["params"]]
-    require_optimizer(checkpoint["optimizer_states"], shapes, checkpoint["global_step"])
+    groups = lit.parameter_groups()
+    shapes = [parameter.shape for group in groups for parameter in group["params"]]
+    muon = sum(len(group["params"]) for group in groups if group.get("muon"))
+    require_optimizer(checkpoint["optimizer_states"], shapes, checkpoint["global_step"], muon)
+    own, found = (
+        [len(group["params"]) for group in of]
+        for of in (groups, checkpoint["optimizer_states"][0]["param_groups"])
+    )
+    if own != found:
+        raise UserError(f"its optimiser has groups of {found} parameters and not of {own}: optim= differs")
 
 
 def require_run(checkpoint: dict[str, Any], lit: Any) -> None:
