@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import inspect
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +29,8 @@ COMMANDS = sorted(
     {
         re.split(r"\s#", line)[0].strip()
         for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
-        for line in (block.splitlines() if not kind else ())
-        if line.startswith(("python ", "make "))
+        for line in (block.splitlines() if kind in ("", "bash") else ())
+        if re.match(r"(\w+=\S+ )?(python scripts/|python train|make )", line)
     }
 )
 SMALL_RUN = (
@@ -45,9 +49,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(12):
         shutil.copy(folder / "book.txt", folder / "notes" / f"{i}.md")
     (folder / "prompts.txt").write_text("import\ndef main\n")
-    for name in ("first", "second", "my-run"):
+    shutil.copy(folder / "book.txt", folder / "other.txt")
+    for name in ("first", "second", "my-run", "gpt2-auto"):
         assert train_here(folder, "data=stdlib", *SMALL_RUN, f"name={name}", tiny=False).code == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def pretrained(folder: Path) -> Path:
+    """A folder of transformers, in the place of all that there are on the Hub."""
+    pytest.importorskip("transformers")
+    from tests.pretrained import make_folder
+
+    make_folder(folder / "models" / "my-llama", "llama")
+    return folder / "models" / "my-llama"
 
 
 def run_script(folder: Path, name: str, arguments: list[str]) -> Result:
@@ -60,8 +75,7 @@ def run_script(folder: Path, name: str, arguments: list[str]) -> Result:
         contextlib.redirect_stderr(err),
     ):
         try:
-            takes = name in ("generate", "estimate")
-            code = module.main(arguments) if takes else module.main()
+            code = module.main(*([arguments] if inspect.signature(module.main).parameters else []))
         except SystemExit as stop:
             code = stop.code
     return Result(code or 0, out.getvalue(), err.getvalue())
@@ -75,7 +89,9 @@ def run_script(folder: Path, name: str, arguments: list[str]) -> Result:
         if "train.py" in command and "bench" not in command
     ],
 )
-def test_train(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train(
+    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     arguments = shlex.split(command)[2:]
     if arguments == ["--help"]:
@@ -86,6 +102,11 @@ def test_train(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> N
     small = [item for item in SMALL_RUN if "ckpt" not in command or item.startswith("callbacks")]
     if "ckpt" in command:
         small.append("trainer.max_steps=3")
+    elif "init_from" in command:  # which sets the model
+        small = [item for item in small if not item.startswith("model.")]
+        if "gpt2-auto" not in command:
+            there = str(request.getfixturevalue("pretrained"))
+            monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: there)
     elif "experiment=shakespeare_char" in command:
         small = ["data=text", "data.path=book.txt", "data.tokenizer.kind=char", *small]  # no Hub here
     # the run that the README names anew is in the way of nobody; what is appended wins
@@ -97,8 +118,14 @@ def test_train(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "scripts/" in c])
 def test_scripts(folder: Path, command: str) -> None:
-    words = shlex.split(command)[1:]
-    name, arguments = Path(words[0]).stem, words[1:]
+    *settings, _, script = shlex.split(command.partition(".py")[0] + ".py")
+    name, arguments = Path(script).stem, shlex.split(command.partition(".py")[2])
+    if settings:  # of the environment: for a process of its own
+        if importlib.util.find_spec("triton") is None:
+            pytest.skip("the command is for triton's interpreter")
+        environment = os.environ | dict(each.split("=") for each in settings)
+        subprocess.run([sys.executable, script, *arguments], cwd=ROOT, env=environment, check=True)
+        return
     if name in ("bench_train", "bench_ladder", "first_call", "roofline"):
         import torch
 
@@ -117,8 +144,14 @@ def test_scripts(folder: Path, command: str) -> None:
         "parity": "--seeds 1 2 --steps 4 --cpu --out z.jsonl model.n_layer=1",
         "estimate": "",
         "report": "auto --check",  # all of it: tests/scripts/test_report.py
+        "export": "ckpt=first",
+        "evaluate": "ckpt=first stride=8",
+        "harness": "ckpt=first",
     }[name].split()
     result = run_script(folder, name, [*arguments, *small])
+    if name == "harness":  # its tasks are on the Hub
+        assert importlib.util.find_spec("lm_eval") or "pip install 'tilegpt[eval]'" in result.err
+        return
     assert result.code == 0, result.err
     assert result.out.strip()
 
