@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace, run: Run) -> set[str]:
 
 def main() -> None:
     options = arguments()
-    from scripts.measure.report.attention_report import draw, tables
+    from scripts.measure.report import attention_report, printed
 
     run = Run("attention", options)
     out = run.out
@@ -98,9 +98,10 @@ def main() -> None:
     rows = read(out)
     if not rows:
         raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
-    tables([row for key, row in rows.items() if keys is None or key in keys])
-    for picture in draw(list(rows.values()), out):
-        print(picture)
+    shown = [row for key, row in rows.items() if keys is None or key in keys]
+    doubts = [f"{words} [{', '.join(at)}]" for words, at in attention_report.doubts(shown).items()]
+    printed.say(attention_report.tables(shown), doubts)
+    printed.draw(attention_report.pictures(list(rows.values())), out)
     print(f"rows in {out}")
 
 

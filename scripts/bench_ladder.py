@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 
 from scripts.measure.instruments.bench_points import Shape
+from scripts.measure.report.tables import Record, listed, markdown, records, where
 from scripts.measure.rows import read
 from scripts.measure.runner import Run, parser
+from scripts.measure.studies import Row, Table
 
 STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8192)
 FMA = "cuda_tiled_fma"  # cuda_tiled with products=fma
@@ -83,78 +84,59 @@ def measure(run: Run, budget_s: float, only: Sequence[str]) -> None:
     run.shapes(left, Bench(attentions, "cuda", budget_s, run.out).measure)
 
 
-def table(rows: list[dict[str, Any]], passed: str, causal: bool) -> str:
-    """Milliseconds and TFLOP/s by stage and N, as Markdown."""
-    cells = {
-        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"]
-        for row in rows
-        if row["point"]["pass"] == passed
-        and row["point"]["causal"] == causal
-        and row["point"]["heads"] == HEADS[0]
-    }
-    lines = [f"| | {' | '.join(f'N = {n:,}' for n in LENGTHS)} |", "|---" * (1 + len(LENGTHS)) + "|"]
-    for name in PLAIN + TENSOR_CORES:
-        found = [cells.get((name, n)) for n in LENGTHS]
-        if any(found):
-            title = TITLES.get(name, f"`{name}`")
-            lines.append(f"| {title} | {' | '.join(map(cell, found))} |")
-    return "\n".join(lines)
+def tables(rows: list[Row]) -> list[Table]:
+    """Milliseconds and TFLOP/s by stage and N; and fa2's speed over fa1's by the number of heads."""
+    every, columns = records(rows), "|".join(["", *(f"N = {n:,}" for n in LENGTHS)])
+    found = []
+    for passed in ("forward", "backward"):
+        for causal in (True, False):
+            mine = where(every, passed=passed, causal=causal, heads=HEADS[0])
+            cells = {(r.implementation, r.seq_len): cell(r) for r in mine}
+            stages = [name for name in PLAIN + TENSOR_CORES if any((name, n) in cells for n in LENGTHS)]
+            how = f"{passed}, {'causal' if causal else 'full'}"
+            title = f"{how}, batch 1, {HEADS[0]} heads, D = {HEAD_DIM}: ms, TFLOP/s"
+            line = lambda name, of=cells: [  # noqa: E731
+                TITLES.get(name, f"`{name}`"),
+                *(of.get((name, n), "") for n in LENGTHS),
+            ]
+            found.append(listed(title, columns, stages, line))
+    mine = where(every, seq_len=4096, causal=False, passed="forward", dtype="bfloat16", status="ok")
+    ms = {(r.implementation, r.heads): r.ms_median for r in mine}
+    pairs = [(h, ms.get(("cuda_fa1", h)), ms.get(("cuda_fa2", h))) for h in sorted(HEADS)]
+    by_heads = listed(
+        "fa1 and fa2 by the number of heads, forward, full, 4,096 tokens",
+        "batch x heads|fa1, ms|fa2, ms|fa1 / fa2",
+        [each for each in pairs if all(each)],
+        lambda of: f"{of[0]}|{of[1]:.3g}|{of[2]:.3g}|{of[1] / of[2]:.1f}",
+    )
+    return [*found, by_heads]
 
 
-def cell(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return ""
-    if result["status"] != "ok":
-        return result["status"]
-    return f"{result['ms_median']:.3g} ms, {result['tflops']:.3g}"
-
-
-def by_heads(rows: list[dict[str, Any]], causal: bool) -> str:
-    """fa2's speed over fa1's at 4,096 tokens, by the number of heads, as Markdown."""
-    ms = {
-        (row["point"]["implementation"], row["point"]["heads"]): row["result"].get("ms_median")
-        for row in rows
-        if row["point"]["seq_len"] == 4096
-        and row["point"]["causal"] == causal
-        and row["point"]["pass"] == "forward"
-        and row["point"]["dtype"] == "bfloat16"
-    }
-    lines = ["| batch x heads | fa1, ms | fa2, ms | fa1 / fa2 |", "|---|---|---|---|"]
-    for heads in sorted(HEADS):
-        first, second = (ms.get((f"cuda_{stage}", heads)) for stage in ("fa1", "fa2"))
-        if first and second:
-            lines.append(f"| {heads} | {first:.3g} | {second:.3g} | {first / second:.1f} |")
-    return "\n".join(lines)
+def cell(r: Record) -> str:
+    return f"{r.ms_median:.3g} ms, {r.tflops:.3g}" if r.status == "ok" else r.status
 
 
 def claimed() -> str:
     """The table that is often quoted, and what each figure would need of an A100."""
-    lines = ["| claimed, A100 | " + " | ".join(f"N = {n:,}" for n in LENGTHS) + " | at 8,192, of the peak |"]
-    lines.append("|---" * (2 + len(LENGTHS)) + "|")
+    full = Shape(1, HEADS[0], HEADS[0], LENGTHS[-1], HEAD_DIM, False, "fp32").flops("forward")
+    lines = [["claimed, A100", *(f"N = {n:,}" for n in LENGTHS), "at 8,192, of the peak"]]
     for name, times in CLAIMED.items():
-        dtype = "float32" if name in PLAIN else "bfloat16"
-        tflops = (
-            Shape(1, HEADS[0], HEADS[0], 8192, HEAD_DIM, False, "fp32").flops("forward") / times[-1] / 1e9
-        )
-        part = f"{tflops:.0f} of {A100_TFLOPS[dtype]:g} TFLOP/s: {tflops / A100_TFLOPS[dtype]:.0%}"
-        lines.append(f"| `{name}` | {' | '.join(f'{ms:g} ms' for ms in times)} | {part} |")
-    return "\n".join(lines)
+        tflops, peak = full / times[-1] / 1e9, A100_TFLOPS["float32" if name in PLAIN else "bfloat16"]
+        part = f"{tflops:.0f} of {peak:g} TFLOP/s: {tflops / peak:.0%}"
+        lines.append([f"`{name}`", *(f"{ms:g} ms" for ms in times), part])
+    return markdown(lines)
 
 
-def block(rows: list[dict[str, Any]]) -> str:
+def block(rows: list[Row]) -> str:
     """What ops/README.md says: generated by scripts/report.py."""
-    first = rows[0]["machine"]
-    said = [
-        f"{first['gpu']}, torch {first['torch']}, {max(row['machine']['date'] for row in rows)}; batch 1, "
-    ]
-    said[0] += (
-        f"{HEADS[0]} heads, D = {HEAD_DIM}; milliseconds and TFLOP/s (`python scripts/bench_ladder.py`)."
-    )
-    for passed in ("forward", "backward"):
-        for causal in (True, False):
-            said += [f"{passed.capitalize()}, {'causal' if causal else 'full'}:", table(rows, passed, causal)]
-    said += ["fa1 and fa2 by the number of heads, 4,096 tokens, full:", by_heads(rows, False), claimed()]
-    return "\n\n".join(said)
+    first, date = rows[0]["machine"], max(row["machine"]["date"] for row in rows)
+    said = f"{first['gpu']}, torch {first['torch']}, {date}; batch 1, {HEADS[0]} heads, D = {HEAD_DIM}; "
+    parts = [f"{said}milliseconds and TFLOP/s (`python scripts/bench_ladder.py`)."]
+    *stages, by_heads = tables(rows)
+    for table in stages:
+        parts += [f"{table.title.split(', batch')[0].capitalize()}:", markdown(table.lines)]
+    parts += ["fa1 and fa2 by the number of heads, 4,096 tokens, full:", markdown(by_heads.lines), claimed()]
+    return "\n\n".join(parts)
 
 
 def main() -> None:

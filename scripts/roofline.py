@@ -25,7 +25,7 @@ if not __package__:  # python scripts/<command>.py: see there
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.ladder import DTYPE, STAGES, Point, counted, measured
 from scripts.measure.machine import ROOT
-from scripts.measure.rows import append, positive, read
+from scripts.measure.rows import append, positive
 from scripts.measure.runner import attempt, parser, rows_path
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -137,8 +137,7 @@ def main() -> None:
     options = arguments()
     import torch
 
-    from scripts.measure.report.roofline_plot import draw
-    from scripts.measure.report.roofline_report import tables
+    from scripts.measure.report import printed, roofline_plot
 
     cuda = torch.cuda.is_available()
     if not (cuda or options.plot_only):
@@ -148,13 +147,7 @@ def main() -> None:
     out = options.out or (rows_path("roofline") if cuda else ROOT / "results" / "roofline" / "h200.jsonl")
     if not options.plot_only:
         measure(options, out)
-    rows = list(read(out).values())
-    if not rows:
-        raise SystemExit(f"{out} has no rows: measure first, without --plot-only.")
-    tables(rows)
-    for picture in draw(rows, out):
-        print(picture)
-    print(f"rows in {out}")
+    printed.show(roofline_plot.report, out)
 
 
 if __name__ == "__main__":

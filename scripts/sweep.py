@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     study = asked(options)
     todo = tasks(study)
 
-    from scripts.measure.report.sweep_report import draw, tables
+    from scripts.measure.report import printed, sweep_report
     from scripts.measure.rows import with_baselines
     from scripts.measure.runner import Run
     from scripts.measure.sources import code
@@ -229,13 +229,13 @@ def run(options: argparse.Namespace) -> list[Row]:
         for row in with_baselines(out)
         if options.missing or options.plot_only or row["machine"].get("code") == code(row["point"])
     ]
-    tables(rows)
-    picture = draw(rows, out.with_suffix(".svg"))
+    printed.say(sweep_report.tables(rows), sweep_report.doubts(rows))
+    printed.draw({"": sweep_report.picture(rows)}, out)
     if options.wandb:
         from scripts.measure.sweep_wandb import log_picture
 
         log_picture(rows, options.wandb)
-    print(f"picture  {picture}\nrows     {out}")
+    print(f"rows in {out}")
     return rows
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from scripts.measure.instruments.bench_points import Shape
-from scripts.measure.report.attention_report import cell, doubts, draw, panels, ratio
+from scripts.measure.report.attention_report import cell, doubts, panels, pictures, ratio
 
 
 def made(name, ms, run="r", tokens=1024, **result):
@@ -43,19 +43,18 @@ def test_a_ratio_is_against_the_best_peer_where_both_may_be_trusted(others, expe
     assert ratio("triton", panel, 1024) is None
 
 
-def test_pictures_have_a_panel_a_table_and_name_what_ran_out_of_memory(tmp_path):
+def test_pictures_have_a_panel_a_table_and_name_what_ran_out_of_memory():
     found = [made("triton", 1.0), made("triton", 2.0, tokens=2048), made("naive", 9.0)]
     found.append(made("naive", 1.0, tokens=2048, status="oom"))
-    (picture,) = draw(found, tmp_path / "h200.jsonl")
-    svg = picture.read_text()
-    assert picture.name == "h200_forward.svg"
+    drawn = pictures(found)
+    svg = drawn["forward"]
+    assert list(drawn) == ["forward"]
     assert all(
         f"<!-- {words} -->" in svg for words in ("triton", "naive (out of memory at 2,048)", "TFLOP/s")
     )
     assert "<!-- Attention, forward: NVIDIA H200, 2026-11-21 -->" in svg
     assert "<!-- D 64, causal, 2 heads, batch 1, bfloat16 -->" in svg
-    (again,) = draw(found, tmp_path / "h200.jsonl")
-    assert again.read_text() == svg
+    assert pictures(found) == drawn
 
 
 def test_a_table_shares_the_tokens_in_all_or_the_batch():

@@ -240,7 +240,7 @@ def test_everything_is_written_once(checkout, monkeypatch, capsys):
     speeds = (checkout / "docs" / "measuring.md").read_text()
     assert speeds.count("kept") == 1 and "\nold\n" not in speeds
     assert "![attention, TFLOP/s over T](../results/attention/h200.svg)" in speeds
-    assert "| | D 64, T 1k | decode, batch 1, 4k |" in speeds
+    assert "|  | D 64, T 1k | decode, batch 1, 4k |" in speeds
     tflops = 4 * 2 * 1024 * 1024 * 64 / 2 / 1e9
     assert f"| `triton` | {tflops:.3f} / **{2.5 * tflops / 2:.3f}** | **20.0** |" in speeds
     assert re.search(r"\| `naive` \| \S+ ! / \S+ ! \|  \|", speeds) and "`flash2` | -" not in speeds

@@ -74,7 +74,10 @@ def test_of_generation_the_speed_by_batch() -> None:
 def test_of_characters_the_best_loss_with_its_time() -> None:
     rest = {"last_val_loss": 1.6, "ms_median": 9.0, "peak_mib": 100.0}
     rows = [
-        {"point": {"implementation": name}, "result": {"best_val_loss": loss, "wall_s": seconds} | rest}
+        {
+            "point": {"implementation": name},
+            "result": {"status": "ok", "best_val_loss": loss, "wall_s": seconds} | rest,
+        }
         for name, loss, seconds in (("sdpa", 1.4712, 50.0), ("triton", 1.4574, 64.2))
     ]
     said = "Validation loss 1.4574 at best, in 64 s in all."

@@ -17,7 +17,7 @@ from scripts import roofline
 from scripts.measure.instruments import ceilings, counters, ladder
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.ladder import STAGES, Launch, Point
-from scripts.measure.report import roofline_plot, roofline_report
+from scripts.measure.report import printed, roofline_plot, roofline_report
 from scripts.measure.rows import append, read
 from tests.compilers import pinned
 from tests.ops.test_cuda_compile import sass
@@ -179,12 +179,10 @@ def rows(tmp_path: Path) -> Path:
 
 def test_pictures_from_rows(rows: Path) -> None:
     found = list(read(rows).values())
-    pictures = roofline_plot.draw(found, rows)
-    assert [path.name for path in pictures] == ["h200_causal_d128_roofline.svg", "h200_causal_d128_bytes.svg"]
-    before = [path.read_bytes() for path in pictures]
-    assert all(b"<svg" in text for text in before)
-    roofline_plot.draw(found, rows)
-    assert [path.read_bytes() for path in pictures] == before
+    pictures = roofline_plot.pictures(found)
+    assert list(pictures) == ["causal_d128_roofline", "causal_d128_bytes"]
+    assert all("<svg" in text for text in pictures.values())
+    assert roofline_plot.pictures(found) == pictures
 
 
 def test_tables_from_rows(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +190,7 @@ def test_tables_from_rows(rows: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert roofline_report.finding(found) == "At T = 16,384 naive reads 90 GB of DRAM, fa2 0.44 GB."
     naive = [row for row in found if row["point"]["implementation"] != "cuda_fa2"]
     assert roofline_report.finding(naive) == ""
-    roofline_report.tables(found)
+    printed.say(roofline_report.grids(found), roofline_report.notes(found))
     said = capsys.readouterr().out
     assert "batch 1, 32 heads, D 128, causal: GB moved" in said
     assert "  softmax" in said and "7.125" in said

@@ -60,7 +60,7 @@ def test_a_baseline_that_does_not_fit_gives_way_to_the_next():
     rows = rows_of("experiment=speedup_end_to_end", "sweep.grid.model=[gpt2]")
     rows[0]["result"] = {"status": "oom", "reason": "out"}
     assert sweep_bars.label(sweep_bars.baseline(rows)) == "standard"
-    assert sweep_bars.cells(rows)[1][:3] == ["transformers eager", "oom", ""]
+    assert sweep_bars.table("", rows).lines[1][:3] == ["transformers eager", "oom", ""]
     half = {**rows[0], "point": rows[0]["point"] | {"micro_batch": 8}, "result": fake_result()}
     assert sweep_bars.baseline([*rows, half]) is half  # in smaller micro-batches
     assert len(sweep_bars.best([*rows, half])) == len(rows)

@@ -75,14 +75,14 @@ def test_the_title_says_what_is_compared():
 
 
 def test_the_table_says_what_did_not_fit():
-    (speed, cells), (memory, _) = sweep_report.grids(fake_rows())
-    assert speed == "gpt2, 65,536 tokens a step, bf16-mixed: tokens/s, MFU" and memory.endswith("peak MiB")
-    assert cells[:2] == [
+    speed, memory = sweep_report.tables(fake_rows())
+    assert speed.title == "gpt2, 65,536 tokens a step, bf16-mixed: tokens/s, MFU"
+    assert memory.title.endswith("peak MiB") and speed.lines[:2] == [
         ["T", "1,024", "2,048", "4,096"],
         ["naive", "976,562, 40%", "488,281, 40% (16)", "oom"],
     ]
     doubtful = [row | {"result": row["result"] | {"learns": False}} for row in fake_rows()[5:6]]
-    assert sweep_report.grids(doubtful)[0][1][1][1].endswith(" !")
+    assert sweep_report.tables(doubtful)[0].lines[1][1].endswith(" !")
 
 
 def test_the_report_draws_studies_and_one_page_has_it_all(tmp_path, monkeypatch, capsys):
@@ -117,7 +117,7 @@ def test_rows_are_compared_with_the_nanogpt_measured_beside_them(tmp_path):
             rows.append({"key": key_of(point), "point": point, "result": result, "machine": machine_})
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert len(read(out)) == 3 * len(ours)
-    (_, (_, *body)), _ = sweep_report.grids(with_baselines(out))
-    assert {line[0]: set(line[1:]) for line in body} == {
+    speed, _ = sweep_report.tables(with_baselines(out))
+    assert {line[0]: set(line[1:]) for line in speed.lines[1:]} == {
         "nanoGPT": {"200, 40%"}, "sdpa": {"110, 40%, 1.10x"}, "naive": {"100, 40%, 0.50x"}
     }  # fmt: skip

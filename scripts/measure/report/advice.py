@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attention.auto import SHORT
 from scripts.measure.report.ranking import Class
+from scripts.measure.report.tables import markdown
 
 MOST = 4  # names in a cell
 SITUATIONS = {
@@ -17,15 +18,14 @@ MASKS = {"causal": "causal", "full": "no mask", "masked": "window or other mask"
 
 def table(ranks: dict[Class, dict[str, float]]) -> str:
     """Markdown, a row a kind of call and head dim: the fastest, and how much longer the next take."""
-    heads = ["GPU, dtype", "what", "head dim", f"T to {SHORT:,}", f"T above {SHORT:,}"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = [["GPU, dtype", "what", "head dim", f"T to {SHORT:,}", f"T above {SHORT:,}"]]
     for arch, bits, purpose, mask, dim in dict.fromkeys(key[:5] for key in ranks):
         decode = purpose in ("decode", "compiled decode")
         seen = ("with `kv_lengths`" if mask == "masked" else "a full cache") if decode else MASKS[mask]
         by_length = [_cell(ranks.get((arch, bits, purpose, mask, dim, length))) for length in (SHORT, None)]
         what = [f"sm_{arch[0]}{arch[1]}, {bits} bits", f"{SITUATIONS[purpose]}, {seen}"]
-        lines.append("| " + " | ".join([*what, "any" if dim is None else f"to {dim}", *by_length]) + " |")
-    return "\n".join(lines)
+        lines.append([*what, "any" if dim is None else f"to {dim}", *by_length])
+    return markdown(lines)
 
 
 def _cell(names: dict[str, float] | None) -> str:

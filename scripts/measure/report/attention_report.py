@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from attention import registry
 from scripts.measure.instruments.bench_points import PASSES
 from scripts.measure.report.figures import STYLES, name_ends, svg, thousands
+from scripts.measure.report.tables import listed
 from scripts.measure.rows import trusted
+from scripts.measure.studies import Row, Table
 from scripts.plot import COLOURS
 
-Row = dict[str, Any]
 Panel = dict[str, dict[int, Row]]  # implementation -> tokens -> row
 
 
 def is_peer(name: str) -> bool:
     """Whether its kernels are other people's."""
+    from attention import registry
+
     return registry.declaration(name).origin != "ours"
 
 
@@ -88,27 +89,22 @@ def cell(name: str, panel: Panel, tokens: int) -> str:
     return text + ("" if compared is None else f" {compared:.2f}x") + ("" if trusted(result) else " !")
 
 
-def tables(rows: list[Row]) -> None:
-    """Print one a panel, and below it what may not be trusted and why."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a log has room
+def tables(rows: list[Row]) -> list[Table]:
+    """One a panel."""
+    found = []
     for key, panel in panels(rows).items():
         decode = key[0] == "decode"
-        unit = "us, percent of a copy's bandwidth" if decode else "TFLOP/s"
-        console.print(f"\n{title(key)}: {unit}; x: as fast as the best peer", highlight=False)
-        table = Table("cache" if decode else "T")
         lengths = sorted({tokens for line in panel.values() for tokens in line})
-        for tokens in lengths:
-            table.add_column(f"{tokens:,}", justify="right")
-        for name in sorted(panel, key=ours_first):
-            table.add_row(name, *(cell(name, panel, tokens) for tokens in lengths))
-        console.print(table)
-    for words, where in doubts(rows).items():
-        console.print(f"{words} [{', '.join(where)}]", highlight=False, markup=False, soft_wrap=True)
+        unit = "us, percent of a copy's bandwidth" if decode else "TFLOP/s"
+        found.append(
+            listed(
+                f"{title(key)}: {unit}; x: as fast as the best peer",
+                "|".join(["cache" if decode else "T", *(f"{tokens:,}" for tokens in lengths)]),
+                sorted(panel, key=ours_first),
+                lambda name, panel=panel, lengths=lengths: [name, *(cell(name, panel, n) for n in lengths)],
+            )
+        )
+    return found
 
 
 def doubts(rows: list[Row]) -> dict[str, list[str]]:
@@ -129,14 +125,6 @@ def doubts(rows: list[Row]) -> dict[str, list[str]]:
         if p["pass"] not in where:
             where.append(p["pass"])
     return found
-
-
-def draw(rows: list[Row], out: Path) -> list[Path]:
-    """Write `pictures` beside `out`."""
-    drawn = {out.with_name(f"{out.stem}_{passed}.svg"): text for passed, text in pictures(rows).items()}
-    for path, text in drawn.items():
-        path.write_text(text, encoding="utf-8")
-    return list(drawn)
 
 
 def pictures(rows: list[Row]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import torch
 
 from attention import registry
 from attention.base import Attention, AttentionCall
+from scripts.measure.report.tables import markdown
 
 ARCHS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (11, 0), (12, 0))
 DTYPES = {
@@ -188,9 +189,5 @@ def memory(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
 def table(names: Sequence[str], measured: dict[str, str]) -> str:
     """Markdown, a row a yaml."""
     heads = ["", "memory", "runs on", "head dim", *FEATURES, "deterministic"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for name in names:
-        attention = registry.build(name)
-        cells = [f"`{name}`", measured.get(name, "not measured"), *Asked(attention).cells()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = {name: Asked(registry.build(name)).cells() for name in names}
+    return markdown([heads, *([f"`{n}`", measured.get(n, "not measured"), *of] for n, of in cells.items())])

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from scripts.measure.claims import command_of
 from scripts.measure.machine import ROOT
-from scripts.measure.report.figures import digest, drawing, undrawn
+from scripts.measure.report.figures import undrawn
 from scripts.measure.report.results_tables import REPORTS, drawn_elsewhere
+from scripts.measure.report.tables import markdown
 from scripts.measure.rows import CONF, by_gpu
-from scripts.measure.studies import Report, Row, Table
+from scripts.measure.studies import Report, Row
 
 # The order of the page; what is not named here follows, by name.
 ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "hopper")
@@ -71,9 +72,9 @@ def report_of(study: str, rows: list[Row]) -> Report | None:
     points = sweep_report.points(rows)
     if not points:
         return None
-    tables = [Table(title, cells) for title, cells in sweep_report.grids(points)]
-    picture = {"": sweep_report.picture(points) if drawing() else f"rows {digest(points)}"}
-    return Report(_purpose(study), command_of(study), tables, picture, sweep_report.doubts(points))
+    picture = {"": sweep_report.picture(points)}
+    doubts = sweep_report.doubts(points)
+    return Report(_purpose(study), command_of(study), sweep_report.tables(points), picture, doubts)
 
 
 def _purpose(study: str) -> str:
@@ -138,7 +139,7 @@ def index(found: list[Found]) -> str:
         date = max(row["machine"]["date"] for row in one.rows)
         link = f"[{one.study}](#{one.study})"
         lines.append([link, one.report.question, finding(one.report), gpus(one.rows), date])
-    return markdown(lines, "l")
+    return markdown(lines)
 
 
 def finding(report: Report) -> str:
@@ -156,7 +157,7 @@ def section(results: Path, found: list[Found]) -> str:
         parts += [f"![{one.study}, {name.removesuffix('.svg')}]({one.study}/{name})" for name in names]
         if one.report.notes:
             parts.append("\n".join(f"- {note}" for note in one.report.notes))
-        tables = [f"*{table.title}*\n\n{markdown(table.lines)}" for table in one.report.tables]
+        tables = [f"*{table.title}*\n\n{markdown(table.lines, '---:')}" for table in one.report.tables]
         parts += tables[:OPEN]
         if more := tables[OPEN:]:  # a page that can be read through; all are a click away
             parts += [f"<details>\n<summary>{len(more)} more tables</summary>", *more, "</details>"]
@@ -177,14 +178,6 @@ def machine(rows: list[Row]) -> str:
     return f"{versions(rows)}; {days}, commit {', '.join(commits)}"
 
 
-def markdown(lines: list[list[str]], align: str = "r") -> str:
-    """A table: the first column to the left, the others by `align`."""
-    head, *body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    rule = ["---", *["---:" if align == "r" else "---"] * (len(head) - 1)]
-    padded = [line + [""] * (len(head) - len(line)) for line in body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *padded])
-
-
 def others(results: Path, told: set[str]) -> str:
     """Rows of which there is no report."""
     lines = [["study", "rows", "GPU", "date", "command"]]
@@ -194,4 +187,4 @@ def others(results: Path, told: set[str]) -> str:
             link = f"[{len(rows)}]({folder.name}/{gpu}.jsonl)"
             command = f"`{newest.get('command', '')}`"
             lines.append([folder.name, link, gpus(rows), newest["date"], command])
-    return markdown(lines, "l") if len(lines) > 1 else ""
+    return markdown(lines) if len(lines) > 1 else ""

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
-from scripts.measure.instruments.bench_points import DTYPES
+from scripts.measure.report.tables import SHORT, Record, listed, records, where
 from scripts.measure.rows import trusted
 from scripts.measure.studies import Report, Row, Table
 
 
-def cells(markdown: str) -> list[list[str]]:
-    """The lines of the tables in a text, their rules left out, with no markup of names."""
-    lines = [line for line in markdown.splitlines() if re.match(r"\|(?!-)", line)]
-    return [[cell.strip().replace("`", "") for cell in line.strip()[1:-1].split("|")] for line in lines]
-
-
 def attention(rows: list[Row]) -> Report:
-    from scripts.measure.report.summary import block
+    from scripts.measure.report.summary import table
 
-    lines = cells(block(rows, "")) if any(row["result"]["status"] == "ok" for row in rows) else []
-    title = (
-        "bf16, causal: TFLOP/s forward / backward, for decode microseconds; bold: the fastest; !: not to be "
-    )
-    title += "trusted; -: refused"
+    able = any(row["result"]["status"] == "ok" for row in rows)
+    title = "bf16, causal: TFLOP/s forward / backward, for decode microseconds; bold: the fastest; !: not to "
+    shown = [Table(f"{title}be trusted; -: refused", plain(table(rows)))] if able else []
     notes = ["Every shape is in the pictures of each pass and, with errors and kernels, in the rows."]
     question = "How fast is each implementation at each shape, all of them in one process?"
-    tables = [Table(title, lines)] if len(lines) > 1 else []
-    return Report(question, "python scripts/bench_attention.py", tables, notes=notes, found=_fastest(rows))
+    command = "python scripts/bench_attention.py"
+    return Report(question, command, shown, notes=notes, found=_fastest(rows))
+
+
+def plain(lines: list[list[str]]) -> list[list[str]]:
+    """With no markup of names."""
+    return [[cell.replace("`", "") for cell in line] for line in lines]
 
 
 def _fastest(rows: list[Row]) -> str:
@@ -56,20 +52,12 @@ def _fastest(rows: list[Row]) -> str:
 
 
 def ladder(rows: list[Row]) -> Report:
-    from scripts.bench_ladder import HEADS, by_heads, table
+    from scripts import bench_ladder
 
-    tables = []
-    for passed in ("forward", "backward"):
-        for causal in (True, False):
-            title = (
-                f"{passed}, {'causal' if causal else 'full'}, batch 1, {HEADS[0]} heads, D = 128: ms, TFLOP/s"
-            )
-            tables.append(Table(title, cells(table(rows, passed, causal))))
-    title = "fa1 and fa2 by the number of heads, forward, full, 4,096 tokens"
-    tables.append(Table(title, cells(by_heads(rows, False))))
+    found = [Table(table.title, plain(table.lines)) for table in bench_ladder.tables(rows)]
     question = "What does each stage of the CUDA ladder gain, beside PyTorch's kernels?"
-    tables = [one for one in tables if len(one.lines) > 1]
-    return Report(question, "python scripts/bench_ladder.py", tables, found=_stages(rows))
+    shown = [table for table in found if len(table.lines) > 1]
+    return Report(question, "python scripts/bench_ladder.py", shown, found=_stages(rows))
 
 
 def _stages(rows: list[Row]) -> str:
@@ -77,21 +65,13 @@ def _stages(rows: list[Row]) -> str:
     from scripts.bench_ladder import HEAD_DIM, HEADS
 
     names = {"cuda_naive": "naive", "cuda_tiled": "tiled", "cuda_fa2": "fa2", "sdpa_cudnn": "cuDNN"}
-    dtypes = {dtype: short for short, dtype in DTYPES.items()}
-    at: dict[int, dict[str, Row]] = {}
-    for row in rows:
-        p = row["point"]
-        shape = (p["pass"], p["causal"], p["heads"], p["head_dim"]) == ("forward", True, HEADS[0], HEAD_DIM)
-        if shape and row["result"]["status"] == "ok":
-            at.setdefault(p["seq_len"], {})[p["implementation"]] = row
-    full = [tokens for tokens, of in at.items() if names.keys() <= of.keys()]
+    shape = {"passed": "forward", "causal": True, "heads": HEADS[0], "head_dim": HEAD_DIM, "status": "ok"}
+    at = {(r.seq_len, r.implementation): r for r in where(records(rows), **shape)}
+    full = [tokens for tokens, _ in at if all((tokens, name) in at for name in names)]
     if not full:
         return ""
-    each = [
-        f"{word} {row['result']['ms_median']:.3g} ms ({dtypes[row['point']['dtype']]})"
-        for name, word in names.items()
-        for row in [at[max(full)][name]]
-    ]
+    of = [(word, at[max(full), name]) for name, word in names.items()]
+    each = [f"{word} {r.ms_median:.3g} ms ({SHORT[r.dtype]})" for word, r in of]
     return f"Forward at N = {max(full):,}: {', '.join(each)}."
 
 
@@ -145,92 +125,86 @@ def _hopper(rows: list[Row], name: str) -> tuple[list[list[str]], list[float], s
 
 
 def training(rows: list[Row]) -> Report:
-    peer = next((row for row in rows if row["point"]["implementation"] == "nanoGPT"), None)
-    lines = [["", "tokens/s", "of nanoGPT's", "MFU", "ms a step (p10 to p90)", "peak MiB"]]
-    for row in sorted(rows, key=lambda row: -row["result"].get("tokens_per_s", 0)):
-        r, name = row["result"], row["point"]["implementation"]
-        if r["status"] != "ok":
-            lines.append([name, r["status"]])
-            continue
-        ratio = f"{r['tokens_per_s'] / peer['result']['tokens_per_s']:.3f}x" if peer else ""
-        step = f"{r['ms_median']:.1f} ({r['ms_p10']:.1f} to {r['ms_p90']:.1f})"
-        lines.append(
-            [name, f"{r['tokens_per_s']:,.0f}", ratio, f"{r['mfu']:.1%}", step, f"{r['peak_mib']:,.0f}"]
-        )
-    p = rows[0]["point"]
-    title = (
-        f"{p['model']}, T = {p['seq_len']:,}, {p['tokens_per_step']:,} tokens a step, {p['dtype']}, compiled"
-    )
+    """The fastest of ours, beside nanoGPT."""
+    found = sorted(records(rows), key=lambda r: -r.get("tokens_per_s", 0))
+    speeds = {r.implementation: r.tokens_per_s for r in where(found, status="ok")}
+    peer = speeds.pop("nanoGPT", None)
+
+    def line(r: Record) -> str:
+        if r.status != "ok":
+            return f"{r.implementation}|{r.status}"
+        ratio = f"{r.tokens_per_s / peer:.3f}x" if peer else ""
+        step = f"{r.ms_median:.1f} ({r.ms_p10:.1f} to {r.ms_p90:.1f})"
+        return f"{r.implementation}|{r.tokens_per_s:,.0f}|{ratio}|{r.mfu:.1%}|{step}|{r.peak_mib:,.0f}"
+
+    p = found[0]
+    title = f"{p.model}, T = {p.seq_len:,}, {p.tokens_per_step:,} tokens a step, {p.dtype}, compiled"
+    best = max(speeds, key=speeds.__getitem__, default="")
+    of = f", {speeds[best] / peer:.3f}x nanoGPT's" if peer and best else ""
     return Report(
         "How fast does GPT-2 124M train, beside nanoGPT on the same machine?",
         "python scripts/bench_train.py --nanogpt nanoGPT/model.py",
-        [Table(title, lines)],
-        found=_best_speed(rows),
+        [listed(title, "|tokens/s|of nanoGPT's|MFU|ms a step (p10 to p90)|peak MiB", found, line)],
+        found=f"{speeds[best]:,.0f} tokens/s{of} ({best})." if best else "",
     )
-
-
-def _best_speed(rows: list[Row]) -> str:
-    """The fastest of ours, beside nanoGPT."""
-    done = [row for row in rows if row["result"]["status"] == "ok"]
-    speeds = {row["point"]["implementation"]: row["result"]["tokens_per_s"] for row in done}
-    peer = speeds.pop("nanoGPT", None)
-    if not speeds:
-        return ""
-    best = max(speeds, key=speeds.__getitem__)
-    of = f", {speeds[best] / peer:.3f}x nanoGPT's" if peer else ""
-    return f"{speeds[best]:,.0f} tokens/s{of} ({best})."
 
 
 def generation(rows: list[Row]) -> Report:
-    lines = [["attention", "batch", "prompt", "new tokens", "tokens/s", "prefill tokens/s", "peak MiB"]]
-    for row in rows:
-        p, r = row["point"], row["result"]
-        start = [p["implementation"], *(f"{p[key]:,}" for key in ("batch", "prompt", "new_tokens"))]
-        found = [f"{r[key]:,.0f}" for key in ("tokens_per_s", "prefill_tokens_per_s", "peak_mib") if key in r]
-        lines.append([*start, *(found if r["status"] == "ok" else [r["status"]])])
-    model, question = rows[0]["point"]["model"], "How fast is text generated?"
-    title = f"{model}, {rows[0]['point']['dtype']}, a KV cache, compiled"
-    done = [row for row in rows if row["result"]["status"] == "ok"]
-    speeds = {row["point"]["batch"]: row["result"]["tokens_per_s"] for row in done}
-    each = [f"{speed:,.0f} tokens/s in batches of {batch}" for batch, speed in sorted(speeds.items())]
-    said = f"{model}: {', '.join(each)}." if each else ""
-    return Report(question, "python scripts/bench_generate.py", [Table(title, lines)], found=said)
+    found = records(rows)
+    p, done = found[0], where(found, status="ok")
+
+    def line(r: Record) -> str:
+        figures = [
+            f"{r[key]:,.0f}" for key in ("tokens_per_s", "prefill_tokens_per_s", "peak_mib") if key in r
+        ]
+        start = f"{r.implementation}|{r.batch:,}|{r.prompt:,}|{r.new_tokens:,}"
+        return "|".join([start, *(figures if r.status == "ok" else [r.status])])
+
+    speeds = sorted({r.batch: r.tokens_per_s for r in done}.items())
+    each = [f"{speed:,.0f} tokens/s in batches of {batch}" for batch, speed in speeds]
+    head = "attention|batch|prompt|new tokens|tokens/s|prefill tokens/s|peak MiB"
+    shown = [listed(f"{p.model}, {p.dtype}, a KV cache, compiled", head, found, line)]
+    said = f"{p.model}: {', '.join(each)}." if each else ""
+    return Report("How fast is text generated?", "python scripts/bench_generate.py", shown, found=said)
 
 
 def parity(rows: list[Row]) -> Report:
-    lines = [["attention", "loss", "less naive's", "standard error of seeds", "parity"]]
-    for row in rows:
-        p, r = row["point"], row["result"]
-        name = p["implementation"]
-        if r["status"] != "ok":
-            lines.append([name, r["status"]])
-            continue
-        figures = (f"{r['loss']:.4f}", f"{r['difference']:+.1e}", f"{r['standard_error']:.1e}")
-        lines.append([name, *figures, "yes" if r["parity"] else "no"])
-    p = rows[0]["point"]
-    title = f"The last {p['steps'] // 4} of {p['steps']} steps, {len(p['seeds'])} seeds, {p['dtype']}"
-    alike = sum(bool(row["result"].get("parity")) for row in rows)
+    found = records(rows)
+    p, alike = found[0], sum(bool(r.get("parity")) for r in found)
+
+    def line(r: Record) -> str:
+        if r.status != "ok":
+            return f"{r.implementation}|{r.status}"
+        so = "yes" if r.parity else "no"
+        return f"{r.implementation}|{r.loss:.4f}|{r.difference:+.1e}|{r.standard_error:.1e}|{so}"
+
+    title = f"The last {p.steps // 4} of {p.steps} steps, {len(p.seeds)} seeds, {p.dtype}"
+    head = "attention|loss|less naive's|standard error of seeds|parity"
     notes = [f"{alike} of {len(rows)} train to the loss of `naive`, within what seeds differ by."]
     question = "Does a model train to the same loss whatever the implementation?"
-    return Report(question, "python scripts/parity.py", [Table(title, lines)], notes=notes)
+    return Report(question, "python scripts/parity.py", [listed(title, head, found, line)], notes=notes)
 
 
 def characters(rows: list[Row]) -> Report:
-    lines = [["attention", "best loss", "last loss", "ms a step", "seconds in all", "peak MiB"]]
-    for row in rows:
-        r = row["result"]
-        figures = (f"{r[key]:,.{digits}f}" for key, digits in _CHARACTERS.items())
-        lines.append([row["point"]["implementation"], *figures])
-    best = min((row["result"] for row in rows), key=lambda result: result["best_val_loss"])
+    found = records(rows)
+    best = min(found, key=lambda r: r.best_val_loss)
+    table = listed(
+        "Validation loss, nats a character",
+        "attention|best loss|last loss|ms a step|seconds in all|peak MiB",
+        found,
+        lambda r: (
+            f"{r.implementation}|{r.best_val_loss:.4f}|{r.last_val_loss:.4f}|{r.ms_median:.2f}|"
+            f"{r.wall_s:,.0f}|{r.peak_mib:,.0f}"
+        ),
+    )
     return Report(
         "What loss does a small model of characters reach on Shakespeare, and how soon?",
         "python train.py experiment=shakespeare_char",
-        [Table("Validation loss, nats a character", lines)],
-        found=f"Validation loss {best['best_val_loss']:.4f} at best, in {best['wall_s']:.0f} s in all.",
+        [table],
+        found=f"Validation loss {best.best_val_loss:.4f} at best, in {best.wall_s:.0f} s in all.",
     )
 
 
-_CHARACTERS = {"best_val_loss": 4, "last_val_loss": 4, "ms_median": 2, "wall_s": 0, "peak_mib": 0}
 REPORTS: dict[str, Callable[[list[Row]], Report]] = {
     "attention": attention,
     "cuda_ladder": ladder,

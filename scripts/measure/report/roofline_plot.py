@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from scripts.measure.instruments.ladder import STAGES
@@ -28,14 +27,6 @@ from scripts.plot import COLOURS
 COLOUR = dict(zip(STAGES, COLOURS, strict=False))
 MARKER = dict(zip(STAGES, "osvD^", strict=True))  # told apart in grey, and where one hides another
 ROOFS = {"tensor_cublas": "tensor cores, cuBLAS", "tensor_mma": "tensor cores, mma.sync", "fma": "FMA, fp32"}
-
-
-def draw(rows: list[Row], out: Path) -> list[Path]:
-    """The pictures as SVGs beside `out`."""
-    found = {out.with_name(f"{out.stem}_{name}.svg"): text for name, text in pictures(rows).items()}
-    for path, text in found.items():
-        path.write_text(text, encoding="utf-8")
-    return list(found)
 
 
 def pictures(rows: list[Row]) -> dict[str, str]:

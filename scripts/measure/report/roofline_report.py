@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scripts.measure.instruments.ladder import STAGES
+from scripts.measure.report.tables import listed
 from scripts.measure.studies import Table
 
 Row = dict[str, Any]
@@ -99,7 +100,7 @@ def grids(rows: list[Row]) -> list[Table]:
         found.append((f"{title(group)}: GB moved", STAGE, lines))
     for group, mine in groups(rows, tiles=True).items():
         found.append((f"fa2's tile, {title(group)}", TILE, list(map(_tile_line, mine))))
-    return [Table(caption, [columns.split("|"), *lines]) for caption, columns, lines in found if lines]
+    return [listed(caption, columns, lines, list) for caption, columns, lines in found if lines]
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -114,25 +115,6 @@ def notes(rows: list[Row]) -> list[str]:
                 f"{row['result']['status']}  {p['implementation']} {where}: {row['result']['reason']}"
             )
     return said
-
-
-def tables(rows: list[Row]) -> None:
-    """Print them, and the notes."""
-    from rich.console import Console
-    from rich.table import Table as Grid
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a log has room
-    for table in grids(rows):
-        grid = Grid(title=table.title, title_justify="left")
-        for i, column in enumerate(table.lines[0]):
-            grid.add_column(column, justify="left" if i == 0 else "right")
-        for line in table.lines[1:]:
-            grid.add_row(*line)
-        console.print(grid)
-    for said in notes(rows):
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def finding(rows: list[Row]) -> str:

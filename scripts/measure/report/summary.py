@@ -7,6 +7,7 @@ from typing import Any
 
 from scripts.measure.report import attention_report as report
 from scripts.measure.report.figures import svg
+from scripts.measure.report.tables import markdown
 from scripts.measure.rows import trusted
 
 HEAD_DIMS, LENGTHS, CACHES = (64, 128, 256), (1024, 4096, 16384), (4096, 32768)
@@ -69,31 +70,31 @@ def machine(rows: list[Row]) -> str:
     return ", ".join(said)
 
 
-def block(rows: list[Row], gpu: str) -> str:
-    """Of docs/measuring.md: picture, table, and what the table's signs stand for."""
-    found, decode = shown(rows), []
+def table(rows: list[Row]) -> list[list[str]]:
+    """The cells of docs/measuring.md's, the head first; the fastest of each column is bold."""
+    found, columns = shown(rows), []
     squares: dict[int, dict[str, report.Panel]] = {}
     for key, panel in found.items():
-        if key[0] == "decode":
-            decode.append((key, panel))
-        elif key[2] in IN_TABLE:
+        if key[0] != "decode" and key[2] in IN_TABLE:
             squares.setdefault(key[2], {})[key[0]] = panel
-    columns = [
-        (f"D {dim}, T {length // 1024}k", {name: _both(of, name, length) for name in _names(found)})
-        for dim, of in squares.items()
-        for length in LENGTHS
-        if any(length in line for panel in of.values() for line in panel.values())
-    ]
-    for key, panel in decode[-1:]:
-        for cache in CACHES:
-            if any(cache in line for line in panel.values()):
-                cells = {name: _one(panel, name, cache) for name in _names(found)}
-                columns.append((f"decode, {key[6]}, {cache // 1024}k", cells))
-    lines = ["| | " + " | ".join(head for head, _ in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name in _names(found):
-        cells = [of[name] for _, of in columns]
-        if any(cell not in ("", "-") for cell in cells):
-            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    for dim, of in squares.items():
+        for n in LENGTHS:
+            if any(n in line for panel in of.values() for line in panel.values()):
+                columns.append(
+                    (f"D {dim}, T {n // 1024}k", {name: _both(of, name, n) for name in _names(found)})
+                )
+    for key, panel in [item for item in found.items() if item[0][0] == "decode"][-1:]:
+        for n in CACHES:
+            if any(n in line for line in panel.values()):
+                cells = {name: _cell(panel, name, n, "ms_median") for name in _names(found)}
+                columns.append((f"decode, {key[6]}, {n // 1024}k", cells))
+    lines = [[f"`{name}`", *(of[name] for _, of in columns)] for name in _names(found)]
+    able = [line for line in lines if any(cell not in ("", "-") for cell in line[1:])]
+    return [["", *(head for head, _ in columns)], *able]
+
+
+def block(rows: list[Row], gpu: str) -> str:
+    """Of docs/measuring.md: picture, table, and what the table's signs stand for."""
     passes = dict.fromkeys(row["point"]["pass"] for row in rows)
     more = ", ".join(f"[{passed}](../results/attention/{gpu}_{passed}.svg)" for passed in passes)
     caption = textwrap.fill(
@@ -106,7 +107,7 @@ def block(rows: list[Row], gpu: str) -> str:
         break_on_hyphens=False,
     )
     picture = f"![attention, TFLOP/s over T](../results/attention/{gpu}.svg)"
-    return "\n".join([picture, "", *lines, "", caption])
+    return "\n\n".join([picture, markdown(table(rows)), caption])
 
 
 def _names(found: dict[tuple[Any, ...], report.Panel]) -> list[str]:
@@ -116,10 +117,6 @@ def _names(found: dict[tuple[Any, ...], report.Panel]) -> list[str]:
 def _both(of: dict[str, report.Panel], name: str, length: int) -> str:
     cells = [_cell(of.get(passed, {}), name, length, "tflops") for passed in ("forward", "backward")]
     return cells[0] if len(set(cells)) == 1 and cells[0] in ("", "-", "oom") else " / ".join(cells)
-
-
-def _one(panel: report.Panel, name: str, cache: int) -> str:
-    return _cell(panel, name, cache, "ms_median")
 
 
 def _cell(panel: report.Panel, name: str, length: int, field: str) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from attention import registry
-from attention.base import PRODUCTS
+from scripts.measure.report.tables import Record, listed, records
+from scripts.measure.rows import trusted
+from scripts.measure.studies import Row, Table
 from scripts.plot import COLOURS
-
-Row = dict[str, Any]
 
 # The first of these that a study has is what the others are held against: (implementation, compiled).
 BASELINES = (("transformers eager", False), ("nanoGPT", True), ("nanoGPT", False), ("standard", False))
@@ -21,6 +20,9 @@ KINDS |= {"ours": "our kernel"}
 def kind(name: str) -> str:
     if name.startswith(("transformers", "nanoGPT")):
         return "peer"
+    from attention import registry
+    from attention.base import PRODUCTS
+
     declared = registry.declaration(name)
     if declared.kernels == PRODUCTS:
         return "standard"
@@ -56,37 +58,23 @@ def ratio(row: Row, base: Row | None) -> float | None:
     return row["result"]["tokens_per_s"] / base["result"]["tokens_per_s"]
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    """Lines of cells, the head first."""
-    from scripts.measure.rows import trusted
-
+def table(title: str, rows: list[Row]) -> Table:
     base = baseline(rows)
-    head = [
-        "",
-        "tokens/s",
-        f"x {label(base)}" if base else "x",
-        "ms a step",
-        "MFU",
-        "peak MiB",
-        "micro-batch",
-    ]
-    lines = [head]
-    for row in best(rows):
-        result, times = row["result"], ratio(row, base)
-        if result["status"] != "ok":
-            lines.append([label(row), result["status"], "", "", "", "", str(row["point"]["micro_batch"])])
-            continue
-        mfu = f"{100 * result['mfu']:.0f}%" if result.get("mfu") else ""
-        speed = f"{result['tokens_per_s']:,.0f}" + ("" if trusted(result) else " !")
-        line = [label(row), speed, f"{times:.2f}x" if times else "", f"{result['ms_median']:,.1f}", mfu]
-        lines.append([*line, f"{result['peak_mib']:,.0f}", str(row["point"]["micro_batch"])])
-    return lines
+
+    def line(r: Record) -> str:
+        if r.status != "ok":
+            return f"{label(r)}|{r.status}|||||{r.micro_batch}"
+        times, mfu = ratio(r, base), r.get("mfu")
+        speed = f"{r.tokens_per_s:,.0f}{'' if r.trusted else ' !'}|{f'{times:.2f}x' if times else ''}"
+        mfu = f"{100 * mfu:.0f}%" if mfu else ""
+        return f"{label(r)}|{speed}|{r.ms_median:,.1f}|{mfu}|{r.peak_mib:,.0f}|{r.micro_batch}"
+
+    head = f"|tokens/s|{f'x {label(base)}' if base else 'x'}|ms a step|MFU|peak MiB|micro-batch"
+    return listed(title, head, records(best(rows)), line)
 
 
 def bars(axes: Any, rows: list[Row], title: str) -> None:
     """Horizontal bars of tokens/s, slowest at the top, each with its figures beside it."""
-    from scripts.measure.rows import trusted
-
     base, shown = baseline(rows), best(rows)
     most = max((row["result"].get("tokens_per_s", 0.0) for row in shown), default=0.0) or 1.0
     for place, row in enumerate(shown):

@@ -50,6 +50,16 @@ def listed(title: str, head: str, things: Iterable[Any], line: Callable[[Any], s
     return Table(title, [heads, *(cells + [""] * (len(heads) - len(cells)) for cells in lines)])
 
 
+def markdown(lines: list[list[str]], rule: str = "---") -> str:
+    """The lines of a table, the head first; rule: below all columns of the head but the first."""
+    head, *body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    rules = "|".join(["---", *[rule] * (len(head) - 1)])
+    padded = [line + [""] * (len(head) - len(line)) for line in body]
+    return "\n".join(
+        [f"| {' | '.join(head)} |", f"|{rules}|", *(f"| {' | '.join(line)} |" for line in padded)]
+    )
+
+
 def why(result: dict[str, Any]) -> str:
     """There are no figures to trust."""
     wrong = f"error ratio {result.get('error_ratio')}, kernels right: {result.get('kernels_ok')}"

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from scripts.measure.report import sweep_bars, sweep_report
+from scripts.measure.report.pages import page
 from scripts.measure.rows import trusted
-from scripts.measure.studies import Report, Row, Table
+from scripts.measure.studies import Report, Row
 
 
 def run(experiment: str, doc: str, small: Sequence[str], report: Callable[[list[Row]], Report]) -> None:
@@ -37,20 +40,15 @@ def run(experiment: str, doc: str, small: Sequence[str], report: Callable[[list[
         print(*(f"- {note}" for note in report(rows).notes), sep="\n")
 
 
-def report(rows: list[Row], question: str, command: str, notes: list[str], found: str) -> Report:
-    from scripts.measure.report import sweep_report
-    from scripts.measure.report.figures import digest, drawing
-
+def report(study: str, rows: list[Row], **facts: Any) -> Report:
+    """With the tables and the picture of a sweep, and what there is no figure of."""
     rows = sweep_report.points(rows)
-    tables = [Table(title, cells) for title, cells in sweep_report.grids(rows)]
-    picture = sweep_report.picture(rows) if drawing() else f"rows {digest(rows)}"
-    return Report(question, command, tables, {"": picture}, [*notes, *sweep_report.doubts(rows)], found)
+    facts = {"label": sweep_bars.label, "speed": speed, "doubts": sweep_report.doubts(rows)} | facts
+    return page(study, sweep_report.tables(rows), {"": sweep_report.picture(rows)}, **facts)
 
 
 def panels(rows: list[Row]) -> dict[str, dict[tuple[str, bool], Row]]:
     """Title -> (implementation, compiled) -> the row with a time, for studies at one length."""
-    from scripts.measure.report import sweep_bars, sweep_report
-
     found = {}
     for title, mine in sweep_report.panels(sweep_report.points(rows)).items():
         timed = [row for row in sweep_bars.best(mine) if row["result"]["status"] == "ok"]
@@ -62,12 +60,14 @@ def panels(rows: list[Row]) -> dict[str, dict[tuple[str, bool], Row]]:
     return found
 
 
-def fastest(found: dict[tuple[str, bool], Row], kinds: Sequence[str] = ("ours", "library")) -> Row | None:
-    """Of fused attention, by report/sweep_bars.py's kinds."""
-    from scripts.measure.report.sweep_bars import kind
+def fused(found: dict[tuple[str, bool], Row]) -> list[Row]:
+    """Those of fused attention, by report/sweep_bars.py's kinds, the slowest first."""
+    return sorted((found[key] for key in found if sweep_bars.kind(key[0]) in ("ours", "library")), key=speed)
 
-    fused = [row for (name, _), row in found.items() if kind(name) in kinds]
-    return max(fused, key=speed, default=None)
+
+def fastest(found: dict[tuple[str, bool], Row]) -> Row | None:
+    """Of fused attention."""
+    return (fused(found) or [None])[-1]
 
 
 def speed(row: Row) -> float:

@@ -21,46 +21,17 @@ SMALL += (
     "optim.lr=3e-3",
     "sweep.seconds=1",
 )
-WHERE = {False: "where nothing is compiled", True: "where both are compiled"}
 
 
 def report(rows: list[Row]) -> Report:
-    question = "How much faster does a short encoder without a causal mask train with fused attention?"
-    panels = list(training.panels(rows).values())
-    notes = [note for found in panels for note in compared(found)]
-    times = [
-        f"{factor:.2f}x {words}"
-        for found in panels
-        for compiled, words in WHERE.items()
-        if (factor := gain(found, compiled))
+    """The fused against naive attention, not compiled and compiled, and among each other."""
+    ways = [
+        (compiled, training.fused(mine), mine.get(("standard", compiled)))
+        for found in training.panels(rows).values()
+        for compiled in (False, True)
+        for mine in [{key: row for key, row in found.items() if key[1] == compiled}]
     ]
-    said = f"Fused: {', '.join(times)}." if times else ""
-    return training.report(rows, question, "python scripts/study.py encoder_short", notes, said)
-
-
-def gain(found: dict[tuple[str, bool], Row], compiled: bool) -> float | None:
-    """The speed of the fastest fused over that of naive attention."""
-    best = training.fastest({key: row for key, row in found.items() if key[1] == compiled})
-    base = found.get(("standard", compiled))
-    return training.speed(best) / training.speed(base) if best and base else None
-
-
-def compared(found: dict[tuple[str, bool], Row]) -> list[str]:
-    """Sentences: fused against naive attention, compiled and not; and fused ones among each other."""
-    from scripts.measure.report.sweep_bars import kind, label
-
-    notes = []
-    for compiled, words in WHERE.items():
-        mine = {key: row for key, row in found.items() if key[1] == compiled}
-        best = training.fastest(mine)
-        if times := gain(found, compiled):
-            notes.append(f"{label(best)} trains {times:.2f}x as fast as naive attention, {words}.")
-        fused = [row for (name, _), row in mine.items() if kind(name) in ("ours", "library")]
-        if len(fused) > 1:
-            slowest = min(fused, key=training.speed)
-            times = training.speed(best) / training.speed(slowest)
-            notes.append(f"Among the fused ones, {label(best)} is {times:.2f}x as fast as {label(slowest)}.")
-    return notes
+    return training.report(EXPERIMENT, rows, ways=ways)
 
 
 def main() -> None:
