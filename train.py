@@ -153,6 +153,7 @@ def train(
     from model.training.checks import called, check
     from model.training.loggers import MetricsCSV, csv_logger
     from model.training.out_of_memory import out_of_memory_explained
+    from model.training.profiling import Profile
     from model.training.resuming import drop_later
 
     runtime.quiet()
@@ -169,7 +170,7 @@ def train(
         deterministic=cfg.deterministic,
         default_root_dir=str(run),
         logger=False,
-        callbacks=[instantiate(node) for node in callbacks if node is not None],
+        callbacks=[Profile() if node is True else instantiate(node) for node in callbacks if node],
         plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute(), resume_step)],
         **runtime.TRAINER,
     )

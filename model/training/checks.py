@@ -21,7 +21,7 @@ NULLS = {
     "callbacks.checkpoints.every": "at every validation",
 }
 FROM_ZERO = "optim.lr optim.eps optim.weight_decay schedule.min_factor schedule.decay_fraction"
-SWITCHES = "checkpointing deterministic overwrite"
+SWITCHES = "checkpointing deterministic overwrite callbacks.profile"
 GROUPS = ("attention", "model", "data", "optim", "schedule", "trainer")
 # Arguments of Lightning's Trainer that are decided elsewhere -> where.
 ELSEWHERE = {
@@ -61,6 +61,11 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
             f"optim.fused={shown(config['optim'].get('fused'))}: gradients are clipped, and bad ones "
             "skipped, inside the fused AdamW kernel. Leave optim.fused=true."
         )
+    for name, value in (config.get("callbacks") or {}).items():
+        if value is True and name != "profile":
+            raise UserError(
+                f"callbacks.{name}=true: it is there unless it is null, and takes keys of its own."
+            )
     _trainer(config["trainer"], resume_step, fixed)
 
 
