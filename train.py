@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.command import user_errors
 from conf.compose import build_attention, choices_of, swept, without_nulls
 from conf.explain import explain
-from conf.initial import Initial, keep_tokenizer, read_initial
+from conf.initial import Initial, finetuned, keep_tokenizer, read_initial
 from conf.resume import changes, own_value, recompose, refuse_changes, split_ckpt
 from conf.saved import admit, portable
 from conf.values import UserError
@@ -178,7 +179,7 @@ def train(
     explained = partial(out_of_memory_explained, config, device, dtype, run, partial(build_attention, cfg))
     with explained():
         devices = trainer.num_devices * trainer.num_nodes
-        data, lit, call = build(cfg, choices, device, dtype, devices, ckpt, initial)
+        data, lit, call = build(cfg, choices, device, dtype, devices, run, ckpt, initial)
 
     if ckpt is not None:  # only now, when little is left that could be refused
         drop_later(run, ckpt, resume_step)
@@ -203,12 +204,11 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     devices: int,
+    run: Path,
     ckpt: Path | None = None,
     initial: Initial | None = None,
 ) -> tuple[Any, Any, Any]:
     """Data, model, and the attention call that trains."""
-    from dataclasses import replace
-
     import torch
     from hydra.utils import instantiate
 
@@ -237,8 +237,7 @@ def build(
     config = replace(config, vocab_size=data.vocab_size)
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
-    if initial:
-        initial.load_into(net)
+    adapters = finetuned(cfg, net, run, initial, ckpt)
     lit = LitGPT(
         net,
         optimizer,
@@ -257,6 +256,7 @@ def build(
             "config": portable(cfg, choices),
             "model": vars(config),
             "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
+            **adapters,
         },
     )
     return data, lit, call

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +76,15 @@ def read_initial(cfg: DictConfig, runs: Path, overrides: list[str]) -> Initial |
 
 
 def _of_run(given: str, runs: Path) -> Initial | None:
+    from model.pretrained.base_weights import plain_weights
     from model.training.checkpoint import read_checkpoint, resolve
 
     folder = runs / given.removesuffix("/best").removeprefix(f"{runs}/").rstrip("/")
     if not (Path(given).is_file() or (folder / "checkpoints").is_dir()):
         return None
     path = resolve(given, runs)
-    travel = read_checkpoint(path, verified=True, mmap=True)["tilegpt"]
-    fields = vars(GPTConfig(**travel["model"])).copy()
+    saved = read_checkpoint(path, verified=True, mmap=True)["tilegpt"]
+    fields = vars(GPTConfig(**saved["model"])).copy()
     trained = fields.pop("seq_len")
     if fields["position"] in ("learned", "rope") and fields["max_positions"] is None:
         fields["max_positions"] = trained
@@ -91,10 +92,9 @@ def _of_run(given: str, runs: Path) -> Initial | None:
         del fields[key]
 
     def copy(net: GPT) -> None:
-        weights = read_checkpoint(path, verified=True, mmap=True)["state_dict"]
-        net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
+        net.load_state_dict(plain_weights(read_checkpoint(path, verified=True, mmap=True), path))
 
-    return Initial(given, fields, travel["tokenizer"], copy)
+    return Initial(given, fields, saved["tokenizer"], copy)
 
 
 def _pretrained(given: str) -> Initial:
@@ -121,3 +121,35 @@ def keep_tokenizer(initial: Initial, cfg: DictConfig, run: Path, overrides: list
     if not path.exists():
         write_atomically(path, [json.dumps(initial.tokenizer).encode()])
     cfg.data.tokenizer.kind, cfg.data.tokenizer.path = "file", str(path)
+
+
+def finetuned(
+    cfg: DictConfig, net: GPT, run: Path, initial: Initial | None, ckpt: Path | None
+) -> dict[str, Any]:
+    """Give `net` the weights of `initial`; what checkpoints are to say of what trains of it: nothing where it
+    is all of it, else the adapters that `finetune` asks for, which are in `net` from now on. The weights
+    beside them are those of `initial`, or of the run that resumes from `ckpt`, and are in its folder."""
+    from model.lora import Adapters, add_adapters
+    from model.pretrained.base_weights import load_base, write_base
+    from model.training.checkpoint import read_header
+    from model.training.runtime import say
+
+    if initial is not None:
+        initial.load_into(net)
+    asked = cfg.get("finetune") or {}
+    if asked.get("rank") is None:
+        return {}
+    adapters = Adapters(asked.rank, asked.alpha, list(asked.targets))
+    if "FSDP2" in str(cfg.trainer.get("strategy")):
+        raise UserError("finetune=lora does not go with trainer=fsdp2: use trainer=ddp, or finetune=full.")
+    if ckpt is not None:
+        adapters = replace(adapters, base=read_header(ckpt)[0]["adapters"]["base"])
+        load_base(net, ckpt, adapters, run)
+    elif initial is not None:
+        adapters = replace(adapters, base=write_base(net, run))
+    else:
+        raise UserError("finetune=lora trains beside weights that are there: give init_from=...")
+    add_adapters(net, adapters, asked.dropout)
+    trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    say(f"finetune   LoRA of rank {asked.rank}: {trained / 1e6:.2f}M parameters train")
+    return {"adapters": adapters.to_dict()}

@@ -20,6 +20,7 @@ FREE = {
     for key in ("rope_base", "rope_scaling", "window", "softcap", "causal", "dropout", "attn_dropout")
 }
 FREE |= {"model.loss_chunk", "model.fp32_residual"}  # no more than rounding
+FREE |= {"finetune.dropout"}
 FREE |= {
     f"data.{key}" for key in ("data_dir", "batch_size", "eval_batch_size", "max_val_tokens", "document_mask")
 }
@@ -99,7 +100,7 @@ def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
     changed = [
         f"{key} (there {shown(value)}, asked {shown(after.get(key))})"
         for key, value in before.items()
-        if (key in ("seq_len", "seed") or key.startswith(("model.", "data.")))
+        if (key in ("seq_len", "seed") or key.startswith(("model.", "data.", "finetune.")))
         and key not in FREE
         and after.get(key) != value
     ]
@@ -163,6 +164,7 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
     alone, as no other would change what has been trained."""
     from data.tokenizers import tokenizer_from_dict
     from model.gpt import GPT, GPTConfig
+    from model.pretrained.base_weights import plain_weights
     from model.training.checkpoint import CheckpointError, read_checkpoint, resolve
     from model.training.runs import runs_folder
 
@@ -181,6 +183,5 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
             f"{fields['vocab_size']}."
         )
     model = GPT(GPTConfig(**fields), build_attention(cfg))
-    weights = checkpoint["state_dict"]
-    model.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
+    model.load_state_dict(plain_weights(checkpoint, path))
     return model, tokenizer, cfg

@@ -34,6 +34,7 @@ def export(net: GPT, folder: Path, files: dict[str, str], bos: int | None, eos: 
         weights = dict(theirs_of(net.float(), architecture.model_type))
         save_file(weights, partial / SINGLE, metadata={"format": "pt"})
         for path in partial.iterdir():
+            path.chmod(0o644)  # safetensors are made for their owner alone
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         os.rename(partial, folder)

@@ -77,6 +77,8 @@ class LitGPT(L.LightningModule):
         self.step_graph: StepGraph | None = None
         self.decode_attention = decode_attention
         self.checkpoint_metadata = checkpoint_metadata or {}
+        # of a model that trains in part, checkpoints hold that part: the rest is there before they are read
+        self.strict_loading = all(p.requires_grad for p in net.parameters())
         self.late = LateScalars()
         # Called with (step, scalars) when the scalars of a step have arrived on the host, in order.
         self.listeners: list[Callable[[int, dict[str, float]], None]] = []
@@ -99,6 +101,13 @@ class LitGPT(L.LightningModule):
             fully_shard(self.net, mesh=mesh)
         if self.compile_net:
             self.net.compile(dynamic=False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        whole = super().state_dict(*args, **kwargs)
+        if self.strict_loading:
+            return whole
+        trained = {f"net.{name}" for name, p in self.net.named_parameters() if p.requires_grad}
+        return {name: value for name, value in whole.items() if name in trained}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         groups = self.parameter_groups()

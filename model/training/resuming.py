@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_only
 
 from conf.values import UserError
+from model.pretrained.base_weights import BASE
 from model.training.checkpoint import (
     RUNS,
     CheckpointError,
@@ -102,6 +103,8 @@ def take_over(run: Path, ckpt: Path, step: int, overwrite: bool) -> Path:
     except FileNotFoundError:
         raise CheckpointError(f"{ckpt} was removed meanwhile, by who trains {own}: start again.") from None
     read_checkpoint(mine, verified=True, mmap=True, step=step)
+    if (own / BASE).is_file():
+        link(own / BASE, run / BASE)
     os.environ["TILEGPT_CKPT"] = str(mine)  # for the processes that Lightning starts
     for name in ("metrics.csv", "samples.txt"):
         if (own / name).is_file():

@@ -117,7 +117,8 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
         )
     require_plain(checkpoint)
     known = {key: value for key, value in checkpoint.items() if key in ENTRIES}
-    for name, content, entries in (("content", known, ENTRIES), ("entry tilegpt", metadata, METADATA)):
+    ours = METADATA | ({"adapters": (dict,)} if type(metadata) is dict and "adapters" in metadata else {})
+    for name, content, entries in (("content", known, ENTRIES), ("entry tilegpt", metadata, ours)):
         require_keys(content, entries, name)
         for key, kinds in entries.items():
             if type(content[key]) not in kinds:
@@ -127,7 +128,7 @@ def require_checkpoint(checkpoint: dict[Any, Any]) -> None:
         raise UserError(f"it was written by Lightning {printable(version)}, and 2 is needed")
     if checkpoint["global_step"] < 0:
         raise UserError(f"its step is {checkpoint['global_step']}")
-    require_model(metadata["model"], checkpoint["state_dict"])
+    require_model(metadata["model"], checkpoint["state_dict"], metadata.get("adapters"))
 
 
 def require_like(value: Any, own: Any, name: str) -> None:
@@ -161,27 +162,29 @@ def require_weights(weights: Mapping[str, Any], own: Mapping[str, torch.Tensor])
             )
 
 
-def require_model(fields: dict[str, Any], weights: Mapping[str, Any]) -> None:
+def require_model(fields: dict[str, Any], weights: Mapping[str, Any], adapters: Any = None) -> None:
     """UserError unless these are the fields of a `GPTConfig` and the weights those of its model, of which
-    nothing is built before that is known."""
+    nothing is built before that is known; or of its `adapters` alone, where there are some."""
     import torch
 
     from model.config import GPTConfig
     from model.gpt import GPT
+    from model.lora import Adapters
 
     require_keys(fields, fields.keys() & vars(GPTConfig(vocab_size=1)) | {"vocab_size"}, "model")
     config = GPTConfig(**fields)
     numbers = sum(weight.numel() for weight in weights.values() if isinstance(weight, torch.Tensor))
-    if (
-        config.n_layer > len(weights)
-        or config.n_embd * max(config.padded_vocab_size, config.n_head) > numbers
-    ):
+    too_wide = adapters is None and config.n_embd * max(config.padded_vocab_size, config.n_head) > numbers
+    if config.n_layer > len(weights) or too_wide:
         raise UserError(
             f"its weights are not those of {config.n_layer} layers, width {config.n_embd} and vocabulary "
             f"{config.vocab_size}"
         )
-    with torch.device("meta"):
-        own = GPT(config, torch.nn.Identity()).state_dict()
+    if adapters is not None:
+        own = Adapters.of_file(adapters).shapes(config)
+    else:
+        with torch.device("meta"):
+            own = GPT(config, torch.nn.Identity()).state_dict()
     require_weights(weights, {f"net.{name}": tensor for name, tensor in own.items()})
 
 
