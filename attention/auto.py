@@ -44,7 +44,7 @@ LAST = ("sdpa", "tiled", "naive")
 # count, a long one is its inner loop. More classes would give the same names on a GPU at hand.
 SHORT = 1024
 # Of these SDPA makes a mask of Tq x Tk entries, others skip what is hidden.
-MASKS = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths"})
+MASKS = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
 
 
 def kind(call: AttentionCall) -> tuple[str, str]:

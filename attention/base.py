@@ -145,6 +145,7 @@ class Attention(nn.Module):
         bias: Tensor | None = None,
         document_ids: DocumentIds | None = None,
         kv_lengths: Tensor | None = None,
+        block_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -161,6 +162,8 @@ class Attention(nn.Module):
             bias: broadcastable to (B, Hq, Tq, Tk), added to the scores.
             document_ids: (B, T) int32, or a pair (B, Tq), (B, Tk): tokens see each other where equal.
             kv_lengths: (B,) int32 on the device, 0 to Tk, in its place; what lies beyond may be NaN.
+            block_mask: bool, (1 or B, 1 or Hq, Tq / 128, Tk / 128), rounded up: which tiles of 128 queries
+                and 128 keys count; other options apply within them (block-sparse, Dao et al. 2022).
             dropout_p: of the probabilities, in [0, 1); the seed comes from torch's default generator.
             return_lse: also the log of the softmax's denominator; it carries no gradient.
 
@@ -179,6 +182,7 @@ class Attention(nn.Module):
             bias=bias,
             document_ids=document_ids,
             kv_lengths=kv_lengths,
+            block_mask=block_mask,
             dropout_p=dropout_p,
             return_lse=return_lse,
         )

@@ -24,6 +24,7 @@ FEATURES: dict[str, str] = {
     "bias_grad": "a bias without gradient",
     "document_ids": "data.document_mask=false",
     "kv_lengths": "another attention for generation with a cache",
+    "block_mask": "model.sparsity=null",
     "dropout": "model.attn_dropout=0",
     "gqa": "model.n_kv_head=null",
     "noncausal": "model.causal=true",
@@ -78,6 +79,7 @@ def _features_of(options: AttentionOptions, bias_grad: bool) -> tuple[str, ...]:
         ("bias_grad", bias_grad),
         ("document_ids", options.document_ids is not None),
         ("kv_lengths", options.kv_lengths is not None),
+        ("block_mask", options.block_mask is not None),
         ("dropout", options.dropout_p > 0),
         ("lse", options.return_lse),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.options import AttentionOptions
+from ops.options import MASK_BLOCK, AttentionOptions
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -90,6 +90,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
             kv_lengths.shape == (batch,),
             f"kv_lengths is {tuple(kv_lengths.shape)}; it needs one length per sequence, ({batch},)",
         )
+    if options.block_mask is not None:
+        _check_block_mask(options.block_mask, q, tk)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -149,3 +151,20 @@ def _check_document_ids(document_ids: Any, q: Tensor, tk: int) -> None:
             t.shape == (batch, length),
             f"document_ids of the {name} is {tuple(t.shape)}; it needs (B, T) = ({batch}, {length})",
         )
+
+
+def _check_block_mask(block_mask: Tensor, q: Tensor, tk: int) -> None:
+    batch, heads, tq, _ = q.shape
+    _need(block_mask.dtype == torch.bool, f"block_mask is {block_mask.dtype}; it needs torch.bool")
+    _need(
+        block_mask.device == q.device,
+        f"block_mask is on {block_mask.device}, q on {q.device}; move it there once, at start-up",
+    )
+    tiles = -(-tq // MASK_BLOCK), -(-tk // MASK_BLOCK)
+    shape = tuple(block_mask.shape)
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == tiles
+    _need(
+        fits,
+        f"block_mask is {shape}; it needs (1 or B, 1 or Hq, Tq / {MASK_BLOCK}, Tk / {MASK_BLOCK}), rounded "
+        f"up: (1 or {batch}, 1 or {heads}, {tiles[0]}, {tiles[1]})",
+    )

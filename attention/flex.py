@@ -55,7 +55,9 @@ def _plus(x: Tensor, n: int | Tensor) -> Tensor:
     return x + n if isinstance(n, Tensor) or n != 0 else x
 
 
-def _mask_mod(limits: Limits, document_ids: DocumentIds | None) -> Callable[..., Tensor]:
+def _mask_mod(
+    limits: Limits, document_ids: DocumentIds | None, block_mask: Tensor | None
+) -> Callable[..., Tensor]:
     """What PyTorch asks of partial tiles: does query i see key j? For a causal square just i >= j."""
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -70,6 +72,9 @@ def _mask_mod(limits: Limits, document_ids: DocumentIds | None) -> Callable[...,
             seen.append(j < keys)
         if document_ids is not None:
             seen.append(document_ids[0][b, i] == document_ids[1][b, j])
+        if block_mask is not None:
+            row, head = (0 * x if n == 1 else x for x, n in zip((b, h), block_mask.shape[:2], strict=True))
+            seen.append(block_mask[row, head, i // TILE, j // TILE])
         return reduce(operator.and_, seen)
 
     return visible
@@ -108,7 +113,8 @@ def flex(
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) by PyTorch's flex_attention; of the options, causal and window are in `limits`.
 
-    `lists` without full tiles say that every query sees every key.
+    `lists` without full tiles say that every query sees every key. A kernel visits the tiles of `lists`
+    alone, and needs no `block_mask` beside them; what PyTorch does uncompiled does.
     """
     if options.kv_lengths is not None:
         # Q K^T is masked, but 0 * NaN would reach P V, and in the backward dS K.
@@ -119,7 +125,7 @@ def flex(
     lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=options.return_lse)
     unmasked = lists[2] is None
     tile = FAR if unmasked and q.shape[2] != 1 else TILE
-    visible = noop_mask if unmasked else _mask_mod(limits, options.document_ids)
+    visible = noop_mask if unmasked else _mask_mod(limits, options.document_ids, options.block_mask)
     mask = BlockMask(lengths, *lists, BLOCK_SIZE=(tile, tile), mask_mod=visible)
     score_mod = _score_mod(limits, options)
     out, aux = flex_attention(
@@ -195,36 +201,39 @@ def _run_static(
             return None
         _STATIC_COUNT[kind] += 1
         with torch.inference_mode(False), torch.no_grad():  # for a training step too
-            lists = _lists(tq, tk, limits, None, q.device, spare=0)
+            lists = _lists(tq, tk, limits, options, q.device, spare=0)
         _STATIC[key] = _compile(kind[0], backend, False), limits, lists
     kernel, limits, lists = _STATIC[key]
     return kernel(q, k, v, limits, lists, options)
 
 
 def _lists(
-    tq: int, tk: int, limits: Limits, document_ids: DocumentIds | None, device: torch.device, spare: int = 1
+    tq: int, tk: int, limits: Limits, options: AttentionOptions, device: torch.device, spare: int = 1
 ) -> Lists:
+    document_ids, block_mask = options.document_ids, options.block_mask
     everything = limits.left == limits.right == FAR and not isinstance(limits.keys, Tensor)
-    if everything and document_ids is None:
+    if everything and document_ids is None and block_mask is None:
         return unmasked_lists(tq, tk, device)
-    return tile_lists(tq, tk, limits, document_ids, device, spare)
+    return tile_lists(tq, tk, limits, document_ids, device, spare, block_mask)
 
 
 def _run_dynamic(
     q: Tensor, k: Tensor, v: Tensor, limits: Limits, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """`flex` in the kernel of all lengths for this kind of call, its limits data."""
-    batch, tq, tk, document_ids = q.shape[0], q.shape[2], k.shape[2], options.document_ids
+    batch, tq, tk, asked = q.shape[0], q.shape[2], k.shape[2], options
+    options = options._replace(block_mask=None)  # the lists say it
 
     def make() -> tuple[Limits, Lists]:
-        lists = _lists(tq, tk, limits, document_ids, q.device)
+        lists = _lists(tq, tk, limits, asked, q.device)
         for t in lists:  # else one compilation more, when both of their sizes have changed
             if t is not None:
                 torch._dynamo.maybe_mark_dynamic(t, list(range(2, t.ndim)))
         return limits.tensors(batch, q.device), lists
 
-    facts = (batch, tq, tk, limits.left, limits.right, options.kv_lengths is None, q.device)
-    tensors = [t for t in (options.kv_lengths, *(document_ids or ())) if t is not None]
+    given = (asked.kv_lengths, asked.block_mask, *(asked.document_ids or ()))
+    facts = (batch, tq, tk, limits.left, limits.right, *(t is None for t in given[:2]), q.device)
+    tensors = [t for t in given if t is not None]
     data, lists = _RECENT.get(facts, tensors, make)
     kind = (*_kind_of_call(q, k, v, options), lists[2] is None)
     return _compiled(kind, backend)(q, k, v, data, lists, options)
@@ -235,7 +244,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """`flex`, compiled: with constants where nothing about the call is data."""
     result = None
-    if options.document_ids is None and options.kv_lengths is None:
+    if options.document_ids is None and options.kv_lengths is None and options.block_mask is None:
         result = _run_static(q, k, v, limits, options, backend)
     return result or _run_dynamic(q, k, v, limits, options, backend)
 
@@ -300,7 +309,7 @@ class FlexAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         tq, tk = q.shape[2], k.shape[2]
-        document_ids, kv_lengths, bias = options.document_ids, options.kv_lengths, options.bias
+        kv_lengths, bias = options.kv_lengths, options.bias
         left, right = (side if side >= 0 else FAR for side in options.band)
         right = FAR if tq == 1 else right  # no key lies right of the last query
         limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
@@ -316,9 +325,9 @@ class FlexAttention(Attention):
         options = options._replace(causal=False, window=None, alibi_slopes=slopes, bias=bias)
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
-            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), options)
+            return flex(q, k, v, limits, _lists(tq, tk, limits, options, q.device), options)
         if not q.is_cuda:
             # PyTorch refuses what requires a gradient on a CPU even where none is recorded.
             q, k, v = q.detach(), k.detach(), v.detach()
-            return flex(q, k, v, limits, _lists(tq, tk, limits, document_ids, q.device), options)
+            return flex(q, k, v, limits, _lists(tq, tk, limits, options, q.device), options)
         return _run(q, k, v, limits, options, self.backend)

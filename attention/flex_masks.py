@@ -42,13 +42,19 @@ class Limits(NamedTuple):
 
 
 def tile_lists(
-    tq: int, tk: int, limits: Limits, document_ids: DocumentIds | None, device: torch.device, spare: int = 1
+    tq: int,
+    tk: int,
+    limits: Limits,
+    document_ids: DocumentIds | None,
+    device: torch.device,
+    spare: int = 1,
+    block_mask: Tensor | None = None,
 ) -> Lists:
     """The tiles to compute, in the order of BlockMask's arguments.
 
     How many key tiles a query tile sees in part, and which come first; the same in full; then both by key
-    tile: (1 or B, 1, rows) and (1 or B, 1, rows, columns), int32. There are `spare` rows and columns more
-    than tiles: with one, torch.compile does not specialise on a single tile.
+    tile: (1 or B, 1 or H, rows) and (1 or B, 1 or H, rows, columns), int32. There are `spare` rows and
+    columns more than tiles: with one, torch.compile does not specialise on a single tile.
     """
     queries, keys, left, right = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in limits)
     i = TILE * torch.arange((tq + TILE - 1) // TILE + spare, device=device).view(1, 1, -1, 1)
@@ -64,6 +70,9 @@ def tile_lists(
         k_low, k_high = k_low[:, None, None, :], k_high[:, None, None, :]
         some = some & (q_low <= k_high) & (k_low <= q_high)
         full = full & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+    if block_mask is not None:
+        kept = torch.nn.functional.pad(block_mask, (0, spare, 0, spare))
+        some, full = some & kept, full & kept
     kinds = (some & ~full, full)
     return (
         *(part for kind in kinds for part in _ordered(kind)),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ops.options import MASK_BLOCK
+
 FAR = 2**30  # beyond all tokens: stands for unbounded, and sums with it stay within 32 bits
 
 
@@ -31,11 +33,12 @@ def visible(
     band: tuple[int, int],
     kv_lengths: Tensor | None,
     document_ids: tuple[Tensor, Tensor] | None,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """True where a query sees a key, broadcastable to (B, Hq, |i|, |j|).
 
     `rel` comes from `relative_positions`, `band` from `AttentionOptions.band`, and `document_ids` is already
-    cut to the queries and keys in hand, (B, |i|) and (B, |j|).
+    cut to the queries and keys in hand, (B, |i|) and (B, |j|); so is `blocks`, see `block_mask_of`.
     """
     left, right = band
     seen = torch.ones_like(rel, dtype=torch.bool) if right < 0 else rel <= right
@@ -46,7 +49,12 @@ def visible(
     if document_ids is not None:
         q_ids, k_ids = document_ids
         seen = seen & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
-    return seen
+    return seen if blocks is None else seen & blocks
+
+
+def block_mask_of(block_mask: Tensor | None, i: Tensor, j: Tensor) -> Tensor | None:
+    """A block mask at queries i and keys j (1-d): (1 or B, 1 or Hq, |i|, |j|); None for None."""
+    return None if block_mask is None else block_mask[:, :, i // MASK_BLOCK][..., j // MASK_BLOCK]
 
 
 def blank_beyond(x: Tensor, kv_lengths: Tensor | None) -> Tensor:

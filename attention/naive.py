@@ -23,6 +23,7 @@ from attention.base import (
 )
 from attention.declaration import lse_bytes, q_bytes, scores_bytes, wide_bytes
 from ops.dropout import keep_tile
+from ops.options import MASK_BLOCK
 
 DEFAULTS = AttentionOptions()
 
@@ -58,6 +59,9 @@ def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS)
     if options.document_ids is not None:
         q_ids, k_ids = options.document_ids
         hidden = hidden | (q_ids[:, None, :, None] != k_ids[:, None, None, :])
+    if options.block_mask is not None:
+        each = options.block_mask.repeat_interleave(MASK_BLOCK, dim=2).repeat_interleave(MASK_BLOCK, dim=3)
+        hidden = hidden | ~each[:, :, :tq, :tk]
     return scores.masked_fill(hidden, -torch.inf)
 
 

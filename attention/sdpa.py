@@ -33,7 +33,7 @@ from attention.base import (
     Kernels,
 )
 from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes, wide_bytes
-from attention.geometry import aligned, blank_beyond, relative_positions, visible
+from attention.geometry import aligned, blank_beyond, block_mask_of, relative_positions, visible
 from conf.values import UserError
 
 _BACKENDS = {
@@ -54,7 +54,7 @@ _KERNELS = {
 _HEADINGS = {"flash": "flash attention", "efficient": "memory efficient", "cudnn": "cudnn attention"}
 _ALL = frozenset(FEATURES) - {"softcap", "lse"}
 # These go through attn_mask; so does a causal rectangle with more than one query.
-_MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths"})
+_MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
 
 
 def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch.dtype]) -> Capabilities:
@@ -108,7 +108,7 @@ class SDPAAttention(Attention):
             window = None  # a right bound says nothing
         # SDPA takes no symbolic bool, as a comparison of dynamic shapes would be; a branch is definite.
         gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        extras = (window, alibi_slopes, bias, options.document_ids, kv_lengths)
+        extras = (window, alibi_slopes, bias, options.document_ids, kv_lengths, options.block_mask)
         if all(extra is None for extra in extras) and (not causal or tq == 1 or tq == tk):
             # One query at the bottom right sees every key, where is_causal would show it only the first.
             if tq == 1:
@@ -116,7 +116,8 @@ class SDPAAttention(Attention):
             return self._sdpa(q, k, v, None, dropout_p, causal, scale, gqa), None
         i, j = torch.arange(tq, device=q.device), torch.arange(tk, device=q.device)
         rel = relative_positions(i, j, tq, tk, kv_lengths)
-        mask = visible(rel, j, options.band, kv_lengths, options.document_ids)
+        blocks = block_mask_of(options.block_mask, i, j)
+        mask = visible(rel, j, options.band, kv_lengths, options.document_ids, blocks)
         # A row that sees no key may see them all, and its output is dropped: no NaN, not in gradients either.
         blind = ~mask.any(dim=-1, keepdim=True)
         mask = mask | blind

@@ -6,8 +6,9 @@ kept for the backward is q, k, v, out, lse and the dropout seed, so that memory 
 Tiles that nobody sees (future, outside the window, other documents) are skipped, and only tiles on a boundary
 are masked.
 
-The document of a key is data. On a CPU it is read, once per call; on a GPU reading it would stop the queue,
-so that there all tiles that the band leaves are computed and masked. `kv_lengths` is never read.
+The document of a key is data, as is a block mask. On a CPU they are read, once per call; on a GPU reading
+them would stop the queue, so that there all tiles that the band leaves are computed and masked.
+`kv_lengths` is never read.
 """
 
 from __future__ import annotations
@@ -29,10 +30,18 @@ from attention.base import (
     Declaration,
 )
 from attention.declaration import lse_bytes, wide_bytes
-from attention.geometry import blank_beyond, relative_positions, tile_kind, tiles, visible
+from attention.geometry import (
+    blank_beyond,
+    block_mask_of,
+    relative_positions,
+    tile_kind,
+    tiles,
+    visible,
+)
 from conf.values import UserError
 from ops.dropout import keep_tile
 from ops.library import register_attention
+from ops.options import MASK_BLOCK
 
 
 def online_softmax_step(
@@ -83,17 +92,19 @@ class _Problem:
         """(rows, cols, masked) of each tile that somebody may see, row by row."""
         tq, tk = self.q.shape[2], self.k.shape[2]
         row_tiles, col_tiles = tiles(tq, self.blocks[0]), tiles(tk, self.blocks[1])
-        shared = self._shared_documents(row_tiles, col_tiles)
+        shared, kept = self._shared_documents(row_tiles, col_tiles), self._kept(row_tiles, col_tiles)
         found = []
         for r, rows in enumerate(row_tiles):
             for c, cols in enumerate(col_tiles):
-                if shared is not None and not shared[r][c]:
+                if (shared is not None and not shared[r][c]) or (kept is not None and not kept[r][c]):
                     continue
                 # Shorter sequences have their diagonal further left: their future only grows.
                 kind = tile_kind(rows, cols, tk - tq, self.options.band)
                 if kind == "future" or (kind == "outside" and self.options.kv_lengths is None):
                     continue
-                data_masks = self.options.kv_lengths is not None or self.document_ids[0] is not None
+                options = self.options
+                data_masks = options.kv_lengths is not None or options.block_mask is not None
+                data_masks |= self.document_ids[0] is not None
                 found.append((rows, cols, kind != "past" or data_masks))
         return found
 
@@ -112,6 +123,18 @@ class _Problem:
             k_low[None] <= q_high[:, None]
         )  # (row tiles, col tiles, B)
         return overlap.any(dim=-1).tolist()
+
+    def _kept(self, row_tiles: list[range], col_tiles: list[range]) -> list[list[bool]] | None:
+        """For each tile, whether the block mask keeps some of it in any sequence and head."""
+        mask = self.options.block_mask
+        if mask is None or self.q.device.type != "cpu":
+            return None
+        some = mask.flatten(0, 1).any(dim=0)
+        rows, cols = (
+            [slice(t.start // MASK_BLOCK, (t.stop - 1) // MASK_BLOCK + 1) for t in cut]
+            for cut in (row_tiles, col_tiles)
+        )
+        return [[bool(some[r, c].any()) for c in cols] for r in rows]
 
     def queries(self, x: Tensor, rows: range) -> Tensor:
         """The rows of q, out or lse: (B, Hq, Tq, n) -> (B, Hkv, G * rows, n), in the accumulation's dtype."""
@@ -152,9 +175,9 @@ class _Problem:
                     self.document_ids[0][:, rows.start : rows.stop],
                     self.document_ids[1][:, cols.start : cols.stop],
                 )
-            heads = heads.masked_fill(
-                ~visible(rel, j, self.options.band, self.options.kv_lengths, document_ids), -torch.inf
-            )
+            blocks = block_mask_of(self.options.block_mask, i, j)
+            seen = visible(rel, j, self.options.band, self.options.kv_lengths, document_ids, blocks)
+            heads = heads.masked_fill(~seen, -torch.inf)
         return heads.reshape(s.shape), capped
 
     def dropout_weight(self, rows: range, cols: range) -> Tensor | None:

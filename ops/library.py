@@ -24,8 +24,8 @@ from ops.options import AttentionOptions, flattened, gathered
 # sizes, say).
 _OPTIONS = (
     "Tensor? alibi_slopes, Tensor? bias, Tensor? q_document_ids, Tensor? k_document_ids, Tensor? kv_lengths, "
-    "Tensor? dropout_seed, float scale, int window_left, int window_right, float softcap, float dropout_p, "
-    "int[] tuning"
+    "Tensor? block_mask, Tensor? dropout_seed, float scale, int window_left, int window_right, "
+    "float softcap, float dropout_p, int[] tuning"
 )
 _N_OPTIONS = _OPTIONS.count(",") + 1
 _LIBRARY = torch.library.Library("tilegpt", "FRAGMENT")
@@ -91,7 +91,7 @@ def _derivative(forward_op: Any, backward_op: Any) -> type[torch.autograd.Functi
             q, k, v, *options = args
             ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)  # lse has none: zeros for it would be filled in each backward
-            tensors, ctx.plain = options[:6], options[6:]
+            tensors, ctx.plain = options[:7], options[7:]
             ctx.bias_grad = ctx.needs_input_grad[4]
             ctx.save_for_backward(q, k, v, out, lse, *tensors)
             return out, lse

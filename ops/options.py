@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+MASK_BLOCK = 128  # queries and keys of a tile of `block_mask`
+
 
 class AttentionOptions(NamedTuple):
     """What a call asks for beside q, k and v, as `Attention.forward` has it: what each means is said there.
@@ -22,6 +24,7 @@ class AttentionOptions(NamedTuple):
     bias: Tensor | None = None
     document_ids: Tensor | tuple[Tensor, Tensor] | None = None
     kv_lengths: Tensor | None = None
+    block_mask: Tensor | None = None
     dropout_p: float = 0.0
     return_lse: bool = False
 
@@ -35,21 +38,26 @@ class AttentionOptions(NamedTuple):
 
 def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> tuple[Any, ...]:
     """Definite options as the arguments of an op, in the order of the schema of ops/library.py."""
-    causal, scale, window, softcap, slopes, bias, document_ids, lengths, dropout_p, _ = options
+    causal, scale, window, softcap, slopes, bias, document_ids, lengths, blocks, dropout_p, _ = options
     left, right = window or (-1, -1)
     right = 0 if causal else right
     q_ids, k_ids = document_ids or (None, None)
     softcap = softcap or 0.0
-    return slopes, bias, q_ids, k_ids, lengths, dropout_seed, scale, left, right, softcap, dropout_p, tuning
+    tensors = slopes, bias, q_ids, k_ids, lengths, blocks, dropout_seed
+    return *tensors, scale, left, right, softcap, dropout_p, tuning
 
 
 def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | None, list[int]]:
     """The way back: (options, dropout_seed, tuning) of an op's arguments."""
-    slopes, bias, q_ids, k_ids, lengths, seed, scale, left, right, softcap, dropout_p, tuning = arguments
+    slopes, bias, q_ids, k_ids, lengths, blocks, seed, scale, left, right, softcap, dropout_p, tuning = (
+        arguments
+    )
     causal = right == 0
     right = -1 if causal else right
     window = (left, right) if left >= 0 or right >= 0 else None
     document_ids = None if q_ids is None else (q_ids, k_ids)
     softcap = softcap or None
-    options = AttentionOptions(causal, scale, window, softcap, slopes, bias, document_ids, lengths, dropout_p)
+    options = AttentionOptions(
+        causal, scale, window, softcap, slopes, bias, document_ids, lengths, blocks, dropout_p
+    )
     return options, seed, tuning

@@ -80,7 +80,7 @@ class Part:
         """The part of a tensor by its name, one of `Result` or an input."""
         if name == "dbias":
             return x  # judged whole, see `of`
-        if name == "bias":  # broadcasts over dimensions of 1, and over those it lacks
+        if name in ("bias", "block_mask"):  # broadcasts over dimensions of 1, and over those it lacks
             x = x[(None,) * (4 - x.ndim)]
             x = x if x.shape[0] == 1 else x[self.rows]
             return x if x.shape[1] == 1 else x[:, self.heads]
@@ -93,6 +93,8 @@ class Part:
             options["alibi_slopes"] = slopes[self.heads]
         if (bias := options.get("bias")) is not None and not problem.bias_grad:
             options["bias"] = self.cut("bias", bias)
+        if (mask := options.get("block_mask")) is not None:
+            options["block_mask"] = self.cut("block_mask", mask)
         if (ids := options.get("document_ids")) is not None:
             pair = (ids, ids) if isinstance(ids, Tensor) else ids
             options["document_ids"] = tuple(each[self.rows] for each in pair)
@@ -256,8 +258,8 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
         scores = scores + (bias[..., rows, :] if per_query else bias).to(scores.dtype)
     if ids is not None:
         ids = (ids[0][:, rows], ids[1])
-    band = AttentionOptions(**options).band
-    return scores.masked_fill(~geometry.visible(rel, j, band, lengths, ids), -torch.inf)
+    band, blocks = AttentionOptions(**options).band, geometry.block_mask_of(options.get("block_mask"), i, j)
+    return scores.masked_fill(~geometry.visible(rel, j, band, lengths, ids, blocks), -torch.inf)
 
 
 def error_ratios(got: Result, reference: Result, plain: Result, dtype: torch.dtype) -> dict[str, float]:

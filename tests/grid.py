@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.base import Attention
+from ops.options import MASK_BLOCK
 
 CONF = Path(__file__).parents[1] / "conf" / "attention"
 NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -93,6 +94,7 @@ CROSSED = (
     "bias_grad",
     "document_ids",
     "kv_lengths",
+    "block_mask",
     "dropout",
     "noncausal",
     "gqa",
@@ -120,6 +122,10 @@ def _cases() -> list[Case]:
     cases += [Case("large", *shape, magnitude=8.0) for shape in (square, rectangle)]
     cases.append(Case("scale", *square, scale=0.3))
     cases.append(Case("no_key", 203, 113))
+    cases += [
+        Case("blocks", 256, 256, features=frozenset({"block_mask"}) | more)
+        for more in (frozenset(), {"noncausal"}, {"noncausal", "window", "kv_lengths"})
+    ]
     # Whole tiles of queries that see no key.
     cases += [Case("no_key", 250, 40, head_dim) for head_dim in (64, 128)]
     for feature in ("kv_lengths", "document_ids", "window"):
@@ -227,6 +233,10 @@ def _options(case: Case, g: torch.Generator, device: str, dtype: torch.dtype) ->
     if "window" in on and case.blind:
         options |= {"causal": False, "window": (3, 3)}
         options["kv_lengths"] = torch.tensor([tk // 4, tk], dtype=torch.int32, device=device)
+    if "block_mask" in on:
+        heads = 1 if "alibi" in on else h  # for all, or each its own; some rows see no key
+        kept = torch.rand(1, heads, -(-tq // MASK_BLOCK), -(-tk // MASK_BLOCK), generator=g) < 0.6
+        options["block_mask"] = kept.to(device)
     if "dropout" in on:
         options["dropout_p"] = DROPOUT_P
     return options

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.dropout import threshold
 from ops.library import empty_as
-from ops.options import AttentionOptions
+from ops.options import MASK_BLOCK, AttentionOptions
 from ops.order import multiprocessors, order
 from ops.triton import configs
 from ops.triton.autotune import fastest
@@ -20,7 +20,11 @@ from ops.triton.backward import _tilegpt_attention_backward_dkdv, _tilegpt_atten
 from ops.triton.backward_dq import _tilegpt_attention_backward_dq
 from ops.triton.configs import DecodeTile, Tile
 from ops.triton.decode import _tilegpt_decode_combine, _tilegpt_decode_split
-from ops.triton.forward import _tilegpt_attention_forward, _tilegpt_document_ranges
+from ops.triton.forward import (
+    _tilegpt_attention_forward,
+    _tilegpt_document_ranges,
+    _tilegpt_kept_blocks,
+)
 from ops.triton.interpret import INTERPRETED, mend
 
 if INTERPRETED:
@@ -92,6 +96,7 @@ class _Call:
         self.slopes = None if self.slopes is None else self.slopes.contiguous()
         self.kv_lengths = None if self.kv_lengths is None else self.kv_lengths.contiguous()
         self.bias_strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
+        self.block_mask = options.block_mask
         if self.q_ids is not None:
             self.q_ids, self.k_ids = self.q_ids.contiguous(), self.k_ids.contiguous()
         # beyond T a bound says nothing, and 32 bits hold what is left
@@ -131,7 +136,8 @@ class _Call:
         self.shape = None
         if self.autotune:  # what a measured choice holds for
             described = self.kv_lengths is None and _describable(q, k)
-            self.shape = (q.device, q.dtype, described, *q.shape, *k.shape[1:3])
+            sparse = options.block_mask is not None
+            self.shape = (q.device, q.dtype, described, sparse, *q.shape, *k.shape[1:3])
 
     def tile(self, kind: str, run: Any) -> Tile:
         """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`."""
@@ -141,8 +147,35 @@ class _Call:
         key = (kind, self.shape, self.masked, self.heavy, *self.flags.values())
         return fastest(key, list(dict.fromkeys([tile, *configs.candidates(kind, *self.device_facts)])), run)
 
-    def tensors(self, ranges: Tensor | None) -> tuple[Any, ...]:
-        return (self.slopes, self.bias, self.q_ids, self.k_ids, ranges, self.kv_lengths, self.seed)
+    def even(self, tk: int, block: int) -> bool:
+        """Whether no tile of keys that a loop meets ends beyond Tk."""
+        return self.kv_lengths is None and tk % (block if self.block_mask is None else MASK_BLOCK) == 0
+
+    def tensors(self, ranges: Tensor | None, *blocks: Tensor | None) -> tuple[Any, ...]:
+        return (self.slopes, self.bias, self.q_ids, self.k_ids, ranges, *blocks, self.kv_lengths, self.seed)
+
+    def kept_blocks(self, tq: int, tk: int, transposed: bool = False) -> tuple[Tensor | None, list[int]]:
+        """(B or 1, H or 1, rows, 1 + columns) int32: how many blocks of a row of the block mask are kept, and
+        which; its first three strides, 0 where all batch rows or heads share. Rows are blocks of queries, or
+        of keys where `transposed`. Blocks outside the band are left out."""
+        mask = self.block_mask
+        if mask is None:
+            return None, [0, 0, 0]
+        mask = mask.transpose(2, 3) if transposed else mask
+        lengths = self.kv_lengths
+        batch = mask.shape[0] if lengths is None else lengths.shape[0]
+        mask = mask.expand(batch, *mask.shape[1:]).view(torch.uint8)
+        _, heads, n_rows, n_columns = mask.shape
+        kept = mask.new_empty((batch, heads, n_rows, 1 + n_columns), dtype=torch.int32)
+        _tilegpt_kept_blocks[(batch * heads * n_rows,)](
+            mask, kept, lengths, *mask.stride(), heads, n_rows, n_columns, tq, tk, *self.numbers[:2],
+            transposed, self.flags["HAS_LEFT"], self.flags["HAS_RIGHT"], MASK_BLOCK,
+            min(1024, triton.next_power_of_2(n_columns)),
+        )  # fmt: skip
+        strides = [
+            stride if n > 1 else 0 for n, stride in zip(kept.shape[:2], kept.stride()[:2], strict=True)
+        ]
+        return kept, [*strides, kept.stride(2)]
 
     def ranges(self, block: int, transposed: bool = False) -> Tensor | None:
         """(B, tiles, 3): first and end of the keys of each query tile's documents, and whether all is one;
@@ -167,7 +200,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     tuning = [autotune]."""
     _check(q, k, v)
     call = _Call(q, k, *options)
-    if q.shape[2] * call.group <= _DECODE_ROWS:
+    if q.shape[2] * call.group <= _DECODE_ROWS and call.block_mask is None:
         full = k.shape[0] * k.shape[1] >= 0.9 * multiprocessors(q.device)
         desc = call.kv_lengths is None and _describable(k, v)
         tile = configs.decode_tile(*call.device_facts, full, desc)
@@ -186,12 +219,13 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
     if desc:
         args = tuple(_described(x, n, call.block_d) for x, n in ((q, tile.m), (k, tile.n), (v, tile.n)))
     n_tiles = triton.cdiv(tq, tile.m)
+    blocks, block_strides = call.kept_blocks(tq, tk)
     _tilegpt_attention_forward[(n_tiles * batch * heads,)](
-        *args, out, lse, *call.tensors(call.ranges(tile.m)),
+        *args, out, lse, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
-        heads, tq, tk, n_tiles, batch * heads,
+        *block_strides, heads, tq, tk, n_tiles, batch * heads,
         *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
-        **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths is None,
+        **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
@@ -281,12 +315,14 @@ def run_dkdv(
     dk, dv = empty_as(k), empty_as(v)
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tk, tile.n)
+    blocks, block_strides = call.kept_blocks(tq, tk, transposed=True)
     _tilegpt_attention_backward_dkdv[(n_tiles * batch * kv_heads,)](
-        *args, lse2, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True)),
+        *args, lse2, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
-        *dv.stride()[:3], *call.bias_strides, kv_heads, tq, tk, lse2.shape[2], n_tiles, batch * kv_heads,
+        *dv.stride()[:3], *call.bias_strides, *block_strides,
+        kv_heads, tq, tk, lse2.shape[2], n_tiles, batch * kv_heads,
         *order(q, batch * kv_heads, n_tiles, call.uneven, over=call.group), *call.numbers,
-        **call.flags, SCALE_LATE=call.scale_late, DESC=desc,
+        **call.flags, SCALE_LATE=call.scale_late, DESC=desc, MASK_BLOCK=MASK_BLOCK,
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dk, dv
@@ -299,12 +335,13 @@ def run_dq(
     dq = empty_as(q)
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tq, tile.m)
+    blocks, block_strides = call.kept_blocks(tq, tk)
     _tilegpt_attention_backward_dq[(n_tiles * batch * heads,)](
-        *args, lse2, delta, dq, *call.tensors(call.ranges(tile.m)),
+        *args, lse2, delta, dq, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-        *call.bias_strides, heads, tq, tk, lse2.shape[2], n_tiles, batch * heads,
+        *call.bias_strides, *block_strides, heads, tq, tk, lse2.shape[2], n_tiles, batch * heads,
         *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
-        **call.flags, SCALE_LATE=call.scale_late, EVEN_K=tk % tile.n == 0 and call.kv_lengths is None,
+        **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq

@@ -21,11 +21,13 @@ from ops.triton.common import (
     documents_of,
     exp_natural,
     kept,
+    kept_tiles,
     load_parts,
     product,
     row_keys,
     scores,
     store_parts,
+    tile_start,
     unswizzle,
     visible,
     zeros,
@@ -184,6 +186,7 @@ def _tilegpt_attention_backward_dkdv(
     q_document_ids,
     k_document_ids,
     ranges,
+    blocks,
     kv_lengths,
     seed,
     q_b,
@@ -208,6 +211,9 @@ def _tilegpt_attention_backward_dkdv(
     bias_h,
     bias_i,
     bias_j,
+    blocks_b,
+    blocks_h,
+    blocks_t,
     kv_heads,
     tq,
     tk,
@@ -234,12 +240,14 @@ def _tilegpt_attention_backward_dkdv(
     SCALE_LATE: tl.constexpr,
     EXACT: tl.constexpr,
     DESC: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one key head, over the queries of its group. Key tile 0 is the longest."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
+    BLOCKS: tl.constexpr = blocks is not None
     tile, kv_row = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, False)
     b, kv_head = kv_row // kv_heads, kv_row % kv_heads
     b64 = b.to(tl.int64)
@@ -274,7 +282,12 @@ def _tilegpt_attention_backward_dkdv(
         bias_head = bias + b64 * bias_b + h64 * bias_h if bias is not None else bias
         row = (b64 * (kv_heads * GROUP) + h) * padded
         slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
-        for start in tl.range(lo, hi, BLOCK_M):
+        row_blocks = blocks
+        if BLOCKS:
+            row_blocks = blocks + b64 * blocks_b + h64 * blocks_h + j0 // MASK_BLOCK * blocks_t
+        n_kept = kept_tiles(row_blocks, lo, hi, BLOCK_M, MASK_BLOCK, BLOCKS)
+        for n in tl.range(0, n_kept):
+            start = tile_start(row_blocks, n, lo, BLOCK_M, MASK_BLOCK, BLOCKS)
             i = start + tl.arange(0, BLOCK_M)
             # Transposed tiles, (keys, queries): P^T and dS^T are left operands as they are.
             q_tile = load_parts(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)

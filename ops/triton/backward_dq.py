@@ -12,10 +12,12 @@ from ops.triton.common import (
     accumulate,
     documents_of,
     kept,
+    kept_tiles,
     load_parts,
     product,
     row_keys,
     store_parts,
+    tile_start,
     unswizzle,
     zeros,
 )
@@ -36,6 +38,7 @@ def _tilegpt_attention_backward_dq(
     q_document_ids,
     k_document_ids,
     ranges,
+    blocks,
     kv_lengths,
     seed,
     q_b,
@@ -57,6 +60,9 @@ def _tilegpt_attention_backward_dq(
     bias_h,
     bias_i,
     bias_j,
+    blocks_b,
+    blocks_h,
+    blocks_t,
     heads,
     tq,
     tk,
@@ -84,12 +90,14 @@ def _tilegpt_attention_backward_dq(
     EXACT: tl.constexpr,
     EVEN_K: tl.constexpr,
     DESC: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
 ):
     """dQ of BLOCK_M queries of one head."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
+    BLOCKS: tl.constexpr = blocks is not None
     tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
@@ -122,7 +130,11 @@ def _tilegpt_attention_backward_dq(
     row_delta = tl.load(delta + row + i)[:, None]
     acc = zeros(BLOCK_M, BLOCK_D, PART)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
-    for start in tl.range(lo, hi, BLOCK_N):
+    if BLOCKS:
+        blocks += b64 * blocks_b + h64 * blocks_h + i0 // MASK_BLOCK * blocks_t
+    n_kept = kept_tiles(blocks, lo, hi, BLOCK_N, MASK_BLOCK, BLOCKS)
+    for n in tl.range(0, n_kept):
+        start = tile_start(blocks, n, lo, BLOCK_N, MASK_BLOCK, BLOCKS)
         j = start + tl.arange(0, BLOCK_N)
         k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
         v_tile = load_parts(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)

@@ -35,7 +35,7 @@ PLAIN = [
     "window_right",
     "threshold",
 ]
-PLAIN += ["bias_b", "bias_h", "bias_i", "bias_j"]
+PLAIN += ["bias_b", "bias_h", "bias_i", "bias_j", "blocks_b", "blocks_h", "blocks_t"]
 
 
 @triton.jit
@@ -267,6 +267,26 @@ def documents_of(ranges, tile, DOCUMENT_IDS: tl.constexpr):
         first, end = tl.load(ranges + tile * 3), tl.load(ranges + tile * 3 + 1)
         whole = tl.load(ranges + tile * 3 + 2) != 0
     return first, end, whole
+
+
+@triton.jit
+def kept_tiles(blocks, lo, hi, BLOCK: tl.constexpr, MASK_BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """How many tiles of BLOCK a loop over lo .. hi has; with BLOCKS those of the blocks that are kept, whose
+    list from _tilegpt_kept_blocks begins at `blocks`."""
+    n_tiles = tl.cdiv(hi - lo, BLOCK)
+    if BLOCKS:
+        n_tiles = tl.load(blocks) * (MASK_BLOCK // BLOCK)
+    return n_tiles
+
+
+@triton.jit
+def tile_start(blocks, n, lo, BLOCK: tl.constexpr, MASK_BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where tile `n` of the loop begins."""
+    start = lo + n * BLOCK
+    if BLOCKS:
+        per_block: tl.constexpr = MASK_BLOCK // BLOCK
+        start = tl.load(blocks + 1 + n // per_block) * MASK_BLOCK + n % per_block * BLOCK
+    return start
 
 
 @triton.jit

@@ -16,11 +16,13 @@ from ops.triton.common import (
     documents_of,
     exp_difference,
     kept,
+    kept_tiles,
     load_parts,
     product,
     row_keys,
     scores,
     store_parts,
+    tile_start,
     unswizzle,
     visible,
     zeros,
@@ -82,6 +84,7 @@ def _tilegpt_attention_forward(
     q_document_ids,
     k_document_ids,
     ranges,
+    blocks,
     kv_lengths,
     seed,
     q_b,
@@ -100,6 +103,9 @@ def _tilegpt_attention_forward(
     bias_h,
     bias_i,
     bias_j,
+    blocks_b,
+    blocks_h,
+    blocks_t,
     heads,
     tq,
     tk,
@@ -126,12 +132,14 @@ def _tilegpt_attention_forward(
     EVEN_K: tl.constexpr,
     EXACT: tl.constexpr,
     DESC: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
 ):
     """out and lse of BLOCK_M queries of one head; see ops/triton/attention.py for the arguments."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
+    BLOCKS: tl.constexpr = blocks is not None
     tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
@@ -156,6 +164,9 @@ def _tilegpt_attention_forward(
         i0, tl.minimum(BLOCK_M, tq - i0), offset, limit, window_left, window_right, first_key, end_key, whole,
         BLOCK_N, HAS_LEFT, HAS_RIGHT, DOCUMENT_IDS,
     )  # fmt: skip
+    if BLOCKS:
+        blocks += b64 * blocks_b + h64 * blocks_h + i0 // MASK_BLOCK * blocks_t
+    n_kept = kept_tiles(blocks, lo, hi, BLOCK_N, MASK_BLOCK, BLOCKS)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
     # With SCALE_LATE the scale goes into the exponential's FMA, and m is kept unscaled.
     m_scale = scale if SCALE_LATE else 1.0
@@ -163,7 +174,8 @@ def _tilegpt_attention_forward(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = zeros(BLOCK_M, BLOCK_D, PART)
-    for start in tl.range(lo, hi, BLOCK_N):
+    for n in tl.range(0, n_kept):
+        start = tile_start(blocks, n, lo, BLOCK_N, MASK_BLOCK, BLOCKS)
         k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
         s = product(q_tile, k_tile)
         j = start + tl.arange(0, BLOCK_N)
@@ -227,3 +239,50 @@ def _tilegpt_document_ranges(
     tl.store(to, first)
     tl.store(to + 1, end)
     tl.store(to + 2, ((least == greatest) & (near_ones == end - first)).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["heads", "n_rows", "n_columns", "tq", "tk", "window_left", "window_right"])
+def _tilegpt_kept_blocks(
+    mask,
+    kept,
+    kv_lengths,
+    mask_b,
+    mask_h,
+    mask_row,
+    mask_column,
+    heads,
+    n_rows,
+    n_columns,
+    tq,
+    tk,
+    window_left,
+    window_right,
+    TRANSPOSED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """kept (B, H, n_rows, 1 + n_columns) int32: how many blocks of a row of the block mask are kept and in
+    the band, and which, in order. Rows are of queries, columns of keys, or TRANSPOSED."""
+    row = tl.program_id(0)
+    b, h, r = (row // n_rows // heads).to(tl.int64), (row // n_rows % heads).to(tl.int64), row % n_rows
+    mask += b * mask_b + h * mask_h + r.to(tl.int64) * mask_row
+    kept += row.to(tl.int64) * (1 + n_columns)
+    limit = tl.minimum(tl.load(kv_lengths + b), tk) if kv_lengths is not None else tk
+    offset = limit - tq
+    count = 0
+    for first in range(0, n_columns, CHUNK):
+        c = first + tl.arange(0, CHUNK)
+        on = tl.load(mask + c * mask_column, mask=c < n_columns, other=0) != 0
+        i0, j0 = (c, r) if TRANSPOSED else (r, c)
+        i0, j0 = i0 * MASK_BLOCK, j0 * MASK_BLOCK
+        on = on & (j0 < limit)
+        if HAS_RIGHT:
+            on = on & (j0 <= tl.minimum(i0 + MASK_BLOCK, tq) - 1 + offset + window_right)
+        if HAS_LEFT:
+            on = on & (j0 + MASK_BLOCK - 1 >= i0 + offset - window_left)
+        place = count + tl.cumsum(on.to(tl.int32), 0)
+        tl.store(kept + place, c, mask=on)
+        count += tl.sum(on.to(tl.int32), 0)
+    tl.store(kept, count)

@@ -62,14 +62,15 @@ def graphs() -> int:
 
 FEATURES = [(), ("noncausal",), ("softcap",), ("alibi",), ("bias_grad",), ("document_ids",), ("kv_lengths",)]
 FEATURES += [("window", "noncausal"), ("kv_lengths", "alibi", "softcap")]
-FEATURES += [("bias_grad", "softcap", "document_ids")]
+FEATURES += [("bias_grad", "softcap", "document_ids"), ("block_mask", "noncausal")]
 
 
 @pytest.mark.parametrize("features", FEATURES, ids="-".join)
 def test_gradients(features: tuple[str, ...], gradients_on_cpu: None) -> None:
     """Against naive; NaN beyond kv_lengths and rows without a key included."""
     blind = features == ("kv_lengths",)
-    case = Case("grad", 40, 67, 16, kv_heads=2, features=frozenset(features), blind=blind)
+    tokens = (150, 260) if "block_mask" in features else (40, 67)
+    case = Case("grad", *tokens, 16, kv_heads=2, features=frozenset(features), blind=blind)
     inputs, arguments = arguments_of(case)
     leaves = list(inputs.leaves().values())
     expected = build("naive")(inputs.q, inputs.k, inputs.v, **inputs.options)

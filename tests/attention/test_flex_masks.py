@@ -26,6 +26,7 @@ def _dense(num: Tensor, indices: Tensor) -> Tensor:
     return torch.zeros_like(indices).scatter(-1, indices.long(), first.int()).bool()[:, 0]
 
 
+BLOCKS = torch.tensor([[1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 0]]).bool()[None, None]  # 300 x 513
 DOCUMENTS = torch.tensor([[0] * 150 + [1] * 200 + [2] * 163, [5] * 513], dtype=torch.int32)
 
 
@@ -43,13 +44,15 @@ DOCUMENTS = torch.tensor([[0] * 150 + [1] * 200 + [2] * 163, [5] * 513], dtype=t
         (1, 513, (40, 0), {"kv_lengths": torch.tensor([0, 129], dtype=torch.int32)}),
         (513, 513, (-1, 0), {"document_ids": (DOCUMENTS, DOCUMENTS)}),
         (300, 513, (-1, -1), {"document_ids": (DOCUMENTS[:, 213:], DOCUMENTS)}),
+        (300, 513, (-1, -1), {"block_mask": BLOCKS}),
+        (300, 513, (130, 0), {"block_mask": BLOCKS, "document_ids": (DOCUMENTS[:, 213:], DOCUMENTS)}),
     ],
 )
 def test_tile_lists_are_what_the_mask_says(tq: int, tk: int, band: tuple[int, int], options: dict) -> None:
     left, right = (FAR if side < 0 else side for side in band)
     kv_lengths, document_ids = options.get("kv_lengths"), options.get("document_ids")
     limits = Limits(tq, tk if kv_lengths is None else kv_lengths, left, right)
-    lists = tile_lists(tq, tk, limits, document_ids, CPU)
+    lists = tile_lists(tq, tk, limits, document_ids, CPU, block_mask=options.get("block_mask"))
     partial, full, partial_by_key, full_by_key = (_dense(*lists[n : n + 2]) for n in (0, 2, 4, 6))
     q, k = torch.zeros(2, 1, tq, 1), torch.zeros(2, 1, tk, 1)
     scores = attention_scores(
@@ -65,7 +68,7 @@ def test_tile_lists_are_what_the_mask_says(tq: int, tk: int, band: tuple[int, in
     assert torch.equal(partial_by_key, partial.transpose(1, 2))
     assert torch.equal(full_by_key, full.transpose(1, 2))
     # The same from data as from numbers.
-    again = tile_lists(tq, tk, limits.tensors(2, CPU), document_ids, CPU)
+    again = tile_lists(tq, tk, limits.tensors(2, CPU), document_ids, CPU, 1, options.get("block_mask"))
     assert all(torch.equal(a.expand_as(b), b) for a, b in zip(lists, again, strict=True))
 
 

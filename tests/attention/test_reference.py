@@ -66,7 +66,7 @@ def test_equals_the_definition(seed: int, tq: int, tk: int) -> None:
         q,
         k,
         v,
-        AttentionOptions(causal, scale, window, softcap, slopes, bias, document_ids, lengths, p),
+        AttentionOptions(causal, scale, window, softcap, slopes, bias, document_ids, lengths, dropout_p=p),
         SEED,
     )
     expected = by_hand(

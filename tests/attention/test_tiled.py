@@ -106,7 +106,7 @@ def test_memory_is_linear(extras: dict) -> None:
     for tokens in (256, 512, 1024):
         q, k, v, dout = (torch.randn(1, 2, tokens, 32) for _ in range(4))
         left, right = extras.get("window", (-1, 0))
-        tensors = [None] * 5 + [torch.tensor(7)]
+        tensors = [None] * 6 + [torch.tensor(7)]
         plain = [0.2, left, right, extras.get("softcap", 0.0), extras.get("dropout_p", 0.0), [64, 64]]
         with LargestTensor() as mode:
             call = gathered((*tensors, *plain))
@@ -175,7 +175,7 @@ def test_no_second_derivative() -> None:
 def test_opcheck(bias_grad: bool) -> None:
     q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 11, 8)
     bias, lengths = torch.randn(4, 1, 11), torch.tensor([0, 5], dtype=torch.int32)
-    options = (None, bias, None, None, lengths, torch.tensor(3), 0.3, -1, 0, 2.0, 0.1, [4, 3])
+    options = (None, bias, None, None, lengths, None, torch.tensor(3), 0.3, -1, 0, 2.0, 0.1, [4, 3])
     out, lse = torch.ops.tilegpt.tiled(q, k, k + 1, *options)
     torch.library.opcheck(
         torch.ops.tilegpt.tiled_backward.default,

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ops.options import MASK_BLOCK
 from ops.triton import configs
 
 
@@ -22,8 +23,8 @@ from ops.triton import configs
 class Build:
     """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine.
 
-    `masked`: causal; `extras`: softcap, alibi, bias, dropout, document_ids, kv_lengths, pointers (tensors
-    that descriptors cannot load); `split`: whether decode splits the keys.
+    `masked`: causal; `extras`: softcap, alibi, bias, dropout, document_ids, kv_lengths, block_mask, pointers
+    (tensors that descriptors cannot load); `split`: whether decode splits the keys.
     """
 
     kind: str
@@ -36,7 +37,7 @@ class Build:
 
     @property
     def heavy(self) -> bool:
-        return bool(set(self.extras) - {"pointers"})
+        return bool(set(self.extras) - {"pointers", "block_mask"})
 
     @property
     def block_d(self) -> int:
@@ -107,7 +108,7 @@ def _constants(build: Build) -> dict[str, Any]:
         pdl = tile.pdl and build.split
         return constants | {"GROUP": 4, "BLOCK_M": 16, "SPLIT": build.split, "PDL": pdl}
     late = not {"softcap", "alibi", "bias"} & set(build.extras)
-    constants |= {"BLOCK_M": tile.m, "SCALE_LATE": late}
+    constants |= {"BLOCK_M": tile.m, "SCALE_LATE": late, "MASK_BLOCK": MASK_BLOCK}
     return constants if build.kind == "dkdv" else constants | {"EVEN_K": "kv_lengths" not in build.extras}
 
 
@@ -118,6 +119,7 @@ OPTIONAL = {
     "q_document_ids": ("document_ids", "*i32"),
     "k_document_ids": ("document_ids", "*i32"),
     "ranges": ("document_ids", "*i32"),
+    "blocks": ("block_mask", "*i32"),
     "kv_lengths": ("kv_lengths", "*i32"),
     "seed": ("dropout", "*i64"),
 }
@@ -154,7 +156,7 @@ def compiled(build: Build) -> Compiled:
             signature[name], constexprs[(index,)] = "constexpr", constants.get(name)
             continue
         signature[name] = _type(name, build, constants)
-        stride = name.endswith(("_b", "_h", "_t")) and not name.startswith("bias")
+        stride = name.endswith(("_b", "_h", "_t")) and not name.startswith(("bias", "blocks"))
         if signature[name].startswith("*") or stride:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attributes)

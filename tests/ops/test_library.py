@@ -43,11 +43,12 @@ def option_sets(name: str, device: str, tq: int = TQ) -> dict[str, list[Any]]:
         (torch.arange(n, device=device) // 12).int().expand(BATCH, n).contiguous() for n in (tq, TK)
     )
     lengths = torch.tensor([TK, 17], dtype=torch.int32, device=device)
+    blocks = torch.ones(BATCH, 1, 1, 1, dtype=torch.bool, device=device)
     seed = torch.tensor(1234567890123, device=device)
     scale, tuning = D**-0.5, TUNING[name]
     sets = {
-        "plain": [None] * 6 + [scale, -1, 0, 0.0, 0.0, tuning],
-        "all": [slopes, bias, q_ids, k_ids, lengths, seed, scale, 15, 2, 1.5, 0.3, tuning],
+        "plain": [None] * 7 + [scale, -1, 0, 0.0, 0.0, tuning],
+        "all": [slopes, bias, q_ids, k_ids, lengths, blocks, seed, scale, 15, 2, 1.5, 0.3, tuning],
     }
     if name == "tiled":
         sets["bias_grad"] = [None, bias.clone().requires_grad_(), *sets["plain"][2:]]

@@ -26,6 +26,7 @@ SPILLED_BYTES = {16: 0, 32: 192}
 PASSES = ("forward", "dkdv", "dq")
 HEAD_DIMS = (32, 64, 128, 256)
 EXTRAS = ((), ("softcap", "alibi"), ("dropout",), ("document_ids",), ("bias",), ("kv_lengths",))
+EXTRAS += (("block_mask",),)
 
 
 def build(kind: str, arch: tuple[int, int], bits: int, head_dim: int, masked: bool, *extras: str, split=True):
@@ -76,6 +77,8 @@ def test_tiles_fit_hopper(kind: str, head_dims: tuple[int, ...]) -> None:
         assert got["instructions"]["tma"], got
         assert bool(got["instructions"]["wgmma"]) != other and bool(got["instructions"]["mma"]) == other, got
     check([build(kind, (9, 0), 16, d, True, "softcap", "alibi") for d in head_dims])
+    sparse = check([build(kind, (9, 0), 16, d, True, "block_mask") for d in head_dims])
+    assert all(got["instructions"]["tma"] for got in sparse)
 
 
 @pytest.mark.long
