@@ -36,13 +36,14 @@ from attention.declaration import (
     scores_bytes,
 )
 from attention.geometry import empty_attention, normalise_window
-from ops.options import AttentionOptions
+from ops.options import MASK_BLOCK, AttentionOptions
 
 # The contract is one import, for implementations and for those who ask them.
 __all__ = [
     "FEATURES",
     "FLOATS",
     "LOW_PRECISION",
+    "MASK_BLOCK",
     "PRODUCTS",
     "Attention",
     "AttentionCall",

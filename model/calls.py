@@ -31,6 +31,7 @@ def attention_call(
         "gqa": config.kv_heads != config.n_head,
         "noncausal": not config.causal,
         "document_ids": document_ids and purpose in ("training", "validation"),
+        "block_mask": config.sparsity is not None,
         "dropout": config.attn_dropout > 0 and purpose == "training",
         "kv_lengths": purpose == "decode",
         "rectangular": purpose == "decode",

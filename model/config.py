@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.values import UserError, number, one_of, shown, switch, whole
+from model.sparsity import PATTERNS
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class GPTConfig:
     mlp_hidden: int | None = None  # None: see `mlp_size`
     qk_norm: bool = False
     window: int | None = None  # keys a query looks back on besides its own; both ways when not causal
+    sparsity: str | None = None  # a pattern of model/sparsity.py
+    sparsity_blocks: int = 4
     softcap: float | None = None
     causal: bool = True
     tie_embeddings: bool = True
@@ -51,6 +54,9 @@ class GPTConfig:
         whole("model.max_positions", self.max_positions, 1, null="seq_len")
         whole("model.window", self.window, 0, null="no window")
         whole("model.loss_chunk", self.loss_chunk, 0)
+        whole("model.sparsity_blocks", self.sparsity_blocks, 1)
+        if self.sparsity is not None:
+            one_of("model.sparsity", self.sparsity, PATTERNS)
         number("model.rope_base", self.rope_base, above=0)
         number("model.norm_eps", self.norm_eps, above=0, null="1e-5 for layernorm and 1e-6 for rmsnorm")
         number("model.softcap", self.softcap, above=0, null="none")

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attention.base import Attention
+from attention.base import MASK_BLOCK, Attention
 from conf.values import UserError
 from model.config import GPTConfig
 from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
+from model.sparsity import pattern
 from ops.mlp import fuses, gelu_mlp
 
 
@@ -94,6 +95,7 @@ class CausalSelfAttention(nn.Module):
         rope: Tensor | None = None,
         slopes: Tensor | None = None,
         document_ids: Tensor | None = None,
+        block_mask: Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
@@ -124,6 +126,7 @@ class CausalSelfAttention(nn.Module):
             alibi_slopes=slopes,
             document_ids=document_ids,
             kv_lengths=kv_lengths,
+            block_mask=block_mask,
             dropout_p=self.config.attn_dropout if self.training else 0.0,
             **self.config.attention_options,
         )
@@ -196,6 +199,11 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope, persistent=False)
         slopes = alibi_slopes(config.n_head) if config.position == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
+        kept = None
+        if config.sparsity is not None:
+            tiles = -(-config.seq_len // MASK_BLOCK)
+            kept = pattern(config.sparsity, tiles, config.sparsity_blocks)[None, None]
+        self.register_buffer("kept_tiles", kept, persistent=False)  # (1, 1, T / 128, T / 128)
         self.reset_parameters()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GPT:
@@ -258,11 +266,12 @@ class GPT(nn.Module):
         rope = self.rope
         if rope is not None:
             rope = rope[:, :T] if positions is None else rope[:, positions]  # (2, T, D/2) or (2, B, 1, D/2)
+        of_all = rope, self.slopes, document_ids, self._block_mask(T, cache)
         for i, block in enumerate(self.transformer.h):
             if self.checkpointing and self.training:
-                x = checkpoint(block, x, rope, self.slopes, document_ids, use_reentrant=False)
+                x = checkpoint(block, x, *of_all, use_reentrant=False)
             else:
-                x = block(x, rope, self.slopes, document_ids, cache, i)
+                x = block(x, *of_all, cache, i)
         if cache is not None:
             cache.advance()
         x = self.transformer.ln_f(x)
@@ -274,6 +283,15 @@ class GPT(nn.Module):
             return chunked_loss(x, self.lm_head.weight, targets, self.config.vocab_size, chunk)
         logits = self.lm_head(x)
         return logits if targets is None else self.summed_loss(logits, targets)
+
+    def _block_mask(self, tokens: int, cache: KVCache | None) -> Tensor | None:
+        """The tiles that a call's queries and keys meet in, (1 or B, 1, Tq / 128, Tk / 128); while decoding
+        each row's query has a row of them, by its position."""
+        if self.kept_tiles is None or cache is None or cache.positions is None:
+            tiles = -(-tokens // MASK_BLOCK)
+            return None if self.kept_tiles is None else self.kept_tiles[:, :, :tiles, :tiles]
+        rows = self.kept_tiles[0, 0, cache.positions[:, 0] // MASK_BLOCK]  # (B, T / 128)
+        return rows[:, None, None, : -(-cache.capacity // MASK_BLOCK)]
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in fp32 over the real vocabulary (the padding is not counted), in nats, summed over

@@ -6,7 +6,7 @@
 Keys and what they are when left out: attention=auto, batch=2, heads=16, kv_heads=heads, seq_len=1024 (for
 decode the keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
 dtype=bf16 (fp16, fp32; on a CPU fp32), and features: any of window, softcap, alibi, bias, bias_grad,
-document_ids, kv_lengths and dropout, joined by commas. attention.*=... sets an option of the implementation's
+document_ids, kv_lengths, block_mask and dropout, joined by commas. attention.*=... sets an option of the implementation's
 yaml. Exit code 1: something else ran than was asked for; 2: it was refused, with the reasons.
 """
 
@@ -34,7 +34,8 @@ USUAL = {
     "dtype": "",
     "features": "",
 }
-FEATURES = ("window", "softcap", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "dropout")
+FEATURES = ("window", "softcap", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask")
+FEATURES += ("dropout",)
 
 
 def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -68,6 +69,8 @@ def extras(names: list[str], q: Any, k: Any) -> dict[str, Any]:
     """Options of `Attention.forward` that ask for the features named."""
     import torch
 
+    from ops.options import MASK_BLOCK
+
     (batch, heads, tq, _), tk, device = q.shape, k.shape[2], q.device
     made: dict[str, Any] = {}
     if "window" in names:
@@ -84,6 +87,10 @@ def extras(names: list[str], q: Any, k: Any) -> dict[str, Any]:
         made["document_ids"] = (ids[:, tk - tq :], ids)
     if "kv_lengths" in names:
         made["kv_lengths"] = torch.full((batch,), tk, dtype=torch.int32, device=device)
+    if "block_mask" in names:  # of square tiles those by the diagonal, the queries being the last of the keys
+        rows, columns = (torch.arange(-(-n // MASK_BLOCK), device=device) for n in (tq, tk))
+        apart = rows.view(-1, 1) + len(columns) - len(rows) - columns
+        made["block_mask"] = (apart.abs() < 2)[None, None]
     if "dropout" in names:
         made["dropout_p"] = 0.1
     return made

@@ -1,0 +1,43 @@
+"""Patterns of block-sparse attention, model.sparsity: which tiles of 128 queries by 128 keys count.
+
+    local      the tile on the diagonal and the `blocks` - 1 before it (causal=false: on both sides)
+    dilated    every `blocks`-th tile, from the diagonal on
+    strided    local, and every `blocks`-th column for all         (Child et al. 2019, Sparse Transformers)
+    butterfly  the diagonal, the tiles 1, 2, 4, ... from it in the binary butterfly, and column 0 for all
+                                          (Dao et al. 2022, FlashAttention, section 3.3; Pixelated Butterfly)
+    bigbird    local, column 0 for all, and `blocks` drawn at random in each row      (Zaheer et al. 2020)
+
+`blocks` says nothing about butterfly, which keeps about log2 of the tiles in a row. A causal mask hides what
+lies right of the diagonal, in each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PATTERNS = ("local", "dilated", "strided", "butterfly", "bigbird")
+
+
+def pattern(name: str, tiles: int, blocks: int) -> Tensor:
+    """Which tiles are kept, (tiles of queries, tiles of keys) bool."""
+    r, c = torch.arange(tiles).view(-1, 1), torch.arange(tiles).view(1, -1)
+    apart = (r - c).abs()
+    if name == "local":
+        return apart < blocks
+    if name == "dilated":
+        return apart % blocks == 0
+    if name == "strided":
+        return (apart < blocks) | (c % blocks == blocks - 1)
+    if name == "butterfly":
+        steps = r ^ c
+        return (steps & (steps - 1) == 0) | (c == 0)
+    draws = torch.rand(tiles, tiles, generator=torch.Generator().manual_seed(tiles))
+    drawn = draws.masked_fill(c > r, 2).argsort(dim=1).argsort(dim=1) < blocks  # among the keys before
+    return (apart < blocks) | (c == 0) | drawn
+
+
+def kept_share(kept: Tensor, causal: bool) -> float:
+    """The share of the tiles that are to be computed at all, those under the diagonal where causal."""
+    tiles = torch.ones_like(kept).tril() if causal else torch.ones_like(kept)
+    return float((kept & tiles).sum() / tiles.sum())
