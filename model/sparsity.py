@@ -3,12 +3,11 @@
     local      the tile on the diagonal and the `blocks` - 1 before it (causal=false: on both sides)
     dilated    every `blocks`-th tile, from the diagonal on
     strided    local, and every `blocks`-th column for all         (Child et al. 2019, Sparse Transformers)
-    butterfly  the diagonal, the tiles 1, 2, 4, ... from it in the binary butterfly, and column 0 for all
-                                          (Dao et al. 2022, FlashAttention, section 3.3; Pixelated Butterfly)
+    butterfly  squares of `blocks` tiles: on the diagonal, and where the two numbers differ in one bit; and
+               column 0 for all           (Dao et al. 2022, FlashAttention, section 3.3; Pixelated Butterfly)
     bigbird    local, column 0 for all, and `blocks` drawn at random in each row      (Zaheer et al. 2020)
 
-`blocks` says nothing about butterfly, which keeps about log2 of the tiles in a row. A causal mask hides what
-lies right of the diagonal, in each of them.
+A causal mask hides what lies right of the diagonal, in each of them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def pattern(name: str, tiles: int, blocks: int) -> Tensor:
     if name == "strided":
         return (apart < blocks) | (c % blocks == blocks - 1)
     if name == "butterfly":
-        steps = r ^ c
+        steps = (r // blocks) ^ (c // blocks)
         return (steps & (steps - 1) == 0) | (c == 0)
     draws = torch.rand(tiles, tiles, generator=torch.Generator().manual_seed(tiles))
     drawn = draws.masked_fill(c > r, 2).argsort(dim=1).argsort(dim=1) < blocks  # among the keys before

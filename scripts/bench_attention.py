@@ -48,6 +48,12 @@ def arguments() -> argparse.Namespace:
     mask.add_argument("--causal", action="store_true", default=None, help="only causal (default: both)")
     mask.add_argument("--full", dest="causal", action="store_false", help="only without a mask")
     add("--window", type=positive, help="keys that a query sees to its left")
+    add(
+        "--sparsity",
+        nargs="+",
+        metavar="PATTERN[:BLOCKS]",
+        help="of model/sparsity.py, and dense: local:8, say",
+    )
     add("--kv-lengths", action="store_true", help="decode: with the lengths of a cache, which is full")
     add("--short", action="store_true", help="lengths from 32 on as well")
     add("--dtype", choices=DTYPES, help="default: bf16; on a CPU fp32")

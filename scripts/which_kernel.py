@@ -7,7 +7,7 @@ Keys and what they are when left out: attention=auto, batch=2, heads=16, kv_head
 decode the keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
 dtype=bf16 (fp16, fp32; on a CPU fp32), and features: any of window, softcap, alibi, bias, bias_grad,
 document_ids, kv_lengths, block_mask and dropout, joined by commas. attention.*=... sets an option of the
-implementation's yaml. Exit code 1: something else ran than was asked for; 2: it was refused, with the reasons.
+implementation's yaml. Exit code 1: something else ran than was asked for; 2: refused, with the reasons.
 """
 
 from __future__ import annotations

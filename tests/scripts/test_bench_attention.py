@@ -180,7 +180,7 @@ def test_decode_reads_keys_and_values_once():
 
 
 def usual(**given):
-    names = ("seq_len", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "dtype")
+    names = ("seq_len", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "sparsity", "dtype")
     options = dict.fromkeys(names) | {"short": False, "kv_lengths": False, "passes": ["forward"]}
     return argparse.Namespace(**options | given)
 
@@ -269,3 +269,14 @@ def test_on_a_gpu(bench, passed):
         assert result["status"] == "ok" and result["kernels_ok"] and result["error_ratio"] <= 1, result
         assert result["peak_mib"] > 0 and ("CUDA graph" in result["timer"]) is (passed == "decode")
         assert 0 < result["ms_median"] < 10
+
+
+def test_sparse_shapes_count_what_is_kept():
+    dense, sparse = (
+        next(points(usual(seq_len=[1024], head_dim=[64], causal=True, sparsity=[name]), True))[0]
+        for name in ("dense", "local:2")
+    )
+    assert not dense.sparsity and "block_mask" not in dense.options("cpu")
+    assert sparse.point("triton", "forward")["features"] == "sparsity=local:2"
+    assert sparse.seen == pytest.approx(dense.seen * 15 / 36)  # 8 tiles a side: 8 and 7 of 36
+    assert sparse.options("cpu")["block_mask"].shape == (1, 1, 8, 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Shape:
     decode: bool = False
     kv_lengths: bool = False
     window: int | None = None  # keys to the left of the diagonal
+    sparsity: str = ""  # a pattern of model/sparsity.py and its blocks, "local:8"
     study: str = "attention"
 
     @property
@@ -43,6 +44,7 @@ class Shape:
     def point(self, implementation: str, passed: str) -> dict[str, Any]:
         """What identifies a row of results/<study>."""
         on = [f"window={self.window}"] * (self.window is not None) + ["kv_lengths"] * self.kv_lengths
+        on += [f"sparsity={self.sparsity}"] * bool(self.sparsity)
         return {
             "study": self.study,
             "implementation": implementation,
@@ -65,12 +67,26 @@ class Shape:
 
     @property
     def seen(self) -> float:
-        """Pairs of query and key, halved for causal as is usual; a window's are counted."""
+        """Pairs of query and key, halved for causal as is usual; a window's are counted, and of a sparse
+        pattern the share of its tiles."""
+        if self.sparsity:
+            from model.sparsity import kept_share
+
+            return replace(self, sparsity="").seen * kept_share(self.kept, self.causal)
         if self.window is None or self.decode:
             keys = self.tokens if self.window is None else min(self.tokens, self.window + 1)
             return self.tq * keys / (2 if self.causal and not self.decode else 1)
         left = sum(min(i, self.window) + 1 for i in range(self.tokens))
         return left if self.causal else left + sum(self.tokens - 1 - i for i in range(self.tokens))
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """The sparse pattern, (T / 128, T / 128)."""
+        from attention.base import MASK_BLOCK
+        from model.sparsity import pattern
+
+        name, _, blocks = self.sparsity.partition(":")
+        return pattern(name, -(-self.tokens // MASK_BLOCK), int(blocks or 4))
 
     def flops(self, passed: str) -> float:
         """4 B H pairs D forward, 2.5 times that backward (five matrix products for two)."""
@@ -90,6 +106,8 @@ class Shape:
         options: dict[str, Any] = {"causal": self.causal}
         if self.window is not None:
             options["window"] = (self.window, 0 if self.causal else -1)
+        if self.sparsity:
+            options["block_mask"] = self.kept.to(device)[None, None]
         if self.kv_lengths:
             options["kv_lengths"] = torch.full((self.batch,), self.tokens, dtype=torch.int32, device=device)
         return options
@@ -119,6 +137,7 @@ class Shape:
         mask = "" if self.decode else "causal " if self.causal else "full "
         more = f" window {self.window}" if self.window is not None else ""
         more += " kv_lengths" if self.kv_lengths else ""
+        more += f" {self.sparsity}" if self.sparsity else ""
         return f"D={self.head_dim} {mask}{what}={self.tokens} B={self.batch} H={heads} {self.dtype}{more}"
 
 
@@ -138,8 +157,10 @@ def points(options: argparse.Namespace, cuda: bool) -> Iterator[tuple[Shape, lis
         for batch in options.batch or [max(1, tokens // t)]:
             if square:
                 window = options.window
-                shape = Shape(batch, heads, options.kv_heads or heads, t, d, causal, dtype, window=window)
-                yield shape, square
+                kv_heads = options.kv_heads or heads
+                for sparsity in options.sparsity or ("",):
+                    more = {"window": window, "sparsity": "" if sparsity == "dense" else sparsity}
+                    yield Shape(batch, heads, kv_heads, t, d, causal, dtype, **more), square
     if "decode" in options.passes:
         heads = options.heads or 32
         lengths = [2**n for n in range(10, 18)] if cuda else [256, 1024]
