@@ -195,12 +195,25 @@ class _Call:
         return ranges
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _blocks_in_bias(options: AttentionOptions, q: Tensor, k: Tensor) -> AttentionOptions:
+    """For few queries: the block mask as a bias of -inf, (1 or B, 1 or Hq, Tq, Tk)."""
+    if options.block_mask is None:
+        return options
+    i, j = (torch.arange(x.shape[2], device=q.device) // MASK_BLOCK for x in (q, k))
+    seen = options.block_mask[:, :, i][..., j]
+    bias = q.new_zeros(()) if options.bias is None else options.bias
+    return options._replace(bias=torch.where(seen, bias, -torch.inf), block_mask=None)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seed: Tensor | None, tuning: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout, lse (B, Hq, Tq) fp32; options as in ops/library.py, and
     tuning = [autotune]."""
     _check(q, k, v)
-    call = _Call(q, k, *options)
-    if q.shape[2] * call.group <= _DECODE_ROWS and call.block_mask is None:
+    few = q.shape[2] * q.shape[1] // k.shape[1] <= _DECODE_ROWS
+    call = _Call(q, k, _blocks_in_bias(options, q, k) if few else options, seed, tuning)
+    if few:
         full = k.shape[0] * k.shape[1] >= 0.9 * multiprocessors(q.device)
         desc = call.kv_lengths is None and _describable(k, v)
         tile = configs.decode_tile(*call.device_facts, full, desc)

@@ -32,6 +32,7 @@ FEATURES = {
     "window": "window",
     "ALiBi": "alibi",
     "documents": "document_ids",
+    "block-sparse": "block_mask",
     "softcap": "softcap",
     "bias": "bias",
     "dropout": "dropout",
