@@ -151,8 +151,8 @@ def test_cells_are_what_is_declared_whatever_is_installed():
     where, dims, *features, deterministic = capabilities.Asked(Odd("odd")).cells()
     assert (where, dims, deterministic) == ("CUDA sm_100 to sm_110: fp16", "to 128, by 8", "-")
     assert dict(zip(capabilities.FEATURES, features, strict=True)) == {
-        "window": "-", "ALiBi": "-", "documents": "-", "softcap": "yes", "bias": "yes, no gradient",
-        "dropout": "-", "kv_lengths": "forward", "GQA": "yes", "lse": "-",
+        "window": "-", "ALiBi": "-", "documents": "-", "block-sparse": "-",
+        "softcap": "yes", "bias": "yes, no gradient", "dropout": "-", "kv_lengths": "forward", "GQA": "yes", "lse": "-",
     }  # fmt: skip
 
 
