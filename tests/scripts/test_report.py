@@ -152,7 +152,8 @@ def test_cells_are_what_is_declared_whatever_is_installed():
     assert (where, dims, deterministic) == ("CUDA sm_100 to sm_110: fp16", "to 128, by 8", "-")
     assert dict(zip(capabilities.FEATURES, features, strict=True)) == {
         "window": "-", "ALiBi": "-", "documents": "-", "block-sparse": "-",
-        "softcap": "yes", "bias": "yes, no gradient", "dropout": "-", "kv_lengths": "forward", "GQA": "yes", "lse": "-",
+        "softcap": "yes", "bias": "yes, no gradient", "dropout": "-", "kv_lengths": "forward", "GQA": "yes",
+        "lse": "-",
     }  # fmt: skip
 
 
