@@ -15,16 +15,18 @@ from torch import Tensor
 from attention import registry
 from attention.auto_table import MEASURED
 from attention.base import (
+    CACHES,
     FEATURES,
     Attention,
     AttentionCall,
     AttentionOptions,
+    CacheView,
     Capabilities,
     Costs,
     Declaration,
     UnsupportedAttention,
 )
-from attention.call import facts_of
+from attention.call import facts_of, facts_of_view
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -109,7 +111,10 @@ class AutoAttention(Attention):
     """Delegates each call to the first implementation in its order that can run it."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset(FEATURES), devices=frozenset(DEFAULT), deterministic_on_request=True
+        features=frozenset(FEATURES),
+        devices=frozenset(DEFAULT),
+        deterministic_on_request=True,
+        caches=frozenset(CACHES),
     )
     declaration: ClassVar[Declaration] = Declaration(chooses="implementations")
     draws_seed: ClassVar[bool] = False  # what it chooses does, if at all
@@ -200,15 +205,22 @@ class AutoAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        chosen = self._chosen_for(q, facts_of(q, k, v, options))
+        return chosen.attend(q, k, v, options, chosen.draw_seed(options.dropout_p, q.device))
+
+    def attend_view(
+        self, q: Tensor, view: CacheView, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._chosen_for(q, facts_of_view(q, view, options)).attend_view(q, view, options)
+
+    def _chosen_for(self, q: Tensor, facts: dict[str, Any]) -> Attention:
         # Lengths may be symbolic while compiling; all that a choice asks of them is one or more, short or
         # long, and which is greater.
-        tk = 1 if k.shape[2] == 1 else SHORT if k.shape[2] <= SHORT else 2 * SHORT
-        tq = tk if q.shape[2] == k.shape[2] else tk - 1 if q.shape[2] < k.shape[2] else tk + 1
-        tq = 1 if q.shape[2] == 1 else tq
-        facts = facts_of(q, k, v, options) | {"batch": 1, "tq": tq, "tk": tk}
-        name = self._pick(q.device.index, torch.compiler.is_compiling(), facts)
-        chosen = self._built[name]
-        return chosen.attend(q, k, v, options, chosen.draw_seed(options.dropout_p, q.device))
+        tq, tk = facts["tq"], facts["tk"]
+        short = 1 if tk == 1 else SHORT if tk <= SHORT else 2 * SHORT
+        queries = short if tq == tk else short - 1 if tq < tk else short + 1
+        facts |= {"batch": 1, "tq": 1 if tq == 1 else queries, "tk": short}
+        return self._built[self._pick(q.device.index, torch.compiler.is_compiling(), facts)]
 
 
 def _brief(reason: str) -> str:

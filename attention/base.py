@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.call import (
+    CACHES,
     FEATURES,
     FLOATS,
     LOW_PRECISION,
@@ -24,7 +25,7 @@ from attention.call import (
     Capabilities,
     UnsupportedAttention,
 )
-from attention.checks import call_key, check_inputs
+from attention.checks import call_key, check_inputs, check_view, view_key
 from attention.declaration import (
     PRODUCTS,
     Compilation,
@@ -36,18 +37,24 @@ from attention.declaration import (
     scores_bytes,
 )
 from attention.geometry import empty_attention, normalise_window
+from ops.cache_view import CACHE_DTYPES, SCALE_DTYPE, CachedTensor, CacheView, quantise, raw
 from ops.options import MASK_BLOCK, AttentionOptions
 
 # The contract is one import, for implementations and for those who ask them.
 __all__ = [
+    "CACHES",
+    "CACHE_DTYPES",
     "FEATURES",
     "FLOATS",
     "LOW_PRECISION",
     "MASK_BLOCK",
     "PRODUCTS",
+    "SCALE_DTYPE",
     "Attention",
     "AttentionCall",
     "AttentionOptions",
+    "CacheView",
+    "CachedTensor",
     "Capabilities",
     "Compilation",
     "Costs",
@@ -57,6 +64,8 @@ __all__ = [
     "UnsupportedAttention",
     "lse_bytes",
     "must_be_deterministic",
+    "quantise",
+    "raw",
     "scores_bytes",
 ]
 DocumentIds = Tensor | tuple[Tensor, Tensor]
@@ -93,6 +102,13 @@ class Attention(nn.Module):
         Inputs are checked and none is empty; `options` are definite (ops/options.py); `dropout_seed` is a 0-d
         int64 tensor on the device (None without dropout).
         """
+        raise NotImplementedError
+
+    def attend_view(
+        self, q: Tensor, view: CacheView, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same against a cache of a kind that `capabilities.caches` names, forward only: `options` say
+        causal, scale, window, softcap and alibi_slopes."""
         raise NotImplementedError
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
@@ -135,8 +151,8 @@ class Attention(nn.Module):
     def forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | CacheView,
+        v: Tensor | None = None,
         *,
         causal: bool = True,
         scale: float | None = None,
@@ -154,7 +170,9 @@ class Attention(nn.Module):
 
         Args:
             q: (B, Hq, Tq, D), any strides with a contiguous last dimension, as k and v.
-            k, v: (B, Hkv, Tk, D), Hq a multiple of Hkv; query head h reads key head h // (Hq / Hkv).
+            k, v: (B, Hkv, Tk, D), Hq a multiple of Hkv; query head h reads key head h // (Hq / Hkv). Or a
+                CacheView in place of both, which has lengths of its own: without a gradient, and without
+                bias, document_ids, kv_lengths, block_mask and dropout.
             causal: query i sees keys j <= i + Tk - Tq (aligned bottom-right).
             scale: of the scores, any number; None is D**-0.5. One of 0 or less copies q.
             window: (left, right), keys seen on each side of the diagonal; -1 or None is unbounded.
@@ -187,6 +205,8 @@ class Attention(nn.Module):
             dropout_p=dropout_p,
             return_lse=return_lse,
         )
+        if type(k) is CacheView:
+            return self._forward_view(q, k, options)
         if not torch.compiler.is_compiling():
             self._check(q, k, v, options)
         if q.numel() == 0 or k.numel() == 0:
@@ -210,6 +230,24 @@ class Attention(nn.Module):
                 out, lse = self.attend(q, k, v, options, seed)
         return (out, lse.detach()) if return_lse else out
 
+    def _forward_view(
+        self, q: Tensor, view: CacheView, options: AttentionOptions
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            key = view_key(q, view, options)
+            if key not in self._allowed:
+                check_view(q, view, options)
+                self.require(AttentionCall.of_view(q, view, options))
+                self._allow(key)
+        scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        options = options._replace(scale=scale, window=normalise_window(options.window))
+        if q.numel() == 0:
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        else:
+            with torch.autocast(q.device.type, enabled=False):
+                out, lse = self.attend_view(q, view, options)
+        return (out, lse) if options.return_lse else out
+
     def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:
         """The seed of one call's dropout, from torch's default generator; None where none is to be drawn."""
         if dropout_p == 0 or not self.draws_seed:
@@ -223,6 +261,9 @@ class Attention(nn.Module):
             return
         check_inputs(q, k, v, options)
         self.require(AttentionCall.of(q, k, v, options))
+        self._allow(key)
+
+    def _allow(self, key: Any) -> None:
         if len(self._allowed) >= 4096:  # a growing cache has a new shape every step
             self._allowed.clear()
         self._allowed.add(key)

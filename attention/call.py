@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.checks import arch_name, dtype_name
 from attention.geometry import normalise_window
 from conf.values import UserError
+from ops.cache_view import CACHE_DTYPES, CacheView
 from ops.options import AttentionOptions
 
 # What a call may ask for beyond plain causal self-attention, and what to change to do without it.
@@ -31,6 +32,8 @@ FEATURES: dict[str, str] = {
     "rectangular": "as many queries as keys",
     "lse": "return_lse=False",
 }
+# Caches that are read in place of k and v (ops/cache_view.py), and what to change to do without one.
+CACHES: dict[str, str] = {"paged": "cache=dense", **dict.fromkeys(CACHE_DTYPES, "cache_dtype=auto")}
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 
@@ -67,6 +70,24 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict
     }
 
 
+def facts_of_view(q: Tensor, view: CacheView, options: AttentionOptions) -> dict[str, Any]:
+    """The same where `view` is read in place of k and v, which has no gradient."""
+    _, kv_heads, capacity, _ = view.k.shape
+    return {
+        "device": q.device.type,
+        "dtype": q.dtype,
+        "batch": q.shape[0],
+        "heads": q.shape[1],
+        "kv_heads": kv_heads,
+        "tq": q.shape[2],
+        "tk": capacity,
+        "head_dim": q.shape[3],
+        "causal": options.causal,
+        "features": (*_features_of(options, False), "kv_lengths"),
+        "cache": tuple(sorted(view.kinds)),
+    }
+
+
 def _features_of(options: AttentionOptions, bias_grad: bool) -> tuple[str, ...]:
     """The features that a call's options ask for; `bias_grad`: whether the bias is to get a gradient."""
     left, right = normalise_window(options.window) or (-1, -1)
@@ -91,7 +112,8 @@ class AttentionCall:
     """A call as known before any tensor exists, so that refusals come at start-up.
 
     `purpose` is training, validation, prefill, decode, or call (made from live tensors); `arch` is the
-    compute capability of a CUDA device, (9, 0), where known; `backward`: whether gradients will be asked for.
+    compute capability of a CUDA device, (9, 0), where known; `backward`: whether gradients will be asked for;
+    `cache`: names of CACHES, where a CacheView is read in place of k and v.
     """
 
     purpose: str
@@ -107,6 +129,7 @@ class AttentionCall:
     causal: bool = True
     features: frozenset[str] = frozenset()
     backward: bool = False
+    cache: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         # The shape implies these, so that no caller can forget them.
@@ -121,6 +144,7 @@ class AttentionCall:
                 f"unknown attention features {sorted(unknown)}; the known ones are {sorted(FEATURES)}"
             )
         object.__setattr__(self, "features", features)
+        object.__setattr__(self, "cache", frozenset(self.cache))
 
     @classmethod
     def of(
@@ -129,6 +153,12 @@ class AttentionCall:
         """The call that `Attention.forward` of these would be."""
         arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
         return cls(purpose=purpose, arch=arch, **facts_of(q, k, v, options))
+
+    @classmethod
+    def of_view(cls, q: Tensor, view: CacheView, options: AttentionOptions) -> AttentionCall:
+        """The call that `Attention.forward` of these would be."""
+        arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
+        return cls(purpose="call", arch=arch, **facts_of_view(q, view, options))
 
     def __str__(self) -> str:
         kind = "the call" if self.purpose == "call" else f"the {self.purpose} call"
@@ -155,6 +185,8 @@ class Capabilities:
     backward: bool = True
     # Features that run forward only.
     no_gradient: frozenset[str] = frozenset()
+    # Names of CACHES that it reads in place of k and v.
+    caches: frozenset[str] = frozenset()
     # The same call gives the same bits, forward and backward: always, or once
     # torch.use_deterministic_algorithms asks for it (PyTorch may then refuse its own operators).
     deterministic: bool = False
@@ -167,6 +199,7 @@ class Capabilities:
     def reasons(self, call: AttentionCall) -> list[str]:
         """Why `call` cannot run, every reason with what to change; empty when it can."""
         reasons = [f"no {f}: needs {FEATURES[f]}" for f in sorted(call.features - self.features)]
+        reasons += [f"no {kind} cache: needs {CACHES[kind]}" for kind in sorted(call.cache - self.caches)]
         if call.device not in self.devices:
             reasons.append(
                 f"no {call.device}: runs on {' and '.join(sorted(self.devices))} (trainer.accelerator)"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.cache_view import CacheView
 from ops.options import MASK_BLOCK, AttentionOptions
 
 
@@ -24,6 +25,11 @@ def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tupl
     settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
     asked = [option if type(option) in _PLAIN else _hashable(option) for option in options]
     return (*settings, _kind(q), _kind(k), _kind(v), *asked)
+
+
+def view_key(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Any, ...]:
+    """The same where `view` is read in place of k and v."""
+    return torch.is_grad_enabled(), _kind(q), *map(_hashable, (*view, *options))
 
 
 _PLAIN = frozenset(
@@ -92,6 +98,36 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
         )
     if options.block_mask is not None:
         _check_block_mask(options.block_mask, q, tk)
+
+
+def check_view(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
+    """Raises ValueError for a call on a CacheView that makes no sense for any implementation."""
+    k, v = view.k, view.v
+    never = ("bias", "document_ids", "kv_lengths", "block_mask")
+    given = [name for name in never if getattr(options, name) is not None]
+    given += ["dropout_p"] * (options.dropout_p > 0)
+    _need(not given, f"{', '.join(given)} with a CacheView, which takes neither: pass k and v")
+    _need(
+        options.scale is None or (math.isfinite(options.scale) and options.scale > 0),
+        f"scale is {options.scale}; with a CacheView it needs a finite number above 0, or None",
+    )
+    _need(
+        not (q.requires_grad and torch.is_grad_enabled()), "q has requires_grad: a CacheView has no gradient"
+    )
+    shapes = f"got q {tuple(q.shape)}, keys {k.shape}, values {v.shape}"
+    _need(q.ndim == 4 and k.shape == v.shape, f"{shapes}; q needs (B, Hq, Tq, D), keys and values one shape")
+    _need(
+        q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0,
+        f"{shapes}; q and the cache need the same batch and head dim, and query heads a multiple of its own",
+    )
+    _need(
+        k.data.dtype == v.data.dtype == q.dtype or k.dtype_name == v.dtype_name is not None,
+        f"got q {q.dtype}, keys {k.data.dtype}, values {v.data.dtype}; they need q's dtype, or 8 or 4 bits",
+    )
+    _need(
+        view.lengths.dtype == torch.int32 and view.lengths.shape == (q.shape[0],),
+        f"lengths are {view.lengths.dtype} {tuple(view.lengths.shape)}; they need torch.int32, (B,)",
+    )
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from attention.base import (
+    CACHES,
     FEATURES,
     PRODUCTS,
     Attention,
     AttentionCall,
     AttentionOptions,
+    CacheView,
     Capabilities,
     Costs,
     Declaration,
@@ -112,7 +114,10 @@ class NaiveAttention(Attention):
     """The specification as a contestant: every option, memory O(T^2)."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset(FEATURES), devices=frozenset({"cpu", "cuda", "mps"}), deterministic=True
+        features=frozenset(FEATURES),
+        devices=frozenset({"cpu", "cuda", "mps"}),
+        deterministic=True,
+        caches=frozenset(CACHES),
     )
 
     declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, writes_scores=True, writes_masks=True)
@@ -144,3 +149,6 @@ class NaiveAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return naive_attention(q, k, v, options, dropout_seed)
+
+    def attend_view(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        return naive_attention(q, *view.tensors(), options._replace(kv_lengths=view.lengths))

@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from attention.base import (
+    CACHES,
     FEATURES,
     PRODUCTS,
     Attention,
     AttentionCall,
     AttentionOptions,
+    CachedTensor,
+    CacheView,
     Capabilities,
     Costs,
     Declaration,
@@ -72,7 +75,7 @@ class _Problem:
     """
 
     q: Tensor
-    k: Tensor
+    k: Tensor | CachedTensor
     options: AttentionOptions
     document_ids: tuple[Tensor | None, Tensor | None]
     dropout_seed: Tensor | None
@@ -80,7 +83,12 @@ class _Problem:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, options: AttentionOptions, seed: Tensor | None, blocks: list[int]
+        cls,
+        q: Tensor,
+        k: Tensor | CachedTensor,
+        options: AttentionOptions,
+        seed: Tensor | None,
+        blocks: list[int],
     ) -> _Problem:
         return cls(q, k, options, options.document_ids or (None, None), seed, tuple(blocks))
 
@@ -141,9 +149,11 @@ class _Problem:
         x = x[:, :, rows.start : rows.stop].to(self.dtype)
         return x.reshape(x.shape[0], self.k.shape[1], -1, x.shape[-1])
 
-    def keys(self, x: Tensor, cols: range) -> Tensor:
+    def keys(self, x: Tensor | CachedTensor, cols: range) -> Tensor:
         """The cols of k or v: (B, Hkv, Tk, D) -> (B, Hkv, cols, D)."""
-        x = x[:, :, cols.start : cols.stop].to(self.dtype)
+        cached = isinstance(x, CachedTensor)
+        x = x.tokens(cols.start, cols.stop) if cached else x[:, :, cols.start : cols.stop]
+        x = x.to(self.dtype)
         return x if self.options.kv_lengths is None else blank_beyond(x, self.options.kv_lengths - cols.start)
 
     def per_head(self, x: Tensor, rows: range) -> Tensor:
@@ -197,7 +207,9 @@ def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
     return bias[..., cols.start : cols.stop] if bias.shape[3] > 1 else bias
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
+def tiled_forward(
+    q: Tensor, k: Tensor | CachedTensor, v: Tensor | CachedTensor, *options
+) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D), lse (B, Hq, Tq); `options` as in ops/library.py, tuning = [block_q, block_k]."""
     problem = _Problem.of(q, k, *options)
     batch, heads, tq, _ = q.shape
@@ -274,7 +286,9 @@ class TiledAttention(Attention):
             tiles lose at 4096 (64 x 64: 1386 ms), larger ones at 256 (256 x 256: 46 ms).
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(FEATURES), deterministic=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset(FEATURES), deterministic=True, caches=frozenset(CACHES)
+    )
 
     declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, launches_each_tile=True)
 
@@ -300,3 +314,7 @@ class TiledAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return _tiled(q, k, v, options, dropout_seed, [self.block_q, self.block_k])
+
+    def attend_view(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        options = options._replace(kv_lengths=view.lengths)
+        return tiled_forward(q, view.k, view.v, options, None, [self.block_q, self.block_k])

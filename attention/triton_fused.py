@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from attention.base import (
+    CACHES,
     FEATURES,
     LOW_PRECISION,
     Attention,
     AttentionCall,
     AttentionOptions,
+    CacheView,
     Capabilities,
     Compilation,
     Costs,
@@ -22,7 +24,7 @@ from attention.base import (
     Kernels,
 )
 from attention.declaration import lse_bytes, row_bytes
-from ops.library import register_attention
+from ops.library import register_attention, register_cached_attention
 from ops.triton.interpret import INTERPRETED
 
 
@@ -41,6 +43,13 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return backward(*args)
 
 
+def _cached(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    from ops.triton.attend_cache import attend_cache
+
+    with _on_device_of(q):
+        return attend_cache(q, view, options)
+
+
 def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be that of the tensors."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
@@ -48,6 +57,7 @@ def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 _triton = register_attention("triton", _forward, _backward)
+_triton_cached = register_cached_attention("triton_cached", _cached)
 
 
 class TritonAttention(Attention):
@@ -65,6 +75,7 @@ class TritonAttention(Attention):
         min_arch=(8, 0),
         max_head_dim=256,
         deterministic=True,
+        caches=frozenset(CACHES),
     )
 
     declaration: ClassVar[Declaration] = Declaration(
@@ -108,9 +119,14 @@ class TritonAttention(Attention):
             reasons.append(
                 "triton is not installed: CUDA builds of torch bring it along (pip install triton)"
             )
+        if "fp8" in call.cache and call.arch is not None and call.arch < (8, 9):
+            reasons.append("no fp8 cache below sm_89, which has such numbers: needs cache_dtype=int8 or int4")
         return reasons
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return _triton(q, k, v, options, dropout_seed, [int(self.autotune)])
+
+    def attend_view(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        return _triton_cached(q, view, options)

@@ -20,10 +20,12 @@ def attention_call(
     device: torch.device,
     dtype: torch.dtype,
     document_ids: bool = False,
+    cache: frozenset[str] = frozenset(),
 ) -> AttentionCall:
     """The call of every layer for `purpose`: training | validation | prefill | decode.
 
-    tokens: T of the input; for decode, the capacity of the cache that one query token looks at."""
+    tokens: T of the input; for decode, the capacity of the cache that one query token looks at.
+    cache: what decoding reads in place of k and v (attention/call.py), if it does."""
     features = {
         "window": config.window is not None,
         "softcap": config.softcap is not None,
@@ -50,6 +52,7 @@ def attention_call(
         causal=config.causal,
         features=frozenset(name for name, used in features.items() if used),
         backward=purpose == "training",
+        cache=cache if purpose == "decode" else frozenset(),
     )
 
 

@@ -118,7 +118,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             kv_lengths = cache.kv_lengths
             k, v = cache.update(layer, k, v)
-            attention = cache.attention if kv_lengths is not None else attention
+            attention = cache.attention if cache.decoding else attention
         out = attention(
             q,
             k,

@@ -68,6 +68,11 @@ class KVCache:
         """(B,) int32 keys that count once the token about to be decoded is written; None in prefill."""
         return self.next_lengths if self._prompt is None else None
 
+    @property
+    def decoding(self) -> bool:
+        """Whether the next call's queries see what is held, and `attention` computes it."""
+        return self._prompt is None
+
     def prefill(self, lengths: Tensor, rows: Tensor | None = None) -> None:
         """Announce that the next call brings `rows` (all of them by default) anew: prompts of `lengths` (R,)
         tokens, right-padded to one T. The other rows stay as they are."""

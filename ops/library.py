@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.cache_view import CachedTensor, CacheView
 from ops.options import AttentionOptions, flattened, gathered
 
 # What `flattened` makes of AttentionOptions: window_left and window_right are the band around the diagonal,
@@ -79,6 +80,41 @@ def register_attention(
         tuning: list[int],
     ) -> tuple[Tensor, Tensor]:
         return forward_op(q, k, v, *flattened(options, dropout_seed, tuning))
+
+    return call
+
+
+def register_cached_attention(
+    name: str, forward: Callable[[Tensor, CacheView, AttentionOptions], tuple[Tensor, Tensor]]
+) -> Callable[[Tensor, CacheView, AttentionOptions], tuple[Tensor, Tensor]]:
+    """Registers tilegpt::`name`, attention of q to a CacheView, forward only; gives it as
+    `call(q, view, options)` with definite AttentionOptions: band, scale, softcap and slopes of them."""
+    _LIBRARY.define(
+        f"{name}(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? table, "
+        "Tensor lengths, Tensor? alibi_slopes, float scale, int window_left, int window_right, "
+        "float softcap) -> (Tensor, Tensor)"
+    )
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any, table: Any, lengths: Tensor, *flat: Any
+    ) -> tuple[Tensor, Tensor]:
+        view = CacheView(CachedTensor(k, k_scale, table), CachedTensor(v, v_scale, table), lengths)
+        slopes, scale, left, right, softcap = flat
+        window = (left, -1 if right == 0 else right)
+        return forward(
+            q, view, AttentionOptions(right == 0, scale, window, softcap or None, alibi_slopes=slopes)
+        )
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"tilegpt::{name}", lambda q, k, v, *rest: _fake_forward(q, k, v), lib=_LIBRARY
+    )
+    op = getattr(torch.ops.tilegpt, name).default
+
+    def call(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        (k, k_scale, table), (v, v_scale, _), lengths = view
+        of = options.alibi_slopes, options.scale, *options.band, options.softcap or 0.0
+        return op(q, k, v, k_scale, v_scale, table, lengths, *of)
 
     return call
 

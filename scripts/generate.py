@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CONFIG = ROOT / "conf" / "generate.yaml"
 KINDS: dict[str, Any] = {
-    **dict.fromkeys(("ckpt", "runs_dir", "prompt", "prompt_file", "device", "precision"), str),
+    **dict.fromkeys(("ckpt", "runs_dir", "prompt", "prompt_file", "device", "precision", "cache_dtype"), str),
     **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
     **dict.fromkeys(("temperature", "top_p"), float),
     **dict.fromkeys(("kv_cache", "compile"), bool),
@@ -141,7 +141,14 @@ def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
     return where, dtypes[precision]
 
 
-def decoding_attention(cfg: Any, model: GPT, batch: int, tokens: int, compiled: bool = False) -> Attention:
+def decoding_attention(
+    cfg: Any,
+    model: GPT,
+    batch: int,
+    tokens: int,
+    compiled: bool = False,
+    cache: frozenset[str] = frozenset(),
+) -> Attention:
     """What decodes: `attention.decode`, else the run's own attention where it can, else auto's choice."""
     from attention.auto import AutoAttention
     from conf.compose import build_attention
@@ -149,7 +156,13 @@ def decoding_attention(cfg: Any, model: GPT, batch: int, tokens: int, compiled: 
 
     own, weight = model.transformer.h[0].attn.attention, model.lm_head.weight
     call = attention_call(
-        model.config, "decode", batch=batch, tokens=tokens, device=weight.device, dtype=weight.dtype
+        model.config,
+        "decode",
+        batch=batch,
+        tokens=tokens,
+        device=weight.device,
+        dtype=weight.dtype,
+        cache=cache,
     )
     asked = cfg.attention.get("decode")
     chosen = build_attention(cfg, asked) if asked else own
@@ -194,6 +207,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
     from model.generation.generate import checked, generate, require_all
+    from model.generation.view_cache import cache_kinds
     from scripts.measure.instruments.streaming import Terminal
 
     texts = read_prompts(options)
@@ -212,14 +226,15 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     cached, decoding = options["kv_cache"], None
     require_all(model, None, len(prompts), capacity, capacity)  # refusals come before anything else is said
     if cached:
-        decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"])
-        require_all(model, decoding, len(prompts), capacity, capacity)
+        kinds = cache_kinds(options["cache_dtype"], model.config.head_size)
+        decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"], kinds)
+        require_all(model, decoding, len(prompts), capacity, capacity, options["cache_dtype"])
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
     result = generate(
         model,
         prompts,
         **sampling,
-        **{key: options[key] for key in ("seed", "kv_cache", "compile")},
+        **{key: options[key] for key in ("seed", "kv_cache", "compile", "cache_dtype")},
         eot=tokenizer.eot,
         on_token=terminal.on_token,
         decode_attention=decoding,

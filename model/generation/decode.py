@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention.base import Attention
 from conf.values import UserError
+from model.generation.view_cache import QuantisedCache
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
@@ -143,6 +144,15 @@ def encode(
     return model.forward(tokens, cache=cache, last=lengths - 1)
 
 
+def dense_cache(model: GPT, rows: int, capacity: int, attention: Attention, cache_dtype: str) -> KVCache:
+    """What decoding fills: `rows` of up to `capacity` tokens, in the model's dtype or quantised."""
+    config, device = model.config, model.lm_head.weight.device
+    shape = config.n_layer, rows, config.kv_heads, capacity, config.head_size
+    if cache_dtype == "auto":
+        return KVCache(*shape, attention=attention, dtype=compute_dtype(model), device=device)
+    return QuantisedCache(*shape, attention=attention, kind=cache_dtype, device=device)
+
+
 class Decoder:
     """Decoding over a static cache. A step is forward, choice and feeding back, all on the device: on CUDA
     one graph, captured once and replayed for every token.
@@ -150,20 +160,9 @@ class Decoder:
     The graph attends to the whole allocation, which is made to measure: graphs for shorter parts of it would
     at best halve the reads of an implementation that does not stop at `kv_lengths`, at a compilation each."""
 
-    def __init__(self, model: GPT, rows: Rows, capacity: int, attention: Attention, compile: bool):
-        config, weight = model.config, model.lm_head.weight
-        device = weight.device
-        self.model, self.rows = model, rows
-        self.cache = KVCache(
-            config.n_layer,
-            len(rows.index),
-            config.kv_heads,
-            capacity,
-            config.head_size,
-            attention=attention,
-            dtype=compute_dtype(model),
-            device=device,
-        )
+    def __init__(self, model: GPT, rows: Rows, cache: KVCache, compile: bool):
+        device = model.lm_head.weight.device
+        self.model, self.rows, self.cache = model, rows, cache
         self.advance = compiled_decode_step() if compile else decode_step
         self.graph = self.capture() if device.type == "cuda" else None
         if compile and self.graph is None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from attention.base import Attention
 from conf.values import UserError
 from model.calls import attention_call, require
-from model.generation.decode import Decoder, Rows, Sampling, compute_dtype, encode
+from model.generation.decode import Decoder, Rows, Sampling, compute_dtype, dense_cache, encode
+from model.generation.view_cache import cache_kinds
 from model.gpt import GPT
 
 OnToken = Callable[[int, int], bool | None]
@@ -148,7 +149,9 @@ def checked(
     return sampling, checked_prompts(prompts, model.config.vocab_size, eot)
 
 
-def require_all(model: GPT, decoding: Attention | None, batch: int, tokens: int, capacity: int) -> None:
+def require_all(
+    model: GPT, decoding: Attention | None, batch: int, tokens: int, capacity: int, cache_dtype: str = "auto"
+) -> None:
     """Refuse at start-up what the model's attention, or the one that decodes, cannot do."""
     own, device = model.transformer.h[0].attn.attention, model.lm_head.weight.device
     call = functools.partial(
@@ -156,7 +159,8 @@ def require_all(model: GPT, decoding: Attention | None, batch: int, tokens: int,
     )
     require(own, [call("prefill", tokens=tokens)])
     if decoding is not None:
-        require(decoding, [call("decode", tokens=capacity)])
+        kinds = cache_kinds(cache_dtype, model.config.head_size)
+        require(decoding, [call("decode", tokens=capacity, cache=kinds)])
 
 
 def clock(device: torch.device) -> float:
@@ -181,6 +185,7 @@ def generate(
     kv_cache: bool = True,
     decode_attention: Attention | None = None,
     compile: bool = False,
+    cache_dtype: str = "auto",
 ) -> Generated:
     """`max_new_tokens` more tokens of every prompt, or as many as come before the row stops.
 
@@ -191,6 +196,8 @@ def generate(
     kv_cache: False computes the whole window for every token, to compare.
     decode_attention: decodes instead of the model's own attention.
     compile: compile the decoding step, with one compilation per batch size and cache capacity.
+    cache_dtype: of keys and values in the cache: auto, the model's; fp8, int8 or int4, quantised as written.
+        A prompt attends to its own as computed.
 
     Device and dtype are the model's. Raises UserError, and UnsupportedAttention before anything runs."""
     config, device = model.config, model.lm_head.weight.device
@@ -200,7 +207,7 @@ def generate(
     longest = min(config.seq_len, max(lengths) + max_new_tokens - 1)
     capacity = -(-longest // 128) * 128
     decoding = (decode_attention or model.transformer.h[0].attn.attention) if kv_cache else None
-    require_all(model, decoding, len(prompts), longest, capacity)
+    require_all(model, decoding, len(prompts), longest, capacity, cache_dtype)
 
     training = model.training
     model.eval()
@@ -208,7 +215,10 @@ def generate(
         with torch.cuda.device_of(model.lm_head.weight):
             times = [clock(device)]
             rows = Rows(prompts, max_new_tokens, model, sampling, seed)
-            decoder = None if decoding is None else Decoder(model, rows, capacity, decoding, compile)
+            decoder = None
+            if decoding is not None:
+                cache = dense_cache(model, len(prompts), capacity, decoding, cache_dtype)
+                decoder = Decoder(model, rows, cache, compile)
             reader = Reader(len(prompts), max_new_tokens, device, eot, on_token)
             if device.type == "cuda":
                 encode_all(model, rows, decoder, lengths)  # compiles and loads kernels: set-up, not speed

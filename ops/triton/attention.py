@@ -244,7 +244,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
     return out, lse
 
 
-def _splits(programs: int, slots: int, n_tiles: int) -> int:
+def key_splits(programs: int, slots: int, n_tiles: int) -> int:
     """Into how many parts the keys are split: the fewest within 97% of the best use of waves of `slots`."""
     most = max(1, min(n_tiles, triton.cdiv(2 * slots, programs), _MOST_SPLITS))
     use = [programs * s / (triton.cdiv(programs * s, slots) * slots) for s in range(1, most + 1)]
@@ -255,7 +255,7 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     out = empty_as(q)
     lse = q.new_empty((batch, heads, tq), dtype=torch.float32)
-    splits = _splits(batch * kv_heads, tile.programs * multiprocessors(q.device), triton.cdiv(tk, tile.n))
+    splits = key_splits(batch * kv_heads, tile.programs * multiprocessors(q.device), triton.cdiv(tk, tile.n))
     args = tuple(_described(x, tile.n, call.block_d) for x in (k, v)) if tile.desc else (k, v)
     to, to_lse = out, lse
     if splits > 1:

@@ -21,7 +21,8 @@ from ops.triton import configs
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine.
+    """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine; or cached, of
+    ops/triton/attend_cache.py: one query of each row, `extras` fp8, int8 or int4 and paged too.
 
     `masked`: causal; `extras`: softcap, alibi, bias, dropout, document_ids, kv_lengths, block_mask, pointers
     (tensors that descriptors cannot load); `split`: whether decode splits the keys.
@@ -50,6 +51,10 @@ class Build:
     @property
     def tile(self) -> configs.Tile | configs.DecodeTile:
         facts = self.arch, self.bits, self.block_d
+        if self.kind == "cached":
+            from ops.triton.attend_cache import cache_tile
+
+            return cache_tile(4, self.bits, self.block_d)
         if self.kind in ("decode", "combine"):
             return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
         return configs.tile(self.kind, *facts, self.masked, self.heavy)
@@ -79,9 +84,10 @@ INSTRUCTIONS = {
 
 
 def _kernel(kind: str) -> Any:
-    from ops.triton import backward, backward_dq, decode, forward
+    from ops.triton import backward, backward_dq, cached, decode, forward
 
     return {
+        "cached": cached._tilegpt_attend_cache,
         "forward": forward._tilegpt_attention_forward,
         "dkdv": backward._tilegpt_attention_backward_dkdv,
         "dq": backward_dq._tilegpt_attention_backward_dq,
@@ -94,6 +100,13 @@ def _constants(build: Build) -> dict[str, Any]:
     tile, sizes = build.tile, {"D": build.head_dim, "BLOCK_D": build.block_d}
     if build.kind == "combine":
         return sizes | {"SPLITS": 128, "PDL": tile.pdl}
+    if build.kind == "cached":
+        int4 = "int4" in build.extras
+        part = build.block_d // 2 if int4 else build.block_d
+        shape = {"GROUP": 4, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "PART": part, "PARTS": 1 + int4}
+        masks = {"HAS_LEFT": False, "HAS_RIGHT": build.masked, "SOFTCAP": "softcap" in build.extras}
+        how = {"EXACT": build.bits == 32, "SPLIT": build.split, "PDL": build.split and build.arch >= (9, 0)}
+        return {"D": build.head_dim, "PAGE": 16 * ("paged" in build.extras)} | shape | masks | how
     constants = sizes | {
         "GROUP": 1,
         "BLOCK_N": tile.n,
@@ -125,17 +138,32 @@ OPTIONAL = {
 }
 
 
+STORED = {"fp8": "*fp8e4nv", "int8": "*i8", "int4": "*u8"}
+CACHED = {"k_scale": "*bf16", "v_scale": "*bf16", "table": "*i32", "kv_lengths": "*i32"}
+
+
+def _absent(name: str, build: Build) -> bool:
+    if build.kind == "cached" and name in CACHED:
+        needs = {"k_scale": STORED, "v_scale": STORED, "table": {"paged"}, "kv_lengths": None}[name]
+        return needs is not None and not set(needs) & set(build.extras)
+    return name in OPTIONAL and OPTIONAL[name][0] not in build.extras
+
+
 def _type(name: str, build: Build, constants: dict[str, Any]) -> str:
     """The argument's type, as Triton writes it."""
     dtype = "bf16" if build.bits == 16 else "fp32"
+    if build.kind == "cached" and name in CACHED:
+        return CACHED[name]
+    if build.kind == "cached" and name in ("k", "v"):
+        return next((STORED[kind] for kind in build.extras if kind in STORED), f"*{dtype}")
     if name in OPTIONAL:
         return OPTIONAL[name][1].format(dtype=dtype)
-    if name in ("k", "v") or (name in ("q", "dout") and build.kind != "decode"):
+    if name in {"decode": ("k", "v"), "cached": ()}.get(build.kind, ("q", "k", "v", "dout")):
         rows = constants["BLOCK_N" if name in ("k", "v") else "BLOCK_M"]
-        described = f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
-        return described if constants["DESC"] else f"*{dtype}"
+        descriptor = f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
+        return descriptor if constants["DESC"] else f"*{dtype}"
     statistics = ("lse", "lse2", "delta", "parts", "statistics")
-    if name in statistics or (name == "out" and build.kind == "decode" and build.split):
+    if name in statistics or (name == "out" and build.kind in ("decode", "cached") and build.split):
         return "*fp32"
     if name in ("q", "out", "dq", "dk", "dv"):
         return f"*{dtype}"
@@ -151,12 +179,12 @@ def compiled(build: Build) -> Compiled:
     kernel, constants = _kernel(build.kind), _constants(build)
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
-        absent = name in OPTIONAL and OPTIONAL[name][0] not in build.extras
-        if name in constants or absent:
+        if name in constants or _absent(name, build):
             signature[name], constexprs[(index,)] = "constexpr", constants.get(name)
             continue
         signature[name] = _type(name, build, constants)
-        stride = name.endswith(("_b", "_h", "_t")) and not name.startswith(("bias", "blocks"))
+        stride = name.endswith(("_b", "_h", "_t", "_n", "_p"))
+        stride = stride and not name.startswith(("bias", "blocks", "table"))
         if signature[name].startswith("*") or stride:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs, attributes)

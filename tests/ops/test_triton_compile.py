@@ -136,3 +136,17 @@ def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(SHARED_BYTES, (8, 9), 1000)
     with pytest.raises(AssertionError, match=r"forward sm_89 16 bits D=64.*registers.*of 1000 bytes"):
         check([build("forward", (8, 9), 16, 64, True)])
+
+
+@pytest.mark.parametrize("stored", ["", "fp8", "int8", "int4"])
+def test_the_cached_kernel_compiles_where_its_numbers_exist(stored: str) -> None:
+    """In blocks and not; no tile spills, and 4 bits become 16 by logical operations of two at once."""
+    builds = [
+        build("cached", arch, 16, 128, True, *[stored] * bool(stored), *paged)
+        for arch in ((8, 0), (9, 0))
+        for paged in ((), ("paged",))
+        if stored != "fp8" or arch >= (8, 9)
+    ]
+    for got in check(builds):
+        assert got["instructions"]["mma"] and got["instructions"]["cp.async"], got
+    check([build("cached", (9, 0), 16, d, True, *[stored] * bool(stored), "paged") for d in (64, 256)])

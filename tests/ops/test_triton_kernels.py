@@ -67,7 +67,7 @@ def test_split_keys_are_the_plain_kernel(
         options = {"kv_lengths": torch.tensor(options["kv_lengths"], dtype=torch.int32, device=device)}
     results, asked = {}, []
     for splits in (0, 1, 2, 3, 7, 16):
-        monkeypatch.setattr(attention, "_splits", lambda *a, n=splits: asked.append(n) or n)
+        monkeypatch.setattr(attention, "key_splits", lambda *a, n=splits: asked.append(n) or n)
         monkeypatch.setattr(attention, "_DECODE_ROWS", 64 if splits else 0)
         torch.manual_seed(3)
         results[splits] = computed(q, k, v, **options)
@@ -78,13 +78,13 @@ def test_split_keys_are_the_plain_kernel(
 
 
 def test_the_number_of_splits() -> None:
-    from ops.triton.attention import _MOST_SPLITS, _splits
+    from ops.triton.attention import _MOST_SPLITS, key_splits
 
     # 100 programs: 5 parts fill 500 of 2 x 264 slots, 2 parts 200 of 264.
-    found = {programs: _splits(programs, 264, 512) for programs in (8, 32, 64, 100, 264)}
+    found = {programs: key_splits(programs, 264, 512) for programs in (8, 32, 64, 100, 264)}
     assert found == {8: 33, 32: 8, 64: 4, 100: 5, 264: 1}
-    assert _splits(programs=1, slots=264, n_tiles=3) == 3  # no more parts than tiles
-    assert _splits(programs=1, slots=1000, n_tiles=10**6) <= _MOST_SPLITS
+    assert key_splits(programs=1, slots=264, n_tiles=3) == 3  # no more parts than tiles
+    assert key_splits(programs=1, slots=1000, n_tiles=10**6) <= _MOST_SPLITS
 
 
 @pytest.mark.parametrize("tq", [1, 200])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention import registry
 from attention.base import Attention
-from model.generation.decode import Decoder, Rows, Sampling, encode
+from model.generation.decode import Decoder, Rows, Sampling, dense_cache, encode
 from model.generation.generate import advance
 from model.gpt import GPT
 from scripts.measure.instruments.contestants import captured
@@ -79,7 +79,8 @@ class Cached:
     def __init__(self, net: GPT, attention: Attention, tokens: list[int], capacity: int):
         self.net = net
         self.rows = Rows([tokens], SPARE, net, GREEDY, 0)
-        self.decoder = Decoder(net, self.rows, capacity, attention, compile=False)
+        cache = dense_cache(net, 1, capacity, attention, "auto")
+        self.decoder = Decoder(net, self.rows, cache, compile=False)
         self.held = self.rows.prompt_lengths - 1
         if len(tokens) > 1:
             encode(net, self.rows, [0], [0], [len(tokens) - 1], self.decoder.cache)

@@ -1,0 +1,95 @@
+"""Launches the kernel of ops/triton/cached.py: the function behind torch.ops.tilegpt.triton_cached."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+from torch import Tensor
+
+from ops.cache_view import CacheView
+from ops.library import empty_as
+from ops.options import AttentionOptions
+from ops.order import multiprocessors
+from ops.triton.attention import key_splits
+from ops.triton.cached import _tilegpt_attend_cache
+from ops.triton.common import FP32_PART
+from ops.triton.decode import _tilegpt_decode_combine
+from ops.triton.interpret import INTERPRETED
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheTile:
+    """Rows (queries times heads of a group) and keys of a tile; programs that share a multiprocessor."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def cache_tile(rows: int, bits: int, block_d: int) -> CacheTile:
+    """rows: queries times heads of a group; bits: of a number of q."""
+    m = min(64, max(16, triton.next_power_of_2(rows)))
+    if INTERPRETED:
+        return CacheTile(m, 32, 4, 1, 2)
+    if bits == 32:
+        return CacheTile(min(m, 32), 32, 4, 1, 2)
+    if m > 16:
+        return CacheTile(m, 64 if block_d <= 128 else 32, 4, 2, 2)
+    return CacheTile(m, 64 if block_d <= 128 else 32, 4, 3, 2)
+
+
+def attend_cache(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Tq, D) in q's dtype and layout, lse (B, Hq, Tq) fp32; definite options."""
+    rows, block_d = q.shape[2] * (q.shape[1] // view.k.data.shape[1]), triton.next_power_of_2(q.shape[3])
+    return run(q, view, options, cache_tile(rows, 8 * q.element_size(), block_d))
+
+
+def run(q: Tensor, view: CacheView, options: AttentionOptions, tile: CacheTile) -> tuple[Tensor, Tensor]:
+    (k, k_scale, table), v = view.k, view.v
+    (batch, heads, tq, head_dim), (kv_heads, block) = q.shape, k.shape[1:3]
+    if k.stride() != v.data.stride() or k.stride(3) != 1 or q.stride(3) != 1:
+        raise ValueError(
+            f"attention=triton got a cache with strides {k.stride()} and {v.data.stride()}, q {q.stride()}; "
+            "it needs keys and values of one layout, and contiguous last dimensions"
+        )
+    exact, group = q.dtype == torch.float32, heads // kv_heads
+    if view.k.dtype_name == "int4":
+        part, parts = max(16, triton.next_power_of_2(head_dim // 2)), 2
+    else:
+        block_d = max(16, triton.next_power_of_2(head_dim))
+        part = min(block_d, FP32_PART.value) if exact and k_scale is None else block_d
+        parts = block_d // part
+    left, right = options.band
+    longest = tq + view.k.shape[2]  # beyond it a bound says nothing, and 32 bits hold what is left
+    m_tiles = triton.cdiv(tq * group, tile.m)
+    programs, slots = batch * kv_heads * m_tiles, tile.programs * multiprocessors(q.device)
+    splits = key_splits(programs, slots, triton.cdiv(view.k.shape[2], tile.n))
+    out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
+    to, to_lse = out, lse
+    if splits > 1:
+        to = q.new_empty((splits, batch, heads, tq, head_dim), dtype=torch.float32)
+        to_lse = q.new_empty((2, splits, batch, heads, tq), dtype=torch.float32)
+    pdl = splits > 1 and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    slopes = None if options.alibi_slopes is None else options.alibi_slopes.contiguous()
+    softcap = options.softcap or 0.0
+    _tilegpt_attend_cache[(splits * programs,)](
+        q, k, v.data, k_scale, v.scale, table, view.lengths, slopes, to, to_lse,
+        *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if k_scale is None else k_scale.stride()[:3]),
+        0 if table is None else table.stride(0), *out.stride()[:3],
+        kv_heads, tq, splits, m_tiles, min(left, longest), min(right, longest), options.scale, softcap,
+        group, head_dim, part, parts, 0 if table is None else block, tile.m, tile.n,
+        HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, SOFTCAP=(softcap > 0) + (softcap > 64),
+        EXACT=exact, SPLIT=splits > 1, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        n_rows = batch * heads * tq
+        _tilegpt_decode_combine[(n_rows,)](
+            to, to_lse, out, lse, *out.stride()[:3], heads, tq, splits, n_rows, 1.0,
+            head_dim, triton.next_power_of_2(head_dim), triton.next_power_of_2(splits), pdl,
+            num_warps=4 if splits <= 32 else 8, **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return out, lse

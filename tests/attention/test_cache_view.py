@@ -1,0 +1,161 @@
+"""Attention to a cache in place of k and v: every kind, by all that declare it, against the definition."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention.base import CACHES, CachedTensor, CacheView, UnsupportedAttention, quantise, raw
+from attention.naive import NaiveAttention
+from ops.cache_view import CACHE_DTYPES, dequantise
+from scripts.accuracy import error_ratios
+from tests.grid import NAMES, build
+
+KINDS = (None, *CACHE_DTYPES)
+READERS = [name for name in NAMES if build(name).capabilities.caches == frozenset(CACHES) and name != "naive"]
+OPTIONS = {
+    "plain": {},
+    "window": {"window": (9, 0)},
+    "alibi_softcap": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.02]), "softcap": 5.0},
+}
+
+
+def stored(x: Tensor, kind: str | None) -> tuple[Tensor, Tensor | None]:
+    """(data, scale (B, Hkv, parts, T)) of x (B, Hkv, T, D)."""
+    if kind is None:
+        return x, None
+    data, scale = quantise(x, kind)
+    return data, scale.transpose(-2, -1).contiguous()
+
+
+def paged(data: Tensor, scale: Tensor | None, table: Tensor, block: int) -> CachedTensor:
+    """A dense cache cut into the blocks that `table` (B, n) names, each written by itself."""
+    batch, heads, _, width = data.shape
+    n = int(table.max()) + 1
+    blocks = torch.zeros(n, heads, block, width, dtype=data.dtype, device=data.device)
+    scales = None if scale is None else scale.new_zeros(n, heads, scale.shape[2], block)
+    for row, j in itertools.product(range(batch), range(table.shape[1])):
+        at = slice(j * block, (j + 1) * block)
+        raw(blocks)[table[row, j]] = raw(data)[row, :, at]
+        if scales is not None:
+            scales[table[row, j]] = scale[row, :, :, at]
+    return CachedTensor(blocks, scales, table)
+
+
+def make(kind: str | None, block: int | None, tq: int, dtype: torch.dtype = torch.float32, **shape):
+    """q, a view of up to 96 tokens a row in whatever blocks, and what it holds as k and v in fp32."""
+    g = torch.Generator().manual_seed(tq)
+    batch, heads, kv_heads, dim = 3, shape.get("heads", 4), 2, shape.get("dim", 32)
+    q, k, v = (
+        torch.randn(batch, n, t, dim, generator=g).to(dtype)
+        for n, t in ((heads, tq), (kv_heads, 96), (kv_heads, 96))
+    )
+    lengths = torch.tensor([96, tq, max(tq, 33)], dtype=torch.int32)
+    sides, whole = [], []
+    table = None
+    if block is not None:
+        table = 1 + torch.randperm(batch * 96 // block, generator=g).view(batch, -1).to(torch.int32)
+    for x in (k, v):
+        data, scale = stored(x, kind)
+        whole.append(x.float() if scale is None else dequantise(data, scale.transpose(-2, -1)))
+        sides.append(CachedTensor(data, scale) if block is None else paged(data, scale, table, block))
+    return q, CacheView(*sides, lengths), *whole
+
+
+@given(
+    st.sampled_from(sorted(CACHE_DTYPES)),
+    st.integers(0, 2**31),
+    st.floats(1e-20, 1e20),
+    st.sampled_from([2, 10, 64]),
+)
+def test_quantised_to_within_half_a_step(kind, seed, size, dim):
+    x = torch.randn(5, dim, generator=torch.Generator().manual_seed(seed)) * size
+    x[0] = 0
+    data, scale = quantise(x, kind)
+    parts = scale.shape[-1]
+    largest = CACHE_DTYPES[kind][1]
+    back = dequantise(data, scale)
+    # bf16's rounding of a scale moves the ends of the range by 1 / 256 of it
+    step = x.unflatten(-1, (parts, -1)).abs().amax(-1, keepdim=True) / largest
+    off = (back - x).unflatten(-1, (parts, -1)).abs()
+    allowed = step * (0.51 + largest / 256) if kind != "fp8" else off.new_full((), torch.inf)
+    relative = x.unflatten(-1, (parts, -1)).abs() / 16 + step  # e4m3 rounds to a sixteenth
+    assert (off <= torch.minimum(allowed, allowed if kind != "fp8" else relative)).all()
+    assert not back[0].any()
+    assert data.shape[-1] == (dim // 2 if kind == "int4" else dim)
+
+
+@pytest.mark.parametrize("block", [None, 16], ids=["dense", "paged"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_naive_reads_what_was_written(kind, block):
+    for name, tq in itertools.product(OPTIONS, (1, 7)):
+        q, view, k, v = make(kind, block, tq)
+        assert torch.equal(torch.stack(view.tensors()), torch.stack((k, v)))
+        out = NaiveAttention()(q, view, **OPTIONS[name])
+        expected = NaiveAttention()(q, k, v, kv_lengths=view.lengths, **OPTIONS[name])
+        torch.testing.assert_close(out, expected)
+
+
+def cases():
+    for name, kind, block in itertools.product(READERS, KINDS, (None, 16)):
+        for options, tq in itertools.product(OPTIONS, (1, 7)):
+            few = options == "plain" or (kind == "int4" and block and tq == 7)
+            marks = [] if few or name == "tiled" else [pytest.mark.long]
+            yield pytest.param(
+                name, kind, block, options, tq, marks=marks, id=f"{name}-{kind}-{block}-{options}-{tq}"
+            )
+
+
+@pytest.mark.parametrize(("name", "kind", "block", "options", "tq"), list(cases()))
+def test_readers_agree_with_the_specification(name, kind, block, options, tq):
+    q, view, _, _ = make(kind, block, tq)
+    out, lse = build(name)(q, view, return_lse=True, **OPTIONS[options])
+    expected, expected_lse = NaiveAttention()(q, view, return_lse=True, **OPTIONS[options])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", READERS)
+def test_sixteen_bits_and_odd_head_dims(name, kind):
+    for dtype, dim in ((torch.float16, 40), (torch.bfloat16, 72)):
+        q, view, k, v = make(kind, 32, 2, dtype, dim=dim)
+        out = build(name)(q, view)
+        exact = NaiveAttention()(q.double(), k.double(), v.double(), kv_lengths=view.lengths)
+        plain = NaiveAttention()(q, k.to(dtype), v.to(dtype), kv_lengths=view.lengths)
+        assert error_ratios({"out": out}, {"out": exact}, {"out": plain}, dtype)["out"] <= 1
+
+
+def test_others_refuse_and_say_what_to_change():
+    q, view, _, _ = make("int8", 16, 1)
+    for name in NAMES:
+        attention = build(name)
+        if attention.capabilities.caches:
+            continue
+        with pytest.raises(UnsupportedAttention) as error:
+            attention(q, view)
+        assert "no int8 cache: needs cache_dtype=auto" in str(error.value)
+        assert "no paged cache: needs cache=dense" in str(error.value)
+        assert "attention=naive and attention=tiled" in str(error.value)
+
+
+def test_calls_that_make_no_sense():
+    q, view, _, _ = make("int8", 16, 1)
+    naive = NaiveAttention()
+    for match, of, more in (
+        ("kv_lengths with a CacheView", q, {"kv_lengths": view.lengths}),
+        ("dropout_p with a CacheView", q, {"dropout_p": 0.5}),
+        ("same batch and head dim", q[:2], {}),
+        ("no gradient", q.clone().requires_grad_(), {}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            naive(of, view, **more)
+    with pytest.raises(ValueError, match="they need q's dtype"):
+        naive(q.half(), make(None, 16, 1)[1])
+    with pytest.raises(ValueError, match="lengths are"):
+        naive(q, view._replace(lengths=view.lengths.long()))
