@@ -213,7 +213,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     from scripts.measure.report import printed, sweep_report
     from scripts.measure.rows import with_baselines
     from scripts.measure.runner import Run
-    from scripts.measure.sources import code
+    from scripts.measure.sources import is_of_today
 
     shared = Run(study.name, options)
     out, device = shared.out, shared.device
@@ -224,11 +224,8 @@ def run(options: argparse.Namespace) -> list[Row]:
     if not options.plot_only:
         print(f"{study.name}: {len(todo)} points, rows in {out}", flush=True)
         progress(options, sweep, points)
-    rows = [
-        row
-        for row in with_baselines(out)
-        if options.missing or options.plot_only or row["machine"].get("code") == code(row["point"])
-    ]
+    every = options.missing or options.plot_only
+    rows = [row for row in with_baselines(out) if every or is_of_today(row)]
     printed.say(sweep_report.tables(rows), sweep_report.doubts(rows))
     printed.draw({"": sweep_report.picture(rows)}, out)
     if options.wandb:

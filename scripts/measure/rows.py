@@ -224,12 +224,9 @@ class Kept:
 
 def current(row: Row, now: dict[str, Any]) -> bool:
     """Whether it was measured with the machine and versions `now`, by the sources of today."""
-    from scripts.measure.sources import code
+    from scripts.measure.sources import is_of_today
 
-    then = row["machine"]
-    return all(then.get(name) == value for name, value in now.items()) and then.get("code") == code(
-        row["point"]
-    )
+    return all(row["machine"].get(name) == value for name, value in now.items()) and is_of_today(row)
 
 
 def _newest(rows: Iterable[Row]) -> dict[str, Row]:

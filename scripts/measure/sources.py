@@ -3,7 +3,7 @@
 A point's implementation is the module that its yaml names, and all that this imports, wherever in a file; a
 string that is the name of a module of ours or of a file of ops/csrc counts as an import. What trains or
 generates runs the model too. The instruments are left out: measuring the same code in another way is no
-reason to do it again.
+reason to do it again. Nor is a change of comments, docstrings or layout, which runs as before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import io
 import re
+import subprocess
+import tarfile
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,7 @@ GENERATION = ("model.gpt", "model.generation.generate")
 
 
 def code(point: dict[str, Any], root: Path = ROOT) -> str:
-    """A digest of the files that run at a point, by their places and contents."""
+    """A digest of the files that run at a point, by their places and what they say to a compiler."""
     return _digest(point.get("implementation", ""), point.get("pass", ""), "model" in point, root)
 
 
@@ -36,8 +40,49 @@ def _digest(implementation: str, passed: str, model: bool, root: Path) -> str:
     if model:
         roots += TRAINING if passed == "train" else GENERATION
     for path in closure(roots, root):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+        digest.update(
+            f"{path.relative_to(root).as_posix()}\0".encode()
+            + _meant(path.read_text(encoding="utf-8"), path.suffix == ".py")
+        )
     return digest.hexdigest()[:12]
+
+
+def is_of_today(row: dict[str, Any]) -> bool:
+    """Whether a row's sources are those of today: by its digest, or, of a row from before there were digests,
+    by the sources of the commit that it names."""
+    then, point = row["machine"], row["point"]
+    made = then.get("code") or ((tree := _tree(then.get("commit") or "")) and code(point, Path(tree.name)))
+    return made == code(point)
+
+
+@functools.cache
+def _tree(commit: str) -> tempfile.TemporaryDirectory[str] | None:
+    """The files of a commit; None where there is no such one, as of sources that were not committed."""
+    if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+        return None
+    asked = subprocess.run(["git", "-C", str(ROOT), "archive", commit], capture_output=True)
+    if asked.returncode:
+        return None
+    folder = tempfile.TemporaryDirectory()
+    with tarfile.open(fileobj=io.BytesIO(asked.stdout)) as archive:
+        archive.extractall(folder.name, filter="data")
+    return folder
+
+
+@functools.cache
+def _meant(text: str, python: bool) -> bytes:
+    """A digest of a source without comments, docstrings and layout."""
+    if not python:
+        bare = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
+        return hashlib.sha256(" ".join(bare.split()).encode()).digest()
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
+            del node.body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).digest()
 
 
 def modules(implementation: str, root: Path = ROOT) -> tuple[str, ...]:

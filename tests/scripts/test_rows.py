@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,30 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert Kept(tmp_path / "stale.jsonl").done(POINT)
 
 
+def test_a_row_without_a_digest_goes_by_the_sources_of_its_commit(monkeypatch) -> None:
+    """Of rows from before there were digests: fresh as long as what ran is what would run now."""
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    if not head:
+        pytest.skip("no git history here")
+    asked = []
+
+    def code(point: dict, root: Path = ROOT) -> str:
+        asked.append(root)
+        return "same" if point["implementation"] == "naive" or root == ROOT else "other"
+
+    monkeypatch.setattr(sources, "code", code)
+    row = {"point": POINT, "machine": {"commit": head}}
+    assert sources.is_of_today(row) and not sources.is_of_today(
+        row | {"point": POINT | {"implementation": "x"}}
+    )
+    assert (asked[0] / "attention" / "naive.py").is_file() and asked[0] != ROOT
+    for commit in (None, f"{head[:7]}-dirty", "0" * 40, "--output=x"):
+        assert not sources.is_of_today({"point": POINT, "machine": {"commit": commit}})
+    assert sources.is_of_today({"point": POINT, "machine": {"commit": None, "code": "same"}})
+
+
 def test_contestants_of_one_shape_are_measured_together(tmp_path: Path) -> None:
     mine = {name: POINT | {"implementation": name} for name in ("naive", "sdpa", "tiled")}
     out = tmp_path / "rows.jsonl"
@@ -160,8 +185,12 @@ def test_a_file_concerns_those_who_run_it(tmp_path: Path, path: str, concerned: 
     names = ("naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto")
     asked = {name: {"implementation": name, "pass": "train", "model": "gpt2"} for name in names}
     before = {name: sources.code(point, tmp_path) for name, point in asked.items()}
-    with open(tmp_path / path, "a") as file:
-        file.write("\n")
+    mark = "#" if path.endswith(".py") else "//"
+    for words in (f"\n{mark} a comment\n", "\nint_ = 1;\n"):
+        sources._digest.cache_clear()  # as of the comment alone nothing else runs
+        assert all(sources.code(point, tmp_path) == before[name] for name, point in asked.items())
+        with open(tmp_path / path, "a") as file:
+            file.write(words)
     sources._digest.cache_clear()
     assert {
         name for name, point in asked.items() if sources.code(point, tmp_path) != before[name]
