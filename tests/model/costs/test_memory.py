@@ -102,6 +102,15 @@ def test_gpt2_on_an_h200_peaks_where_it_did() -> None:
     assert peak(run).peak / MIB == pytest.approx(row["result"]["peak_mib"], rel=0.05)
 
 
+@pytest.mark.parametrize(("fp32_residual", "gib"), [(True, 24.04), (False, 21.70)])
+def test_a_fused_loss_in_chunks_peaks_on_an_h200_where_it_did(fp32_residual: bool, gib: float) -> None:
+    """GPT-2 124M, 64 rows of 1,024 tokens, attention=cuda, measured on 2026-11-23."""
+    config = replace(GPT2, loss_chunk=16384, fp32_residual=fp32_residual)
+    workspace = GPUS["h200"].workspace_bytes
+    run = Run(config, 64, declared("cuda_fa3"), 2, arch=(9, 0), compiled=True, workspace_bytes=workspace)
+    assert peak(run).peak / 2**30 == pytest.approx(gib, rel=0.01)
+
+
 FUSED = ("triton", "flash2", "flash4", "flex", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "cuda_fa2")
 
 
@@ -189,9 +198,11 @@ def test_the_baseline_peaks_on_an_h200_where_it_did(study: str, implementation: 
     rows = [
         row
         for row in read(ROOT / f"results/{study}/h200.jsonl").values()
-        if row["point"]["implementation"] == implementation and row["result"]["status"] == "ok"
+        if row["point"]["implementation"] == implementation
+        and row["result"]["status"] == "ok"
+        and row["point"]["compile"]  # eager, their loss was not yet the kernel that it is
     ]
-    assert {row["point"]["compile"] for row in rows} == {False, True}
+    assert rows
     workspace, layers = GPUS["h200"].workspace_bytes, {"gpt2": 12, "gpt2_medium": 24}
     for point, result in ((row["point"], row["result"]) for row in rows):
         width, model = point["heads"] * point["head_dim"], point["model"].split()[0]
@@ -230,19 +241,23 @@ def test_logits_are_of_the_padded_vocabulary() -> None:
 
 
 def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> None:
-    """Under autocast, not compiled: the head's input in fp32, bf16 and its gradient, 8 C a token; the output
-    embedding's gradient in fp32 and its copy in bf16, 6 Vp C; bf16 logits, twice in fp32, 10 Vp a token of
-    the chunk. autocast's copy of the embedding is no other."""
+    """Under autocast, not compiled, on a CPU: the head's input in fp32, bf16 and its gradient, 8 C a token;
+    the output embedding's gradient in fp32 and its copy in bf16, 6 Vp C; bf16 logits, twice in fp32, 10 Vp a
+    token of the chunk. On a GPU the logits alone, in chunks or not; there in fp32 the logits twice."""
     N, chunked = 65536, replace(GPT2, seq_len=65536, loss_chunk=2048)
     run = Run(chunked, 1, declared("triton"), 2)
     assert logits_bytes(run) == 2048 * 50304 * 2
-    assert loss_bytes(run) == N * 768 * 8 + 50304 * 768 * 6 + 2048 * 50304 * 10
+    held = N * 768 * 8 + 50304 * 768 * 6
+    assert loss_bytes(replace(run, device="cpu")) == held + 2048 * 50304 * 10
+    assert loss_bytes(run) == held + 2048 * 50304 * 2
     assert loss_bytes(replace(run, compiled=True)) == loss_bytes(run) - N * 768 * 4
+    assert loss_bytes(replace(run, config=replace(chunked, loss_chunk=0))) == held + N * 50304 * 2
+    run = replace(run, value_bytes=4)
+    assert loss_bytes(run) == N * 768 * 8 + 50304 * 768 * 4 + 2048 * 50304 * 8
     whole = replace(run, config=replace(chunked, loss_chunk=0))
-    assert loss_bytes(whole) == N * (768 * 2 + 12 * 50304)
-    assert peak(whole).peak - peak(run).peak == loss_bytes(whole) - loss_bytes(run) + 2 * 50304 * 768
+    assert loss_bytes(whole) == N * (768 * 4 + 12 * 50304)
     able = GPUS["h200"].usable_bytes
-    assert longest_context(run, able) > 2.5 * longest_context(whole, able)
+    assert longest_context(run, able) > 1.9 * longest_context(whole, able)  # in fp32
     assert logits_bytes(replace(run, config=replace(chunked, loss_chunk=10**6))) == logits_bytes(whole)
 
 

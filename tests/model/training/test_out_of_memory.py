@@ -40,7 +40,7 @@ def test_what_is_out_of_memory(error: Exception, is_memory: bool) -> None:
 
 
 def test_what_to_lower_is_predicted() -> None:
-    run = Run(GPTConfig(50304, 2048), 12, declared("naive"), value_bytes=2)
+    run = Run(GPTConfig(50304, 2048), 12, declared("naive"), value_bytes=4)
     asked = peak(run).peak
     found = remedies(run, asked // 3, other=declared("auto"))
     batch = "data.batch_size=3 tokens_per_step=24576"
