@@ -71,7 +71,7 @@ STAGES = {
     "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
     "fa3": Stage("ops.cuda.hopper", _HOPPER),
 }
-# The backward of fa3 is that of fa2, and so are its head dims.
+# Up to these head dims there is a backward: beyond, no tile of fa3's has room for dK and dV.
 _BACKWARD_HEAD_DIM = {"fa3": _TENSOR_CORES.max_head_dim}
 _DECLARATION = Declaration(
     kernels=(Kernels("our CUDA kernels", r"^tilegpt_"),),

@@ -199,8 +199,8 @@ class HopperBackwardTile:
 _KEYS = 128  # of a block of the backward
 # By the padded head dim.
 _BACKWARD = {64: HopperBackwardTile(128, 2, late_dq=True), 128: HopperBackwardTile(64, 2, late_dq=False)}
-# Options that the backward does not take yet.
-_LACKING = ("SOFTCAP", "ALIBI", "DOCUMENT_IDS", "LENGTHS", "DROPOUT")
+# With a softcap or dropout, which need P in fp32 until dS is there: at D <= 64 that spills with 128 queries.
+_BACKWARD_EXACT = _BACKWARD | {64: HopperBackwardTile(64, 2, late_dq=False)}
 
 
 class BackwardLaunch(ctypes.Structure):
@@ -219,23 +219,21 @@ def backward_head_dim(head_dim: int) -> int:
     return next(d for d in _BACKWARD if d >= head_dim)
 
 
+def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBackwardTile:
+    """The backward's tile for the options that `defines` names."""
+    exact = defines["SOFTCAP"] or defines["DROPOUT"]
+    return (_BACKWARD_EXACT if exact else _BACKWARD)[backward_head_dim(head_dim)]
+
+
 def fa3_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
     *of_call, _ = options
     call = Call(*map(_mappable, (q, k, v)), *of_call)
-    if needs_fa2(call):
+    if call.tuning and call.tuning[0]:  # deterministic: here dQ is added up in any order
         return fa2_backward(dout, q, k, v, out, lse, *options)
-    return run_backward(dout, q, k, v, out, lse, call, _BACKWARD[backward_head_dim(q.shape[3])])
-
-
-def needs_fa2(call: Call) -> str | None:
-    """Why the backward of `call` is that of the stage before, if it is."""
-    if call.tuning and call.tuning[0]:
-        return "deterministic: here dQ is added up in any order"
-    lacking = [name.lower() for name in _LACKING if call.defines[name]]
-    return f"not there yet: {', '.join(lacking)}" if lacking else None
+    return run_backward(dout, q, k, v, out, lse, call, backward_tile(q.shape[3], call.defines))
 
 
 def run_backward(
@@ -259,7 +257,8 @@ def run_backward(
     scratch = q.new_empty((2 + width) * n_rows, dtype=torch.float32)
     lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
-    params.bind(scratch=accumulator)
+    ranges = document_ranges(call, _KEYS, transposed=True)  # lives until the launch
+    params.bind(scratch=accumulator, ranges=ranges)
     params.padded_tq = tiles * tile.br
     over = 2 * heads // kv_heads  # with the accumulator of dQ
     blocks = call.in_order(math.ceil(tk / _KEYS), batch * kv_heads, q, over=over)
@@ -273,5 +272,6 @@ def run_backward(
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device))
     kernel(name="tilegpt_fa3_backward").launch(grid, 384, launch, tile.shared_bytes(head_dim))
-    kernel(name="tilegpt_fa3_backward_finish").launch(2 * batch * heads * tiles, 256, params)
+    chunks = width * tile.br // 2 // 64 // 8  # of 8 columns that a warp group has of dQ
+    kernel(name="tilegpt_fa3_backward_finish").launch(2 * batch * heads * tiles, 32 * chunks, params)
     return dq, dk, dv, q.new_empty(0)

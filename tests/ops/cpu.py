@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,19 @@ extern "C" const char *launch(void (*kernel)(Params), const Params *p, const uns
                        unsigned shared_bytes) {
     of_the_grid = kernel, argument = *p;
     return cpu::run_grid([] { of_the_grid(argument); }, grid, threads, shared_bytes);
+}
+"""
+
+
+# The same for a kernel whose parameters begin with tensor maps.
+_LAUNCH_MAPS = """
+static void (*with_maps)(Launch);
+static Launch maps;
+extern "C" const char *launch_maps(void (*kernel)(Launch), const char *given, const unsigned *grid,
+                                   unsigned threads, unsigned shared_bytes) {
+    with_maps = kernel;
+    memcpy(&maps, given, sizeof maps);
+    return cpu::run_grid([] { with_maps(maps); }, grid, threads, shared_bytes);
 }
 """
 
@@ -74,7 +88,7 @@ class Kernel:
         assert min(x, y, z) > 0 and max(y, z) <= 65_535 and threads % 32 == 0 and shared_bytes <= 232_448
         kernel = ctypes.cast(getattr(self.library, self.name), ctypes.c_void_p)
         size = (ctypes.c_uint * 3)(x, y, z)
-        launch = self.library.launch
+        launch = self.library.launch if isinstance(params, Params) else self.library.launch_maps
         launch.restype = ctypes.c_char_p
         fault = launch(kernel, ctypes.byref(params), size, threads, shared_bytes)
         assert fault is None, f"{self.name} {fault.decode()}, with {shared_bytes} bytes of shared memory"
@@ -143,6 +157,44 @@ class TensorCores(Compiler):
         header.write_text(
             text.replace("typedef float element;", '#include "mma_cpu.h"\ntypedef float element;')
         )
+
+
+class HopperCores(TensorCores):
+    """Of the stages for Hopper too: hopper_cpu.h has what hopper.cuh writes in PTX."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        header = folder / "hopper.cuh"
+        text = header.read_text().partition("// Of each N that a tile may have")[0]
+        include = '#include "mma.cuh"'
+        header.write_text(_without_asm(text).replace(include, f'{include}\n#include "hopper_cpu.h"'))
+
+    def compile(self, source: str, more: str, key: str, flags: list[str]) -> Path:
+        return super().compile(source, more + (_LAUNCH_MAPS if "fa3" in source else ""), key, flags)
+
+
+def _without_asm(text: str) -> str:
+    """Without the functions that are, or call, what hopper_cpu.h has."""
+    kept, at = [], 0
+    begin = re.compile(r"^(template <[^\n]*>\s+)?__device__ __forceinline__ [^;{]*\{", re.MULTILINE)
+    for found in begin.finditer(text):
+        end, depth = found.end(), 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        body = text[found.start() : end]
+        if "asm" in body or "mbarrier_try_wait" in body:
+            kept.append(text[at : found.start()])
+            at = end
+    return "".join([*kept, text[at:]])
+
+
+def tensor_map(x: Tensor, rows: int, columns: int = 64) -> bytes:
+    """In the place of ops/cuda/hopper.py's: cpu::Box of hopper_cpu.h."""
+    made = struct.pack(
+        "=Q7q2i", x.data_ptr(), *x.shape[::-1], *(x.stride(axis) for axis in (2, 1, 0)), rows, columns
+    )
+    return made.ljust(128, b"\0")
 
 
 def inputs(

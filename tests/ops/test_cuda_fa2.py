@@ -77,7 +77,7 @@ def _judge(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> dic
 
 
 _DOCUMENTS = (documents(70, 1, 119), documents(80, 1, 60, 69))
-_CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((97, 200, 32), {"heads": (2, 1)}, {"causal": False, "window": (30, 20)}),
     ((200, 90, 40), {"cut": 1}, {"window": (37, 0), "softcap": 1.5}),
     ((97, 90, 40), {"cut": 1}, {"window": (37, 0), "softcap": 1e7}),
@@ -100,8 +100,8 @@ _CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("shape", "made", "options"),
-    long_but(_CASES, 1, 2, 3, 7, 8, 9, 10, 12),
-    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _CASES],
+    long_but(CASES, 1, 2, 3, 7, 8, 9, 10, 12),
+    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in CASES],
 )
 def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> None:
     q, k, v, dout = _inputs(shape, **made)

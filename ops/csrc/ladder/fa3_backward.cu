@@ -20,8 +20,10 @@
 //
 // HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; 4 bytes a number of dQ, cleared, read,
 // and added to Tk / BC times in the L2.
-// Limits. 16-bit inputs, D up to 128 in steps of 8 (padded to 64 or 128), no softcap, ALiBi, documents, lengths or
-// dropout yet; the additions to dQ come in any order.
+// Options. A mask, and the ids of documents, are looked at in the tiles that the ends of a block's queries cross; softcap,
+// ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score.
+// Limits. 16-bit inputs, D up to 128 in steps of 8 (padded to 64 or 128 in shared memory, to a multiple of 16 in the
+// products); the additions to dQ come in any order.
 // The host also defines PAD_D, BR (queries of a tile), STAGES (of Q and of dO), LATE_DQ, BOUNDED_WAITS.
 #include "fa3_backward_consumer.cuh"
 
@@ -78,6 +80,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
 
 // A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator.
 __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int group) {
+    const unsigned bytes = ROWS_OF_DQ ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     Tiles tiles(room);
     Ring<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
@@ -87,8 +90,7 @@ __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int gr
                 const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                 mbarrier_wait(room.barrier(DQ_FULL + group), dq.parity);
                 if (threadIdx.x % 32 == 0) {
-                    bulk_reduce_add(p.scratch + row * PAD_D + group * (PART_BYTES / 4), room.dq + group * PART_BYTES,
-                                    PART_BYTES);
+                    bulk_reduce_add(p.scratch + row * PAD_D + group * (PART_BYTES / 4), room.dq + group * PART_BYTES, bytes);
                     bulk_commit_group();
                     bulk_wait_group_read<0>();
                     mbarrier_arrive(room.barrier(DQ_EMPTY + group));
@@ -102,8 +104,8 @@ __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int gr
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ __align__(8) unsigned long long barriers[BARRIERS];
-    __shared__ int slots[2];
+    static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
+    static __shared__ int slots[2];
     const Room room(memory, barriers, slots);
     if (threadIdx.x == 0) {
         for (int place = 0; place < BARRIERS; place++) mbarrier_init(room.barrier(place), arrivals(place));
@@ -123,13 +125,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
     }
 }
 
-// After: dQ from its accumulator. A block takes what a warp group had of a tile, 64 x 64; a thread 8 columns of 2 rows.
+// After: dQ from its accumulator. A block takes what a warp group had of a tile; a thread 8 columns of 2 rows.
 extern "C" __global__ void __launch_bounds__(256) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
-    const int group = blockIdx.x % 2, tiles = p.padded_tq / BR, tile = blockIdx.x / 2 % tiles;
+    const int group = blockIdx.x % 2, tiles = p.padded_tq / BR, tile = blockIdx.x / 2 % tiles, chunks = DQ_COLUMNS / 8;
     const int head = blockIdx.x / 2 / tiles, b = head / p.heads, h = head % p.heads;
-    const int n = threadIdx.x % 8, g = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-    const float4 *from = (const float4 *)p.scratch + blockIdx.x * 1024ll + n * 128 + warp * 32 + g * 4;
-    const int i = tile * BR + (PAD_D == 64 ? group * 64 : 0) + warp * 16 + g, d = (PAD_D == 64 ? 0 : group * 64) + n * 8;
+    const int n = threadIdx.x % chunks, g = threadIdx.x / chunks % 8, warp = threadIdx.x / chunks / 8;
+    const float4 *from = (const float4 *)p.scratch + blockIdx.x * (PART_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
+    const int i = tile * BR + (ROWS_OF_DQ ? group * 64 : 0) + warp * 16 + g;
+    const int d = (ROWS_OF_DQ ? 0 : group * DQ_COLUMNS) + n * 8;
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
 #pragma unroll

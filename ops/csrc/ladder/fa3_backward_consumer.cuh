@@ -1,74 +1,43 @@
 // A warp group of fa3_backward.cu that computes: dK and dV of 64 keys, and its part of dQ.
 #pragma once
-#include "fa3_backward_tiles.cuh"
-
-// S^T of a thread: keys g and g + 8 of its warp's 16, queries 8 n + 2 c and the next: [4 n + 2 half + e].
-typedef float Scores[BR / 2];
-typedef unsigned Rounded[BR / 16][4];
-
-__device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
-#pragma unroll
-    for (int e = 0; e < 4; e++) to[e] = pack(s[2 * e], s[2 * e + 1]);
-}
-
-// 0 in the place of what is not seen.
-__device__ __forceinline__ void apply_mask(const Params &p, Scores &s, int key, int i_first, int keys) {
-    const int column = i_first + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int j = key + half * 8, diagonal = keys - p.tq;
-        const int begin = j >= keys ? BR : HAS_RIGHT ? j - diagonal - p.window_right - column : -column;
-        const int end = HAS_LEFT ? j - diagonal + p.window_left + 1 - column : BR;
-#pragma unroll
-        for (int n = 0; n < BR / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                if (n * 8 + e < begin || (HAS_LEFT && n * 8 + e >= end)) s[n * 4 + half * 2 + e] = 0.0f;
-    }
-}
+#include "fa3_backward_scores.cuh"
 
 // A computing warp group.
-struct Consumer {
+struct Consumer : Weights {
     const Launch &launch;
-    const Params &p;
     const Room &room;
-    const int group, warp, lane;
     Tiles tiles;
-    Tile tile;
     Ring<STAGES> at;
     Ring<2> ds;
     Ring<1> kv, dq_slot;
-    float dk[PAD_D / 2], dv[PAD_D / 2], dq[32];
-    Scores s, dp;
-    Rounded weights, gradients;
+    float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_COLUMNS / 2];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
-        : launch(launch), p(launch.p), room(room), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
-          tiles(room), tile(launch.p, 0) {}
+        : Weights(launch.p, group), launch(launch), room(room), tiles(room) {}
 
     // S^T = K Q^T, or dP^T = V dO^T, asked for.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
         const Matrix a(keys + group * 64 * BLOCK_ROW), b(queries);
 #pragma unroll
-        for (int step = 0; step < D_STEPS; step++)
+        for (int step = 0; step < USED_D / 16; step++)
             Wgmma<BR>::ss<0, 0>(to, a.at(step_bytes<BC>(step)), b.at(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
     // dV += P^T dO, or dK += dS^T Q, asked for.
-    __device__ __forceinline__ void multiply_columns(float (&to)[PAD_D / 2], const Rounded &a, unsigned queries) const {
+    __device__ __forceinline__ void multiply_columns(float (&to)[USED_D / 2], const Rounded &a, unsigned queries) const {
         const Matrix b(queries, BR * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<PAD_D>::rs<1>(to, a[step], b.at(step * 16 * BLOCK_ROW), 1);
+            Wgmma<USED_D>::rs<1>(to, a[step], b.at(step * 16 * BLOCK_ROW), 1);
         wgmma_commit_group();
     }
-    // dQ = dS K, asked for: 64 queries, or 64 columns.
+    // dQ = dS K, asked for: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a block.
     __device__ __forceinline__ void multiply_dq(int slot) {
-        const Matrix a(room.ds + slot * DS_BYTES + (PAD_D == 64 ? group * 64 * 128 : 0));
-        const Matrix b(room.k + (PAD_D == 64 ? 0 : group * BC * BLOCK_ROW));
+        const Matrix a(room.ds + slot * DS_BYTES + (ROWS_OF_DQ ? group * 64 * 128 : 0));
+        const Matrix b(room.k + (ROWS_OF_DQ ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<64>::ss<0, 1>(dq, a.at(step_bytes<BR>(step)), b.at(step * 16 * BLOCK_ROW), step > 0);
+            Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.at(step_bytes<BR>(step)), b.at(step * 16 * BLOCK_ROW), step > 0);
         wgmma_commit_group();
     }
 
@@ -95,41 +64,10 @@ struct Consumer {
         dq_slot.next();
         const unsigned to = room.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
-        for (int n = 0; n < 8; n++) store_four(to + n * 2048, &dq[4 * n]);
+        for (int n = 0; n < DQ_COLUMNS / 8; n++) store_four(to + n * 2048, &dq[4 * n]);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(room.barrier(DQ_FULL + group));
-    }
-
-    // S becomes P, which is rounded too.
-    __device__ __forceinline__ void weigh(int i0) {
-        const unsigned rows = room.lse2 + at.at * ROWS_BYTES + lane % 4 * 8;
-        const float c = exponent_scale(p);
-#pragma unroll
-        for (int n = 0; n < BR / 8; n++) {
-            const float2 lse2 = load_pair(rows + n * 32);
-#pragma unroll
-            for (int e = 0; e < 4; e++) s[4 * n + e] = exp2_of(s[4 * n + e] * c - (e % 2 ? lse2.y : lse2.x));
-        }
-        if (tile.real < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi)
-            apply_mask(p, s, tile.j0 + group * 64 + warp * 16 + lane / 4, i0, tile.keys);
-#pragma unroll
-        for (int step = 0; step < BR / 16; step++) round_step(weights[step], s + 8 * step);
-    }
-    // dP becomes dS, which is rounded too.
-    __device__ __forceinline__ void differentiate() {
-        const unsigned rows = room.delta + at.at * ROWS_BYTES + lane % 4 * 8;
-#pragma unroll
-        for (int step = 0; step < BR / 16; step++) {
-            const float2 delta[2] = {load_pair(rows + step * 64), load_pair(rows + step * 64 + 32)};
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                float &gradient = dp[8 * step + e];
-                const float weight = LATE_DQ ? unpack(weights[step][e / 2], e % 2) : s[8 * step + e];
-                gradient = weight * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
-            }
-            round_step(gradients[step], dp + 8 * step);
-        }
     }
 
     // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
@@ -154,14 +92,22 @@ struct Consumer {
 
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void walk() {
-        int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP;
+        int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
         bool first = true;
 #pragma unroll
-        for (int x = 0; x < PAD_D / 2; x++) dk[x] = dv[x] = 0.0f;
+        for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
+        begin_head(h);
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
         if (left > 0) {
             mbarrier_wait(room.barrier(K_FULL), kv.parity), mbarrier_wait(room.barrier(V_FULL), kv.parity);
             kv.next();
+#if LENGTHS
+            if (tile.real < BC) {  // K and V beyond the last key may hold anything, and 0 times NaN is NaN
+                clear_rows<BC>(room.k, tile.real), clear_rows<BC>(room.v, tile.real);
+                fence_proxy_async();
+                bar_sync(BARRIER_ALL, 256);
+            }
+#endif
         }
         for (; left > 0; left--) {
             const unsigned q_tile = room.q + at.at * Q_BYTES, do_tile = room.dout + at.at * Q_BYTES;
@@ -173,7 +119,7 @@ struct Consumer {
             multiply_rows(dp, room.v, do_tile);
             wgmma_wait_group<1>();
             pin(s);
-            weigh(i0);
+            weigh(i0, room.lse2 + at.at * ROWS_BYTES);
             wgmma_fence();
             multiply_columns(dv, weights, do_tile);
             if (LATE_DQ) {
@@ -183,7 +129,7 @@ struct Consumer {
             }
             wgmma_wait_group<LATE_DQ ? 2 : 1>();
             pin(dp);
-            differentiate();
+            differentiate(room.delta + at.at * ROWS_BYTES);
             wgmma_fence();
             add_ds(q_tile, first);
             wgmma_wait_group<0>();
@@ -192,7 +138,10 @@ struct Consumer {
             at.next(), ds.next();
             first = false;
             i0 += BR;
-            if (i0 >= tile.range.hi) i0 = tile.range.lo;  // of the group's next head
+            if (i0 >= tile.range.hi) {
+                i0 = tile.range.lo;  // of the group's next head
+                if (GROUP > 1 && left > 1) begin_head(++h);
+            }
         }
         if (first) return;
         if (LATE_DQ) {
@@ -207,10 +156,10 @@ struct Consumer {
     }
 
     // A block of 64 columns of dK or dV, of this group's keys, to `to` in shared memory.
-    __device__ __forceinline__ void stage(const float *x, float scale, unsigned to) const {
+    __device__ __forceinline__ void stage(const float (&x)[USED_D / 2], int block, float scale, unsigned to) const {
 #pragma unroll
-        for (int step = 0; step < 4; step++) {
-            const float *y = x + 8 * step;
+        for (int step = 0; step < 4 && 64 * block + 16 * step < USED_D; step++) {
+            const float *y = x + 32 * block + 8 * step;
             store_matrices(to + swizzled<64>(warp * 16 + lane % 16, 2 * step + lane / 16),
                            pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                            pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
@@ -225,8 +174,8 @@ struct Consumer {
         mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
 #pragma unroll
         for (int block = 0; block < BLOCKS_D; block++) {
-            stage(dv + 32 * block, DROPOUT ? p.keep_scale : 1.0f, of_ds + block * DS_BYTES);
-            stage(dk + 32 * block, p.scale, of_dk + block * 64 * BLOCK_ROW);
+            stage(dv, block, DROPOUT ? p.keep_scale : 1.0f, of_ds + block * DS_BYTES);
+            stage(dk, block, p.scale, of_dk + block * 64 * BLOCK_ROW);
         }
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);

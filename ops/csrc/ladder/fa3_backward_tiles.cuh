@@ -10,11 +10,14 @@
 #define KV_BYTES (BC * PAD_D * 2)
 #define DS_BYTES (BR * BC * 2)
 #define ROWS_BYTES (BR * 4)          // of lse2 or delta
-#define PART_BYTES (64 * 64 * 4)     // of dQ, what a warp group has
+#define USED_D (HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : (HEAD_DIM + 15) / 16 * 16)  // columns that are multiplied
+#define ROWS_OF_DQ (BR == 128)       // a warp group has half of dQ's rows, or half of its columns
+#define DQ_COLUMNS (ROWS_OF_DQ ? PAD_D : PAD_D / 2)
+#define PART_BYTES (64 * DQ_COLUMNS * 4)
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 
-static_assert(BR * PAD_D == 2 * 64 * 64, "each warp group has 64 x 64 of dQ");
+static_assert(BR == 64 || BR == 128, "each warp group has 64 rows of dQ");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, dout, dk, dv;

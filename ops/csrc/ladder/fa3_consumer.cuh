@@ -15,19 +15,6 @@ __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int
     }
 }
 
-#if LENGTHS
-// Rows of V beyond the last key may hold anything, and 0 times NaN is NaN: zeros over them, by each warp group that is
-// about to read them.
-__device__ __forceinline__ void clear_rows(unsigned tile, int from, int barrier) {
-    const int chunks = BLOCK_ROW / 16;
-    for (int x = threadIdx.x % 128; x < BLOCKS_D * BC * chunks; x += 128)
-        if (x / chunks % BC >= from)
-            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + x * 16), "r"(0) : "memory");
-    fence_proxy_async();
-    bar_sync(barrier, 128);
-}
-#endif
-
 // A computing warp group.
 struct Consumer {
     const Launch &launch;
@@ -96,7 +83,11 @@ struct Consumer {
     __device__ __forceinline__ void await_v(int valid) {
         mbarrier_wait(room.barrier(V_FULL + v.at), v.parity);
 #if LENGTHS
-        if (valid < BC) clear_rows(room.v + v.at * KV_BYTES, valid, BARRIER_OWN + group);
+        if (valid < BC) {  // rows of V beyond the last key may hold anything, and 0 times NaN is NaN
+            clear_rows<BC>(room.v + v.at * KV_BYTES, valid);
+            fence_proxy_async();
+            bar_sync(BARRIER_OWN + group, 128);
+        }
 #endif
     }
     __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.at), v.next(); }

@@ -135,6 +135,16 @@ __device__ __forceinline__ float2 load_pair(unsigned from) {
     return x;
 }
 
+__device__ __forceinline__ void store_zeros(unsigned to) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+// Zeros over the rows of a tile of ROWS from `from` on, by the 128 threads of a warp group, before a fence and a barrier.
+template <int ROWS> __device__ __forceinline__ void clear_rows(unsigned tile, int from) {
+    const int chunks = BLOCK_ROW / 16;
+    for (int x = threadIdx.x % 128; x < BLOCKS_D * ROWS * chunks; x += 128)
+        if (x / chunks % ROWS >= from) store_zeros(tile + x * 16);
+}
+
 // --- warp groups
 
 template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {

@@ -1,0 +1,142 @@
+// What a warp group of fa3_backward.cu makes of its scores, in registers: S becomes P and dP becomes dS, with the options
+// of a call. What a tile needs beside its scores is worked out anew, not kept: with the counters that a loop could keep,
+// each option spilled 36 to 1,392 bytes a thread.
+#pragma once
+#include "fa3_backward_tiles.cuh"
+
+// S^T of a thread: keys g and g + 8 of its warp's 16, queries 8 n + 2 c and the next: [4 n + 2 half + e].
+typedef float Scores[BR / 2];
+typedef unsigned Rounded[BR / 16][4];
+
+__device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) to[e] = pack(s[2 * e], s[2 * e + 1]);
+}
+
+// Bit 2 n + e of a thread's keys: whether it sees query 8 n + 2 c + e as far as `asked` says, which gets the query's place
+// in the tile and has a bit for each key. Not unrolled: with all ids or row keys at hand at once hundreds of bytes spill.
+template <typename Asked> __device__ __forceinline__ void collect(unsigned (&bits)[2], const Asked &asked) {
+    bits[0] = bits[1] = 0;
+#pragma unroll 2
+    for (int x = 0; x < BR / 4; x++) {
+        const unsigned both = asked(x / 2 * 8 + x % 2);
+        bits[0] |= (both & 1) << x, bits[1] |= (both >> 1) << x;
+    }
+}
+
+// A warp group's part of a tile: 64 keys, BR queries.
+struct Weights {
+    const Params &p;
+    const int group, warp, lane;
+    Tile tile;
+    Scores s, dp;
+    Rounded weights, gradients;
+    unsigned dropped[2];  // see `collect`
+    unsigned head_rows;   // the head's key of dropout
+    float slope;          // of ALiBi, in units of log2
+
+    __device__ __forceinline__ Weights(const Params &p, int group)
+        : p(p), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), tile(p, 0) {}
+
+    // What depends on the head.
+    __device__ __forceinline__ void begin_head(int h) {
+        if (DROPOUT) head_rows = head_key(p, tile.b, h);
+        if (ALIBI) slope = p.alibi_slopes[h] * LOG2E;
+    }
+    // A thread's first key, and the place of its first query.
+    __device__ __forceinline__ int first_key() const { return tile.j0 + group * 64 + warp * 16 + lane / 4; }
+    __device__ __forceinline__ int first_query() const { return lane % 4 * 2; }
+
+    // 0 in the place of P where it is not seen.
+    __device__ __forceinline__ void apply_mask(int i0) {
+        const int key = first_key(), i_first = i0 + first_query(), diagonal = tile.keys - p.tq;
+        unsigned same[2];
+#if DOCUMENT_IDS
+        const int ids[2] = {id_of_key(p, tile.b, key), id_of_key(p, tile.b, key + 8)};
+        collect(same, [&](int place) {
+            const int id = id_of_query(p, tile.b, i_first + place);
+            return (id == ids[0] ? 1u : 0u) | (id == ids[1] ? 2u : 0u);
+        });
+#endif
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int j = key + half * 8;
+            const int begin = j >= tile.keys ? BR : HAS_RIGHT ? j - diagonal - p.window_right - i_first : -i_first;
+            const int end = HAS_LEFT ? j - diagonal + p.window_left + 1 - i_first : BR;
+#pragma unroll
+            for (int n = 0; n < BR / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const bool seen = n * 8 + e >= begin && !(HAS_LEFT && n * 8 + e >= end);
+                    if (!seen || (DOCUMENT_IDS && !(same[half] >> (2 * n + e) & 1))) clear(4 * n + 2 * half + e, SOFTCAP);
+                }
+        }
+    }
+    // P of a place is 0: with ROUNDED as it was rounded; and else, or with both, as it was not.
+    __device__ __forceinline__ void clear(int x, bool rounded, bool exact = true) {
+        if (rounded) weights[x / 8][x % 8 / 2] &= x % 2 ? 0x0000ffffu : 0xffff0000u;
+        if (exact) s[x] = 0.0f;
+    }
+
+    // S becomes P, which is rounded too. With a softcap P is rounded ahead of the mask, and what stays of it in fp32 has
+    // the softcap's derivative as a factor, which only dS needs.
+    __device__ __forceinline__ void weigh(int i0, unsigned lse2) {
+        const unsigned rows = lse2 + lane % 4 * 8;
+        const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, capped = SOFTCAP ? p.scale / p.softcap : 0.0f;
+        const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - i0 - first_query()) : 0.0f;
+#pragma unroll
+        for (int n = 0; n < BR / 8; n++) {
+            const float2 shift = load_pair(rows + n * 32);
+#if SOFTCAP
+            float factor[4];
+#endif
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float &x = s[4 * n + e];
+#if SOFTCAP
+                x = tanh_of(x * capped), factor[e] = 1.0f - x * x;
+#endif
+                float exponent = x * c - (e % 2 ? shift.y : shift.x);
+                if (ALIBI) exponent -= slope * fabsf(ahead + (float)(e / 2 * 8 - n * 8 - e % 2));
+                x = exp2_of(exponent);
+            }
+#if SOFTCAP
+#pragma unroll
+            for (int e = 0; e < 4; e += 2) weights[n / 2][n % 2 * 2 + e / 2] = pack(s[4 * n + e], s[4 * n + e + 1]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[4 * n + e] *= factor[e];
+#endif
+        }
+        if (tile.real < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi) apply_mask(i0);
+#pragma unroll
+        for (int step = 0; step < BR / 16 && !SOFTCAP; step++) round_step(weights[step], s + 8 * step);
+#if DROPOUT
+        const int key = first_key(), i_first = i0 + first_query();
+        collect(dropped, [&](int place) {
+            const unsigned row = absorb(head_rows, (unsigned)(i_first + place));
+            return (kept(row, key, p.threshold) ? 0u : 1u) | (kept(row, key + 8, p.threshold) ? 0u : 2u);
+        });
+#pragma unroll
+        for (int x = 0; x < BR / 2; x++)
+            if (is_dropped(x)) clear(x, true, false);
+#endif
+    }
+    __device__ __forceinline__ bool is_dropped(int x) const { return dropped[x / 2 % 2] >> (x / 4 * 2 + x % 2) & 1; }
+
+    // dP becomes dS, which is rounded too.
+    __device__ __forceinline__ void differentiate(unsigned deltas) {
+        const unsigned rows = deltas + lane % 4 * 8;
+#pragma unroll
+        for (int step = 0; step < BR / 16; step++) {
+            const float2 delta[2] = {load_pair(rows + step * 64), load_pair(rows + step * 64 + 32)};
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                float &gradient = dp[8 * step + e];
+                const float weight = LATE_DQ ? unpack(weights[step][e / 2], e % 2) : s[8 * step + e];
+                if (DROPOUT) gradient = is_dropped(8 * step + e) ? 0.0f : gradient * p.keep_scale;
+                gradient = weight * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
+            }
+            round_step(gradients[step], dp + 8 * step);
+        }
+    }
+};

@@ -1,0 +1,88 @@
+"""fa3's backward on the CPU: values with every option, and that a missing wait shows. Tensor cores, TMA and
+mbarriers are imitated (mma_cpu.h, hopper_cpu.h); the rest is real. The forward is fa2's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attention import cuda
+from attention.cuda import CudaStage
+from ops import nvrtc
+from ops.cuda import hopper, plain
+from ops.library import register_attention
+from scripts.accuracy import Problem, computed, error_ratios, expected
+from tests.grid import long_but
+from tests.ops import cpu
+from tests.ops.test_cuda_fa2 import CASES
+
+pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
+
+_OP = register_attention("on_cpu_fa3", partial(cuda._forward, "fa2"), hopper.fa3_backward, "CPU")
+
+
+class _OnCPU(CudaStage):
+    """fa2's forward and fa3's backward, in bf16 on CPU tensors."""
+
+    def __init__(self) -> None:
+        super().__init__("fa2")
+        here = {"devices": frozenset({"cpu"}), "dtypes": frozenset({torch.bfloat16})}
+        self.capabilities = replace(self.capabilities, **here)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> cpu.HopperCores:
+    return cpu.HopperCores(tmp_path_factory.mktemp("csrc"))
+
+
+@pytest.fixture(autouse=True)
+def use(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setitem(cuda._OPS, "fa2", _OP)
+    monkeypatch.setattr(hopper, "tensor_map", cpu.tensor_map)
+    monkeypatch.setattr(nvrtc, "kernel", compiler)
+    monkeypatch.setattr(plain, "_kernel", compiler)
+
+
+def _ratios(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
+    q, k, v, dout = cpu.inputs(shape, dtype=torch.bfloat16, **made)
+    if "lengths" in made:
+        options = options | {"kv_lengths": torch.tensor(made["lengths"], dtype=torch.int32)}
+    problem = Problem(q, k, v, options, dout)
+    return error_ratios(computed(_OnCPU(), problem), *expected(problem), q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"),
+    long_but(CASES, 1, 7, 11, 12),
+    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in CASES],
+)
+def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> None:
+    ratios = _ratios(shape, made, options)
+    assert max(ratios.values()) <= 1, ratios
+
+
+_WAITS = {
+    "of dQ's room": "mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);\n        dq_slot",
+    "for dO": "mbarrier_wait(room.barrier(DO_FULL + at.at), at.parity);",
+    "for both groups' dS": "await_ds();\n            wgmma_fence();\n            multiply_dq(ds.at);",
+}
+
+
+@pytest.mark.parametrize("wait", [pytest.param(each, marks=pytest.mark.long) for each in _WAITS])
+def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler, old = cpu.HopperCores(tmp_path), _WAITS[wait]
+    path = tmp_path / "fa3_backward_consumer.cuh"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, old.partition(";")[2].strip()))
+    monkeypatch.setattr(nvrtc, "kernel", compiler)
+    monkeypatch.setattr(plain, "_kernel", compiler)
+    with pytest.raises(AssertionError, match=r"wrong: |waits for an mbarrier"):
+        ratios = _ratios((200, 230, 128), {}, {})
+        assert all(ratio <= 1 for ratio in ratios.values()), f"wrong: {ratios}"
