@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from conf.values import UserError, number, shown, whole
 from data.files import each_once, find_text
 from data.textfiles import content_hash, count_chars, read_parts, state_of
+from data.tokenizer_base import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ class Piece:
     ends: bool
 
 
+Encode = Callable[[Tokenizer, str], np.ndarray]
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """(n,) token ids of a piece's text: what a corpus does unless it says otherwise."""
+    return tokenizer.encode_array(text)
+
+
 class Corpus:
     """What `prepare` needs of a source of text.
     `skipped` names files that the last whole `pieces()` left out; `max_tokens` bounds the training split.
@@ -42,6 +51,8 @@ class Corpus:
     split_rule: str
     max_tokens: int | None = None
     skipped: list[str]
+    targets: ClassVar[str] = "all"  # or answers: tokens say themselves whether they are targets
+    encode: ClassVar[Encode] = staticmethod(encode_text)
 
     def describe(self) -> dict[str, Any]:
         """JSON-plain facts that identify source and split: they go into the key of the prepared folder."""
@@ -247,7 +258,7 @@ class SyntheticCorpus:
     name: ClassVar[str] = "synthetic"
 
     def __post_init__(self) -> None:
-        whole("data.corpus.vocab_size", self.vocab_size, 2, 1 << 32)
+        whole("data.corpus.vocab_size", self.vocab_size, 2, 1 << 31)
         whole("data.corpus.n_tokens", self.n_tokens, 2)
         whole("data.corpus.seed", self.seed, 0)
         whole("data.corpus.document_length", self.document_length, 2, null="one endless document")

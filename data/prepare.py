@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from conf.values import UserError
-from data.corpora import Corpus, Piece, unit_hash
+from data.corpora import Corpus, Encode, Piece, unit_hash
 from data.storage import (
     SCHEMA,
     Progress,
@@ -38,17 +38,13 @@ from data.tokenizer_base import Tokenizer
 from data.tokenizer_file import read_file
 from data.tokenizers import (
     BPETokenizer,
-    ByteTokenizer,
     CharTokenizer,
     tokenizer_from_dict,
     tokenizer_spec,
 )
 
 SPLITS = ("train", "val")
-CHUNK_CHARS = (
-    1 << 20,
-    8 << 20,
-)  # the first chunks are small, to spread a small corpus over the pool; later ones large
+CHUNK_CHARS = (1 << 20, 8 << 20)  # small at first, to spread a small corpus over the pool
 SAMPLE_CHARS = 1 << 16  # what BPE learns from is drawn in blocks of about this: of a book, many
 NAMES_LISTED = 2000  # documents: up to here the meta lists who is in validation, beyond it holds a hash
 _CHANGED = "{} was written to while it was prepared: run again when it is whole"
@@ -119,7 +115,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
         workers = cores if size is None else min(cores, 1 + size // BYTES_A_PROCESS)
     with Progress(folder.name, size, quiet) as progress:
         tokenizer = _tokenizer(corpus, identity["tokenizer"], folder)
-        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 and corpus.targets == "all" else "<u4"
         done = _tokenise(corpus, tokenizer, dtype, shards, workers, progress)
         splits = {
             split: join_shards(split, done, shards, folder, np.dtype(dtype).itemsize) for split in SPLITS
@@ -166,10 +162,8 @@ def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
         tokenizer: Tokenizer = CharTokenizer("".join(chars))
     elif kind == "bpe":
         tokenizer = BPETokenizer.train(_sample(corpus, spec["sample_mb"]), spec["vocab_size"])
-    elif kind == "file":
-        tokenizer = tokenizer_from_dict(read_file(spec["path"]))
     else:
-        tokenizer = ByteTokenizer() if kind == "byte" else tokenizer_from_dict(spec)
+        tokenizer = tokenizer_from_dict(read_file(spec["path"]) if kind == "file" else spec)
     write_atomically(saved, [json.dumps(tokenizer.to_dict()).encode()])
     return tokenizer
 
@@ -229,7 +223,7 @@ def _tokenise(
         train_tokens += facts["tokens"]["train"]
         progress.advance(facts["bytes"]["train"] + facts["bytes"]["val"])
 
-    with _pool(workers, tokenizer, dtype) as pool:
+    with _pool(workers, tokenizer, corpus, dtype) as pool:
         try:
             for index, chunk in enumerate(_chunks(corpus.pieces())):
                 marker = shards / f"{index:06d}.json"
@@ -262,20 +256,21 @@ class _Inline(Executor):
         return future
 
 
-def _pool(workers: int, tokenizer: Tokenizer, dtype: str) -> Executor:
+def _pool(workers: int, tokenizer: Tokenizer, corpus: Corpus, dtype: str) -> Executor:
+    arguments = tokenizer.to_dict(), dtype, corpus.encode, corpus.targets == "all"
     if workers <= 1:
-        _start_worker(tokenizer.to_dict(), dtype)
+        _start_worker(*arguments)
         return _Inline()
     # spawned, not forked: this process has threads (torch's, the tokenizer's), which a fork does not survive
-    arguments = (tokenizer.to_dict(), dtype)
     return ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=arguments)
 
 
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(tokenizer: dict[str, Any], dtype: str) -> None:
-    _worker.update(tokenizer=tokenizer_from_dict(tokenizer), dtype=dtype)
+def _start_worker(tokenizer: dict[str, Any], dtype: str, encode: Encode, ends: bool) -> None:
+    """ends: an end-of-text token follows each document."""
+    _worker.update(tokenizer=tokenizer_from_dict(tokenizer), dtype=dtype, encode=encode, ends=ends)
     if parent := parent_process():
         # a worker whose parent is killed would wait for work for ever
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -283,13 +278,13 @@ def _start_worker(tokenizer: dict[str, Any], dtype: str) -> None:
 
 def _make_shard(chunk: list[Piece], stem: Path) -> dict[str, Any]:
     """Writes <stem>.<split>.bin and .docs.bin (ends within the shard) and last <stem>.json, the facts."""
-    tokenizer, dtype = _worker["tokenizer"], _worker["dtype"]
+    tokenizer, dtype, encode = (_worker[name] for name in ("tokenizer", "dtype", "encode"))
     facts: dict[str, Any] = {"tokens": {}, "bytes": {}, "val_documents": []}
     for split in SPLITS:
         arrays, ends, count, n_bytes = [], [], 0, 0
         for piece in (p for p in chunk if p.split == split):
-            ids = tokenizer.encode_array(piece.text).astype(dtype)
-            if piece.ends and tokenizer.eot is not None:
+            ids = encode(tokenizer, piece.text).astype(dtype)
+            if piece.ends and tokenizer.eot is not None and _worker["ends"]:
                 ids = np.append(ids, np.array([tokenizer.eot], dtype=dtype))
             arrays.append(ids)
             count += len(ids)

@@ -61,6 +61,16 @@ class JSONTokenizer(Tokenizer):
         encoded = self._library.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.asarray(encoded.ids, dtype=np.int64)
 
+    def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) ids of a text in which special tokens are meant, and (n,) where each begins in it."""
+        self._library.encode_special_tokens = False
+        try:
+            encoded = self._library.encode(text, add_special_tokens=False)
+        finally:
+            self._library.encode_special_tokens = True
+        begins = np.asarray([begin for begin, _ in encoded.offsets], dtype=np.int64)
+        return np.asarray(encoded.ids, dtype=np.int64), begins
+
     def _decode_plain(self, ids: list[int]) -> str:
         return self._library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
 

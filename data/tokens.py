@@ -16,6 +16,7 @@ import numpy as np
 from conf.values import UserError
 
 IGNORE = -1  # the target that the loss ignores
+NO_TARGET = 1 << 31  # the top bit of a token of 32 bits: it is nobody's target
 _ROUNDS = 6
 
 
@@ -119,6 +120,9 @@ class Windows:
             if n > 0:
                 x[row, :n] = tokens[s : s + n]
                 y[row, :n] = tokens[s + 1 : s + 1 + n]
+        if tokens.dtype.itemsize == 4:
+            x &= NO_TARGET - 1
+            y[y >= NO_TARGET] = IGNORE
         batch = {"input_ids": x, "targets": y}
         if self.document_mask:
             batch["document_ids"] = self._document_ids(starts, y)

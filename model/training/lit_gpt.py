@@ -175,7 +175,7 @@ class LitGPT(L.LightningModule):
             torch.distributed.all_reduce(counted)
         # Every token of the global step weighs the same, also where micro-batches hold unequal numbers of
         # them; times the ranks, as DDP and FSDP average gradients.
-        scale = world / counted
+        scale = world / counted.clamp(min=1)  # a step of chats may hold no answer
         total = torch.zeros((), device=self.device)
         for i, micro in enumerate(self._micro_batches(batch)):
             with self._no_sync(i < self.accumulate - 1):

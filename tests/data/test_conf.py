@@ -20,7 +20,7 @@ def datamodule(*overrides: str) -> TokenDataModule:
 
 @pytest.mark.parametrize("name", CORPORA)
 def test_every_corpus_instantiates(name):
-    module = datamodule(f"+data={name}", *(["data.path=x.txt"] if name == "text" else []))
+    module = datamodule(f"+data={name}", *(["data.path=x.txt"] if name in ("text", "chat") else []))
     assert isinstance(module, TokenDataModule)
     assert module.corpus.name == name
     assert (module.seq_len, module.seed, module.batch_size, module.eval_batch_size) == (32, 7, 16, 16)
@@ -29,8 +29,17 @@ def test_every_corpus_instantiates(name):
         assert type(module.corpus.val) is list
 
 
-def test_all_seven_are_there():
-    expected = {"fineweb_edu", "openwebtext", "shakespeare", "stdlib", "synthetic", "text", "tinystories"}
+def test_all_eight_are_there():
+    expected = {
+        "chat",
+        "fineweb_edu",
+        "openwebtext",
+        "shakespeare",
+        "stdlib",
+        "synthetic",
+        "text",
+        "tinystories",
+    }
     assert set(CORPORA) == expected
 
 
