@@ -94,9 +94,9 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, *of_call: Any) -> tuple[Tensor, Tensor]:
     """out and lse; options as in ops/library.py. Takes 4 B Hq Tq Tk bytes for the scores."""
-    call = Call(q, k, v, *options)
+    call = Call(q, k, v, *of_call)
     out, lse = _outputs(q)
     scratch = q.new_empty((*lse.shape, k.shape[2]), dtype=torch.float32)
     call.params.bind(out=out, lse=lse, scratch=scratch)
@@ -105,11 +105,11 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
 
 
 def plain_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *of_call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As tiled_backward. Takes 8 B Hq Tq Tk bytes, for P and dS."""
-    *options, _ = options
-    call = Call(q, k, v, *options)
+    *of_call, _ = of_call
+    call = Call(q, k, v, *of_call)
     if dout.stride(3) != 1:
         dout = empty_as(out).copy_(dout)
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
@@ -129,9 +129,9 @@ def _a_thread_each(call: Call, steps: dict[str, Tensor]) -> None:
         kernel.launch(math.ceil(made.numel() / _THREADS), _THREADS, call.params)
 
 
-def naive_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def naive_forward(q: Tensor, k: Tensor, v: Tensor, *of_call: Any) -> tuple[Tensor, Tensor]:
     """out and lse; options as in ops/library.py. Takes 4 B Hq Tq Tk bytes for the scores."""
-    call = Call(q, k, v, *options)
+    call = Call(q, k, v, *of_call)
     (batch, heads, tq, head_dim), tk = q.shape, k.shape[2]
     out, lse = _outputs(q)
     scratch = q.new_empty((batch, heads, tq, tk), dtype=torch.float32)
@@ -149,9 +149,9 @@ def naive_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
     return out, lse
 
 
-def rowwise_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def rowwise_forward(q: Tensor, k: Tensor, v: Tensor, *of_call: Any) -> tuple[Tensor, Tensor]:
     """out and lse; options as in ops/library.py."""
-    call = Call(q, k, v, *options)
+    call = Call(q, k, v, *of_call)
     batch, heads, tq, _ = q.shape
     out, lse = _outputs(q)
     params = call.params.bind(out=out, lse=lse)
@@ -162,9 +162,9 @@ def rowwise_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
     return out, lse
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *of_call: Any) -> tuple[Tensor, Tensor]:
     """out and lse; options as in ops/library.py."""
-    call, choice = Call(q, k, v, *options), tile(q, backward=False)
+    call, choice = Call(q, k, v, *of_call), tile(q, backward=False)
     (batch, heads, tq, head_dim), queries = q.shape, choice.tokens(backward=False)
     out, lse = _outputs(q)
     ranges = document_ranges(call, queries)
@@ -178,11 +178,11 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
 
 
 def tiled_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *of_call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
-    *options, _ = options
-    call, choice = Call(q, k, v, *options), tile(q, backward=True)
+    *of_call, _ = of_call
+    call, choice = Call(q, k, v, *of_call), tile(q, backward=True)
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)

@@ -8,31 +8,41 @@ The functions are those of register_attention in ops/library.py, where the optio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from ops.cuda import plain, split_fp16, split_fp16_backward
 from ops.cuda.call import Call
+from ops.options import AttentionOptions
 
 
 def _by_split_fp16(q: Tensor, tuning: Sequence[int]) -> bool:
     return split_fp16.usable(q) and not any(tuning[1:])
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def tiled_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seed: Tensor | None, tuning: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32."""
-    if _by_split_fp16(q, options[-1]):
-        return split_fp16.forward(q, k, v, Call(q, k, v, *options))
-    return plain.tiled_forward(q, k, v, *options)
+    if _by_split_fp16(q, tuning):
+        return split_fp16.forward(q, k, v, Call(q, k, v, options, seed, tuning))
+    return plain.tiled_forward(q, k, v, options, seed, tuning)
 
 
 def tiled_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+    seed: Tensor | None,
+    tuning: Sequence[int],
+    bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
-    *of_call, _ = options
-    if _by_split_fp16(q, of_call[-1]):
-        gradients = split_fp16_backward.backward(dout, q, k, v, out, lse, Call(q, k, v, *of_call))
-        return *gradients, q.new_empty(0)
-    return plain.tiled_backward(dout, q, k, v, out, lse, *options)
+    if _by_split_fp16(q, tuning):
+        call = Call(q, k, v, options, seed, tuning)
+        return *split_fp16_backward.backward(dout, q, k, v, out, lse, call), q.new_empty(0)
+    return plain.tiled_backward(dout, q, k, v, out, lse, options, seed, tuning, bias_grad)
