@@ -90,6 +90,18 @@ struct Consumer : Weights {
         }
     }
 
+    // Until K and V are there.
+    __device__ __forceinline__ void await_keys() {
+        mbarrier_wait(room.barrier(K_FULL), kv.parity), mbarrier_wait(room.barrier(V_FULL), kv.parity);
+        kv.next();
+#if LENGTHS
+        if (tile.real < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
+            clear_rows<BC>(room.k, tile.real), clear_rows<BC>(room.v, tile.real);
+            fence_proxy_async();
+            bar_sync(BARRIER_ALL, 256);
+        }
+#endif
+    }
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void walk() {
         int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
@@ -98,17 +110,7 @@ struct Consumer : Weights {
         for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_head(h);
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
-        if (left > 0) {
-            mbarrier_wait(room.barrier(K_FULL), kv.parity), mbarrier_wait(room.barrier(V_FULL), kv.parity);
-            kv.next();
-#if LENGTHS
-            if (tile.real < BC) {  // K and V beyond the last key may hold anything, and 0 times NaN is NaN
-                clear_rows<BC>(room.k, tile.real), clear_rows<BC>(room.v, tile.real);
-                fence_proxy_async();
-                bar_sync(BARRIER_ALL, 256);
-            }
-#endif
-        }
+        if (left > 0) await_keys();
         for (; left > 0; left--) {
             const unsigned q_tile = room.q + at.at * Q_BYTES, do_tile = room.dout + at.at * Q_BYTES;
             mbarrier_wait(room.barrier(Q_FULL + at.at), at.parity);
