@@ -33,6 +33,8 @@ from model.training.sweeps import Job, Sweep
 if TYPE_CHECKING:
     import torch
 
+    from model.config import GPTConfig
+
 composing = ExitStack()  # what holds until the first job of this command line starts
 sweep = Sweep()
 
@@ -250,16 +252,20 @@ def build(
             cfg.cuda_graphs, device, devices, config, data.batch_size * data.accumulate
         ),
         decode_attention=decoder,
-        checkpoint_metadata={
-            "schema": 1,
-            "choices": choices,
-            "config": portable(cfg, choices),
-            "model": vars(config),
-            "tokenizer": data.tokenizer.to_dict() if data.tokenizer else None,
-            **adapters,
-        },
+        checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | adapters,
     )
     return data, lit, call
+
+
+def metadata(cfg: DictConfig, choices: dict[str, Any], config: GPTConfig, tokenizer: Any) -> dict[str, Any]:
+    """The plain values that every checkpoint carries."""
+    return {
+        "schema": 1,
+        "choices": choices,
+        "config": portable(cfg, choices),
+        "model": vars(config),
+        "tokenizer": tokenizer.to_dict() if tokenizer else None,
+    }
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(folder / "book.txt", folder / "notes" / f"{i}.md")
     (folder / "prompts.txt").write_text("import\ndef main\n")
     shutil.copy(folder / "book.txt", folder / "other.txt")
+    talk = [{"role": role, "content": "tiles"} for role in ("user", "assistant")]
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 40)
     for name in ("first", "second", "my-run", "gpt2-auto"):
         assert train_here(folder, "data=stdlib", *SMALL_RUN, f"name={name}", tiny=False).code == 0
     return folder
@@ -62,6 +64,9 @@ def pretrained(folder: Path) -> Path:
     from tests.pretrained import make_folder
 
     make_folder(folder / "models" / "my-llama", "llama")
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + ' ' }}{% endfor %}"
+    asked = "{% if add_generation_prompt %}assistant:{% endif %}"
+    (folder / "models" / "my-llama" / "chat_template.jinja").write_text(template + asked)
     return folder / "models" / "my-llama"
 
 
