@@ -100,9 +100,23 @@ class CausalSelfAttention(nn.Module):
         layer: int = 0,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        B, T, _ = x.shape
+        out = self.attend(self.c_attn(x), rope, slopes, document_ids, block_mask, cache, layer)
+        return self.dropout(self.c_proj(out))
+
+    def attend(
+        self,
+        qkv: Tensor,
+        rope: Tensor | None = None,
+        slopes: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        block_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+    ) -> Tensor:
+        """What lies between the projections: qkv (B, T, (H + 2 Hkv) D) -> (B, T, H*D)."""
+        B, T, _ = qkv.shape
         H, Hkv, D = self.config.n_head, self.config.kv_heads, self.config.head_size
-        q, k, v = self.c_attn(x).split([H * D, Hkv * D, Hkv * D], dim=-1)
+        q, k, v = qkv.split([H * D, Hkv * D, Hkv * D], dim=-1)
         q = q.view(B, T, H, D)  # (B, T, H*D) -> (B, T, H, D)
         k = k.view(B, T, Hkv, D)  # (B, T, Hkv*D) -> (B, T, Hkv, D)
         v = v.view(B, T, Hkv, D)
@@ -130,8 +144,7 @@ class CausalSelfAttention(nn.Module):
             dropout_p=self.config.attn_dropout if self.training else 0.0,
             **self.config.attention_options,
         )
-        out = out.transpose(1, 2).reshape(B, T, H * D)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, H*D)
-        return self.dropout(self.c_proj(out))
+        return out.transpose(1, 2).reshape(B, T, H * D)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, H*D)
 
 
 class MLP(nn.Module):
@@ -149,14 +162,14 @@ class MLP(nn.Module):
         if not self.swiglu and fuses(x := x.to(compute_dtype(x)), self.c_fc.out_features):
             parameters = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
             return self.dropout(gelu_mlp(x, *(p if p is None else p.to(x.dtype) for p in parameters)))
-        x = self.c_fc(x)
+        return self.dropout(self.c_proj(self.activate(self.c_fc(x))))
+
+    def activate(self, x: Tensor) -> Tensor:
         if self.swiglu:
             gate, value = x.chunk(2, dim=-1)
-            x = F.silu(gate) * value
-        else:
-            # the tanh form is GPT-2's own; in a compiled step it costs the same as erf
-            x = F.gelu(x, approximate="tanh")
-        return self.dropout(self.c_proj(x))
+            return F.silu(gate) * value
+        # the tanh form is GPT-2's own; in a compiled step it costs the same as erf
+        return F.gelu(x, approximate="tanh")
 
 
 class Block(nn.Module):

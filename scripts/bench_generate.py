@@ -2,8 +2,8 @@
 
     python scripts/bench_generate.py --model gpt2 --batch 1 32 --prompt 128 --new 512
 
-Times prefill and decode apart; compilation and graph capture are reported beside them, not in them. One row a
-point goes to results/generate/<gpu>.jsonl.
+Times prefill and decode apart; compilation and graph capture are reported beside them, not in them: the first
+set-up of a process, and a later one. One row a point goes to results/generate/<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def arguments() -> argparse.Namespace:
     add("--new", type=positive, default=512, help="tokens to generate")
     add("--seq-len", type=positive, default=1024, help="context of the model")
     add("--no-cache", action="store_true", help="compute the whole context for every token")
-    add("--no-compile", action="store_true", help="decode with eager kernels (still one graph)")
+    add("--compile", action="store_true", help="a decoding step of torch.compile, not of fused kernels")
+    add("--no-fused", action="store_true", help="decode with PyTorch's own kernels (still one graph)")
     add("--repeat", type=positive, default=3, help="measured runs; the median counts")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
     return made.parse_args()
@@ -69,7 +70,8 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
     prompts = torch.randint(
         50257, (batch, options.prompt), generator=torch.Generator().manual_seed(1)
     ).tolist()
-    how = {"kv_cache": not options.no_cache, "compile": not (options.no_compile or options.no_cache)}
+    how = {"kv_cache": not options.no_cache, "compile": options.compile}
+    how["fused"] = False if options.no_fused else None
     runs = []
     for seed in range(options.repeat + 1):
         if torch.cuda.is_available():
@@ -107,7 +109,8 @@ def points(options: argparse.Namespace, cuda: bool) -> list[dict[str, Any]]:
         "new_tokens": options.new,
         "dtype": "bfloat16" if cuda else "float32",
         "kv_cache": not options.no_cache,
-        "compile": not (options.no_compile or options.no_cache),
+        "compile": options.compile,
+        "fused": cuda and not (options.compile or options.no_fused or options.no_cache),
     }
     return [point | {"batch": batch} for batch in options.batch]
 

@@ -33,10 +33,10 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("ckpt", "runs_dir", "prompt", "prompt_file", "device", "precision", "cache_dtype"), str),
     **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
     **dict.fromkeys(("temperature", "top_p"), float),
-    **dict.fromkeys(("kv_cache", "compile"), bool),
+    **dict.fromkeys(("kv_cache", "compile", "fused"), bool),
     "stop": list,
 }
-NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop")
+NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop", "fused")
 # Least and greatest; those of temperature, top_k and top_p are checked where tokens are drawn.
 RANGES = {"num_samples": (1, 2**16), "max_new_tokens": (1, 2**24), "seed": (0, 2**64 - 1)}
 MOST_TOKENS = 2**28  # of all rows together, 8 bytes each
@@ -148,11 +148,14 @@ def decoding_attention(
     tokens: int,
     compiled: bool = False,
     cache: frozenset[str] = frozenset(),
+    fused: bool = False,
 ) -> Attention:
-    """What decodes: `attention.decode`, else the run's own attention where it can, else auto's choice."""
+    """What decodes: `attention.decode`, else the run's own attention where it can, else auto's choice; auto
+    itself where that leaves it to a fused step's own attention."""
     from attention.auto import AutoAttention
     from conf.compose import build_attention
     from model.calls import attention_call
+    from model.generation.fused import attends
 
     own, weight = model.transformer.h[0].attn.attention, model.lm_head.weight
     call = attention_call(
@@ -167,12 +170,16 @@ def decoding_attention(
     asked = cfg.attention.get("decode")
     chosen = build_attention(cfg, asked) if asked else own
     reasons = chosen.unsupported_reasons(call)
+    auto = build_attention(cfg, "auto") if fused or (reasons and not asked) else None
+    if fused and attends(model.config, auto) and ((reasons and not asked) or chosen.name == "auto"):
+        say(f"attention={chosen.name} leaves decoding to the fused step's own attention.")
+        return auto
     if asked or not reasons:
         if isinstance(chosen, AutoAttention) and not reasons:
             name, why = chosen.choice(call, compiled=compiled)
             say(f"attention={chosen.name} decodes with {name}: {why}.")
         return chosen
-    other = build_attention(cfg, "auto").resolve(call)
+    other = auto.resolve(call)
     say(
         f"attention={own.name} cannot decode with a KV cache ({'; '.join(reasons)}): "
         f"attention.decode={other.name} will."
@@ -206,6 +213,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
+    from model.generation.fused import wants_fused
     from model.generation.generate import checked, generate, require_all
     from model.generation.view_cache import cache_kinds
     from scripts.measure.instruments.streaming import Terminal
@@ -227,14 +235,16 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     require_all(model, None, len(prompts), capacity, capacity)  # refusals come before anything else is said
     if cached:
         kinds = cache_kinds(options["cache_dtype"], model.config.head_size)
-        decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"], kinds)
+        fused = not options["compile"] and not kinds and wants_fused(model, options["fused"])
+        facts = len(prompts), capacity, options["compile"], kinds, fused
+        decoding = decoding_attention(cfg, model, *facts)
         require_all(model, decoding, len(prompts), capacity, capacity, options["cache_dtype"])
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
     result = generate(
         model,
         prompts,
         **sampling,
-        **{key: options[key] for key in ("seed", "kv_cache", "compile", "cache_dtype")},
+        **{key: options[key] for key in ("seed", "kv_cache", "compile", "cache_dtype", "fused")},
         eot=tokenizer.eot,
         on_token=terminal.on_token,
         decode_attention=decoding,

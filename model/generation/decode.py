@@ -160,21 +160,26 @@ class Decoder:
     The graph attends to the whole allocation, which is made to measure: graphs for shorter parts of it would
     at best halve the reads of an implementation that does not stop at `kv_lengths`, at a compilation each."""
 
-    def __init__(self, model: GPT, rows: Rows, cache: KVCache, compile: bool):
+    def __init__(
+        self,
+        model: GPT,
+        rows: Rows,
+        cache: KVCache,
+        compile: bool = False,
+        make_step: Callable[[GPT, KVCache, Rows], Callable[[], None]] | None = None,
+    ):
         device = model.lm_head.weight.device
         self.model, self.rows, self.cache = model, rows, cache
-        self.advance = compiled_decode_step() if compile else decode_step
+        step = compiled_decode_step() if compile else decode_step
+        make_step = make_step or functools.partial(functools.partial, step)
+        self.advance = make_step(model, cache, rows)
         self.graph = self.capture() if device.type == "cuda" else None
         if compile and self.graph is None:
             self.warm_up(1)
 
-    def _step(self) -> None:
-        self.rows.draw()
-        self.advance(self.model, self.cache, self.rows)
-
     def warm_up(self, steps: int) -> None:
         for _ in range(steps):
-            self._step()
+            self.advance()
             self.cache.set_lengths(torch.zeros_like(self.cache.lengths))
             self.rows.reset()
 
@@ -185,17 +190,16 @@ class Decoder:
             self.warm_up(2)  # compiling, loading modules, allocating workspaces: none may happen in a capture
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        if self.rows.noise is not None:
-            graph.register_generator_state(self.rows.generator)
         # thread_local: a loader that pins memory in a thread of its own must not break the capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._step()
-        self.rows.reset()  # the seed again: capturing may advance the generator
+            self.advance()
         return graph
 
     def step(self) -> None:
+        # The noise by itself: a graph that draws sets its generator by two more kernels each time.
+        self.rows.draw()
         if self.graph is None:
-            self._step()
+            self.advance()
         else:
             self.graph.replay()
 

@@ -22,6 +22,7 @@ from attention.base import Attention
 from conf.values import UserError
 from model.calls import attention_call, require
 from model.generation.decode import Decoder, Rows, Sampling, compute_dtype, dense_cache, encode
+from model.generation.fused import FusedStep, wants_fused
 from model.generation.view_cache import cache_kinds
 from model.gpt import GPT
 
@@ -186,6 +187,7 @@ def generate(
     decode_attention: Attention | None = None,
     compile: bool = False,
     cache_dtype: str = "auto",
+    fused: bool | None = None,
 ) -> Generated:
     """`max_new_tokens` more tokens of every prompt, or as many as come before the row stops.
 
@@ -198,6 +200,8 @@ def generate(
     compile: compile the decoding step, with one compilation per batch size and cache capacity.
     cache_dtype: of keys and values in the cache: auto, the model's; fp8, int8 or int4, quantised as written.
         A prompt attends to its own as computed.
+    fused: decode by our fused kernels, which also attend where the attention is left to choose; None: on a
+        GPU, where they can; True: or raise UserError. Without effect beside `compile`.
 
     Device and dtype are the model's. Raises UserError, and UnsupportedAttention before anything runs."""
     config, device = model.config, model.lm_head.weight.device
@@ -208,6 +212,7 @@ def generate(
     capacity = -(-longest // 128) * 128
     decoding = (decode_attention or model.transformer.h[0].attn.attention) if kv_cache else None
     require_all(model, decoding, len(prompts), longest, capacity, cache_dtype)
+    step = FusedStep if kv_cache and not compile and wants_fused(model, fused) else None
 
     training = model.training
     model.eval()
@@ -218,7 +223,7 @@ def generate(
             decoder = None
             if decoding is not None:
                 cache = dense_cache(model, len(prompts), capacity, decoding, cache_dtype)
-                decoder = Decoder(model, rows, cache, compile)
+                decoder = Decoder(model, rows, cache, compile, step)
             reader = Reader(len(prompts), max_new_tokens, device, eot, on_token)
             if device.type == "cuda":
                 encode_all(model, rows, decoder, lengths)  # compiles and loads kernels: set-up, not speed

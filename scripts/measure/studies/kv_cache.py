@@ -192,7 +192,8 @@ class Measuring:
         for power in range(new.bit_length()):  # what compiles or loads at some length does so before
             for length in {min(new, n) for n in (2**power, 2**power + 1, 2**power + 2**power // 2)}:
                 self.net.forward(torch.tensor([self.text[:length]], device=self.device))
-        how = {"temperature": 0.0, "kv_cache": point["kv_cache"]}
+        # the same kernels with and without
+        how = {"temperature": 0.0, "kv_cache": point["kv_cache"], "fused": False}
         generate(self.net, [self.text[:1]], min(8, new), **how)
         runs, began = [], time.perf_counter()
         while not runs or (len(runs) < 3 and time.perf_counter() - began < 2):

@@ -1,0 +1,180 @@
+"""A decoding step of few, full kernels (ops/triton/step.py), in place of GPT.forward and the choice.
+
+The same function: pre-norm blocks, whatever positions, norm, MLP, heads and cache the model has. The residual
+stream is kept in fp32, so that 16-bit logits are nearer to exact ones than those of GPT.forward.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.values import UserError
+from model.generation.decode import Rows, compute_dtype
+from model.gpt import GPT, MLP, Block, CausalSelfAttention
+from model.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from attention.base import Attention
+    from model.config import GPTConfig
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def unsupported_reasons(model: GPT, compute_dtype: torch.dtype) -> list[str]:
+    """Why these kernels cannot do a step of `model`; empty where they can."""
+    reasons, weight = [], model.lm_head.weight
+    if importlib.util.find_spec("triton") is None:
+        return ["triton is not installed"]
+    from ops.triton.interpret import INTERPRETED
+
+    if weight.device.type != "cuda" and not INTERPRETED:
+        reasons.append(f"the model is on {weight.device.type}, the kernels need a GPU")
+    if weight.dtype != compute_dtype or weight.dtype not in DTYPES:
+        reasons.append(f"weights in {weight.dtype} computed in {compute_dtype}")
+    products = [m for block in model.transformer.h for m in products_of(block)]
+    if any(type(m) is not nn.Linear or type(m.weight.data) is not Tensor for m in products):
+        reasons.append("its products are not plain linear layers")
+    return reasons
+
+
+def wants_fused(model: GPT, fused: bool | None) -> bool:
+    """Whether a step is one of fused kernels: as asked, by default on a GPU where they can. Raises UserError
+    where they are asked for and cannot."""
+    if fused is False or (fused is None and model.lm_head.weight.device.type != "cuda"):
+        return False
+    reasons = unsupported_reasons(model, compute_dtype(model))
+    if fused and reasons:
+        raise UserError(f"fused=true: {'; '.join(reasons)}. fused=false decodes with PyTorch's kernels.")
+    return not reasons
+
+
+def products_of(block: Block) -> tuple[nn.Module, ...]:
+    return block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+
+
+def attends(config: GPTConfig, attention: Attention) -> bool:
+    """Whether a fused step has an attention of its own, where `attention` is left to choose; else that is
+    called between its kernels."""
+    from ops.triton.step import MOST_GROUP, MOST_HEAD_DIM
+
+    chooses = attention.declaration.chooses == "implementations"
+    return chooses and config.n_head // config.kv_heads <= MOST_GROUP and config.head_size <= MOST_HEAD_DIM
+
+
+class FusedStep:
+    """One step of `model` over `cache` for `rows`: logits, choice, and feeding back, all on the device."""
+
+    def __init__(self, model: GPT, cache: KVCache, rows: Rows):
+        from ops.triton import step
+
+        config, weight = model.config, model.lm_head.weight
+        self.model, self.cache, self.rows, self.step = model, cache, rows, step
+        batch = len(rows.index)
+        self.x = torch.empty(batch, config.n_embd, device=weight.device)
+        products = OwnProducts if batch <= step.MOST_ROWS else LibraryProducts
+        self.products = products(self.x, model)
+        self.attend = None
+        if type(cache) is KVCache and attends(config, cache.attention):
+            self.attend = step.Attend(
+                cache.lengths,
+                config.n_head,
+                cache.k[0],
+                rope=model.rope,
+                slopes=model.slopes,
+                window=config.window,
+                softcap=config.softcap,
+            )
+        self.choice = None
+        if self.attend is not None and rows.sampling.top_k is None and rows.sampling.top_p is None:
+            state = rows.token, rows.text, rows.lengths, cache.lengths, cache.next_lengths
+            temperature = rows.sampling.temperature
+            self.choice = step.Choice(config.vocab_size, rows.noise, temperature, state)
+
+    def __call__(self) -> None:
+        transformer, products = self.model.transformer, self.products
+        wpe = transformer.wpe.weight if self.model.config.position == "learned" else None
+        self.step.embed(self.rows.token, self.cache.lengths, transformer.wte.weight, wpe, self.x)
+        for layer, block in enumerate(transformer.h):
+            qkv = products.norm_linear(block.ln_1, block.attn.c_attn)
+            products.add(block.attn.c_proj, self.attended(block.attn, qkv, layer))
+            products.add(block.mlp.c_proj, products.norm_linear(block.ln_2, block.mlp.c_fc, block.mlp))
+        logits = products.norm_linear(transformer.ln_f, self.model.lm_head)
+        if self.choice is not None:
+            self.choice(logits)
+        else:
+            self.rows.append(logits.unsqueeze(1))
+            self.cache.advance()
+
+    def attended(self, attn: CausalSelfAttention, qkv: Tensor, layer: int) -> Tensor:
+        """Attention (B, C) of qkv (B, (H + 2 Hkv) D), whose keys and values go into the cache."""
+        cache = self.cache
+        if self.attend is None:
+            rope = None if self.model.rope is None else self.model.rope[:, cache.positions]
+            return attn.attend(qkv.unsqueeze(1), rope, self.model.slopes, None, cache, layer).squeeze(1)
+        norms = [
+            as_norm(getattr(attn, name)) if attn.config.qk_norm else None for name in ("q_norm", "k_norm")
+        ]
+        return self.attend(qkv, cache.k[layer], cache.v[layer], *norms)
+
+
+def as_norm(module: nn.Module) -> Any:
+    """As ops/triton/step.py takes it."""
+    from ops.triton.step import Norm
+
+    kind = "layernorm" if isinstance(module, nn.LayerNorm) else "rmsnorm"
+    return Norm(kind, module.weight, getattr(module, "bias", None), module.eps)
+
+
+class OwnProducts:
+    """The step's products for a few rows, by our own kernels, onto a residual stream x (B, C) fp32."""
+
+    def __init__(self, x: Tensor, model: GPT):
+        from ops.triton import step
+
+        self.x, self.step = x, step
+        order = [linear for block in model.transformer.h for linear in products_of(block)] + [model.lm_head]
+        weights = [linear.weight for linear in order]
+        self.following = dict(zip(order, weights[1:] + weights[:1], strict=True))
+
+    def norm_linear(self, norm: nn.Module, linear: nn.Linear, mlp: MLP | None = None) -> Tensor:
+        """linear(norm(x)), and the activation of `mlp`."""
+        activation = None if mlp is None else "swiglu" if mlp.swiglu else "gelu"
+        width = linear.out_features // (2 if activation == "swiglu" else 1)
+        weight, out = linear.weight, self.x.new_empty(len(self.x), width, dtype=linear.weight.dtype)
+        following = self.following[linear]
+        return self.step.norm_linear(self.x, as_norm(norm), weight, linear.bias, out, activation, following)
+
+    def add(self, linear: nn.Linear, x: Tensor) -> None:
+        """The residual stream += linear(x)."""
+        self.step.add_linear(x, linear.weight, linear.bias, self.x, self.following[linear])
+
+
+class LibraryProducts:
+    """The same for many rows, by cuBLAS, with what stands between two products in one kernel."""
+
+    def __init__(self, x: Tensor, model: GPT):
+        from ops.triton import step
+
+        self.x, self.dtype, self.step = x, model.lm_head.weight.dtype, step
+        self.delta: Tensor | None = None  # of the residual stream, until the next norm reads it
+
+    def _norm(self, norm: nn.Module) -> Tensor:
+        out = torch.empty_like(self.x, dtype=self.dtype)
+        delta, self.delta = self.delta, None
+        return self.step.add_norm(self.x, delta, as_norm(norm), out)
+
+    def norm_linear(self, norm: nn.Module, linear: nn.Linear, mlp: MLP | None = None) -> Tensor:
+        x = self._norm(norm)
+        if mlp is None:
+            return linear(x)
+        if mlp.swiglu or linear.bias is None or not x.is_cuda:
+            return mlp.activate(linear(x))
+        # cuBLASLt's epilogue has the tanh form
+        return torch._addmm_activation(linear.bias, x, linear.weight.t(), use_gelu=True)
+
+    def add(self, linear: nn.Linear, x: Tensor) -> None:
+        self.delta = linear(x)

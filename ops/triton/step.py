@@ -1,0 +1,200 @@
+"""Launches the kernels of a decoding step: one token a row through norms, products, attention and the choice.
+
+Everything writes into buffers that the caller keeps, so that a step can be captured as one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ops.order import multiprocessors
+from ops.triton.decode import _tilegpt_decode_combine
+from ops.triton.interpret import INTERPRETED, mend
+from ops.triton.step_attention import _tilegpt_step_attention
+from ops.triton.step_choice import _tilegpt_step_finish, _tilegpt_step_race
+from ops.triton.step_linear import _tilegpt_step_embed, _tilegpt_step_linear, _tilegpt_step_norm
+
+if INTERPRETED:
+    mend()
+
+NORMS = {"layernorm": 1, "rmsnorm": 2}
+ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2}
+# Query heads of a key head, and head dims, that a program of attention has registers for.
+MOST_GROUP, MOST_HEAD_DIM = 8, 256
+# Rows that a product takes one after another; beyond them libraries are faster.
+MOST_ROWS = 8
+_WHOLE = 1024  # keys up to which parts would cost more, for the kernel that combines them, than they save
+_AHEAD_BYTES = 24 << 20  # that a product fetches for the next: half of an H200's L2
+_CHOICES = 1024  # logits that one program looks at
+
+
+@dataclass(frozen=True)
+class Norm:
+    """kind: layernorm or rmsnorm; weight (C,); bias (C,) or None."""
+
+    kind: str
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+def _pdl(x: Tensor) -> dict[str, Any]:
+    """A kernel begins while the one before it ends, and waits inside (sm_90 and newer)."""
+    able = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+def linear_tile(n: int, k: int, normed: bool, gated: bool, sms: int) -> tuple[int, int, int]:
+    """(rows of the weight in a program, their padded length, warps): about 64 numbers of the weight a thread,
+    fewer where programs would not do for all multiprocessors. Behind a norm few warps, which need not meet to
+    add up; without, more of them."""
+    block_k = max(16, triton.next_power_of_2(k))
+    warps = min(8, max(1, block_k // (1024 if normed else 512)))
+    block_n = max(1, (4096 if normed else 2048) * warps // block_k // (2 if gated else 1))
+    while block_n > 1 and triton.cdiv(n, block_n) < sms:
+        block_n //= 2
+    return block_n, block_k, warps
+
+
+def _linear(
+    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, out: Tensor, following: Tensor | None,
+    **flags: Any,
+) -> Tensor:  # fmt: skip
+    (batch, n), k = out.shape, weight.shape[1]
+    flags = {"ACTIVATION": 0, "ADD": False} | flags
+    gated = flags["ACTIVATION"] == ACTIVATIONS["swiglu"]
+    tile = linear_tile(n, k, norm is not None, gated, multiprocessors(weight.device))
+    block_n, block_k, warps = tile
+    programs, total = triton.cdiv(n, block_n), 0
+    if following is not None:
+        total = min(following.nbytes, _AHEAD_BYTES) // 16 * 16
+    share = triton.cdiv(total, 128 * programs) * 128
+    _tilegpt_step_linear[(programs,)](
+        x, norm.weight if norm else None, norm.bias if norm else None, weight, bias, out, following, total,
+        share, norm.eps if norm else 0.0, N=n, K=k, B=batch, NORM=NORMS[norm.kind] if norm else 0,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, **flags, **_pdl(weight),
+    )  # fmt: skip
+    return out
+
+
+def norm_linear(
+    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str | None = None,
+    following: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """out (B, N) = activation(norm(x) weight^T + bias) for x (B, K) fp32 and weight (N, K); for swiglu (2N,
+    K). `following`: the weight of the product to come, fetched into the L2."""
+    return _linear(x, norm, weight, bias, out, following, ACTIVATION=ACTIVATIONS[activation])
+
+
+def add_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, following: Tensor | None = None
+) -> Tensor:
+    """residual (B, N) fp32 += x weight^T + bias for x (B, K); `following` as above."""
+    return _linear(x, None, weight, bias, residual, following, ADD=True)
+
+
+def embed(token: Tensor, lengths: Tensor, wte: Tensor, wpe: Tensor | None, x: Tensor) -> None:
+    """x (B, C) fp32 = wte[token] + wpe[lengths]; token (B, 1) and lengths (B,) int64."""
+    width = x.shape[1]
+    _tilegpt_step_embed[(len(x),)](
+        token, lengths, wte, wpe, x, width, triton.next_power_of_2(width), **_pdl(x)
+    )
+
+
+def add_norm(x: Tensor, delta: Tensor | None, norm: Norm, out: Tensor) -> Tensor:
+    """x (B, C) fp32 += delta, then out (B, C) = norm(x)."""
+    width = x.shape[1]
+    _tilegpt_step_norm[(len(x),)](
+        x, delta, norm.weight, norm.bias, out, norm.eps, width, NORMS[norm.kind],
+        triton.next_power_of_2(width), **_pdl(x),
+    )  # fmt: skip
+    return out
+
+
+class Choice:
+    """The choice of a token among `vocab_size`: greedy, or by a race of `noise` (B, vocab_size) at a
+    temperature; see Sampling.
+
+    state: token (B, 1), text (B, width), its lengths (B,), the cache's lengths (B,), all int64, and the
+        cache's next lengths (B,) int32, which are written or counted on."""
+
+    def __init__(self, vocab_size: int, noise: Tensor | None, temperature: float, state: tuple[Tensor, ...]):
+        self.vocab_size, self.noise, self.temperature, self.state = vocab_size, noise, temperature, state
+        self.programs, device = triton.cdiv(vocab_size, _CHOICES), state[0].device
+        self.scores = torch.empty(len(state[0]), self.programs, device=device)
+        self.tokens = torch.empty(len(state[0]), self.programs, dtype=torch.int32, device=device)
+
+    def __call__(self, logits: Tensor) -> None:
+        """By logits (B, V padded)."""
+        token, text, *lengths = self.state
+        batch = len(token)
+        _tilegpt_step_race[(self.programs, batch)](
+            logits, self.scores, self.tokens, self.noise, self.temperature, logits.stride(0), self.vocab_size,
+            self.noise is not None, _CHOICES, **_pdl(logits),
+        )  # fmt: skip
+        _tilegpt_step_finish[(batch,)](
+            self.scores, self.tokens, token, text, *lengths, self.programs, text.shape[1],
+            triton.next_power_of_2(self.programs), **_pdl(token),
+        )  # fmt: skip
+
+
+class Attend:
+    """Attention of one new token a row over a dense cache in 16 or 32 bits, which it appends to.
+
+    lengths (B,) int64: tokens in the cache before the new one. rope (2, T, D/2), slopes (H,): fp32, or None.
+    window: keys that a query looks back on, or None."""
+
+    def __init__(
+        self, lengths: Tensor, heads: int, cache: Tensor, *, rope: Tensor | None, slopes: Tensor | None,
+        window: int | None, softcap: float | None,
+    ):  # fmt: skip
+        batch, kv_heads, capacity, head_dim = cache.shape
+        self.lengths, self.rope, self.slopes, self.softcap = lengths, rope, slopes, softcap or 0.0
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.capacity, self.left = capacity, -1 if window is None else min(window, capacity)
+        self.block_d, sms = max(16, triton.next_power_of_2(head_dim)), multiprocessors(cache.device)
+        self.keys, self.warps, self.splits = attention_tile(
+            batch * kv_heads, heads // kv_heads, capacity, self.block_d, sms
+        )
+        width = heads * head_dim
+        self.out = torch.empty(batch, width, dtype=cache.dtype, device=cache.device)
+        self.parts, self.statistics, self.lse = self.out, None, None
+        if self.splits > 1:
+            rows = self.splits, batch
+            self.parts = torch.empty(*rows, width, device=cache.device)
+            self.statistics = torch.empty(2, *rows, heads, device=cache.device)
+            self.lse = torch.empty(batch, heads, device=cache.device)
+
+    def __call__(
+        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, q_norm: Norm | None, k_norm: Norm | None
+    ) -> Tensor:
+        """(B, H D) of qkv (B, (H + 2 Hkv) D); keys and values go to the caches (B, Hkv, capacity, D)."""
+        (batch, width), dim = self.out.shape, self.head_dim
+        _tilegpt_step_attention[(self.splits * batch * self.kv_heads,)](
+            qkv, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, self.rope, self.slopes,
+            k_cache, v_cache, self.lengths, self.parts, self.statistics, self.capacity,
+            0 if self.rope is None else self.rope.shape[1], self.left, dim**-0.5, self.softcap,
+            q_norm.eps if q_norm else 0.0, batch, self.heads, self.heads // self.kv_heads, dim, self.block_d,
+            self.keys, self.splits, self.left >= 0, self.softcap > 0, num_warps=self.warps, **_pdl(qkv),
+        )  # fmt: skip
+        if self.splits > 1:
+            _tilegpt_decode_combine[(batch * self.heads,)](
+                self.parts, self.statistics, self.out, self.lse, width, dim, 0, self.heads, 1, self.splits,
+                batch * self.heads, 1.0, dim, self.block_d, triton.next_power_of_2(self.splits),
+                **_pdl(qkv),
+            )  # fmt: skip
+        return self.out
+
+
+def attention_tile(programs: int, group: int, capacity: int, block_d: int, sms: int) -> tuple[int, int, int]:
+    """(keys of a tile, warps, parts of the keys) for `programs` rows and key heads."""
+    warps, numbers = (8, 2048) if programs < sms else (4, 1024)
+    keys = min(256, max(16, numbers * warps // (group * block_d)))
+    if capacity <= _WHOLE or programs >= 2 * sms:
+        return keys, warps, 1
+    return keys, warps, min(triton.cdiv(4 * sms, programs), triton.cdiv(capacity, keys), 128)

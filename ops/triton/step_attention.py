@@ -1,0 +1,152 @@
+"""Attention of a decoding step with what stands around it: QK-norm, rotary embedding, the append to the
+cache, and the split keys' sums.
+
+Keys that are cached do not depend on the kernel before: a program asks for its first tile ahead of the wait.
+The newest key and value come from the projection and never pass through the cache. Query heads of a key head
+are taken one after another on the same tile of keys, by sums of products: for one query each, tensor cores
+would work on padding. Each place of the tile keeps an online softmax of its own, so that warps meet once, at
+the end, and not in every tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ops.triton.common import tanh
+
+
+@triton.jit
+def head(x, norm, rope, position, rope_length, d, inside, eps, D: tl.constexpr):
+    """A head (D,) of the projection at pointer x, fp32, after QK-norm and rotary embedding, if any."""
+    half: tl.constexpr = D // 2
+    row = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
+        row *= scale * tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
+    if rope is not None:  # d < D/2: a cos - b sin, else b cos + a sin
+        other = tl.where(d < half, d + half, d - half)
+        partner = tl.load(x + other, mask=inside, other=0.0).to(tl.float32)
+        if norm is not None:
+            partner *= scale * tl.load(norm + other, mask=inside, other=0.0).to(tl.float32)
+        at = rope + position * half + tl.where(d < half, d, d - half)
+        cos = tl.load(at, mask=inside, other=0.0)
+        sin = tl.load(at + rope_length * half, mask=inside, other=0.0)
+        row = row * cos + tl.where(d < half, -partner, partner) * sin
+    return row
+
+
+@triton.jit
+def score(s, distance, slope, softcap, SOFTCAP: tl.constexpr):
+    if SOFTCAP:
+        s = softcap * tanh(s / softcap, True)
+    return s - slope * distance
+
+
+@triton.jit(do_not_specialize=["capacity", "rope_length", "left"])
+def _tilegpt_step_attention(
+    qkv,
+    q_norm,
+    k_norm,
+    rope,
+    slopes,
+    k_cache,
+    v_cache,
+    lengths,
+    out,
+    statistics,
+    capacity,
+    rope_length,
+    left,
+    scale,
+    softcap,
+    eps,
+    B: tl.constexpr,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One split of the keys of a key head for the newest token of a row.
+
+    qkv (B, (H + 2 Hkv) D); caches (B, Hkv, capacity, D), of which lengths (B,) are filled before this token.
+    out (B, H D); with SPLITS > 1 unnormalised parts (SPLITS, B, H D), and statistics (2, SPLITS, B, H): their
+    maxima and totals."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    KV: tl.constexpr = H // GROUP
+    split, row = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    b, kv_head = row // KV, row % KV
+    d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    inside = d < D
+    position = tl.load(lengths + b).to(tl.int32)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(position - left, 0)
+    # Tiles in equal parts by the row's own length.
+    n_tiles = tl.cdiv(position - low, BLOCK_N)
+    first = low + split * n_tiles // SPLITS * BLOCK_N
+    last = tl.minimum(low + (split + 1) * n_tiles // SPLITS * BLOCK_N, position)
+    cached = row.to(tl.int64) * capacity * D
+    tile = cached + r[:, None] * D + d[None, :]
+    here = (first + r < last)[:, None] & inside[None, :]
+    k_tile = tl.load(k_cache + tile + first * D, mask=here, other=0.0)
+    v_tile = tl.load(v_cache + tile + first * D, mask=here, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    qkv += b.to(tl.int64) * (H + 2 * KV) * D
+    q, slope, m, total, acc = (), (), (), (), ()
+    for g in tl.static_range(GROUP):
+        h = kv_head * GROUP + g
+        x = head(qkv + h * D, q_norm, rope, position, rope_length, d, inside, eps, D)
+        q += (x.to(qkv.dtype.element_ty).to(tl.float32) * scale,)
+        slope += (tl.load(slopes + h) if slopes is not None else 0.0,)
+        m += (tl.full((BLOCK_N,), float("-inf"), tl.float32),)
+        total += (tl.zeros((BLOCK_N,), tl.float32),)
+        acc += (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+    x = head(qkv + (H + kv_head) * D, k_norm, rope, position, rope_length, d, inside, eps, D)
+    k_new = x.to(k_cache.dtype.element_ty)
+    v_new = tl.load(qkv + (H + KV + kv_head) * D + d, mask=inside, other=0.0).to(v_cache.dtype.element_ty)
+    if split == 0:
+        tl.store(k_cache + cached + position * D + d, k_new, mask=inside)
+        tl.store(v_cache + cached + position * D + d, v_new, mask=inside)
+    for start in tl.range(first, last, BLOCK_N):
+        k, v, j = k_tile.to(tl.float32), v_tile.to(tl.float32), start + r
+        ahead = (j + BLOCK_N < last)[:, None] & inside[None, :]
+        k_tile = tl.load(k_cache + tile + (start + BLOCK_N) * D, mask=ahead, other=0.0)
+        v_tile = tl.load(v_cache + tile + (start + BLOCK_N) * D, mask=ahead, other=0.0)
+        maxima, totals, sums = (), (), ()
+        for g in tl.static_range(GROUP):
+            s = score(tl.sum(k * q[g][None, :], 1), position - j, slope[g], softcap, SOFTCAP)
+            s = tl.where(j < last, s, float("-inf"))
+            # A place that has seen no key keeps -inf, which must not meet itself.
+            maxima += (tl.maximum(m[g], s),)
+            shift = tl.where(maxima[g] == float("-inf"), 0.0, maxima[g])
+            p, rescale = tl.exp(s - shift), tl.exp(m[g] - shift)
+            totals += (total[g] * rescale + p,)
+            sums += (acc[g] * rescale[:, None] + p[:, None] * v,)
+        m, total, acc = maxima, totals, sums
+    for g in tl.static_range(GROUP):
+        # The newest key counts in the first split.
+        own = score(tl.sum(q[g] * k_new.to(tl.float32), 0), 0.0, slope[g], softcap, SOFTCAP)
+        own = tl.where(split == 0, own, float("-inf"))
+        highest = tl.maximum(tl.max(m[g], 0), own)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weight, p = tl.exp(m[g] - shift), tl.exp(own - shift)
+        whole = tl.sum(total[g] * weight, 0) + p
+        result = tl.sum(acc[g] * weight[:, None], 0) + p * v_new.to(tl.float32)
+        at = b * H + kv_head * GROUP + g
+        if SPLITS > 1:
+            at += split * (B * H)
+            tl.store(statistics + at, highest)
+            tl.store(statistics + SPLITS * B * H + at, whole)
+            tl.store(out + at * D + d, result, mask=inside)
+        else:
+            tl.store(out + at * D + d, (result / whole).to(out.dtype.element_ty), mask=inside)

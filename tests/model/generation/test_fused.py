@@ -1,0 +1,169 @@
+"""The fused decoding step computes what GPT.forward and the choice do."""
+
+import pytest
+import torch
+
+from attention.auto import AutoAttention
+from attention.naive import NaiveAttention
+from conf.values import UserError
+from model.generation.decode import Decoder, Rows, Sampling, dense_cache
+from model.generation.fused import FusedStep
+from model.generation.generate import encode_all, generate
+from model.gpt import GPT, GPTConfig
+
+pytest.importorskip("triton")
+VOCAB, CONTEXT = 61, 24
+PROMPTS = [[1, 2, 3], [4], [5, 6] * 5]  # unequal
+SHAPES = {
+    "gpt2": {},
+    "llama": {"position": "rope", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm", "mlp": "swiglu"},
+    "alibi_mqa_no_bias": {"position": "alibi", "n_kv_head": 1, "bias": False, "tie_embeddings": True},
+    "window": {"position": "rope", "window": 3, "n_embd": 48},
+    "softcap": {"position": "none", "softcap": 3.0, "window": 5, "norm": "rmsnorm"},
+}
+
+
+def make(device: str = "cpu", attention=None, **changes) -> GPT:
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "seq_len": CONTEXT, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    shape["tie_embeddings"] = False  # tied, greedy text of random weights only repeats itself
+    model = GPT(GPTConfig(**{**shape, **changes}), attention or AutoAttention()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # at GPT-2's initialisation attention hardly matters
+                parameter.mul_(6)
+            else:  # gains of 1 and biases of 0 would hide that they are left out
+                parameter.add_(torch.randn(parameter.shape) / 4)
+    return model.to(device)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The logits of every step that hands them over, as one with a cut of the candidates does."""
+    steps, append = [], Rows.append
+
+    def record(rows: Rows, logits: torch.Tensor) -> None:
+        steps.append(logits[..., :VOCAB].clone())
+        append(rows, logits)
+
+    monkeypatch.setattr(Rows, "append", record)
+    return steps
+
+
+def both(model: GPT, prompts: list[list[int]], tokens: int, **options: object) -> tuple[list, list]:
+    plain, fused = (
+        generate(model, prompts, tokens, fused=fused, seed=1, **options) for fused in (False, True)
+    )
+    assert fused.tokens == plain.tokens and fused.reencoded == plain.reencoded
+    return plain, fused
+
+
+@pytest.mark.parametrize("most_rows", [8, 0], ids=["own", "library"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_tokens_are_those_of_the_plain_step(
+    shape: str, most_rows: int, recorded: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ops.triton import step
+
+    monkeypatch.setattr(step, "MOST_ROWS", most_rows)
+    model = make(**SHAPES[shape])
+    _, fused = both(model, PROMPTS, 20, top_k=VOCAB)
+    assert fused.reencoded > 0 and len(set(fused.tokens[0])) > 4
+    plain, fused = recorded[:20], recorded[20:]
+    torch.testing.assert_close(torch.stack(fused), torch.stack(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("most_rows", [8, 0], ids=["own", "library"])
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_the_choice_is_that_of_sampling(
+    temperature: float, most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cut logits are never handed over; the same seed draws the same tokens."""
+    from ops.triton import step
+
+    monkeypatch.setattr(step, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(step, "_CHOICES", 16)
+    called = []
+    choose = step.Choice.__call__
+    monkeypatch.setattr(step.Choice, "__call__", lambda self, x: called.append(1) or choose(self, x))
+    model = make()
+    assert len(set(both(model, PROMPTS, 12, temperature=temperature)[0].tokens[0])) > 2
+    assert len(called) == 11  # all but the prefill's
+
+
+def test_parts_of_the_keys_are_combined(
+    recorded: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part with keys, and parts without."""
+    from ops.triton import step
+
+    model = make(n_layer=1)
+    for splits in (1, 3, 6):
+        monkeypatch.setattr(step, "attention_tile", lambda *a, n=splits: (4, 4, n))
+        recorded.clear()
+        both(model, [[1, 2, 3], list(range(17))], 6, top_k=VOCAB)
+        torch.testing.assert_close(torch.stack(recorded[6:]), torch.stack(recorded[:6]), rtol=1e-4, atol=1e-4)
+
+
+def test_an_attention_that_is_asked_for_attends() -> None:
+    class Counting(NaiveAttention):
+        calls = 0
+
+        def attend(self, q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+            Counting.calls += q.shape[2] == 1
+            return super().attend(q, *rest)
+
+    model = make(**SHAPES["llama"])
+    both(model, [[1, 2, 3], list(range(9))], 5, decode_attention=Counting())
+    assert Counting.calls == 2 * 2 * 4  # both ways, layers, tokens behind the prefill's
+
+
+def test_what_cannot_be_fused_is_refused_or_left() -> None:
+    model = make().double()
+    with pytest.raises(UserError, match=r"fused=true: weights in torch\.float64.*fused=false"):
+        generate(model, [[1]], 2, fused=True)
+    assert generate(model, [[1]], 2, seed=0).tokens == generate(model, [[1]], 2, seed=0, fused=False).tokens
+
+
+WIDE = {
+    "gpt2": {"n_embd": 192, "n_head": 3},
+    "llama": {"n_embd": 320, "n_head": 4, "n_kv_head": 2, "position": "rope", "qk_norm": True}
+    | {"mlp": "swiglu", "norm": "rmsnorm", "bias": False},
+    "alibi": {"n_embd": 256, "n_head": 2, "position": "alibi", "window": 130, "softcap": 20.0},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 8, 20])
+@pytest.mark.parametrize("shape", WIDE)
+def test_logits_on_a_gpu(shape: str, batch: int, dtype: torch.dtype) -> None:
+    """Several tiles, unequal lengths: no further from fp32 than the plain step is."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=1000, seq_len=600, n_layer=3, **WIDE[shape])
+    model = GPT(config, AutoAttention()).eval().to("cuda", dtype)
+    exact = GPT(config, AutoAttention()).eval().cuda()
+    exact.load_state_dict(model.state_dict())
+    prompts = torch.randint(1000, (batch, 300)).tolist()
+    prompts[0] = prompts[0][:5]
+    expected, plain, fused = (
+        stepped(exact, prompts, False), stepped(model, prompts, False), stepped(model, prompts, True)
+    )  # fmt: skip
+    errors = [float((got - expected).norm() / expected.norm()) for got in (plain, fused)]
+    assert errors[1] <= 1.1 * errors[0] + 1e-5, errors
+
+
+def stepped(model: GPT, prompts: list[list[int]], fused: bool) -> torch.Tensor:
+    """Logits (6, B, V) of six steps that are fed the same tokens."""
+    fed = torch.randint(1000, (6, len(prompts), 1), generator=torch.Generator().manual_seed(1)).cuda()
+    with torch.inference_mode():
+        rows = Rows(prompts, 12, model, Sampling(top_k=1000), 0)
+        cache = dense_cache(model, len(prompts), 384, model.transformer.h[0].attn.attention, "auto")
+        decoder = Decoder(model, rows, cache, make_step=FusedStep if fused else None)
+        encode_all(model, rows, decoder, [len(prompt) for prompt in prompts])
+        logits: list[torch.Tensor] = []
+        rows.append = lambda x: logits.append(x[:, 0, :1000].clone())
+        for token in fed:
+            rows.token.copy_(token)
+            decoder.advance()
+    return torch.stack(logits).float()
