@@ -279,7 +279,7 @@ class GPT(nn.Module):
         rope = self.rope
         if rope is not None:
             rope = rope[:, :T] if positions is None else rope[:, positions]  # (2, T, D/2) or (2, B, 1, D/2)
-        of_all = rope, self.slopes, document_ids, self._block_mask(T, cache)
+        of_all = rope, self.slopes, document_ids, self.block_mask(T, cache)
         for i, block in enumerate(self.transformer.h):
             if self.checkpointing and self.training:
                 x = checkpoint(block, x, *of_all, use_reentrant=False)
@@ -297,7 +297,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         return logits if targets is None else self.summed_loss(logits, targets)
 
-    def _block_mask(self, tokens: int, cache: KVCache | None) -> Tensor | None:
+    def block_mask(self, tokens: int, cache: KVCache | None) -> Tensor | None:
         """The tiles that a call's queries and keys meet in, (1 or B, 1, Tq / 128, Tk / 128); while decoding
         each row's query has a row of them, by its position."""
         if self.kept_tiles is None or cache is None or cache.positions is None:

@@ -61,8 +61,8 @@ def attends(config: GPTConfig, attention: Attention) -> bool:
     called between its kernels."""
     from ops.triton.step import MOST_GROUP, MOST_HEAD_DIM
 
-    chooses = attention.declaration.chooses == "implementations"
-    return chooses and config.n_head // config.kv_heads <= MOST_GROUP and config.head_size <= MOST_HEAD_DIM
+    fits = config.n_head // config.kv_heads <= MOST_GROUP and config.head_size <= MOST_HEAD_DIM
+    return attention.declaration.chooses == "implementations" and fits and config.sparsity is None
 
 
 class FusedStep:
@@ -114,7 +114,8 @@ class FusedStep:
         cache = self.cache
         if self.attend is None:
             rope = None if self.model.rope is None else self.model.rope[:, cache.positions]
-            return attn.attend(qkv.unsqueeze(1), rope, self.model.slopes, None, cache, layer).squeeze(1)
+            of_all = rope, self.model.slopes, None, self.model.block_mask(1, cache)
+            return attn.attend(qkv.unsqueeze(1), *of_all, cache, layer).squeeze(1)
         norms = [
             as_norm(getattr(attn, name)) if attn.config.qk_norm else None for name in ("q_norm", "k_norm")
         ]
@@ -136,21 +137,17 @@ class OwnProducts:
         from ops.triton import step
 
         self.x, self.step = x, step
-        order = [linear for block in model.transformer.h for linear in products_of(block)] + [model.lm_head]
-        weights = [linear.weight for linear in order]
-        self.following = dict(zip(order, weights[1:] + weights[:1], strict=True))
 
     def norm_linear(self, norm: nn.Module, linear: nn.Linear, mlp: MLP | None = None) -> Tensor:
         """linear(norm(x)), and the activation of `mlp`."""
         activation = None if mlp is None else "swiglu" if mlp.swiglu else "gelu"
         width = linear.out_features // (2 if activation == "swiglu" else 1)
         weight, out = linear.weight, self.x.new_empty(len(self.x), width, dtype=linear.weight.dtype)
-        following = self.following[linear]
-        return self.step.norm_linear(self.x, as_norm(norm), weight, linear.bias, out, activation, following)
+        return self.step.norm_linear(self.x, as_norm(norm), weight, linear.bias, out, activation)
 
     def add(self, linear: nn.Linear, x: Tensor) -> None:
         """The residual stream += linear(x)."""
-        self.step.add_linear(x, linear.weight, linear.bias, self.x, self.following[linear])
+        self.step.add_linear(x, linear.weight, linear.bias, self.x)
 
 
 class LibraryProducts:

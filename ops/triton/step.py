@@ -26,10 +26,10 @@ NORMS = {"layernorm": 1, "rmsnorm": 2}
 ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2}
 # Query heads of a key head, and head dims, that a program of attention has registers for.
 MOST_GROUP, MOST_HEAD_DIM = 8, 256
-# Rows that a product takes one after another; beyond them libraries are faster.
-MOST_ROWS = 8
+# Rows that a product takes one after another; beyond them libraries are faster (GPT-2 124M on an H200, us a
+# step: 4 rows 341, by cuBLAS 422; 8 rows 583 and 457).
+MOST_ROWS = 4
 _WHOLE = 1024  # keys up to which parts would cost more, for the kernel that combines them, than they save
-_AHEAD_BYTES = 24 << 20  # that a product fetches for the next: half of an H200's L2
 _CHOICES = 1024  # logits that one program looks at
 
 
@@ -49,53 +49,39 @@ def _pdl(x: Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
-def linear_tile(n: int, k: int, normed: bool, gated: bool, sms: int) -> tuple[int, int, int]:
-    """(rows of the weight in a program, their padded length, warps): about 64 numbers of the weight a thread,
-    fewer where programs would not do for all multiprocessors. Behind a norm few warps, which need not meet to
-    add up; without, more of them."""
+def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int]:
+    """(rows of the weight in a program, their padded length, warps): a thread holds 32 numbers of each of two
+    rows; four rows where the weight gives a multiprocessor more than 16 programs."""
     block_k = max(16, triton.next_power_of_2(k))
-    warps = min(8, max(1, block_k // (1024 if normed else 512)))
-    block_n = max(1, (4096 if normed else 2048) * warps // block_k // (2 if gated else 1))
-    while block_n > 1 and triton.cdiv(n, block_n) < sms:
-        block_n //= 2
-    return block_n, block_k, warps
+    warps = min(8, max(1, block_k // 1024))
+    return 2 if n <= 32 * sms else 4, block_k, warps
 
 
 def _linear(
-    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, out: Tensor, following: Tensor | None,
-    **flags: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, out: Tensor, **flags: Any
+) -> Tensor:
     (batch, n), k = out.shape, weight.shape[1]
     flags = {"ACTIVATION": 0, "ADD": False} | flags
-    gated = flags["ACTIVATION"] == ACTIVATIONS["swiglu"]
-    tile = linear_tile(n, k, norm is not None, gated, multiprocessors(weight.device))
-    block_n, block_k, warps = tile
-    programs, total = triton.cdiv(n, block_n), 0
-    if following is not None:
-        total = min(following.nbytes, _AHEAD_BYTES) // 16 * 16
-    share = triton.cdiv(total, 128 * programs) * 128
-    _tilegpt_step_linear[(programs,)](
-        x, norm.weight if norm else None, norm.bias if norm else None, weight, bias, out, following, total,
-        share, norm.eps if norm else 0.0, N=n, K=k, B=batch, NORM=NORMS[norm.kind] if norm else 0,
+    block_n, block_k, warps = linear_tile(n, k, multiprocessors(weight.device))
+    _tilegpt_step_linear[(triton.cdiv(n, block_n),)](
+        x, norm.weight if norm else None, norm.bias if norm else None, weight, bias, out,
+        norm.eps if norm else 0.0, N=n, K=k, B=batch, NORM=NORMS[norm.kind] if norm else 0,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, **flags, **_pdl(weight),
     )  # fmt: skip
     return out
 
 
 def norm_linear(
-    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str | None = None,
-    following: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """out (B, N) = activation(norm(x) weight^T + bias) for x (B, K) fp32 and weight (N, K); for swiglu (2N,
-    K). `following`: the weight of the product to come, fetched into the L2."""
-    return _linear(x, norm, weight, bias, out, following, ACTIVATION=ACTIVATIONS[activation])
-
-
-def add_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, following: Tensor | None = None
+    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str | None = None
 ) -> Tensor:
-    """residual (B, N) fp32 += x weight^T + bias for x (B, K); `following` as above."""
-    return _linear(x, None, weight, bias, residual, following, ADD=True)
+    """out (B, N) = activation(norm(x) weight^T + bias) for x (B, K) fp32 and weight (N, K); for swiglu (2N,
+    K)."""
+    return _linear(x, norm, weight, bias, out, ACTIVATION=ACTIVATIONS[activation])
+
+
+def add_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual (B, N) fp32 += x weight^T + bias for x (B, K)."""
+    return _linear(x, None, weight, bias, residual, ADD=True)
 
 
 def embed(token: Tensor, lengths: Tensor, wte: Tensor, wpe: Tensor | None, x: Tensor) -> None:

@@ -31,31 +31,6 @@ def normalised(x, inside, weight, bias, eps, size: tl.constexpr, NORM: tl.conste
 
 
 @triton.jit
-def fetch_ahead(weight, total, share):
-    """Asks for this program's share of `total` bytes at `weight`, to lie in the L2 for the next kernel."""
-    start = tl.program_id(0).to(tl.int64) * share
-    size = tl.minimum(tl.maximum(total - start, 0), share).to(tl.int32)
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred first, some;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            setp.gt.and.s32 some, $2, 0, first;
-            @some cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [weight.to(tl.uint64) + start.to(tl.uint64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def activated(y, gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == 1:  # the tanh form, as in GPT-2
         y = 0.5 * y * (1.0 + tanh(0.7978845608028654 * (y + 0.044715 * y * y * y), True))
@@ -64,7 +39,7 @@ def activated(y, gate, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit(do_not_specialize=["next_total", "next_share"])
+@triton.jit
 def _tilegpt_step_linear(
     x,
     norm_weight,
@@ -72,9 +47,6 @@ def _tilegpt_step_linear(
     weight,
     bias,
     out,
-    next_weight,
-    next_total,
-    next_share,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -88,8 +60,7 @@ def _tilegpt_step_linear(
 ):
     """out (B, N) = activation(norm(x) weight^T + bias), added to what is there with ADD.
 
-    x (B, K); weight (N, K), with SWIGLU (2N, K): gates, then values. The next product's weight, next_total
-    bytes, is fetched into the L2 ahead of it, next_share bytes by each program."""
+    x (B, K); weight (N, K), with SWIGLU (2N, K): gates, then values."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program, k = tl.program_id(0), tl.arange(0, BLOCK_K)
@@ -108,8 +79,6 @@ def _tilegpt_step_linear(
         g = tl.load(norm_weight + k, mask=columns, other=0.0).to(tl.float32)
     if norm_bias is not None:
         beta = tl.load(norm_bias + k, mask=columns, other=0.0).to(tl.float32)
-    if PDL and next_weight is not None:
-        fetch_ahead(next_weight, next_total, next_share)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for b in tl.static_range(B):

@@ -66,8 +66,12 @@ def test_of_generation_the_speed_by_batch() -> None:
         {"point": point | {"batch": batch}, "result": {"status": status, "tokens_per_s": 1000.0 * batch}}
         for batch, status in ((32, "ok"), (1, "ok"), (64, "oom"))
     ]
-    said = "gpt2: 1,000 tokens/s in batches of 1, 32,000 tokens/s in batches of 32."
-    assert results_tables.generation(rows).found == said
+    said = "gpt2 1,000 tokens/s at batch 1; gpt2 32,000 tokens/s at batch 32."
+    slower = {
+        "point": rows[1]["point"] | {"compile": True},
+        "result": {"status": "ok", "tokens_per_s": 900.0},
+    }
+    assert results_tables.generation([*rows, slower]).found == said
     assert results_tables.generation(rows[2:]).found == ""
 
 

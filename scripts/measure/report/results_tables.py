@@ -153,18 +153,20 @@ def generation(rows: list[Row]) -> Report:
     found = records(rows)
 
     def line(r: Record) -> str:
-        step = "fused" if r.get("fused") else "torch.compile" if r.compile else "PyTorch"
+        step = "fused" if r.get("fused") else "torch.compile" if r.get("compile") else "PyTorch"
         start = f"{r.model}|{r.implementation}|{step}|{r.batch:,}|{r.prompt:,}|{r.new_tokens:,}"
         if r.status != "ok":
             return f"{start}|{r.status}"
-        return (
-            f"{start}|{r.tokens_per_s:,.0f}|{r.prefill_tokens_per_s:,.0f}|{r.setup_s:.1f}|{r.peak_mib or 0:,.0f}"
-        )
+        measured = (("tokens_per_s", ",.0f"), ("prefill_tokens_per_s", ",.0f"), ("setup_s", ".1f"))
+        figures = [format(r.get(key) or 0.0, how) for key, how in (*measured, ("peak_mib", ",.0f"))]
+        return "|".join([start, *figures])
 
     best: dict[tuple[str, int], float] = {}
     for r in where(found, status="ok"):
         best[r.model, r.batch] = max(best.get((r.model, r.batch), 0.0), r.tokens_per_s)
-    each = [f"{model} {speed:,.0f} tokens/s at batch {batch}" for (model, batch), speed in sorted(best.items())]
+    each = [
+        f"{model} {speed:,.0f} tokens/s at batch {batch}" for (model, batch), speed in sorted(best.items())
+    ]
     head = "model|attention|step|batch|prompt|new tokens|tokens/s|prefill tokens/s|set-up s|peak MiB"
     shown = [listed(f"{found[0].dtype}, a KV cache", head, found, line)]
     said = f"{'; '.join(each)}." if each else ""
