@@ -12,14 +12,18 @@ A causal mask hides what lies right of the diagonal, in each of them.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the config, which names the patterns, does not wait for torch
+    from torch import Tensor
 
 PATTERNS = ("local", "dilated", "strided", "butterfly", "bigbird")
 
 
 def pattern(name: str, tiles: int, blocks: int) -> Tensor:
     """Which tiles are kept, (tiles of queries, tiles of keys) bool."""
+    import torch
+
     r, c = torch.arange(tiles).view(-1, 1), torch.arange(tiles).view(1, -1)
     apart = (r - c).abs()
     if name == "local":
@@ -38,5 +42,6 @@ def pattern(name: str, tiles: int, blocks: int) -> Tensor:
 
 def kept_share(kept: Tensor, causal: bool) -> float:
     """The share of the tiles that are to be computed at all, those under the diagonal where causal."""
-    tiles = torch.ones_like(kept).tril() if causal else torch.ones_like(kept)
+    tiles = kept.new_ones(kept.shape)
+    tiles = tiles.tril() if causal else tiles
     return float((kept & tiles).sum() / tiles.sum())

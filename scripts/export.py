@@ -56,8 +56,8 @@ def card(path: Path, net: Any) -> str:
     from model.training.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(path, verified=True, mmap=True)
-    travel = checkpoint["tilegpt"]
-    config, choices = travel["config"], travel["choices"]
+    metadata = checkpoint["tilegpt"]
+    config, choices = metadata["config"], metadata["choices"]
     state, best = checkpoint["TokenDataModule"], checkpoint["callbacks"].get("Checkpoints", {})
     started = config.get("init_from")
     rows = {
