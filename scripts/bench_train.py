@@ -2,27 +2,25 @@
 
     python scripts/bench_train.py --nanogpt ~/nanoGPT/model.py
 
-Ours is train.py itself, with its loader, logging and clipping; nanoGPT's is its model and the step of its
+Ours is train.py's loader, loop and step, clipping included; nanoGPT's is its model and the step of its
 train.py, as instruments/training_peers.py runs it. Each has a process of its own, both have batches of the
-same shape. A row each goes to results/gpt2_124m/<gpu>.jsonl.
+same shape, compile side by side and are then timed in turns, a fifth of the steps at a time: clocks and heat
+are the same for both. A row each goes to results/gpt2_124m/<gpu>.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import subprocess
-import sys
-import tempfile
+import statistics
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-from scripts.measure.machine import ROOT
-
 POINT = "scripts.measure.instruments.training_point:child"
+WARM_UP, ROUNDS = 20, 5
 
 
 def arguments() -> argparse.Namespace:
@@ -41,7 +39,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=positive, default=64, help="rows of a step, all in one micro-batch")
     parser.add_argument("--seq-len", type=positive, default=1024, help="tokens of context")
-    parser.add_argument("--steps", type=positive, default=80, help="steps; the first 20 do not count")
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=80,
+        help="steps; the first 20 do not count, the rest are five rounds",
+    )
     parser.add_argument("--out", type=rows_file, help="rows go here (default: results/gpt2_124m/<gpu>.jsonl)")
     options = parser.parse_args()
     if options.steps < 40:
@@ -49,68 +52,43 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def ours(options: argparse.Namespace) -> dict[str, Any]:
-    """Times of ten steps each, and peak memory, from the run's own metrics."""
-    from scripts.measure.instruments.timing import spread
-
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "train.py"), "experiment=gpt2_124m", "data=synthetic"]
-        command += [f"attention={options.attention}", f"seq_len={options.seq_len}", "name=bench"]
-        command += [f"data.batch_size={options.batch}", f"tokens_per_step={options.batch * options.seq_len}"]
-        command += [
-            f"trainer.max_steps={options.steps}",
-            "trainer.limit_val_batches=1",
-            "~callbacks.checkpoints",
-        ]
-        subprocess.run(command, check=True, cwd=folder, stdout=sys.stderr)
-        with open(Path(folder) / "runs" / "bench" / "metrics.csv", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row.get("perf/step_ms")]
-    blocks = [float(row["perf/step_ms"]) for row in rows]
-    return {
-        **spread(blocks[2:-1]),  # without those that compile and the one that ends with a validation
-        "peak_mib": max(float(row["perf/peak_mib"]) for row in rows),
-        **attention_kernels(options),
-    }
+def words_of(options: argparse.Namespace, peer: bool) -> list[str]:
+    """A contestant as instruments/training_point.py takes it."""
+    steps = options.steps - WARM_UP
+    words = [f"seq_len={options.seq_len}", f"data.batch_size={options.batch}", "data=synthetic"]
+    words += [f"tokens_per_step={options.batch * options.seq_len}", "experiment=gpt2_124m"]
+    words += [f"--warm-up={WARM_UP}", f"--steps={steps}", "--seconds=1e9", f"--rounds={ROUNDS}"]
+    return (
+        [*words, f"--peer=nanogpt={options.nanogpt}"] if peer else [*words, f"attention={options.attention}"]
+    )
 
 
-def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
-    """The same of nanoGPT, a step at a time. Raises RuntimeError where it fails."""
-    from scripts.measure.worker import once
+def in_turns(asked: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """The results of contestants, by name, whose words `asked` has: a round of each after the other. Raises
+    RuntimeError where one fails."""
+    from scripts.measure.worker import Worker
 
-    sizes = [f"seq_len={options.seq_len}", f"data.batch_size={options.batch}"]
-    sizes += [f"tokens_per_step={options.batch * options.seq_len}"]
-    words = ["experiment=seqlen_scaling", *sizes, "--warm-up=20", "--seconds=1e9"]
-    words += [f"--steps={options.steps - 20}", f"--peer=nanogpt={options.nanogpt}"]
-    result = once(POINT, {"words": words})
-    if result["status"] != "ok":
-        raise RuntimeError(f"nanoGPT: {result['reason']}")
-    return result
-
-
-def attention_kernels(options: argparse.Namespace) -> dict[str, Any]:
-    """What the attention of our run runs at its shape. train.py has a process of its own, so the call is made
-    again here, by itself."""
-    from attention import registry
-    from scripts.measure.instruments.bench_points import Shape
-    from scripts.measure.instruments.contestants import Field
-    from scripts.measure.instruments.kernels import as_field
-    from scripts.measure.instruments.timing import clean_up
-
-    attention = registry.build(options.attention)
-    field = Field(Shape(options.batch, 12, 12, options.seq_len, 64, True, "bf16"), "cuda")
-    found, said = field.profiled(options.attention, attention, "both")
-    del field
-    clean_up()  # the GPU is another process's next
-    how = "attention by itself, forward and backward at this shape, after the run"
-    return {"kernels": as_field(found), "kernels_ok": said.ok, "verdict": said.text, "kernels_from": how}
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(POINT, beside=len(asked) - 1)) for name in asked}
+        for name, worker in workers.items():
+            worker.start({"words": asked[name]}, wait=True)
+        for worker in workers.values():
+            worker.ready()  # it has compiled
+        for _ in range(ROUNDS):
+            for worker in workers.values():
+                worker.go()
+                worker.ready()
+        results = {name: worker.result() for name, worker in workers.items()}
+    for name, result in results.items():
+        if result["status"] != "ok":
+            raise RuntimeError(f"{name}: {result['reason']}")
+    return results
 
 
 def main() -> None:
     options = arguments()
     import torch
 
-    from model.costs.flops import flops_per_token, peak_bf16_flops
-    from model.gpt import GPTConfig
     from scripts.measure.rows import append
     from scripts.measure.runner import rows_path
 
@@ -118,20 +96,15 @@ def main() -> None:
         raise SystemExit("bench_train.py needs a CUDA GPU: GPT-2 124M takes minutes a step on a CPU.")
     if options.nanogpt and not options.nanogpt.is_file():
         raise SystemExit(f"--nanogpt {options.nanogpt}: no such file.")  # before minutes of our own run
-    gpu = torch.cuda.get_device_name()
     out = options.out or rows_path("gpt2_124m")
-    flops = flops_per_token(GPTConfig(vocab_size=50304, seq_len=options.seq_len, bias=False))
-    tokens, peak = options.batch * options.seq_len, peak_bf16_flops(gpu)
-    contestants = {f"tilegpt attention={options.attention}": ours}
+    tokens = options.batch * options.seq_len
+    asked = {f"tilegpt attention={options.attention}": words_of(options, peer=False)}
     if options.nanogpt:
-        contestants["nanoGPT"] = nanogpt
-    speeds = []
+        asked["nanoGPT"] = words_of(options, peer=True)
+    found = in_turns(asked)
     print(f"{'':<28} {'ms/step':>8} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9}")
-    for name, run in contestants.items():
-        measured = run(options)
-        ms = measured["ms_median"]
-        result = {"status": "ok", "tokens_per_s": 1e3 * tokens / ms}
-        result |= {"mfu": flops * result["tokens_per_s"] / peak if peak else None, **measured}
+    for name, result in found.items():
+        ms = result["ms_median"]
         point = {
             "study": "gpt2_124m",
             "implementation": name,
@@ -140,14 +113,14 @@ def main() -> None:
         }
         point |= {"seq_len": options.seq_len, "micro_batch": options.batch, "tokens_per_step": tokens}
         append(out, point | {"dtype": "bf16-mixed", "compile": True, "features": "grad_clip=1"}, result)
-        speeds.append(result["tokens_per_s"])
-        mfu = f"{100 * result['mfu']:.1f}%" if peak else "-"
+        mfu = f"{100 * result['mfu']:.1f}%" if result["mfu"] else "-"
+        print(f"{name:<28} {ms:>8.2f} {1e3 * tokens / ms:>9,.0f} {mfu:>6} {result['peak_mib'] / 1024:>9.1f}")
+    if len(found) == 2:
+        ours, theirs = (result["ms_by_round"] for result in found.values())
+        ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
         print(
-            f"{name:<28} {ms:>8.2f} {speeds[-1]:>9,.0f} {mfu:>6} {result['peak_mib'] / 1024:>9.1f}",
-            flush=True,
+            f"ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f} in {ROUNDS} rounds)"
         )
-    if len(speeds) == 2:
-        print(f"ratio {speeds[0] / speeds[1]:.3f}")
     print(f"rows in {out}")
 
 

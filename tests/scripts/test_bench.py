@@ -72,3 +72,58 @@ def test_rows_name_no_folder_of_this_machine(tmp_path, monkeypatch):
     }
     row = rows.append(tmp_path / "rows.jsonl", {"study": "x"}, result)
     assert row["result"] == result | {"reason": "library/kernels.so is missing"}
+
+
+def test_training_contestants_are_timed_in_turns(monkeypatch):
+    """Both compile before either is timed; a round of each after the other; what fails says so."""
+    from scripts import bench_train
+
+    told = []
+
+    class Fake:
+        def __init__(self, target, beside):
+            assert (target, beside) == (bench_train.POINT, 1)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            told.append((self.name, "end"))
+
+        def start(self, request, wait):
+            assert wait
+            self.name = request["words"][0]
+
+        def ready(self):
+            told.append((self.name, "ready"))
+
+        def go(self):
+            told.append((self.name, "go"))
+
+        def result(self):
+            return {"status": "error", "reason": "why"} if self.name == "b" else {"status": "ok"}
+
+    monkeypatch.setattr("scripts.measure.worker.Worker", Fake)
+    with pytest.raises(RuntimeError, match="theirs: why"):
+        bench_train.in_turns({"ours": ["a"], "theirs": ["b"]})
+    turn = [("a", "go"), ("a", "ready"), ("b", "go"), ("b", "ready")]
+    assert told == [("a", "ready"), ("b", "ready"), *turn * bench_train.ROUNDS, ("b", "end"), ("a", "end")]
+
+
+def test_a_training_benchmark_is_a_point_of_its_recipe(monkeypatch):
+    from scripts import bench_train
+    from scripts.measure.instruments.training_point import arguments
+    from scripts.measure.sweep_points import composed
+
+    monkeypatch.setattr(
+        sys, "argv", ["bench_train.py", "--seq-len", "2048", "--batch", "32", "--attention=sdpa"]
+    )
+    words = bench_train.words_of(bench_train.arguments(), peer=False)
+    point = arguments(words)
+    assert (point.warm_up, point.steps, point.rounds, point.peer) == (20, 60, 5, None)
+    cfg, _ = composed(point.overrides)
+    assert (cfg.seq_len, cfg.data.batch_size, cfg.tokens_per_step) == (2048, 32, 65536)
+    assert cfg.attention.name == "sdpa" and cfg.model.bias is False and cfg.data.corpus.vocab_size == 50304
+    monkeypatch.setattr(sys, "argv", ["bench_train.py", "--nanogpt", "model.py"])
+    theirs = arguments(bench_train.words_of(bench_train.arguments(), peer=True))
+    assert theirs.peer == "nanogpt=model.py" and (theirs.warm_up, theirs.steps, theirs.rounds) == (20, 60, 5)

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from model.config import GPTConfig
-from scripts import bench_train
-from scripts.measure import worker
 from scripts.measure.instruments import training_peers
 from scripts.measure.instruments.kernels import PLAIN, family
 from scripts.measure.instruments.training_meter import Laps, rated
@@ -159,20 +157,3 @@ def test_transformers_on_a_gpu(monkeypatch):
     for result in found.values():
         assert result["status"] == "ok" and result["peak_of"] == "allocated on the GPU"
         assert result["tokens_per_s"] == pytest.approx(1024e3 / result["ms_median"])
-
-
-def test_bench_train_runs_nanogpt_as_a_training_point(monkeypatch):
-    ran = []
-
-    def once(target, request):
-        ran.append(request["words"])
-        ok = "ok" in request["words"][-1]
-        return {"status": "ok", "ms_median": 11.0} if ok else {"status": "oom", "reason": "no"}
-
-    monkeypatch.setattr(worker, "once", once)
-    options = types.SimpleNamespace(seq_len=1024, batch=64, steps=80, nanogpt=Path("ok.py"))
-    assert bench_train.nanogpt(options)["ms_median"] == 11.0
-    assert {"seq_len=1024", "data.batch_size=64", "tokens_per_step=65536", "--steps=60"} <= set(ran[0])
-    options.nanogpt = Path("model.py")
-    with pytest.raises(RuntimeError, match="nanoGPT: no"):
-        bench_train.nanogpt(options)

@@ -107,6 +107,14 @@ def test_laps(monkeypatch):
 
     found = ran(1, 5, 1e9, 1.0).result()
     assert (found["n"], found["ms_median"], found["first_step_s"]) == (5, 1e3, 1.0) and waited == [1.0, 106.0]
+    waited.clear()
+    now[0], laps = 0.0, training_meter.Laps(1, 6, 1e9, ready, rounds=3)
+    laps.start(False)
+    for each in (9.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0):
+        now[0] += each
+        last = laps.ended()
+    assert last and laps.result()["ms_by_round"] == [1e3, 2e3, 4e3] and laps.spread()["ms_median"] == 2e3
+    assert waited == [9.0, 111.0, 215.0, 323.0]  # after the first step, between rounds, at the end
     assert ran(2, 20, 2.5, 1.0).spread()["n"] == 3  # seconds, but three steps in any case
     assert ran(2, 20, 9.5, 1.0).spread()["n"] == 10
     assert ran(1, 20, 1.0, 25.0).spread()["n"] == 1  # unless they take very long

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -50,18 +50,26 @@ class Laps:
     of memory is of all steps but the first. On a CPU it is that of the process, less what it had when this
     was made.
 
-    ready: called when the first step has ended, and when times and peak are there, to wait for something."""
+    ready: called when the first step has ended, and when times and peak are there, to wait for something;
+    also between the `rounds` that share the steps."""
 
     def __init__(
-        self, warm_up: int, steps: int, seconds: float, ready: Callable[[], None] = lambda: None
+        self,
+        warm_up: int,
+        steps: int,
+        seconds: float,
+        ready: Callable[[], None] = lambda: None,
+        rounds: int = 1,
     ) -> None:
         self.warm_up, self.steps, self.seconds, self.ready = warm_up, steps, seconds, ready
+        self.in_round = max(1, steps // rounds)
         self.before_mib = resident_mib()
-        self.marks: list[Any] = []  # the end of each step
+        self.marks: list[tuple[Any, Any]] = []  # beginning and end of each step
 
     def start(self, cuda: bool) -> None:
         self.cuda = cuda
         self.began = time.perf_counter()
+        self.from_mark = self._mark()
 
     def ended(self) -> bool:
         """To be called at the end of each step; whether it was the last."""
@@ -71,16 +79,22 @@ class Laps:
             self.ready()
             if self.cuda:
                 torch.cuda.reset_peak_memory_stats()
-        self.marks.append(self._mark())
-        done = len(self.marks)
+        self.marks.append((self.from_mark, self._mark()))
+        self.from_mark, done = self.marks[-1][1], len(self.marks)
         if self.cuda and done > AHEAD:
-            self.marks[-1 - AHEAD].synchronize()
+            self.marks[-1 - AHEAD][1].synchronize()
         if done <= self.warm_up:
             self.from_here = time.perf_counter()
             return False
         timed, spent = done - self.warm_up, time.perf_counter() - self.from_here
         few = timed < min(FEWEST, self.steps) and spent < LONGEST_S
-        return timed >= self.steps or (spent > self.seconds and not few)
+        if timed >= self.steps or (spent > self.seconds and not few):
+            return True
+        if timed % self.in_round == 0:
+            synchronise()
+            self.ready()
+            self.from_mark = self._mark()
+        return False
 
     def _mark(self) -> Any:
         if not self.cuda:
@@ -91,9 +105,16 @@ class Laps:
 
     def spread(self) -> dict[str, float]:
         """Of the milliseconds of the steps that count, as a row names it."""
+        return spread(self.milliseconds())
+
+    def milliseconds(self) -> list[float]:
         synchronise()
-        marks = itertools.pairwise(self.marks[self.warm_up - 1 :])
-        return spread([a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in marks])
+        return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in self.marks[self.warm_up :]]
+
+    def by_round(self) -> list[float]:
+        """The median of each round's milliseconds."""
+        times, n = self.milliseconds(), self.in_round
+        return [statistics.median(times[i : i + n]) for i in range(0, len(times), n)]
 
     def result(self) -> dict[str, Any]:
         """Times and the peak of memory."""
@@ -102,6 +123,8 @@ class Laps:
         else:
             peak, of = resident_mib() - self.before_mib, "resident memory of the process above its start"
         found = {**self.spread(), "first_step_s": self.first_step_s, "warm_up": self.warm_up}
+        if self.in_round < self.steps:
+            found["ms_by_round"] = self.by_round()
         self.ready()
         return found | {"peak_mib": peak, "peak_of": of}
 

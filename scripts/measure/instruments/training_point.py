@@ -35,6 +35,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--warm-up", type=positive, default=3, help="steps before those that count (default: 3)")
     add("--steps", type=positive, default=20, help="steps that are timed, at most (default: 20)")
     add("--seconds", type=float, default=5, help="of timed steps; three in any case (default: 5)")
+    add("--rounds", type=positive, default=1, help="share the steps, with pauses between (default: 1)")
     add("--brief", action="store_true", help="times and peak alone: no kernels, no memory split")
     add("--peer", metavar="NAME", help="nanogpt=MODEL.PY, transformers_eager or transformers_sdpa for ours")
     return parser.parse_intermixed_args(given)
@@ -53,7 +54,7 @@ def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str,
 
     runtime.quiet()
     cfg, _ = composed([*options.overrides, f"trainer.max_steps={options.warm_up + options.steps}"])
-    laps = Laps(options.warm_up, options.steps, options.seconds, ready)
+    laps = Laps(options.warm_up, options.steps, options.seconds, ready, options.rounds)
     if options.peer:
         from scripts.measure.instruments import training_peers
 
