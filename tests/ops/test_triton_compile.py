@@ -41,11 +41,11 @@ def build(kind: str, arch: tuple[int, int], bits: int, head_dim: int, masked: bo
     }
 
 
-def compiled(builds: list[dict]) -> list[dict]:
+def compiled(builds: list[dict], module: str = "tests.ops.ahead") -> list[dict]:
     """tests/ops/ahead.py in a process of its own: here triton interprets."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.ops.ahead"],
+        [sys.executable, "-m", module],
         input=json.dumps(builds), cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -150,3 +150,10 @@ def test_the_cached_kernel_compiles_where_its_numbers_exist(stored: str) -> None
     for got in check(builds):
         assert got["instructions"]["mma"] and got["instructions"]["cp.async"], got
     check([build("cached", (9, 0), 16, d, True, *[stored] * bool(stored), "paged") for d in (64, 256)])
+
+
+def test_a_decoding_step_asks_for_its_weights_before_it_waits() -> None:
+    """A whole tile of weights, or of keys and values, by 16 bytes, and nothing spilled."""
+    found = compiled([], "tests.ops.ahead_step")
+    wrong = [got for got in found if got["spilled_bytes"] or got["ahead_wide"] < got["of_tile"]]
+    assert len(found) == 13 and not wrong, wrong

@@ -1,0 +1,80 @@
+"""The kernels of a decoding step compiled for Hopper without a GPU, by `python -m tests.ops.ahead_step`: a
+line of JSON for each, of GPT-2 124M and XL at batch 1, and of attention in groups."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+SHAPES = {"124M": (768, 12), "XL": (1600, 25)}  # width, heads
+SMS = 132
+POINTERS = {"x": "*fp32", "qkv": "*bf16", "weight": "*bf16", "bias": "*bf16", "norm_weight": "*bf16"}
+POINTERS |= {"norm_bias": "*bf16", "out": "*fp32", "statistics": "*fp32", "rope": "*fp32", "lengths": "*i64"}
+POINTERS |= {"k_cache": "*bf16", "v_cache": "*bf16"}
+
+
+def products() -> dict[str, dict[str, Any]]:
+    """What -> the constants of a product."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (c, _) in SHAPES.items():
+        plain = {"B": 1, "NORM": 0, "ACTIVATION": 0, "ADD": False}
+        found |= {
+            f"{name} QKV": plain | {"N": 3 * c, "K": c, "NORM": 1},
+            f"{name} projection": plain | {"N": c, "K": c, "ADD": True},
+            f"{name} MLP up": plain | {"N": 4 * c, "K": c, "NORM": 1, "ACTIVATION": 1},
+            f"{name} MLP down": plain | {"N": c, "K": 4 * c, "ADD": True},
+            f"{name} head": plain | {"N": 50_304, "K": c, "NORM": 1},
+        }
+    return found
+
+
+def built(kernel: Any, constants: dict[str, Any], absent: set[str], warps: int) -> dict[str, Any]:
+    """Registers, spills, and the loads before the wait for the kernel ahead, and how many by 16 bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tests.ops.ahead import _assembled
+
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants or name in absent:
+            signature[name], constexprs[(index,)] = "constexpr", constants.get(name)
+        elif name in POINTERS or name == "slopes":
+            signature[name], attributes[(index,)] = POINTERS[name], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name in ("eps", "scale", "softcap") else "i32"
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    options = {"num_warps": warps, "launch_pdl": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    registers, spilled = _assembled(ptx)
+    loads = re.findall(r"ld\.global\S*", ptx.split("griddepcontrol.wait")[0])
+    wide = sum("v4.b32" in load for load in loads)
+    return {"registers": registers, "spilled_bytes": spilled, "ahead": len(loads), "ahead_wide": wide}
+
+
+def main() -> None:
+    from ops.triton import step
+    from ops.triton.step_attention import _tilegpt_step_attention
+    from ops.triton.step_linear import _tilegpt_step_linear
+
+    for what, constants in products().items():
+        block_n, block_k, warps = step.linear_tile(constants["N"], constants["K"], SMS)
+        absent = set() if constants["NORM"] else {"norm_weight", "norm_bias"}
+        tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": True}
+        found = built(_tilegpt_step_linear, constants | tile, absent, warps)
+        loads = block_n * block_k // (256 * warps)  # of 8 numbers a thread
+        print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
+    for programs, group, capacity, dim in ((12, 1, 640, 64), (384, 1, 640, 64), (8, 4, 32_768, 128)):
+        keys, warps, splits = step.attention_tile(programs, group, capacity, dim, SMS)
+        constants = {"B": 1, "H": 8 * group, "GROUP": group, "D": dim, "BLOCK_D": dim, "BLOCK_N": keys}
+        constants |= {"SPLITS": splits, "WINDOW": False, "SOFTCAP": False, "PDL": True}
+        found = built(_tilegpt_step_attention, constants, {"q_norm", "k_norm", "slopes"}, warps)
+        what = f"attention of {programs} heads in groups of {group}, D = {dim}"
+        loads = 2 * keys * dim // (256 * warps)
+        print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
