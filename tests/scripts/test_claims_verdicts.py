@@ -200,6 +200,36 @@ VERDICTS = {
         ({"fullest_trips": 2, "leanest_trips": 1, "inside": False}, IN_PART),
         ({"fullest_trips": 1, "leanest_trips": 1, "inside": True}, FAILS),
     ],
+    30: [({"factor": 2.6}, HOLDS), ({"factor": 2.59}, IN_PART), ({"factor": 1.3}, FAILS)],
+    32: [
+        ({"time": 0.4, "flops": 0.002}, HOLDS),
+        ({"time": 0.4, "flops": 0.0021}, IN_PART),
+        ({"time": 0.39, "flops": 0.002}, IN_PART),
+        ({"time": 0.24, "flops": 0.002}, FAILS),
+    ],
+    33: [
+        ({"blocks": {512: 8, 8192: 7}, "most": 8, "counted": {512: 100, 8192: 89}}, HOLDS),
+        ({"blocks": {512: 8, 8192: 7}, "most": 8, "counted": {512: 100, 8192: 91}}, IN_PART),
+        ({"blocks": {8192: 8, 16384: 4}, "most": 8, "counted": {8192: 99, 16384: 50}}, IN_PART),
+        ({"blocks": {512: 8, 8192: 8}, "most": 8, "counted": {512: 100, 8192: 89}}, FAILS),
+    ],
+    34: [
+        ({"by_registers": 2, "by_shared": 3, "occupancy": 18.75}, HOLDS),
+        ({"by_registers": 2, "by_shared": 2, "occupancy": 12.5}, IN_PART),
+        ({"by_registers": 3, "by_shared": 2, "occupancy": 12.5}, FAILS),
+        ({"by_registers": 2, "by_shared": 3, "occupancy": 25.0}, FAILS),
+    ],
+    35: [
+        ({"compiled": 3, "eager": 4}, HOLDS),
+        ({"compiled": 2.9, "eager": 3}, IN_PART),
+        ({"compiled": 1, "eager": 2.9}, FAILS),
+    ],
+    36: [({"least": 2048}, HOLDS), ({"least": 2047}, IN_PART), ({"least": 999}, FAILS)],
+    37: [
+        ({"mma": 0.5, "wgmma": 0.5}, HOLDS),
+        ({"mma": 0.49, "wgmma": 0.9}, IN_PART),
+        ({"mma": 0.49, "wgmma": 0.49}, FAILS),
+    ],
     39: [
         ({"off": 0.05, "saved": 1.5}, HOLDS),
         ({"off": 0.06, "saved": 1.64}, IN_PART),

@@ -45,10 +45,14 @@ COMMANDS = {
     "attention": "python scripts/bench_attention.py",
     "cuda_ladder": "python scripts/bench_ladder.py",
     "generate": "python scripts/bench_generate.py",
+    "hopper": "python scripts/bench_attention.py --attention cuda_fa3 flash4 sdpa_cudnn sdpa_flash",
     "gpt2_124m": "python scripts/bench_train.py --nanogpt nanoGPT/model.py",
     "parity": "python scripts/parity.py",
     "roofline": "python scripts/roofline.py",
 }
+
+
+NUMERICS = ("fp8_error",)  # studies of numbers alone, whose rows may be a CPU's
 
 
 class NotMeasured(LookupError):
@@ -206,7 +210,9 @@ class Results:
         from scripts.measure.rows import with_baselines
 
         files = [with_baselines(path) for path in sorted((self.folder / study).glob("*.jsonl"))]
-        return max(([row for row in rows if row["machine"]["gpu"]] for rows in files), key=len, default=[])
+        if study not in NUMERICS:
+            files = [[row for row in rows if row["machine"]["gpu"]] for rows in files]
+        return max(files, key=len, default=[])
 
 
 def missing(study: str, **wanted: Any) -> NotMeasured:

@@ -1,0 +1,229 @@
+"""Claims 32 to 37: where a layer's time goes, what bounds the threads at work, how much of the peak is used;
+from results/prefill_decode, roofline, backward_recompute and hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.measure.claims import Figures, Results, Row, claim, listed, missing, name, of
+from scripts.measure.claims.intensity import layer_of
+from scripts.measure.claims.roofline import counter
+from scripts.measure.report.prefill_decode_report import BERT, layer_share, parts_of
+
+REGISTERS, SHARED_BYTES, MOST_WARPS = 65536, 228 << 10, 64  # of a multiprocessor, sm_90
+
+
+def usage(row: Row) -> dict[str, Any]:
+    """Of the row's one kernel, by the compiler: registers, shared_bytes, threads, blocks_per_sm."""
+    (used,) = row["result"]["usage"].values()
+    return used
+
+
+def stage(results: Results, implementation: str) -> dict[int, Row]:
+    """The roofline's rows of a stage in its own tile, by N."""
+    rows = [
+        row for row in results.ok("roofline", implementation=implementation) if "tile" not in row["point"]
+    ]
+    return {row["point"]["kv_len"]: row for row in sorted(rows, key=lambda row: row["point"]["kv_len"])}
+
+
+@claim(
+    32,
+    "What is not a matrix product takes much of a Transformer's time and almost none of its FLOPs.",
+    theirs="a V100, forward of a layer: 40% of the time, 0.02% of the FLOPs (elsewhere: products over 99.8%)",
+    # Their 40% of the time; of the FLOPs what both figures allow. In part: a quarter of the time.
+    holds=lambda f: f.time >= 0.4 and f.flops <= 0.002,
+    partly=lambda f: f.time >= 0.25 and f.flops <= 0.01,
+    figure="{time:.0%} of the time, {flops:.2%} of the FLOPs",
+    why="""
+        A layer of BERT-large's shape with standard attention, 8 rows of 512 tokens, its parts timed one by
+        one: softmax alone takes {softmax:.0%} of the time. With attention fused what is no product takes
+        {fused:.0%}. Ours counts 5 FLOPs for a score's softmax; their two figures differ by a factor of ten.
+        """,
+)
+def not_products(results: Results) -> Figures:
+    row = layer_of(results, model=BERT)
+    parts = parts_of(row)
+    flops, time = layer_share(parts, "standard")
+    _, fused_time = layer_share(parts, "fused")
+    each = {
+        part: found["times"] * found["ms_median"] for part, found in parts.items() if found["kind"] != "fused"
+    }
+    return Figures(
+        [row],
+        time=1 - time,
+        flops=1 - flops,
+        softmax=each["softmax"] / sum(each.values()),
+        fused=1 - fused_time,
+    )
+
+
+@claim(
+    33,
+    "A row of scores in shared memory limits the blocks that a multiprocessor holds.",
+    theirs="32 KB at N = 8192 limits occupancy",
+    # Limits: at N = 8192 fewer blocks than at the shortest N, by the compiler and by the counters; in part
+    # where that takes longer rows.
+    holds=lambda f: f.blocks[8192] < f.most and f.counted[8192] < 0.9 * max(f.counted.values()),
+    partly=lambda f: min(f.blocks.values()) < f.most,
+    figure="{at_8192} of {most} blocks at N = 8,192",
+    why="""
+        The row-wise stage, a block a query: {said}. A row of fp32 scores takes 4 N bytes of shared memory;
+        while that is little, the threads of a multiprocessor are the limit.
+        """,
+)
+def row_of_scores(results: Results) -> Figures:
+    rows = stage(results, "cuda_rowwise")
+    if 8192 not in rows or len(rows) < 2:
+        raise missing("roofline", implementation="cuda_rowwise", kv_len=8192)
+    blocks = {n: usage(row)["blocks_per_sm"] for n, row in rows.items()}
+    counted = {n: counter(row, "occupancy_percent") or 0.0 for n, row in rows.items()}
+    each = [(blocks[n], counted[n], n) for n in rows]
+    return Figures(
+        rows.values(),
+        blocks=blocks,
+        counted=counted,
+        most=max(blocks.values()),
+        at_8192=blocks[8192],
+        said=listed("{} blocks and {:.0f}% of the warps at N = {:,}", each),
+    )
+
+
+@claim(
+    34,
+    "Registers bound the tiled stage's occupancy.",
+    theirs="160 a thread: 409 threads, 12 warps, 18.75% of the warps",
+    # Bound: by registers fewer blocks fit than by anything else, and no more than their share of the warps. In
+    # part where shared memory allows no more either.
+    holds=lambda f: f.by_registers < f.by_shared and f.occupancy <= 18.75,
+    partly=lambda f: f.by_registers <= f.by_shared and f.occupancy <= 18.75,
+    figure="{registers} registers, {occupancy:.1f}% of the warps",
+    why="""
+        `cuda_tiled` (fp32, FMA units) has {registers} registers a thread: {by_registers} blocks of {threads}
+        threads, {counted:.1f}% of the warps by the counters at N = {longest:,}. Its tiles take {shared:.0f}
+        KiB of shared memory, which leaves room for {by_shared}. More occupancy is not faster by itself: of
+        fa2's tiles of 128 x 64 that with {fuller:.1f}% of the warps reaches {slower:.0%} of the speed of
+        that with {leaner:.1f}%.
+        """,
+)
+def registers(results: Results) -> Figures:
+    rows = stage(results, "cuda_tiled")
+    longest, row = max(rows.items())
+    used, warps = usage(row), usage(row)["threads"] // 32
+    by_registers = REGISTERS // (-(-used["registers"] // 8) * 8 * used["threads"])
+    tiles = [row for row in results.ok("roofline", implementation="cuda_fa2") if "tile" in row["point"]]
+    pair = [row for row in tiles if {**row["point"]["tile"], "warps": 0, "blocks": 2} == SAME]
+    if len(pair) < 2:
+        raise missing("roofline", implementation="cuda_fa2", tile=SAME)
+    fuller, leaner = (pick(pair, key=lambda row: usage(row)["occupancy_percent"]) for pick in (max, min))
+    return Figures(
+        [row, fuller, leaner],
+        registers=used["registers"],
+        threads=used["threads"],
+        by_registers=by_registers,
+        by_shared=SHARED_BYTES // (used["shared_bytes"] + 1024),
+        occupancy=100 * by_registers * warps / MOST_WARPS,
+        counted=counter(row, "occupancy_percent"),
+        longest=longest,
+        shared=used["shared_bytes"] / 1024,
+        fuller=usage(fuller)["occupancy_percent"],
+        leaner=usage(leaner)["occupancy_percent"],
+        slower=fuller["result"]["tflops"] / leaner["result"]["tflops"],
+    )
+
+
+SAME = {"br": 128, "bc": 64, "warps": 0, "blocks": 2}  # whatever the warps
+
+
+@claim(
+    35,
+    "Tiled attention moves several times fewer bytes than standard attention.",
+    theirs="N = 2048, d = 64, M = 96 KB, one head: O(N d + N^2) against O(N^2 d^2 / M)",
+    # Several times: 3, against what writes the scores in 16 bits once compiled, too; in part against eager alone.
+    holds=lambda f: f.compiled >= 3,
+    partly=lambda f: f.eager >= 3,
+    figure="{eager:.0f}x eager, {compiled:.0f}x compiled",
+    why="""
+        Bytes from and to DRAM in a forward, counted, 4 rows of 4,096 tokens, 16 heads of 64, causal (their
+        figures are worked out for one head of N = 2,048, not measured): {said}.
+        """,
+)
+def bytes_moved(results: Results) -> Figures:
+    rows = [row for row in results.ok("backward_recompute", kv_len=4096, head_dim=64) if forward_bytes(row)]
+    moved = {name(row): forward_bytes(row) for row in rows}
+    ours, standard = ("triton", "cuda_fa2", "sdpa_flash"), ("standard", "standard_compiled")
+    if not set(standard) <= moved.keys() or not moved.keys() & set(ours):
+        raise missing("backward_recompute", kv_len=4096, head_dim=64)
+    tiled = max(moved[each] for each in ours if each in moved)
+    names = [*standard, *(each for each in ours if each in moved)]
+    return Figures(
+        [row for row in rows if name(row) in names],
+        eager=moved["standard"] / tiled,
+        compiled=moved["standard_compiled"] / tiled,
+        said=listed("{} {:.2f} GB", [(each, moved[each] / 1e9) for each in names]),
+    )
+
+
+def forward_bytes(row: Row) -> float:
+    counts = (row["result"].get("counters") or {}).get("forward") or {}
+    return counts.get("dram_read_bytes", 0) + counts.get("dram_write_bytes", 0)
+
+
+@claim(
+    36,
+    "What a block holds is thousands of times smaller than a head's scores.",
+    theirs="64 KiB (Q, K, V, S of one step) in place of 256 MB a head at N = 8192: 4,096x",
+    # Theirs within a factor of two, by the largest of our tiles; in part: a thousand times.
+    holds=lambda f: f.least >= 2048,
+    partly=lambda f: f.least >= 1000,
+    figure="{least:,.0f} to {most:,.0f}x",
+    why="""
+        Shared memory of a block, by the compiler, beside N^2 scores of fp32 at N = 8,192: {said}.
+        """,
+)
+def payload(results: Results) -> Figures:
+    rows = [stage(results, each).get(8192) for each in ("cuda_tiled", "cuda_fa1", "cuda_fa2")]
+    if None in rows:
+        raise missing("roofline", kv_len=8192)
+    held = {name(row): usage(row)["shared_bytes"] for row in rows}
+    factors = {each: 4 * 8192**2 / size for each, size in held.items()}
+    return Figures(
+        rows,
+        least=min(factors.values()),
+        most=max(factors.values()),
+        said=listed("{} {:.0f} KiB, {:,.0f}x", [(each, held[each] / 1024, factors[each]) for each in held]),
+    )
+
+
+@claim(
+    37,
+    "Attention on tensor cores reaches 50 to 70% of the peak.",
+    theirs="50-70%",
+    # Of the peak of the instructions that each uses, both of them at least half.
+    holds=lambda f: min(f.mma, f.wgmma) >= 0.5,
+    partly=lambda f: max(f.mma, f.wgmma) >= 0.5,
+    figure="mma.sync {mma:.0%}, wgmma {wgmma:.0%}",
+    why="""
+        Forwards at D = 128, the best of each: `cuda_fa2`, by mma.sync, {fa2:.0f} of the {mma_peak:.0f} TFLOP/s
+        that this instruction gives on this GPU; `cuda_fa3`, by wgmma, {fa3:.0f} of the {wgmma_peak:.0f} of
+        cuBLAS' best product.
+        """,
+)
+def of_the_peak(results: Results) -> Figures:
+    peaks = {row["point"]["pass"]: row for row in results.ok("roofline", implementation="ceiling")}
+    if not {"tensor_mma", "tensor_cublas"} <= peaks.keys():
+        raise missing("roofline", implementation="ceiling")
+    mma, wgmma = (peaks[each]["result"]["value"] for each in ("tensor_mma", "tensor_cublas"))
+    fa2 = max(stage(results, "cuda_fa2").values(), key=lambda row: row["result"]["tflops"])
+    hopper = results.ok("hopper", implementation="cuda_fa3", passed="forward", head_dim=128)
+    fa3 = max(hopper, key=lambda row: row["result"]["tflops"])
+    best = [row["result"]["tflops"] for row in (fa2, fa3)]
+    return Figures(
+        [fa2, fa3, of(peaks.values(), passed="tensor_mma"), of(peaks.values(), passed="tensor_cublas")],
+        mma=best[0] / mma,
+        wgmma=best[1] / wgmma,
+        fa2=best[0],
+        fa3=best[1],
+        mma_peak=mma,
+        wgmma_peak=wgmma,
+    )
