@@ -106,7 +106,7 @@ class Claim:
     def __call__(self, results: Results) -> Answer:
         """Raises NotMeasured where there are no rows."""
         f = self.query(results)
-        gpus = dict.fromkeys(row["machine"]["gpu"] for row in f.rows)
+        gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in f.rows)
         commands = dict.fromkeys([f.command] if f.command else [command_of(study(row)) for row in f.rows])
         said = [text for part in self.why.split("\n\n") if (text := filled(part, f)) is not None]
         return Answer(

@@ -21,10 +21,11 @@ def usage(row: Row) -> dict[str, Any]:
 
 def stage(results: Results, implementation: str) -> dict[int, Row]:
     """The roofline's rows of a stage in its own tile, by N."""
-    rows = [
-        row for row in results.ok("roofline", implementation=implementation) if "tile" not in row["point"]
-    ]
-    return {row["point"]["kv_len"]: row for row in sorted(rows, key=lambda row: row["point"]["kv_len"])}
+    found = results.ok("roofline", implementation=implementation)
+    rows = [row for row in found if "tile" not in row["point"] and "usage" in row["result"]]
+    if not rows:
+        raise missing("roofline", implementation=implementation)
+    return {row["point"]["seq_len"]: row for row in sorted(rows, key=lambda row: row["point"]["seq_len"])}
 
 
 @claim(
@@ -75,7 +76,7 @@ def not_products(results: Results) -> Figures:
 def row_of_scores(results: Results) -> Figures:
     rows = stage(results, "cuda_rowwise")
     if 8192 not in rows or len(rows) < 2:
-        raise missing("roofline", implementation="cuda_rowwise", kv_len=8192)
+        raise missing("roofline", implementation="cuda_rowwise", seq_len=8192)
     blocks = {n: usage(row)["blocks_per_sm"] for n, row in rows.items()}
     counted = {n: counter(row, "occupancy_percent") or 0.0 for n, row in rows.items()}
     each = [(blocks[n], counted[n], n) for n in rows]
@@ -93,8 +94,8 @@ def row_of_scores(results: Results) -> Figures:
     34,
     "Registers bound the tiled stage's occupancy.",
     theirs="160 a thread: 409 threads, 12 warps, 18.75% of the warps",
-    # Bound: by registers fewer blocks fit than by anything else, and no more than their share of the warps. In
-    # part where shared memory allows no more either.
+    # Bound: by registers fewer blocks fit than by anything else, and no more than their share of the warps.
+    # In part where shared memory allows no more either.
     holds=lambda f: f.by_registers < f.by_shared and f.occupancy <= 18.75,
     partly=lambda f: f.by_registers <= f.by_shared and f.occupancy <= 18.75,
     figure="{registers} registers, {occupancy:.1f}% of the warps",
@@ -111,7 +112,8 @@ def registers(results: Results) -> Figures:
     longest, row = max(rows.items())
     used, warps = usage(row), usage(row)["threads"] // 32
     by_registers = REGISTERS // (-(-used["registers"] // 8) * 8 * used["threads"])
-    tiles = [row for row in results.ok("roofline", implementation="cuda_fa2") if "tile" in row["point"]]
+    every = results.ok("roofline", implementation="cuda_fa2")
+    tiles = [row for row in every if "tile" in row["point"] and "usage" in row["result"]]
     pair = [row for row in tiles if {**row["point"]["tile"], "warps": 0, "blocks": 2} == SAME]
     if len(pair) < 2:
         raise missing("roofline", implementation="cuda_fa2", tile=SAME)
@@ -139,7 +141,7 @@ SAME = {"br": 128, "bc": 64, "warps": 0, "blocks": 2}  # whatever the warps
     35,
     "Tiled attention moves several times fewer bytes than standard attention.",
     theirs="N = 2048, d = 64, M = 96 KB, one head: O(N d + N^2) against O(N^2 d^2 / M)",
-    # Several times: 3, against what writes the scores in 16 bits once compiled, too; in part against eager alone.
+    # Several times: 3, against the formula in 16 bits compiled, too; in part against eager alone.
     holds=lambda f: f.compiled >= 3,
     partly=lambda f: f.eager >= 3,
     figure="{eager:.0f}x eager, {compiled:.0f}x compiled",
@@ -184,7 +186,7 @@ def forward_bytes(row: Row) -> float:
 def payload(results: Results) -> Figures:
     rows = [stage(results, each).get(8192) for each in ("cuda_tiled", "cuda_fa1", "cuda_fa2")]
     if None in rows:
-        raise missing("roofline", kv_len=8192)
+        raise missing("roofline", seq_len=8192)
     held = {name(row): usage(row)["shared_bytes"] for row in rows}
     factors = {each: 4 * 8192**2 / size for each, size in held.items()}
     return Figures(
@@ -204,9 +206,9 @@ def payload(results: Results) -> Figures:
     partly=lambda f: max(f.mma, f.wgmma) >= 0.5,
     figure="mma.sync {mma:.0%}, wgmma {wgmma:.0%}",
     why="""
-        Forwards at D = 128, the best of each: `cuda_fa2`, by mma.sync, {fa2:.0f} of the {mma_peak:.0f} TFLOP/s
-        that this instruction gives on this GPU; `cuda_fa3`, by wgmma, {fa3:.0f} of the {wgmma_peak:.0f} of
-        cuBLAS' best product.
+        Forwards at D = 128, the best of each: `cuda_fa2`, by mma.sync, {fa2:.0f} of the {mma_peak:.0f}
+        TFLOP/s that this instruction gives on this GPU; `cuda_fa3`, by wgmma, {fa3:.0f} of the
+        {wgmma_peak:.0f} of cuBLAS' best product.
         """,
 )
 def of_the_peak(results: Results) -> Figures:

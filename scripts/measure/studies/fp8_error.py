@@ -2,15 +2,15 @@
 
     python scripts/study.py fp8_error
 
-On the inputs of FlashAttention-3 (Shah et al. 2024, section 4.3): q, k and v of N(0, 1), and N(0, 100) added to one value
-in a thousand. fp8 (e4m3) is simulated: q, k, v and the unnormalised probabilities are rounded to it, products and
-sums are fp32; so it runs on a CPU, in a minute. A row of results/fp8_error/<gpu or cpu>.jsonl has `rmse` of the
-output against fp64, over all draws and heads. Implementations:
+On the inputs of FlashAttention-3 (Shah et al. 2024, section 4.3): q, k and v of N(0, 1), and N(0, 100) added
+to one value in a thousand. fp8 (e4m3) is simulated: q, k, v and the unnormalised probabilities are rounded to
+it, products and sums are fp32; so it runs on a CPU, in a minute. A row of results/fp8_error/<gpu or
+cpu>.jsonl has `rmse` of the output against fp64, over all draws and heads. Implementations:
 
 fp16, bf16        q, k, v and the probabilities in 16 bits
 tensor            fp8, one scale for all of q, of k and of v
 blocks            a scale for each 128 tokens of a head
-hadamard          q and k times H S / sqrt(D), an orthogonal matrix of signs, which spreads an outlier over D values
+hadamard          q and k times an orthogonal matrix of signs, which spreads an outlier over D values
 hadamard_blocks   both
 """
 
