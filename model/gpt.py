@@ -159,7 +159,9 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.swiglu and fuses(x := x.to(compute_dtype(x)), self.c_fc.out_features):
+        # not of layers that others have put in their place, adapters say, which compute more
+        plain = type(self.c_fc) is type(self.c_proj) is nn.Linear and not self.swiglu
+        if plain and fuses(x := x.to(compute_dtype(x)), self.c_fc.out_features):
             parameters = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
             return self.dropout(gelu_mlp(x, *(p if p is None else p.to(x.dtype) for p in parameters)))
         return self.dropout(self.c_proj(self.activate(self.c_fc(x))))

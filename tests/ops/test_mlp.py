@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.naive import NaiveAttention
+from model.gpt import GPT, MLP, GPTConfig
 from ops import cublaslt
 from ops.mlp import fuses, gelu_mlp, linear_gelu, linear_gelu_backward
 
@@ -91,3 +93,45 @@ def test_it_compiles_whole() -> None:
     leaves = problem(True, torch.float32, "cpu")
     step = torch.compile(gelu_mlp, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(computed(step, leaves), computed(plain, leaves), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_computes_the_same_with_it_compiled_too(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(compiled: bool, fused: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        monkeypatch.setattr("model.gpt.fuses", lambda x, hidden: fused)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        config = GPTConfig(vocab_size=50, seq_len=16, n_layer=2, n_head=2, n_embd=32)
+        net = GPT(config, NaiveAttention(), checkpointing=checkpointing).train()
+        if compiled:
+            net.compile(dynamic=False, backend="aot_eager", fullgraph=True)
+        ids = torch.arange(48).view(3, 16)
+        loss = net(ids, targets=ids)
+        loss.backward()
+        return loss, {name: p.grad for name, p in net.named_parameters()}
+
+    plain = run(False, False)
+    for compiled in (False, True):
+        torch.testing.assert_close(run(compiled, True), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["c_fc", "c_proj"])
+def test_a_layer_in_the_place_of_a_product_is_not_passed_by(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters, say, which give their base's weight as theirs."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    monkeypatch.setattr("model.gpt.fuses", lambda x, hidden: True)
+    torch.manual_seed(0)
+    mlp = MLP(GPTConfig(vocab_size=50, n_head=2, n_embd=32))
+    x = torch.randn(2, 3, 32)
+    before = mlp(x)
+    getattr(mlp, name).__class__ = Adapted
+    change = mlp(x) - before
+    assert change.abs().min() > 0 if name == "c_fc" else torch.allclose(change, torch.ones(()), atol=1e-6)
