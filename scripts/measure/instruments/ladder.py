@@ -24,7 +24,7 @@ from model.costs.flops import (
 from scripts.measure.instruments.bench_points import Shape
 
 STAGES = ("cuda_naive", "cuda_rowwise", "cuda_tiled", "cuda_fa1", "cuda_fa2")
-# fp32 is what the plain stages are for.
+# fp32 is what the stages without tensor cores are for.
 DTYPE = dict.fromkeys(STAGES[:3], "fp32") | dict.fromkeys(STAGES[3:], "bf16")
 
 
@@ -111,7 +111,7 @@ def prepared(point: Point) -> Callable[[], Any]:
         from attention.cuda import CudaStage
 
         stage = point.stage.removeprefix("cuda_")
-        # the roof over the plain stages is that of FMA units
+        # the roof over the stages without tensor cores is that of FMA units
         attention = CudaStage(stage, products="fma" if stage == "tiled" else "auto")
         return lambda: attention(q, k, v, causal=causal)
     from ops.cuda.call import Call
