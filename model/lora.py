@@ -74,7 +74,7 @@ def add_adapters(net: GPT, adapters: Adapters, dropout: float) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise UserError("finetune=lora needs peft: pip install 'tilegpt[hf]'.") from None
+        raise UserError("finetune=lora needs peft: pip install -e '.[hf]'.") from None
     config = LoraConfig(
         r=adapters.rank,
         lora_alpha=adapters.alpha,

@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness for a trained run (pip install 'tilegpt[eval]'):
+"""Tasks of the lm-evaluation-harness for a trained run (pip install -e '.[eval]'):
 
     python scripts/harness.py ckpt=last tasks=lambada_openai,hellaswag limit=200
 
@@ -112,7 +112,7 @@ def run(arguments: Sequence[str]) -> None:
     try:
         import lm_eval
     except ImportError:
-        raise UserError("lm_eval is not installed: pip install 'tilegpt[eval]'.") from None
+        raise UserError("lm_eval is not installed: pip install -e '.[eval]'.") from None
     overrides = [argument for argument in arguments if argument.split("=")[0].split(".")[0] == "attention"]
     options = key_values([argument for argument in arguments if argument not in overrides], KEYS)
     limit = whole_number("limit", options["limit"])

@@ -155,7 +155,7 @@ def test_scripts(folder: Path, command: str) -> None:
     }[name].split()
     result = run_script(folder, name, [*arguments, *small])
     if name == "harness":  # its tasks are on the Hub
-        assert importlib.util.find_spec("lm_eval") or "pip install 'tilegpt[eval]'" in result.err
+        assert importlib.util.find_spec("lm_eval") or "pip install -e '.[eval]'" in result.err
         return
     assert result.code == 0, result.err
     assert result.out.strip()

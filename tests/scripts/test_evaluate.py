@@ -122,4 +122,4 @@ def test_without_the_harness_it_is_said(
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(SystemExit):
         harness.main(["ckpt=a", "tasks=hellaswag"])
-    assert capsys.readouterr().err == "error: lm_eval is not installed: pip install 'tilegpt[eval]'.\n"
+    assert capsys.readouterr().err == "error: lm_eval is not installed: pip install -e '.[eval]'.\n"
