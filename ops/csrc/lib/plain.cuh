@@ -1,4 +1,5 @@
-// What the stages without tensor cores share (plain, naive, rowwise, tiled): elements as floats, and reductions over a warp and a block.
+// What the stages without tensor cores share, plain to tiled: elements as floats, and reductions over a warp and a
+// block.
 //
 // The host also defines VECTOR: whether four elements are read and written at once, which needs rows of q, k, v and
 // out that begin at multiples of four elements.
