@@ -229,9 +229,8 @@ def build(
     data = instantiate(cfg.data)
     data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, devices))
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
-    attention, decoder, call = runtime.attentions(
-        partial(build_attention, cfg), cfg.attention.decode, config, data, device, dtype
-    )
+    make = partial(build_attention, cfg)
+    attention, decoder, call = runtime.attentions(make, cfg.attention.decode, config, data, device, dtype)
     data.prepare_data()
     data.setup()
     if ckpt is not None:
@@ -240,6 +239,7 @@ def build(
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
     adapters = finetuned(cfg, net, run, initial, ckpt)
+    as_graph = graphs.wanted(cfg.cuda_graphs, device, devices, config, data.batch_size * data.accumulate)
     lit = LitGPT(
         net,
         optimizer,
@@ -248,9 +248,7 @@ def build(
         accumulate=data.accumulate,
         grad_clip=cfg.grad_clip,
         compile=device.type == "cuda" if cfg.compile == "auto" else cfg.compile,
-        cuda_graphs=graphs.wanted(
-            cfg.cuda_graphs, device, devices, config, data.batch_size * data.accumulate
-        ),
+        cuda_graphs=as_graph,
         decode_attention=decoder,
         checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | adapters,
     )

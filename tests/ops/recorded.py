@@ -120,10 +120,8 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
     )
     made, attention = make_inputs(case, "cpu", dtype), cuda.CudaStage(stage)
     hopper = importlib.import_module("ops.cuda.hopper")
-    names = {each.module for each in cuda.STAGES.values()} | {
-        "ops.cuda.split_fp16",
-        "ops.cuda.split_fp16_backward",
-    }
+    names = {each.module for each in cuda.STAGES.values()}
+    names |= {"ops.cuda.split_fp16", "ops.cuda.split_fp16_backward"}
     modules = [importlib.import_module(name) for name in sorted(names)]
     given: dict[str, tuple[Any, ...]] = {}
     for function in (each for module in modules for each in vars(module).values()):
