@@ -46,35 +46,12 @@ def generated(rows: list[Row], new: int) -> dict[str, float]:
 
 
 def tables(rows: list[Row], steps: Steps) -> list[Table]:
+    return [*counted(rows), *timed(steps), *checked(rows, steps)]
+
+
+def counted(rows: list[Row]) -> list[Table]:
     caches = records(chosen(rows, passed="cache_bytes"))
     most = {r.model: r.allocated_bytes for r in reversed(caches)}  # the first of each model has all heads
-    ways, two = "|".join(map(said, steps.ways)), len(steps.names) == 2
-    over = f"|{' / '.join(steps.names)}: prefill|decode" if two else ""
-
-    def token(length: int) -> str:
-        ms = [steps.per_token(way)[length] for way in steps.ways]
-        line = "|".join([f"{length:,}", *(f"{value:.3f}" for value in ms)])
-        return line + (f"|{ms[0] / ms[1]:.2f}x|{ms[2] / ms[3]:.2f}x" if two else "")
-
-    def whole(new: int) -> str:
-        four = steps.four(new)
-        saved = [
-            f"{value:.2f}{'x' * (key != 'stacking')}" for key, value in factors(four, steps.names).items()
-        ]
-        return "|".join([f"{new:,}", *(f"{seconds:.3f}" for seconds in four.values()), *saved])
-
-    def check(r: Record) -> str:
-        way = r.implementation, r.kv_cache
-        new = r.new_tokens
-        alike = steps.total(way, new) if r.kv_cache else integrated(steps.eager.get(way[0], {}), new)
-        held = f"{alike:.3f}|{r.seconds / alike:.2f}" if alike else "-|-"
-        return f"{new:,}|{said(way)}|{r.seconds:.3f}|{held}|{r.tokens_per_s:,.0f}"
-
-    def growth(way: Way) -> str:
-        fits = [(half, exponent(half)) for half in halves(steps.totals(way))]
-        each = ["-|-" if p is None else f"{min(half):,} to {max(half):,}|{p:.2f}" for half, p in fits]
-        return "|".join([said(way), *each])
-
     return [
         listed(
             "Keys and values that a layer computes in generating tokens from one",
@@ -92,6 +69,26 @@ def tables(rows: list[Row], steps: Steps) -> list[Table]:
                 f"{most[r.model] / r.allocated_bytes:.1f}x"
             ),
         ),
+    ]
+
+
+def timed(steps: Steps) -> list[Table]:
+    ways, two = "|".join(map(said, steps.ways)), len(steps.names) == 2
+    over = f"|{' / '.join(steps.names)}: prefill|decode" if two else ""
+
+    def token(length: int) -> str:
+        ms = [steps.per_token(way)[length] for way in steps.ways]
+        line = "|".join([f"{length:,}", *(f"{value:.3f}" for value in ms)])
+        return line + (f"|{ms[0] / ms[1]:.2f}x|{ms[2] / ms[3]:.2f}x" if two else "")
+
+    def whole(new: int) -> str:
+        four = steps.four(new)
+        saved = [
+            f"{value:.2f}{'x' * (key != 'stacking')}" for key, value in factors(four, steps.names).items()
+        ]
+        return "|".join([f"{new:,}", *(f"{seconds:.3f}" for seconds in four.values()), *saved])
+
+    return [
         listed(
             "One token after so many, ms of the device (without the cache also the prefill of so many)",
             f"tokens|{ways}{over}",
@@ -104,6 +101,23 @@ def tables(rows: list[Row], steps: Steps) -> list[Table]:
             [new for new in steps.lengths if two and steps.four(new)],
             whole,
         ),
+    ]
+
+
+def checked(rows: list[Row], steps: Steps) -> list[Table]:
+    def check(r: Record) -> str:
+        way = r.implementation, r.kv_cache
+        new = r.new_tokens
+        alike = steps.total(way, new) if r.kv_cache else integrated(steps.eager.get(way[0], {}), new)
+        held = f"{alike:.3f}|{r.seconds / alike:.2f}" if alike else "-|-"
+        return f"{new:,}|{said(way)}|{r.seconds:.3f}|{held}|{r.tokens_per_s:,.0f}"
+
+    def growth(way: Way) -> str:
+        fits = [(half, exponent(half)) for half in halves(steps.totals(way))]
+        each = ["-|-" if p is None else f"{min(half):,} to {max(half):,}|{p:.2f}" for half, p in fits]
+        return "|".join([said(way), *each])
+
+    return [
         listed(
             "Whole generations by model/generation against steps as it runs them (without the cache from "
             "Python)",

@@ -100,3 +100,9 @@ def lengths(whole: list[Row]) -> str:
             lines.append(Line(name, points, place))
         panel(axes[0, at], lines, *said[at], log_y=False)
     return svg(figure, whole)
+
+
+def pictures(whole: list[Any], layers: list[Any]) -> dict[str, str]:
+    """Those of a study's page, by name, of records of whole models and of layers."""
+    found = {"": roofs(layers)} if layers else {}
+    return found | ({"models": lengths(whole)} if whole else {})

@@ -3,6 +3,7 @@ templates/prefill_decode.md.j2 has the words."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from scripts.measure.report.pages import page
@@ -80,22 +81,18 @@ def layer_share(parts: Parts, which: str) -> tuple[float, float]:
     return tuple(sum(each[n] for n in products) / sum(each.values()) for each in (flops, ms))
 
 
-def report(rows: list[Row]) -> Report:
-    from scripts.measure.report import prefill_decode_plot as plot
-
+def report(rows: list[Row], pictures: Callable[[list[Record], list[Record]], dict[str, str]]) -> Report:
+    """`pictures`: of the rows of whole models, and of those of layers."""
     every = records(rows)
     trusted_ = where(every, trusted=True)
     whole = [r for r in trusted_ if r.implementation != "parts"]
     layers = where(trusted_, implementation="parts")
-    pictures = {"": plot.roofs(layers)} if layers else {}
-    if whole:
-        pictures["models"] = plot.lengths(whole)
     alone = where(whole, passed="decode", batch=1)  # decoding without a batch
     at_512 = {r.model: share(r, r.ceilings)[0] for r in where(whole, passed="prefill", seq_len=512)}
     return page(
         "prefill_decode",
         tables(whole, layers),
-        pictures,
+        pictures(whole, layers),
         at_512=at_512,
         reached={model: saturation(whole, model) for model in distinct(whole, "model")},
         saturated=SATURATED,

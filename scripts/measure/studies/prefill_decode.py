@@ -127,9 +127,9 @@ def said(point: Point, result: dict[str, Any]) -> str:
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.measure.report import prefill_decode_report
+    from scripts.measure.report import prefill_decode_plot, prefill_decode_report
 
-    return prefill_decode_report.report(rows)
+    return prefill_decode_report.report(rows, prefill_decode_plot.pictures)
 
 
 def main(given: list[str] | None = None) -> None:
