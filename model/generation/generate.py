@@ -232,12 +232,17 @@ def generate(
             times.append(clock(device))
     finally:
         model.train(training)
+    return told(config.seq_len, lengths, rows, reader, times)
+
+
+def told(seq_len: int, lengths: list[int], rows: Rows, reader: Reader, times: list[float]) -> Generated:
+    """`times`: of the start, and of the ends of set-up, prefill and decoding, s."""
     return Generated(
         tokens=reader.tokens,
         seed=rows.seed,
-        cut=sum(n > config.seq_len for n in lengths),
-        reencoded=sum(map(functools.partial(moves, config.seq_len), lengths, reader.tokens)),
-        prefill_tokens=sum(n - window_start(n, config.seq_len) for n in lengths),
+        cut=sum(n > seq_len for n in lengths),
+        reencoded=sum(map(functools.partial(moves, seq_len), lengths, reader.tokens)),
+        prefill_tokens=sum(n - window_start(n, seq_len) for n in lengths),
         setup_s=times[1] - times[0],
         prefill_s=times[2] - times[1],
         decode_s=times[3] - times[2],
