@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from model.training import callbacks
+from model.training import callbacks, runtime
 from model.training.callbacks import Progress
 
 
@@ -31,3 +31,32 @@ def test_a_long_validation_says_how_far_it_is(
         "step 20: validation loss 2.5000",
         "step 20: validation loss 2.5000",
     ]
+
+
+def test_the_first_step_of_a_compiled_run_says_how_long_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it goes on from a checkpoint; not compiled, nothing is said."""
+    now = [10.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    for compiled in (True, False):
+        facts = {"global_step": 40, "max_steps": 1000, "is_global_zero": True, "callbacks": []}
+        trainer, lit = SimpleNamespace(**facts), SimpleNamespace(compile_net=compiled)
+        progress = Progress()
+        progress.on_train_start(trainer, lit)
+        for _ in range(2):
+            now[0] += 12.34
+            trainer.global_step += 1
+            progress.on_train_batch_end(trainer, lit)
+    assert capsys.readouterr().out.splitlines() == ["the first step took 12.3 s, compiling included"]
+
+
+def test_what_would_be_faster_is_said_on_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for triton, cublaslt in ((True, True), (False, True), (True, False)):
+        monkeypatch.setattr("model.loss.HAS_TRITON", triton)
+        monkeypatch.setattr("ops.cublaslt.available", lambda cublaslt=cublaslt: cublaslt)
+        said = runtime.slower("cuda", "bf16-mixed")
+        assert [("Triton" in line, "cublasLt" in line) for line in said] == [(True, False)] * (not triton) + [
+            (False, True)
+        ] * (not cublaslt)
+        assert runtime.slower("cuda", "32-true") == runtime.slower("cpu", "bf16-mixed") == []

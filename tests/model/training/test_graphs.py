@@ -32,7 +32,7 @@ def test_what_cannot_be_captured_is_refused(device: str, devices: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("optim", ["adamw"])
 def test_a_captured_step_computes_the_same_bits_and_resumes(optim: str, tmp_path: Path) -> None:
-    """Dropout of both kinds, accumulation, learning rates that change; validation and samples in between."""
+    """Dropout of both kinds, accumulation, learning rates that change; validation in between."""
     common = ["trainer.accelerator=gpu", "precision=bf16-mixed", "compile=false", "schedule=constant"]
     common += ["model.dropout=0.1", "model.attn_dropout=0.1", "tokens_per_step=128", f"optim={optim}"]
     for name, graphs, steps in (("plain", "false", 20), ("graph", "true", 20), ("half", "true", 10)):
