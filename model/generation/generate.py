@@ -228,8 +228,7 @@ def generate(
             if device.type == "cuda":
                 encode_all(model, rows, decoder, lengths)  # compiles and loads kernels: set-up, not speed
             times.append(clock(device))
-            times.append(go_on(model, rows, decoder, reader, lengths, max_new_tokens))
-            times.append(clock(device))
+            times += [go_on(model, rows, decoder, reader, lengths, max_new_tokens), clock(device)]
     finally:
         model.train(training)
     return told(config.seq_len, lengths, rows, reader, times)
