@@ -19,7 +19,7 @@ from attention.base import FLOATS, AttentionCall, UnsupportedAttention
 from attention.flash_lib import FlashLibAttention
 from attention.flash_versions import VERSIONS
 from ops.library import of_arguments, of_backward_arguments
-from ops.options import AttentionOptions
+from ops.options import AttentionOptions, flattened
 from tests.attention.criterion import run_case
 from tests.attention.flash_fakes import install
 from tests.grid import CASES, Case, build, make_inputs
@@ -185,7 +185,7 @@ def test_op_is_sound_and_compiles_whole(on_cpu: Any, version: int) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     op = getattr(torch.ops.tilegpt, f"flash{version}").default
     inputs = make_inputs(BASE, "cpu", torch.float32)
-    options = (None, None, None, None, None, None, 0.25, -1, 0, 0.0, 0.0, [0])
+    options = flattened(AttentionOptions(scale=0.25), None, [0])
     torch.library.opcheck(op, (inputs.q, inputs.k, inputs.v, *options))
 
 

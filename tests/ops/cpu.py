@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ops.cuda.call import _POINTERS, Call, Params
+from ops.cuda.hopper import BackwardLaunch, Launch
 from ops.options import AttentionOptions
 from scripts.accuracy import Problem, dropout_seed
 
@@ -88,7 +89,8 @@ class Kernel:
         assert min(x, y, z) > 0 and max(y, z) <= 65_535 and threads % 32 == 0 and shared_bytes <= 232_448
         kernel = ctypes.cast(getattr(self.library, self.name), ctypes.c_void_p)
         size = (ctypes.c_uint * 3)(x, y, z)
-        launch = self.library.launch if isinstance(params, Params) else self.library.launch_maps
+        maps = isinstance(params, Launch | BackwardLaunch)
+        launch = self.library.launch_maps if maps else self.library.launch
         launch.restype = ctypes.c_char_p
         fault = launch(kernel, ctypes.byref(params), size, threads, shared_bytes)
         assert fault is None, f"{self.name} {fault.decode()}, with {shared_bytes} bytes of shared memory"

@@ -10,7 +10,7 @@ import torch
 from model.costs.gpus import GPUS
 from scripts.measure import sweep_points
 from scripts.measure.rows import key_of
-from scripts.measure.sweep_company import Room
+from scripts.measure.sweep_company import Room, _needs
 from scripts.measure.sweep_points import Task
 from tests.scripts.studies import GRID, points_of, study
 
@@ -46,8 +46,9 @@ def test_the_study_of_a_gpu():
     assert {"naive", "tiled", "triton", "cuda_fa2", "sdpa", "flash4"} <= set(names) and "auto" not in names
 
 
-def test_standard_attention_is_a_value_of_the_grid():
+def test_standard_attention_is_a_value_of_the_grid(monkeypatch):
     from conf.compose import build_attention
+    from model.costs import memory_loss
 
     one = sweep_points.study_of(["experiment=encoder_short", "sweep.grid.attention=[standard,triton]"])
     found = points_of(one, "cuda")[:2]
@@ -57,8 +58,11 @@ def test_standard_attention_is_a_value_of_the_grid():
     same = torch.softmax(q @ q.mT / 2, dim=-1) @ q
     assert attention.name == "standard" and torch.allclose(attention(q, q, q, causal=False), same, atol=1e-6)
     room = Room(GPUS["h200"], 8)
-    assert room.needs(found[0]) == pytest.approx(43_885 * 2**20, rel=0.05)  # what it took on an H200
     assert room.needs(found[0]) > 1.5 * room.needs(found[1])  # its scores are there
+    # What it took on an H200, when the loss had passes in fp32.
+    monkeypatch.setattr(memory_loss, "one_kernel", lambda run: False)
+    needed = _needs.__wrapped__(found[0], GPUS["h200"])
+    assert needed == pytest.approx(43_885 * 2**20, rel=0.05)
 
 
 def test_smaller_micro_batches_are_the_powers_of_two_below():
