@@ -3,6 +3,9 @@
     python scripts/report.py              all of it
     python scripts/report.py --check      write nothing; exit code 1 if something is not up to date
     python scripts/report.py --redraw     all pictures too, those of unchanged rows: after a change of drawing
+    python scripts/report.py --audit      write nothing; what each claim compares, and how far its figures are
+                                          from its thresholds; exit code 1 where contestants differ in what
+                                          the claim does not name
 
 capabilities  attention/README.md: what each implementation declares, and the memory it was measured to need
 results       docs/measuring.md: speeds as a table and a picture, from results/attention/<gpu>.jsonl
@@ -100,6 +103,18 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     return files
 
 
+def audit(results: Path) -> None:
+    """Print what the claims compare. Raises SystemExit where one compares what it does not name."""
+    from scripts.measure.claims import Results
+    from scripts.measure.claims.audit import audited
+
+    text, wrong = audited(Results(results))
+    print(text)
+    if wrong:
+        numbers = ", ".join(map(str, wrong))
+        raise SystemExit(f"\nin claim {numbers} contestants differ in more than the claim names: see FAULT.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -107,6 +122,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if out of date")
     parser.add_argument("--redraw", action="store_true", help="draw pictures of unchanged rows again, too")
+    parser.add_argument("--audit", action="store_true", help="of claims: write nothing, check comparisons")
     parser.add_argument("--html", type=Path, metavar="FILE", help="all tables and pictures as one page, too")
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the checkout whose results are read and files written"
@@ -114,6 +130,9 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
+    if options.audit:
+        audit(options.root / "results")
+        return
     old = []
     for path, text in written(options.root, tuple(options.parts) or PARTS, options.redraw).items():
         if path.is_file() and path.read_text(encoding="utf-8") == text:

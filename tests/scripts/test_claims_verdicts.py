@@ -11,6 +11,7 @@ from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, Claim, Figur
 def entry(**changes):
     given = {"number": 99, "claim": "Fast.", "theirs": "2x", "figure": "{factor:.1f}x", "why": "Because."}
     given |= {"holds": lambda f: f.factor >= 2, "partly": lambda f: f.factor > 1, "query": None}
+    given |= {"differ": ("implementation",)}
     return Claim(**given | changes)
 
 
@@ -224,7 +225,11 @@ VERDICTS = {
         ({"compiled": 2.9, "eager": 3}, IN_PART),
         ({"compiled": 1, "eager": 2.9}, FAILS),
     ],
-    36: [({"least": 2048}, HOLDS), ({"least": 2047}, IN_PART), ({"least": 999}, FAILS)],
+    36: [
+        ({"least": 2048, "fp32": 2048}, HOLDS),
+        ({"least": 2047, "fp32": 2048}, IN_PART),
+        ({"least": 999, "fp32": 2047}, FAILS),
+    ],
     37: [
         ({"mma": 0.5, "wgmma": 0.5}, HOLDS),
         ({"mma": 0.49, "wgmma": 0.9}, IN_PART),

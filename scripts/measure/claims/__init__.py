@@ -7,6 +7,8 @@
         theirs="5-10x",                                   # their figures
         holds=lambda f: f.factor >= 5,                    # the threshold, and that of "holds in part";
         partly=lambda f: f.factor > 1,                    # otherwise it does not hold
+        differ=("kv_cache",),                             # what contestants differ in, and nothing else,
+        apart=("implementation", "seq_len"),              # where these are the same (audit.py)
         figure="{factor:.1f}x",                           # ours, short
         why='''
             A step takes {cached:.2f} ms with the cache.
@@ -60,8 +62,9 @@ class NotMeasured(LookupError):
 
 
 class Figures(SimpleNamespace):
-    """What a query found, by the names that thresholds and templates use. rows: those that they are from;
-    command: what measures them, where that is not the command of their study."""
+    """What a query found, by the names that thresholds and templates use. rows: those that they are from, all
+    of them and no others, as what differs between them is audited; command: what measures them, where that
+    is not the command of their study."""
 
     def __init__(self, rows: Iterable[Row], /, command: str = "", **figures: Any) -> None:
         super().__init__(rows=list(rows), command=command, **figures)
@@ -84,8 +87,10 @@ Threshold = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Claim:
-    """An entry of the page; called with results it answers. source: "tutorial" or "paper", where their
-    figures are from; undecided: where the figures cannot decide, and `why` is the reason."""
+    """An entry of the page; called with results it answers. differ: the fields of rows in which those that
+    are compared may differ; apart: those by whose values they are compared apart; source: "tutorial" or
+    "paper", where their figures are from; undecided: where the figures cannot decide, and `why` is the
+    reason."""
 
     number: int
     claim: str
@@ -95,6 +100,8 @@ class Claim:
     figure: str
     why: str
     query: Callable[[Results], Figures]
+    differ: tuple[str, ...]
+    apart: tuple[str, ...] = ()
     source: str = "tutorial"
     undecided: Threshold = lambda f: False
 

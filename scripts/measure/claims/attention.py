@@ -38,6 +38,8 @@ def fastest(rows: list[Row]) -> Row:
     # Whether theirs has a mask, which the formula has to add, is not said: the least of all that is measured.
     holds=lambda f: min(f.forward, f.both, f.full or f.forward) >= 7.6,
     partly=lambda f: min(f.forward, f.both, f.full or f.forward) > 1,
+    differ=("implementation",),
+    apart=("pass", "causal", "seq_len"),
     figure="{forward:.1f}x / {both:.1f}x (forward / both) at N = 2k, causal{full_too}",
     why="""
         Over the formula in eager PyTorch in bf16 (causal, as GPT-2's is; D = 64): {said}.
@@ -93,6 +95,8 @@ FLASH = "sdpa_flash"
     # "2-4x" and "50%": of the forward, which their code is
     holds=lambda f: f.faster >= 2 and f.saved >= 0.48,
     partly=lambda f: f.faster >= 2 or f.saved >= 0.48,
+    differ=("implementation",),
+    apart=("study", "pass"),
     figure="{times}, {saved:.0%} less memory",
     why="""
         attention=tiled computes what their code means to (which does not run at this shape). It takes
@@ -137,6 +141,9 @@ def tiles_in_pytorch(results: Results) -> Figures:
     # "towards 2x, not guaranteed": rising with N, and most of the way at the end
     holds=lambda f: (f.computed, f.every) == (10, 16) and f.rising and f.gain >= 1.75,
     partly=lambda f: f.gain > 1,
+    # Windows were timed in a run of their own: they are 2x and more, and runs differ by a few per cent.
+    differ=("causal", "features", "run"),
+    apart=("seq_len",),
     figure="{gain:.2f}x at N = 16k",
     why="""
         cuda_fa2 at N = 16k computes {counted:.0%} of its tiles under a causal mask; of a 4 x 4 grid it is
@@ -149,7 +156,7 @@ def skipped_tiles(results: Results) -> Figures:
     from scripts.measure.instruments.speed_bench import tiles
 
     wanted = {"passed": "forward", "head_dim": 64, "dtype": "bfloat16", "features": "", "heads": 32}
-    lengths = (1024, 2048, 4096, 16384)
+    lengths = (1024, 2048, 16384)  # at 4,096 the two masks were timed in different runs
     rows = results.ok(SPEED, implementation="cuda_fa2", seq_len=lengths, **wanted)
     rows = [row for row in rows if row["point"]["batch"] * row["point"]["seq_len"] == 16384]
     gains = {n: ms(of(rows, seq_len=n, causal=False)) / ms(of(rows, seq_len=n, causal=True)) for n in lengths}
@@ -159,6 +166,7 @@ def skipped_tiles(results: Results) -> Figures:
         with_window = wanted | {"features": f"window={n}"}
         one = of(results.ok(SPEED, implementation="cuda_fa2", **with_window), seq_len=16384)
         windows[n] = ms(causal) / ms(one)
+        rows.append(one)
     computed, every = tiles(Shape(1, 1, 1, 4, 64, True, "bf16"), 1, 1)
     return Figures(
         rows,
@@ -180,6 +188,8 @@ def skipped_tiles(results: Results) -> Figures:
     # in part: by one of these, or some of them.
     holds=lambda f: all(f.wins_by),
     partly=lambda f: any(f.wins_by) or f.some > 0,
+    differ=("implementation",),
+    apart=("pass", "batch", "seq_len"),
     figure="{result}",
     why="""
         The formula in eager PyTorch against the fastest that writes no scores, {one} of 32 heads, D = 64,
@@ -209,8 +219,9 @@ def short_sequences(results: Results) -> Figures:
     most = max((n for at in wins.values() for n in at), default=0)
     some = len({one.split()[0] for names in beaten.values() for one in names})
     result = f"it wins up to N = {most:,}" if most else "slower than the fastest at all N from 32 on"
+    compared = [speed.at_short(rows, *of) for of in (("forward", False), ("both", False), ("forward", True))]
     return Figures(
-        rows,
+        [row for by_n in compared for at in by_n.values() for row in at.values()],
         one=speed.ONE,
         wins_by=[any(at for (measure, _), at in wins.items() if measure == what) for what in speed.MEASURES],
         some=some,
@@ -228,6 +239,7 @@ def short_sequences(results: Results) -> Figures:
     # implementation of the formula avoids cost as much.
     holds=lambda f: min(f.once, f.measured) >= 2,
     partly=lambda f: min(f.floor, f.measured) >= 2,
+    differ=("implementation",),
     figure="one trip {once:.1f} ms, four {floor:.1f} ms, measured {measured:.1f} ms a layer",
     why="""
         In 16 bits the scores are 4 GiB: one trip over memory at the {bandwidth:,.0f} GB/s of a copy takes

@@ -20,6 +20,8 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}
     # asking no evidence; a preference among several that is passed over makes it so in part.
     holds=lambda f: f.wrong > 0,
     partly=lambda f: f.ignored > 0,
+    differ=(),  # each call by itself: what it asks for beside what ran
+    apart=("implementation", "pass", "dtype", "head_dim", "causal", "features"),
     figure="another kernel ran for {wrong} of {forced} forced calls and {ignored} of {hinted} preferences",
     why="""
         Calls that name one backend alone ran it, or were refused with a reason ({refused} calls), in
@@ -67,6 +69,9 @@ def call(row: Row) -> str:
         40]: 20.492649 both ways""",
     holds=lambda f: f.tiles_right and not f.off,
     partly=lambda f: f.tiles_right or not f.off,
+    # Each against the same exact values, with its keys in tiles of its own; errors do not vary between runs.
+    differ=("implementation", "tile", "features", "seq_len", "run"),
+    apart=("part", "dtype"),
     figure="at most {epsilons}",
     why="""
         {implementations} implementations, keys in different tiles: the sum is {sum:.4f} and the output
@@ -129,6 +134,9 @@ def epsilons(rows: list[Row], which: str, dtype: str) -> list[float]:
     # The claim needs both: the formula breaks, also where its scores are fp32, and the tiled ones never do.
     holds=lambda f: f.overflow and not f.fused_break and f.naive_breaks,
     partly=lambda f: f.overflow and not f.fused_break,
+    # Some have no backward, whose NaN would count too; errors do not vary between runs.
+    differ=("implementation", "pass", "run"),
+    apart=("magnitude",),
     figure="{narrow_overflow} of {narrow} formulas in 16 bits overflow, {stable} implementations do not",
     why="""
         NaN in fp16 as q and k grow: {said}. No NaN up to a factor of {largest}: {good}{broken}.
@@ -177,22 +185,28 @@ def stable(results: Results) -> Figures:
     # "More than paid for": faster and with fewer bytes wherever it was measured.
     holds=lambda f: f.least > 1 and f.fewest_bytes > 1,
     partly=lambda f: f.most > 1,
+    differ=("implementation",),
+    apart=("dtype", "head_dim", "seq_len"),
     figure="{least:.1f} to {most:.1f}x the speed of a backward with P kept",
     why="""
-        The fastest backward that computes P again over the fastest that kept it: {said}; five or seven
-        products a tile for four, {bytes}.
+        The fastest backward that computes P again, which is fused, over the fastest that kept it, which is
+        compiled around cuBLAS: {said}; five or seven products a tile for four, {bytes}. A fused kernel that
+        reads P and is alike in all else is not among them.
 
         The formula's own forward computed again, scores and all, takes {again_least:.1f} to
         {again_most:.1f}x the time of the formula's backward{saves}.
         """,
 )
 def recomputed(results: Results) -> Figures:
-    rows = results.ok("backward_recompute", passed="backward")
-    ratios, fewer, said, again = [], [], [], []
+    # In fp32 what keeps P is on FMA units and what computes it again on tensor cores: no answer.
+    rows = results.ok("backward_recompute", passed="backward", dtype=("bfloat16", "float16"))
+    ratios, fewer, said, again, used = [], [], [], [], []
     for (dtype, dim), mine in backward_report.panels(rows).items():
         again += [ratio for ratio, _ in backward_report.again(mine).values()]
+        used += [r for r in mine if again and r["implementation"] in ("naive", "naive_checkpointed")]
         pairs = backward_report.pairs(mine)
         for pair in pairs.values():
+            used += pair
             kept, computed = (
                 backward_report.dram(of["result"]) or backward_report.modelled(of) for of in pair
             )
@@ -204,10 +218,11 @@ def recomputed(results: Results) -> Figures:
     if not ratios:
         raise missing("backward_recompute", passed="backward")
     by = "ncu and the model" if any(backward_report.dram(row["result"]) for row in rows) else "the model"
-    counted = f"{min(fewer):.0f} to {max(fewer):.0f} times fewer bytes of DRAM ({by})" if fewer else None
+    ends = " to ".join(dict.fromkeys(f"{each(fewer):.0f}" for each in (min, max) if fewer))
+    counted = f"{ends} times fewer bytes of DRAM ({by})" if fewer else None
     why = ": to compute again saves memory, and time is saved where the scores are not written"
     return Figures(
-        rows,
+        used,
         least=min(ratios),
         most=max(ratios),
         fewest_bytes=min(fewer, default=0),

@@ -24,6 +24,9 @@ def both_ways(results: Results) -> tuple[list[Row], Steps, int]:
     # of it with either attention, or in part: the counts, and some time saved.
     holds=lambda f: (f.without, f.within) == (5050, 100) and f.linear and f.five_times,
     partly=lambda f: (f.without, f.within) == (5050, 100) and f.saved > 1,
+    # A step without a cache is of all tokens; with one it is of one token, over a cache of some capacity.
+    differ=("kv_cache", "seq_len", "capacity"),
+    apart=("pass", "implementation", "new_tokens"),
     figure="{without:,} -> {within:,}; {times} at {longest:,} tokens",
     why="""
         100 tokens take {without:,} computations of a key and a value without the cache and {within:,} with
@@ -89,6 +92,8 @@ def by_the_clock(results: Results) -> str:
     # and a size (5% covers GB as 10^9 and 4,000 tokens for 4,096).
     holds=lambda f: f.off <= 0.01 and f.shrinks and abs(f.eight / 10.5 - 1) <= 0.05,
     partly=lambda f: f.off <= 0.01 or f.shrinks or abs(f.eight / 10.5 - 1) <= 0.05,
+    differ=("kv_heads",),
+    apart=("model",),
     figure="""smaller by {factors} KV heads of 32; Llama-2-70B {eight:.2f} GB with its 8, {sixty_four:.2f}
         with 64""",
     why="""
@@ -123,6 +128,7 @@ def size_of_the_cache(results: Results) -> Figures:
     # Multiplies: both together within 10% of the product; in part: better than either by itself.
     holds=lambda f: 0.9 <= f.stacking <= 1.1,
     partly=lambda f: f.both > 1.02 * max(f.cache, f.tiled),
+    differ=("kv_cache", "implementation", "seq_len", "capacity"),  # steps as in claim 17
     figure="cache {cache:.1f}x, tiled {tiled:.1f}x, both {both:.1f}x",
     why="""
         Generating {longest:,} tokens from one (time of the device, integrated from steps), the cache saves

@@ -35,6 +35,7 @@ def layer_of(results: Results, **wanted: object) -> Row:
     # 61% of the time. Here: at least half, at most 5%, and 99.5% of the FLOPs in less than 80% of the time.
     holds=lambda f: memory_bound(f) and f.qkv >= 0.5 and f.flops >= 0.995 and f.time < 0.8,
     partly=lambda f: memory_bound(f),
+    differ=(),
     figure="QKV {qkv:.0%}, softmax {softmax:.1%} of the compute",
     why="""
         At 8 rows of 512 tokens, 16 heads of 64, a shape whose products have their figures: {said}; the
@@ -77,6 +78,8 @@ def memory_bound(f: Figures) -> bool:
     # Saturated: 90% of the model's best rate; memory-bound: half of a copy's rate, a tenth of the compute.
     holds=lambda f: all(checks(f)),
     partly=lambda f: any(checks(f)),
+    differ=(),
+    apart=("implementation", "pass"),
     figure="512 tokens {compute:.0%} of the compute; decode {busy:.0%} of the bandwidth",
     why="""
         The 13B shape reaches {saturated:.0%} of its best prefill, {best:.0f} TFLOP/s, at {shortest:,}
@@ -150,6 +153,8 @@ def fused_saves(row: Row) -> float:
     # Theirs: 70-80%, 30%, 75%; at most 35% counts as 30.
     holds=lambda f: f.products >= 0.7 and f.standard <= 0.35 and f.fused >= 0.75,
     partly=lambda f: min(f.products, f.fused) > f.standard,
+    differ=(),
+    apart=("study",),
     figure="products {products:.0%}, standard {standard:.0%}, fused {fused:.0%} of the peak",
     why="""
         In a layer of the 13B shape (prefill of 2,048 tokens) the products with weights use {products:.0%}

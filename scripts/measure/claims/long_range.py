@@ -28,6 +28,8 @@ ACCURACY = "{} {:.1%} (others {:.1%} to {:.1%}, majority class {:.1%}, by the fi
     # attention within what seeds do, which must be narrow enough to decide, and all tasks were learned.
     holds=lambda f: f.mean >= 2.4 and f.alike and f.all_learned,
     partly=lambda f: f.mean >= 2.4 or (f.mean > 1 and not f.differs),
+    differ=("implementation", "seed", "run"),  # runs: of accuracies, not of times
+    apart=("measured", "task", "seq_len", "compile"),
     figure="{mean:.1f}x, accuracies {in_short}",
     why="""
         A step with {name} is faster than with standard attention in eager PyTorch by {by_length}

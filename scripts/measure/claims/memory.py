@@ -31,6 +31,8 @@ def leanest(rows: list[Row], field: str = "peak_mib") -> Row:
     # 32 GiB have to be there at least once, and the statistic is one fp32 number a row: 8 MiB.
     holds=lambda f: f.most >= 32 and near(f.kept, 8) and near(f.standard, 256) and near(f.tiled, 16),
     partly=lambda f: f.most >= 32 and near(f.kept, 8),
+    differ=("implementation",),
+    apart=("batch", "seq_len"),
     figure="{most:.0f} GiB against {kept:.1f} MiB",
     why="""
         At B = 8, H = 32, N = 8192 in fp16 the scores are {scores:.0f} GiB; standard attention allocates
@@ -44,13 +46,14 @@ def scores_and_statistics(results: Results) -> Figures:
     big = results.ok(STUDY, passed="forward", batch=8, heads=32, seq_len=8192)
     pair = [of(big, implementation=each) for each in ("standard", "cuda_fa2")]
     standard, tiled = (row["result"] for row in pair)
-    grown = {}
+    grown, used = {}, [*pair]
     for each in ("standard", "cuda_fa2"):
-        ends = results.ok(STUDY, passed="forward", batch=1, heads=12, implementation=each)
-        small, large = (of(ends, seq_len=n)["result"]["extra_mib"] for n in (1024, 16384))
-        grown[each] = large / small
+        rows = results.ok(STUDY, passed="forward", batch=1, heads=12, implementation=each)
+        ends = [of(rows, seq_len=n) for n in (1024, 16384)]
+        small, large = (row["result"]["extra_mib"] for row in ends)
+        grown[each], used = large / small, used + ends
     return Figures(
-        pair,
+        used,
         scores=standard["scores_mib"] / 1024,
         most=standard["extra_mib"] / 1024,
         matrices=standard["extra_mib"] / standard["scores_mib"],
@@ -68,6 +71,8 @@ def scores_and_statistics(results: Results) -> Figures:
     # Memory in use is what one sees, so the inputs count on both sides: the smaller factor.
     holds=lambda f: f.whole >= 20.3,
     partly=lambda f: f.whole > 1,
+    differ=("implementation",),
+    apart=("seq_len",),
     figure="{whole:.1f}x at N = 4k",
     why="""
         Forward and backward (B = 16, H = 8, D = 64, fp16), standard over the leanest ({lean}): what a call
@@ -76,17 +81,18 @@ def scores_and_statistics(results: Results) -> Figures:
 )
 def twenty_times_less(results: Results) -> Figures:
     rows = results.ok(STUDY, passed="both", batch=16, heads=8)
-    factors, whole = {}, {}
+    factors, whole, used = {}, {}, []
     for n in sorted({row["point"]["seq_len"] for row in rows}):
         standard = of(rows, implementation="standard", seq_len=n)
         lean = leanest([row for row in rows if row["point"]["seq_len"] == n])
+        used += [standard, lean]
         peaks = [row["result"]["peak_mib"] for row in (standard, lean)]
         inputs = lean["result"]["inputs_mib"]
         factors[n], whole[n] = peaks[0] / peaks[1], (peaks[0] + inputs) / (peaks[1] + inputs)
     if 4096 not in factors:
         raise missing(STUDY, passed="both", batch=16, heads=8, seq_len=4096)
     said = {"factors": by_length(factors), "wholes": by_length(whole)}
-    return Figures(rows, whole=whole[4096], lean=name(lean), **said)
+    return Figures(used, whole=whole[4096], lean=name(lean), **said)
 
 
 @claim(
@@ -96,6 +102,8 @@ def twenty_times_less(results: Results) -> Figures:
     # The matrix, N^2 x 4 bytes, is theirs whoever computes it; the totals and the end are what can be wrong.
     holds=lambda f: f.totals_right and not f.fits,
     partly=lambda f: near(f.scores, 256),
+    differ=("implementation", "run"),  # bytes, which do not vary between runs
+    apart=("seq_len",),
     figure="{totals}",
     why="""
         A head's scores are N^2 x 4 bytes, {scores:,.0f} MiB at 8,192, as claimed. With q, k, v and out

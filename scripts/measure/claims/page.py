@@ -9,7 +9,8 @@ HEAD = """# What the sources claim, and what we measured
 
 Tutorials on optimising attention and the FlashAttention papers make {n} claims. Each is answered by rows of
 `results/`: a threshold in `scripts/measure/claims/` decides whether it holds, and its sentence is composed of
-the figures (`python scripts/report.py claims` writes this page).
+the figures (`python scripts/report.py claims` writes this page; with `--audit` it prints what each claim
+compares, and fails where that differs in anything that the claim does not name).
 
 {counts}"""
 

@@ -51,6 +51,8 @@ def exponent(by_length: dict[int, float]) -> float:
     # beside it); "10-20x" wherever it was counted.
     holds=lambda f: abs(f.naive - 2) <= 0.3 and abs(f.tiled - 2) <= 0.3 and f.sized == f.lengths,
     partly=lambda f: f.most > 1,
+    differ=("implementation", "tile"),
+    apart=("seq_len", "dtype"),
     figure="DRAM traffic {factors}",
     why="""
         Counted by ncu in fp32, causal, D = 128: DRAM traffic of the three kernels grows as N^{naive:.1f},
@@ -60,18 +62,17 @@ def exponent(by_length: dict[int, float]) -> float:
         """,
 )
 def traffic_to_memory(results: Results) -> Figures:
-    stages = ("cuda_naive", "cuda_tiled", "cuda_fa2")
+    stages = ("cuda_naive", "cuda_tiled")  # both in fp32, on FMA units
     wanted = {"passed": "forward", "head_dim": 128, "causal": True}
     rows = [
         row for row in results.ok("roofline", implementation=stages, **wanted) if "tile" not in row["point"]
     ]
-    naive, tiled = (
-        traffic(rows, stage, "dram_read_bytes", "dram_write_bytes") for stage in stages[:2]
-    )  # fp32
+    naive, tiled = (traffic(rows, stage, "dram_read_bytes", "dram_write_bytes") for stage in stages)
+    tiles = whole_tiles(results)
     factors = {n: naive[n] / tiled[n] for n in naive if n in tiled}
     shown = {n: factor for n, factor in factors.items() if n >= 1024}
     return Figures(
-        rows,
+        rows + tiles,
         naive=exponent(naive),
         tiled=exponent(tiled),
         level_2=exponent(traffic(rows, "cuda_tiled", "l2_bytes")),
@@ -79,15 +80,15 @@ def traffic_to_memory(results: Results) -> Figures:
         sized=sum(10 <= factor <= 20 for factor in shown.values()),
         lengths=len(shown),
         factors=listed("{1:.3g}x at {0:,}", shown.items()),
-        by_rows=by_rows(results),
+        by_rows=by_rows(tiles),
     )
 
 
-def by_rows(results: Results) -> str:
+def by_rows(tiles: list[Row]) -> str:
     """How the bytes between L2 and the multiprocessors fall as a tile of queries grows, in words."""
     found: dict[int, float] = {}
-    for row in tile_rows(results):
-        if not usage(row)["spilled_bytes"] and (count := counter(row, "l2_bytes")) is not None:
+    for row in tiles:
+        if (count := counter(row, "l2_bytes")) is not None:
             height = row["point"]["tile"]["br"]
             found[height] = min(count / 1e9, found.get(height, math.inf))
     if len(found) < 2:
@@ -101,6 +102,11 @@ def tile_rows(results: Results) -> list[Row]:
         return [row for row in results.ok("roofline", implementation="cuda_fa2") if "tile" in row["point"]]
     except NotMeasured:
         return []
+
+
+def whole_tiles(results: Results) -> list[Row]:
+    """Those that spill no registers."""
+    return [row for row in tile_rows(results) if not usage(row)["spilled_bytes"]]
 
 
 def usage(row: Row) -> dict[str, Any]:
@@ -125,6 +131,7 @@ def ceilings(results: Results, *names: str) -> tuple[list[Row], dict[str, dict[s
     # 16x is what an A100's datasheet says of fp32, 250x what an H100's says of exp: each held to its own.
     holds=lambda f: f.fma >= 16 and f.exp2 >= 250,
     partly=lambda f: f.fma > 1 and f.exp2 > 250 / 16,
+    differ=("pass",),
     figure="{fma:.0f}x for fp32 FMA, {exp2:.0f}x for exp2",
     why="""
         Measured, cuBLAS multiplies matrices at {cublas:.0f} TFLOP/s, beside {fma_rate:.0f} of FMAs in fp32
@@ -149,6 +156,7 @@ def other_arithmetic(results: Results) -> Figures:
     # The sizes are of another GPU; what is claimed of memories are the four ratios between neighbours.
     holds=lambda f: f.right == 4,
     partly=lambda f: f.right > 0,
+    differ=("pass",),
     figure="""shared memory {fast}, {clocks[0]:.0f} clocks; L2 {level_2:.1f} TB/s, {clocks[1]:.0f}; DRAM
         {dram:.1f} TB/s, {clocks[2]:.0f}""",
     why="""
@@ -195,6 +203,7 @@ def memories(results: Results) -> Figures:
     # the one costs the other and an end of it is best all the same.
     holds=lambda f: f.fullest_trips > f.leanest_trips and f.inside,
     partly=lambda f: f.fullest_trips > f.leanest_trips,
+    differ=("tile",),
     figure="{best} is best, {spread:.1f}x the worst",
     why="""
         Of {tiles} tiles of fa2 that spill no registers ({spilled} others do, which says nothing of tiles)
@@ -205,10 +214,9 @@ def memories(results: Results) -> Figures:
 )
 def tiles(results: Results) -> Figures:
     command = f"{command_of('roofline')} --tiles"
-    every = tile_rows(results)
+    every, whole = tile_rows(results), whole_tiles(results)
     if not every:
         raise NotMeasured(f"no rows of tiles: run `{command}`")
-    whole = [row for row in every if not usage(row)["spilled_bytes"]]
     rows = [row for row in whole if counter(row, "shared_bytes") is not None]
     if len(rows) < 2:
         raise NotMeasured(f"no two tiles that spill no registers, with counters: run `{command}`")

@@ -12,6 +12,8 @@ from scripts.measure.claims import Figures, Results, claim, listed, missing, ms,
     # Bytes asked of global memory within 5% of 3 and 2 reads at every length; in part: a third fewer.
     holds=lambda f: f.off <= 0.05,
     partly=lambda f: abs(f.saved - 1.5) <= 0.15,
+    differ=("implementation",),
+    apart=("seq_len",),
     figure="{three:.2f} and {two:.2f} reads",
     why="""
         Counted at the L1, rows of {shortest:,} to {longest:,} scores in fp32. In time the pass less saves

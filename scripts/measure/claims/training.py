@@ -30,6 +30,8 @@ def times(found: Found, best: Row | None, key: tuple[str, bool]) -> float | None
     # for both sizes, and the same losses; the direction alone holds in part.
     holds=lambda f: f.gpt2 >= 3.5 and f.gpt2_medium >= 3.0 and f.same,
     partly=lambda f: min(f.gpt2, f.gpt2_medium) > 1,
+    differ=("implementation",),
+    apart=("model", "compile"),
     figure="""{gpt2:.2f}x (gpt2) and {gpt2_medium:.2f}x (gpt2_medium) by attention alone; compiled
         {gpt2_compiled:.2f}x and {gpt2_medium_compiled:.2f}x""",
     why="The same model, T = 1,024, the same step, another attention. {said}. {parity}",
@@ -46,7 +48,8 @@ def end_to_end(results: Results) -> Figures:
         compiled, eager = times(found, best, ("standard", True)), times(found, plain, ("standard", False))
         if None in (hugging_face, compiled, eager) or model not in CLAIMED:
             continue
-        rows += [best, plain, *(found[key] for key in (("standard", False), ("transformers eager", False)))]
+        others = (("standard", False), ("standard", True), ("transformers eager", False))
+        rows += [best, plain, *(found[key] for key in others)]
         alone |= {model: eager, f"{model}_compiled": compiled}
         sdpa = times(found, best, ("transformers SDPA", False))
         said.append(
@@ -89,6 +92,8 @@ STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.
     # A gain counts where it is beyond two standard errors; as little cost counts what the paper paid.
     holds=lambda f: f.better and f.cost <= 3.6 / 2.7,
     partly=lambda f: f.better,
+    differ=("seq_len", "micro_batch", "seed"),
+    apart=("measured",),
     figure="perplexity {perplexities}, time 1.00 / {costs}",
     why="""
         {opening} model of {millions:.1f}M parameters after {tokens:.0f}M tokens, with the same held-out
@@ -141,6 +146,8 @@ def interval(gain: object) -> float:
     # Their figure is over a fused baseline, so ours is too; it is not rounded before it is compared.
     holds=lambda f: f.fused >= 1.15,
     partly=lambda f: f.fused > 1,
+    differ=("implementation",),
+    apart=("compile",),
     figure="{fused:.3f}x over compiled, {plain:.2f}x over eager",
     why="""
         BERT-large's shape, N = 512: {fused_by} trains {fused:.3f}x as fast as naive attention where the
