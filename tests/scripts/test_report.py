@@ -149,11 +149,11 @@ class Odd(Attention):
 
 def test_cells_are_what_is_declared_whatever_is_installed():
     where, dims, *features, deterministic = capabilities.Asked(Odd("odd")).cells()
-    assert (where, dims, deterministic) == ("CUDA sm_100 to sm_110: fp16", "to 128, by 8", "-")
+    assert (where, dims, deterministic) == ("CUDA sm_100 to sm_110: fp16", "up to 128, multiples of 8", "-")
     assert dict(zip(capabilities.FEATURES, features, strict=True)) == {
         "window": "-", "ALiBi": "-", "documents": "-", "block-sparse": "-",
-        "softcap": "yes", "bias": "yes, no gradient", "dropout": "-", "kv_lengths": "forward", "GQA": "yes",
-        "lse": "-",
+        "softcap": "yes", "bias": "yes, no gradient", "dropout": "-", "kv_lengths": "forward only",
+        "GQA": "yes", "lse": "-",
     }  # fmt: skip
 
 
@@ -173,9 +173,9 @@ def test_memory_is_by_the_growth_of_the_peak():
 def test_advice_says_the_fastest_and_the_time_of_the_others():
     rows = both("triton", 1, 1) + both("flex", 2, 3) + both("flex", 1, 1, tokens=4096)
     head, _, line, forward = advice.table(ranking.ranking(rows)).splitlines()
-    assert "T to 1,024 | T above 1,024" in head
-    assert line == "| sm_90, 16 bits | training, causal | to 64 | **triton**, flex 2.50x | **flex** |"
-    assert "| forward only, causal | to 64 | **triton**, flex 2.00x |" in forward
+    assert "T up to 1,024 | T above 1,024" in head
+    assert line == "| sm_90, 16 bits | training, causal | up to 64 | **triton**, flex 2.50x | **flex** |"
+    assert "| forward only, causal | up to 64 | **triton**, flex 2.00x |" in forward
 
 
 @pytest.fixture

@@ -89,11 +89,11 @@ class Asked:
         return self.can(self.call(device, self.usual(device)))
 
     def where(self) -> str:
-        """Devices with their dtypes and the GPUs: "CUDA sm_80+: bf16, fp16; CPU forward: fp32"."""
+        """Devices with their dtypes and the GPUs: "CUDA sm_80+: bf16, fp16; CPU (forward only): fp32"."""
         named: dict[tuple[str, ...], list[str]] = {}
         for device, dtypes in self.devices.items():
             words = DEVICES[device] + (f" {self.gpus()}" if device == "cuda" and self.gpus() else "")
-            words += "" if self.trains(device) else " forward"
+            words += "" if self.trains(device) else " (forward only)"
             named.setdefault(tuple(DTYPES[dtype] for dtype in dtypes), []).append(words)
         return "; ".join(f"{', '.join(names)}: {_span(dtypes)}" for dtypes, names in named.items())
 
@@ -106,11 +106,11 @@ class Asked:
     def head_dims(self) -> str:
         """Those that it trains with, and those of the forward where they are more."""
         if getattr(self.attention, "backend", None) in ("flash", "efficient", "cudnn"):
-            return "asks PyTorch"  # on the GPU at hand: attention/sdpa.py
+            return "PyTorch decides"  # on the GPU at hand: attention/sdpa.py
         device = next(iter(self.devices))
         forward = self._head_dims(device, backward=False)
         trained = self._head_dims(device, backward=True) if self.trains(device) else forward
-        return trained if trained == forward else f"{trained}; forward {forward}"
+        return trained if trained == forward else f"{trained}; forward: {forward}"
 
     def _head_dims(self, device: str, backward: bool) -> str:
         def can(head_dim: int) -> bool:
@@ -118,12 +118,12 @@ class Asked:
 
         able = [head_dim for head_dim in HEAD_DIMS if can(head_dim)]
         multiple = next(m for m in (1, 8, 16, 32, 64) if can(64 + m) or m == 64)
-        least = f"{able[0]} " if able[0] > max(HEAD_DIMS[0], multiple) else ""
-        by = f", by {multiple}" if multiple > 1 else ""
-        return ("any" if able[-1] == HEAD_DIMS[-1] else f"{least}to {able[-1]}") + by
+        least = f"{able[0]}" if able[0] > max(HEAD_DIMS[0], multiple) else "up"
+        by = f", multiples of {multiple}" if multiple > 1 else ""
+        return ("any" if able[-1] == HEAD_DIMS[-1] else f"{least} to {able[-1]}") + by
 
     def feature(self, name: str) -> str:
-        """yes; -; forward, without a gradient; or the devices that can."""
+        """yes; -; forward only, without a gradient; or the devices that can."""
         words = {}
         for device in self.devices:
             call = self.call(device, self.usual(device), name)
@@ -131,18 +131,16 @@ class Asked:
             if self.can(replace(call, backward=trains)):
                 words[device] = "yes"
             else:
-                words[device] = "forward" if self.can(replace(call, backward=False)) else "-"
+                words[device] = "forward only" if self.can(replace(call, backward=False)) else "-"
         if len(set(words.values())) == 1:
             return next(iter(words.values()))
-        able = [
-            DEVICES[d] + ("" if word == "yes" else " forward") for d, word in words.items() if word != "-"
-        ]
-        return ", ".join(able)
+        limits = {"yes": "", "forward only": " (forward only)"}
+        return ", ".join(DEVICES[d] + limits[word] for d, word in words.items() if word in limits)
 
     def bias(self) -> str:
         """With a gradient, without, or not at all."""
         value, gradient = self.feature("bias"), self._gradient()
-        return value if value == "-" else f"{value}, gradient {gradient}".replace("gradient -", "no gradient")
+        return value if value == "-" else f"{value}, {gradient}"
 
     def _gradient(self) -> str:
         able = [
@@ -150,12 +148,14 @@ class Asked:
             if self.trains(d) and self.can(self.call(d, self.usual(d), "bias", "bias_grad"))
         ]  # fmt: skip
         trained = [d for d in self.devices if self.trains(d)]
-        return "-" if not able else "too" if able == trained else f"on {', '.join(DEVICES[d] for d in able)}"
+        if not able:
+            return "no gradient"
+        return "with gradient" + ("" if able == trained else f" on {', '.join(DEVICES[d] for d in able)}")
 
     def deterministic(self) -> str:
         if self.attention.capabilities.deterministic:
             return "yes"
-        return "option" if hasattr(self.attention, "deterministic") else "-"
+        return "on request" if hasattr(self.attention, "deterministic") else "-"
 
     def cells(self) -> list[str]:
         features = [self.bias() if name == "bias" else self.feature(name) for name in FEATURES.values()]
@@ -189,6 +189,6 @@ def memory(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 def table(names: Sequence[str], measured: dict[str, str]) -> str:
     """Markdown, a row a yaml."""
-    heads = ["", "memory", "runs on", "head dim", *FEATURES, "deterministic"]
+    heads = ["", "peak memory", "runs on", "head dim", *FEATURES, "deterministic"]
     cells = {name: Asked(registry.build(name)).cells() for name in names}
     return markdown([heads, *([f"`{n}`", measured.get(n, "not measured"), *of] for n, of in cells.items())])
