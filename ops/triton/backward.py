@@ -18,10 +18,10 @@ from ops.triton.common import (
     LOG2E,
     PLAIN,
     accumulate,
+    bounds,
     documents_of,
     exp_natural,
     kept,
-    kept_tiles,
     load_parts,
     product,
     row_keys,
@@ -285,9 +285,9 @@ def _tilegpt_attention_backward_dkdv(
         row_blocks = blocks
         if BLOCKS:
             row_blocks = blocks + b64 * blocks_b + h64 * blocks_h + j0 // MASK_BLOCK * blocks_t
-        n_kept = kept_tiles(row_blocks, lo, hi, BLOCK_M, MASK_BLOCK, BLOCKS)
-        for n in tl.range(0, n_kept):
-            start = tile_start(row_blocks, n, lo, BLOCK_M, MASK_BLOCK, BLOCKS)
+        first, end = bounds(row_blocks, lo, hi, BLOCK_M, MASK_BLOCK, BLOCKS)
+        for at in tl.range(first, end, 1 if BLOCKS else BLOCK_M):
+            start = tile_start(row_blocks, at, BLOCK_M, MASK_BLOCK, BLOCKS)
             i = start + tl.arange(0, BLOCK_M)
             # Transposed tiles, (keys, queries): P^T and dS^T are left operands as they are.
             q_tile = load_parts(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)

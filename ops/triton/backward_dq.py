@@ -10,9 +10,9 @@ from ops.triton.common import (
     FP32_PART,
     PLAIN,
     accumulate,
+    bounds,
     documents_of,
     kept,
-    kept_tiles,
     load_parts,
     product,
     row_keys,
@@ -132,9 +132,9 @@ def _tilegpt_attention_backward_dq(
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
     if BLOCKS:
         blocks += b64 * blocks_b + h64 * blocks_h + i0 // MASK_BLOCK * blocks_t
-    n_kept = kept_tiles(blocks, lo, hi, BLOCK_N, MASK_BLOCK, BLOCKS)
-    for n in tl.range(0, n_kept):
-        start = tile_start(blocks, n, lo, BLOCK_N, MASK_BLOCK, BLOCKS)
+    first, end = bounds(blocks, lo, hi, BLOCK_N, MASK_BLOCK, BLOCKS)
+    for at in tl.range(first, end, 1 if BLOCKS else BLOCK_N):
+        start = tile_start(blocks, at, BLOCK_N, MASK_BLOCK, BLOCKS)
         j = start + tl.arange(0, BLOCK_N)
         k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
         v_tile = load_parts(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)

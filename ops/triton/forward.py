@@ -13,10 +13,10 @@ from ops.triton.common import (
     FP32_PART,
     PLAIN,
     accumulate,
+    bounds,
     documents_of,
     exp_difference,
     kept,
-    kept_tiles,
     load_parts,
     product,
     row_keys,
@@ -166,7 +166,7 @@ def _tilegpt_attention_forward(
     )  # fmt: skip
     if BLOCKS:
         blocks += b64 * blocks_b + h64 * blocks_h + i0 // MASK_BLOCK * blocks_t
-    n_kept = kept_tiles(blocks, lo, hi, BLOCK_N, MASK_BLOCK, BLOCKS)
+    first, end = bounds(blocks, lo, hi, BLOCK_N, MASK_BLOCK, BLOCKS)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
     # With SCALE_LATE the scale goes into the exponential's FMA, and m is kept unscaled.
     m_scale = scale if SCALE_LATE else 1.0
@@ -174,8 +174,8 @@ def _tilegpt_attention_forward(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = zeros(BLOCK_M, BLOCK_D, PART)
-    for n in tl.range(0, n_kept):
-        start = tile_start(blocks, n, lo, BLOCK_N, MASK_BLOCK, BLOCKS)
+    for at in tl.range(first, end, 1 if BLOCKS else BLOCK_N):
+        start = tile_start(blocks, at, BLOCK_N, MASK_BLOCK, BLOCKS)
         k_tile = load_parts(k, b, kv_head, start, limit, k_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
         s = product(q_tile, k_tile)
         j = start + tl.arange(0, BLOCK_N)

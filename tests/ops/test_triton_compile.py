@@ -23,6 +23,8 @@ ARCHES = list(SHARED_BYTES)
 # fill the registers from a head dim of 128 on, what the fastest of its tiles need: at 128 dK and dV in tiles
 # of 64 x 32 spill 192 and take half the time of 16 x 64, which spill 116.
 SPILLED_BYTES = {16: 0, 32: 192}
+# The list of kept blocks takes two registers more than dK and dV have left at a head dim of 128.
+SPILLED_WITH_BLOCKS = 8
 PASSES = ("forward", "dkdv", "dq")
 HEAD_DIMS = (32, 64, 128, 256)
 EXTRAS = ((), ("softcap", "alibi"), ("dropout",), ("document_ids",), ("bias",), ("kv_lengths",))
@@ -57,7 +59,8 @@ def check(builds: list[dict]) -> list[dict]:
     assert len(found) == len(builds)
     for given, got in zip(builds, found, strict=True):
         limit = SHARED_BYTES[given["arch"]]
-        if got["shared_bytes"] > limit or got["spilled_bytes"] > SPILLED_BYTES[given["bits"]]:
+        spilled = max(SPILLED_BYTES[given["bits"]], SPILLED_WITH_BLOCKS * ("block_mask" in given["extras"]))
+        if got["shared_bytes"] > limit or got["spilled_bytes"] > spilled:
             wrong.append(
                 f"{got['what']}: {got['registers']} registers, {got['spilled_bytes']} bytes spilled, "
                 f"{got['shared_bytes']} of {limit} bytes of shared memory"

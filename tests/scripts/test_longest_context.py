@@ -71,7 +71,7 @@ def run(out: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("off", [0.9, 1.2])
 def test_a_search_ends_within_3_percent_after_few_steps(gpu, tmp_path, monkeypatch, capsys, off):
     gpu.off = off
-    two = ("--attention", "naive", "triton", "--checkpointing", "yes")
+    two = ("--attention", "naive", "triton", "--checkpointing", "yes", "--limit-s", "200")
     run(tmp_path / "h200.jsonl", *two, monkeypatch=monkeypatch)
     found = list(read(tmp_path / "h200.jsonl").values())
     for name in ("naive", "triton"):
