@@ -3,11 +3,12 @@
     python scripts/estimate.py model=gpt2 seq_len=8192 data.batch_size=4 attention=triton gpu=h200
     python scripts/estimate.py model=tiny attention=naive --measure
 
-takes the overrides of train.py and gpu=, the GPU to predict for (it need not be here; left out, the one at
-hand, else the CPU), and prints what a step of training takes: the scores, what attention keeps, the peak by
-kind and by moment, FLOPs, bytes and time at the roofline, whether it fits and the longest context that does.
-With --measure a step runs on the device at hand, and each figure stands beside the measured one.
-The formulas, each with its derivation: model/costs/memory.py and model/costs/roofline.py.
+It takes the overrides of train.py, and gpu=, the GPU to predict for, which need not be in this machine
+(default: the GPU of this machine, else the CPU). It prints what a training step takes: attention's scores,
+what attention keeps for the backward, the peak memory by kind and at which point of the step it occurs,
+FLOPs, bytes and time at the roofline, whether the step fits, and the longest context that fits.
+With --measure, a step also runs on this machine, and the measured figures are printed beside the predicted.
+The formulas, each with its derivation, are in model/costs/memory.py and model/costs/roofline.py.
 """
 
 from __future__ import annotations
@@ -153,19 +154,21 @@ def memory_rows(run: Run) -> list[Row]:
     T, L = run.config.seq_len, run.config.n_layer
     call, most = run.call, peak(run)
     rows: list[Row] = [
-        ("scores, a head, in naive attention (fp32)", score_matrix_bytes(1, 1, T, T, 4) / MIB, "MiB"),
-        ("scores, a layer, in naive attention (fp32)", scores_bytes(call) / MIB, "MiB"),
-        ("lse, a layer", lse_bytes(call) / MIB, "MiB"),
-        ("attention keeps, a layer", attention_kept(run) / MIB, "MiB"),
-        ("attention's backward on its way", run.costs.transient / MIB, "MiB"),
+        ("naive attention's scores, one head (fp32)", score_matrix_bytes(1, 1, T, T, 4) / MIB, "MiB"),
+        ("naive attention's scores, one layer (fp32)", scores_bytes(call) / MIB, "MiB"),
+        ("lse, one layer", lse_bytes(call) / MIB, "MiB"),
+        ("kept by attention, one layer", attention_kept(run) / MIB, "MiB"),
+        ("temporary in attention's backward", run.costs.transient / MIB, "MiB"),
     ]
     rows += [
-        (f"{name} keep, a layer", size / MIB, "MiB") for name, size in saved_by_layer(run).items() if size
+        (f"kept by {name}, one layer", size / MIB, "MiB")
+        for name, size in saved_by_layer(run).items()
+        if size
     ]
     rows += [
-        ("gradients, all of them", 4 * sum(parameter_count(run.config).values()) / MIB, "MiB"),
+        ("gradients of all parameters", 4 * sum(parameter_count(run.config).values()) / MIB, "MiB"),
         ("16-bit copies of the weights", cast_weight_bytes(run) / MIB, "MiB"),
-        ("logits at a time" if run.config.loss_chunk else "logits", logits_bytes(run) / MIB, "MiB"),
+        ("logits of one chunk" if run.config.loss_chunk else "logits", logits_bytes(run) / MIB, "MiB"),
     ]
     rows += [(f"at the peak: {kind}", getattr(most, kind) / MIB, "MiB") for kind in KINDS]
     rows.append((f"peak ({most.name})", most.peak / MIB, "MiB"))
@@ -181,8 +184,8 @@ def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
     forward, backward = attention_work(run)
     rows: list[Row] = []
     for name, work in {
-        "attention forward, a layer": forward,
-        "attention backward, a layer": backward,
+        "attention forward, one layer": forward,
+        "attention backward, one layer": backward,
         "step": step_work(run),
     }.items():
         rows += [
@@ -191,10 +194,10 @@ def work_rows(run: Run, gpu: GpuSheet | None) -> list[Row]:
         ]
         if gpu:
             bound = work.bound(gpu, run.value_bytes)
-            rows.append((f"{name}: at best, by {bound}", 1e3 * work.seconds(gpu, run.value_bytes), "ms"))
+            rows.append((f"{name}: roofline time ({bound})", 1e3 * work.seconds(gpu, run.value_bytes), "ms"))
     if gpu:
         tiles = run.attention.shared_memory(run.call, gpu.shared_bytes)
-        rows += [(f"shared memory of a block: {name}", size / 1024, "KiB") for name, size in tiles.items()]
+        rows += [(f"shared memory per block: {name}", size / 1024, "KiB") for name, size in tiles.items()]
     return rows
 
 
@@ -225,18 +228,18 @@ def measurements(cfg: DictConfig, run: Run, gpu: GpuSheet | None) -> dict[str, f
             torch.cuda.synchronize(step.device)
         times.append(1e3 * (time.perf_counter() - start))
     found = {f"at the peak: {kind}": split[kind] for kind in KINDS}
-    found |= {"attention keeps, a layer": alone["kept"], "peak": split["peak"]}
+    found |= {"kept by attention, one layer": alone["kept"], "peak": split["peak"]}
     return found | {
-        "attention's backward on its way": alone["backward"],
-        "step: at best": statistics.median(times),
+        "temporary in attention's backward": alone["backward"],
+        "step: roofline time": statistics.median(times),
     }
 
 
 def table(rows: list[Row], measured: dict[str, float]) -> str:
     """A line a row: what, predicted, and, where it was, measured, with the ratio."""
-    lines = [f"{'':<48} {'predicted':>12}" + (f" {'':<6}{'measured':>12} {'ratio':>6}" if measured else "")]
+    lines = [f"{'':<56} {'predicted':>12}" + (f" {'':<6}{'measured':>12} {'ratio':>6}" if measured else "")]
     for name, value, unit in rows:
-        line = f"{name:<48} {value:>12,.2f} {unit:<6}"
+        line = f"{name:<56} {value:>12,.2f} {unit:<6}"
         got = next((x for known, x in measured.items() if name.startswith(known)), None)
         if got is not None:
             line += f"{got:>12,.2f}" + (f" {value / got:>6.2f}" if got >= 0.005 else "")
@@ -249,14 +252,14 @@ def verdict(run: Run, gpu: GpuSheet | None) -> str:
     from model.costs.memory import longest_context, peak
 
     if gpu is None:
-        return "gpu= says for which GPU: then also the time at its roofline, and whether it fits."
+        return "gpu=<name> also predicts the time at that GPU's roofline, and whether the step fits."
     need, able = peak(run).peak, gpu.usable_bytes
     room = f"{need / 2**30:.1f} of {able / 2**30:.1f} GiB that {gpu.name} can give ({gpu.memory_gib} GiB)"
     longest = longest_context(run, able)
     growth = "T^2" if run.costs.writes_scores else "T"
     said = "fits" if need <= able else "does not fit"
     return (
-        f"{said}: {room}; attention's own grows as {growth}\n"
+        f"{said}: {room}; attention's memory grows as {growth}\n"
         f"longest context that fits with data.batch_size={run.batch}: {longest:,} tokens"
     )
 

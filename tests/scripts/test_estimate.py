@@ -53,14 +53,14 @@ def test_predicted_peaks_are_the_measured_ones(overrides: str) -> None:
 def test_a_table_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     main([*GPT2, "attention=cuda_fa2", "gpu=h200"])
     out = capsys.readouterr().out
-    rows = {line[:48].strip(): line[48:].split() for line in out.splitlines()}
-    assert rows["lse, a layer"] == ["1.50", "MiB"]
-    assert rows["scores, a layer, in naive attention (fp32)"] == ["12,288.00", "MiB"]
+    rows = {line[:56].strip(): line[56:].split() for line in out.splitlines()}
+    assert rows["lse, one layer"] == ["1.50", "MiB"]
+    assert rows["naive attention's scores, one layer (fp32)"] == ["12,288.00", "MiB"]
     assert rows["KV cache of 4 x 8192 tokens, 12 layers"] == ["1,152.00", "MiB"]
     assert rows["logits"] == ["3,144.00", "MiB"]
-    assert rows["attention forward, a layer: FLOPs"] == ["412.32", "GFLOP"]
-    assert rows["attention forward, a layer: at best, by compute"] == ["0.42", "ms"]
-    assert rows["shared memory of a block: forward, 128 x 64"] == ["48.00", "KiB"]
+    assert rows["attention forward, one layer: FLOPs"] == ["412.32", "GFLOP"]
+    assert rows["attention forward, one layer: roofline time (compute)"] == ["0.42", "ms"]
+    assert rows["shared memory per block: forward, 128 x 64"] == ["48.00", "KiB"]
     (total,) = (float(row[0].replace(",", "")) for name, row in rows.items() if name.startswith("peak ("))
     parts = [float(rows[f"at the peak: {kind}"][0].replace(",", "")) for kind in KINDS]
     assert sum(parts) == pytest.approx(total, abs=0.05)
@@ -70,8 +70,8 @@ def test_a_table_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) 
 def test_in_chunks_only_a_chunks_logits_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     main([*GPT2, "attention=cuda_fa2", "gpu=h200", "model.loss_chunk=2048"])
     out = capsys.readouterr().out
-    rows = {line[:48].strip(): line[48:].split() for line in out.splitlines()}
-    assert rows["logits at a time"] == ["196.50", "MiB"]
+    rows = {line[:56].strip(): line[56:].split() for line in out.splitlines()}
+    assert rows["logits of one chunk"] == ["196.50", "MiB"]
     (most,) = (float(row[0].replace(",", "")) for name, row in rows.items() if name.startswith("peak ("))
     config = GPTConfig(vocab_size=50257, seq_len=8192)
     whole = Run(
@@ -85,11 +85,11 @@ def test_in_chunks_only_a_chunks_logits_are_there(capsys: pytest.CaptureFixture[
 def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     main(["model=tiny", "model.n_layer=2", *SMALL, "seq_len=128", "attention=naive", "--measure"])
     out = capsys.readouterr().out
-    lines = {line[:48].strip(): line[48:].split() for line in out.splitlines()}
+    lines = {line[:56].strip(): line[56:].split() for line in out.splitlines()}
     predicted, _, measured, ratio = next(row for name, row in lines.items() if name.startswith("peak ("))
     assert float(ratio) == pytest.approx(float(predicted) / float(measured), abs=0.01)
     assert 0.9 < float(ratio) < 1.1
-    assert len(lines["attention keeps, a layer"]) == 4
+    assert len(lines["kept by attention, one layer"]) == 4
 
 
 def test_naive_attention_at_length_does_not_fit() -> None:
