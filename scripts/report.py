@@ -9,6 +9,7 @@
 
 capabilities  attention/README.md: what each implementation declares, and the memory it was measured to need
 results       docs/measuring.md: speeds as a table and a picture, from results/attention/<gpu>.jsonl
+overview      results/overview.svg: the README's picture, memory and tokens/s against the context
 advice        attention/README.md: the fastest by situation
 auto          attention/auto_table.py: the order in which attention=auto tries them
 ladder        ops/README.md: the stages of the CUDA ladder, from results/cuda_ladder/<gpu>.jsonl
@@ -33,7 +34,7 @@ if not __package__:  # python scripts/<command>.py: see there
 from conf.values import UserError
 from scripts.measure.machine import ROOT
 
-PARTS = ("capabilities", "results", "advice", "auto", "ladder", "studies", "claims")
+PARTS = ("capabilities", "results", "overview", "advice", "auto", "ladder", "studies", "claims")
 UNMEASURED = (
     "Nothing is measured yet: `python scripts/bench_attention.py` on a GPU, then `scripts/report.py`."
 )
@@ -59,7 +60,15 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     from scripts import bench_ladder
     from scripts.measure.claims import Results
     from scripts.measure.claims.page import page
-    from scripts.measure.report import advice, attention_report, capabilities, ranking, results_page, summary
+    from scripts.measure.report import (
+        advice,
+        attention_report,
+        capabilities,
+        overview,
+        ranking,
+        results_page,
+        summary,
+    )
     from scripts.measure.report.figures import is_drawn
     from scripts.measure.rows import by_gpu
 
@@ -88,6 +97,8 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
                 files[path] = summary.picture(measured[gpu])
                 passes = attention_report.pictures(measured[gpu])
                 files |= {path.with_name(f"{gpu}_{passed}.svg"): text for passed, text in passes.items()}
+    if "overview" in parts:
+        files |= overview.written(root / "results", redraw)
     if "advice" in parts:
         put(advised, "advice", advice.table(ranks) if ranks else UNMEASURED)
     if "auto" in parts:

@@ -49,9 +49,7 @@ def test_pictures_have_a_panel_a_table_and_name_what_ran_out_of_memory():
     drawn = pictures(found)
     svg = drawn["forward"]
     assert list(drawn) == ["forward"]
-    assert all(
-        f"<!-- {words} -->" in svg for words in ("triton", "naive (out of memory at 2,048)", "TFLOP/s")
-    )
+    assert all(f"<!-- {words} -->" in svg for words in ("triton", "naive (out of memory at 2k)", "TFLOP/s"))
     assert "<!-- Attention, forward: NVIDIA H200, 2026-11-21 -->" in svg
     assert "<!-- D 64, causal, 2 heads, batch 1, bfloat16 -->" in svg
     assert pictures(found) == drawn

@@ -250,7 +250,7 @@ def test_everything_is_written_once(checkout, monkeypatch, capsys):
     assert "**sdpa_cudnn**" in advised
     assert '"triton sdpa_cudnn"' in (checkout / "attention" / "auto_table.py").read_text()
     svg = (checkout / "results" / "attention" / "h200.svg").read_text()
-    assert "<!-- forward, D 64, causal, 2 heads, batch 1, bfloat16 -->" in svg
+    assert "<!-- forward, D 64, causal, 2 heads, batch 1, bfloat16; T = 1k -->" in svg
     named = {"h200.svg", "h200_forward.svg", "h200_backward.svg", "h200_decode.svg", "h200.jsonl"}
     assert {path.name for path in (checkout / "results" / "attention").iterdir()} == named
     assert all(f"(../results/attention/{name})" in speeds for name in named - {"h200.jsonl"})
@@ -280,7 +280,7 @@ def test_without_results_it_says_so(tmp_path, checkout):
 def test_mistakes_are_said(checkout, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, "tables")
-    assert "tables: choose of capabilities, results, advice, auto" in capsys.readouterr().err
+    assert "tables: choose of capabilities, results, overview, advice, auto" in capsys.readouterr().err
     (checkout / "attention" / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="0 blocks named capabilities"):
         run(monkeypatch, "capabilities", "--root", checkout)

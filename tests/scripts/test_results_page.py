@@ -9,10 +9,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.colors import to_hex
 
 from scripts.measure.report import html_report, results_page, results_tables
-from scripts.measure.report.figures import Line, canvas, merged, panel, panels_of, svg, undrawn
+from scripts.measure.report.colours import OF_NAME, SPARE, colour_of
+from scripts.measure.report.figures import MARKS, Line, canvas, merged, panel, panels_of, svg, undrawn
 from scripts.measure.studies import Report, Table
+from scripts.plot import COLOURS
 from tests.running import ROOT
 
 
@@ -176,12 +179,31 @@ def test_a_leader_crosses_no_name():
     assert all(above[0] >= below[1] - 1 for below, above in itertools.pairwise(tops))  # nor names
 
 
-def test_a_leader_through_the_panel_is_dotted():
+def test_leaders_are_grey_and_data_are_not():
     _, axes = canvas([row(1, 1)], "Probe", 1)
-    lines = [Line("short", {1: 1}, 0), Line("long", {1: 5, 8: 6}, 1)]
+    lines = [Line("triton, cache", {1: 1}), Line("naive", {1: 5, 8: 6}, ends="out of memory at 16")]
     panel(axes[0, 0], lines, "", "T", "ms")
-    dotted = {name.get_text(): name.arrow_patch.get_linestyle() != "-" for name in axes[0, 0].texts}
-    assert dotted == {"short": True, "long": False}
+    leaders = {to_hex(name.arrow_patch.get_edgecolor()) for name in axes[0, 0].texts}
+    drawn = {to_hex(line.get_color()) for line in axes[0, 0].lines}
+    assert leaders == {"#bfbfbf"} and drawn == {OF_NAME["triton"].lower(), OF_NAME["naive"].lower()}
+    marks = [line.get_marker() for line in axes[0, 0].lines if line.get_marker() not in ("None", "o")]
+    assert marks == [MARKS["out of memory"]]
+
+
+def test_an_implementation_has_a_colour_of_its_own():
+    """No two the same, nor one of those for anything else."""
+    every = [*OF_NAME.values(), *SPARE, *COLOURS]
+    assert len({colour.upper() for colour in every}) == len(every)
+    assert colour_of("triton, compiled") == OF_NAME["triton"] and colour_of("new") in SPARE
+
+
+def test_lines_of_one_x_are_bars():
+    _, axes = canvas([row(1, 1)], "Probe", 1)
+    lines = [Line("naive", {4096: 2.0}), Line("triton", {4096: 8.0}, style="--")]
+    panel(axes[0, 0], lines, "DRAM", "N, tokens", "GB")
+    assert not axes[0, 0].lines and axes[0, 0].get_title() == "DRAM; N = 4k"
+    assert [(bar.get_width(), bar.get_hatch()) for bar in axes[0, 0].patches] == [(2.0, ""), (8.0, "///")]
+    assert [text.get_text().strip() for text in axes[0, 0].texts] == ["2", "8"]
 
 
 def test_three_panels_stand_in_two_lines():

@@ -45,10 +45,12 @@ def fake_rows() -> list[dict[str, object]]:
 def test_the_picture_marks_where_memory_ends():
     picture = sweep_report.picture(fake_rows())
     texts = re.findall(r"<!-- (.*?) -->", picture)
-    assert texts.count("naive (out of memory at 2k)") == 2 and texts.count("sdpa") == 2
+    assert texts.count("naive (out of memory at 4k)") == 2 and texts.count("sdpa") == 2
+    assert "gpt2, 65,536 tokens a step, bf16-mixed" in texts
     title = "What a longer context costs in training, by attention: NVIDIA H200, 2026-11-21"
     assert title in texts and {"1k", "2k", "4k"} <= set(texts)
-    assert "peak memory, GiB (allocated on the GPU)" in texts
+    assert {"tokens/s", "peak memory, GiB"} <= set(texts)
+    assert "allocated on the GPU; hollow: a smaller micro-batch, as that is what fits" in texts
     assert sweep_report.picture(fake_rows()) == picture  # the same figures, the same file
     assert sweep_report.picture(fake_rows(), "png").startswith(b"\x89PNG")
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from attention import registry
 from scripts.measure.report.figures import Line, canvas, panel, svg, thousands, wrapped
 from scripts.measure.report.tables import FIRST, by_name, figure, lines, outcome, outcomes, table, times
 from scripts.measure.rows import frame
@@ -181,16 +180,13 @@ def picture(rows: list[Row]) -> str:
     p = next(row["point"] for row in rows if is_curve(row) and row["result"]["status"] == "ok")
     title = f"Memory of attention, batch 1, {p['heads']} heads of {p['head_dim']}, causal, {p['dtype']}"
     figure, axes = canvas(rows, title, len(passes))
-    found = {name for passed in PASSES for name in series(rows, passed)}
-    names = sorted(found, key=lambda name: (not registry.declaration(name).writes_scores, name))
     for at, passed in zip(axes[0], passes, strict=False):
         drawn = series(rows, passed)
         lines = [
-            Line(",\n".join(wrapped(group)), measured(drawn[group[0]]), names.index(group[0]), end)
+            Line(",\n".join(wrapped(group)), measured(drawn[group[0]]), ends=end)
             for group, end in groups(drawn)
         ]
         panel(at, lines, PASSES[passed], "N, tokens", "MiB at the peak beyond the inputs")
-        at.set_ylim(bottom=0.8 * min(min(line.points.values()) for line in lines))
     return svg(figure, rows)
 
 

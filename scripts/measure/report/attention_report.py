@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from scripts.measure.instruments.bench_points import PASSES
-from scripts.measure.report.figures import STYLES, name_ends, svg, thousands
+from scripts.measure.report.figures import Line, panel, panels_of, svg, thousands
 from scripts.measure.report.tables import listed
 from scripts.measure.rows import trusted
 from scripts.measure.studies import Row, Table
-from scripts.plot import COLOURS
 
 Panel = dict[str, dict[int, Row]]  # implementation -> tokens -> row
 
@@ -92,16 +91,16 @@ def cell(name: str, panel: Panel, tokens: int) -> str:
 def tables(rows: list[Row]) -> list[Table]:
     """One a panel."""
     found = []
-    for key, panel in panels(rows).items():
+    for key, mine in panels(rows).items():
         decode = key[0] == "decode"
-        lengths = sorted({tokens for line in panel.values() for tokens in line})
+        lengths = sorted({tokens for line in mine.values() for tokens in line})
         unit = "us, percent of a copy's bandwidth" if decode else "TFLOP/s"
         found.append(
             listed(
                 f"{title(key)}: {unit}; x: as fast as the best peer",
                 "|".join(["cache" if decode else "T", *(f"{tokens:,}" for tokens in lengths)]),
-                sorted(panel, key=ours_first),
-                lambda name, panel=panel, lengths=lengths: [name, *(cell(name, panel, n) for n in lengths)],
+                sorted(mine, key=ours_first),
+                lambda name, mine=mine, lengths=lengths: [name, *(cell(name, mine, n) for n in lengths)],
             )
         )
     return found
@@ -129,59 +128,38 @@ def doubts(rows: list[Row]) -> dict[str, list[str]]:
 
 def pictures(rows: list[Row]) -> dict[str, str]:
     """An SVG for each pass: a panel a table, TFLOP/s (decode: GB/s) over T."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
-    from matplotlib import pyplot as plt
-
     drawn = {}
     for passed in dict.fromkeys(row["point"]["pass"] for row in rows):
         mine = [row for row in rows if row["point"]["pass"] == passed]
-        found = panels(mine)
-        names = sorted({name for panel in found.values() for name in panel}, key=ours_first)
-        columns = min(2, len(found))
-        lines = -(-len(found) // columns)
-        figure, grid = plt.subplots(
-            lines, columns, figsize=(5.4 * columns, 3.6 * lines + 0.4), layout="constrained", squeeze=False
-        )
-        for axes in grid.flat[len(found) :]:
-            axes.remove()
-        for axes, (key, panel) in zip(grid.flat, found.items(), strict=False):
-            _panel(axes, key, panel, names)
-        machines = dict.fromkeys((row["machine"]["gpu"] or "CPU") for row in mine)
-        date = max(row["machine"]["date"] for row in mine)
-        figure.suptitle(f"Attention, {passed}: {', '.join(machines)}, {date}")
-        drawn[passed] = svg(figure, mine)
+        drawn[passed] = picture(mine, panels(mine), f"Attention, {passed}", (5.4, 3.6))
     return drawn
 
 
-def _panel(axes: Any, key: tuple[Any, ...], panel: Panel, names: list[str]) -> None:
-    """`names` of the whole picture: each has one colour and style in all panels."""
-    decode, labels = key[0] == "decode", []
-    for name, line in panel.items():
+def picture(
+    rows: list[Row],
+    found: dict[tuple[Any, ...], Panel],
+    said: str,
+    size: tuple[float, float],
+    whole: bool = False,
+) -> str:
+    """whole: the pass stands in the title of each panel."""
+    figure, grid = panels_of(rows, said, len(found), size, 0.4, 12)
+    for axes, (key, mine) in zip(grid, found.items(), strict=True):
+        _panel(axes, title(key).removeprefix("" if whole else f"{key[0]}, "), key[0] == "decode", mine)
+    return svg(figure, rows)
+
+
+def _panel(axes: Any, said: str, decode: bool, found: Panel) -> None:
+    lines = []
+    for name, line in found.items():
         timed = {t: row["result"] for t, row in sorted(line.items()) if row["result"]["status"] == "ok"}
-        if not timed:
-            continue
-        place = names.index(name)
-        colour, style = COLOURS[place % len(COLOURS)], STYLES[place // len(COLOURS) % len(STYLES)]
-        values = [result["gb_per_s" if decode else "tflops"] for result in timed.values()]
-        width = 1.2 if is_peer(name) else 2.2
-        axes.plot(list(timed), values, style, color=colour, lw=width, marker="o", ms=3)
         gone = [t for t, row in line.items() if row["result"]["status"] == "oom"]
-        label = name + (f" (out of memory at {min(gone):,})" if gone else "")
-        labels.append((max(timed), values[-1], label, colour))
-    if decode and labels:
-        copies = [row["result"]["copy_gb_per_s"] for line in panel.values() for row in line.values()
-                  if "copy_gb_per_s" in row["result"]]  # fmt: skip
+        points = {t: result["gb_per_s" if decode else "tflops"] for t, result in timed.items()}
+        lines.append(Line(name, points, ends=f"out of memory at {thousands(min(gone))}" if gone else ""))
+    x, y = ("keys in the cache", "GB/s of K and V") if decode else ("T, tokens", "TFLOP/s")
+    panel(axes, lines, said, x, y, log_y=False, bottom=0)
+    copies = [row["result"].get("copy_gb_per_s", 0) for line in found.values() for row in line.values()]
+    if decode and any(copies):
         axes.axhline(max(copies), color="0.6", lw=0.8)
-        labels.append((max(label[0] for label in labels), max(copies), "copy", "0.4"))
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda tokens, _: thousands(tokens))
-    axes.set_ylim(bottom=0)
-    axes.set_title(title(key).removeprefix(f"{key[0]}, "), fontsize=9)
-    axes.set_xlabel("keys in the cache" if decode else "T, tokens", fontsize=9)
-    axes.set_ylabel("GB/s of K and V" if decode else "TFLOP/s", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    name_ends(axes, labels)
+        beside = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": "0.4"}
+        axes.text(0.01, max(copies), "a copy", va="bottom", **beside)

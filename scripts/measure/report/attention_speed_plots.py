@@ -48,7 +48,7 @@ def speed(rows: list[Row]) -> str:
     what = "causal, fp32" if cpu else "causal, D = 64, 32 heads, 16,384 tokens or one sequence, bf16"
     figure, axes = canvas(rows, f"Attention by itself, {what}", len(found))
     for at, (passed, by_n) in zip(axes[0], found.items(), strict=True):
-        lines = [line(name, by_n, names.index(name)) for name in names]
+        lines = [line(name, by_n) for name in names]
         panel(at, merged(lines), PASSES[passed], "N, tokens", "TFLOP/s")
     return svg(figure, rows)
 
@@ -60,7 +60,7 @@ def timed_names(found: Iterable[dict[int, dict[str, Row]]]) -> list[str]:
     )
 
 
-def line(name: str, by_n: dict[int, dict[str, Row]], place: int) -> Line:
+def line(name: str, by_n: dict[int, dict[str, Row]]) -> Line:
     """An implementation's TFLOP/s, with what stopped it."""
     points, ends = {}, ""
     for n, of in by_n.items():
@@ -70,7 +70,7 @@ def line(name: str, by_n: dict[int, dict[str, Row]], place: int) -> Line:
         elif result.get("not_tried") or result["status"] == "oom":
             why = "out of memory" if result["status"] == "oom" else "not tried"
             ends = ends or f"{why} at {thousands(n)}"
-    return Line(name, points, place, ends)
+    return Line(name, points, ends=ends)
 
 
 def short(rows: list[Row]) -> str:
@@ -88,7 +88,7 @@ def short(rows: list[Row]) -> str:
             for name in names:
                 mine = {n: of[name]["result"] for n, of in by_n.items() if name in of}
                 points = {n: us(result) for n, result in mine.items() if result["status"] == "ok"}
-                lines.append(Line(name, points, names.index(name)))
+                lines.append(Line(name, points))
             lines, slower = contenders(lines)
             won = winners(rows, "forward", many, what)
             wins = [n for n, (_, written, _, tiled) in won.items() if written < tiled]

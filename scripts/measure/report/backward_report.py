@@ -128,7 +128,7 @@ def pictures(every: list[Record]) -> dict[str, str]:
     found = over_n or by_panel
     if not found:
         return {}
-    figure, axes = panels_of(timed, "Backward: P kept (solid), or computed again (dashed)", 3 * len(found))
+    figure, axes = panels_of(timed, "Backward: P kept, or computed again (dashed, hatched)", 3 * len(found))
     names = distinct(every, "implementation")
     for i, (of, mine) in enumerate(found.items()):
         said, counted = f"{SHORT[of[0]]}, D = {of[1]}, causal", any(map(dram, mine))
@@ -152,9 +152,7 @@ def lines_of(found: list[Record], names: list[str], value: Callable[[Record], fl
     lines = []
     for name in distinct(found, "implementation"):
         points = {r.seq_len: y for r in where(found, implementation=name) if (y := value(r))}
-        keeps = kept_by(found, name)
-        of_kind = [other for other in names if kept_by(found, other) is keeps]
-        lines.append(Line(name, points, of_kind.index(name) % 7 + (0 if keeps else 7)))
+        lines.append(Line(name, points, style="-" if kept_by(found, name) else "--"))
     return lines
 
 

@@ -1,5 +1,6 @@
 """Lines of measurements, drawn alike in every study: logarithmic axes, names at the ends of the lines, units,
-the GPU and the date; told apart by colour-blind readers and in print."""
+the GPU and the date. An implementation has one colour everywhere, a mark one meaning, and what leads to a
+name is grey, as no data are."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scripts.measure.report.colours import colour_of
 from scripts.plot import COLOURS
 
-STYLES = ("-", "--", ":", "-.")
+# What a line ends in, by the words that say so.
+MARKS = {"out of memory": "x", "not tried": "|", "too slow": "|", "NaN": "*"}
+LEADER = {"arrowstyle": "-", "color": "0.75", "lw": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
 
 Row = dict[str, Any]
 _drawing = True
@@ -48,39 +52,80 @@ def is_drawn(rows: Sequence[Row], path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """`points`: x -> y, for x in order; `ends`: what stopped it there ("out of memory at 64k"), marked x;
-    `place`: its colour and style, for the same name in several panels."""
+    """`points`: x -> y, for x in order; `place`: its colour, where it is no implementation, which has its
+    own; `ends`: what stopped it there ("out of memory at 64k"), with a mark of MARKS; `style`, `hollow` (the
+    x whose marks are not filled): where these say something, which the title tells."""
 
     name: str
     points: dict[float, float]
-    place: int
+    place: int | None = None
     ends: str = ""
+    style: str = "-"
+    hollow: frozenset[float] = frozenset()
+
+    @property
+    def colour(self) -> str:
+        return colour_of(self.name) if self.place is None else COLOURS[self.place % len(COLOURS)]
 
 
-def canvas(
-    rows: Sequence[Row], title: str, columns: int, lines: int = 1, width: float = 6.3
-) -> tuple[Any, Any]:
-    """(figure, (lines, columns) array of axes) under the title, the GPUs and the date of the newest row."""
+def subplots(columns: int, lines: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """(figure, (lines, columns) array of axes) of so many inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
     from matplotlib import pyplot as plt
 
-    size = (width * columns, 4.3 * lines + 0.5)
-    figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    return plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+
+
+def machines(rows: Sequence[Row]) -> str:
+    """The GPUs, and the date of the newest row."""
     gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in rows)
-    figure.suptitle(f"{title}: {', '.join(gpus)}, {max(row['machine']['date'] for row in rows)}", fontsize=11)
+    return f"{', '.join(gpus)}, {max(row['machine']['date'] for row in rows)}"
+
+
+def canvas(rows: Sequence[Row], title: str, columns: int, lines: int = 1) -> tuple[Any, Any]:
+    """`subplots` of the usual size under the title and the machines."""
+    figure, axes = subplots(columns, lines, (6.3 * columns, 4.3 * lines + 0.5))
+    figure.suptitle(f"{title}: {machines(rows)}", fontsize=11)
     return figure, axes
 
 
-def panels_of(rows: Sequence[Row], title: str, number: int) -> tuple[Any, list[Any]]:
-    """(figure, axes), two panels a line: of three, nothing could be read on a page."""
-    columns = min(number, 2)
-    figure, axes = canvas(rows, title, columns, -(-number // columns))
+def panels_of(
+    rows: Sequence[Row],
+    title: str,
+    number: int,
+    size: tuple[float, float] = (6.3, 4.3),
+    head: float = 0.5,
+    fontsize: int = 11,
+) -> tuple[Any, list[Any]]:
+    """(figure, axes), two panels a line: of three, nothing could be read on a page. In inches, the size of a
+    panel and what the head takes."""
+    columns, lines = min(number, 2), -(-number // 2)
+    figure, axes = subplots(columns, lines, (size[0] * columns, size[1] * lines + head))
+    figure.suptitle(f"{title}: {machines(rows)}", fontsize=fontsize)
     for spare in axes.flat[number:]:
         spare.remove()
     return figure, list(axes.flat[:number])
+
+
+def label(axes: Any, title: str, x: str, y: str) -> None:
+    """What the axes show, on a plain frame."""
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def numbered(axes: Any) -> None:
+    """Plain numbers at the ticks of a logarithmic y, between powers of ten at some of them."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    digits = "23457" if high < 10 * low else "25"
+    axes.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
+    axes.yaxis.set_minor_formatter(lambda number, _: f"{number:,g}" if f"{number:e}"[0] in digits else "")
 
 
 def merged(lines: Sequence[Line], same: float = 0.03) -> list[Line]:
@@ -111,38 +156,52 @@ def panel(
     *,
     log_x: bool = True,
     log_y: bool = True,
+    bottom: float | None = None,
 ) -> None:
-    """Draw the lines, a tick at each x, the names to the right of the panel."""
-    labels = []
+    """Draw the lines, a tick at each x, the names to the right of the panel; at one x alone, bars."""
+    lines, labels = [line for line in lines if line.points], []
+    every = sorted({at for line in lines for at in line.points})
+    if len(every) == 1 and len(lines) > 1:
+        bars(axes, lines, f"{title}; {x.split(',')[0]} = {thousands(every[0])}", y)
+        return
     for line in lines:
-        if not line.points:
-            continue
-        colour, style = COLOURS[line.place % len(COLOURS)], STYLES[line.place // len(COLOURS) % len(STYLES)]
-        axes.plot(
-            list(line.points), list(line.points.values()), style, color=colour, lw=1.6, marker="o", ms=4
-        )
+        axes.plot(list(line.points), list(line.points.values()), line.style, color=line.colour, lw=1.6)
+        for at in line.points:
+            face = "white" if at in line.hollow else line.colour
+            axes.plot(at, line.points[at], "o", color=line.colour, ms=4, mfc=face)
         end = list(line.points.items())[-1]
         if line.ends:
-            axes.plot(*end, "x", color=colour, ms=9, mew=2)
-        labels.append((*end, line.name + (f" ({line.ends})" if line.ends else ""), colour))
+            mark = next(mark for why, mark in MARKS.items() if line.ends.startswith(why))
+            axes.plot(*end, mark, color=line.colour, ms=9, mew=2)
+        labels.append((*end, line.name + (f" ({line.ends})" if line.ends else ""), line.colour))
+    if bottom is not None:
+        axes.set_ylim(bottom=bottom)
     if log_x:
         axes.set_xscale("log", base=2)
-        every = sorted({at for line in lines for at in line.points})
         axes.set_xticks(every, [thousands(at) for at in every])
         axes.xaxis.minorticks_off()
     if log_y:
-        axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        digits = "23457" if high < 10 * low else "25"  # of the ticks between powers of ten that have a number
-        axes.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
-        axes.yaxis.set_minor_formatter(lambda number, _: f"{number:,g}" if f"{number:e}"[0] in digits else "")
+        numbered(axes)
     axes.tick_params(axis="both", which="both", labelsize=8)
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(x, fontsize=9)
-    axes.set_ylabel(y, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, which="both")
+    label(axes, title, x, y)
     name_ends(axes, labels)
+
+
+def bars(axes: Any, lines: Sequence[Line], title: str, what: str) -> None:
+    """A bar a line, which has one point, and its figure; hatched where the line would not be solid."""
+    lines = sorted(lines, key=lambda line: max(line.points.values()))
+    values = [max(line.points.values()) for line in lines]
+    hatches = ["" if line.style == "-" else "///" for line in lines]
+    axes.barh(
+        range(len(lines)), values, 0.7, color=[line.colour for line in lines], hatch=hatches, ec="white"
+    )
+    for place, found in enumerate(values):
+        axes.text(found, place, f" {found:,.3g}", va="center", fontsize=8)
+    axes.set_yticks(range(len(lines)), [line.name for line in lines])
+    axes.margins(x=0.15)
+    axes.tick_params(labelsize=8)
+    axes.set_axisbelow(True)
+    label(axes, title, what, "")
 
 
 def svg(figure: Any, rows: Sequence[Row]) -> str:
@@ -163,7 +222,7 @@ def thousands(number: float) -> str:
 
 def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> None:
     """(x, y, name, colour): names beside the panel, in the order of the ends of their lines, moved apart
-    where these are close. A leader that runs through the panel is dotted: no line of data."""
+    where these are close."""
     if not (labels and _drawing):
         return
     axes.figure.canvas.draw()
@@ -180,9 +239,6 @@ def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> Non
         places[i] = min(places[i], top)
         top = places[i] - between[i]
     for (_, (x, y, name, colour)), place in zip(ends, places, strict=True):
-        dots = (0, (1, 4)) if within.transform((x, y))[0] < 0.8 else "-"
-        arrow = {"arrowstyle": "-", "color": colour, "lw": 0.5, "ls": dots, "shrinkA": 0, "shrinkB": 2}
-        arrow |= {"relpos": (0, 0.5)}  # to the left edge of the name, so that it crosses no other
         axes.annotate(
             name,
             xy=(x, y),
@@ -192,5 +248,6 @@ def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> Non
             fontsize=8,
             va="center",
             annotation_clip=False,
-            arrowprops=arrow,
+            arrowprops=LEADER,  # to the left edge of the name, so that it crosses no other
+            zorder=1,  # below the data
         )

@@ -142,10 +142,11 @@ def picture(rows: list[Row], steps: Steps) -> str:
     title = f"Generation with and without a KV cache, {some['model'].split()[0]}, one row, {some['dtype']}"
     figure, axes = canvas(rows, title, 2)
     each, whole = [], []
-    for place, way in enumerate(steps.ways):
+    for way in steps.ways:
+        style = "-" if way[1] else "--"
         times = {float(x): ms for x, ms in steps.per_token(way).items() if x in steps.lengths}
-        each.append(Line(said(way), times, place))
-        whole.append(Line(said(way), {float(x): y for x, y in steps.totals(way).items()}, place))
+        each.append(Line(said(way), times, style=style))
+        whole.append(Line(said(way), {float(x): y for x, y in steps.totals(way).items()}, style=style))
     panel(axes[0, 0], each, "One token after so many", "tokens before it", "ms of the device")
     panel(axes[0, 1], whole, "All tokens, integrated from steps", "tokens generated", "s of the device")
     return svg(figure, rows)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from scripts.measure.report.colours import colour_of
 from scripts.measure.report.figures import Line, canvas, panel, svg
 from scripts.measure.report.long_range_accuracy import Group
 from scripts.measure.report.long_range_report import NAMES, speed_ups
 from scripts.measure.studies import Row
-from scripts.plot import COLOURS
 
 
 def picture(rows: Sequence[Row], found: Sequence[Group]) -> str:
@@ -20,26 +20,23 @@ def picture(rows: Sequence[Row], found: Sequence[Group]) -> str:
     for spare in grid[1]:
         spare.remove()
     speed = figure.add_subplot(below)
-    names = list(
-        dict.fromkeys([*(group.name for group in found), *(r["point"]["implementation"] for r in drawn)])
-    )
     for at, task in zip(grid[0], tasks, strict=True):
-        dots(at, [group for group in found if group.task == task], names)
+        dots(at, [group for group in found if group.task == task])
     lines = []
     for compiled in (False, True):
         for name, factors in speed_ups(rows, compiled).items():
-            place = names.index(name) + 7 * compiled  # the same colour, another style
-            lines.append(Line(name + (", compiled" if compiled else ""), factors, place))
+            name += ", compiled" * compiled
+            lines.append(Line(name, factors, style="-" if compiled else "--"))
     title = "A training step without padding, against standard attention run alike"
     panel(speed, lines, title, "T, tokens", "times as fast as standard", log_y=False)
     speed.axhline(1, color="grey", lw=0.8)
     return svg(figure, drawn)
 
 
-def dots(axes: Any, of: Sequence[Group], names: Sequence[str]) -> None:
+def dots(axes: Any, of: Sequence[Group]) -> None:
     """A dot per seed, the mean as a bar; what answers without reading the whole sequence as lines."""
     for i, group in enumerate(of):
-        colour = COLOURS[names.index(group.name) % len(COLOURS)]
+        colour = colour_of(group.name)
         n = len(group.rows)
         places = [i + 0.12 * (j - (n - 1) / 2) for j in range(n)]
         axes.plot(places, [100 * a for a in group.accuracies], "o", color=colour, ms=5, clip_on=False)

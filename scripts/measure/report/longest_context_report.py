@@ -113,7 +113,8 @@ def picture(rows: list[Row], ends: dict[Key, list[Found]]) -> str:
 
     if not drawing():
         return f"rows {digest(rows)}"
-    figure, grid = canvas(rows, "The longest context that fits", 1, len(ends))
+    title = "The longest context that fits (x: the next does not; line: predicted)"
+    figure, grid = canvas(rows, title, 1, len(ends))
     figure.set_size_inches(9.5, 0.9 + sum(0.9 + 0.3 * len(mine) for mine in ends.values()))
     lengths = [T for mine in ends.values() for one in mine for T in marks(one)]
     most = max(lengths, default=1)
@@ -122,7 +123,7 @@ def picture(rows: list[Row], ends: dict[Key, list[Found]]) -> str:
         bars(axes, [one for one in mine if one.fits], most)
         axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
         axes.set_title(heading(key), fontsize=9)
-    grid[-1, 0].set_xlabel("T, tokens of context.   x: does not fit.   Black line: predicted", fontsize=9)
+    grid[-1, 0].set_xlabel("T, tokens of context", fontsize=9)
     return svg(figure, rows)
 
 
@@ -132,16 +133,16 @@ def marks(one: Found) -> list[int]:
 
 
 def bars(axes: Any, ends: list[Found], most: int) -> None:
-    from scripts.measure.report.sweep_bars import COLOUR, kind
+    from scripts.measure.report.colours import colour_of
 
     for place, one in enumerate(ends):
-        axes.barh(place, one.tokens, 0.66, color=COLOUR[kind(one.name)])
+        axes.barh(place, one.tokens, 0.66, color=colour_of(one.name))
         axes.plot([one.fits["predicted_longest"]] * 2, [place - 0.4, place + 0.4], color="black", lw=1.4)
         words = f"{one.tokens:,} tokens, {one.fits['peak_mib'] / 1024:,.0f} GiB"
         if one.fails:
             axes.plot(one.fails, place, "x", color="black", ms=6, mew=1.6)
         else:
-            words += "; nothing longer was tried"
+            words += "\nnothing longer was tried"
         axes.text(max(marks(one)) + 0.02 * most, place, words, va="center", fontsize=8)
     axes.set_yticks(range(len(ends)), [one.name for one in ends], fontsize=8)
     axes.set_ylim(len(ends) - 0.4, -0.6)

@@ -158,7 +158,7 @@ def picture(found: list[Record]) -> dict[str, str]:
 
 def line(name: str, found: list[Record]) -> Line:
     """Up to the first factor at which it is no number; an error of nothing is drawn at 1e-5."""
-    place = [*SAID, "", "naive"].index(name) if name in (*SAID, "naive") else 7
+    place = [*SAID].index(name) if name in SAID else None  # formulas, which are no implementations
     points: dict[float, float] = {}
     for r in sorted(found, key=lambda r: r.magnitude):
         if broken(r):

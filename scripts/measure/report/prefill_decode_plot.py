@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.measure.report.figures import Line, canvas, name_ends, panel, panels_of, svg, wrapped
+from scripts.measure.report.figures import Line, canvas, label, name_ends, panel, panels_of, svg, wrapped
 from scripts.measure.report.prefill_decode_report import balance, intensity, parts_of, setting, share
 from scripts.measure.studies import Row
 from scripts.plot import COLOURS
@@ -67,12 +67,8 @@ def under(axes: Any, row: Row) -> None:
     at = (low * meet) ** 0.5
     place = {"xytext": (-4, 6), "textcoords": "offset points", "fontsize": 8, "ha": "right"}
     axes.annotate(bandwidth, (at, top * at / meet), **place)
-    axes.set_title(setting(row), fontsize=9)
     axes.tick_params(labelsize=8)
-    axes.set_xlabel("FLOPs a byte that has to move", fontsize=9)
-    axes.set_ylabel("TFLOP/s", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    label(axes, setting(row), "FLOPs a byte that has to move", "TFLOP/s")
     name_ends(axes, [(at_x, at_y, ",\n".join(wrapped(of, 2)), colour) for at_x, at_y, of, colour in labels])
 
 

@@ -119,7 +119,7 @@ def _hopper(rows: list[Row], name: str) -> tuple[list[list[str]], list[float], s
         each = [ours[t] / peers[t] for t in ours if peers[t]]
         lines.append([f"{title}: ours / best", *(f"{ratio:.2f}" for ratio in each)])
         ratios += each
-        drawn = [Line(name, line, place) for place, (name, line) in enumerate(sorted(of.items()))]
+        drawn = [Line(name, line) for name, line in sorted(of.items())]
         panel(axis, drawn, title, "T, tokens", "TFLOP/s", log_y=False)
     return lines, ratios, svg(figure, rows)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from scripts.measure.instruments.ladder import STAGES
-from scripts.measure.report.figures import svg
+from scripts.measure.report.colours import colour_of
+from scripts.measure.report.figures import label, machines, subplots, svg
 from scripts.measure.report.roofline_report import (
     DRAM,
     Row,
@@ -22,36 +23,28 @@ from scripts.measure.report.roofline_report import (
     title,
 )
 from scripts.measure.studies import Report
-from scripts.plot import COLOURS
 
-COLOUR = dict(zip(STAGES, COLOURS, strict=False))
+COLOUR = {name: colour_of(name) for name in STAGES}
 MARKER = dict(zip(STAGES, "osvD^", strict=True))  # told apart in grey, and where one hides another
 ROOFS = {"tensor_cublas": "tensor cores, cuBLAS", "tensor_mma": "tensor cores, mma.sync", "fma": "FMA, fp32"}
 
 
 def pictures(rows: list[Row]) -> dict[str, str]:
     """For each group of rows a roofline, and bytes against the model: SVGs as text, by name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
-    from matplotlib import pyplot as plt
-
     found, roofs = {}, ceilings(rows)
     for group, mine in groups(rows).items():
         timed = [row for row in mine if row["result"]["status"] == "ok"]
         if not timed:
             continue
-        gpu = ", ".join(dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in timed))
-        machine = f"{gpu}, {max(row['machine']['date'] for row in timed)}"
+        machine = machines(timed)
         name = f"{'causal' if group[3] else 'full'}_d{group[2]}"
-        figure, axes = plt.subplots(figsize=(8.6, 5.4), layout="constrained")
-        roofline(axes, timed, roofs)
+        figure, axes = subplots(1, 1, (8.6, 5.4))
+        roofline(axes[0, 0], timed, roofs)
         figure.suptitle(f"The CUDA ladder under its roofs, forward: {title(group)}\n{machine}", fontsize=10)
         found[f"{name}_roofline"] = svg(figure, rows)
-        figure, both = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-        panel(both[0], timed, "DRAM, read and written", *DRAM)
-        panel(both[1], timed, "L2 to and from the multiprocessors", "l2_bytes")
+        figure, ((left, right),) = subplots(2, 1, (11, 4.6))
+        panel(left, timed, "DRAM, read and written", *DRAM)
+        panel(right, timed, "L2 to and from the multiprocessors", "l2_bytes")
         caption = (
             f"Bytes that a forward moves, {title(group)}: {machine}\nlines: the model; marks: counted by ncu"
         )
@@ -115,12 +108,8 @@ def roofline(axes: Any, rows: list[Row], roofs: dict[str, Row]) -> None:
             axes.annotate(ends[0], (x[0], y[0]), xytext=(0, -11), ha="center", **style)
     axes.set_xlim(low, high)
     axes.set_ylim(bottom, top * 2)
-    axes.set_xlabel(
-        "FLOPs a byte of DRAM (full marks: bytes counted by ncu; hollow: the model's)", fontsize=9
-    )
-    axes.set_ylabel("TFLOP/s", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    said = "full marks: bytes counted by ncu; hollow: the model's"
+    label(axes, said, "FLOPs a byte of DRAM", "TFLOP/s")
 
 
 def panel(axes: Any, rows: list[Row], caption: str, *fields: str) -> None:
@@ -139,11 +128,7 @@ def panel(axes: Any, rows: list[Row], caption: str, *fields: str) -> None:
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda tokens, _: length(tokens))
     spread(axes, labels)
-    axes.set_title(caption, fontsize=9)
-    axes.set_xlabel("T, tokens", fontsize=9)
-    axes.set_ylabel("GB", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    label(axes, caption, "T, tokens", "GB")
 
 
 def spread(axes: Any, labels: list[tuple[float, str, str]]) -> None:

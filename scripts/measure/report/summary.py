@@ -6,7 +6,6 @@ import textwrap
 from typing import Any
 
 from scripts.measure.report import attention_report as report
-from scripts.measure.report.figures import svg
 from scripts.measure.report.tables import markdown
 from scripts.measure.rows import trusted
 
@@ -38,27 +37,8 @@ def shown(rows: list[Row]) -> dict[tuple[Any, ...], report.Panel]:
 
 def picture(rows: list[Row]) -> str:
     """An SVG: a line per D, forward and backward beside each other, and decode."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
-    from matplotlib import pyplot as plt
-
-    found = shown(rows)
-    names = sorted({name for panel in found.values() for name in panel}, key=report.ours_first)
-    lines = -(-len(found) // 2)
-    figure, grid = plt.subplots(
-        lines, 2, figsize=(10.8, 3.3 * lines + 0.4), layout="constrained", squeeze=False
-    )
-    for axes in grid.flat[len(found) :]:
-        axes.remove()
-    for axes, (key, panel) in zip(grid.flat, found.items(), strict=False):
-        report._panel(axes, key, panel, names)
-        axes.set_title(report.title(key), fontsize=9)
-    gpus = ", ".join(dict.fromkeys(row["machine"]["gpu"] for row in rows))
-    date = max(row["machine"]["date"] for row in rows)
-    figure.suptitle(f"Speed of attention, each implementation: {gpus}, {date}")
-    return svg(figure, rows)
+    said = "Speed of attention, each implementation"
+    return report.picture(rows, shown(rows), said, (5.4, 3.3), whole=True)
 
 
 def machine(rows: list[Row]) -> str:

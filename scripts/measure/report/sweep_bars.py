@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from scripts.measure.report.colours import colour_of
 from scripts.measure.report.tables import Record, listed, records
 from scripts.measure.rows import trusted
 from scripts.measure.studies import Row, Table
-from scripts.plot import COLOURS
 
 # The first of these that a study has is what the others are held against: (implementation, compiled).
 BASELINES = (("transformers eager", False), ("nanoGPT", True), ("nanoGPT", False), ("standard", False))
 BASELINES += (("naive", False), ("standard", True), ("naive", True))
-COLOUR = {"peer": "#999999", "standard": COLOURS[4], "ours": COLOURS[0], "library": COLOURS[5]}
-KINDS = {"peer": "others' training loop", "standard": "naive attention", "library": "library's kernel"}
-KINDS |= {"ours": "our kernel"}
 
 
 def kind(name: str) -> str:
@@ -83,7 +80,7 @@ def bars(axes: Any, rows: list[Row], title: str) -> None:
             axes.text(0.01 * most, place, result["status"], va="center", fontsize=8, color="0.35")
             continue
         speed = result["tokens_per_s"]
-        colour = COLOUR[kind(row["point"]["implementation"])]
+        colour = colour_of(row["point"]["implementation"])
         hatch = "" if row["point"].get("compile") else "///"
         axes.barh(place, speed, 0.72, color=colour, hatch=hatch, edgecolor="white", lw=0)
         words = f"{speed:,.0f}" + (f"  {times:.2f}x" if times else "") + ("" if trusted(result) else " !")
@@ -92,21 +89,11 @@ def bars(axes: Any, rows: list[Row], title: str) -> None:
     axes.set_yticks(range(len(shown)), [label(row) for row in shown], fontsize=8)
     axes.set_xlim(0, 1.42 * most)
     axes.set_ylim(len(shown) - 0.4, -0.6)  # from the top down
-    axes.set_title(title, fontsize=9)
     of = f", times {label(base)}'s" if base else ""
-    axes.set_xlabel(f"tokens/s{of}, peak memory", fontsize=9)
+    axes.set_title(f"{title}\nbeside each bar: tokens/s{of}, peak memory; hatched: not compiled", fontsize=9)
+    axes.set_xlabel("tokens/s", fontsize=9)
     axes.xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(alpha=0.25, axis="x")
-
-
-def legend(figure: Any, rows: list[Row]) -> None:
-    """What the colours and hatches mean, below the panels."""
-    from matplotlib.patches import Patch
-
-    kinds = {kind(row["point"]["implementation"]) for row in rows}
-    found = [Patch(color=COLOUR[name], label=KINDS[name]) for name in KINDS if name in kinds]
-    found += [Patch(facecolor="0.8", edgecolor="white", hatch="///", label="not compiled")]
-    figure.legend(handles=found, loc="outside lower center", ncols=len(found), fontsize=8, frameon=False)

@@ -7,12 +7,11 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from scripts.measure.report import sweep_bars
+from scripts.measure.report import figures, sweep_bars
 from scripts.measure.report.attention_report import ours_first
-from scripts.measure.report.figures import STYLES, digest, drawing, name_ends, thousands
+from scripts.measure.report.figures import digest, drawing, machines, merged, panel, subplots, thousands
 from scripts.measure.rows import trusted
 from scripts.measure.studies import Row, Table
-from scripts.plot import COLOURS
 
 Line = dict[int, list[Row]]  # tokens of context -> rows, the micro-batch that was asked for first
 
@@ -149,10 +148,6 @@ def picture(rows: list[Row], kind: str = "svg") -> Any:
     of bars for each."""
     if not drawing():
         return f"rows {digest(rows)}"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tilegpt"  # the same figures, the same file
     from matplotlib import pyplot as plt
 
     found, one = panels(rows), at_one_length(rows)
@@ -160,26 +155,21 @@ def picture(rows: list[Row], kind: str = "svg") -> Any:
     if one:
         height = 1.1 + 0.27 * max(len(sweep_bars.best(mine)) for mine in found.values())
     size = (12.6 if not one else 9.5, height * len(found) + 0.6)
-    figure, grid = plt.subplots(len(found), columns, figsize=size, layout="constrained", squeeze=False)
+    figure, grid = subplots(columns, len(found), size)
     for (common, mine), axes in zip(found.items(), grid, strict=True):
         if one:
             sweep_bars.bars(axes[0], mine, common)
             continue
         by_name = lines(mine)
         scale, unit = (1024, "GiB") if mine[0]["machine"]["gpu"] else (1, "MiB")
-        _panel(axes[0], by_name, lambda result: result["tokens_per_s"], f"{common}\ntokens/s")
+        less = "; hollow: a smaller micro-batch, as that is what fits"
+        less *= any(row["result"]["status"] == "oom" for row in mine)
+        speeds = drawn(by_name, lambda result: result["tokens_per_s"])
+        panel(axes[0], speeds, common, "T, tokens of context", "tokens/s")
         of = next((row["result"]["peak_of"] for row in mine if "peak_of" in row["result"]), "")
-        peak = f"peak memory, {unit} ({of})"
-        _panel(axes[1], by_name, lambda result, scale=scale: result["peak_mib"] / scale, peak)
-    gpus = dict.fromkeys(row["machine"]["gpu"] or "CPU" for row in rows)
-    date = max(row["machine"]["date"] for row in rows)
-    figure.suptitle(f"{heading(rows)}: {', '.join(gpus)}, {date}")
-    if one:
-        sweep_bars.legend(figure, rows)
-    elif any(row["result"]["status"] == "oom" for row in rows):
-        figure.supxlabel(
-            "x: out of memory at the next T.   Hollow: the largest micro-batch that fits", fontsize=8
-        )
+        peaks = drawn(by_name, lambda result, scale=scale: result["peak_mib"] / scale)
+        panel(axes[1], merged(peaks), of + less, "T, tokens of context", f"peak memory, {unit}")
+    figure.suptitle(f"{heading(rows)}: {machines(rows)}")
     text = io.StringIO() if kind == "svg" else io.BytesIO()
     about = {"Date": None, "Description": f"rows {digest(rows)}"} if kind == "svg" else None
     figure.savefig(text, format=kind, metadata=about, dpi=150)
@@ -187,41 +177,16 @@ def picture(rows: list[Row], kind: str = "svg") -> Any:
     return text.getvalue()
 
 
-def _panel(axes: Any, by_name: dict[str, Line], value: Callable[[dict[str, Any]], float], title: str) -> None:
-    labels = []
-    for place, (name, line) in enumerate(by_name.items()):
-        colour, style = COLOURS[place % len(COLOURS)], STYLES[place // len(COLOURS) % len(STYLES)]
-        fits = {t: value(rows[0]["result"]) for t, rows in line.items() if works(rows) is rows[0]}
-        less = {
-            t: value(works(rows)["result"]) for t, rows in line.items() if works(rows) not in (None, rows[0])
-        }
-        gone = [t for t, rows in line.items() if rows[0]["result"]["status"] == "oom"]
-        if not fits and not less:
-            continue
-        axes.plot(list(fits), list(fits.values()), style, color=colour, lw=1.6, marker="o", ms=4)
-        joined = dict([*list(fits.items())[-1:], *less.items()]) if less else {}
-        axes.plot(list(joined), list(joined.values()), ":", color=colour, lw=1.1)
-        axes.plot(list(less), list(less.values()), "o", color=colour, ms=4, mfc="white")
-        shown = fits | less
-        never = [t for t in gone if t not in less]
-        for end in [fits] * bool(gone and fits) + [shown] * bool(never and less):
-            axes.plot(*list(end.items())[-1], "x", color=colour, ms=9, mew=2)
+def drawn(by_name: dict[str, Line], value: Callable[[dict[str, Any]], float]) -> list[figures.Line]:
+    """A figure of the largest micro-batch that fits against T; hollow where a larger one was asked for."""
+    found = []
+    for name, line in by_name.items():
+        fits = {t: row for t, rows in line.items() if (row := works(rows))}
+        less = frozenset(t for t, row in fits.items() if row is not line[t][0])
+        gone = [t for t, rows in line.items() if t not in fits and rows[-1]["result"]["status"] == "oom"]
         late = [t for t, rows in line.items() if cell(rows, lambda _: "") == "timeout"]
         ends = {"out of memory": gone, "too slow": late}
         words = ", ".join(f"{why} at {thousands(min(at))}" for why, at in ends.items() if at)
-        labels.append((*list(shown.items())[-1], name + (f" ({words})" if words else ""), colour))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    lengths = sorted({tokens for line in by_name.values() for tokens in line})
-    axes.set_xticks(lengths, [thousands(tokens) for tokens in lengths])
-    low, high = axes.get_ylim()
-    digits = "23457" if high < 10 * low else "25"  # of the ticks between powers of ten that have a number
-    axes.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
-    axes.yaxis.set_minor_formatter(lambda number, _: f"{number:,g}" if f"{number:e}"[0] in digits else "")
-    axes.tick_params(axis="y", which="both", labelsize=8)
-    axes.xaxis.minorticks_off()
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel("T, tokens of context", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, which="both")
-    name_ends(axes, labels)
+        points = {t: value(row["result"]) for t, row in fits.items()}
+        found.append(figures.Line(name, points, ends=words, hollow=less))
+    return found
