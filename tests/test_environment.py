@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,23 @@ def test_python_is_named_for_what_it_is(project: Path) -> None:
         assert result.returncode == 2 and not (project / "new").exists()
         wanted = f"{name} is {said}" if said else f"there is no {name} here: make train PYTHON="
         assert wanted in result.stdout and ("older" in result.stdout) is False, result.stdout
+
+
+def test_an_installation_has_every_package_with_its_files() -> None:
+    """`pip install .`, not editable: commands, configs, sources of kernels, templates of reports."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [Path(name) for name in names.split() if "/" in name]
+    ours = {path.parent for path in paths if path.suffix == ".py" and path.parts[0] != "tests"}
+    assert {str(folder).replace("/", ".") for folder in ours} == set(table["packages"])
+    shipped = {
+        path
+        for package, patterns in table["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    needed = [
+        path for path in paths if path.suffix in {".yaml", ".cu", ".cuh", ".j2"} and "tests" not in path.parts
+    ]
+    assert not [path for path in needed if path.parts[0][0] != "." and ROOT / path not in shipped]
+    assert table["py-modules"] == ["train"]
