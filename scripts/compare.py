@@ -1,19 +1,19 @@
-"""My loss differs: is it rounding, or a fault, and whose?
+"""Two implementations give different losses: is the difference rounding error, or a bug, and in which one?
 
     python scripts/compare.py attention=triton against=sdpa batch=2 heads=12 seq_len=1024 dtype=bf16
     python scripts/compare.py ckpt=last text="def main():" attention=triton against=naive
 
-Two implementations compute the same call, on random tensors or on what a trained model makes of a text, and
-each is held against the formula in fp64, gradients included. The ratio is its largest error over what the
-plain formula in the same dtype justifies (scripts/accuracy.py): up to 1 the error is rounding, above it is a
-fault, and then the worst entry is named and what the pattern of wrong entries suggests. Each call is made
-twice: equal bits, or an implementation that differs from itself from run to run.
+Both implementations compute the same call, forward and backward, on random tensors or on the activations of
+a trained model reading a text. Each is compared with the formula in fp64. The ratio is its largest error
+divided by a limit, which follows from the error of the plain formula in the same dtype (scripts/accuracy.py).
+Up to 1 the error is rounding error; above 1 it is a bug, and the worst entry is printed, with a hint from the
+pattern of wrong entries. Each call runs twice, to show whether its results are bitwise reproducible.
 
-Keys and what they are when left out: attention=auto, against=naive; device=auto, dtype=auto (bf16 on a GPU
-that has it, else fp32), seed=0; and for random tensors batch=2, heads=4, kv_heads=heads, seq_len=512,
-head_dim=64, causal=true, window (keys to the left), softcap, alibi=false, document_ids (documents a row).
-With ckpt= (last, a run, a file) the shapes are the model's, and text= is cut to its context.
-Exit code 0: rounding; 1: a fault; 2: it could not be compared, and why.
+Keys and their defaults: attention=auto, against=naive; device=auto, dtype=auto (bf16 on a GPU that supports
+it, else fp32), seed=0; for random tensors batch=2, heads=4, kv_heads=heads, seq_len=512, head_dim=64,
+causal=true, window (keys to the left), softcap, alibi=false, document_ids (documents per row).
+With ckpt= (last, a run, a file), the shapes are those of the model, and text= is cut to its context.
+Exit code 0: rounding error only; 1: a bug; 2: the comparison was not possible, for the reason printed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     for argument in renames.typed(arguments):
         key, equals, text = argument.partition("=")
         if key not in USUAL or not equals:
-            raise UserError(f"{argument}: write key=value with a key of {', '.join(USUAL)}.")
+            raise UserError(f"{argument}: write key=value, where key is one of {', '.join(USUAL)}.")
         given[key] = text
         if key in WHOLE:
             least = 0 if key in ("seed", "window") else 1
@@ -82,10 +82,10 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             except ValueError:
                 raise UserError(f"softcap={text}: it needs a number.") from None
     if (given["ckpt"] is None) != (given["text"] is None):
-        raise UserError("ckpt= and text= go together: the model, and what it reads.")
+        raise UserError("ckpt= and text= go together: the model, and the text it reads.")
     shapes = [a for a in arguments if a.split("=")[0] not in (*ANY_MODE, "ckpt", "runs_dir", "text")]
     if given["ckpt"] is not None and shapes:
-        raise UserError(f"{' '.join(shapes)}: with ckpt= the shapes are the model's; leave that out.")
+        raise UserError(f"{' '.join(shapes)}: with ckpt= the shapes are those of the model; leave this out.")
     return given
 
 
@@ -118,7 +118,7 @@ def table(findings: list[Finding]) -> Any:
     from rich.table import Table
 
     out = Table(box=None, pad_edge=False)
-    for column in ("", "", "max error", "rms error", "ratio", "bits, twice"):
+    for column in ("", "", "max error", "rms error", "ratio", "two calls"):
         justify = "right" if "error" in column or column == "ratio" else "left"
         out.add_column(column, justify=justify, no_wrap=True)
     for tensor in dict.fromkeys(finding.tensor for finding in findings):

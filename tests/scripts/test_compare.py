@@ -62,20 +62,20 @@ def verdict(fault: str, dtype: torch.dtype = torch.float32, **keys) -> tuple[str
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("scale", "It is nearly everywhere: scale, mask or softmax"),
-        ("head", "Only heads 3: look at how heads are indexed"),
-        ("tail", "Only from position 64 on, in the last tile of 16 or 32 or 64: look"),
-        ("nan", "It holds NaN or infinity"),
-        ("dk", "in faulty: dk errs"),
+        ("scale", "Nearly all entries are wrong: check scale, mask and softmax"),
+        ("head", "Only in heads 3: check how heads are indexed"),
+        ("tail", "Only from position 64 on, in the last tile of 16 or 32 or 64: check"),
+        ("nan", "It contains NaN or infinity"),
+        ("dk", "in faulty: the error of dk is"),
     ],
 )
 def test_a_fault_is_named_with_what_it_looks_like(fault: str, words: str) -> None:
     text, faulty = verdict(fault)
-    assert faulty and words in text and "tiled: rounding" in text
+    assert faulty and words in text and "tiled: only rounding error" in text
     if fault == "nan":
         assert "i=5," in text
     if fault == "dk":
-        assert "Only at positions 0 to 0 of 72" in text and "out errs" not in text
+        assert "Only at positions 0 to 0 of 72" in text and "error of out is" not in text
 
 
 def test_an_old_key_is_understood_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,19 +85,19 @@ def test_an_old_key_is_understood_with_a_notice(capsys: pytest.CaptureFixture[st
 
 def test_rounding_is_called_rounding() -> None:
     text, faulty = verdict("none", softcap=5.0, window=9, alibi=True, document_ids=3)
-    assert not faulty and "faulty: rounding" in text and "differs by rounding" in text
-    assert "other bits" not in text
+    assert not faulty and "faulty: only rounding" in text and "is rounding error" in text
+    assert "differ between two calls" not in text
 
 
 def test_other_bits_at_every_call_are_said() -> None:
     text, faulty = verdict("bits")
-    assert not faulty and "faulty: other bits the second time in out, dq, dk, dv" in text
+    assert not faulty and "faulty: out, dq, dk, dv differ between two calls" in text
 
 
 def test_errors_that_are_small_but_everywhere_are_doubtful() -> None:
     text, faulty = verdict("one percent", torch.bfloat16)
-    assert not faulty and "DOUBTFUL[/yellow] faulty: no one error of out is too large" in text
-    assert "DOUBTFUL[/yellow] tiled" not in text and "differs by rounding" not in text
+    assert not faulty and "DOUBTFUL[/yellow] faulty: no single error of out is too large" in text
+    assert "DOUBTFUL[/yellow] tiled" not in text and "is rounding error" not in text
     assert "DOUBTFUL" not in verdict("none", torch.bfloat16)[0]
     assert verdict("one percent")[1]  # in fp32 it is a fault
 
@@ -139,7 +139,7 @@ def test_the_command(capsys) -> None:
     assert run("attention=tiled", "against=sdpa", *shape) == 0
     out = capsys.readouterr().out
     assert "q (2, 4, 72, 16), k and v (2, 2, 72, 16), float32, causal=True" in out
-    assert "plain formula" in out and "tiled: rounding" in out and "sdpa: rounding" in out
+    assert "plain formula" in out and "tiled: only rounding" in out and "sdpa: only rounding" in out
     with mock.patch("conf.compose.build_attention", lambda cfg, name=None: Faulty("scale")):
         assert run("attention=tiled", *shape) == 1
     assert run("attention=naive") == 2 and "both naive" in capsys.readouterr().err
@@ -156,12 +156,12 @@ def test_in_a_trained_model(tmp_path: Path, capsys) -> None:
         assert "16 of the text's 24 predictions" in out and "100.0%" in out and "layer" in out
         with mock.patch("conf.compose.build_attention", lambda cfg, name=None: Faulty("head")):
             assert run(*asked, "dtype=bf16") == 1
-        assert "FAULT in tiled: layer" in capsys.readouterr().out
-        assert run("ckpt=last", "text=a") == 2 and "two at least" in capsys.readouterr().err
+        assert "BUG in tiled: the error of layer" in capsys.readouterr().out
+        assert run("ckpt=last", "text=a") == 2 and "at least two" in capsys.readouterr().err
 
 
 def test_help_waits_for_nothing() -> None:
     code = "import sys; sys.argv.append('--help'); from scripts.compare import main; main()"
     code += "; print({'torch', 'hydra'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "rounding, or a fault" in out.stdout and out.stdout.endswith("set()\n")
+    assert "rounding error, or a bug" in out.stdout and out.stdout.endswith("set()\n")

@@ -109,7 +109,7 @@ def compare_run(
     model, tokenizer, cfg = load_run(given["ckpt"], [], given["runs_dir"])
     tokens = tokenizer.encode(given["text"])
     if len(tokens) < 2:
-        raise UserError(f"text={given['text']!r} has {len(tokens)} tokens: a loss takes two at least.")
+        raise UserError(f"text={given['text']!r} has {len(tokens)} tokens: a loss needs at least two.")
     ids = torch.tensor(tokens[: model.config.seq_len + 1], device=device)
     model = model.to(device).eval()
     attentions = [build_attention(cfg, name) for name in names]
@@ -119,7 +119,7 @@ def compare_run(
     console.print(
         f"{len(ids) - 1} of the text's {len(tokens) - 1} predictions (context {model.config.seq_len}), "
         f"{model.config.n_layer} layers, {dtype_name(dtype)}\n"
-        f"Loss {exact.loss:.6f} with attention in fp64, from which is off:\n"
+        f"Loss {exact.loss:.6f} with attention in fp64. Differences from it:\n"
     )
     passes = {
         name: (run_pass(model, attention, ids, dtype), run_pass(model, attention, ids, dtype))
@@ -129,12 +129,14 @@ def compare_run(
     }
     console.print(losses_table(passes, exact))
     for name in names:
-        console.print(f"{name}: furthest off is the gradient of {passes[name][0].gradient_error(exact)[1]}")
+        console.print(
+            f"{name}: the largest gradient error is that of {passes[name][0].gradient_error(exact)[1]}"
+        )
     findings: list[Finding] = []
     for layer, problem in enumerate(problems):
         found = examine(names, attentions, problem, MOST_SCORES)
         findings += [replace(f, tensor=f"layer {layer} {f.tensor}") for f in found]
-    console.print("\nattention on these activations: the worst ratio of each layer")
+    console.print("\nattention on these activations: the largest ratio of each layer")
     console.print(layers_table(names, findings, len(problems)))
     said, faulty = conclusion(names, findings)
     console.print("\n" + "\n".join(said))
@@ -145,9 +147,9 @@ def losses_table(passes: dict[str, tuple[Pass, Pass]], exact: Pass) -> Table:
     """Loss, logits and gradients of each implementation against those with attention in fp64."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for column in ("loss", "off by", "logits, rms", "same token", "gradients"):
+    for column in ("loss", "difference", "logits, rms", "same token", "gradients"):
         table.add_column(column, justify="right")
-    table.add_column("bits, twice")
+    table.add_column("two calls")
     for name, (one, two) in passes.items():
         agree = (one.logits.argmax(-1) == exact.logits.argmax(-1)).double().mean()
         table.add_row(

@@ -73,35 +73,37 @@ def conclusion(names: list[str], findings: list[Finding]) -> tuple[list[str], bo
         ordered = sorted(own, key=lambda finding: -finding.ratio)
         faults = [finding for finding in ordered if finding.fault]
         said += [
-            f"[red]FAULT[/red] in {name}: {finding.tensor} errs {finding.ratio:.3g} times as much as "
+            f"[red]BUG[/red] in {name}: the error of {finding.tensor} is {finding.ratio:.3g} times what "
             f"rounding explains. {finding.fault}"
             for finding in faults[:MOST_FAULTS]
         ]
         if len(faults) > MOST_FAULTS:
-            said.append(f"{name}: wrong too, in {', '.join(f.tensor for f in faults[MOST_FAULTS:])}.")
+            said.append(f"{name}: also wrong in {', '.join(f.tensor for f in faults[MOST_FAULTS:])}.")
         if not own:
-            said.append(f"{name}: its dropout mask is its own, there are no values to compare.")
+            said.append(f"{name}: it draws its own dropout mask, so there are no values to compare.")
         elif not faults:
             worst = ordered[0]
-            said.append(f"{name}: rounding, at most {worst.ratio:.2f} of what is allowed ({worst.tensor}).")
+            said.append(
+                f"{name}: only rounding error, at most {worst.ratio:.2f} of the limit (in {worst.tensor})."
+            )
         plain = {finding.tensor: finding.rms_error for finding in findings if finding.name == "plain formula"}
         # Of the output alone: dP - delta cancels, and flash kernels take delta from an output that is rounded
         # (4 times the plain formula's rms in dq, SDPA in bf16 on a trained model's activations).
         for finding in (f for f in own if f.tensor.endswith("out") and not f.fault):
             if 0 < MANY * plain[finding.tensor] < finding.rms_error:
                 said.append(
-                    f"[yellow]DOUBTFUL[/yellow] {name}: no one error of {finding.tensor} is too large, but "
-                    f"the rms is {finding.rms_error / plain[finding.tensor]:.1f} times the plain formula's: "
-                    "look again with dtype=fp32."
+                    f"[yellow]DOUBTFUL[/yellow] {name}: no single error of {finding.tensor} is too large, "
+                    f"but the rms is {finding.rms_error / plain[finding.tensor]:.1f} times that of the plain "
+                    "formula: compare again with dtype=fp32."
                 )
         if differ := [finding.tensor for finding in own if finding.same_bits is False]:
             said.append(
-                f"{name}: other bits the second time in {', '.join(differ)}, as sums in changing order give: "
-                "two runs with the same seed drift apart."
+                f"{name}: {', '.join(differ)} differ between two calls with the same inputs, as from sums in "
+                "a varying order: two runs with the same seed diverge."
             )
         faulty |= bool(faults)
-    if not any("FAULT" in sentence or "DOUBTFUL" in sentence for sentence in said):
-        said.append("A loss that differs between the two differs by rounding.")
+    if not any("BUG" in sentence or "DOUBTFUL" in sentence for sentence in said):
+        said.append("If the losses of the two differ, the difference is rounding error.")
     return said, faulty
 
 
@@ -126,37 +128,39 @@ def suggestions(tensor: str, got: Tensor, wrong: Tensor, reference: Result, head
     """Sentences about where the wrong entries lie and where not."""
     found = []
     if not got.isfinite().all() and reference[tensor].isfinite().all():
-        found.append("It holds NaN or infinity: an overflow, 0 * inf, or memory that nothing wrote.")
+        found.append("It contains NaN or infinity: overflow, 0 * inf, or uninitialised memory.")
     if tensor == "dbias":
         return found
     by_head = wrong.flatten(2).any(2).any(0)
     if not by_head.all():
         bad = [heads[i] for i in by_head.nonzero().flatten().tolist()]
-        found.append(f"Only heads {', '.join(map(str, bad))}: look at how heads are indexed.")
+        found.append(f"Only in heads {', '.join(map(str, bad))}: check how heads are indexed.")
     if not wrong.flatten(1).any(1).all():
-        found.append("Not in every batch row: look at strides, document ids and lengths of that row.")
+        found.append("Only in some batch rows: check their strides, document ids and lengths.")
     by_token = wrong.any(-1) if wrong.ndim == 4 else wrong  # (B, H, T)
     lse = reference["lse"]
     if by_token.shape == lse.shape and lse[by_token].isinf().all():
-        found.append("Only rows that see no key: they have to give 0.")
+        found.append("Only in rows without a visible key, which must give 0.")
     bad = by_token.flatten(0, 1).any(0).nonzero().flatten()
     first, last, length = int(bad[0]), int(bad[-1]), by_token.shape[2]
     tiles = [str(n) for n in (16, 32, 64, 128, 256) if n < length and first >= (length - 1) // n * n]
     if tiles:
         found.append(
-            f"Only from position {first} on, in the last tile of {' or '.join(tiles)}: look at the bounds of "
+            f"Only from position {first} on, in the last tile of {' or '.join(tiles)}: check the bounds of "
             "partial tiles."
         )
     elif (first, last) != (0, length - 1):
-        found.append(f"Only at positions {first} to {last} of {length}: look at masks and tile borders.")
+        found.append(f"Only at positions {first} to {last} of {length}: check masks and tile borders.")
     if wrong.ndim == 4:
         dims = wrong.flatten(0, 2).any(0).nonzero().flatten()
         if (ends := (int(dims[0]), int(dims[-1]))) != (0, wrong.shape[3] - 1):
-            found.append(f"Only in dimensions {ends[0]} to {ends[1]} of {wrong.shape[3]}: padding of D?")
+            found.append(
+                f"Only in dimensions {ends[0]} to {ends[1]} of {wrong.shape[3]}: check the padding of D."
+            )
     if float(wrong.double().mean()) > 0.2:
         found.append(
-            "It is nearly everywhere: scale, mask or softmax."
+            "Nearly all entries are wrong: check scale, mask and softmax."
             if tensor in ("out", "lse")
-            else "It is nearly everywhere: a factor, or a term of the gradient that is missing."
+            else "Nearly all entries are wrong: a wrong factor, or a missing term of the gradient."
         )
     return found
