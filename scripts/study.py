@@ -2,6 +2,8 @@
 
     python scripts/study.py numerics --part known
     python scripts/study.py numerics --help       what it measures, and its options
+    python scripts/study.py all                   everything below results/, one after the other: what has no
+                                                  row of today's sources on this machine
 
 Rows go to results/<study>/<gpu>.jsonl. The studies, each a module of scripts/measure/studies/:
 
@@ -11,13 +13,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import shlex
+import subprocess
 import sys
+import time
 from types import ModuleType
 
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-from scripts.measure import studies
+from scripts.measure import measurements, studies
 
 
 def main() -> None:
@@ -26,12 +31,33 @@ def main() -> None:
     if not words or words[0] in ("-h", "--help"):
         print(f"usage: {script} STUDY [OPTION ...]\n\n{__doc__.strip()}\n")
         for name in names:
-            print(f"{name:22}{' '.join(module_of(name).__doc__.split(chr(10) * 2)[0].split())}")
+            what = " ".join(module_of(name).__doc__.split("\n\n")[0].split())
+            print(f"{name:22}{what} ({measurements.measurement(name).takes})")
         return
+    if words == ["all"]:
+        return every()
     if words[0] not in names:
-        raise SystemExit(f"{words[0]} is no study: choose of {', '.join(names)}.")
+        raise SystemExit(f"{words[0]} is no study: choose of {', '.join(['all', *names])}.")
     sys.argv = [f"{script} {words[0]}", *words[1:]]
     module_of(words[0]).main()
+
+
+def every() -> None:
+    """Run all measurements. Raises SystemExit, at the end, for those that failed."""
+    from scripts.measure.machine import ROOT
+    from scripts.measure.runner import rows_path
+
+    failed = []
+    for name, each in measurements.measurements().items():
+        for command in each.commands:
+            words = shlex.split(command.replace("<gpu>", rows_path(name).stem))
+            print(f"{name}, {each.takes}: {shlex.join(words)}", flush=True)
+            start = time.monotonic()
+            code = subprocess.run([sys.executable, *words[1:]], cwd=ROOT).returncode
+            print(f"{name}: {'failed after ' * bool(code)}{time.monotonic() - start:,.0f} s", flush=True)
+            failed += [shlex.join(words)] if code else []
+    if failed:
+        raise SystemExit("\n".join(["these failed:", *failed]))
 
 
 def module_of(name: str) -> ModuleType:

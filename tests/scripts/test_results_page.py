@@ -49,7 +49,7 @@ def results(tmp_path, monkeypatch):
     module.parent.mkdir(parents=True)
     module.touch()
     monkeypatch.setattr(results_page, "ROOT", tmp_path)
-    monkeypatch.setitem(sys.modules, "scripts.measure.studies.probe", SimpleNamespace(report=report))
+    monkeypatch.setitem(sys.modules, "scripts.measure.studies.probe", SimpleNamespace(report=report, GPU_S=5))
     for one in (row(1024, 1.5), row(2048, 6), row(64, 1, "plain"), row(64, 1, gpu=None)):
         folder = tmp_path / "results" / one["point"]["study"]
         folder.mkdir(parents=True, exist_ok=True)

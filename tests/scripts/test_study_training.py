@@ -116,7 +116,7 @@ def test_where_memory_ends_and_how_nanogpt_compares():
     ]
     assert report.found == (
         "The fastest is 1.100x to 1.125x nanoGPT's speed at T = 1,024 to 2,048; naive is out of memory at "
-        "2,048."
+        "2,048 in one micro-batch."
     )
     # Another day's machine is slower: what is measured there is held against nanoGPT there.
     other = [

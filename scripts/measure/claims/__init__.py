@@ -36,24 +36,13 @@ from string import Formatter
 from types import SimpleNamespace
 from typing import Any
 
+from scripts.measure.measurements import command_of
 from scripts.measure.rows import trusted
 
 Row = dict[str, Any]
 
 HOLDS, IN_PART, FAILS, UNTESTED = "holds", "holds in part", "does not hold", "not tested here"
 VERDICTS = (HOLDS, IN_PART, FAILS, UNTESTED)
-# What measures a study, where that is not scripts/studies/<study>.py.
-COMMANDS = {
-    "attention": "python scripts/bench_attention.py",
-    "cuda_ladder": "python scripts/bench_ladder.py",
-    "generate": "python scripts/bench_generate.py",
-    "hopper": "python scripts/bench_attention.py --attention cuda_fa3 flash4 sdpa_cudnn sdpa_flash",
-    "gpt2_124m": "python scripts/bench_train.py --nanogpt nanoGPT/model.py",
-    "parity": "python scripts/parity.py",
-    "roofline": "python scripts/roofline.py",
-}
-
-
 NUMERICS = ("fp8_error",)  # studies of numbers alone, whose rows may be a CPU's
 
 
@@ -169,10 +158,6 @@ def answered(results: Results) -> dict[int, Answer]:
             error.add_note(f"in the answer to claim {each.number}")
             raise
     return found
-
-
-def command_of(study: str) -> str:
-    return COMMANDS.get(study, f"python scripts/study.py {study}")
 
 
 def study(row: Row) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.measure.claims import command_of
 from scripts.measure.machine import ROOT
+from scripts.measure.measurements import Measurement, command_of, measurement, measurements
 from scripts.measure.report.figures import undrawn
 from scripts.measure.report.results_tables import REPORTS, drawn_elsewhere
 from scripts.measure.report.tables import markdown
@@ -34,7 +34,8 @@ HEAD = """# Results
 
 What was measured, by study: the question, the command that measures it again, pictures, findings, tables.
 `python scripts/report.py` writes this page and the pictures from the rows in `<study>/<gpu>.jsonl`, one a
-point, with the machine, versions, commit and command behind it; no figure is typed.
+point, with the machine, versions, commit and command behind it; no figure is typed. `python scripts/study.py
+all` measures all of it again, {takes} in all.
 
 [CLAIMS.md](CLAIMS.md) holds these results against what tutorials and papers claim."""
 
@@ -123,7 +124,7 @@ def written(results: Path, redraw: bool = False) -> dict[Path, str]:
 
 
 def page(results: Path, found: list[Found]) -> str:
-    parts = [HEAD]
+    parts = [HEAD.format(takes=Measurement((), sum(each.gpu_s for each in measurements().values())).takes)]
     if found:
         parts += [index(found)]
     for study in dict.fromkeys(one.study for one in found):
@@ -134,11 +135,12 @@ def page(results: Path, found: list[Found]) -> str:
 
 
 def index(found: list[Found]) -> str:
-    lines = [["study", "question", "found", "GPU", "date"]]
+    lines = [["study", "question", "found", "GPU", "date", "takes"]]
     for one in found:
         date = max(row["machine"]["date"] for row in one.rows)
         link = f"[{one.study}](#{one.study})"
-        lines.append([link, one.report.question, finding(one.report), gpus(one.rows), date])
+        takes = measurement(one.study).takes
+        lines.append([link, one.report.question, finding(one.report), gpus(one.rows), date, takes])
     return markdown(lines)
 
 

@@ -39,6 +39,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Report, Row
 
 STUDY = "attention_memory"
+GPU_S = 85
 COMMAND = f"python scripts/study.py {STUDY}"
 QUESTION = "How does the memory of attention grow with N, and how much of it do the scores take?"
 # Where tiles are compared with all scores in memory.

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from scripts.measure.instruments.bench_points import Shape
 
 COMMAND = f"python scripts/study.py {STUDY}"
+GPU_S = 340
 QUESTION = "How fast is each attention by itself, from N = 32 to 64k, and where does standard attention win?"
 CHUNKS = 10  # processes for what compiles at every shape
 

@@ -37,6 +37,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Report
 
 STUDY = "backward_recompute"
+GPU_S = 240
 LENGTHS = {64: (512, 4096), 128: (4096,)}
 FP32_LENGTHS, CPU_LENGTHS, COUNTED_LENGTHS = (1024, 4096), (128, 256, 512), (4096,)
 MOST_LAUNCHES = 2048  # tokens; above a launch for each tile makes seconds of the host's time

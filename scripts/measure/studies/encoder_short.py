@@ -13,6 +13,7 @@ from scripts.measure.report import training
 from scripts.measure.studies import Report, Row
 
 EXPERIMENT = "encoder_short"
+GPU_S = 270
 SMALL = ("seq_len=64", "tokens_per_step=1024", "sweep.micro_tokens=512", "model.n_layer=2", "model.n_head=4")
 SMALL += ("model.n_embd=128", "data.corpus.vocab_size=64", "data.corpus.n_tokens=4096")
 SMALL += (

@@ -25,6 +25,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point, Report, Table
 
 STUDY = "fp8_error"
+GPU_S = 0
 NAMES = ("fp16", "bf16", "tensor", "blocks", "hadamard", "hadamard_blocks")
 BLOCK, MOST = 128, 448.0  # tokens that share a scale; e4m3's largest number
 HEADS = 4

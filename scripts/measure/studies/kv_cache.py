@@ -38,6 +38,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point
 
 STUDY = "kv_cache"
+GPU_S = 44
 LENGTHS = (1, 32, 128, 256, 512, 1024, 2048, 4096)
 WHOLE = (100, 512)
 CPU_LENGTHS, CPU_WHOLE = (1, 8, 16, 32, 64), (8, 32)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from scripts.measure.studies import Report, Row
 
 STUDY = "long_context_quality"
+GPU_S = 360
 SEED = 1337  # the first; the others follow
 # What is asked for where the command line says nothing: contexts, seeds, tokens, runs at once, overrides.
 USUAL: dict[str, dict[str, Any]] = {

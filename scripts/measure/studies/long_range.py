@@ -38,6 +38,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, Table
 
 STUDY, SEED = "long_range", 1337
+GPU_S, ESTIMATED = 540, True
 # By device: what is asked for where the command line says nothing. `tasks` is (T, steps, examples of a step)
 # of each.
 USUAL: dict[str, dict[str, Any]] = {

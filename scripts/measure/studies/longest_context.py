@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 STUDY = "longest_context"
+GPU_S = 780
 CHILD = "scripts.measure.instruments.training_point:child"
 ATTENTIONS = ("naive", "sdpa_cudnn", "triton", "cuda")
 WITHIN = 0.03  # how far apart what fits and what does not may stay

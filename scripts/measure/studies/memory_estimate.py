@@ -26,6 +26,7 @@ from scripts.measure.studies import Report, Row, Table
 from scripts.measure.worker import once
 
 STUDY = "memory_estimate"
+GPU_S = 95
 COMMAND = f"python scripts/study.py {STUDY}"
 QUESTION = "Does a training step take the memory that was predicted, and do its parts add up to the peak?"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "other")

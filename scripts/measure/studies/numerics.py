@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from scripts.measure.instruments.exactness import Measurement
 
 STUDY = "numerics"
+GPU_S = 33
 PARTS = ("known", "tiles", "stability", "asked")
 SIZES = {"cuda": (2, 8, 512), "cpu": (1, 2, 256)}  # batch, heads, tokens
 SECONDS = {"cuda": 35, "cpu": 60}

@@ -32,6 +32,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row
 
 STUDY = "prefill_decode"
+GPU_S = 43
 # name: layers, width, heads
 MODELS = {
     "gpt2": (12, 768, 12),

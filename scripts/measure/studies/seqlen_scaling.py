@@ -18,6 +18,7 @@ from scripts.measure.studies import Report, Row
 Lines = dict[str, dict[int, list[Row]]]  # by implementation and length
 
 EXPERIMENT = "seqlen_scaling"
+GPU_S, ESTIMATED = 2100, True
 SMALL = ("model=tiny", "model.n_layer=1", "tokens_per_step=1024", "data.corpus.vocab_size=64")
 SMALL += ("data.corpus.n_tokens=4096", "sweep.grid.attention=[naive,sdpa]")
 SMALL += ("sweep.grid.seq_len=[64,128,256]", "optim.lr=3e-3", "sweep.seconds=1")

@@ -22,6 +22,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point, Report, Table
 
 STUDY = "softmax_passes"
+GPU_S = 9
 VALUES = 1 << 26
 COLUMNS = (1 << 12, 1 << 15, 1 << 18, 1 << 22)
 NAMES = ("three_passes", "two_passes", "torch")

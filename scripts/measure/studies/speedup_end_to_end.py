@@ -13,6 +13,7 @@ from scripts.measure.report import training
 from scripts.measure.studies import Report, Row
 
 EXPERIMENT = "speedup_end_to_end"
+GPU_S = 413
 SMALL = ("seq_len=64", "tokens_per_step=1024", "sweep.micro_tokens=512", "sweep.grid.model=[tiny]")
 SMALL += ("data.corpus.vocab_size=64", "data.corpus.n_tokens=4096", "sweep.grid.compile=[false]")
 SMALL += ("sweep.grid.attention=[standard,sdpa]", "model.bias=true", "optim.lr=3e-3", "sweep.seconds=1")

@@ -1,0 +1,68 @@
+"""What measures each folder of results/, what it takes, and one command for all of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from scripts import study
+from scripts.measure import runner
+from scripts.measure.measurements import OTHERS, Measurement, command_of, measurement, measurements
+from tests.running import ROOT
+
+
+def test_every_folder_of_results_has_a_command_and_a_time():
+    found = measurements()
+    assert {path.name for path in (ROOT / "results").iterdir() if path.is_dir()} <= found.keys()
+    for name, each in found.items():
+        assert each.gpu_s > 0 or name == "fp8_error"  # which a CPU measures
+        assert each.commands[0] == command_of(name)
+        for command in each.commands:
+            assert (ROOT / command.split()[1]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("gpu_s", "estimated", "said"),
+    [(0, False, "no GPU"), (85, False, "85 s of one H200"), (780, True, "about 13 min of one H200")],
+)
+def test_a_time_is_said_with_its_unit(gpu_s, estimated, said):
+    assert Measurement((), gpu_s, estimated).takes == said
+
+
+def test_the_document_has_the_same_times():
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \|", (ROOT / "docs" / "studies.md").read_text(), re.M)
+    told = {}
+    for names, times in rows[1:]:
+        unit = 60 if "min" in times else 1
+        seconds = [unit * int(number) for number in re.findall(r"\d+", times)]
+        told |= dict(zip(re.findall(r"`(\w+)`", names), seconds, strict=True))
+    assert told.pop("fp8_error") and told == {
+        name: each.gpu_s for name, each in measurements().items() if name not in (*OTHERS, "fp8_error")
+    }
+
+
+def test_all_runs_every_command_and_names_those_that_failed(monkeypatch, capsys):
+    ran = []
+
+    def run(words, cwd):
+        ran.append(" ".join(["python", *words[1:]]))
+        return SimpleNamespace(returncode="parity" in ran[-1])
+
+    monkeypatch.setattr(study.subprocess, "run", run)
+    monkeypatch.setattr(runner, "rows_path", lambda name: ROOT / "results" / name / "h200.jsonl")
+    monkeypatch.setattr(sys, "argv", ["scripts/study.py", "all"])
+    with pytest.raises(SystemExit, match=r"these failed:\npython scripts/parity.py$"):
+        study.main()
+    every = [command for each in measurements().values() for command in each.commands]
+    assert ran == [command.replace("<gpu>", "h200") for command in every] and len(ran) > 20
+    said = capsys.readouterr().out
+    assert "numerics, 33 s of one H200: python scripts/study.py numerics\nnumerics: 0 s" in said
+    assert "parity: failed after 0 s" in said
+
+
+def test_what_nothing_measures_is_refused():
+    with pytest.raises(ModuleNotFoundError):
+        measurement("probe")
