@@ -105,7 +105,9 @@ def test_stacking(cached: tuple[float, float], verdict: str, tmp_path: Path) -> 
 def test_all_at_80_percent_of_their_roofs(tmp_path: Path) -> None:
     found = results(tmp_path, "prefill_decode")
     first = intensity_decides(found)
-    assert first.verdict == HOLDS and "QKV projection 647 FLOP/byte" in first.why
+    # products have less than 99.8% of the FLOPs
+    assert first.verdict == IN_PART and "QKV projection 647 FLOP/byte" in first.why
+    assert "more than QK^T and PV have, which are products. Products are 99.7%" in first.why
     second = prefill_and_decode(found)
     assert second.verdict == HOLDS and "67,108,864 scores" in second.why
     third = utilisations(found)  # 80% of 700 TFLOP/s, of 989

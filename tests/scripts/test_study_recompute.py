@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ops.options import AttentionOptions
 from scripts.measure import rows
-from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims import FAILS, IN_PART, NotMeasured, Results
 from scripts.measure.claims.exactness import recomputed
 from scripts.measure.instruments import backward_work, counters
 from scripts.measure.instruments.backward_bench import kept_mib
@@ -267,7 +267,7 @@ def test_report_of_a_gpu():
     assert backward_recompute.report([]).tables == [] and backward_recompute.report([]).pictures == {}
 
 
-@pytest.mark.parametrize(("kept", "again", "verdict"), [(3, 1, HOLDS), (1, 3, FAILS)])
+@pytest.mark.parametrize(("kept", "again", "verdict"), [(3, 1, IN_PART), (1, 3, FAILS)])
 def test_the_claim(tmp_path, kept, again, verdict):
     assert claimed(tmp_path, faked(kept, again)).verdict == verdict
 

@@ -100,14 +100,16 @@ def twenty_times_less(results: Results) -> Figures:
     "What a head's matrix of scores takes in naive attention, and all of it together (D = 128).",
     theirs="N = 1024: 4 MB, ~5 MB; 4096: 64 MB, ~66 MB; 8192: 256 MB, ~260 MB; 16384: 1 GB, out of memory",
     # The matrix, N^2 x 4 bytes, is theirs whoever computes it; the totals and the end are what can be wrong.
-    holds=lambda f: f.totals_right and not f.fits,
-    partly=lambda f: near(f.scores, 256),
+    # In part with one of the totals.
+    holds=lambda f: f.right == 3 and not f.fits,
+    partly=lambda f: f.right > 0,
     differ=("implementation", "run"),  # bytes, which do not vary between runs
     apart=("seq_len",),
     figure="{totals}",
     why="""
         A head's scores are N^2 x 4 bytes, {scores:,.0f} MiB at 8,192, as claimed. With q, k, v and out
-        ({operands:,.0f} MiB there): {said}. Standard attention holds {matrices:.1f} matrices at its peak.
+        ({operands:,.0f} MiB there): {said}. Standard attention holds {matrices:.1f} matrices at its peak;
+        {right} of the 3 totals are within a tenth of what some kernel takes.
         One head at 16,384 {end}: 1 GiB of scores fills no 80 GB card.
         """,
 )
@@ -127,7 +129,7 @@ def one_head(results: Results) -> Figures:
     return Figures(
         rows,
         totals=listed("{1:,.0f} MiB at {0:,}", [(n, at[n]) for n in CLAIMED_TOTALS]),
-        totals_right=all(right),
+        right=sum(right),
         fits=16384 in at,
         end="fits here" if 16384 in at else "ran out of memory here",
         scores=big["scores_mib"],

@@ -100,8 +100,10 @@ MISTAKES = [
     ),
     Mistake(
         (10,),
-        "A kernel whose threads return before a `__syncthreads`, and static shared arrays of 112 KB.",
-        "The first is undefined behaviour; static shared memory ends at 48 KB, more has to be dynamic.",
+        "A kernel whose threads return before a `__syncthreads`, and static shared arrays of 112 KB, "
+        'elsewhere "64 KB per thread block".',
+        "The first would be undefined behaviour; as launched, with a thread a row of the tile, none returns. "
+        "Static shared memory ends at 48 KB, more has to be dynamic.",
     ),
     Mistake(
         (13,),
@@ -138,6 +140,16 @@ MISTAKES = [
         'Online softmax goes from "two passes to one", or "three to two, as one is impossible".',
         "Both are true: one pass for attention, whose output may be rescaled; two for softmax alone, which "
         "has to write every value.",
+    ),
+    Mistake(
+        (32,),
+        "Operations bound by memory are 0.02% of the FLOPs, beside matrix products of over 99.8%.",
+        "The two differ by a factor of ten, and QK^T is a product that is bound by memory.",
+    ),
+    Mistake(
+        (1,),
+        "8 GB of scores are more than the weights of a model of 7B parameters.",
+        f"Those are {7e9 * 2 / 1e9:.0f} GB in 16 bits.",
     ),
     Mistake(
         (17, 23),
