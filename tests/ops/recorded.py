@@ -139,6 +139,7 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
             (attention, "_check", lambda *_: None),
             # what only a driver can make
             (hopper, "tensor_map", lambda *_: bytes(128)),
+            (hopper, "NOT_RUN", ()),  # what no call takes yet is compiled too
             (torch.cuda, "get_device_capability", lambda *_: arch),
             (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch.Tensor, "is_cuda", True),

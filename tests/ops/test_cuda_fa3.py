@@ -63,6 +63,27 @@ def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...]) -> None:
     assert not (on and found["LATE_DQ"])
 
 
+@pytest.mark.parametrize(
+    ("options", "deterministic", "stage"),
+    [
+        ({"causal": False, "window": (5, 3)}, 0, "fa3"),
+        ({}, 1, "fa2"),
+        ({"softcap": 3.0}, 0, "fa2"),
+        ({"alibi_slopes": torch.ones(2)}, 0, "fa2"),
+        ({"dropout_p": 0.1}, 0, "fa2"),
+    ],
+    ids=str,
+)
+def test_which_backward(
+    options: dict[str, Any], deterministic: int, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(hopper, "run_backward", lambda *_: "fa3")
+    monkeypatch.setattr(hopper, "fa2_backward", lambda *_: "fa2")
+    asked = AttentionOptions(scale=0.125, **options), torch.tensor(5), [deterministic], False
+    assert hopper.fa3_backward(x, x, x, x, x, x, *asked) == stage
+
+
 BACKWARD_OPTIONS: list[dict[str, Any]] = [
     {"causal": True},
     {"causal": False},

@@ -21,9 +21,9 @@
 // HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; 4 bytes a number of dQ, cleared, read,
 // and added to Tk / BC times in the L2.
 // Options. A mask, and the ids of documents, are looked at in the tiles that the ends of a block's queries cross; softcap,
-// ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score.
-// Limits. 16-bit inputs, D up to 128 in steps of 8 (padded to 64 or 128 in shared memory, to a multiple of 16 in the
-// products); the additions to dQ come in any order.
+// ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score. (Of these a window alone
+// has run on a GPU in this form; with the others the host takes fa2_backward.cu.)
+// Limits. 16-bit inputs, D up to 128 in steps of 8 (padded to 64 or 128); the additions to dQ come in any order.
 // The host also defines PAD_D, BR (queries of a tile), STAGES (of Q and of dO), LATE_DQ, BOUNDED_WAITS.
 #include "fa3_backward_consumer.cuh"
 
@@ -80,7 +80,6 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
 
 // A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator.
 __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int group) {
-    const unsigned bytes = ROWS_OF_DQ ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     Tiles tiles(room);
     Ring<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
@@ -90,7 +89,8 @@ __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int gr
                 const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                 mbarrier_wait(room.barrier(DQ_FULL + group), dq.parity);
                 if (threadIdx.x % 32 == 0) {
-                    bulk_reduce_add(p.scratch + row * PAD_D + group * (PART_BYTES / 4), room.dq + group * PART_BYTES, bytes);
+                    bulk_reduce_add(p.scratch + row * PAD_D + group * (PART_BYTES / 4), room.dq + group * PART_BYTES,
+                                    PART_BYTES);
                     bulk_commit_group();
                     bulk_wait_group_read<0>();
                     mbarrier_arrive(room.barrier(DQ_EMPTY + group));

@@ -45,11 +45,11 @@ struct Weights {
     }
     // A thread's first key, and the place of its first query.
     __device__ __forceinline__ int first_key() const { return tile.j0 + group * 64 + warp * 16 + lane / 4; }
-    __device__ __forceinline__ int first_query() const { return lane % 4 * 2; }
+    __device__ __forceinline__ int first_query() const { return threadIdx.x % 4 * 2; }
 
     // 0 in the place of P where it is not seen.
     __device__ __forceinline__ void apply_mask(int i0) {
-        const int key = first_key(), i_first = i0 + first_query(), diagonal = tile.keys - p.tq;
+        const int key = first_key(), i_first = i0 + first_query(), keys = tile.keys;
         unsigned same[2];
 #if DOCUMENT_IDS
         const int ids[2] = {id_of_key(p, tile.b, key), id_of_key(p, tile.b, key + 8)};
@@ -60,15 +60,15 @@ struct Weights {
 #endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int j = key + half * 8;
-            const int begin = j >= tile.keys ? BR : HAS_RIGHT ? j - diagonal - p.window_right - i_first : -i_first;
+            const int j = key + half * 8, diagonal = keys - p.tq;
+            const int begin = j >= keys ? BR : HAS_RIGHT ? j - diagonal - p.window_right - i_first : -i_first;
             const int end = HAS_LEFT ? j - diagonal + p.window_left + 1 - i_first : BR;
 #pragma unroll
             for (int n = 0; n < BR / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const bool seen = n * 8 + e >= begin && !(HAS_LEFT && n * 8 + e >= end);
-                    if (!seen || (DOCUMENT_IDS && !(same[half] >> (2 * n + e) & 1))) clear(4 * n + 2 * half + e, SOFTCAP);
+                    const bool other = DOCUMENT_IDS && !(same[half] >> (2 * n + e) & 1);
+                    if (n * 8 + e < begin || (HAS_LEFT && n * 8 + e >= end) || other) clear(4 * n + 2 * half + e, SOFTCAP);
                 }
         }
     }

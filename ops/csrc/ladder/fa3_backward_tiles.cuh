@@ -10,7 +10,6 @@
 #define KV_BYTES (BC * PAD_D * 2)
 #define DS_BYTES (BR * BC * 2)
 #define ROWS_BYTES (BR * 4)          // of lse2 or delta
-#define USED_D (HEAD_DIM <= 32 ? 32 : HEAD_DIM <= 64 ? 64 : (HEAD_DIM + 15) / 16 * 16)  // columns that are multiplied
 #define ROWS_OF_DQ (BR == 128)       // a warp group has half of dQ's rows, or half of its columns
 #define DQ_COLUMNS (ROWS_OF_DQ ? PAD_D : PAD_D / 2)
 #define PART_BYTES (64 * DQ_COLUMNS * 4)
