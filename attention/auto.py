@@ -47,6 +47,7 @@ LAST = ("sdpa", "tiled", "naive")
 SHORT = 1024
 # Of these SDPA makes a mask of Tq x Tk entries, others skip what is hidden.
 MASKS = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
+MASKS |= {"relative_bias"}
 
 
 def kind(call: AttentionCall) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 Every implementation computes, per batch b, head h and query i,
 
-    s_j = scale * <q_i, k_j>;  s_j = softcap * tanh(s_j / softcap);  s_j += -slope_h * |rel| + bias_ij;
+    s_j = scale * <q_i, k_j>;  s_j = softcap * tanh(s_j / softcap);
+    s_j += -slope_h * |rel| + bias_ij + relative_bias_h[rel];
     s_j = -inf where j is not visible;  p = softmax(s);  p = dropout(p);  out_i = sum_j p_j v_j
 
 in this order, with rel = j - (i + Tk - Tq), the distance to the bottom-right diagonal. `kv_lengths[b]` takes
@@ -163,6 +164,7 @@ class Attention(nn.Module):
         document_ids: DocumentIds | None = None,
         kv_lengths: Tensor | None = None,
         block_mask: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         dropout_p: float = 0.0,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -172,7 +174,7 @@ class Attention(nn.Module):
             q: (B, Hq, Tq, D), any strides with a contiguous last dimension, as k and v.
             k, v: (B, Hkv, Tk, D), Hq a multiple of Hkv; query head h reads key head h // (Hq / Hkv). Or a
                 CacheView in place of both, which has lengths of its own: without a gradient, and without
-                bias, document_ids, kv_lengths, block_mask and dropout.
+                bias, document_ids, kv_lengths, block_mask, relative_bias and dropout.
             causal: query i sees keys j <= i + Tk - Tq (aligned bottom-right).
             scale: of the scores, any number; None is D**-0.5. One of 0 or less copies q.
             window: (left, right), keys seen on each side of the diagonal; -1 or None is unbounded.
@@ -183,6 +185,8 @@ class Attention(nn.Module):
             kv_lengths: (B,) int32 on the device, 0 to Tk, in its place; what lies beyond may be NaN.
             block_mask: bool, (1 or B, 1 or Hq, Tq / 128, Tk / 128), rounded up: which tiles of 128 queries
                 and 128 keys count; other options apply within them (block-sparse, Dao et al. 2022).
+            relative_bias: (Hq, 2 R + 1), a number added for each distance rel, of which those beyond R count
+                as R: relative_bias[h, R + min(max(rel, -R), R)] (T5, Raffel et al. 2020), with a gradient.
             dropout_p: of the probabilities, in [0, 1); the seed comes from torch's default generator.
             return_lse: also the log of the softmax's denominator; it carries no gradient.
 
@@ -202,6 +206,7 @@ class Attention(nn.Module):
             document_ids=document_ids,
             kv_lengths=kv_lengths,
             block_mask=block_mask,
+            relative_bias=relative_bias,
             dropout_p=dropout_p,
             return_lse=return_lse,
         )
@@ -210,7 +215,7 @@ class Attention(nn.Module):
         if not torch.compiler.is_compiling():
             self._check(q, k, v, options)
         if q.numel() == 0 or k.numel() == 0:
-            out, lse = empty_attention(q, k, v, bias)
+            out, lse = empty_attention(q, k, v, bias, relative_bias)
         else:
             seed = self.draw_seed(dropout_p, q.device) if dropout_p else None
             if scale is None:

@@ -26,6 +26,7 @@ FEATURES: dict[str, str] = {
     "document_ids": "data.document_mask=false",
     "kv_lengths": "another attention for generation with a cache",
     "block_mask": "model.sparsity=null",
+    "relative_bias": "model.position=learned, rope or alibi",
     "dropout": "model.attn_dropout=0",
     "gqa": "model.n_kv_head=null",
     "noncausal": "model.causal=true",
@@ -34,6 +35,8 @@ FEATURES: dict[str, str] = {
 }
 # Caches that are read in place of k and v (ops/cache_view.py), and what to change to do without one.
 CACHES: dict[str, str] = {"paged": "cache=dense", **dict.fromkeys(CACHE_DTYPES, "cache_dtype=auto")}
+# What no cache can be read with in place of k and v.
+NOT_CACHED = frozenset({"bias", "document_ids", "block_mask", "relative_bias", "dropout"})
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 
@@ -54,7 +57,9 @@ class UnsupportedAttention(UserError):
 def facts_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, Any]:
     """What an AttentionCall of live tensors says by its fields, but for its purpose and the GPU."""
     grad = torch.is_grad_enabled()
-    bias_grad = grad and options.bias is not None and options.bias.requires_grad
+    bias, relative_bias = options.bias, options.relative_bias
+    bias_grad = grad and bias is not None and bias.requires_grad
+    learned = bias_grad or (grad and relative_bias is not None and relative_bias.requires_grad)
     return {
         "device": q.device.type,
         "dtype": q.dtype,
@@ -66,7 +71,7 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict
         "head_dim": q.shape[3],
         "causal": options.causal,
         "features": _features_of(options, bias_grad),
-        "backward": grad and (q.requires_grad or k.requires_grad or v.requires_grad or bias_grad),
+        "backward": grad and (q.requires_grad or k.requires_grad or v.requires_grad or learned),
     }
 
 
@@ -101,6 +106,7 @@ def _features_of(options: AttentionOptions, bias_grad: bool) -> tuple[str, ...]:
         ("document_ids", options.document_ids is not None),
         ("kv_lengths", options.kv_lengths is not None),
         ("block_mask", options.block_mask is not None),
+        ("relative_bias", options.relative_bias is not None),
         ("dropout", options.dropout_p > 0),
         ("lse", options.return_lse),
     )
@@ -200,6 +206,12 @@ class Capabilities:
         """Why `call` cannot run, every reason with what to change; empty when it can."""
         reasons = [f"no {f}: needs {FEATURES[f]}" for f in sorted(call.features - self.features)]
         reasons += [f"no {kind} cache: needs {CACHES[kind]}" for kind in sorted(call.cache - self.caches)]
+        if call.cache:
+            kinds, remedies = ", ".join(sorted(call.cache)), sorted({CACHES[kind] for kind in call.cache})
+            reasons += [
+                f"no {f} with a cache that is {kinds}: needs {' and '.join(remedies)}"
+                for f in sorted(call.features & NOT_CACHED)
+            ]
         if call.device not in self.devices:
             reasons.append(
                 f"no {call.device}: runs on {' and '.join(sorted(self.devices))} (trainer.accelerator)"

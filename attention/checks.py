@@ -98,12 +98,20 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
         )
     if options.block_mask is not None:
         _check_block_mask(options.block_mask, q, tk)
+    if options.relative_bias is not None:
+        _check_tensor("relative_bias", options.relative_bias, q, floating=True)
+        shape = tuple(options.relative_bias.shape)
+        _need(
+            len(shape) == 2 and shape[0] == heads and shape[1] >= 3 and shape[1] % 2 == 1,
+            f"relative_bias is {shape}; it needs a number for each query head and distance from -R to R, "
+            f"({heads}, 2 R + 1) with R at least 1",
+        )
 
 
 def check_view(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
     """Raises ValueError for a call on a CacheView that makes no sense for any implementation."""
     k, v = view.k, view.v
-    never = ("bias", "document_ids", "kv_lengths", "block_mask")
+    never = ("bias", "document_ids", "kv_lengths", "block_mask", "relative_bias")
     given = [name for name in never if getattr(options, name) is not None]
     given += ["dropout_p"] * (options.dropout_p > 0)
     _need(not given, f"{', '.join(given)} with a CacheView, which takes neither: pass k and v")

@@ -82,18 +82,23 @@ def _mask_mod(
 
 def _score_mod(limits: Limits, options: AttentionOptions) -> Callable[..., Tensor] | None:
     """What the contract does to scaled scores, in its order; None for nothing."""
-    softcap, slopes, bias = options.softcap, options.alibi_slopes, options.bias
-    if softcap is None and slopes is None and bias is None:
+    softcap, slopes, bias, table = options.softcap, options.alibi_slopes, options.bias, options.relative_bias
+    if softcap is None and slopes is None and bias is None and table is None:
         return None
+    reach = 0 if table is None else table.shape[1] // 2
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
 
     def scores(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
-        if slopes is not None:
+        if slopes is not None or table is not None:
             queries, keys, _, _ = limits.of(b)
-            s = s - slopes[h] * (j - _plus(i, keys - queries)).abs()
+            rel = j - _plus(i, keys - queries)
+        if slopes is not None:
+            s = s - slopes[h] * rel.abs()
+        if table is not None:
+            s = s + table[h, torch.clamp(rel, -reach, reach) + reach]
         if bias is not None:
             # Never expanded: the gradient of an expanded bias would be (B, Hq, Tq, Tk) before its reduction.
             n = [0 * x if size == 1 else x for x, size in zip((b, h, i, j), bias.shape, strict=True)]
@@ -193,7 +198,7 @@ def _run_static(
     if tq < least or tk < 512 or tk % unit or (tq != 1 and tq % TILE):
         return None
     constants = options.scale, options.softcap, options.return_lse
-    tensors = tuple(map(_facts, (q, k, v, options.alibi_slopes, options.bias)))
+    tensors = tuple(map(_facts, (q, k, v, options.alibi_slopes, options.bias, options.relative_bias)))
     key = (tensors, limits, constants, torch.is_grad_enabled(), backend)
     if key not in _STATIC:
         kind = (*_kind_of_call(q, k, v, options), backend)
@@ -321,8 +326,10 @@ class FlexAttention(Attention):
             q, bias = q + bias.flatten()[:0].sum().to(q.dtype), bias.detach()
         if bias is not None and (bias.requires_grad or bias.dtype == torch.float64):
             bias = bias.float()  # its gradient is summed in its own dtype
+        table = None if options.relative_bias is None else options.relative_bias.float()
         # Causal and window are limits, data to one kernel for all of them.
         options = options._replace(causal=False, window=None, alibi_slopes=slopes, bias=bias)
+        options = options._replace(relative_bias=table)
         if torch.compiler.is_compiling():
             # The same lines in every layer: the compiler keeps one of them.
             return flex(q, k, v, limits, _lists(tq, tk, limits, options, q.device), options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ops.options import MASK_BLOCK
@@ -57,6 +58,34 @@ def block_mask_of(block_mask: Tensor | None, i: Tensor, j: Tensor) -> Tensor | N
     return None if block_mask is None else block_mask[:, :, i // MASK_BLOCK][..., j // MASK_BLOCK]
 
 
+def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
+    """The tile of a bias that broadcasts to (B, Hq, Tq, Tk): a view of four dimensions."""
+    bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
+    if bias.shape[2] > 1:
+        bias = bias[:, :, rows.start : rows.stop]
+    return bias[..., cols.start : cols.stop] if bias.shape[3] > 1 else bias
+
+
+def relative_bias_of(relative_bias: Tensor, rel: Tensor) -> Tensor:
+    """relative_bias (Hq, 2 R + 1) at distances rel (B or 1, 1, r, c): (B or 1, Hq, r, c)."""
+    reach = relative_bias.shape[1] // 2
+    # As an embedding: its gradient is a sum over many equal indices, which indexing would do one by one.
+    at = rel.squeeze(1).clamp(-reach, reach) + reach
+    return F.embedding(at, relative_bias.T).permute(0, 3, 1, 2)
+
+
+def diagonal_sums(x: Tensor, rel: Tensor, reach: int) -> Tensor:
+    """What `relative_bias_of` does, the other way about: x (B, Hq, r, c) summed up by its distances
+    rel (B or 1, 1, r, c), (Hq, 2 reach + 1); in a definite order, and without an index for each number."""
+    rows, cols = x.shape[2:]
+    # With each row a place further right than the one below it, a diagonal is a column.
+    skewed = F.pad(x.flip(2), (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, rows + cols - 1))
+    first = rel[:, 0, -1:, 0]  # (B or 1, 1): of the last row's first key, the least
+    of_diagonals = first + torch.arange(rows + cols - 1, device=x.device)
+    at = of_diagonals.clamp(-reach, reach) + reach
+    return (skewed.sum(2) @ F.one_hot(at, 2 * reach + 1).to(x.dtype)).sum(0)
+
+
 def blank_beyond(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
     """k or v (B, Hkv, Tk, D) with zeros from `kv_lengths` on.
 
@@ -76,12 +105,13 @@ def aligned(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def empty_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def empty_attention(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, lse) where B, Tq or Tk is 0: zeros and -inf, with gradients of zero rather than an error."""
     nothing = torch.ones((), dtype=torch.bool, device=q.device)
     out = q.masked_fill(nothing, 0) + (k[..., :0].sum() + v[..., :0].sum())
-    if bias is not None:
-        out = out + bias.flatten()[:0].sum().to(out.dtype)
+    for bias in biases:
+        if bias is not None:
+            out = out + bias.flatten()[:0].sum().to(out.dtype)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return out, torch.full(q.shape[:3], -torch.inf, dtype=lse_dtype, device=q.device)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import (
@@ -49,6 +50,11 @@ def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS)
         scores = scores - options.alibi_slopes.to(scores.dtype).view(1, heads, 1, 1) * rel.abs()
     if options.bias is not None:
         scores = scores + options.bias.to(scores.dtype)
+    if options.relative_bias is not None:
+        table = options.relative_bias.to(scores.dtype)  # (Hq, 2 R + 1)
+        reach = table.shape[1] // 2
+        of_pair = F.embedding(rel.clamp(-reach, reach).squeeze(1) + reach, table.T)  # (B or 1, Tq, Tk, Hq)
+        scores = scores + of_pair.permute(0, 3, 1, 2)
 
     hidden = j >= keys
     if options.causal:
@@ -138,6 +144,8 @@ class NaiveAttention(Attention):
         and scale 4, dQ and dK 2: 25."""
         matrix, mask, sums = scores_bytes(call), call.tq * call.tk, 2 * lse_bytes(call)
         dropped = matrix // 4 if "dropout" in call.features else 0  # which probabilities were kept, as bool
+        if "relative_bias" in call.features:
+            mask += 8 * call.tq * call.tk  # the distances, which the embedding keeps
         written = {"moved": (14 * matrix, 25 * matrix), "writes_scores": True, "backward_products": 4}
         if compiled:
             matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropped

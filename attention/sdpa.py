@@ -33,7 +33,14 @@ from attention.base import (
     Kernels,
 )
 from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes, wide_bytes
-from attention.geometry import aligned, blank_beyond, block_mask_of, relative_positions, visible
+from attention.geometry import (
+    aligned,
+    blank_beyond,
+    block_mask_of,
+    relative_bias_of,
+    relative_positions,
+    visible,
+)
 from conf.values import UserError
 
 _BACKENDS = {
@@ -55,10 +62,13 @@ _HEADINGS = {"flash": "flash attention", "efficient": "memory efficient", "cudnn
 _ALL = frozenset(FEATURES) - {"softcap", "lse"}
 # These go through attn_mask; so does a causal rectangle with more than one query.
 _MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
+_MASKED |= {"relative_bias"}
 
 
 def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch.dtype]) -> Capabilities:
-    return Capabilities(features=features, devices=frozenset({device}), dtypes=dtypes)
+    # a mask without a gradient has none for what it is made of
+    constant = frozenset({"relative_bias"} if "bias_grad" not in features else ())
+    return Capabilities(features=features, devices=frozenset({device}), dtypes=dtypes, no_gradient=constant)
 
 
 # By backend and device; `auto` and `math` run everything everywhere. Tried on torch 2.13 (CPU).
@@ -108,7 +118,9 @@ class SDPAAttention(Attention):
             window = None  # a right bound says nothing
         # SDPA takes no symbolic bool, as a comparison of dynamic shapes would be; a branch is definite.
         gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        relative_bias = options.relative_bias
         extras = (window, alibi_slopes, bias, options.document_ids, kv_lengths, options.block_mask)
+        extras += (relative_bias,)
         if all(extra is None for extra in extras) and (not causal or tq == 1 or tq == tk):
             # One query at the bottom right sees every key, where is_causal would show it only the first.
             if tq == 1:
@@ -123,11 +135,13 @@ class SDPAAttention(Attention):
         mask = mask | blind
         # For cuDNN PyTorch 2.11 makes -65504 of a bool mask's False, and scores of a large q differ by more.
         bounded = q.is_cuda and q.dtype in LOW_PRECISION
-        if alibi_slopes is not None or bias is not None or bounded:
+        if any(x is not None for x in (alibi_slopes, bias, relative_bias)) or bounded:
             added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
             if alibi_slopes is not None:
                 wide = torch.promote_types(q.dtype, torch.float32)
                 added = added - (alibi_slopes.to(wide).view(1, -1, 1, 1) * rel.abs()).to(q.dtype)
+            if relative_bias is not None:
+                added = added + relative_bias_of(relative_bias.to(q.dtype), rel)
             mask = torch.where(mask, added, -torch.inf)
             if mask.stride(-1) != 1:  # as that of a transposed bias, which the CUDA kernels refuse
                 mask = mask.clone(memory_format=torch.contiguous_format)
@@ -168,7 +182,10 @@ class SDPAAttention(Attention):
         and dK 2."""
         features, on_gpu = call.features, call.device == "cuda"
         mask = call.tq * call.tk * call.dtype.itemsize
-        masks = mask * call.heads if "alibi" in features else mask if "window" in features else 0
+        of_heads = features & {"alibi", "relative_bias"}
+        masks = mask * call.heads if of_heads else mask if "window" in features else 0
+        if "relative_bias" in features and call.backward:
+            masks += 8 * call.tq * call.tk  # the distances, kept for its gradient
         masks += q_bytes(call) if masks else 0
         left_alone = self.backend == "auto" and on_gpu and call.dtype == torch.float32
         if self.backend == "math" or left_alone or (not on_gpu and "dropout" in features):
@@ -246,9 +263,9 @@ def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: st
     mask = None
     if masked:
         # One row stands for all: no memory of Tq * Tk, and the kernels want a last stride of 1.
-        added = bool(call.features & {"bias", "bias_grad", "alibi"})
+        added = bool(call.features & {"bias", "bias_grad", "alibi", "relative_bias"})
         row = torch.empty(call.tk, dtype=call.dtype if added else torch.bool, device=device)
-        row.requires_grad_(call.backward and "bias_grad" in call.features)
+        row.requires_grad_(call.backward and bool(call.features & {"bias_grad", "relative_bias"}))
         mask = row.expand(1, group if added else 1, call.tq, call.tk)
     is_causal = call.causal and call.tq > 1 and not masked
     dropout = 0.1 if "dropout" in call.features else 0.0

@@ -36,6 +36,9 @@ from attention.declaration import lse_bytes, wide_bytes
 from attention.geometry import (
     blank_beyond,
     block_mask_of,
+    cut_bias,
+    diagonal_sums,
+    relative_bias_of,
     relative_positions,
     tile_kind,
     tiles,
@@ -168,16 +171,17 @@ class _Problem:
         if self.options.softcap is not None:
             capped = torch.tanh(s / self.options.softcap)
             s = self.options.softcap * capped
-        if not masked and self.options.alibi_slopes is None and self.options.bias is None:
+        biases = self.options.alibi_slopes, self.options.bias, self.options.relative_bias
+        if not masked and all(bias is None for bias in biases):
             return s, capped
         heads = self.per_head(s, rows)
-        i = torch.arange(rows.start, rows.stop, device=s.device)
-        j = torch.arange(cols.start, cols.stop, device=s.device)
-        rel = relative_positions(i, j, self.q.shape[2], self.k.shape[2], self.options.kv_lengths)
+        i, j, rel = self.places(rows, cols)
         if self.options.alibi_slopes is not None:
             heads = heads - self.options.alibi_slopes.to(s.dtype).view(1, -1, 1, 1) * rel.abs()
         if self.options.bias is not None:
             heads = heads + cut_bias(self.options.bias, rows, cols).to(s.dtype)
+        if self.options.relative_bias is not None:
+            heads = heads + relative_bias_of(self.options.relative_bias.to(s.dtype), rel)
         if masked:
             document_ids = None
             if self.document_ids[0] is not None:
@@ -190,6 +194,12 @@ class _Problem:
             heads = heads.masked_fill(~seen, -torch.inf)
         return heads.reshape(s.shape), capped
 
+    def places(self, rows: range, cols: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries i and keys j of a tile (1-d), and rel, their distances (B or 1, 1, rows, cols)."""
+        i, j = (torch.arange(n.start, n.stop, device=self.q.device) for n in (rows, cols))
+        tq, tk = self.q.shape[2], self.k.shape[2]
+        return i, j, relative_positions(i, j, tq, tk, self.options.kv_lengths)
+
     def dropout_weight(self, rows: range, cols: range) -> Tensor | None:
         """0 or 1 / (1 - p) for each probability of the tile, (B, Hkv, G * rows, cols)."""
         if self.options.dropout_p == 0:
@@ -197,14 +207,6 @@ class _Problem:
         batch, heads = self.q.shape[:2]
         keep = keep_tile(self.dropout_seed, batch, heads, rows, cols, self.options.dropout_p)
         return keep.view(batch, self.k.shape[1], -1, len(cols)).to(self.dtype) / (1 - self.options.dropout_p)
-
-
-def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
-    """The tile of a bias that broadcasts to (B, Hq, Tq, Tk): a view of four dimensions."""
-    bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
-    if bias.shape[2] > 1:
-        bias = bias[:, :, rows.start : rows.stop]
-    return bias[..., cols.start : cols.stop] if bias.shape[3] > 1 else bias
 
 
 def tiled_forward(
@@ -235,8 +237,9 @@ def tiled_forward(
 
 def tiled_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias: P from lse, dS = P * (dP - rowsum(dO * O)) (FlashAttention, section B.2)."""
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, dbias, and drelative_bias where there is one: P from lse, dS = P * (dP - rowsum(dO * O))
+    (FlashAttention, section B.2)."""
     *options, bias_grad = options
     problem = _Problem.of(q, k, *options)
     by_cols: dict[range, list[tuple[range, bool]]] = {}
@@ -244,7 +247,11 @@ def tiled_backward(
         by_cols.setdefault(cols, []).append((rows, masked))
     dq = torch.zeros_like(q, dtype=problem.dtype)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    dbias = torch.zeros_like(problem.options.bias, dtype=problem.dtype) if bias_grad else None
+    bias, relative_bias = problem.options.bias, problem.options.relative_bias
+    dbias = torch.zeros_like(bias, dtype=problem.dtype) if bias_grad else None
+    drelative = None
+    if relative_bias is not None:
+        drelative = relative_bias.new_zeros(relative_bias.shape, dtype=problem.dtype)
     # A row without keys has lse = -inf and only scores of -inf: exp(-inf - 0) = 0.
     lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     delta = (dout.to(problem.dtype) * out).sum(dim=-1, keepdim=True)  # (B, Hq, Tq, 1)
@@ -265,13 +272,18 @@ def tiled_backward(
                 if bias_grad:
                     part = cut_bias(dbias, rows, cols)
                     part += problem.per_head(ds, rows).sum_to_size(part.shape)
+                if drelative is not None:
+                    rel = problem.places(rows, cols)[2]
+                    drelative += diagonal_sums(problem.per_head(ds, rows), rel, drelative.shape[1] // 2)
                 if capped is not None:
                     ds = ds * (1 - capped.square())
                 dks += ds.transpose(-2, -1) @ qs
                 dq[:, :, rows.start : rows.stop] += problem.per_head(ds @ ks, rows) * problem.options.scale
             dk[:, :, cols.start : cols.stop] = dks
             dv[:, :, cols.start : cols.stop] = dvs
-    return dq.to(q.dtype), dk, dv, dbias.to(problem.options.bias.dtype) if bias_grad else q.new_empty(0)
+    dbias = dbias.to(bias.dtype) if bias_grad else q.new_empty(0)
+    grads = dq.to(q.dtype), dk, dv, dbias
+    return grads if drelative is None else (*grads, drelative.to(relative_bias.dtype))
 
 
 _tiled = register_attention("tiled", tiled_forward, tiled_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -89,15 +90,24 @@ class TritonAttention(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """lse; in the backward the padded statistics of rows, lse2 and delta. dQ has a pass of its own. An
-        fp32 product is made of six of 16 bits (ops/README.md)."""
+        fp32 product is made of six of 16 bits (ops/README.md). A relative bias, taken to be T5's of 128
+        distances to each side, has its gradient left by each tile of queries."""
         split = 6 if call.dtype == torch.float32 and call.device == "cuda" else 0
-        return Costs(lse_bytes(call), 2 * row_bytes(call), backward_products=7, split_products=split)
+        transient = 2 * row_bytes(call)
+        if "relative_bias" in call.features:
+            from ops.triton.configs import by_distance_shape, tile_of
+
+            tile = tile_of("dq", *self._facts(call))
+            transient += 4 * call.batch * call.heads * math.prod(by_distance_shape(tile, call.tq, 128))
+        return Costs(lse_bytes(call), transient, backward_products=7, split_products=split)
 
     def _facts(self, call: AttentionCall) -> tuple[Any, ...]:
         """What decides about tiles, as ops/triton/configs.py takes it."""
-        heavy = {"softcap", "alibi", "bias", "dropout", "document_ids", "kv_lengths"} & call.features
+        heavy = {"softcap", "alibi", "bias", "relative_bias", "dropout", "document_ids", "kv_lengths"}
+        heavy &= call.features
         masked = call.causal or "window" in call.features
-        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy)
+        relative = "relative_bias" in call.features
+        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy), relative
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
         from ops.triton.configs import tile_of

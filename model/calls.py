@@ -30,6 +30,7 @@ def attention_call(
         "window": config.window is not None,
         "softcap": config.softcap is not None,
         "alibi": config.position == "alibi",
+        "relative_bias": config.position == "t5",
         "gqa": config.kv_heads != config.n_head,
         "noncausal": not config.causal,
         "document_ids": document_ids and purpose in ("training", "validation"),

@@ -21,10 +21,12 @@ class GPTConfig:
     n_embd: int = 768
     n_kv_head: int | None = None  # None: as many as n_head (MHA); 1: MQA
     head_dim: int | None = None  # None: n_embd / n_head
-    position: str = "learned"  # learned | rope | alibi | none
+    position: str = "learned"  # learned | rope | alibi | t5 | none
     max_positions: int | None = None  # that the weights know; None: seq_len
     rope_base: float = 10_000.0
     rope_scaling: list[Any] | None = None  # [linear, factor] or [llama3, factor, low, high, trained context]
+    relative_buckets: int = 32  # with t5
+    relative_distance: int = 128
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_eps: float | None = None  # None: 1e-5 for layernorm, 1e-6 for rmsnorm and QK-norm
     mlp: str = "gelu"  # gelu | swiglu
@@ -55,6 +57,8 @@ class GPTConfig:
         whole("model.window", self.window, 0, null="no window")
         whole("model.loss_chunk", self.loss_chunk, 0)
         whole("model.sparsity_blocks", self.sparsity_blocks, 1)
+        whole("model.relative_buckets", self.relative_buckets, 4)
+        whole("model.relative_distance", self.relative_distance, self.relative_buckets // 2 + 1)
         if self.sparsity is not None:
             one_of("model.sparsity", self.sparsity, PATTERNS)
         number("model.rope_base", self.rope_base, above=0)
@@ -66,7 +70,7 @@ class GPTConfig:
             switch(f"model.{key}", getattr(self, key))
         if self.qkv_bias is not None:
             switch("model.qkv_bias", self.qkv_bias)
-        one_of("model.position", self.position, ("learned", "rope", "alibi", "none"))
+        one_of("model.position", self.position, ("learned", "rope", "alibi", "t5", "none"))
         one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
         one_of("model.mlp", self.mlp, ("gelu", "swiglu"))
         if self.rope_scaling is not None:

@@ -22,6 +22,7 @@ from conf.values import UserError
 from model.config import GPTConfig
 from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
+from model.relative import buckets_of_distances
 from model.sparsity import pattern
 from ops.mlp import fuses, gelu_mlp
 
@@ -94,13 +95,15 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         rope: Tensor | None = None,
         slopes: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         document_ids: Tensor | None = None,
         block_mask: Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        out = self.attend(self.c_attn(x), rope, slopes, document_ids, block_mask, cache, layer)
+        of_all = rope, slopes, relative_bias, document_ids, block_mask
+        out = self.attend(self.c_attn(x), *of_all, cache, layer)
         return self.dropout(self.c_proj(out))
 
     def attend(
@@ -108,6 +111,7 @@ class CausalSelfAttention(nn.Module):
         qkv: Tensor,
         rope: Tensor | None = None,
         slopes: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         document_ids: Tensor | None = None,
         block_mask: Tensor | None = None,
         cache: KVCache | None = None,
@@ -141,6 +145,7 @@ class CausalSelfAttention(nn.Module):
             document_ids=document_ids,
             kv_lengths=kv_lengths,
             block_mask=block_mask,
+            relative_bias=relative_bias,
             dropout_p=self.config.attn_dropout if self.training else 0.0,
             **self.config.attention_options,
         )
@@ -202,6 +207,8 @@ class GPT(nn.Module):
         modules: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position == "learned":
             modules["wpe"] = nn.Embedding(config.positions, config.n_embd)
+        if config.position == "t5":
+            modules["relative_attention_bias"] = nn.Embedding(config.relative_buckets, config.n_head)
         modules["drop"] = nn.Dropout(config.dropout)
         modules["h"] = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
         modules["ln_f"] = make_norm(config, config.n_embd)
@@ -209,11 +216,16 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        # Neither table is a weight: they follow from the config, and stay out of checkpoints.
+        # None of the tables is a weight: they follow from the config, and stay out of checkpoints.
         rope = self._rope_table() if config.position == "rope" else None
         self.register_buffer("rope", rope, persistent=False)
         slopes = alibi_slopes(config.n_head) if config.position == "alibi" else None
         self.register_buffer("slopes", slopes, persistent=False)
+        buckets = None
+        if config.position == "t5":
+            of_distances = config.relative_buckets, config.relative_distance, config.causal
+            buckets = torch.tensor(buckets_of_distances(*of_distances))
+        self.register_buffer("buckets", buckets, persistent=False)  # (2 R + 1,), of the distances -R .. R
         kept = None
         if config.sparsity is not None:
             tiles = -(-config.seq_len // MASK_BLOCK)
@@ -281,7 +293,7 @@ class GPT(nn.Module):
         rope = self.rope
         if rope is not None:
             rope = rope[:, :T] if positions is None else rope[:, positions]  # (2, T, D/2) or (2, B, 1, D/2)
-        of_all = rope, self.slopes, document_ids, self.block_mask(T, cache)
+        of_all = rope, self.slopes, self.relative_bias(), document_ids, self.block_mask(T, cache)
         for i, block in enumerate(self.transformer.h):
             if self.checkpointing and self.training:
                 x = checkpoint(block, x, *of_all, use_reentrant=False)
@@ -298,6 +310,12 @@ class GPT(nn.Module):
             return chunked_loss(x, self.lm_head.weight, targets, self.config.vocab_size, chunk)
         logits = self.lm_head(x)
         return logits if targets is None else self.summed_loss(logits, targets)
+
+    def relative_bias(self) -> Tensor | None:
+        """What the attention of each layer adds to the scores by distance, (H, 2 R + 1); None but for t5."""
+        if self.buckets is None:
+            return None
+        return self.transformer.relative_attention_bias(self.buckets).T.contiguous()
 
     def block_mask(self, tokens: int, cache: KVCache | None) -> Tensor | None:
         """The tiles that a call's queries and keys meet in, (1 or B, 1, Tq / 128, Tk / 128); while decoding

@@ -3,7 +3,8 @@
 All share one schema, so that schema, fakes and autograd are written once, here:
 
     tilegpt::<name>(q, k, v, <options>, tuning) -> (out, lse)
-    tilegpt::<name>_backward(dout, q, k, v, out, lse, <options>, tuning) -> (dq, dk, dv, dbias)
+    tilegpt::<name>_backward(dout, q, k, v, out, lse, <options>, tuning)
+        -> (dq, dk, dv, dbias, drelative_bias)
 
 torch.compile sees each as one opaque node. Registered with `Library.define` and `impl`, which costs 9 us a
 call where `torch.library.custom_op` costs 17 us.
@@ -25,17 +26,19 @@ from ops.options import AttentionOptions, flattened, gathered
 # sizes, say).
 _OPTIONS = (
     "Tensor? alibi_slopes, Tensor? bias, Tensor? q_document_ids, Tensor? k_document_ids, Tensor? kv_lengths, "
-    "Tensor? block_mask, Tensor? dropout_seed, float scale, int window_left, int window_right, "
-    "float softcap, float dropout_p, int[] tuning"
+    "Tensor? block_mask, Tensor? relative_bias, Tensor? dropout_seed, float scale, int window_left, "
+    "int window_right, float softcap, float dropout_p, int[] tuning"
 )
 _N_OPTIONS = _OPTIONS.count(",") + 1
+_N_TENSORS = _OPTIONS.count("Tensor?")
+_BIAS, _RELATIVE_BIAS = 1, 6  # among the options
 _LIBRARY = torch.library.Library("tilegpt", "FRAGMENT")
 
 
 def register_attention(
     name: str,
     forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    backward: Callable[..., tuple[Tensor, ...]],
     key: str = "CompositeExplicitAutograd",
     check: Callable[..., None] | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -45,14 +48,15 @@ def register_attention(
     `forward(q, k, v, options, dropout_seed, tuning)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq),
     contiguous, fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, options, dropout_seed, tuning,
     bias_grad)` gives dq, dk, dv and dbias, made by `empty_as` of q, k and v and `torch.empty_like` of bias;
-    without `bias_grad` dbias is `q.new_empty(0)`. Nothing may alias an input. `key` is the dispatch key:
-    "CUDA" for kernels. `check(q, k, v, options)` is asked where torch.compile traces a call: it has traced
-    past the checks of `Attention.forward`.
+    without `bias_grad` dbias is `q.new_empty(0)`. Where there is a relative_bias, its gradient comes fifth,
+    contiguous. Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels. `check(q, k, v,
+    options)` is asked where torch.compile traces a call: it has traced past the checks of
+    `Attention.forward`.
     """
     _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
     _LIBRARY.define(
         f"{name}_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}, "
-        "bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor)"
+        "bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
     _LIBRARY.impl(name, of_arguments(forward), key)
     _LIBRARY.impl(f"{name}_backward", of_backward_arguments(backward), key)
@@ -127,8 +131,8 @@ def _derivative(forward_op: Any, backward_op: Any) -> type[torch.autograd.Functi
             q, k, v, *options = args
             ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)  # lse has none: zeros for it would be filled in each backward
-            tensors, ctx.plain = options[:7], options[7:]
-            ctx.bias_grad = ctx.needs_input_grad[4]
+            tensors, ctx.plain = options[:_N_TENSORS], options[_N_TENSORS:]
+            ctx.bias_grad = ctx.needs_input_grad[3 + _BIAS]
             ctx.save_for_backward(q, k, v, out, lse, *tensors)
             return out, lse
 
@@ -137,10 +141,13 @@ def _derivative(forward_op: Any, backward_op: Any) -> type[torch.autograd.Functi
             if dout is None:
                 return (None,) * (3 + _N_OPTIONS)
             q, k, v, out, lse, *tensors = ctx.saved_tensors
-            dq, dk, dv, dbias = backward_op(dout, q, k, v, out, lse, *tensors, *ctx.plain, ctx.bias_grad)
+            *dqkv, dbias, drelative_bias = backward_op(
+                dout, q, k, v, out, lse, *tensors, *ctx.plain, ctx.bias_grad
+            )
             grads = [None] * _N_OPTIONS
-            grads[1] = dbias if ctx.bias_grad else None
-            return dq, dk, dv, *grads
+            grads[_BIAS] = dbias if ctx.bias_grad else None
+            grads[_RELATIVE_BIAS] = drelative_bias if ctx.needs_input_grad[3 + _RELATIVE_BIAS] else None
+            return *dqkv, *grads
 
     return Differentiable
 
@@ -173,7 +180,8 @@ def of_backward_arguments(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward function as the op of its arguments."""
 
     def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> Any:
-        return backward(dout, q, k, v, out, lse, *gathered(flat[:-1]), flat[-1])
+        grads = backward(dout, q, k, v, out, lse, *gathered(flat[:-1]), flat[-1])
+        return grads if len(grads) == 5 else (*grads, q.new_empty(0))
 
     return run
 
@@ -210,7 +218,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias, bias_grad = options[1], options[-1]
+) -> tuple[Tensor, ...]:
+    bias, relative_bias, bias_grad = options[_BIAS], options[_RELATIVE_BIAS], options[-1]
     dbias = torch.empty_like(bias) if bias_grad else q.new_empty(0)
-    return empty_as(q), empty_as(k), empty_as(v), dbias
+    drelative_bias = q.new_empty(0) if relative_bias is None else relative_bias.new_empty(relative_bias.shape)
+    return empty_as(q), empty_as(k), empty_as(v), dbias, drelative_bias

@@ -25,6 +25,7 @@ class AttentionOptions(NamedTuple):
     document_ids: Tensor | tuple[Tensor, Tensor] | None = None
     kv_lengths: Tensor | None = None
     block_mask: Tensor | None = None
+    relative_bias: Tensor | None = None
     dropout_p: float = 0.0
     return_lse: bool = False
 
@@ -38,26 +39,23 @@ class AttentionOptions(NamedTuple):
 
 def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> tuple[Any, ...]:
     """Definite options as the arguments of an op, in the order of the schema of ops/library.py."""
-    causal, scale, window, softcap, slopes, bias, document_ids, lengths, blocks, dropout_p, _ = options
-    left, right = window or (-1, -1)
-    right = 0 if causal else right
-    q_ids, k_ids = document_ids or (None, None)
-    softcap = softcap or 0.0
-    tensors = slopes, bias, q_ids, k_ids, lengths, blocks, dropout_seed
-    return *tensors, scale, left, right, softcap, dropout_p, tuning
+    left, right = options.window or (-1, -1)
+    right = 0 if options.causal else right
+    ids, lengths = options.document_ids or (None, None), options.kv_lengths
+    tensors = options.alibi_slopes, options.bias, *ids, lengths, options.block_mask, options.relative_bias
+    numbers = options.scale, left, right, options.softcap or 0.0, options.dropout_p
+    return *tensors, dropout_seed, *numbers, tuning
 
 
 def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | None, list[int]]:
     """The way back: (options, dropout_seed, tuning) of an op's arguments."""
-    slopes, bias, q_ids, k_ids, lengths, blocks, seed, scale, left, right, softcap, dropout_p, tuning = (
-        arguments
-    )
+    slopes, bias, q_ids, k_ids, lengths, blocks, relative, seed, *numbers, tuning = arguments
+    scale, left, right, softcap, dropout_p = numbers
     causal = right == 0
     right = -1 if causal else right
     window = (left, right) if left >= 0 or right >= 0 else None
-    document_ids = None if q_ids is None else (q_ids, k_ids)
-    softcap = softcap or None
+    ids = None if q_ids is None else (q_ids, k_ids)
     options = AttentionOptions(
-        causal, scale, window, softcap, slopes, bias, document_ids, lengths, blocks, dropout_p
+        causal, scale, window, softcap or None, slopes, bias, ids, lengths, blocks, relative, dropout_p
     )
     return options, seed, tuning

@@ -25,7 +25,8 @@ from ops.dropout import keep_mask, row_keys
 from ops.options import AttentionOptions
 
 Softmax = Callable[[Tensor], tuple[Tensor, Tensor]]  # scores -> probabilities, log-sum-exp
-Result = dict[str, Tensor]  # of out, lse, dq, dk, dv and dbias those that were asked for
+Result = dict[str, Tensor]  # of out, lse, dq, dk, dv and of biases those that were asked for
+BIASES = ("bias", "relative_bias")
 
 AT_ONCE = 2**24  # scores in one piece: 128 MiB in fp64, of which autograd holds about eight
 
@@ -45,14 +46,15 @@ class Problem:
     heads: list[int] | None = None
 
     @property
-    def bias_grad(self) -> bool:
-        bias = self.options.get("bias")
-        return self.dout is not None and bias is not None and bias.requires_grad
+    def learned(self) -> Result:
+        """The biases with a gradient."""
+        given = {name: self.options.get(name) for name in BIASES}
+        learned = {name: x for name, x in given.items() if x is not None and x.requires_grad}
+        return {} if self.dout is None else learned
 
     def leaves(self, dtype: torch.dtype) -> Result:
-        """q, k and v, and a bias with a gradient, in `dtype`, as the leaves of a graph of their own."""
-        tensors = {"q": self.q, "k": self.k, "v": self.v}
-        tensors |= {"bias": self.options["bias"]} if self.bias_grad else {}
+        """q, k and v, and biases with a gradient, in `dtype`, as the leaves of a graph of their own."""
+        tensors = {"q": self.q, "k": self.k, "v": self.v} | self.learned
         return {
             name: x.detach().to(dtype).requires_grad_(self.dout is not None) for name, x in tensors.items()
         }
@@ -71,14 +73,14 @@ class Part:
         """The first and the last row and `kv_heads` heads spread over all; everything for None, and for a
         bias with a gradient, which may be a sum over rows and heads."""
         (batch, heads), total = problem.q.shape[:2], problem.k.shape[1]
-        if kv_heads is None or problem.bias_grad:
+        if kv_heads is None or problem.learned:
             return cls(list(range(batch)), list(range(total)), list(range(heads)))
         group, chosen = heads // total, spread(total, kv_heads)
         return cls(spread(batch, 2), chosen, [h * group + g for h in chosen for g in range(group)])
 
     def cut(self, name: str, x: Tensor) -> Tensor:
         """The part of a tensor by its name, one of `Result` or an input."""
-        if name == "dbias":
+        if name in ("dbias", "drelative_bias"):
             return x  # judged whole, see `of`
         if name in ("bias", "block_mask"):  # broadcasts over dimensions of 1, and over those it lacks
             x = x[(None,) * (4 - x.ndim)]
@@ -91,8 +93,10 @@ class Part:
         options = dict(problem.options)
         if (slopes := options.get("alibi_slopes")) is not None:
             options["alibi_slopes"] = slopes[self.heads]
-        if (bias := options.get("bias")) is not None and not problem.bias_grad:
+        if (bias := options.get("bias")) is not None and "bias" not in problem.learned:
             options["bias"] = self.cut("bias", bias)
+        if (table := options.get("relative_bias")) is not None:
+            options["relative_bias"] = table[self.heads] if "relative_bias" not in problem.learned else table
         if (mask := options.get("block_mask")) is not None:
             options["block_mask"] = self.cut("block_mask", mask)
         if (ids := options.get("document_ids")) is not None:
@@ -122,7 +126,7 @@ def judge(
     heads: int | None = None,
 ) -> dict[str, float]:
     """Error ratios, at most 1 where correct, of out, lse (where it can give one) and, with `dout`, of dq, dk,
-    dv and dbias.
+    dv and of biases that are learned.
 
     The implementation computes the whole call; `heads` of its key heads, with their query heads, of two batch
     rows are compared (None: everything). Empty where there are no values to compare: a library's own dropout.
@@ -143,10 +147,9 @@ def computed(attention: Attention, problem: Problem) -> Result:
     """What an implementation gives for the whole call; nothing for a library's own dropout mask."""
     options = {name: value for name, value in problem.options.items() if name != "return_lse"}
     leaves = problem.leaves(problem.q.dtype)
-    if "bias" in leaves:
-        options["bias"] = leaves["bias"]
-    elif options.get("bias") is not None:
-        options["bias"] = options["bias"].detach()
+    for name in BIASES:
+        if options.get(name) is not None:
+            options[name] = leaves.get(name, options[name].detach())
     with torch.set_grad_enabled(problem.dout is not None), seeded(problem.q.device):
         q, k, v = (leaves[name] for name in "qkv")
         call = AttentionCall.of(q, k, v, AttentionOptions(**options, return_lse=True))
@@ -240,10 +243,11 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
     options["window"], ids = geometry.normalise_window(options.get("window")), options.get("document_ids")
     if ids is not None:
         ids = options["document_ids"] = (ids, ids) if isinstance(ids, Tensor) else ids
-    bias = leaves.get("bias", options.get("bias"))
+    options |= {name: leaves[name] for name in BIASES if name in leaves}
+    bias, table = (options.get(name) for name in BIASES)
     tq, tk = problem.q.shape[2], k.shape[2]
     if len(piece) == tq:
-        return attention_scores(leaves["q"], k, AttentionOptions(**options | {"bias": bias}))
+        return attention_scores(leaves["q"], k, AttentionOptions(**options))
     rows = slice(piece.start, piece.stop)
     products = {name: options.get(name) for name in ("scale", "softcap")}
     scores = attention_scores(leaves["q"][:, :, rows], k, AttentionOptions(causal=False, **products))
@@ -256,6 +260,8 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
     if bias is not None:
         per_query = bias.ndim >= 2 and bias.shape[-2] > 1
         scores = scores + (bias[..., rows, :] if per_query else bias).to(scores.dtype)
+    if table is not None:
+        scores = scores + geometry.relative_bias_of(table.to(scores.dtype), rel)
     if ids is not None:
         ids = (ids[0][:, rows], ids[1])
     band, blocks = AttentionOptions(**options).band, geometry.block_mask_of(options.get("block_mask"), i, j)

@@ -6,8 +6,9 @@
 Keys and what they are when left out: attention=auto, batch=2, heads=16, kv_heads=heads, seq_len=1024 (for
 decode the keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
 dtype=bf16 (fp16, fp32; on a CPU fp32), and features: any of window, softcap, alibi, bias, bias_grad,
-document_ids, kv_lengths, block_mask and dropout, joined by commas. attention.*=... sets an option of the
-implementation's yaml. Exit code 1: something else ran than was asked for; 2: refused, with the reasons.
+document_ids, kv_lengths, block_mask, relative_bias and dropout, joined by commas. attention.*=... sets an
+option of the implementation's yaml. Exit code 1: something else ran than was asked for; 2: refused, with the
+reasons.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ USUAL = {
     "features": "",
 }
 FEATURES = ("window", "softcap", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask")
-FEATURES += ("dropout",)
+FEATURES += ("relative_bias", "dropout")
 
 
 def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -91,6 +92,8 @@ def extras(names: list[str], q: Any, k: Any) -> dict[str, Any]:
         rows, columns = (torch.arange(-(-n // MASK_BLOCK), device=device) for n in (tq, tk))
         apart = rows.view(-1, 1) + len(columns) - len(rows) - columns
         made["block_mask"] = (apart.abs() < 2)[None, None]
+    if "relative_bias" in names:  # as T5's, learned
+        made["relative_bias"] = torch.randn(heads, 257, device=device).requires_grad_()
     if "dropout" in names:
         made["dropout_p"] = 0.1
     return made

@@ -22,6 +22,7 @@ from ops.options import MASK_BLOCK
 CONF = Path(__file__).parents[1] / "conf" / "attention"
 NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))
 DROPOUT_P = 0.2
+RELATIVE_REACH = 20
 
 
 def build(name: str) -> Attention:
@@ -95,6 +96,7 @@ CROSSED = (
     "document_ids",
     "kv_lengths",
     "block_mask",
+    "relative_bias",
     "dropout",
     "noncausal",
     "gqa",
@@ -150,8 +152,8 @@ class Inputs:
 
     def leaves(self) -> dict[str, Tensor]:
         leaves = {"q": self.q, "k": self.k, "v": self.v}
-        bias = self.options.get("bias")
-        return leaves | ({"bias": bias} if bias is not None and bias.requires_grad else {})
+        given = {name: self.options.get(name) for name in ("bias", "relative_bias")}
+        return leaves | {name: x for name, x in given.items() if x is not None and x.requires_grad}
 
 
 # Dimensions from the outermost on, the step between tokens, columns behind D, elements before all.
@@ -237,6 +239,9 @@ def _options(case: Case, g: torch.Generator, device: str, dtype: torch.dtype) ->
         heads = 1 if "alibi" in on else h  # for all, or each its own; some rows see no key
         kept = torch.rand(1, heads, -(-tq // MASK_BLOCK), -(-tk // MASK_BLOCK), generator=g) < 0.6
         options["block_mask"] = kept.to(device)
+    if "relative_bias" in on:  # of more than one tile, so that far ones have but one number; learned
+        table = torch.randn(h, 2 * RELATIVE_REACH + 1, generator=g).to(device, dtype)
+        options["relative_bias"] = table.requires_grad_()
     if "dropout" in on:
         options["dropout_p"] = DROPOUT_P
     return options

@@ -46,7 +46,7 @@ def test_every_key_is_explained(overrides: tuple[str, ...], monkeypatch: pytest.
 
 def test_what_a_newcomer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     said = help_of(monkeypatch, 80)
-    assert "learned | rope | alibi | none (the word, not null)" in said["model.position=learned"]
+    assert "learned | rope | alibi | t5 | none (the word, not null)" in said["model.position=learned"]
     assert "devices x data.batch_size x seq_len; null: no accumulation" in said["tokens_per_step=null"]
     assert help_of(monkeypatch, 80, "data=text", "data.path='a b'")["data.val_fraction=0.1"]
 

@@ -50,6 +50,7 @@ def parameter_count(config: GPTConfig) -> dict[str, int]:
     return {
         "wte": config.padded_vocab_size * C,
         "wpe": config.positions * C if config.position == "learned" else 0,
+        "relative_bias": config.relative_buckets * config.n_head if config.position == "t5" else 0,
         "attention": config.n_layer * attention,
         "mlp": config.n_layer * mlp,
         "norms": (2 * config.n_layer + 1) * norm,
@@ -63,7 +64,8 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> float:
     multiplication and is left out."""
     T = config.seq_len if seq_len is None else seq_len
     parts = parameter_count(config)
-    N = sum(parts.values()) - parts["wpe"] - (0 if config.tie_embeddings else parts["wte"])
+    positions = parts["wpe"] + parts["relative_bias"]
+    N = sum(parts.values()) - positions - (0 if config.tie_embeddings else parts["wte"])
     return 6 * N + 12 * config.n_layer * config.n_head * config.head_size * T
 
 

@@ -62,7 +62,8 @@ def attends(config: GPTConfig, attention: Attention) -> bool:
     from ops.triton.step import MOST_GROUP, MOST_HEAD_DIM
 
     fits = config.n_head // config.kv_heads <= MOST_GROUP and config.head_size <= MOST_HEAD_DIM
-    return attention.declaration.chooses == "implementations" and fits and config.sparsity is None
+    plain = config.sparsity is None and config.position != "t5"
+    return attention.declaration.chooses == "implementations" and fits and plain
 
 
 class FusedStep:
@@ -114,7 +115,8 @@ class FusedStep:
         cache = self.cache
         if self.attend is None:
             rope = None if self.model.rope is None else self.model.rope[:, cache.positions]
-            of_all = rope, self.model.slopes, None, self.model.block_mask(1, cache)
+            model = self.model
+            of_all = rope, model.slopes, model.relative_bias(), None, model.block_mask(1, cache)
             return attn.attend(qkv.unsqueeze(1), *of_all, cache, layer).squeeze(1)
         norms = [
             as_norm(getattr(attn, name)) if attn.config.qk_norm else None for name in ("q_norm", "k_norm")

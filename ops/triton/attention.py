@@ -86,30 +86,24 @@ class _Call:
         seed: Tensor | None = None,
         tuning: Sequence[int] = (),
     ):
-        self.slopes, self.bias, self.kv_lengths = options.alibi_slopes, options.bias, options.kv_lengths
-        (self.q_ids, self.k_ids), self.seed = options.document_ids or (None, None), seed
+        self.bias, self.seed, table = options.bias, seed, options.relative_bias
         (left, right), softcap = options.band, options.softcap or 0.0
         scale, dropout_p = options.scale, options.dropout_p
         if self.bias is not None:
             self.bias = self.bias.expand(*q.shape[:3], k.shape[2])
         # the kernels step through these by one
-        self.slopes = None if self.slopes is None else self.slopes.contiguous()
-        self.kv_lengths = None if self.kv_lengths is None else self.kv_lengths.contiguous()
+        stepped = options.alibi_slopes, options.kv_lengths, *(options.document_ids or (None, None))
+        stepped = (None if x is None else x.contiguous() for x in stepped)
+        self.slopes, self.kv_lengths, self.q_ids, self.k_ids = stepped
+        self.relative_bias = None if table is None else table.float().contiguous()
+        self.reach = 0 if table is None else table.shape[1] // 2
         self.bias_strides = (0, 0, 0, 0) if self.bias is None else self.bias.stride()
         self.block_mask = options.block_mask
-        if self.q_ids is not None:
-            self.q_ids, self.k_ids = self.q_ids.contiguous(), self.k_ids.contiguous()
         # beyond T a bound says nothing, and 32 bits hold what is left
         longest = q.shape[2] + k.shape[2]
         self.keep_scale = 1.0 / (1.0 - dropout_p)
-        self.numbers = (
-            min(left, longest),
-            min(right, longest),
-            scale,
-            softcap,
-            _kept_from(dropout_p),
-            self.keep_scale,
-        )
+        band = min(left, longest), min(right, longest)
+        self.numbers = (*band, scale, softcap, _kept_from(dropout_p), self.keep_scale)
         self.group = q.shape[1] // k.shape[1]
         self.block_d = max(16, triton.next_power_of_2(q.shape[3]))
         self.exact = q.dtype == torch.float32
@@ -122,8 +116,10 @@ class _Call:
             "SOFTCAP": (softcap > 0) + (softcap > 64),
             "DROPOUT": dropout_p > 0,
             "EXACT": self.exact,
+            "REACH": self.reach,
         }
-        plain_scores = softcap == 0 and self.slopes is None and self.bias is None
+        self.biased = self.bias is not None or table is not None
+        plain_scores = softcap == 0 and self.slopes is None and not self.biased
         # the scale goes into the exponential's FMA; a maximum commutes with a positive scale only
         self.scale_late = plain_scores and scale > 0
         self.masked = left >= 0 or right >= 0
@@ -141,7 +137,7 @@ class _Call:
 
     def tile(self, kind: str, run: Any) -> Tile:
         """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`."""
-        tile = configs.tile(kind, *self.device_facts, self.masked, self.heavy)
+        tile = configs.tile(kind, *self.device_facts, self.masked, self.heavy, self.relative_bias is not None)
         if not self.autotune or INTERPRETED:
             return tile
         key = (kind, self.shape, self.masked, self.heavy, *self.flags.values())
@@ -152,7 +148,8 @@ class _Call:
         return self.kv_lengths is None and tk % (block if self.block_mask is None else MASK_BLOCK) == 0
 
     def tensors(self, ranges: Tensor | None, *blocks: Tensor | None) -> tuple[Any, ...]:
-        return (self.slopes, self.bias, self.q_ids, self.k_ids, ranges, *blocks, self.kv_lengths, self.seed)
+        biases = self.slopes, self.bias, self.relative_bias
+        return *biases, self.q_ids, self.k_ids, ranges, *blocks, self.kv_lengths, self.seed
 
     def kept_blocks(self, tq: int, tk: int, transposed: bool = False) -> tuple[Tensor | None, list[int]]:
         """(B or 1, H or 1, rows, 1 + columns) int32: how many blocks of a row of the block mask are kept, and
@@ -282,8 +279,9 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the layouts of q, k, v, and nothing for the bias (it has no gradient here)."""
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv in the layouts of q, k, v, nothing for the bias (it has no gradient here), and for a
+    relative bias its own."""
     *options, bias_grad = options
     if bias_grad:
         raise ValueError("attention=triton gives no gradient for a bias; attention=flex, tiled and naive do")
@@ -294,8 +292,11 @@ def backward(
     statistics = run_delta(dout, out, lse, call)
     problem = (dout, q, k, v, *statistics, call)
     dk, dv = run_dkdv(*problem, call.tile("dkdv", lambda tile: run_dkdv(*problem, tile)))
-    dq = run_dq(*problem, call.tile("dq", lambda tile: run_dq(*problem, tile)))
-    return dq, dk, dv, q.new_empty(0)
+    dq, by_distance = run_dq(*problem, call.tile("dq", lambda tile: run_dq(*problem, tile)))
+    grads = dq, dk, dv, q.new_empty(0)
+    if by_distance is None:
+        return grads
+    return *grads, _of_distances(by_distance, call.reach).to(options[0].relative_bias.dtype)
 
 
 def run_delta(dout: Tensor, out: Tensor, lse: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
@@ -306,7 +307,7 @@ def run_delta(dout: Tensor, out: Tensor, lse: Tensor, call: _Call) -> tuple[Tens
     block = 64
     _tilegpt_attention_delta[(padded // block * batch * heads,)](
         out, dout, lse, delta, lse2, *out.stride()[:3], *dout.stride()[:3], heads, tq, padded,
-        head_dim, call.block_d, block, call.exact or call.bias is not None,
+        head_dim, call.block_d, block, call.exact or call.biased,
     )  # fmt: skip
     return lse2, delta
 
@@ -343,18 +344,30 @@ def run_dkdv(
 
 def run_dq(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, call: _Call, tile: Tile
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
+    """dq, and with a relative bias the sums of dS by distance: see the kernel."""
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
-    dq = empty_as(q)
+    dq, by_distance = empty_as(q), None
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tq, tile.m)
+    if call.relative_bias is not None:
+        shape = configs.by_distance_shape(tile, tq, call.reach)
+        by_distance = lse2.new_zeros(batch, heads, *shape)
     blocks, block_strides = call.kept_blocks(tq, tk)
     _tilegpt_attention_backward_dq[(n_tiles * batch * heads,)](
-        *args, lse2, delta, dq, *call.tensors(call.ranges(tile.m), blocks),
+        *args, lse2, delta, dq, by_distance, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
         *call.bias_strides, *block_strides, heads, tq, tk, lse2.shape[2], n_tiles, batch * heads,
         *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return dq
+    return dq, by_distance
+
+
+def _of_distances(by_distance: Tensor, reach: int) -> Tensor:
+    """(H, 2 reach + 1) of (B, H, rows, 2 side + 1): summed up, what lies beyond `reach` as at `reach`."""
+    sums = by_distance.sum((0, 2))
+    beyond = sums.shape[1] // 2 - reach
+    left, right = sums[:, : beyond + 1].sum(1), sums[:, -beyond - 1 :].sum(1)
+    return torch.cat((left[:, None], sums[:, beyond + 1 : -beyond - 1], right[:, None]), 1)

@@ -24,6 +24,7 @@ from ops.triton.common import (
     kept,
     load_parts,
     product,
+    relative_scores,
     row_keys,
     scores,
     store_parts,
@@ -88,6 +89,9 @@ def weights(
     bias,
     bias_i,
     bias_j,
+    relative_bias,
+    i0,
+    j0,
     slope,
     q_ids,
     k_ids,
@@ -96,6 +100,9 @@ def weights(
     scale,
     softcap,
     cut,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    REACH: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -105,7 +112,7 @@ def weights(
     SCALE_LATE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation.
+    """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation; i0, j0: the tile's first ones.
 
     `cut`: an edge runs through the tile, which is then masked.
     """
@@ -114,6 +121,8 @@ def weights(
         s, capped = scores(
             s, i, j, offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit, ALIBI, SOFTCAP, EXACT
         )
+    if relative_bias is not None:
+        s = relative_scores(s, i, j, offset, relative_bias, i0, j0, M, N, REACH)
     if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
         if cut:
             seen = visible(
@@ -123,7 +132,7 @@ def weights(
             s = tl.where(seen, s, float("-inf"))
     if EXACT:
         p = exp_natural(s - lse2)
-    elif bias is not None:  # see exp_difference
+    elif bias is not None or relative_bias is not None:  # see exp_difference
         p = tl.exp2((s - lse2) * LOG2E)
     else:
         p = tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse2)
@@ -183,6 +192,7 @@ def _tilegpt_attention_backward_dkdv(
     dv,
     alibi_slopes,
     bias,
+    relative_bias,
     q_document_ids,
     k_document_ids,
     ranges,
@@ -241,6 +251,7 @@ def _tilegpt_attention_backward_dkdv(
     EXACT: tl.constexpr,
     DESC: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one key head, over the queries of its group. Key tile 0 is the longest."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
@@ -280,6 +291,9 @@ def _tilegpt_attention_backward_dkdv(
             q_head = q + b64 * q_b + h64 * q_h
             dout_head = dout + b64 * dout_b + h64 * dout_h
         bias_head = bias + b64 * bias_b + h64 * bias_h if bias is not None else bias
+        table = relative_bias
+        if relative_bias is not None:
+            table = relative_bias + h * (2 * REACH + 1) + REACH
         row = (b64 * (kv_heads * GROUP) + h) * padded
         slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
         row_blocks = blocks
@@ -295,9 +309,9 @@ def _tilegpt_attention_backward_dkdv(
             q_ids = tl.load(q_document_ids + i, mask=i < tq, other=-1)[None, :] if DOCUMENT_IDS else 0
             pt, capped = weights(
                 st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head,
-                bias_i, bias_j, slope, q_ids, k_ids, window_left, window_right, scale, softcap,
-                (start < full_lo) | (start >= full_hi), MASKED, HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP,
-                DOCUMENT_IDS, SCALE_LATE, EXACT,
+                bias_i, bias_j, table, start, j0, slope, q_ids, k_ids, window_left, window_right, scale,
+                softcap, (start < full_lo) | (start >= full_hi), BLOCK_M, BLOCK_N, REACH, MASKED, HAS_LEFT,
+                HAS_RIGHT, ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
             )  # fmt: skip
             do_tile = load_parts(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
             dpt = product(v_tile, do_tile)

@@ -1,4 +1,5 @@
-"""The backward's second pass: dQ = scale * dS K per tile of queries, over the keys (see backward.py)."""
+"""The backward's second pass: dQ = scale * dS K per tile of queries, over the keys (see backward.py), and
+with a relative bias the sums of dS by distance."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from ops.triton.common import (
     documents_of,
     kept,
     load_parts,
+    near,
     product,
     row_keys,
+    store_diagonals,
     store_parts,
     tile_start,
     unswizzle,
@@ -33,8 +36,10 @@ def _tilegpt_attention_backward_dq(
     lse2,
     delta,
     dq,
+    by_distance,
     alibi_slopes,
     bias,
+    relative_bias,
     q_document_ids,
     k_document_ids,
     ranges,
@@ -91,13 +96,16 @@ def _tilegpt_attention_backward_dq(
     EVEN_K: tl.constexpr,
     DESC: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
+    REACH: tl.constexpr,
 ):
-    """dQ of BLOCK_M queries of one head."""
+    """dQ of BLOCK_M queries of one head; and by_distance (B, H, n_tiles, TURNS, 2 SIDE + 1), zeros before:
+    what of it adds up to the sums of dS by distance, for tiles beyond REACH at the two ends."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     BLOCKS: tl.constexpr = blocks is not None
+    RELATIVE: tl.constexpr = relative_bias is not None
     tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
@@ -112,6 +120,13 @@ def _tilegpt_attention_backward_dq(
         v += b64 * v_b + kv_head.to(tl.int64) * v_h
     if bias is not None:
         bias += b64 * bias_b + h64 * bias_h
+    SIDE: tl.constexpr = REACH + BLOCK_N + max(BLOCK_M, BLOCK_N)
+    TURNS: tl.constexpr = (BLOCK_M + BLOCK_N - 2) // BLOCK_N + 1
+    if RELATIVE:
+        relative_bias += h * (2 * REACH + 1) + REACH
+        by_distance += (head.to(tl.int64) * n_tiles + tile) * (TURNS * (2 * SIDE + 1)) + SIDE
+    far_left = tl.zeros((BLOCK_M,), tl.float32)
+    far_right = tl.zeros((BLOCK_M,), tl.float32)
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = 0
@@ -142,15 +157,25 @@ def _tilegpt_attention_backward_dq(
         dp = product(do_tile, v_tile)
         k_ids = tl.load(k_document_ids + j, mask=j < limit, other=-1)[None, :] if DOCUMENT_IDS else 0
         p, capped = weights(
-            s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, slope, q_ids, k_ids,
-            window_left, window_right, scale, softcap, (start < full_lo) | (start >= full_hi), MASKED,
-            HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
+            s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, relative_bias, i0,
+            start, slope, q_ids, k_ids, window_left, window_right, scale, softcap,
+            (start < full_lo) | (start >= full_hi), BLOCK_M, BLOCK_N, REACH, MASKED, HAS_LEFT, HAS_RIGHT,
+            ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
         )  # fmt: skip
         if DROPOUT:
             dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)
-        ds = p * (dp - row_delta)
-        if SOFTCAP:
-            ds *= 1.0 - capped * capped
+        dscores = p * (dp - row_delta)
+        if RELATIVE:
+            if near(i0, start, offset, BLOCK_M, BLOCK_N, REACH):
+                store_diagonals(by_distance, 2 * SIDE + 1, dscores, start - i0 - offset, BLOCK_M, BLOCK_N)
+            elif start < i0 + offset:
+                far_left += tl.sum(dscores, 1)
+            else:
+                far_right += tl.sum(dscores, 1)
+        ds = dscores * (1.0 - capped * capped) if SOFTCAP else dscores
         acc = accumulate(ds, k_tile, acc)
     dq += b64 * dq_b + h64 * dq_h
     store_parts(dq, acc, scale, i0, tq, dq_t, BLOCK_M, D, PART)
+    if RELATIVE:
+        tl.store(by_distance - SIDE, tl.sum(far_left, 0))
+        tl.store(by_distance + SIDE, tl.sum(far_right, 0))

@@ -230,6 +230,45 @@ def scores(
 
 
 @triton.jit
+def looked_up(s, i, j, offset, table, REACH: tl.constexpr):
+    """s plus the number of each distance, of which those beyond REACH count as REACH; `table` points to that
+    of distance 0 (in decode a pointer a row)."""
+    return s + tl.load(table + tl.minimum(tl.maximum(j - i - offset, -REACH), REACH))
+
+
+@triton.jit
+def near(i0, j0, offset, M: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr):
+    """Whether a tile of M queries and N keys has distances within REACH."""
+    return (j0 - (i0 + M - 1) - offset < REACH) & (j0 + N - 1 - i0 - offset > -REACH)
+
+
+@triton.jit
+def relative_scores(s, i, j, offset, table, i0, j0, M: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr):
+    """`looked_up` for queries i0 .. i0 + M and keys j0 .. j0 + N. A tile beyond REACH, as most of a long
+    sequence are, adds one number."""
+    if near(i0, j0, offset, M, N, REACH):
+        s = looked_up(s, i, j, offset, table, REACH)
+    else:
+        s += tl.load(table + tl.where(j0 < i0 + offset, -REACH, REACH))
+    return s
+
+
+@triton.jit
+def store_diagonals(sums, stride, ds, first, M: tl.constexpr, N: tl.constexpr):
+    """The sums of ds (M, N) by distance, whose top left is at distance `first`, into rows of `stride` numbers
+    where `sums` points to distance 0. Tiles whose `first` are multiples of N apart write no number twice."""
+    c = tl.arange(0, N)
+    # 0, but not to the compiler, which would keep the matrix in registers from tile to tile.
+    zero = tl.minimum(tl.abs(first), 0)
+    turned = c[None, :] + (tl.arange(0, M) + zero)[:, None]
+    # Row r begins with its key r: what was a diagonal is a column, down to where rows have turned around.
+    columns = tl.gather(ds, turned % N, 1)
+    for turn in tl.static_range(0, (M + N - 2) // N + 1):
+        total = tl.sum(tl.where(turned // N == turn, columns, 0.0), 0)
+        tl.store(sums + turn * stride + (first - turn * N + c), total)
+
+
+@triton.jit
 def visible(
     i,
     j,

@@ -102,34 +102,47 @@ _TABLES = {
     ("sm_90", 32): {key: _rows(tiles, False) for key, tiles in _HOPPER_FP32.items()},
     ("sm_80", 32): {key: _rows(tiles, False) for key, tiles in _AMPERE_FP32.items()},
 }
+# With a relative bias dQ's kernel sums dS by distance too, for which the third column's tile spills: these do
+# not, and are not measured.
+_DQ_BY_DISTANCE = {
+    ("sm_90", 16, 128): Tile(128, 32, 8, 3, desc=True),
+    ("sm_90", 16, 256): Tile(64, 32, 8, 2, desc=True),
+}
 # The interpreter needs few programs, whatever they hold.
 _INTERPRETED = Tile(64, 64, 4, 1, desc=True)
 
 
-def tile(kind: str, arch: Arch, bits: int, block_d: int, masked: bool, heavy: bool) -> Tile:
+def tile(
+    kind: str, arch: Arch, bits: int, block_d: int, masked: bool, heavy: bool, relative: bool = False
+) -> Tile:
     """The tile of `kind`: forward, dkdv or dq.
 
     Args:
         arch: compute capability; bits: 16 or 32 of the dtype; block_d: the head dim as a power of two.
         masked: causal or a window; heavy: softcap, ALiBi, bias, dropout, documents or
-            lengths.
+            lengths; relative: a relative bias, which is heavy too.
     """
     if INTERPRETED:
         return _INTERPRETED
-    return _table(arch, bits)[kind, max(32, block_d)][2 if heavy else int(masked)]
+    usual = _table(arch, bits)[kind, max(32, block_d)][2 if heavy else int(masked)]
+    if relative and kind == "dq":
+        return _DQ_BY_DISTANCE.get((_family(arch), bits, block_d), usual)
+    return usual
 
 
-def tile_of(kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool) -> Tile:
+def tile_of(
+    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool, relative: bool = False
+) -> Tile:
     """The tile of `kind` for any head dim."""
-    return tile(kind, arch, 8 * value_bytes, _power(head_dim), masked, heavy)
+    return tile(kind, arch, 8 * value_bytes, _power(head_dim), masked, heavy, relative)
 
 
 def shared_bytes(
-    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool
+    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool, relative: bool = False
 ) -> dict[str, int]:
     """What the tiles of `kind` come to in shared memory, by a name that has their size: of what stays, one
     tile (forward: q) or two, and two of what is walked (k and v, or q and dout), times the stages."""
-    chosen = tile_of(kind, arch, value_bytes, head_dim, masked, heavy)
+    chosen = tile_of(kind, arch, value_bytes, head_dim, masked, heavy, relative)
     own, walked = (chosen.n, chosen.m) if kind == "dkdv" else (chosen.m, chosen.n)
     rows = own * (1 if kind == "forward" else 2) + 2 * walked * chosen.stages
     return {f"{kind}, {chosen.m} x {chosen.n}": value_bytes * _power(head_dim) * rows}
@@ -137,6 +150,13 @@ def shared_bytes(
 
 def _power(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def by_distance_shape(tile: Tile, tq: int, reach: int) -> tuple[int, int]:
+    """(rows, numbers in one) in which dQ's kernel leaves the sums of dS by distance, for each head: a tile of
+    queries has a row for each time that its rows turn around, of `side` distances to both sides."""
+    side, turns = reach + tile.n + max(tile.m, tile.n), (tile.m + tile.n - 2) // tile.n + 1
+    return -(-tq // tile.m) * turns, 2 * side + 1
 
 
 def candidates(kind: str, arch: Arch, bits: int, block_d: int) -> list[Tile]:
@@ -148,7 +168,11 @@ def candidates(kind: str, arch: Arch, bits: int, block_d: int) -> list[Tile]:
 
 
 def _table(arch: Arch, bits: int) -> dict[tuple[str, int], tuple[Tile, ...]]:
-    return _TABLES["sm_90" if arch[0] == 9 else "sm_80", bits]
+    return _TABLES[_family(arch), bits]
+
+
+def _family(arch: Arch) -> str:
+    return "sm_90" if arch[0] == 9 else "sm_80"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ops.triton.common import (
     exp_difference,
     kept,
     load_parts,
+    looked_up,
     product,
     row_keys,
     scores,
@@ -34,6 +35,7 @@ def _tilegpt_decode_split(
     lse,
     alibi_slopes,
     bias,
+    relative_bias,
     q_document_ids,
     k_document_ids,
     ranges,
@@ -78,6 +80,7 @@ def _tilegpt_decode_split(
     SPLIT: tl.constexpr,
     DESC: tl.constexpr,
     PDL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """One split of the keys for a key head's queries: row r is query r // GROUP of its head r % GROUP.
 
@@ -88,6 +91,8 @@ def _tilegpt_decode_split(
     ALIBI: tl.constexpr = alibi_slopes is not None
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
+    RELATIVE: tl.constexpr = relative_bias is not None
+    BIASED: tl.constexpr = bias is not None or RELATIVE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # One axis: the others end at 65,535.
@@ -125,6 +130,8 @@ def _tilegpt_decode_split(
     bias_rows = bias
     if bias is not None:
         bias_rows = bias + (b64 * bias_b + h.to(tl.int64) * bias_h)[:, None]
+    if RELATIVE:
+        relative_bias += (h * (2 * REACH + 1) + REACH)[:, None]
     slope = tl.load(alibi_slopes + h, mask=real, other=0.0).to(tl.float32)[:, None] if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = tl.load(q_document_ids + b64 * tq + i, mask=real, other=-1)[:, None] if DOCUMENT_IDS else 0
@@ -143,6 +150,8 @@ def _tilegpt_decode_split(
             s, i[:, None], j[None, :], offset, scale, softcap, slope, bias_rows, bias_i, bias_j, tq, limit,
             ALIBI, SOFTCAP, EXACT,
         )  # fmt: skip
+        if RELATIVE:
+            s = looked_up(s, i[:, None], j[None, :], offset, relative_bias, REACH)
         if DOCUMENT_IDS or (start < full_lo) | (start + BLOCK_N > full_hi):
             k_ids = tl.load(k_document_ids + j, mask=j < limit, other=-1)[None, :] if DOCUMENT_IDS else 0
             seen = visible(
@@ -152,8 +161,8 @@ def _tilegpt_decode_split(
             s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = exp_difference(s, shift[:, None], 1.0, EXACT, bias is not None)
-        rescale = exp_difference(m, shift, 1.0, EXACT, bias is not None)
+        p = exp_difference(s, shift[:, None], 1.0, EXACT, BIASED)
+        rescale = exp_difference(m, shift, 1.0, EXACT, BIASED)
         total = total * rescale[:, None] + p
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)

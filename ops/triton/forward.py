@@ -19,6 +19,7 @@ from ops.triton.common import (
     kept,
     load_parts,
     product,
+    relative_scores,
     row_keys,
     scores,
     store_parts,
@@ -81,6 +82,7 @@ def _tilegpt_attention_forward(
     lse,
     alibi_slopes,
     bias,
+    relative_bias,
     q_document_ids,
     k_document_ids,
     ranges,
@@ -133,6 +135,7 @@ def _tilegpt_attention_forward(
     EXACT: tl.constexpr,
     DESC: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """out and lse of BLOCK_M queries of one head; see ops/triton/attention.py for the arguments."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
@@ -140,6 +143,8 @@ def _tilegpt_attention_forward(
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     BLOCKS: tl.constexpr = blocks is not None
+    RELATIVE: tl.constexpr = relative_bias is not None
+    BIASED: tl.constexpr = bias is not None or RELATIVE
     tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
@@ -153,6 +158,8 @@ def _tilegpt_attention_forward(
         v += b64 * v_b + kv_head.to(tl.int64) * v_h
     if bias is not None:
         bias += b64 * bias_b + h64 * bias_h
+    if RELATIVE:
+        relative_bias += h * (2 * REACH + 1) + REACH
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = 0
@@ -184,6 +191,10 @@ def _tilegpt_attention_forward(
                 s, i[:, None], j[None, :], offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit,
                 ALIBI, SOFTCAP, EXACT,
             )  # fmt: skip
+        if RELATIVE:
+            s = relative_scores(
+                s, i[:, None], j[None, :], offset, relative_bias, i0, start, BLOCK_M, BLOCK_N, REACH
+            )
         if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
             # One loop with a branch: a loop each for masked and unmasked tiles took 50 registers more.
             if (start < full_lo) | (start >= full_hi):
@@ -195,9 +206,9 @@ def _tilegpt_attention_forward(
                 s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf; shifted by 0 it gives exp2(-inf) = 0, and not NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED or bias is not None else m_new
-        p = exp_difference(s, shift[:, None], m_scale, EXACT, bias is not None)
-        rescale = exp_difference(m, shift, m_scale, EXACT, bias is not None)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED or BIASED else m_new
+        p = exp_difference(s, shift[:, None], m_scale, EXACT, BIASED)
+        rescale = exp_difference(m, shift, m_scale, EXACT, BIASED)
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)

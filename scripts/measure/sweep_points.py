@@ -189,7 +189,8 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
     """The `point` of a row, but for its settings."""
     model = cfg.model
     features = [f"{key}={model[key]}" for key in ("window", "softcap", "attn_dropout") if model[key]]
-    features += ["alibi"] * (model["position"] == "alibi") + ["documents"] * cfg.data.document_mask
+    features += [model["position"]] * (model["position"] in ("alibi", "t5"))
+    features += ["documents"] * cfg.data.document_mask
     usual = "bf16-mixed" if device == "cuda" else "32-true"
     batch = cfg.data.batch_size
     return {

@@ -120,7 +120,7 @@ def _slack(problem: Problem, reference: Result, call: Call) -> dict[str, float]:
         slack |= {"dq": ds @ wide_k * scale, "dv": (p * error).transpose(-2, -1) @ dout}
         slack |= {"dk": ds.transpose(-2, -1) @ q.abs() * scale}
         slack |= {name: slack[name].unflatten(1, (kv_heads, group)).sum(2) for name in ("dk", "dv")}
-        if problem.bias_grad:
+        if "bias" in problem.learned:
             slack["dbias"] = ds.sum_to_size(problem.options["bias"].shape)
     return {name: float(x.max()) for name, x in slack.items()}
 

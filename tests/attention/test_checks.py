@@ -34,6 +34,8 @@ BAD_INPUTS = {
         "broadcasts to (B, Hq, Tq, Tk) = (2, 4, 6, 5)",
     ),
     "boolean bias": (Q, K, K, {"bias": torch.ones(6, 5) > 0}, "floating-point"),
+    "relative bias of two sides": (Q, K, K, {"relative_bias": torch.ones(4, 6)}, "(4, 2 R + 1) with R at"),
+    "relative bias per key head": (Q, K, K, {"relative_bias": torch.ones(2, 5)}, "(4, 2 R + 1) with R at"),
     "one tensor of document ids for two lengths": (Q, K, K, {"document_ids": INTS}, "pass a pair"),
     "document ids too short": (Q, K, K, {"document_ids": (INTS, INTS)}, "(B, T) = (2, 5)"),
     "int64 document ids": (Q, Q, Q, {"document_ids": INTS.long()}, "torch.int32"),

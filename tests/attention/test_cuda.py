@@ -147,7 +147,7 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
 
     def backward(dout: torch.Tensor, q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
         calls["backward"] = rest
-        return *map(torch.ones_like, (q, k, v)), q.new_empty(0)
+        return *map(torch.ones_like, (q, k, v)), q.new_empty(0), q.new_empty(0)
 
     kernels = SimpleNamespace(fa2_forward=forward, fa2_backward=backward)
     monkeypatch.setitem(sys.modules, "ops.cuda.tensor_cores", kernels)
@@ -166,7 +166,7 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
         torch.use_deterministic_algorithms(False)
         library._destroy()
     *tensors, scale, left, right, softcap, dropout_p, tuning = calls["forward"]
-    assert [x is None for x in tensors] == [True] * 4 + [False, True, True]
+    assert [x is None for x in tensors] == [True] * 4 + [False, True, True, True]
     assert (scale, left, right, softcap, dropout_p, list(tuning)) == (
         0.25,
         3,
@@ -176,7 +176,7 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
         [deterministic, 0],
     )
     _, _, *options, tuning, bias_grad = calls["backward"]
-    assert options[7:] == [0.25, 3, 0, 2.0, 0.0] and bias_grad is False
+    assert options[8:] == [0.25, 3, 0, 2.0, 0.0] and bias_grad is False
     assert list(tuning) == [int(deterministic or strict), 0]
     assert torch.equal(q.grad, torch.full_like(q, 3))
 

@@ -61,7 +61,12 @@ def graphs() -> int:
 
 
 FEATURES = [(), ("noncausal",), ("softcap",), ("alibi",), ("bias_grad",), ("document_ids",), ("kv_lengths",)]
-FEATURES += [("window", "noncausal"), ("kv_lengths", "alibi", "softcap")]
+FEATURES += [
+    ("relative_bias",),
+    ("relative_bias", "kv_lengths", "noncausal"),
+    ("window", "noncausal"),
+    ("kv_lengths", "alibi", "softcap"),
+]
 FEATURES += [("bias_grad", "softcap", "document_ids"), ("block_mask", "noncausal")]
 
 

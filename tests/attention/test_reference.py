@@ -17,7 +17,7 @@ from ops.options import AttentionOptions
 SEED = torch.tensor(1234567890123, dtype=torch.int64)
 
 
-def by_hand(q, k, v, *, causal, scale, window, softcap, slopes, bias, document_ids, lengths, p):
+def by_hand(q, k, v, *, causal, scale, window, softcap, slopes, bias, document_ids, lengths, table, p):
     """out and lse as nested lists: the docstring of attention/base.py, one number at a time."""
     batch, heads, tq, dim = q.shape
     group, tk = heads // k.shape[1], k.shape[2]
@@ -35,6 +35,7 @@ def by_hand(q, k, v, *, causal, scale, window, softcap, slopes, bias, document_i
             s = scale * sum(float(q[b, h, i, d]) * float(k[b, h // group, j, d]) for d in range(dim))
             s = softcap * math.tanh(s / softcap) if softcap else s
             s -= float(slopes[h]) * abs(rel) if slopes is not None else 0
+            s += float(table[h, 2 + min(max(rel, -2), 2)]) if table is not None else 0
             scores[j] = s + (float(bias[b, h, i, j]) if bias is not None else 0)
         total = sum(math.exp(s) for s in scores.values())
         lse[b, h, i] = math.log(total) if scores else -math.inf
@@ -62,13 +63,9 @@ def test_equals_the_definition(seed: int, tq: int, tk: int) -> None:
     ids = [torch.randint(0, 2, (2, n), generator=g, dtype=torch.int32) for n in (tq, tk)]
     document_ids = tuple(ids) if pick.random() < 0.5 else None
     lengths = torch.randint(0, tk + 1, (2,), generator=g, dtype=torch.int32) if pick.random() < 0.5 else None
-    out, lse = naive_attention(
-        q,
-        k,
-        v,
-        AttentionOptions(causal, scale, window, softcap, slopes, bias, document_ids, lengths, dropout_p=p),
-        SEED,
-    )
+    table = normal(heads, 5) if pick.random() < 0.5 else None
+    options = AttentionOptions(causal, scale, window, softcap, slopes, bias, document_ids, lengths)
+    out, lse = naive_attention(q, k, v, options._replace(relative_bias=table, dropout_p=p), SEED)
     expected = by_hand(
         q,
         k,
@@ -81,6 +78,7 @@ def test_equals_the_definition(seed: int, tq: int, tk: int) -> None:
         bias=bias,
         document_ids=document_ids,
         lengths=lengths,
+        table=table,
         p=p,
     )
     torch.testing.assert_close(out, expected[0])

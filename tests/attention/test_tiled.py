@@ -106,7 +106,7 @@ def test_memory_is_linear(extras: dict) -> None:
     for tokens in (256, 512, 1024):
         q, k, v, dout = (torch.randn(1, 2, tokens, 32) for _ in range(4))
         left, right = extras.get("window", (-1, 0))
-        tensors = [None] * 6 + [torch.tensor(7)]
+        tensors = [None] * 7 + [torch.tensor(7)]
         plain = [0.2, left, right, extras.get("softcap", 0.0), extras.get("dropout_p", 0.0), [64, 64]]
         with LargestTensor() as mode:
             call = gathered((*tensors, *plain))
@@ -128,6 +128,7 @@ EXTRAS = {
     "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05]),
     "bias": torch.randn(4, 1, 11, dtype=torch.float64, requires_grad=True),
     "document_ids": tuple((torch.arange(n) * 3 // n).to(torch.int32).expand(2, n) for n in (9, 11)),
+    "relative_bias": torch.randn(4, 7, dtype=torch.float64, requires_grad=True),  # less than the distances
     "softcap": 2.0,
     "dropout_p": 0.3,
 }
@@ -145,7 +146,7 @@ def test_many_small_tiles_equal_the_reference(band: dict) -> None:
     leaves = [x.requires_grad_() for x in leaves]
     for names in [n for size in (0, 1, 2, len(EXTRAS)) for n in itertools.combinations(EXTRAS, size)]:
         options = band | {name: EXTRAS[name] for name in names}
-        inputs = [*leaves, EXTRAS["bias"]] if "bias" in names else leaves
+        inputs = [*leaves, *(EXTRAS[name] for name in names if name.endswith("bias"))]
         results = []
         for attention in (TiledAttention(4, 3), NaiveAttention()):
             torch.manual_seed(0)
@@ -175,7 +176,7 @@ def test_no_second_derivative() -> None:
 def test_opcheck(bias_grad: bool) -> None:
     q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 11, 8)
     bias, lengths = torch.randn(4, 1, 11), torch.tensor([0, 5], dtype=torch.int32)
-    options = (None, bias, None, None, lengths, None, torch.tensor(3), 0.3, -1, 0, 2.0, 0.1, [4, 3])
+    options = (None, bias, None, None, lengths, None, None, torch.tensor(3), 0.3, -1, 0, 2.0, 0.1, [4, 3])
     out, lse = torch.ops.tilegpt.tiled(q, k, k + 1, *options)
     torch.library.opcheck(
         torch.ops.tilegpt.tiled_backward.default,

@@ -65,6 +65,7 @@ def test_names_and_shapes_are_gpt2s() -> None:
         ({"bias": False}, "transformer.h.0.mlp.c_fc.bias", None),
         ({"position": "rope"}, "transformer.wpe.weight", None),
         ({"position": "alibi"}, "transformer.wpe.weight", None),
+        ({"position": "t5"}, "transformer.wpe.weight", "transformer.relative_attention_bias.weight"),
         ({"norm": "rmsnorm"}, "transformer.ln_f.bias", None),
         ({"qk_norm": True}, None, "transformer.h.1.attn.q_norm.weight"),
     ],
@@ -132,8 +133,8 @@ def test_options_reach_the_contract_and_change_the_function(changes: dict, optio
 
 
 @pytest.mark.parametrize(
-    "changes", [{"position": p} for p in ("rope", "alibi", "none")] + [{"norm": "rmsnorm"}, {"mlp": "swiglu"},
-    {"qk_norm": True}, {"n_kv_head": 2}, {"n_kv_head": 1}, {"tie_embeddings": False}]
+    "changes", [{"position": p} for p in ("rope", "alibi", "t5", "none")] + [{"norm": "rmsnorm"},
+    {"mlp": "swiglu"}, {"qk_norm": True}, {"n_kv_head": 2}, {"n_kv_head": 1}, {"tie_embeddings": False}]
 )  # fmt: skip
 def test_each_variant_is_another_function_that_trains(changes: dict) -> None:
     net, spy = build(**changes)
@@ -151,7 +152,7 @@ def test_each_variant_is_another_function_that_trains(changes: dict) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("position", ["learned", "rope", "alibi", "none"])
+@pytest.mark.parametrize("position", ["learned", "rope", "alibi", "t5", "none"])
 def test_only_none_cannot_tell_the_order_of_the_past(position: str) -> None:
     net, _ = build(position=position, n_layer=1)
     for parameter in net.parameters():
@@ -271,7 +272,7 @@ def test_context_sizes_the_position_table_and_too_much_is_refused() -> None:
         ({"rope_scaling": ["linear", 2, 3]}, r"model.rope_scaling=\['linear', 2, 3\]: it needs to be"),
         ({"rope_scaling": ["linear", 0]}, "model.rope_scaling: factor=0: it needs to be a number above 0"),
         ({"rope_scaling": ["llama3", 8, 4, 1, 64]}, "low needs to be below high"),
-        ({"position": "sinus"}, "model.position=sinus: choose one of learned, rope, alibi, none"),
+        ({"position": "sinus"}, "model.position=sinus: choose one of learned, rope, alibi, t5, none"),
         ({"norm": "batch"}, "model.norm=batch: choose one of layernorm, rmsnorm"),
         ({"mlp": "relu"}, "model.mlp=relu: choose one of gelu, swiglu"),
         ({"dropout": 1.0}, r"model.dropout=1.0: it needs to be a number, at least 0 and below 1"),

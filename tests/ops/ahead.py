@@ -24,8 +24,8 @@ class Build:
     """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine; or cached, of
     ops/triton/attend_cache.py: one query of each row, `extras` fp8, int8 or int4 and paged too.
 
-    `masked`: causal; `extras`: softcap, alibi, bias, dropout, document_ids, kv_lengths, block_mask, pointers
-    (tensors that descriptors cannot load); `split`: whether decode splits the keys.
+    `masked`: causal; `extras`: softcap, alibi, bias, relative_bias, dropout, document_ids, kv_lengths,
+    block_mask, pointers (tensors that descriptors cannot load); `split`: whether decode splits the keys.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Build:
             return cache_tile(4, self.bits, self.block_d)
         if self.kind in ("decode", "combine"):
             return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
-        return configs.tile(self.kind, *facts, self.masked, self.heavy)
+        return configs.tile(self.kind, *facts, self.masked, self.heavy, "relative_bias" in self.extras)
 
     def __str__(self) -> str:
         words = [self.kind, "sm_{}{}".format(*self.arch), f"{self.bits} bits", f"D={self.head_dim}"]
@@ -116,11 +116,12 @@ def _constants(build: Build) -> dict[str, Any]:
         "DROPOUT": "dropout" in build.extras,
         "EXACT": build.bits == 32,
         "DESC": tile.desc and build.describable,
+        "REACH": 128 * ("relative_bias" in build.extras),  # as T5's
     }
     if build.kind == "decode":
         pdl = tile.pdl and build.split
         return constants | {"GROUP": 4, "BLOCK_M": 16, "SPLIT": build.split, "PDL": pdl}
-    late = not {"softcap", "alibi", "bias"} & set(build.extras)
+    late = not {"softcap", "alibi", "bias", "relative_bias"} & set(build.extras)
     constants |= {"BLOCK_M": tile.m, "SCALE_LATE": late, "MASK_BLOCK": MASK_BLOCK}
     return constants if build.kind == "dkdv" else constants | {"EVEN_K": "kv_lengths" not in build.extras}
 
@@ -129,6 +130,8 @@ def _constants(build: Build) -> dict[str, Any]:
 OPTIONAL = {
     "alibi_slopes": ("alibi", "*fp32"),
     "bias": ("bias", "*{dtype}"),
+    "relative_bias": ("relative_bias", "*fp32"),
+    "by_distance": ("relative_bias", "*fp32"),
     "q_document_ids": ("document_ids", "*i32"),
     "k_document_ids": ("document_ids", "*i32"),
     "ranges": ("document_ids", "*i32"),

@@ -44,18 +44,22 @@ def option_sets(name: str, device: str, tq: int = TQ) -> dict[str, list[Any]]:
     )
     lengths = torch.tensor([TK, 17], dtype=torch.int32, device=device)
     blocks = torch.ones(BATCH, 1, 1, 1, dtype=torch.bool, device=device)
+    table = torch.randn(HEADS, 11, generator=torch.Generator().manual_seed(2)).to(device)
     seed = torch.tensor(1234567890123, device=device)
     scale, tuning = D**-0.5, TUNING[name]
     sets = {
-        "plain": [None] * 7 + [scale, -1, 0, 0.0, 0.0, tuning],
-        "all": [slopes, bias, q_ids, k_ids, lengths, blocks, seed, scale, 15, 2, 1.5, 0.3, tuning],
+        "plain": [None] * 8 + [scale, -1, 0, 0.0, 0.0, tuning],
+        "all": [slopes, bias, q_ids, k_ids, lengths, blocks, table, seed, scale, 15, 2, 1.5, 0.3, tuning],
     }
+    learned = [*sets["all"][1:6], table.T.clone().T.requires_grad_(), *sets["all"][7:]]  # of any strides
+    sets["relative_bias"] = [None, *learned]
     if name == "tiled":
         sets["bias_grad"] = [None, bias.clone().requires_grad_(), *sets["plain"][2:]]
     return sets
 
 
-OPTIONS = [(name, which) for name, which in itertools.product(NAMES, ("plain", "all", "bias_grad"))]
+SETS = ("plain", "all", "bias_grad", "relative_bias")
+OPTIONS = [(name, which) for name, which in itertools.product(NAMES, SETS)]
 OPTIONS.remove(("triton", "bias_grad"))
 
 

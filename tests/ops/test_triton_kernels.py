@@ -247,7 +247,7 @@ def test_a_softcap_far_above_the_scores(softcap: float, device: str) -> None:
 def test_what_nobody_checked_inside_a_compiled_step(device: str) -> None:
     q = torch.randn(1, 2, 8, 16, device=device)
     op = torch.ops.tilegpt.triton
-    options = (None, None, None, None, None, None, None, 0.25, -1, 0, 0.0, 0.0, [0])
+    options = (*[None] * 8, 0.25, -1, 0, 0.0, 0.0, [0])
     with pytest.raises(ValueError, match="contiguous last dimension"):
         op(q.transpose(2, 3), q, q, *options)
     with pytest.raises(ValueError, match="float64"):

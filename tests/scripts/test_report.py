@@ -151,7 +151,7 @@ def test_cells_are_what_is_declared_whatever_is_installed():
     where, dims, *features, deterministic = capabilities.Asked(Odd("odd")).cells()
     assert (where, dims, deterministic) == ("CUDA sm_100 to sm_110: fp16", "up to 128, multiples of 8", "-")
     assert dict(zip(capabilities.FEATURES, features, strict=True)) == {
-        "window": "-", "ALiBi": "-", "documents": "-", "block-sparse": "-",
+        "window": "-", "ALiBi": "-", "relative bias": "-", "documents": "-", "block-sparse": "-",
         "softcap": "yes", "bias": "yes, no gradient", "dropout": "-", "kv_lengths": "forward only",
         "GQA": "yes", "lse": "-",
     }  # fmt: skip

@@ -31,6 +31,7 @@ HEAD_DIMS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 512)
 FEATURES = {
     "window": "window",
     "ALiBi": "alibi",
+    "relative bias": "relative_bias",
     "documents": "document_ids",
     "block-sparse": "block_mask",
     "softcap": "softcap",

@@ -65,6 +65,7 @@ def test_gpt2s_sizes_are_the_known_ones(layers: int, heads: int, width: int, kno
         {"n_kv_head": 1, "bias": False, "qk_norm": True},
         {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu"},
         {"position": "alibi", "mlp": "swiglu", "bias": False},
+        {"position": "t5", "relative_buckets": 8},
         {"position": "none", "tie_embeddings": False, "vocab_size": 65},
         {"qk_norm": True, "norm": "rmsnorm", "bias": False, "n_layer": 3, "n_embd": 72},
         {"head_dim": 24, "mlp_hidden": 100, "n_kv_head": 2, "max_positions": 48},
@@ -76,6 +77,7 @@ def test_parameters_by_part(changes: dict[str, Any]) -> None:
     config = GPTConfig(**{**SMALL, **changes})
     parts = dict.fromkeys(parameter_count(config), 0)
     words = {"wte": "wte", "wpe": "wpe", "attn": "attention", "mlp": "mlp", "lm_head": "lm_head"}
+    words["relative_attention_bias"] = "relative_bias"
     for name, size in counted(config).items():
         parts[next((part for word, part in words.items() if word in name), "norms")] += size
     assert parameter_count(config) == parts

@@ -19,6 +19,7 @@ SHAPES = {
     "llama": {"position": "rope", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm", "mlp": "swiglu"},
     "alibi_mqa_no_bias": {"position": "alibi", "n_kv_head": 1, "bias": False, "tie_embeddings": True},
     "window": {"position": "rope", "window": 3, "n_embd": 48},
+    "t5": {"position": "t5"},  # this too
     "sparse": {"position": "rope", "sparsity": "local"},  # attention between the kernels
     "softcap": {"position": "none", "softcap": 3.0, "window": 5, "norm": "rmsnorm"},
 }

@@ -23,6 +23,7 @@ SHAPES = {
     "learned": {},
     "rope_gqa": {"position": "rope", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm", "mlp": "swiglu"},
     "alibi_mqa": {"position": "alibi", "n_kv_head": 1},
+    "t5": {"position": "t5", "relative_buckets": 4, "relative_distance": 6},
     "window": {"position": "rope", "window": 3},
     "softcap": {"position": "none", "softcap": 3.0, "window": 5},
 }
