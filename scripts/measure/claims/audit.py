@@ -82,9 +82,17 @@ def compared(claim: Claim, rows: list[Row]) -> Iterator[str]:
     for what, names in (("contestants", inside), ("apart", over.keys() - inside.keys())):
         yield from (f"{what}: {name} {shown(over[name])}" for name in over if name in names)
     same = {name: value for row in every[:1] for name, value in row.items() if name not in over}
+    if times := sorted(spread(row) for row in rows if "ms_p90" in row["result"]):
+        yield f"times: p10 to p90 is {times[len(times) // 2]:.1%} of the median, at most {times[-1]:.1%}"
     yield "alike: " + ", ".join(
         f"{name} {value}" for name, value in same.items() if name not in ("study", "run")
     )
+
+
+def spread(row: Row) -> float:
+    """How far a row's times lie apart, of their median."""
+    result = row["result"]
+    return (result["ms_p90"] - result["ms_p10"]) / result["ms_median"]
 
 
 def shown(values: list[str]) -> str:
