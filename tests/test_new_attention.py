@@ -106,7 +106,7 @@ def test_it_is_trained(place: Path) -> None:
 
 def test_its_memory_is_predicted(place: Path) -> None:
     said = run(place, "scripts/estimate.py", *SMALL, "attention=mine", "gpu=h200")
-    assert "attention=mine" in said and "attention's own grows as T\n" in said
+    assert "attention=mine" in said and "attention's memory grows as T\n" in said
 
 
 def test_it_is_in_a_studys_report(place: Path) -> None:

@@ -282,6 +282,6 @@ def test_the_page_has_every_claim_and_counts_them(tmp_path):
     assert all(f"\n### Claim {n}\n" in text and f"| [{n}](#claim-{n}) | " in text for n in claims.CLAIMS)
     assert "**Holds in part**: ms: naive 40 / 40 / 40" in text
     assert "NVIDIA H200; `python scripts/bench_ladder.py`" in text
-    assert "70 of 19.5 TFLOP/s: 357%" in text and "6 MiB at 1,024, 72 MiB at 4,096" in text
+    assert "70 TFLOP/s, 357% of the peak of 19.5" in text and "6 MiB at 1,024, 72 MiB at 4,096" in text
     assert "10.0 GiB with 64 KV heads, 1.25 GiB with its 8" in text
     assert text.rstrip().splitlines()[-3].startswith("| holds in part | 1 | [10](#claim-10) |")
