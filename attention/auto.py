@@ -26,7 +26,7 @@ from attention.base import (
     Declaration,
     UnsupportedAttention,
 )
-from attention.call import facts_of, facts_of_view
+from attention.call import call_fields, view_call_fields
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -134,7 +134,7 @@ class AutoAttention(Attention):
     def _reasons(self, name: str, call: AttentionCall) -> list[str]:
         """Why `name` cannot run `call`, or is not to be chosen for it."""
         attention = self._build(name)
-        return [*attention.unsupported_reasons(call), *attention.reservations(call)]
+        return [*attention.unsupported_reasons(call), *attention.reasons_against_auto(call)]
 
     def _refusals(
         self, call: AttentionCall, names: tuple[str, ...] | None = None
@@ -168,7 +168,7 @@ class AutoAttention(Attention):
     def resolve(self, call: AttentionCall) -> Attention:
         return self._build(self.choice(call)[0])
 
-    def foreseen(self, call: AttentionCall) -> Attention:
+    def predicted_choice(self, call: AttentionCall) -> Attention:
         """What would run `call`, which may be of a GPU that is not at hand: then by what is declared, as if
         all libraries were installed there."""
         arch = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -176,15 +176,15 @@ class AutoAttention(Attention):
             return self.resolve(call)
         for name in order(call).names:
             attention = self._build(name)
-            if not [*attention.capabilities.reasons(call), *attention.reservations(call)]:
+            if not [*attention.capabilities.reasons(call), *attention.reasons_against_auto(call)]:
                 return attention
         raise UnsupportedAttention(self.name, self.unsupported_reasons(call), call)
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        return self.foreseen(call).costs(call, compiled)
+        return self.predicted_choice(call).costs(call, compiled)
 
     def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
-        return self.foreseen(call).shared_memory(call, able)
+        return self.predicted_choice(call).shared_memory(call, able)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         name, refusals = self._refusals(call)
@@ -206,13 +206,13 @@ class AutoAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        chosen = self._chosen_for(q, facts_of(q, k, v, options))
+        chosen = self._chosen_for(q, call_fields(q, k, v, options))
         return chosen.attend(q, k, v, options, chosen.draw_seed(options.dropout_p, q.device))
 
     def attend_view(
         self, q: Tensor, view: CacheView, options: AttentionOptions
     ) -> tuple[Tensor, Tensor | None]:
-        return self._chosen_for(q, facts_of_view(q, view, options)).attend_view(q, view, options)
+        return self._chosen_for(q, view_call_fields(q, view, options)).attend_view(q, view, options)
 
     def _chosen_for(self, q: Tensor, facts: dict[str, Any]) -> Attention:
         # Lengths may be symbolic while compiling; all that a choice asks of them is one or more, short or

@@ -121,7 +121,7 @@ class Attention(nn.Module):
             reasons.append("no deterministic backward: needs deterministic=false")
         return reasons
 
-    def reservations(self, call: AttentionCall) -> list[str]:
+    def reasons_against_auto(self, call: AttentionCall) -> list[str]:
         """Why a call that can run is not to be given to this implementation unless it is asked for by
         name."""
         return []

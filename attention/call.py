@@ -54,7 +54,7 @@ class UnsupportedAttention(UserError):
         )
 
 
-def facts_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, Any]:
+def call_fields(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict[str, Any]:
     """What an AttentionCall of live tensors says by its fields, but for its purpose and the GPU."""
     grad = torch.is_grad_enabled()
     bias, relative_bias = options.bias, options.relative_bias
@@ -75,7 +75,7 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> dict
     }
 
 
-def facts_of_view(q: Tensor, view: CacheView, options: AttentionOptions) -> dict[str, Any]:
+def view_call_fields(q: Tensor, view: CacheView, options: AttentionOptions) -> dict[str, Any]:
     """The same where `view` is read in place of k and v, which has no gradient."""
     _, kv_heads, capacity, _ = view.k.shape
     return {
@@ -158,13 +158,13 @@ class AttentionCall:
     ) -> AttentionCall:
         """The call that `Attention.forward` of these would be."""
         arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-        return cls(purpose=purpose, arch=arch, **facts_of(q, k, v, options))
+        return cls(purpose=purpose, arch=arch, **call_fields(q, k, v, options))
 
     @classmethod
     def of_view(cls, q: Tensor, view: CacheView, options: AttentionOptions) -> AttentionCall:
         """The call that `Attention.forward` of these would be."""
         arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-        return cls(purpose="call", arch=arch, **facts_of_view(q, view, options))
+        return cls(purpose="call", arch=arch, **view_call_fields(q, view, options))
 
     def __str__(self) -> str:
         kind = "the call" if self.purpose == "call" else f"the {self.purpose} call"

@@ -111,7 +111,7 @@ def k_bytes(call: AttentionCall) -> int:
     return call.batch * call.kv_heads * call.tk * call.head_dim * call.dtype.itemsize
 
 
-def wide_bytes(call: AttentionCall) -> int:
+def q_fp32_bytes(call: AttentionCall) -> int:
     """q in fp32."""
     return 4 * call.batch * call.heads * call.tq * call.head_dim
 

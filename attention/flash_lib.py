@@ -38,10 +38,10 @@ from ops.library import register_attention
 
 
 def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    library, o = VERSIONS[version], _taken(*options)
+    library, o = VERSIONS[version], _library_options(*options)
     packed = o.documents is not None
-    out, lse = library.forward(library.load(), o, *(_inward(x, packed) for x in (q, k, v)))
-    out = _outward(out, q)
+    out, lse = library.forward(library.load(), o, *(_to_library_layout(x, packed) for x in (q, k, v)))
+    out = _from_library_layout(out, q)
     if packed:
         lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)  # (H, B * Tq) -> (B, H, Tq)
         if o.documents.keyless is not None:
@@ -54,22 +54,26 @@ def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tu
 def _backward(
     version: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    library, o = VERSIONS[version], _taken(*options[:-1])
+    library, o = VERSIONS[version], _library_options(*options[:-1])
     packed = o.documents is not None
     if packed:
         lse = lse.transpose(0, 1).flatten(1).contiguous()  # (B, H, Tq) -> (H, B * Tq)
         if o.documents.keyless is not None:
             dout = dout.masked_fill(o.documents.keyless[:, None, :, None], 0)
     inputs = {"q": q, "k": k, "v": v}
-    tensors = {name: _inward(x, packed) for name, x in inputs.items()}
+    tensors = {name: _to_library_layout(x, packed) for name, x in inputs.items()}
     grads = {f"d{name}": torch.empty_like(x) for name, x in tensors.items()}
-    tensors |= {"dout": _inward(dout, packed), "out": _inward(out, packed), "softmax_lse": lse}
+    tensors |= {
+        "dout": _to_library_layout(dout, packed),
+        "out": _to_library_layout(out, packed),
+        "softmax_lse": lse,
+    }
     library.backward(library.load(), o, **tensors, **grads)
-    dq, dk, dv = (_outward(grads[f"d{name}"], x) for name, x in inputs.items())
+    dq, dk, dv = (_from_library_layout(grads[f"d{name}"], x) for name, x in inputs.items())
     return dq, dk, dv, q.new_empty(0)
 
 
-def _taken(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> Options:
+def _library_options(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> Options:
     """The op's options as flash_versions.py takes them. Raises UserError for document ids that do not fit."""
     found = None if options.document_ids is None else documents(*options.document_ids)
     left, right = options.band
@@ -83,13 +87,13 @@ def _taken(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[
     return Options(options, found, dropout_seed, bool(tuning[0]) or must_be_deterministic())
 
 
-def _inward(x: Tensor, packed: bool) -> Tensor:
+def _to_library_layout(x: Tensor, packed: bool) -> Tensor:
     """(B, H, T, D) -> (B, T, H, D), or packed (B * T, H, D); a copy only where 16-byte reads need one."""
     x = x.transpose(1, 2)
     return aligned(x.flatten(0, 1) if packed else x)
 
 
-def _outward(x: Tensor, like: Tensor) -> Tensor:
+def _from_library_layout(x: Tensor, like: Tensor) -> Tensor:
     """The way back, in the strides of empty_like(`like`), as an op must give; a copy where they differ."""
     batch, _, tokens, _ = like.shape
     x = (x.unflatten(0, (batch, tokens)) if x.ndim == 3 else x).transpose(1, 2)
@@ -158,7 +162,7 @@ class FlashLibAttention(Attention):
             )
         return reasons + [fault for fault in [library.fault()] if fault]
 
-    def reservations(self, call: AttentionCall) -> list[str]:
+    def reasons_against_auto(self, call: AttentionCall) -> list[str]:
         found = []
         if "document_ids" in call.features:
             # Values decide whether it can, and to know them the host waits for the device.

@@ -28,7 +28,7 @@ from attention.base import (
     UnsupportedAttention,
 )
 from attention.flash_documents import Documents
-from attention.geometry import blank_beyond
+from attention.geometry import zero_beyond_lengths
 
 _SHARED = frozenset(
     {"window", "softcap", "document_ids", "kv_lengths", "gqa", "noncausal", "rectangular", "lse"}
@@ -222,7 +222,7 @@ def _backward4(library: Any, o: Options, *, softmax_lse: Tensor, **tensors: Tens
 
 def _blank(v: Tensor, kv_lengths: Tensor) -> Tensor:
     """v (B, Tk, Hkv, D), zero beyond: TMA brings whole tiles, and 0 * NaN is NaN. (Scores are masked.)"""
-    return blank_beyond(v.transpose(1, 2), kv_lengths).transpose(1, 2)
+    return zero_beyond_lengths(v.transpose(1, 2), kv_lengths).transpose(1, 2)
 
 
 def _capabilities(features: frozenset[str], **limits: Any) -> Capabilities:

@@ -42,8 +42,8 @@ from attention.base import (
     Kernels,
 )
 from attention.declaration import lse_bytes, q_bytes, row_bytes
-from attention.flex_masks import TILE, DocumentIds, Limits, Lists, Recent, tile_lists, unmasked_lists
-from attention.geometry import FAR, blank_beyond
+from attention.flex_masks import TILE, DocumentIds, Limits, Lists, RecentResults, tile_lists, unmasked_lists
+from attention.geometry import FAR, zero_beyond_lengths
 
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
 MAX_DENSE_SCORES = 2**26
@@ -123,8 +123,8 @@ def flex(
     """
     if options.kv_lengths is not None:
         # Q K^T is masked, but 0 * NaN would reach P V, and in the backward dS K.
-        v = blank_beyond(v, options.kv_lengths)
-        k = blank_beyond(k, options.kv_lengths) if torch.is_grad_enabled() else k
+        v = zero_beyond_lengths(v, options.kv_lengths)
+        k = zero_beyond_lengths(k, options.kv_lengths) if torch.is_grad_enabled() else k
     # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
     tuning = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
     lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=options.return_lse)
@@ -139,7 +139,7 @@ def flex(
     return out, aux.lse
 
 
-_RECENT = Recent()
+_RECENT = RecentResults()
 _STATIC: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor | None]], Limits, Lists]] = {}
 _STATIC_COUNT: Counter[Any] = Counter()
 _NAMES: dict[Any, str] = {}

@@ -109,7 +109,7 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
 
 
-class Recent:
+class RecentResults:
     """What was made for the last calls, so that the layers of a step share it.
 
     It is found by plain facts, and where it depends on tensors by the very tensors, in the version they had:

@@ -86,7 +86,7 @@ def diagonal_sums(x: Tensor, rel: Tensor, reach: int) -> Tensor:
     return (skewed.sum(2) @ F.one_hot(at, 2 * reach + 1).to(x.dtype)).sum(0)
 
 
-def blank_beyond(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
+def zero_beyond_lengths(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
     """k or v (B, Hkv, Tk, D) with zeros from `kv_lengths` on.
 
     A mask does not do: what is parked there may be NaN, and 0 * NaN is NaN, in P V and in dS K.

@@ -24,7 +24,7 @@ from attention.base import (
     Costs,
     Declaration,
 )
-from attention.declaration import lse_bytes, q_bytes, scores_bytes, wide_bytes
+from attention.declaration import lse_bytes, q_bytes, q_fp32_bytes, scores_bytes
 from ops.dropout import keep_tile
 from ops.options import MASK_BLOCK
 
@@ -150,7 +150,7 @@ class NaiveAttention(Attention):
         if compiled:
             matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropped
             return Costs(matrices + 3 * q_bytes(call) + sums, matrix, mask, **written)
-        wide = wide_bytes(call)
+        wide = q_fp32_bytes(call)
         return Costs(2 * matrix + 3 * wide + mask + sums + dropped, 4 * matrix - wide, **written)
 
     def attend(

@@ -49,7 +49,7 @@ def declaration(name: str) -> Declaration:
     return declared(name).declaration if name in names() else Declaration()
 
 
-def able(call: AttentionCall) -> list[str]:
+def supporting(call: AttentionCall) -> list[str]:
     """The contestants that can run `call` here."""
     return [name for name in contestants() if not declared(name).unsupported_reasons(call)]
 

@@ -32,14 +32,14 @@ from attention.base import (
     Declaration,
     Kernels,
 )
-from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes, wide_bytes
+from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, q_fp32_bytes, row_bytes, scores_bytes
 from attention.geometry import (
     aligned,
-    blank_beyond,
     block_mask_of,
     relative_bias_of,
     relative_positions,
     visible,
+    zero_beyond_lengths,
 )
 from conf.values import UserError
 
@@ -145,7 +145,7 @@ class SDPAAttention(Attention):
             mask = torch.where(mask, added, -torch.inf)
             if mask.stride(-1) != 1:  # as that of a transposed bias, which the CUDA kernels refuse
                 mask = mask.clone(memory_format=torch.contiguous_format)
-        k, v = blank_beyond(k, kv_lengths), blank_beyond(v, kv_lengths)
+        k, v = zero_beyond_lengths(k, kv_lengths), zero_beyond_lengths(v, kv_lengths)
         return self._sdpa(q, k, v, mask, dropout_p, False, scale, gqa).masked_fill(blind, 0), None
 
     def _sdpa(self, q, k, v, mask, dropout_p, is_causal, scale, gqa) -> Tensor:
@@ -191,7 +191,7 @@ class SDPAAttention(Attention):
         if self.backend == "math" or left_alone or (not on_gpu and "dropout" in features):
             matrix = scores_bytes(call)
             dropped = matrix + (matrix // 4 if on_gpu else matrix) if "dropout" in features else 0
-            kept = matrix + 3 * wide_bytes(call) + masks + dropped
+            kept = matrix + 3 * q_fp32_bytes(call) + masks + dropped
             matrices = 1 if compiled else 3 if on_gpu else 2
             moved = 6 * matrix, 7 * matrix
             return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_products=4)

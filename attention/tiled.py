@@ -32,9 +32,8 @@ from attention.base import (
     Costs,
     Declaration,
 )
-from attention.declaration import lse_bytes, wide_bytes
+from attention.declaration import lse_bytes, q_fp32_bytes
 from attention.geometry import (
-    blank_beyond,
     block_mask_of,
     cut_bias,
     diagonal_sums,
@@ -43,6 +42,7 @@ from attention.geometry import (
     tile_kind,
     tiles,
     visible,
+    zero_beyond_lengths,
 )
 from conf.values import UserError
 from ops.dropout import keep_tile
@@ -157,7 +157,11 @@ class _Problem:
         cached = isinstance(x, CachedTensor)
         x = x.tokens(cols.start, cols.stop) if cached else x[:, :, cols.start : cols.stop]
         x = x.to(self.dtype)
-        return x if self.options.kv_lengths is None else blank_beyond(x, self.options.kv_lengths - cols.start)
+        return (
+            x
+            if self.options.kv_lengths is None
+            else zero_beyond_lengths(x, self.options.kv_lengths - cols.start)
+        )
 
     def per_head(self, x: Tensor, rows: range) -> Tensor:
         """(B, Hkv, G * rows, n) -> (B, Hq, rows, n)"""
@@ -317,7 +321,7 @@ class TiledAttention(Attention):
         rows, cols = min(call.tq, self.block_q), min(call.tk, self.block_k)
         scores, of_rows = rows * cols, max(rows, cols) * call.head_dim
         tiles = 4 * call.batch * call.heads * (5 * scores + 6 * of_rows)
-        return Costs(lse_bytes(call), tiles + (wide_bytes(call) if call.dtype.itemsize == 2 else 0))
+        return Costs(lse_bytes(call), tiles + (q_fp32_bytes(call) if call.dtype.itemsize == 2 else 0))
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
         return self.block_q, self.block_k

@@ -223,7 +223,10 @@ def formula(problem: Problem, dtype: torch.dtype, softmax: Softmax, at_once: int
 def _attend(problem: Problem, leaves: Result, piece: range, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries in `piece`."""
     lengths, p = problem.options.get("kv_lengths"), problem.options.get("dropout_p", 0.0)
-    k, v = geometry.blank_beyond(leaves["k"], lengths), geometry.blank_beyond(leaves["v"], lengths)
+    k, v = (
+        geometry.zero_beyond_lengths(leaves["k"], lengths),
+        geometry.zero_beyond_lengths(leaves["v"], lengths),
+    )
     probs, lse = softmax(_scores(problem, leaves, k, piece))
     if p > 0:
         batch, heads, _, tk = probs.shape

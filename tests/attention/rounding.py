@@ -132,5 +132,5 @@ def definite(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[
     options["window"] = geometry.normalise_window(options["window"])
     if options["bias"] is not None:
         options["bias"] = options["bias"].detach()
-    k, v = (geometry.blank_beyond(x.detach(), options["kv_lengths"]) for x in (k, v))
+    k, v = (geometry.zero_beyond_lengths(x.detach(), options["kv_lengths"]) for x in (k, v))
     return q.detach().double(), k.double(), v.double()

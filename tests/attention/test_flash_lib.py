@@ -301,10 +301,10 @@ def test_deterministic_algorithms_reach_the_library_and_refuse_what_has_none(mon
     plain = AttentionOptions(scale=0.25), None, [0]
     reasons = {name: build(name).unsupported_reasons for name in ("flash2", "flash3", "flex", "cuda_fa2")}
     said = "no deterministic backward"
-    assert not flash_lib._taken(*plain).deterministic
+    assert not flash_lib._library_options(*plain).deterministic
     assert not any(said in reason for of in reasons.values() for reason in of(call))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert flash_lib._taken(*plain).deterministic
+    assert flash_lib._library_options(*plain).deterministic
     assert any(reason == f"{said}: needs deterministic=false" for reason in reasons["flex"](call))
     above = "no deterministic backward above head dim 192: needs attention.deterministic=false and "
     assert any(reason.startswith(above) for reason in reasons["flash3"](call))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import flex
-from attention.flex_masks import TILE, Limits, Recent, tile_lists, unmasked_lists
+from attention.flex_masks import TILE, Limits, RecentResults, tile_lists, unmasked_lists
 from attention.geometry import FAR
 from attention.naive import attention_scores
 from ops.options import AttentionOptions
@@ -89,7 +89,7 @@ def test_ids_out_of_order_never_lose_a_tile() -> None:
 
 
 def test_layers_share_what_was_made() -> None:
-    recent, lengths = Recent(size=2), torch.tensor([3, 4], dtype=torch.int32)
+    recent, lengths = RecentResults(size=2), torch.tensor([3, 4], dtype=torch.int32)
     first = recent.get(("a",), [lengths], object)
     assert recent.get(("a",), [lengths], object) is first
     assert recent.get(("b",), [lengths], object) is not first

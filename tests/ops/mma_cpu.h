@@ -148,4 +148,4 @@ static inline float __fmul_rn(float x, float y) {
     volatile float rounded = x * y;  // else g++ makes an FMA of it
     return rounded;
 }
-static inline void meet(int team) { cpu::teams.barriers[team].wait(); }
+static inline void team_barrier(int team) { cpu::teams.barriers[team].wait(); }

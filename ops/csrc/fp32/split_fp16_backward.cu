@@ -13,7 +13,7 @@
 // The host defines what split_fp16_backward.cuh says.
 #include "split_fp16_backward.cuh"
 
-// s = <k_j, q_i>, a row for each key, becomes P, and `derived` what weight_of says. lse begins at query i_first.
+// s = <k_j, q_i>, a row for each key, becomes P, and `derived` what probability_of says. lse begins at query i_first.
 __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Scores &derived, const float *lse,
                                                  int i_first, int j_first, int keys, int b, int h, float undo,
                                                  bool masked) {
@@ -33,7 +33,8 @@ __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Sco
                 for (int e = odd; e < 4; e += 2) {
                     const int j = j_first + t * 16 + e / 2 * 8 + row;
                     float &x = s.c[t][n][e];
-                    x = weight_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, derived.c[t][n][e]);
+                    float &dx = derived.c[t][n][e];
+                    x = probability_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, dx);
                 }
         }
     if (!masked) return;  // a branch of its own: see scores.cuh

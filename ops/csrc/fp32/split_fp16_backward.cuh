@@ -175,7 +175,7 @@ struct Powers {
 // P times P_FACTOR, of dot = <q_i, k_j>, before the mask. `derived`: P times the derivative of the softcap, for dS;
 // negative where dropout drops P. The exponent is s - lse before it is in units of log2, as both are large where P is
 // not small.
-__device__ __forceinline__ float weight_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
+__device__ __forceinline__ float probability_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
                                            float lse, unsigned row_key, float &derived) {
     float capped = 0.0f;
     const float s = score_of(p, dot, i, j, diagonal, slope, capped), weight = exp2_of((s - lse) * LOG2E);

@@ -12,7 +12,7 @@
 static_assert(AT_ONCE % 32 == 0, "whole pairs of tiles for each warp of a pair");
 typedef Accumulator<ROW_TILES, PAIRS / 2> HalfScores;
 
-// s = <q_i, k_j> becomes what dS has in the place of P, `derived` of weight_of. lse begins at query i_first.
+// s = <q_i, k_j> becomes what dS has in the place of P, `derived` of probability_of. lse begins at query i_first.
 __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const float *lse, int i_first, int j_first,
                                       int keys, int b, int h, float undo, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const floa
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
                     float &x = s.c[t][n][e], derived;
-                    weight_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, derived);
+                    probability_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, derived);
                     x = derived;
                 }
         }

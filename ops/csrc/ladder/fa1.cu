@@ -20,20 +20,20 @@
 #define TEAM 4  // warps that split the keys of a tile
 #define TEAMS (WARPS / TEAM)
 #define TILES (BR / 16)
-#define KEYS (BC / TEAM)       // of a warp
-#define ACROSS (PAD_D / 8)     // C tiles of 16 rows of O
-#define SHARE (ACROSS / TEAM)  // those of them that a warp adds up
+#define KEYS (BC / TEAM)  // keys of a warp
+#define D_TILES (PAD_D / 8)  // tiles of 16 x 8 in 16 rows of O
+#define OWN_TILES (D_TILES / TEAM)  // of these, the ones whose partial sums a warp adds up
 #define Q_BYTES (BR * ROW_BYTES)
 #define KV_BYTES (BC * ROW_BYTES)
-#define PARTS_BYTES (TEAM * (TEAM - 1) * SHARE * 512)
+#define PARTS_BYTES (TEAM * (TEAM - 1) * OWN_TILES * 512)
 #define TEAM_BYTES (2 * Q_BYTES + PARTS_BYTES + 2 * BR * TEAM * 4)  // two Q; parts of O, maxima and sums
 
 typedef Accumulator<TILES, KEYS / 16> Scores;
 typedef Loader<BR, TEAM * 32> QLoader;
-static_assert(WARPS % TEAM == 0 && SHARE * TEAM == ACROSS && BR % QLoader::STEP == 0, "whole shares for all");
+static_assert(WARPS % TEAM == 0 && OWN_TILES * TEAM == D_TILES && BR % QLoader::STEP == 0, "whole shares for all");
 
 // A barrier of one team. Teams go at their own pace: while one adds up, another multiplies.
-__device__ __forceinline__ void meet(int team) {
+__device__ __forceinline__ void team_barrier(int team) {
     asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * 32) : "memory");
 }
 
@@ -43,12 +43,12 @@ __device__ __forceinline__ float4 *slab(const Params &p, long long row) {
 }
 
 // A warp's share of 16 rows of O, zeros if no key has been seen. (One branch: `seen ? from[..] : 0` made one a load.)
-__device__ __forceinline__ void read_slab(float4 (&o)[SHARE], const float4 *from, bool seen) {
+__device__ __forceinline__ void read_slab(float4 (&o)[OWN_TILES], const float4 *from, bool seen) {
 #pragma unroll
-    for (int n = 0; n < SHARE; n++) o[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int n = 0; n < OWN_TILES; n++) o[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (seen)
 #pragma unroll
-        for (int n = 0; n < SHARE; n++) o[n] = from[n * 32];
+        for (int n = 0; n < OWN_TILES; n++) o[n] = from[n * 32];
 }
 
 // The row of a tile that c[t][..][2 * half] is of.
@@ -96,28 +96,28 @@ __device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[TILES
 }
 
 // 16 rows of the warp's O: its own share to sum, those of the others to their parts.
-__device__ __forceinline__ void share_parts(const float (&o)[ACROSS][4], float4 *parts, float4 (&sum)[SHARE],
+__device__ __forceinline__ void share_parts(const float (&o)[D_TILES][4], float4 *parts, float4 (&sum)[OWN_TILES],
                                             int warp) {
 #pragma unroll
-    for (int x = 0; x < ACROSS; x++) {
-        const int owner = x / SHARE, n = x % SHARE, slot = owner * (TEAM - 1) + warp - (warp > owner);
+    for (int x = 0; x < D_TILES; x++) {
+        const int owner = x / OWN_TILES, n = x % OWN_TILES, slot = owner * (TEAM - 1) + warp - (warp > owner);
         const float4 part = make_float4(o[x][0], o[x][1], o[x][2], o[x][3]);
         if (owner == warp)
             sum[n] = part;
         else
-            parts[(slot * SHARE + n) * 32] = part;
+            parts[(slot * OWN_TILES + n) * 32] = part;
     }
 }
 
 // The team's parts of a share are added up, and go into what O was with the keys before: O is that, divided by l.
-__device__ __forceinline__ void add_parts(float4 (&sum)[SHARE], const float4 (&old)[SHARE], const float4 *parts,
+__device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4 (&old)[OWN_TILES], const float4 *parts,
                                           const float (&keep)[2], const float (&divide)[2], int warp) {
 #pragma unroll
-    for (int n = 0; n < SHARE; n++) {
+    for (int n = 0; n < OWN_TILES; n++) {
         float4 &x = sum[n], was = old[n];
 #pragma unroll
         for (int from = 0; from < TEAM - 1; from++) {
-            const float4 part = parts[((warp * (TEAM - 1) + from) * SHARE + n) * 32];
+            const float4 part = parts[((warp * (TEAM - 1) + from) * OWN_TILES + n) * 32];
             x.x += part.x, x.y += part.y, x.z += part.z, x.w += part.w;
         }
         x = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
@@ -126,7 +126,7 @@ __device__ __forceinline__ void add_parts(float4 (&sum)[SHARE], const float4 (&o
 }
 
 // The warp's share of O of 16 rows, and by the first warp their lse: the last keys are in. m: of the head's rows.
-__device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[SHARE], const float *m,
+__device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[OWN_TILES], const float *m,
                                            const float (&l)[2], int b, int h, int i0, int t, int warp, float c) {
     const int lane = threadIdx.x % 32;
     element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
@@ -137,9 +137,9 @@ __device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[
         if (i >= p.tq) continue;
         if (warp == 0 && lane % 4 == 0) lse[i] = l[half] == 0.0f ? -INFINITE : (m[i] * c + __log2f(l[half])) * LN2;
 #pragma unroll
-        for (int n = 0; n < SHARE; n++) {
+        for (int n = 0; n < OWN_TILES; n++) {
             const unsigned two = half ? pack(sum[n].z, sum[n].w) : pack(sum[n].x, sum[n].y);
-            const int column = (warp * SHARE + n) * 8;
+            const int column = (warp * OWN_TILES + n) * 8;
             if (column < HEAD_DIM) *(unsigned *)(out + i * p.out_stride.t + column) = two;
         }
     }
@@ -194,31 +194,31 @@ __device__ __forceinline__ void add_sums(float (&l)[2], const float *sums, int t
 
 // P V of the team's warps goes into O of the rows from i0 on: back to HBM, or after the last keys to out, with lse.
 __device__ __forceinline__ void update_output(const Params &p, const Team &team,
-                                              const Accumulator<TILES, D_STEPS> &o, float4 (&old)[SHARE], float4 *to,
+                                              const Accumulator<TILES, D_STEPS> &o, float4 (&old)[OWN_TILES], float4 *to,
                                               float (&l_row)[TILES][2], int i0, int j0, bool last, float c) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++, to += ACROSS * 32) {
-        if (t) meet(team.number);  // all have read the parts of the rows before
-        float4 sum[SHARE];
+    for (int t = 0; t < TILES; t++, to += D_TILES * 32) {
+        if (t) team_barrier(team.number);  // all have read the parts of the rows before
+        float4 sum[OWN_TILES];
         share_parts(o.c[t], team.parts, sum, team.warp);
-        meet(team.number);  // parts and sums are whole
+        team_barrier(team.number);  // parts and sums are whole
         float keep[2], divide[2];
         add_sums(l_row[t], team.sums, t, keep, divide);
         add_parts(sum, old, team.parts, keep, divide, team.warp);
-        if (t + 1 < TILES) read_slab(old, to + ACROSS * 32, j0);
+        if (t + 1 < TILES) read_slab(old, to + D_TILES * 32, j0);
         if (last) {
             write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, c);
             continue;
         }
 #pragma unroll
-        for (int n = 0; n < SHARE; n++) to[n * 32] = sum[n];
+        for (int n = 0; n < OWN_TILES; n++) to[n * 32] = sum[n];
         if (team.warp == 0 && threadIdx.x % 4 == 0)
             for (int half = 0; half < 2; half++) team.l[i0 + row_of(t, half)] = l_row[t][half];
     }
 }
 
 // out and lse of the rows that see no key, 0 and -inf. 4 threads a row, two columns of each 8.
-__device__ __forceinline__ void clear_unseen(const Params &p, const Team &team) {
+__device__ __forceinline__ void write_keyless_rows(const Params &p, const Team &team) {
     const int keys = team.keys, lane = threadIdx.x % 32;
     const int unseen = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, {}).lo, p.tq) : p.tq;
     element *out = matrix_of(p.out, p.out_stride, team.b, team.h) + lane % 4 * 2;
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             // No query of this tile sees a key of the next.
             const bool last = j0 + BC >= keys || (HAS_RIGHT && j0 + BC > i0 + BR - 1 + keys - p.tq + p.window_right);
             wait_for_all_but<0>();
-            meet(team.number);  // this Q has landed, and the team is done with the other, with parts, maxima and sums
+            team_barrier(team.number);  // this Q has landed; the team is done with the other, and with parts, maxima, sums
             load(i0 + TEAMS * BR, odd ^ 1);
             Scores s;
             s.clear();
@@ -271,9 +271,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
             if (SCALE_FIRST || masked) finish_scores(p, s, i0, j0 + team.warp * KEYS, keys, b, h, masked);
             share_maxima(s, team.maxima, team.warp);
-            meet(team.number);  // maxima are whole, and all have read m
+            team_barrier(team.number);  // maxima are whole, and all have read m
             online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, c);
-            float4 *to = slab(p, team.first_row + i0) + team.warp * SHARE * 32, old[SHARE];
+            float4 *to = slab(p, team.first_row + i0) + team.warp * OWN_TILES * 32, old[OWN_TILES];
             read_slab(old, to, j0);
             Accumulator<TILES, D_STEPS> o;
             o.clear();
@@ -281,5 +281,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             update_output(p, team, o, old, to, l_row, i0, j0, last, c);
         }
     }
-    clear_unseen(p, team);
+    write_keyless_rows(p, team);
 }

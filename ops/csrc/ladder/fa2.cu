@@ -15,7 +15,7 @@
 #define THREADS (WARPS * 32)
 #define TILES (BR / WARPS / 16)  // of 16 rows in a warp
 #define TILE_BYTES (BC * ROW_BYTES)
-#define Q_STAYS (PAD_D <= 64)  // in registers; at D = 128 there is no room, and it is read again for each tile
+#define Q_IN_REGISTERS (PAD_D <= 64)  // in registers; at D = 128 there is no room, and it is read again for each tile
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, then two K and V
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     rows.clear();
     Accumulator<TILES, D_STEPS> o;
     o.clear();
-#if Q_STAYS
+#if Q_IN_REGISTERS
     unsigned q[TILES][D_STEPS][4];
     wait_for_all_but<0>();
     __syncthreads();
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         commit();
         Accumulator<TILES, BC / 16> s;
         s.clear();
-#if Q_STAYS
+#if Q_IN_REGISTERS
         multiply(s, q, columns_first, k_tile + odd * TILE_BYTES);  // S = Q K^T
 #else
         multiply<D_STEPS, false, false>(s, rows_first, q_rows, columns_first, k_tile + odd * TILE_BYTES);

@@ -32,7 +32,7 @@ static_assert(S_TILES * 16 * ROWS_S == BR && KV_TILES * 16 * ROWS_KV == BC && Q_
 typedef Accumulator<S_TILES, S_COLUMNS / 16> Scores;
 
 // A warp's scores as 16 bits into the (BR, BC) tile of shared memory, from `row` and `column` on.
-__device__ __forceinline__ void share(const Scores &s, unsigned tile, int row, int column) {
+__device__ __forceinline__ void store_scores(const Scores &s, unsigned tile, int row, int column) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < S_TILES; t++)
@@ -127,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                                             v_tile + s_column * ROW_BYTES);
             const bool masked = real < BC || i0 < range.full_lo || i0 + BR > range.full_hi;
             differentiate(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
-            share(s, p_tile, s_row, s_column);
-            share(dp, ds_tile, s_row, s_column);
+            store_scores(s, p_tile, s_row, s_column);
+            store_scores(dp, ds_tile, s_row, s_column);
             __syncthreads();  // P and dS are whole
             multiply<BR / 16, true, true>(dv, transposed, p_tile, of_kv, do_tile);
 #if ATOMIC

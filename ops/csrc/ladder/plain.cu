@@ -14,13 +14,13 @@
 
 #define THREADS 256
 
-// Number n = [b, h, i, j] of a tensor (B, heads, rows, columns): each thread of the grid has its own.
-struct Number {
+// Element [b, h, i, j] of a tensor (B, heads, rows, columns), the n-th in memory: each thread of the grid has one.
+struct Position {
     int b, h, i, j;
     long long n;
 };
 
-__device__ __forceinline__ Number own_number(int heads, int rows, int columns) {
+__device__ __forceinline__ Position own_position(int heads, int rows, int columns) {
     const long long n = (long long)blockIdx.x * THREADS + threadIdx.x, row = n / columns, head = row / rows;
     return {(int)(head / heads), (int)(head % heads), (int)(row % rows), (int)(n % columns), n};
 }
@@ -41,22 +41,22 @@ template <typename Term> __device__ __forceinline__ float sum(int n, const Term 
 }
 
 // <q_i, k_j> * scale, -inf where query i does not see key j.
-__device__ __forceinline__ float score(const Params &p, const Number &at) {
+__device__ __forceinline__ float score(const Params &p, const Position &at) {
     if (!is_visible(p, at.i, at.j, p.tk, p.tk - p.tq, 0, 0)) return -INFINITE;
     const element *q = row_of(p.q, p.q_stride, at.b, at.h, at.i);
     const element *k = row_of(p.k, p.k_stride, at.b, at.h / GROUP, at.j);
     return p.scale * sum(HEAD_DIM, [&](int d) { return to_float(q[d]) * to_float(k[d]); });
 }
 
-// S. A thread a score.
+// S. One thread per score.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_scores(const __grid_constant__ Params p) {
-    const Number at = own_number(p.heads, p.tq, p.tk);
+    const Position at = own_position(p.heads, p.tq, p.tk);
     if (at.b < p.batch) p.scratch[at.n] = score(p, at);
 }
 
-// P = softmax(S), in its place, and lse. A thread a row. A row that sees no key has the sum 0, and P = 0.
+// P = softmax(S), in place, and lse. One thread per row. A row that sees no key has the sum 0, and P = 0.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_softmax(const __grid_constant__ Params p) {
-    const Number at = own_number(p.heads, p.tq, 1);
+    const Position at = own_position(p.heads, p.tq, 1);
     if (at.b >= p.batch) return;
     float *s = p.scratch + at.n * p.tk, m = Max::identity;
     for (int j = 0; j < p.tk; j++) m = fmaxf(m, s[j]);
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_softmax(cons
 
 // O = P V. A thread an element of O, column at.j.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const __grid_constant__ Params p) {
-    const Number at = own_number(p.heads, p.tq, HEAD_DIM);
+    const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
     const float *probs = p.scratch + at.n / HEAD_DIM * p.tk;
     const element *v = matrix_of(p.v, p.v_stride, at.b, at.h / GROUP) + at.j;
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const
 // P again, from lse, and dS = P (dP - delta) * scale, with dP = dO V^T; delta, and lse2, which is lse, or inf for a row
 // that sees no key, are those of delta.cu. A thread a score.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(const __grid_constant__ Params p) {
-    const Number at = own_number(p.heads, p.tq, p.tk);
+    const Position at = own_position(p.heads, p.tq, p.tk);
     if (at.b >= p.batch) return;
     const long long row = ((long long)at.b * p.heads + at.h) * p.padded_tq + at.i;
     const element *dout = row_of(p.dout, p.dout_stride, at.b, at.h, at.i);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(cons
 
 // dQ = dS K. A thread an element of dQ.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __grid_constant__ Params p) {
-    const Number at = own_number(p.heads, p.tq, HEAD_DIM);
+    const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
     const float *ds = p.scratch + ((long long)p.batch * p.heads * p.tq + at.n / HEAD_DIM) * p.tk;
     const element *k = matrix_of(p.k, p.k_stride, at.b, at.h / GROUP) + at.j;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __g
 // dV = P^T dO and dK = dS^T Q, over the queries of all heads that share the key's. A thread an element of each.
 // Four blocks: left to itself the compiler takes 48 registers on sm_80, and spills.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) tilegpt_plain_dkdv(const __grid_constant__ Params p) {
-    const Number at = own_number(p.kv_heads, p.tk, HEAD_DIM);
+    const Position at = own_position(p.kv_heads, p.tk, HEAD_DIM);
     if (at.b >= p.batch) return;
     const int first_head = at.h * GROUP, queries = GROUP * p.tq;
     const float *probs = p.scratch + ((long long)at.b * p.heads + first_head) * p.tq * p.tk + at.i;

@@ -20,13 +20,13 @@
 
 #define PAIRED (WARP_ROWS * WARPS / 2)  // rows of a block
 
-// What a thread needs of a score: P, and P times the derivative of the softcap. s: <q_i, k_j>.
-struct Weight {
+// The probability of one score: P, and P times the derivative of the softcap. s: <q_i, k_j>.
+struct Probability {
     float p, derived;
 };
 
-__device__ __forceinline__ Weight weight_of(const Params &p, float s, int b, int i, int j, int keys, int diagonal,
-                                            float slope, float lse, bool cut) {
+__device__ __forceinline__ Probability probability_of(const Params &p, float s, int b, int i, int j, int keys,
+                                                      int diagonal, float slope, float lse, bool cut) {
     float capped = 0.0f;
     s = score_of(p, s, i, j, diagonal, slope, capped);
     int q_id = 0, k_id = 0;
@@ -36,7 +36,7 @@ __device__ __forceinline__ Weight weight_of(const Params &p, float s, int b, int
 #endif
     if (cut && !is_visible(p, i, j, keys, diagonal, q_id, k_id)) s = -INFINITE;
     const float weight = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
-    Weight both = {weight, SOFTCAP ? weight * (1.0f - capped * capped) : weight};
+    Probability both = {weight, SOFTCAP ? weight * (1.0f - capped * capped) : weight};
     return both;
 }
 
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
                         const int j = j0 + row + 4 * r;
-                        const Weight weight = weight_of(p, s[r][c], b, i, j, keys, diagonal, slope, lse, cut);
+                        const Probability weight = probability_of(p, s[r][c], b, i, j, keys, diagonal, slope, lse, cut);
                         s[r][c] = weight.p, factors[r][c] = weight.derived;
 #if DROPOUT
                         if (!kept(row_key, j, p.threshold)) s[r][c] = 0.0f;
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                 for (int c = 0; c < COLS; ++c)
-                    s[r][c] = weight_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, diagonal, slope,
+                    s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, diagonal, slope,
                                         statistic[4 * r], cut)
                                   .derived;
             store_weights(derived, row, col, s);

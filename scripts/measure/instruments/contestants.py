@@ -36,11 +36,11 @@ def usual(shape: Shape, cuda: bool, backward: bool = True) -> list[str]:
     interpreted."""
     call = call_of(shape, "cuda" if cuda else "cpu", backward)
     if cuda and torch.cuda.is_available():
-        return registry.able(replace(call, arch=torch.cuda.get_device_capability()))
+        return registry.supporting(replace(call, arch=torch.cuda.get_device_capability()))
     if cuda:
         every = registry.contestants()
         return [name for name in every if not registry.declared(name).capabilities.reasons(call)]
-    return [name for name in registry.able(call) if registry.declaration(name).compilation is None]
+    return [name for name in registry.supporting(call) if registry.declaration(name).compilation is None]
 
 
 class Field:
