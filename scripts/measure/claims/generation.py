@@ -41,6 +41,10 @@ def linear_generation(results: Results) -> Figures:
     counts = results.ok("kv_cache", passed="count", new_tokens=100)
     without, within = (of(counts, kv_cache=cached)["result"]["kv_computations"] for cached in (False, True))
     rows, steps, longest = both_ways(results)
+    try:
+        whole = results.ok("kv_cache", passed="generate")
+    except NotMeasured:
+        whole = []
     saved, first, powers = {}, {}, {}
     for name in steps.names:
         factor = {n: four[name, False] / four[name, True] for n in steps.lengths if (four := steps.four(n))}
@@ -52,7 +56,7 @@ def linear_generation(results: Results) -> Figures:
     said = [(saved[name], name, five[name], *powers[name]) for name in first]
     sentence = "{:.1f}x with {} ({}; exponents of the time {:.2f} without and {:.2f} with it)"
     return Figures(
-        [*counts, *rows],
+        [*counts, *rows, *whole],
         without=without,
         within=within,
         longest=longest,
@@ -61,16 +65,12 @@ def linear_generation(results: Results) -> Figures:
         five_times=all(first.values()),
         times=listed("{1:.1f}x with {0}", saved.items()),
         said=listed(sentence, said, " and "),
-        clock=by_the_clock(results) or None,
+        clock=by_the_clock(whole) or None,
     )
 
 
-def by_the_clock(results: Results) -> str:
+def by_the_clock(rows: list[Row]) -> str:
     """What the cache saves of whole generations; "" without them."""
-    try:
-        rows = results.ok("kv_cache", passed="generate")
-    except NotMeasured:
-        return ""
     seconds = {
         (p["new_tokens"], p["implementation"], p["kv_cache"]): row["result"]["seconds"]
         for row in rows
