@@ -181,7 +181,8 @@ def train(
     explained = partial(out_of_memory_explained, config, device, dtype, run, partial(build_attention, cfg))
     with explained():
         devices = trainer.num_devices * trainer.num_nodes
-        data, lit, call = build(cfg, choices, device, dtype, devices, run, ckpt, initial)
+        sequence_ranks = getattr(trainer.strategy, "sequence_ranks", 1)
+        data, lit, call = build(cfg, choices, device, dtype, devices, sequence_ranks, run, ckpt, initial)
 
     if ckpt is not None:  # only now, when little is left that could be refused
         drop_later(run, ckpt, resume_step)
@@ -206,14 +207,16 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     devices: int,
+    sequence_ranks: int,
     run: Path,
     ckpt: Path | None = None,
     initial: Initial | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Data, model, and the attention call that trains."""
+    """Data, model, and the attention call that trains; `sequence_ranks` devices share each sequence."""
     import torch
     from hydra.utils import instantiate
 
+    from model.context_parallel import require_divisible
     from model.gpt import GPT, GPTConfig
     from model.training import graphs, runtime
     from model.training.checkpoint import read_data
@@ -227,10 +230,13 @@ def build(
     # what can be refused without the corpus is refused before it is downloaded and tokenised; attention does
     # not look at the vocabulary, which only the corpus knows
     data = instantiate(cfg.data)
-    data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, devices))
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
+    require_divisible(config, sequence_ranks, devices)
+    replicas = devices // sequence_ranks
+    data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, replicas))
     make = partial(build_attention, cfg)
-    attention, decoder, call = runtime.attentions(make, cfg.attention.decode, config, data, device, dtype)
+    facts = {"device": device, "dtype": dtype, "sequence_ranks": sequence_ranks}
+    attention, decoder, call = runtime.attentions(make, cfg.attention.decode, config, data, **facts)
     data.prepare_data()
     data.setup()
     if ckpt is not None:

@@ -30,7 +30,7 @@ FEATURES: dict[str, str] = {
     "dropout": "model.attn_dropout=0",
     "gqa": "model.n_kv_head=null",
     "noncausal": "model.causal=true",
-    "rectangular": "as many queries as keys",
+    "rectangular": "as many queries as keys (not trainer=context_parallel)",
     "lse": "return_lse=False",
 }
 # Caches that are read in place of k and v (ops/cache_view.py), and what to change to do without one.

@@ -107,7 +107,9 @@ class StreamingDataModule(lightning.LightningDataModule):
         self._accumulate = micro_batches
 
     def _ranks(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        """Which part of the data is read here, of how many: ranks that share each sequence read the same."""
+        parts = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
+        return parts["rank"], parts["num_replicas"]
 
     def _loader(self, dataset: IterableDataset, num_workers: int = 0) -> DataLoader:
         # a generator of its own: without one, every iter() draws from torch's global generator

@@ -3,6 +3,7 @@ cannot do is refused at start-up with every reason."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,13 +58,20 @@ def attention_call(
     )
 
 
-def attention_calls(config: GPTConfig, batch: int, eval_batch: int, **facts: Any) -> dict[str, AttentionCall]:
-    """Purpose -> call, of everything that training does; `facts` as above."""
+def attention_calls(
+    config: GPTConfig, batch: int, eval_batch: int, sequence_ranks: int = 1, **facts: Any
+) -> dict[str, AttentionCall]:
+    """Purpose -> call, of everything that training does; `facts` as above. Where ranks share a sequence, the
+    larger of the two calls that each makes (model/context_parallel.py)."""
     rows = {"training": batch, "validation": eval_batch, "prefill": 1, "decode": 1}
-    return {
+    calls = {
         purpose: attention_call(config, purpose, batch=number, tokens=config.seq_len, **facts)
         for purpose, number in rows.items()
     }
+    if sequence_ranks > 1:
+        chunk = config.seq_len // (2 * sequence_ranks)
+        calls |= {purpose: replace(calls[purpose], tq=chunk) for purpose in ("training", "validation")}
+    return calls
 
 
 def require(attention: Attention, calls: list[AttentionCall]) -> None:

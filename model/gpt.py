@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from attention.base import MASK_BLOCK, Attention
 from conf.values import UserError
 from model.config import GPTConfig
+from model.context_parallel import ContextParallel
 from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
 from model.relative import buckets_of_distances
@@ -82,6 +84,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.config = config
         self.attention = attention
+        self.context_parallel: ContextParallel | None = None
         width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         self.c_attn = nn.Linear(config.n_embd, width + 2 * kv_width, bias=config.with_qkv_bias)
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
@@ -137,6 +140,8 @@ class CausalSelfAttention(nn.Module):
             kv_lengths = cache.kv_lengths
             k, v = cache.update(layer, k, v)
             attention = cache.attention if cache.decoding else attention
+        elif self.context_parallel is not None:
+            attention = partial(self.context_parallel.attend, attention)
         out = attention(
             q,
             k,
@@ -204,6 +209,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.checkpointing = checkpointing
+        self.context_parallel: ContextParallel | None = None
         modules: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position == "learned":
             modules["wpe"] = nn.Embedding(config.positions, config.n_embd)
@@ -276,13 +282,16 @@ class GPT(nn.Module):
         cache: extended by one token a row, or filled with the prompts that `cache.prefill` announced.
         last: (B,) positions; logits (B, 1, V padded) of these alone, as generation needs no others.
         """
-        T = input_ids.shape[1]
+        T, spread = input_ids.shape[1], self.context_parallel
         if T > self.config.seq_len:
             raise UserError(
                 f"{T} tokens are more than the model's context of {self.config.seq_len}: "
                 "pass fewer, or train with a larger seq_len."
             )
         positions = cache.positions if cache is not None else None  # (B, 1) while decoding, else 0 .. T-1
+        if spread is not None:
+            positions = spread.positions(T, input_ids.device)  # (T,)
+            document_ids = None if document_ids is None else spread.documents(document_ids)
         x = self.transformer.wte(input_ids)  # (B, T, C)
         if self.config.position == "learned":
             wpe = self.transformer.wpe
@@ -332,6 +341,11 @@ class GPT(nn.Module):
         has."""
         logits = logits[..., : self.config.vocab_size].flatten(0, 1)  # (B, T, Vp) -> (B*T, V), a view
         return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def share_sequences(self, context_parallel: ContextParallel) -> None:
+        """From now on `forward` takes this rank's share of each sequence, and no cache."""
+        for module in (self, *(block.attn for block in self.transformer.h)):
+            module.context_parallel = context_parallel
 
     def replace_attention(self, attention: Attention) -> None:
         """Compute with another implementation from now on: no weight depends on the choice."""

@@ -136,6 +136,59 @@ def test_kernels_of_our_own_in_two_processes(
     assert_same(rows(tmp_path / "runs" / "a"), reference, range(1, 3))
 
 
+LONG = ("data.document_mask=true", "model.window=6", "model.position=rope", "model.n_kv_head=1")
+
+
+def spread(devices: int, ranks: int) -> tuple[str, ...]:
+    """Each sequence over `ranks` of `devices` processes; all of them take 8 rows at once."""
+    over = f"trainer.strategy.context_parallel={ranks}"
+    rows = f"data.batch_size={8 * ranks // devices}"
+    return ("trainer=context_parallel", "trainer.accelerator=cpu", f"trainer.devices={devices}", over, rows)
+
+
+def test_a_sequence_over_two_processes_is_one_process(tmp_path: Path) -> None:
+    """With documents and windows; the run goes on in one process, and its data where it was."""
+    assert train_here(tmp_path, "name=one", *STEP, *ONE, *LONG, *limits(20)).code == 0
+    result = finish(start(tmp_path, "name=a", *STEP, *LONG, *spread(2, 2), *limits(10)))
+    assert result.code == 0, result.err
+    assert "256 tokens (2 x 8 x 16 on 2 device(s), 2 to a sequence)" in result.out
+    saved = read_checkpoint(tmp_path / "runs" / "a" / "checkpoints" / "step-00000010.ckpt")
+    assert saved["TokenDataModule"]["consumed"] == 16 * 10
+    alone = ("trainer=default", "trainer.accelerator=cpu", *ONE)
+    result = train_here(tmp_path, "ckpt=a", *alone, *limits(20), tiny=False)
+    assert result.code == 0, result.err
+    assert_same(rows(tmp_path / "runs" / "a"), rows(tmp_path / "runs" / "one"), range(21))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_sequences_over_four_processes(ranks: int, tmp_path: Path) -> None:
+    """One sequence over all four, and two groups of two; a run of one process goes on in them."""
+    assert train_here(tmp_path, "name=one", *STEP, *ONE, *LONG, *limits(10)).code == 0
+    assert train_here(tmp_path, "name=a", *STEP, *ONE, *LONG, *limits(5)).code == 0
+    more = (*spread(4, ranks), *limits(10), "checkpointing=true", CHUNKS)
+    result = finish(start(tmp_path, "ckpt=a", *more, tiny=False))
+    assert result.code == 0, result.err
+    assert_same(rows(tmp_path / "runs" / "a"), rows(tmp_path / "runs" / "one"), range(6, 11))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("trainer.strategy.context_parallel=3",), ("over 3 devices, and there are 2", "(1, 2)")),
+        (("trainer.strategy.context_parallel=no",), ("context_parallel=no:", "or all")),
+        (("seq_len=18",), ("seq_len=18", "use 16 or 20")),
+        (("attention=sdpa_flash",), ("not trainer=context_parallel",)),
+    ],
+    ids=str,
+)
+def test_what_no_sequence_can_be_spread_with_is_refused(
+    overrides: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = train_here(tmp_path, "trainer=context_parallel", "trainer.devices=2", *overrides)
+    assert result.code == 1 and all(word in result.err for word in words), result.err
+
+
 def test_a_sweep_over_several_devices_is_refused(tmp_path: Path) -> None:
     result = train_here(tmp_path, *two("ddp"), "seed=1,2", "-m")
     assert result.code == 1

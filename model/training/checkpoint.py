@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from conf.values import UserError
-from model.training.untrusted import printable, require_checkpoint, require_fit
+from model.training.untrusted import printable, require_checkpoint
 
 RUNS = Path("runs")
 
@@ -242,59 +241,3 @@ class VerifiedCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
-
-
-class FSDP2Strategy(ModelParallelStrategy):
-    """FSDP2 over all ranks, full checkpoints in one verified file: Lightning's own loader for this strategy
-    goes past `CheckpointIO`, so loading is done here, from the same file format as on one device."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(save_distributed_checkpoint=False, tensor_parallel_size=1, **kwargs)
-
-    def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
-
-        path = Path(self.broadcast(str(checkpoint_path)))
-        checkpoint = read_checkpoint(path, step=getattr(self.checkpoint_io, "step", None))
-        require_fit(checkpoint, self.lightning_module)
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
-        if self.optimizers:
-            state = _rekeyed(checkpoint["optimizer_states"][0], self._names(self.optimizers[0]))
-            set_optimizer_state_dict(self.model, self.optimizers[0], state, options=options)
-        return checkpoint
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state on the CPU, numbered as on one device, so that a checkpoint fits both."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_optimizer_state_dict(self.model, optimizer, options=options)
-        if not state:  # every rank but the first
-            return {}
-        return _rekeyed(state, {name: i for i, name in self._names(optimizer).items()})
-
-    def _names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """Number of a parameter in the optimiser -> its name."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {i: names[id(parameter)] for i, parameter in enumerate(ordered)}
-
-
-def _rekeyed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
-    """An optimiser state with its parameters called otherwise."""
-    return {
-        "state": {keys[key]: value for key, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]
-        ],
-    }

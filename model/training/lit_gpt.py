@@ -21,6 +21,7 @@ from conf.values import UserError
 from model.gpt import GPT, IGNORE
 from model.training.graphs import StepGraph
 from model.training.late import LateScalars
+from model.training.sharding import replicated, shard, whole
 from model.training.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
@@ -75,6 +76,7 @@ class LitGPT(L.LightningModule):
         self.compile_net = compile
         self.cuda_graphs = cuda_graphs
         self.step_graph: StepGraph | None = None
+        self.shards: Any = None  # under FSDP2 the mesh of the ranks that share the parameters
         self.decode_attention = decode_attention
         self.checkpoint_metadata = checkpoint_metadata or {}
         # of a model that trains in part, checkpoints hold that part: the rest is there before they are read
@@ -93,12 +95,7 @@ class LitGPT(L.LightningModule):
             return
         self._configured = True
         if self.device_mesh is not None:
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = self.device_mesh["data_parallel"]
-            for block in self.net.transformer.h:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
+            self.shards = shard(self.net, self.device_mesh)
         if self.compile_net:
             self.net.compile(dynamic=False)
 
@@ -150,6 +147,11 @@ class LitGPT(L.LightningModule):
         if self.cuda_graphs:
             self.step_graph = StepGraph(self._on_device, self.optimizers().optimizer)
 
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        """Where ranks share each sequence, they read the same batch and keep their tokens of it."""
+        spread = self.net.context_parallel
+        return batch if spread is None else {name: spread.share(value) for name, value in batch.items()}
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         step, world = self.global_step, self.trainer.world_size
         torch.manual_seed(step_seed(self.seed, step, self.global_rank))
@@ -163,7 +165,8 @@ class LitGPT(L.LightningModule):
         if world > 1:
             torch.distributed.all_reduce(scalars)
             scalars /= world
-        self.trainer.datamodule.advance(batch["targets"].shape[0] * world)
+        spread = self.net.context_parallel
+        self.trainer.datamodule.advance(batch["targets"].shape[0] * world // (spread.ranks if spread else 1))
         self._deliver(self.late.push(step + 1, scalars))
 
     def _on_device(self, batch: dict[str, Tensor]) -> Tensor:
@@ -206,7 +209,7 @@ class LitGPT(L.LightningModule):
 
     def exploded(self) -> str | None:
         """Why these weights, finite or not, are of no use; None where nothing says so."""
-        largest = float(_whole(torch.nn.utils.get_total_norm(list(self.net.parameters()), math.inf)))
+        largest = float(whole(torch.nn.utils.get_total_norm(list(self.net.parameters()), math.inf)))
         if not largest <= LARGEST_WEIGHT:
             return f"the largest weight is {largest:.1e}"
         uniform = math.log(self.net.config.vocab_size)
@@ -252,23 +255,16 @@ class LitGPT(L.LightningModule):
         a non-finite gradient is skipped without the host knowing."""
         optimizer = self.optimizers()
         grads = [p.grad for p in self.net.parameters() if p.grad is not None]
-        norm = _whole(torch.nn.utils.get_total_norm(grads))
+        norm = whole(torch.nn.utils.get_total_norm(grads))
         found_inf = (~norm.isfinite()).float()
         grad_scale = torch.ones_like(norm)
         if self.grad_clip is not None:
             grad_scale = torch.clamp(norm / self.grad_clip, min=1.0)
         inner = optimizer.optimizer
-        inner.found_inf, inner.grad_scale = self._as_replicated(found_inf), self._as_replicated(grad_scale)
+        inner.found_inf, inner.grad_scale = (replicated(x, self.shards) for x in (found_inf, grad_scale))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def _as_replicated(self, scalar: Tensor) -> Tensor:
-        if self.device_mesh is None:
-            return scalar
-        from torch.distributed.tensor import DTensor, Replicate
-
-        return DTensor.from_local(scalar, self.device_mesh["data_parallel"], [Replicate()], run_check=False)
 
     def on_validation_epoch_start(self) -> None:
         self.val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -292,8 +288,3 @@ class LitGPT(L.LightningModule):
             require_run(checkpoint, self)
         except ValueError as error:
             raise UserError(f"{self.trainer.ckpt_path} is refused: {error}.") from None
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """Under FSDP2 a norm is a DTensor."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -95,7 +95,8 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -> int:
-    """Micro-batches of a step: tokens_per_step / (micro_tokens * devices), which has to come out even."""
+    """Micro-batches of a step: tokens_per_step / (micro_tokens * devices), which has to come out even.
+    Devices that share each sequence count as one."""
     if tokens_per_step is None:
         return 1
     at_once = micro_tokens * devices
@@ -114,13 +115,12 @@ def attentions(
     decode: str | None,
     config: GPTConfig,
     data: Any,
-    device: torch.device,
-    dtype: torch.dtype,
+    **facts: Any,
 ) -> tuple[Attention, Attention, AttentionCall]:
     """What trains, what decodes, and the call that trains; UnsupportedAttention where one of them cannot.
 
-    build: the chosen implementation, or the one of a name."""
-    facts = {"device": device, "dtype": dtype, "document_ids": data.document_mask}
+    build: the chosen implementation, or the one of a name; facts: device, dtype, sequence_ranks"""
+    facts["document_ids"] = data.document_mask
     calls = attention_calls(config, data.batch_size, data.eval_batch_size, **facts)
     attention = build()
     require(attention, [call for purpose, call in calls.items() if purpose != "decode"])
@@ -149,7 +149,8 @@ def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCa
     config, attention = lit.net.config, lit.net.transformer.h[0].attn.attention
     where = device_name(call.device)
     total = sum(parameter_count(config).values())
-    tokens = data.batch_size * data.seq_len * data.accumulate * trainer.num_devices * trainer.num_nodes
+    devices, ranks = trainer.num_devices * trainer.num_nodes, getattr(trainer.strategy, "sequence_ranks", 1)
+    tokens = data.batch_size * data.seq_len * data.accumulate * devices // ranks
     chosen = attention.name
     if hasattr(attention, "choice"):
         name, why = attention.choice(call)
@@ -166,7 +167,7 @@ def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCa
         f"attention  {chosen}\n"
         f"data       {data.train_tokens:,} training and {data.val_tokens:,} validation tokens\n"
         f"step       {tokens:,} tokens ({data.accumulate} x {data.batch_size} x {data.seq_len} on "
-        f"{trainer.num_devices * trainer.num_nodes} device(s)), {trainer.max_steps} steps\n"
+        f"{devices} device(s){f', {ranks} to a sequence' if ranks > 1 else ''}), {trainer.max_steps} steps\n"
         f"machine    {where}, {precision}{', compiled' if lit.compile_net else ''}"
         f"{', a step one CUDA graph' if lit.cuda_graphs else ''}; {mfu}\n"
         f"run        {run}" + "".join(f"\nslower     {reason}" for reason in slower(call.device, precision))

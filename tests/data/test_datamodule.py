@@ -30,7 +30,8 @@ def make(prepared):
         options = {"seq_len": 16, "batch_size": 4, "seed": 5} | options
         module = TokenDataModule(TextCorpus(path=path), "byte", data_dir=data_dir, **options)
         if world_size > 1:
-            module.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
+            part = {"rank": rank, "num_replicas": world_size}
+            module.trainer = SimpleNamespace(distributed_sampler_kwargs=part)
         module.advance(consumed)
         return module
 

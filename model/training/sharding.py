@@ -1,0 +1,121 @@
+"""FSDP2: parameters, gradients and optimiser state sharded over all ranks; context parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+
+from conf.values import UserError, shown
+from model.context_parallel import ContextParallel
+from model.gpt import GPT
+from model.training.checkpoint import read_checkpoint
+from model.training.untrusted import require_fit
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard(net: GPT, mesh: DeviceMesh) -> DeviceMesh:
+    """Shard `net` over all ranks of `mesh` (data_parallel, tensor_parallel), and spread sequences over
+    those of its second dimension; returns all ranks as a mesh of one dimension."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = init_device_mesh(mesh.device_type, (mesh.size(),))
+    for block in net.transformer.h:
+        fully_shard(block, mesh=ranks)
+    fully_shard(net, mesh=ranks)
+    sequence = mesh["tensor_parallel"]
+    if sequence.size() > 1:
+        net.share_sequences(ContextParallel(sequence.get_group()))
+    return ranks
+
+
+def replicated(scalar: Tensor, ranks: DeviceMesh | None) -> Tensor:
+    """A scalar that all ranks hold, as the optimiser takes it beside sharded parameters."""
+    if ranks is None:
+        return scalar
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(scalar, ranks, [Replicate()], run_check=False)
+
+
+def whole(norm: Tensor) -> Tensor:
+    """Under FSDP2 a norm is a DTensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """FSDP2 over all ranks, full checkpoints in one verified file: Lightning's own loader for this strategy
+    goes past `CheckpointIO`, so loading is done here, from the same file format as on one device.
+
+    context_parallel: ranks that share each sequence, a number or all"""
+
+    def __init__(self, context_parallel: int | str = 1, **kwargs: Any):
+        if context_parallel != "all" and (type(context_parallel) is not int or context_parallel < 1):
+            raise UserError(
+                f"trainer.strategy.context_parallel={shown(context_parallel)}: it needs to be a number of "
+                "devices that share each sequence, or all."
+            )
+        super().__init__(save_distributed_checkpoint=False, **kwargs)
+        self.context_parallel = context_parallel
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share each sequence."""
+        everyone = self.num_nodes * self.num_processes
+        return everyone if self.context_parallel == "all" else self.context_parallel
+
+    def setup_environment(self) -> None:
+        # Lightning's mesh has two dimensions of these names; batches differ along the first alone.
+        self._tensor_parallel_size = self.sequence_ranks
+        self._data_parallel_size = self.num_nodes * self.num_processes // self.sequence_ranks
+        super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        path = Path(self.broadcast(str(checkpoint_path)))
+        checkpoint = read_checkpoint(path, step=getattr(self.checkpoint_io, "step", None))
+        require_fit(checkpoint, self.lightning_module)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, checkpoint["state_dict"], options=options)
+        if self.optimizers:
+            state = _rekeyed(checkpoint["optimizer_states"][0], self._names(self.optimizers[0]))
+            set_optimizer_state_dict(self.model, self.optimizers[0], state, options=options)
+        return checkpoint
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The full state on the CPU, numbered as on one device, so that a checkpoint fits both."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(self.model, optimizer, options=options)
+        if not state:  # every rank but the first
+            return {}
+        return _rekeyed(state, {name: i for i, name in self._names(optimizer).items()})
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+        """Number of a parameter in the optimiser -> its name."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {i: names[id(parameter)] for i, parameter in enumerate(ordered)}
+
+
+def _rekeyed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
+    """An optimiser state with its parameters called otherwise."""
+    return {
+        "state": {keys[key]: value for key, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]
+        ],
+    }
