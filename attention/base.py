@@ -179,7 +179,7 @@ class Attention(nn.Module):
             scale: of the scores, any number; None is D**-0.5. One of 0 or less copies q.
             window: (left, right), keys seen on each side of the diagonal; -1 or None is unbounded.
             softcap: softcap * tanh(s / softcap) on the scaled scores, before ALiBi, bias and mask (Gemma 2).
-            alibi_slopes: (Hq,), adds -slope * |i + Tk - Tq - j| (Press et al. 2022).
+            alibi_slopes: (Hq,) or (B, Hq), adds -slope * |i + Tk - Tq - j| (Press et al. 2022).
             bias: broadcastable to (B, Hq, Tq, Tk), added to the scores.
             document_ids: (B, T) int32, or a pair (B, Tq), (B, Tk): tokens see each other where equal.
             kv_lengths: (B,) int32 on the device, 0 to Tk, in its place; what lies beyond may be NaN.

@@ -21,6 +21,7 @@ FEATURES: dict[str, str] = {
     "window": "model.window=null",
     "softcap": "model.softcap=null",
     "alibi": "model.position=learned, or rope",
+    "alibi_rows": "alibi_slopes of shape (Hq,)",
     "bias": "no attention bias",
     "bias_grad": "a bias without gradient",
     "document_ids": "data.document_mask=false",
@@ -36,7 +37,7 @@ FEATURES: dict[str, str] = {
 # Caches that are read in place of k and v (ops/cache_view.py), and what to change to do without one.
 CACHES: dict[str, str] = {"paged": "cache=dense", **dict.fromkeys(CACHE_DTYPES, "cache_dtype=auto")}
 # What no cache can be read with in place of k and v.
-NOT_CACHED = frozenset({"bias", "document_ids", "block_mask", "relative_bias", "dropout"})
+NOT_CACHED = frozenset({"alibi_rows", "bias", "document_ids", "block_mask", "relative_bias", "dropout"})
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 
@@ -101,6 +102,7 @@ def _features_of(options: AttentionOptions, bias_grad: bool) -> tuple[str, ...]:
         ("window", left >= 0 or (right >= 0 and not options.causal)),
         ("softcap", options.softcap is not None),
         ("alibi", options.alibi_slopes is not None),
+        ("alibi_rows", options.alibi_slopes is not None and options.alibi_slopes.ndim == 2),
         ("bias", options.bias is not None),
         ("bias_grad", bias_grad),
         ("document_ids", options.document_ids is not None),

@@ -72,8 +72,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
     if alibi_slopes is not None:
         _check_tensor("alibi_slopes", alibi_slopes, q, floating=True)
         _need(
-            alibi_slopes.shape == (heads,),
-            f"alibi_slopes is {tuple(alibi_slopes.shape)}; it needs one slope per query head, ({heads},)",
+            alibi_slopes.shape in ((heads,), (batch, heads)),
+            f"alibi_slopes is {tuple(alibi_slopes.shape)}; it needs one slope per query head, ({heads},), or "
+            f"per batch row and query head, ({batch}, {heads})",
         )
         _need(
             not (alibi_slopes.requires_grad and torch.is_grad_enabled()),
@@ -111,6 +112,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
 def check_view(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
     """Raises ValueError for a call on a CacheView that makes no sense for any implementation."""
     k, v = view.k, view.v
+    slopes = options.alibi_slopes
+    _need(slopes is None or slopes.ndim == 1, "alibi_slopes (B, Hq) with a CacheView, which takes (Hq,)")
     never = ("bias", "document_ids", "kv_lengths", "block_mask", "relative_bias")
     given = [name for name in never if getattr(options, name) is not None]
     given += ["dropout_p"] * (options.dropout_p > 0)

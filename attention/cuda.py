@@ -35,7 +35,7 @@ from ops.library import register_attention
 from ops.nvrtc import missing
 
 _PLAIN = frozenset({"noncausal", "rectangular", "gqa", "lse"})
-_ALL = frozenset(FEATURES) - {"bias", "bias_grad", "block_mask", "relative_bias"}
+_ALL = frozenset(FEATURES) - {"alibi_rows", "bias", "bias_grad", "block_mask", "relative_bias"}
 _DTYPES = LOW_PRECISION | {torch.float32}
 _on_cuda = partial(Capabilities, devices=frozenset({"cuda"}), deterministic=True)
 

@@ -96,7 +96,7 @@ def _score_mod(limits: Limits, options: AttentionOptions) -> Callable[..., Tenso
             queries, keys, _, _ = limits.of(b)
             rel = j - _plus(i, keys - queries)
         if slopes is not None:
-            s = s - slopes[h] * rel.abs()
+            s = s - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * rel.abs()
         if table is not None:
             s = s + table[h, torch.clamp(rel, -reach, reach) + reach]
         if bias is not None:

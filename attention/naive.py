@@ -47,7 +47,7 @@ def attention_scores(q: Tensor, k: Tensor, options: AttentionOptions = DEFAULTS)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if options.alibi_slopes is not None:
-        scores = scores - options.alibi_slopes.to(scores.dtype).view(1, heads, 1, 1) * rel.abs()
+        scores = scores - options.alibi_slopes.to(scores.dtype).view(-1, heads, 1, 1) * rel.abs()
     if options.bias is not None:
         scores = scores + options.bias.to(scores.dtype)
     if options.relative_bias is not None:

@@ -139,7 +139,7 @@ class SDPAAttention(Attention):
             added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
             if alibi_slopes is not None:
                 wide = torch.promote_types(q.dtype, torch.float32)
-                added = added - (alibi_slopes.to(wide).view(1, -1, 1, 1) * rel.abs()).to(q.dtype)
+                added = added - (alibi_slopes.to(wide).view(-1, q.shape[1], 1, 1) * rel.abs()).to(q.dtype)
             if relative_bias is not None:
                 added = added + relative_bias_of(relative_bias.to(q.dtype), rel)
             mask = torch.where(mask, added, -torch.inf)

@@ -181,7 +181,8 @@ class _Problem:
         heads = self.per_head(s, rows)
         i, j, rel = self.places(rows, cols)
         if self.options.alibi_slopes is not None:
-            heads = heads - self.options.alibi_slopes.to(s.dtype).view(1, -1, 1, 1) * rel.abs()
+            slopes = self.options.alibi_slopes.to(s.dtype).view(-1, heads.shape[1], 1, 1)
+            heads = heads - slopes * rel.abs()
         if self.options.bias is not None:
             heads = heads + cut_bias(self.options.bias, rows, cols).to(s.dtype)
         if self.options.relative_bias is not None:

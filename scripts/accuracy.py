@@ -92,7 +92,8 @@ class Part:
     def of_problem(self, problem: Problem) -> Problem:
         options = dict(problem.options)
         if (slopes := options.get("alibi_slopes")) is not None:
-            options["alibi_slopes"] = slopes[self.heads]
+            slopes = slopes if slopes.ndim == 1 else slopes[self.rows]
+            options["alibi_slopes"] = slopes[..., self.heads]
         if (bias := options.get("bias")) is not None and "bias" not in problem.learned:
             options["bias"] = self.cut("bias", bias)
         if (table := options.get("relative_bias")) is not None:
@@ -259,7 +260,7 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
     lengths = options.get("kv_lengths")
     rel = geometry.relative_positions(i, j, tq, tk, lengths)
     if (slopes := options.get("alibi_slopes")) is not None:
-        scores = scores - slopes.to(scores.dtype).view(1, -1, 1, 1) * rel.abs()
+        scores = scores - slopes.to(scores.dtype).view(-1, scores.shape[1], 1, 1) * rel.abs()
     if bias is not None:
         per_query = bias.ndim >= 2 and bias.shape[-2] > 1
         scores = scores + (bias[..., rows, :] if per_query else bias).to(scores.dtype)

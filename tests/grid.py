@@ -91,6 +91,7 @@ CROSSED = (
     "window",
     "softcap",
     "alibi",
+    "alibi_rows",
     "bias",
     "bias_grad",
     "document_ids",
@@ -217,6 +218,8 @@ def _options(case: Case, g: torch.Generator, device: str, dtype: torch.dtype) ->
         options["softcap"] = 1.5
     if "alibi" in on:
         options["alibi_slopes"] = 2.0 ** (-8 * (torch.arange(h, device=device) + 1) / h)
+    if "alibi_rows" in on:
+        options["alibi_slopes"] = torch.rand(b, h, generator=g).to(device)
     if on & {"bias", "bias_grad"}:
         # With a gradient in a shape that broadcasts, so that it has to be reduced.
         shape = (h, 1, tk) if "bias_grad" in on else (b, h, tq, tk)

@@ -117,6 +117,7 @@ class _Call:
             "DROPOUT": dropout_p > 0,
             "EXACT": self.exact,
             "REACH": self.reach,
+            "SLOPES_B": q.shape[1] if self.slopes is not None and self.slopes.ndim == 2 else 0,
         }
         self.biased = self.bias is not None or table is not None
         plain_scores = softcap == 0 and self.slopes is None and not self.biased

@@ -252,6 +252,7 @@ def _tilegpt_attention_backward_dkdv(
     DESC: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
     REACH: tl.constexpr,
+    SLOPES_B: tl.constexpr,
 ):
     """dK and dV of BLOCK_N keys of one key head, over the queries of its group. Key tile 0 is the longest."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
@@ -262,6 +263,8 @@ def _tilegpt_attention_backward_dkdv(
     tile, kv_row = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, False)
     b, kv_head = kv_row // kv_heads, kv_row % kv_heads
     b64 = b.to(tl.int64)
+    if SLOPES_B:
+        alibi_slopes += b * SLOPES_B
     j0 = tile * BLOCK_N
     j = j0 + tl.arange(0, BLOCK_N)
     limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk

@@ -97,6 +97,7 @@ def _tilegpt_attention_backward_dq(
     DESC: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
     REACH: tl.constexpr,
+    SLOPES_B: tl.constexpr,
 ):
     """dQ of BLOCK_M queries of one head; and by_distance (B, H, n_tiles, TURNS, 2 SIDE + 1), zeros before:
     what of it adds up to the sums of dS by distance, for tiles beyond REACH at the two ends."""
@@ -127,6 +128,8 @@ def _tilegpt_attention_backward_dq(
         by_distance += (head.to(tl.int64) * n_tiles + tile) * (TURNS * (2 * SIDE + 1)) + SIDE
     far_left = tl.zeros((BLOCK_M,), tl.float32)
     far_right = tl.zeros((BLOCK_M,), tl.float32)
+    if SLOPES_B:
+        alibi_slopes += b * SLOPES_B
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = 0

@@ -81,6 +81,7 @@ def _tilegpt_decode_split(
     DESC: tl.constexpr,
     PDL: tl.constexpr,
     REACH: tl.constexpr,
+    SLOPES_B: tl.constexpr,
 ):
     """One split of the keys for a key head's queries: row r is query r // GROUP of its head r % GROUP.
 
@@ -132,6 +133,8 @@ def _tilegpt_decode_split(
         bias_rows = bias + (b64 * bias_b + h.to(tl.int64) * bias_h)[:, None]
     if RELATIVE:
         relative_bias += (h * (2 * REACH + 1) + REACH)[:, None]
+    if SLOPES_B:
+        alibi_slopes += b * SLOPES_B
     slope = tl.load(alibi_slopes + h, mask=real, other=0.0).to(tl.float32)[:, None] if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = tl.load(q_document_ids + b64 * tq + i, mask=real, other=-1)[:, None] if DOCUMENT_IDS else 0

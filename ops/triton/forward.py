@@ -136,6 +136,7 @@ def _tilegpt_attention_forward(
     DESC: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
     REACH: tl.constexpr,
+    SLOPES_B: tl.constexpr,
 ):
     """out and lse of BLOCK_M queries of one head; see ops/triton/attention.py for the arguments."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
@@ -160,6 +161,8 @@ def _tilegpt_attention_forward(
         bias += b64 * bias_b + h64 * bias_h
     if RELATIVE:
         relative_bias += h * (2 * REACH + 1) + REACH
+    if SLOPES_B:
+        alibi_slopes += b * SLOPES_B
     slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
     keys = row_keys(seed, b, h, i) if DROPOUT else i
     q_ids = 0

@@ -25,6 +25,13 @@ BAD_INPUTS = {
     "softcap of zero": (Q, K, K, {"softcap": 0.0}, "softcap is 0.0"),
     "dropout of one": (Q, K, K, {"dropout_p": 1.0}, "dropout_p is 1.0"),
     "slopes per key head": (Q, K, K, {"alibi_slopes": torch.ones(2)}, "one slope per query head, (4,)"),
+    "slopes of other rows": (
+        Q,
+        K,
+        K,
+        {"alibi_slopes": torch.ones(3, 4)},
+        "per batch row and query head, (2, 4)",
+    ),
     "learned slopes": (Q, K, K, {"alibi_slopes": torch.ones(4, requires_grad=True)}, "constants"),
     "bias that does not fit": (
         Q,

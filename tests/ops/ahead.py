@@ -117,6 +117,7 @@ def _constants(build: Build) -> dict[str, Any]:
         "EXACT": build.bits == 32,
         "DESC": tile.desc and build.describable,
         "REACH": 128 * ("relative_bias" in build.extras),  # as T5's
+        "SLOPES_B": 0,
     }
     if build.kind == "decode":
         pdl = tile.pdl and build.split
