@@ -26,10 +26,11 @@ class Record(dict[str, Any]):
 
 
 def records(rows: Iterable[Row]) -> list[Record]:
-    return [
-        Record(row | p | r, trusted=trusted(r), passed=p.get("pass"))
-        for row, p, r in ((row, row["point"], row["result"]) for row in rows)
-    ]
+    def record(row: Row) -> Record:
+        point, result = row["point"], row["result"]
+        return Record(row | point | result, trusted=trusted(result), passed=point.get("pass"))
+
+    return [row if isinstance(row, Record) else record(row) for row in rows]
 
 
 def where(found: Iterable[Record], **wanted: Any) -> list[Record]:

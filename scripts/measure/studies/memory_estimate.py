@@ -21,14 +21,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import Record, listed, records, where
 from scripts.measure.runner import Run, parser, run_study
-from scripts.measure.studies import Report, Row, Table
+from scripts.measure.studies import Report, Row
 from scripts.measure.worker import once
 
 STUDY = "memory_estimate"
 GPU_S = 95
-COMMAND = f"python scripts/study.py {STUDY}"
-QUESTION = "Does a training step take the memory that was predicted, and do its parts add up to the peak?"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "other")
 NEAR, ADDS_UP = 0.10, 0.03  # what a prediction and a split may be off
 AT_ONCE, TIMEOUT_S = 3, 240
@@ -85,32 +85,27 @@ def off(row: Row) -> float:
 
 
 def report(rows: list[Row]) -> Report:
-    done = [row for row in rows if row["result"]["status"] == "ok"]
-    head = ["configuration", "peak, predicted", "measured", "off", "split off", *KINDS]
-    lines = [head]
-    for row in done:
-        result = row["result"]
-        split, foreseen = result["memory_split"], result["predicted_mib"]
-        figures = [f"{foreseen['peak']:,.0f}", f"{split['peak']:,.0f}", f"{100 * off(row):+.1f}%"]
-        figures.append(f"{100 * result['disagreement']:.2f}%")
+    done = where(records(rows), status="ok")
+
+    def line(r: Record) -> str:
+        split, foreseen = r.memory_split, r.predicted_mib
         kinds = [f"{foreseen[kind]:,.0f} / {split[kind]:,.0f}" for kind in KINDS]
-        lines.append([row["point"]["config"], *figures, *kinds])
-    notes = []
-    if done:
-        near = sum(abs(off(row)) <= NEAR for row in done)
-        sums = max(row["result"]["disagreement"] for row in done)
-        farthest = max(map(abs, map(off, done)))
-        notes.append(
-            f"{near} of {len(done)} peaks are within {100 * NEAR:.0f}% of the prediction, the farthest off "
-            f"by {100 * farthest:.1f}%. The parts, each found by itself, sum to the peak that PyTorch counts "
-            f"within {100 * sums:.2f}% (allowed: {100 * ADDS_UP:.0f}%)."
+        peaks = (
+            f"{foreseen['peak']:,.0f}|{split['peak']:,.0f}|{100 * off(r):+.1f}%|{100 * r.disagreement:.2f}%"
         )
-    notes += [
-        f"{row['point']['config']}: {row['result']['status']}: {row['result'].get('reason')}"
-        for row in rows
-        if row["result"]["status"] != "ok"
-    ]
-    return Report(QUESTION, COMMAND, [Table("MiB; by kind predicted / measured", lines)], notes=notes)
+        return "|".join([r.config, peaks, *kinds])
+
+    head = "|".join(["configuration|peak, predicted|measured|off|split off", *KINDS])
+    return page(
+        STUDY,
+        [listed("MiB; by kind predicted / measured", head, done, line)],
+        done=len(done),
+        off=[abs(off(r)) for r in done],
+        near=NEAR,
+        sums=[r.disagreement for r in done],
+        adds_up=ADDS_UP,
+        failed=[r for r in records(rows) if r.status != "ok"],
+    )
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

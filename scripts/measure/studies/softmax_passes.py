@@ -17,9 +17,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from scripts.measure.rows import trusted
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import Record, listed, records, where
 from scripts.measure.runner import Run, parser, run_study
-from scripts.measure.studies import Point, Report, Table
+from scripts.measure.studies import Point, Report, Row
 
 STUDY = "softmax_passes"
 GPU_S = 9
@@ -28,8 +29,6 @@ COLUMNS = (1 << 12, 1 << 15, 1 << 18, 1 << 22)
 NAMES = ("three_passes", "two_passes", "torch")
 BUDGET_S = 0.1
 ALLOWED = 1e-5  # of the row's largest probability: exponentials are ex2.approx of rounded products
-
-Row = dict[str, Any]
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -99,43 +98,24 @@ def timed(of: list[Point], counts: dict[str, dict[str, Any]]) -> list[dict[str, 
 
 
 def report(rows: list[Row]) -> Report:
-    """Tables of the rows; nothing is measured."""
+    """The table of the rows; nothing is measured."""
     size = 4 * VALUES
-    lines = [
-        [
-            "columns",
-            "",
-            "reads of the row",
-            "L2, read and written",
-            "DRAM, read",
-            "ms",
-            "GB/s read and written once",
-        ]
-    ]
-    reads: dict[str, list[float]] = {}
-    for row in sorted(
-        rows, key=lambda row: (row["point"]["seq_len"], NAMES.index(row["point"]["implementation"]))
-    ):
-        point, result = row["point"], row["result"]
-        if not trusted(result):
-            continue
-        counts = result.get("counters") or {}
-        if counts:
-            reads.setdefault(point["implementation"], []).append(result["reads"])
-        of = (result.get("reads"), *(counts.get(key, 0) / size for key in ("l2_bytes", "dram_read_bytes")))
-        cells = [f"{value:.2f}" if value else "" for value in of]
-        speed = 2 * size / result["ms_median"] / 1e6
-        name = point["implementation"].replace("_", " ")
-        lines.append([f"{point['seq_len']:,}", name, *cells, f"{result['ms_median']:.3f}", f"{speed:,.0f}"])
-    said = [f"{name.replace('_', ' ')} {min(of):.2f} to {max(of):.2f}" for name, of in reads.items()]
-    found = f"Reads of the row that the kernels ask for: {'; '.join(said)}." if said else ""
-    why = (
-        "One pass would have to write probabilities before their maximum and sum are known. What is read "
-        "again may come from a cache: the columns of the L2 and of DRAM tell how much does."
+    found = sorted(
+        where(records(rows), trusted=True), key=lambda r: (r.seq_len, NAMES.index(r.implementation))
     )
-    question = "How often does a softmax read its row, and what does a pass less save?"
-    table = Table("256 MiB of scores in fp32; reads, in sizes of the matrix", lines)
-    return Report(question, "python scripts/study.py softmax_passes", [table], {}, [why], found)
+    reads: dict[str, list[float]] = {}
+
+    def line(r: Record) -> str:
+        name, counts = r.implementation.replace("_", " "), r.get("counters") or {}
+        if counts:
+            reads.setdefault(name, []).append(r.reads)
+        of = (r.get("reads"), *(counts.get(key, 0) / size for key in ("l2_bytes", "dram_read_bytes")))
+        cells = "|".join(f"{value:.2f}" if value else "" for value in of)
+        return f"{r.seq_len:,}|{name}|{cells}|{r.ms_median:.3f}|{2 * size / r.ms_median / 1e6:,.0f}"
+
+    head = "columns||reads of the row|L2, read and written|DRAM, read|ms|GB/s read and written once"
+    table = listed("256 MiB of scores in fp32; reads, in sizes of the matrix", head, found, line)
+    return page(STUDY, [table], reads=reads)
 
 
 def main() -> None:
