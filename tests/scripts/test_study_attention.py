@@ -180,7 +180,7 @@ def test_report_of_memory_on_a_gpu():
     assert report.found == (
         "Forward and backward, memory grows as N^2.00 where scores are written, as N^1.00 elsewhere."
     )
-    assert memory_report.finding(memory_rows(["triton"])) == ""
+    assert memory_report.report(memory_rows(["triton"])).found == ""
     assert "out of memory at 32k" in report.pictures[""] and "NVIDIA H200" in report.pictures[""]
 
 

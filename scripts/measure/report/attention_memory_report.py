@@ -1,4 +1,4 @@
-"""Tables, picture and findings of attention_memory, from its rows."""
+"""Tables and picture of attention_memory, from its rows; templates/attention_memory.md.j2 has the words."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from scripts.measure.report.figures import Line, canvas, panel, svg, thousands, wrapped
-from scripts.measure.report.tables import FIRST, by_name, figure, lines, outcome, outcomes, table, times
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import (
+    FIRST,
+    by_name,
+    figure,
+    fmt,
+    lines,
+    outcome,
+    outcomes,
+    records,
+    table,
+    times,
+)
 from scripts.measure.rows import frame
-from scripts.measure.studies import Row, Table
+from scripts.measure.studies import Report, Row, Table
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+STUDY = "attention_memory"
 Series = dict[int, Row]  # by N
 PASSES = {"forward": "forward", "both": "forward + backward"}
 SAME = 0.1  # peaks this close at all N are one line of the picture
@@ -63,6 +76,24 @@ def ending(of: Series) -> str:
     return ""
 
 
+def report(rows: list[Row]) -> Report:
+    rows = [row for row in rows if row["point"]["study"] == STUDY]
+    drawn = any(is_curve(row) and row["result"]["status"] == "ok" for row in rows)
+    ends = {
+        said: {name: end for name, of in series(rows, passed).items() if (end := ending(of))}
+        for passed, said in PASSES.items()
+    }
+    return page(
+        STUDY,
+        tables(rows),
+        {"": picture(rows)} if drawn else {},
+        groups={said: fits(rows, passed) for passed, said in PASSES.items()},
+        both=fits(rows, "both"),
+        ends=ends,
+        doubtful=sorted({r.verdict for r in records(rows) if not r.get("kernels_ok", True)}),
+    )
+
+
 def tables(rows: list[Row]) -> list[Table]:
     every = frame(rows).sort_values("seq_len", kind="stable")
     every = every.reindex(columns=every.columns.union(FIGURES))  # rows that all failed have none
@@ -90,17 +121,15 @@ def curves(curve: DataFrame) -> list[Table]:
 
 def exponents(curve: DataFrame) -> list[Table]:
     """How peaks, and what is beyond the outputs, grow."""
+    ok = curve[curve["status"] == "ok"].groupby(["implementation", "pass"])
+    fits = {
+        key: [exponent(dict(zip(of["seq_len"], of[f], strict=True))) for f in FIGURES[:2]] for key, of in ok
+    }
     cells = [["", *(f"{said}, {what}" for said in PASSES.values() for what in ("peak", "extra"))]]
-    ok = curve[curve["status"] == "ok"]
-    for name in sorted(ok["implementation"].unique(), key=lambda name: (name != FIRST, name)):
-        mine = [ok[(ok["implementation"] == name) & (ok["pass"] == passed)] for passed in PASSES]
-        fits = [
-            exponent(dict(zip(of["seq_len"], of[field], strict=True)))
-            for of in mine
-            for field in ("peak_mib", "extra_mib")
-        ]
-        if any(fit is not None for fit in fits):
-            cells.append([name, *("" if fit is None else f"{fit:.2f}" for fit in fits)])
+    for name in sorted({name for name, _ in fits}, key=lambda name: (name != FIRST, name)):
+        mine = [fit for passed in PASSES for fit in fits.get((name, passed), [None, None])]
+        if any(fit is not None for fit in mine):
+            cells.append([name, *(fmt(fit, ".2f") for fit in mine)])
     return table(
         "Exponent p of N^p, fitted over the upper half of the N; extra: the peak less out (and dq, dk, dv)",
         cells,
@@ -214,27 +243,3 @@ def fits(rows: list[Row], passed: str) -> tuple[dict[str, float], dict[str, floa
     known = {name: fit for name, fit in known.items() if fit is not None}
     steep = {name: fit for name, fit in known.items() if fit > 1.5}
     return steep, {name: fit for name, fit in known.items() if name not in steep}
-
-
-def notes(rows: list[Row]) -> list[str]:
-    found = []
-    for passed, said in PASSES.items():
-        for group in fits(rows, passed):
-            if group:
-                low, high = min(group.values()), max(group.values())
-                found.append(f"{said}: exponents of {low:.2f} to {high:.2f}: {', '.join(group)}.")
-        ends = {name: ending(of) for name, of in series(rows, passed).items()}
-        if ends := {name: end for name, end in ends.items() if end}:
-            found.append(f"{said}: {'; '.join(f'{name} {end}' for name, end in ends.items())}.")
-    doubtful = {row["result"]["verdict"] for row in rows if not row["result"].get("kernels_ok", True)}
-    return found + [f"Not the kernels asked for: {words}" for words in sorted(doubtful)]
-
-
-def finding(rows: list[Row]) -> str:
-    """The largest exponents of forward and backward, where there are both kinds."""
-    steep, others = fits(rows, "both")
-    if not (steep and others):
-        return ""
-    square, linear = max(steep.values()), max(others.values())
-    said = "Forward and backward, memory grows as"
-    return f"{said} N^{square:.2f} where scores are written, as N^{linear:.2f} elsewhere."

@@ -40,8 +40,6 @@ from scripts.measure.studies import Report, Row
 
 STUDY = "attention_memory"
 GPU_S = 85
-COMMAND = f"python scripts/study.py {STUDY}"
-QUESTION = "How does the memory of attention grow with N, and how much of it do the scores take?"
 # Where tiles are compared with all scores in memory.
 COMPARED = ("standard", "sdpa_flash", "cuda_fa2", "triton", "flash4")
 MOST_JOBS = 16
@@ -195,12 +193,9 @@ class Study:
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.measure.report.attention_memory_report import finding, is_curve, notes, picture, tables
+    from scripts.measure.report import attention_memory_report
 
-    rows = [row for row in rows if row["point"]["study"] == STUDY]
-    drawn = any(is_curve(row) and row["result"]["status"] == "ok" for row in rows)
-    pictures = {"": picture(rows)} if drawn else {}
-    return Report(QUESTION, COMMAND, tables(rows), pictures, notes(rows), finding(rows))
+    return attention_memory_report.report(rows)
 
 
 def arguments() -> argparse.Namespace:
