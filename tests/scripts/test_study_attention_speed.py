@@ -169,9 +169,9 @@ def test_at_one_length_one_factor_is_told():
     rows = [row for row in speed_rows(["standard", "triton"]) if row["point"]["seq_len"] == 2048]
     assert re.fullmatch(
         r"Forward, the fastest is \d+\.\dx \(N = 2,048\) as fast as standard attention\.",
-        attention_speed_plots.finding(rows),
+        attention_speed_plots.report(rows).found,
     )
-    assert attention_speed_plots.finding([]) == ""
+    assert attention_speed_plots.report([]).found == ""
 
 
 def test_a_wrong_kernel_is_no_winner():
@@ -181,5 +181,5 @@ def test_a_wrong_kernel_is_no_winner():
             row["result"]["kernels_ok"], row["result"]["verdict"] = False, "asked for triton, ran gemm"
     won = speed_report.winners(rows, "forward", False, "device")
     assert {fused for _, _, fused, _ in won.values()} == {"sdpa_flash"}
-    notes = attention_speed_plots.notes(rows)
+    notes = attention_speed_plots.report(rows).notes
     assert any("asked for triton, ran gemm" in note for note in notes)

@@ -1,10 +1,11 @@
-"""Pictures and findings of attention_speed, from its rows."""
+"""Pictures of attention_speed, from its rows; templates/attention_speed.md.j2 has the words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
-from scripts.measure.instruments.speed_points import SHORT
+from scripts.measure.instruments.speed_points import SHORT, STUDY
 from scripts.measure.report.attention_speed_report import (
     MANY,
     MEASURES,
@@ -17,12 +18,14 @@ from scripts.measure.report.attention_speed_report import (
     order,
     paper,
     pick,
+    tables,
     timed,
     winners,
 )
 from scripts.measure.report.figures import Line, canvas, merged, panel, svg, thousands, wrapped
-from scripts.measure.rows import trusted
-from scripts.measure.studies import Row
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import Record, records, where
+from scripts.measure.studies import Report, Row
 
 LENGTHS = (1024, 2048, 16384)  # N of the notes on standard attention
 
@@ -119,67 +122,51 @@ def contenders(lines: list[Line]) -> tuple[list[Line], list[str]]:
     return drawn, slower
 
 
-def notes(rows: list[Row]) -> list[str]:
+def report(rows: Sequence[Row]) -> Report:
+    every = where(records(rows), study=STUDY)
     outcomes: dict[str, list[str]] = {}
-    faster = []
-    for many in (False, True):
-        for passed in ("forward", "both"):
-            for what in MEASURES:
-                where = f"{PASSES[passed]}, {MANY if many else ONE}, {what}"
-                if won := winners(rows, passed, many, what):
-                    outcomes.setdefault(crossover(won), []).append(where)
-                if than := beats(rows, passed, many, what, SHORT):
-                    faster.append(f"Standard attention is faster than (up to N) {', '.join(than)}: {where}.")
-    found = [
-        f"Standard attention against the fastest that writes no scores: {outcome} ({'; '.join(where)})."
-        for outcome, where in outcomes.items()
-    ]
-    found += faster
-    fastest = {passed: best(rows, passed) for passed in ("forward", "both")}
-    for n in LENGTHS:
-        for passed, of in fastest.items():
-            if n in of:
-                name, factor = of[n]
-                found.append(f"N = {n:,}, {PASSES[passed]}: {name} is {factor:.1f}x as fast as standard.")
-    return found + doubts(rows)
+    beaten = {}
+    for many, passed in itertools.product((False, True), ("forward", "both")):
+        for what in MEASURES:
+            way = f"{PASSES[passed]}, {MANY if many else ONE}, {what}"
+            if won := winners(every, passed, many, what):
+                outcomes.setdefault(crossover(won), []).append(way)
+                beaten[way] = beats(every, passed, many, what, SHORT)
+    doubts: dict[str, list[str]] = {}
+    for r in every:
+        if words := doubt(r):
+            doubts.setdefault(words, []).append(f"{r.passed} {r.seq_len:,}")
+    return page(
+        STUDY,
+        tables(every),
+        pictures(every) if every else {},
+        outcomes=outcomes,
+        beaten=beaten,
+        best={passed: best(every, passed) for passed in ("forward", "both")},
+        passes=PASSES,
+        lengths=LENGTHS,
+        doubts={words: list(dict.fromkeys(at)) for words, at in doubts.items()},
+    )
 
 
-def best(rows: list[Row], passed: str) -> dict[int, tuple[str, float]]:
+def best(rows: Sequence[Row], passed: str) -> dict[int, tuple[str, float]]:
     """N -> (the fastest that may be trusted, times as fast as standard attention), where it is another."""
     found = {}
     for n in LENGTHS:
         of = pick(rows, passed=passed, **paper(n, 64, True))
-        standard = timed(of.get("standard"))
-        fast = {name: row["result"]["ms_median"] for name, row in of.items() if trusted(row["result"])}
+        standard, fast = timed(of.get("standard")), {name: r.ms_median for name, r in of.items() if r.trusted}
         name = min(fast, key=fast.get, default="standard")
         if standard and name != "standard":
             found[n] = name, standard / fast[name]
     return found
 
 
-def finding(rows: list[Row]) -> str:
-    """The fastest forward against standard attention, at the shortest and at the longest N of the notes."""
-    found = best(rows, "forward")
-    if not found:
+def doubt(r: Record) -> str:
+    """Why it may not be trusted, or how it failed."""
+    if r.status == "error" and not r.get("not_tried"):
+        return f"{r.implementation} failed: {r.reason}"
+    if r.status != "ok" or r.trusted:
         return ""
-    each = [f"{found[n][1]:.1f}x (N = {n:,})" for n in sorted({min(found), max(found)})]
-    return f"Forward, the fastest is {' to '.join(each)} as fast as standard attention."
-
-
-def doubts(rows: list[Row]) -> list[str]:
-    """What may not be trusted, and why; what failed."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        p, result = row["point"], row["result"]
-        if result["status"] == "error" and not result.get("not_tried"):
-            words = f"{p['implementation']} failed: {result['reason']}"
-        elif result["status"] != "ok" or trusted(result):
-            continue
-        elif not result.get("kernels_ok", True):
-            words = f"! {result['verdict']}"
-        else:
-            words = (
-                f"! {p['implementation']} has an error ratio of {result.get('error_ratio')}, correct up to 1"
-            )
-        found.setdefault(words, []).append(f"{p['pass']} {p['seq_len']:,}")
-    return [f"{words} ({', '.join(dict.fromkeys(where))})" for words, where in found.items()]
+    if not r.get("kernels_ok", True):
+        return f"! {r.verdict}"
+    return f"! {r.implementation} has an error ratio of {r.get('error_ratio')}, correct up to 1"

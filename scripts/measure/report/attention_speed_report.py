@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from attention.base import PRODUCTS
 from scripts.measure.instruments.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
 from scripts.measure.report.attention_report import ours_first
 from scripts.measure.report.figures import thousands
-from scripts.measure.rows import trusted
+from scripts.measure.report.tables import Record, records, where
 from scripts.measure.studies import Row, Table
 
 PASSES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -23,13 +24,9 @@ def order(name: str) -> tuple[bool, bool, str]:
     return name != "standard", *ours_first(name)
 
 
-def pick(rows: Sequence[Row], **wanted: Any) -> dict[str, Row]:
-    """Rows whose points have these values (`passed` is the pass), by implementation; the newest of each."""
-    found = {}
-    for row in rows:
-        point = row["point"] | {"passed": row["point"]["pass"]}
-        if all(point.get(key, "") == value for key, value in wanted.items()):
-            found[point["implementation"]] = row
+def pick(rows: Sequence[Row], **wanted: Any) -> dict[str, Record]:
+    """Rows whose fields have these values (`passed` is the pass), by implementation; the newest of each."""
+    found = {r.implementation: r for r in where(records(rows), **wanted)}
     return {name: found[name] for name in sorted(found, key=order)}
 
 
@@ -43,28 +40,25 @@ def paper(
     }  # fmt: skip
 
 
-def cell(row: Row | None, show: Callable[[dict[str, Any]], str]) -> str:
+def cell(r: Record | None, show: Callable[[Record], str]) -> str:
     """A figure; "!" after one that is wrong beyond rounding or of other kernels; what there is instead."""
-    if row is None:
+    if r is None:
         return ""
-    result = row["result"]
-    if result["status"] == "ok":
-        return show(result) + ("" if trusted(result) else " !")
-    slow = result["status"] == "error" and result.get("not_tried")
-    return "slow" if slow else {"unsupported": "-"}.get(result["status"], result["status"])
+    if r.status == "ok":
+        return show(r) + ("" if r.trusted else " !")
+    slow = r.status == "error" and r.get("not_tried")
+    return "slow" if slow else {"unsupported": "-"}.get(r.status, r.status)
 
 
-def tflops(result: dict[str, Any]) -> str:
-    return f"{result['tflops']:#.3g}".rstrip(".")
+def tflops(r: Record) -> str:
+    return f"{r.tflops:#.3g}".rstrip(".")
 
 
-def ms(result: dict[str, Any]) -> str:
-    return f"{result['ms_median']:#.3g}".rstrip(".")
+def ms(r: Record) -> str:
+    return f"{r.ms_median:#.3g}".rstrip(".")
 
 
-def grid(
-    title: str, columns: dict[str, dict[str, Row]], show: Callable[[dict[str, Any]], str]
-) -> list[Table]:
+def grid(title: str, columns: dict[str, dict[str, Record]], show: Callable[[Record], str]) -> list[Table]:
     """A line an implementation that can do any of it, a column a selection of rows; nothing for no rows."""
     columns = {head: found for head, found in columns.items() if found}
     names = sorted({name for found in columns.values() for name in found}, key=order)
@@ -73,137 +67,123 @@ def grid(
     return [Table(title, [["", *columns], *lines])] if lines else []
 
 
-def tables(rows: list[Row]) -> list[Table]:
-    found = curves(rows)
-    found += over_standard(rows) + hopper(rows) + masks(rows) + windowed(rows) + shorts(rows)
-    return found + in_pytorch(rows) + traffic(rows)
+def lengths(rows: Sequence[Row], least: int = 0) -> list[int]:
+    return sorted({n for row in rows if (n := row["point"]["seq_len"]) >= least})
 
 
-def lengths(rows: Sequence[Row]) -> list[int]:
-    return sorted({row["point"]["seq_len"] for row in rows})
-
-
-def curves(rows: list[Row]) -> list[Table]:
-    found = []
-    for passed in ("forward", "backward"):
-        for causal in (True, False):
-            every = [row for row in rows if row["point"]["seq_len"] >= SHORT]
-            columns = {
-                thousands(n): pick(rows, passed=passed, **paper(n, 64, causal)) for n in lengths(every)
-            }
-            title = f"TFLOP/s, {passed}, {MASKS[causal]}, D = 64, {HEADS} heads, bf16, {MANY}; N ="
-            found += grid(title, columns, tflops)
-    small = [row for row in rows if row["point"]["dtype"] == "float32"]  # a CPU's
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """The curves, and by claim."""
+    rows, found = records(rows), []
+    long = lengths(rows, SHORT)
+    for passed, causal in itertools.product(("forward", "backward"), MASKS):
+        columns = {thousands(n): pick(rows, passed=passed, **paper(n, 64, causal)) for n in long}
+        title = f"TFLOP/s, {passed}, {MASKS[causal]}, D = 64, {HEADS} heads, bf16, {MANY}; N ="
+        found += grid(title, columns, tflops)
+    small = where(rows, dtype="float32")  # a CPU's
     for passed in PASSES if small else ():
         columns = {thousands(n): pick(small, passed=passed, causal=True, seq_len=n) for n in lengths(small)}
         found += grid(f"ms, {PASSES[passed]}, causal, fp32; N =", columns, ms)
-    return found
-
-
-def over_standard(rows: list[Row]) -> list[Table]:
-    """Claim 3, and 8's factor on long sequences."""
-    columns = {}
-    for n in (1024, 2048, 4096, 16384):
-        for causal in (True, False):
-            for passed in ("forward", "both"):
-                found = pick(rows, passed=passed, **paper(n, 64, causal))
-                if took := timed(found.get("standard")):
-                    faster = {
-                        name: with_factor(row, took) for name, row in found.items() if name != "standard"
-                    }
-                    head = f"{thousands(n)} {MASKS[causal]} {passed}"
-                    columns[head] = {"standard": found["standard"]} | faster
-    title = "Claims 3 and 8: times as fast as standard attention (its own ms), D = 64, bf16"
-    return grid(title, columns, lambda r: f"{r['factor']:.1f}x" if "factor" in r else ms(r))
+    found += over_standard(rows) + hopper(rows) + masks(rows) + windowed(rows)
+    for many, passed in itertools.product((False, True), ("forward", "both")):
+        for what, us in MEASURES.items():  # claim 16
+            columns = {thousands(n): of for n, of in at_short(rows, passed, many).items()}
+            title = f"Claim 16: us, {what}, {PASSES[passed]}, {MANY if many else ONE}, D = 64; N ="
+            found += grid(title, columns, lambda r, us=us: f"{us(r):,.1f}")
+    wanted = {"batch": 1, "heads": 8, "seq_len": 2048, "dtype": "float16"}
+    columns = {PASSES[passed]: pick(rows, passed=passed, **wanted) for passed in ("forward", "both")}
+    found += grid("Claim 12: ms, B = 1, H = 8, N = 2048, D = 64, causal, fp16", columns, ms)
+    return found + traffic(rows)
 
 
 def timed(row: Row | None) -> float | None:
     return row["result"]["ms_median"] if row and row["result"]["status"] == "ok" else None
 
 
-def with_factor(row: Row, other: float) -> Row:
-    """The row with how many times as fast it is as something that took `other` ms."""
-    took = timed(row)
-    return row | {"result": row["result"] | ({"factor": other / took} if took else {})}
+def faster(found: dict[str, Record], than: dict[str, float | None]) -> dict[str, Record]:
+    """With how many times as fast they are as something that took so many ms; those that there is a time to
+    compare with."""
+    known = {name: (r, took) for name, r in found.items() if (took := than.get(name))}
+    return {
+        name: Record(r, factor=took / r.ms_median) if timed(r) else r for name, (r, took) in known.items()
+    }
 
 
-def hopper(rows: list[Row]) -> list[Table]:
+def over_standard(rows: list[Record]) -> list[Table]:
+    """Claim 3, and 8's factor on long sequences."""
+    columns = {}
+    for n, causal, passed in itertools.product((1024, 2048, 4096, 16384), MASKS, ("forward", "both")):
+        found = pick(rows, passed=passed, **paper(n, 64, causal))
+        if took := timed(found.get("standard")):
+            standard = {"standard": found.pop("standard")}
+            columns[f"{thousands(n)} {MASKS[causal]} {passed}"] = standard | faster(
+                found, dict.fromkeys(found, took)
+            )
+    title = "Claims 3 and 8: times as fast as standard attention (its own ms), D = 64, bf16"
+    return grid(title, columns, lambda r: f"{r.factor:.1f}x" if "factor" in r else ms(r))
+
+
+def hopper(rows: list[Record]) -> list[Table]:
     """Claims 8 and 9: FlashAttention-1, 2 and the Hopper libraries, TFLOP/s and of the peak."""
     from model.costs.flops import peak_bf16_flops
 
     columns = {}
-    for label, (n, d, dtype), passed in (
-        ("2k, 64", (2048, 64, "bfloat16"), "forward"),
-        ("2k, 128", (2048, 128, "bfloat16"), "forward"),
-        ("16k, 128", (16384, 128, "float16"), "forward"),
-        ("16k, 128", (16384, 128, "float16"), "backward"),
-        ("16k, 256", (16384, 256, "float16"), "forward"),
+    for (n, d, dtype, passed), causal in itertools.product(
+        (
+            (2048, 64, "bfloat16", "forward"),
+            (2048, 128, "bfloat16", "forward"),
+            (16384, 128, "float16", "forward"),
+            (16384, 128, "float16", "backward"),
+            (16384, 256, "float16", "forward"),
+        ),
+        MASKS,
     ):
-        for causal in (True, False):
-            found = pick(rows, passed=passed, **paper(n, d, causal, dtype))
-            columns[f"{label} {MASKS[causal]} {passed}"] = {
-                name: row for name, row in found.items() if fused(name)
-            }
-
-    peak = (peak_bf16_flops(rows[0]["machine"]["gpu"]) if rows and rows[0]["machine"]["gpu"] else None) or 0
-
-    def show(result: dict[str, Any]) -> str:
-        return tflops(result) + (f" {1e12 * result['tflops'] / peak:.0%}" if peak else "")
-
+        found = pick(rows, passed=passed, **paper(n, d, causal, dtype))
+        head = f"{thousands(n)}, {d} {MASKS[causal]} {passed}"
+        columns[head] = {name: r for name, r in found.items() if fused(name)}
+    gpu = rows[0].machine["gpu"] if rows else None
+    peak = (peak_bf16_flops(gpu) if gpu else None) or 0
     title = "Claims 8 and 9: TFLOP/s, and of the dense 16-bit peak; N, D (bf16 at 2k, fp16 at 16k)"
-    return grid(title, columns, show)
+    return grid(title, columns, lambda r: tflops(r) + (f" {1e12 * r.tflops / peak:.0%}" if peak else ""))
 
 
-def masks(rows: list[Row]) -> list[Table]:
+def masks(rows: list[Record]) -> list[Table]:
     """Claim 15: full over causal time, and the tiles that are computed."""
     found = []
     for passed in ("forward", "backward"):
         columns = {}
         for n in lengths(rows):
-            causal, full = (pick(rows, passed=passed, **paper(n, 64, mask)) for mask in (True, False))
-            columns[thousands(n)] = {
-                name: with_factor(row, took)
-                for name, row in causal.items()
-                if (took := timed(full.get(name)))
-            }
+            causal, full = (pick(rows, passed=passed, **paper(n, 64, mask)) for mask in MASKS)
+            columns[thousands(n)] = faster(causal, {name: timed(r) for name, r in full.items()})
         title = f"Claim 15: full over causal time, {passed}, D = 64; N ="
-        found += grid(title, columns, lambda result: f"{result['factor']:.2f}x")
+        found += grid(title, columns, lambda r: f"{r.factor:.2f}x")
     columns = {}
-    for n in (n for n in lengths(rows) if n >= SHORT):
+    for n in lengths(rows, SHORT):
         counted = pick(rows, passed="forward", **paper(n, 64, True))
-        columns[thousands(n)] = {k: row for k, row in counted.items() if "tile" in row["result"]}
-    sizes = {
-        name: "{} x {}".format(*row["result"]["tile"]) for of in columns.values() for name, row in of.items()
-    }
+        columns[thousands(n)] = {name: r for name, r in counted.items() if "tile" in r}
+    sizes = {name: "{} x {}".format(*r.tile) for of in columns.values() for name, r in of.items()}
     said = ", ".join(f"{name} {size}" for name, size in sizes.items())
     title = f"Claim 15: tiles computed of all, causal, of one head ({said}); N ="
-    return found + grid(title, columns, in_tiles)
+    in_tiles = "{r.tiles_computed:,}/{r.tiles_all:,} {share:.0%}".format
+    return found + grid(title, columns, lambda r: in_tiles(r=r, share=r.tiles_computed / r.tiles_all))
 
 
-def in_tiles(result: dict[str, Any]) -> str:
-    computed, every = result["tiles_computed"], result["tiles_all"]
-    return f"{computed:,}/{every:,} {computed / every:.0%}"
-
-
-def windowed(rows: list[Row]) -> list[Table]:
+def windowed(rows: list[Record]) -> list[Table]:
     """Claim 15: windows of N = 16k over the causal call without one."""
     found = []
     for passed in ("forward", "backward"):
-        whole = pick(rows, passed=passed, **paper(16384, 64, True))
+        whole = {n: timed(r) for n, r in pick(rows, passed=passed, **paper(16384, 64, True)).items()}
         columns = {}
         for window in WINDOWS:
             mine = pick(rows, passed=passed, **paper(16384, 64, True, features=f"window={window}"))
-            columns[f"window {thousands(window)}"] = {
-                name: with_factor(row, took) for name, row in mine.items() if (took := timed(whole.get(name)))
-            }
+            columns[f"window {thousands(window)}"] = faster(mine, whole)
         title = f"Claim 15: times as fast as causal without a window, {passed}, N = 16k, D = 64"
-        found += grid(title, columns, lambda result: f"{result['factor']:.1f}x")
+        found += grid(title, columns, lambda r: f"{r.factor:.1f}x")
     return found
 
 
-def at_short(rows: list[Row], passed: str, many: bool) -> dict[int, dict[str, Row]]:
+def at_short(rows: Sequence[Row], passed: str, many: bool) -> dict[int, dict[str, Record]]:
     """N -> rows by implementation, of one sequence or of 16,384 tokens."""
-    found = {}
+    rows, found = records(rows), {}
     for n in (n for n in lengths(rows) if n <= SHORT):
         wanted = {"heads": HEADS, "head_dim": 64, "causal": True, "dtype": "bfloat16", "features": ""}
         mine = pick(rows, passed=passed, seq_len=n, batch=TOKENS // n if many else 1, **wanted)
@@ -216,18 +196,6 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "device": lambda result: 1e3 * result["ms_median"],
     "in a stream of calls": lambda result: result.get("stream_us", 1e3 * result["ms_median"]),
 }
-
-
-def shorts(rows: list[Row]) -> list[Table]:
-    """Claim 16: microseconds at short N."""
-    found = []
-    for many in (False, True):
-        for passed in ("forward", "both"):
-            for what, us in MEASURES.items():
-                columns = {thousands(n): of for n, of in at_short(rows, passed, many).items()}
-                title = f"Claim 16: us, {what}, {PASSES[passed]}, {MANY if many else ONE}, D = 64; N ="
-                found += grid(title, columns, lambda result, us=us: f"{us(result):,.1f}")
-    return found
 
 
 def writes_scores(name: str) -> bool:
@@ -243,7 +211,7 @@ def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tu
     """N -> (fastest standard attention, its us, fastest that writes no scores, its us)."""
     found = {}
     for n, of in at_short(rows, passed, many).items():
-        us = {name: MEASURES[what](row["result"]) for name, row in of.items() if trusted(row["result"])}
+        us = {name: MEASURES[what](r) for name, r in of.items() if r.trusted}
         written = min((name for name in us if is_eager(name)), key=us.get, default=None)
         tiled = min((name for name in us if not writes_scores(name)), key=us.get, default=None)
         if written and tiled:
@@ -256,7 +224,7 @@ def beats(rows: list[Row], passed: str, many: bool, what: str, longest: int) -> 
     faster than; what launches a kernel for each tile is left out."""
     found: dict[str, int] = {}
     for n, of in at_short(rows, passed, many).items():
-        us = {name: MEASURES[what](row["result"]) for name, row in of.items() if trusted(row["result"])}
+        us = {name: MEASURES[what](r) for name, r in of.items() if r.trusted}
         for name in us if n <= longest and "standard" in us else ():
             apart = writes_scores(name) or registry.declaration(name).launches_each_tile
             if not apart and us["standard"] < us[name]:
@@ -274,17 +242,10 @@ def crossover(found: dict[int, tuple[str, float, str, float]]) -> str:
     return f"it wins at N = {which}" + (f" and loses from {min(later):,} on" if later else "")
 
 
-def in_pytorch(rows: list[Row]) -> list[Table]:
-    """Claim 12."""
-    wanted = {"batch": 1, "heads": 8, "seq_len": 2048, "dtype": "float16"}
-    columns = {PASSES[passed]: pick(rows, passed=passed, **wanted) for passed in ("forward", "both")}
-    return grid("Claim 12: ms, B = 1, H = 8, N = 2048, D = 64, causal, fp16", columns, ms)
-
-
-def traffic(rows: list[Row]) -> list[Table]:
+def traffic(rows: list[Record]) -> list[Table]:
     """Claim 24: the scores, once over the memory's bandwidth, and the times."""
     mine = pick(rows, passed="forward", batch=1, heads=HEADS, seq_len=8192, head_dim=128, dtype="float16")
-    copies = [row["result"]["copy_gb_per_s"] for row in mine.values() if "copy_gb_per_s" in row["result"]]
+    copies = [r.copy_gb_per_s for r in mine.values() if "copy_gb_per_s" in r]
     if not copies:
         return []
     once = HEADS * 8192**2 * 2 / max(copies) / 1e6

@@ -38,19 +38,14 @@ from scripts.measure.studies import Report, Row
 if TYPE_CHECKING:
     from scripts.measure.instruments.bench_points import Shape
 
-COMMAND = f"python scripts/study.py {STUDY}"
 GPU_S = 340
-QUESTION = "How fast is each attention by itself, from N = 32 to 64k, and where does standard attention win?"
 CHUNKS = 10  # processes for what compiles at every shape
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.measure.report.attention_speed_plots import finding, notes, pictures
-    from scripts.measure.report.attention_speed_report import tables
+    from scripts.measure.report import attention_speed_plots
 
-    rows = [row for row in rows if row["point"]["study"] == STUDY]
-    drawn = pictures(rows) if rows else {}
-    return Report(QUESTION, COMMAND, tables(rows), drawn, notes(rows), finding(rows))
+    return attention_speed_plots.report(rows)
 
 
 def on_cpu() -> list[str]:
