@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from scripts.measure import rows as measured
 from scripts.measure.report.long_range_accuracy import (
     ALIKE,
     DECISIVE,
@@ -16,22 +15,16 @@ from scripts.measure.report.long_range_accuracy import (
     Group,
     accuracies,
     comparisons,
+    groups,
     learned,
     plateau,
     trusted,
 )
-from scripts.measure.studies import Row, Table
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import Record, distinct, fmt, listed, records, where
+from scripts.measure.studies import Report, Row, Table
 
-COMMAND = "python scripts/study.py long_range"
-QUESTION = (
-    "Does a classifier of long sequences come to the same accuracy with tiled as with standard attention, "
-    "and how much faster does it train?"
-)
 NAMES = {"listops": "ListOps", "matching": "Matching"}
-EARLIER = (
-    "The accuracies are of an earlier recipe, a cosine for the learning rate and no QK-norm; the command "
-    "trains otherwise now, and measures them anew."
-)
 
 
 def speed_ups(rows: Iterable[Row], compiled: bool) -> dict[str, dict[int, float]]:
@@ -60,67 +53,83 @@ def best(factors: dict[str, dict[int, float]]) -> str | None:
     return max(able, key=lambda name: mean_speed_up(factors[name]), default=None)
 
 
-def accuracy_table(found: Sequence[Group]) -> Table:
+def tables(rows: Sequence[Row], found: Sequence[Group]) -> list[Table]:
     compared = {id(each.group): each for each in comparisons(found)}
-    lines = [["task", "T", "attention", "accuracy", "seeds", "- standard", "allowed", "so"]]
-    lines[0] += ["ms a step", "faster"]
+    standard = {group.task: group for group in found if group.name == STANDARD}
+
+    def accuracy(group: Group) -> str:
+        each, baseline = compared.get(id(group)), standard.get(group.task)
+        held = "||"
+        if each:
+            held = f"{each.difference:+.4f}|{fmt(each.allowed, '.4f')}|{each.verdict}"
+        seeds = " ".join(f"{accuracy:.3f}" for accuracy in group.accuracies)
+        faster = f"{baseline.ms / group.ms:.2f}x" if baseline else ""
+        start = f"{NAMES[group.task]}|{group.rows[0]['point']['seq_len']:,}|{group.name}|{group.mean:.4f}"
+        return f"{start}|{seeds}|{held}|{group.ms:.2f}|{faster}"
+
+    timed = records(trusted(rows, "speed"))
+    lengths = sorted(set(distinct(timed, "seq_len")))
+    factors = {compiled: speed_ups(rows, compiled) for compiled in (False, True)}
+    ways = {
+        (compiled, r.implementation): None for compiled in factors for r in where(timed, compile=compiled)
+    }
+
+    def speed(way: tuple[bool, str]) -> str:
+        compiled, name = way
+        of = {r.seq_len: r.ms_median for r in where(timed, implementation=name, compile=compiled)}
+        times = factors[compiled].get(name, {})
+        cells = [f"{of[n]:.2f}" if n in of else "-" for n in lengths]
+        cells = [f"{c} ({times[n]:.2f}x)" if n in times else c for n, c in zip(lengths, cells, strict=True)]
+        return "|".join([name + ", compiled" * compiled, *cells])
+
+    def left_out(r: Record) -> tuple[str, ...]:
+        """What has no figure, or none to trust, and why."""
+        why = r.reason
+        if r.status == "ok":
+            right = r.get("kernels_ok", True)
+            why = f"error ratio {r.get('error_ratio'):.2f}" if right else "not the kernels asked for"
+        name = r.implementation + ", compiled" * r["compile"]
+        return NAMES[r.task], f"{r.seq_len:,}", name, r.status, why
+
+    shown = [
+        listed(
+            "Accuracy on the test set, seed by seed; the step time of the same runs, eager",
+            "task|T|attention|accuracy|seeds|- standard|allowed|so|ms a step|faster",
+            found,
+            accuracy,
+        ),
+        listed(
+            "Milliseconds of a training step without padding (speed-up over standard, alike run)",
+            "|".join(["attention", *(f"T={n:,}" for n in lengths)]),
+            ways,
+            speed,
+        ),
+        listed(
+            "Without figures",
+            "task|T|attention|status|why",
+            dict.fromkeys(left_out(r) for r in records(rows) if not r.trusted),
+            list,
+        ),
+    ]
+    return [table for table in shown if len(table.lines) > 1]
+
+
+def report(rows: list[Row], picture: Callable[[list[Row], list[Group]], str]) -> Report:
+    found, timed = groups(rows), [(compiled, speed_ups(rows, compiled)) for compiled in (False, True)]
+    compared, by_task = comparisons(found), {}
     for group in found:
-        each = compared.get(id(group))
-        baseline = next((g for g in found if g.task == group.task and g.name == STANDARD), None)
-        allowed = "" if each is None or each.allowed is None else f"{each.allowed:.4f}"
-        lines.append(
-            [
-                NAMES[group.task],
-                f"{group.rows[0]['point']['seq_len']:,}",
-                group.name,
-                f"{group.mean:.4f}",
-                " ".join(f"{accuracy:.3f}" for accuracy in group.accuracies),
-                f"{each.difference:+.4f}" if each else "",
-                allowed,
-                each.verdict if each else "",
-                f"{group.ms:.2f}",
-                f"{baseline.ms / group.ms:.2f}x" if baseline else "",
-            ]
-        )
-    return Table("Accuracy on the test set, seed by seed; the step time of the same runs, eager", lines)
-
-
-def speed_table(rows: Sequence[Row]) -> Table:
-    timed = trusted(rows, "speed")
-    lengths = sorted({row["point"]["seq_len"] for row in timed})
-    lines = [["attention", *(f"T={length:,}" for length in lengths)]]
-    for compiled in (False, True):
-        factors = speed_ups(rows, compiled)
-        for name in dict.fromkeys(row["point"]["implementation"] for row in timed):
-            of = {
-                row["point"]["seq_len"]: row["result"]["ms_median"]
-                for row in timed
-                if row["point"]["implementation"] == name and row["point"]["compile"] == compiled
-            }
-            if not of:
-                continue
-            cells = [f"{of[length]:.2f}" if length in of else "-" for length in lengths]
-            for i, length in enumerate(lengths):
-                if (factor := factors.get(name, {}).get(length)) is not None:
-                    cells[i] += f" ({factor:.2f}x)"
-            lines.append([name + (", compiled" if compiled else ""), *cells])
-    return Table("Milliseconds of a training step without padding (speed-up over standard, alike run)", lines)
-
-
-def left_out(rows: Iterable[Row]) -> list[list[str]]:
-    """What has no figure, or none to trust, and why."""
-    lines = []
-    for row in rows:
-        point, result = row["point"], row["result"]
-        if measured.trusted(result):
-            continue
-        why = result["reason"]
-        if result["status"] == "ok":
-            right = result.get("kernels_ok", True)
-            why = f"error ratio {result.get('error_ratio'):.2f}" if right else "not the kernels asked for"
-        name = point["implementation"] + (", compiled" if point["compile"] else "")
-        lines.append([NAMES[point["task"]], f"{point['seq_len']:,}", name, result["status"], why])
-    return [list(line) for line in dict.fromkeys(map(tuple, lines))]
+        by_task.setdefault(group.task, []).append(group)
+    return page(
+        "long_range",
+        tables(rows, found),
+        {"": picture(rows, found)} if found and timed[0][1] else {},
+        decided=decided(compared) if compared else [],
+        unsteady=[why for task in tasks_of(compared) if (why := unsteady(found, task))],
+        earlier=any("schedule" not in row["point"] for group in found for row in group.rows),
+        tasks={NAMES[task]: of for task, of in by_task.items()},
+        unlearned=[NAMES[task] for task, of in by_task.items() if not all(map(learned, of))],
+        steps=[(how, name, of[name], mean_speed_up(of[name])) for how, of in timed if (name := best(of))],
+    )
 
 
 def tasks_of(compared: Iterable[Comparison]) -> list[str]:
@@ -166,31 +175,3 @@ def unsteady(found: Sequence[Group], task: str) -> str | None:
 
 def named(tasks: Iterable[str]) -> str:
     return ", ".join(NAMES[task] for task in tasks)
-
-
-def notes(rows: Sequence[Row], found: Sequence[Group]) -> list[str]:
-    said = []
-    if compared := comparisons(found):
-        said.append(" ".join(decided(compared)))
-        said += [why for task in tasks_of(compared) if (why := unsteady(found, task))]
-    if any("schedule" not in row["point"] for group in found for row in group.rows):
-        said.append(EARLIER)
-    for task in dict.fromkeys(group.task for group in found):
-        of = [group for group in found if group.task == task]
-        fact, low, high = of[0].fact, min(g.mean for g in of), max(g.mean for g in of)
-        beside = f"the majority class would have {fact['majority']:.1%}"
-        if task == "listops":
-            beside += f", the outermost operator alone {fact['first_token']:.1%}"
-        line = (
-            f"{NAMES[task]}: accuracy {low:.1%} to {high:.1%} ({fact['test_examples']:,} examples); {beside}."
-        )
-        if not all(map(learned, of)):
-            line += " Not all learned more than that: equal accuracies say nothing there."
-        said.append(line)
-    for compiled, how in ((False, "eager"), (True, "compiled")):
-        factors = speed_ups(rows, compiled)
-        if (name := best(factors)) is not None:
-            each = ", ".join(f"{factor:.2f}x at T={length:,}" for length, factor in factors[name].items())
-            mean = mean_speed_up(factors[name])
-            said.append(f"Steps with {name}, {how} as the standard is: {each}; mean {mean:.2f}x.")
-    return said

@@ -35,7 +35,7 @@ from typing import Any
 from conf.values import UserError
 from scripts.measure.rows import choices, positive
 from scripts.measure.runner import Run, parser, run_study
-from scripts.measure.studies import Point, Report, Row, Table
+from scripts.measure.studies import Point, Report, Row
 
 STUDY, SEED = "long_range", 1337
 GPU_S, ESTIMATED = 540, True
@@ -171,23 +171,9 @@ def measure(options: argparse.Namespace, run: Run) -> None:
 
 
 def report(rows: list[Row]) -> Report:
-    from scripts.measure.report import long_range_plot as plot
-    from scripts.measure.report import long_range_report as said_of
-    from scripts.measure.report.long_range_accuracy import groups, trusted
+    from scripts.measure.report import long_range_plot, long_range_report
 
-    found = groups(rows)
-    tables = []
-    if found:
-        tables.append(said_of.accuracy_table(found))
-    if trusted(rows, "speed"):
-        tables.append(said_of.speed_table(rows))
-    if missing := said_of.left_out(rows):
-        tables.append(Table("Without figures", [["task", "T", "attention", "status", "why"], *missing]))
-    drawable = found and said_of.speed_ups(rows, False)
-    pictures = {}
-    if drawable:
-        pictures[""] = plot.picture(rows, found)
-    return Report(said_of.QUESTION, said_of.COMMAND, tables, pictures, said_of.notes(rows, found))
+    return long_range_report.report(rows, long_range_plot.picture)
 
 
 def main(given: list[str] | None = None) -> None:
