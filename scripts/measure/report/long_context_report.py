@@ -8,12 +8,12 @@ from math import exp, sqrt
 from statistics import mean, stdev
 from typing import Any
 
-from scripts.measure.report.figures import Line, panel, panels_of, svg, thousands
+from scripts.measure.report.figures import Line, label, panel, panels_of, svg, thousands
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import Record, listed, records
 from scripts.measure.studies import Report, Row, Table
 from scripts.plot import COLOURS
 
-QUESTION = "Is a model of the same size better with a longer context after the same tokens, and at what cost?"
-COMMAND = "python scripts/study.py long_context_quality"
 FROM = 24  # tokens: before that a loss is several times higher, and no context is used up
 
 Measure = tuple[float, float]  # mean and standard deviation
@@ -94,52 +94,48 @@ class Measured:
         return found
 
 
-def quality(measured: Measured) -> Table:
-    head = ["context", "runs", "loss", "perplexity", "second half of documents", "in windows of its own"]
-    shortest = min(measured.runs)
-    lines = [[*head, f"less that of {thousands(shortest)} (over seeds, over documents)"]]
-    for context, rows in measured.runs.items():
+def tables(measured: Measured) -> list[Table]:
+    runs, speeds, plus = measured.runs, measured.speeds, "{:.4f} ± {:.4f}".format
+    base = next(iter(speeds.values()), {"result": {}})["result"]
+    columns = {context: measured.by_position(context) for context in runs}
+
+    def quality(context: int) -> str:
         gain, loss = measured.gain(context), measured.losses(context)
-        cells = [thousands(context), str(len(rows)), "{:.4f} ± {:.4f}".format(*loss), f"{exp(loss[0]):.3f}"]
-        cells += ["{:.4f} ± {:.4f}".format(*measured.losses(context, "loss_last_half"))]
-        cells += ["{:.4f}".format(measured.losses(context, "loss_chunked")[0])]
-        said = f"{gain.nats:+.4f} ± {gain.seeds:.4f} ± {gain.documents:.4f}" if gain else ""
-        lines.append([*cells, said])
-    title = (
-        "Loss in nats per token of the same held-out targets, mean and standard deviation over seeds (of the "
-        "difference: over seeds, and standard error over documents); in windows of its own: not of the same "
-        "contexts, the document cut into windows that follow each other"
-    )
-    return Table(title, lines)
+        half, own = measured.losses(context, "loss_last_half"), measured.losses(context, "loss_chunked")[0]
+        less = f"{gain.nats:+.4f} ± {gain.seeds:.4f} ± {gain.documents:.4f}" if gain else ""
+        start = f"{thousands(context)}|{len(runs[context])}|{plus(*loss)}|{exp(loss[0]):.3f}"
+        return f"{start}|{plus(*half)}|{own:.4f}|{less}"
 
+    def cost(r: Record) -> str:
+        mfu = f"{100 * r.mfu:.1f}%" if r.get("mfu") else ""
+        step = f"{r.ms_median:.2f} ({r.ms_p10:.2f}, {r.ms_p90:.2f})"
+        times = f"{r.train_s:,.1f}|{r.train_s / base['train_s']:.2f}x"
+        return f"{thousands(r.seq_len)}|{r.tokens_per_s:,.0f}|{step}|{times}|{mfu}|{r.peak_mib / 1024:.1f}"
 
-def cost(measured: Measured) -> Table:
-    lines = [
-        ["context", "tokens/s", "step, ms (10%, 90%)", "s for the budget", "of the shortest", "MFU", "GiB"]
+    return [
+        listed(
+            "Loss in nats per token of the same held-out targets, mean and standard deviation over seeds (of "
+            "the difference: over seeds, and standard error over documents); in windows of its own: not of "
+            "the same contexts, the document cut into windows that follow each other",
+            "context|runs|loss|perplexity|second half of documents|in windows of its own|"
+            f"less that of {thousands(min(runs))} (over seeds, over documents)",
+            runs,
+            quality,
+        ),
+        listed(
+            "Training alone on the device, by steps of the same config: speed, time, peak memory",
+            "context|tokens/s|step, ms (10%, 90%)|s for the budget|of the shortest|MFU|GiB",
+            records(speeds.values()),
+            cost,
+        ),
+        listed(
+            "Loss by position: tokens of the document before the target, the middle of each bin; columns: "
+            "context",
+            "|".join(["position", *map(thousands, runs)]),
+            next(iter(columns.values())),
+            lambda at: "|".join([f"{at:,.0f}", *(plus(*column[at]) for column in columns.values())]),
+        ),
     ]
-    base = next(iter(measured.speeds.values()), None)
-    for context, row in measured.speeds.items():
-        r = row["result"]
-        mfu = f"{100 * r['mfu']:.1f}%" if r.get("mfu") else ""
-        step = f"{r['ms_median']:.2f} ({r['ms_p10']:.2f}, {r['ms_p90']:.2f})"
-        cells = [thousands(context), f"{r['tokens_per_s']:,.0f}", step, f"{r['train_s']:,.1f}"]
-        lines.append(
-            [*cells, f"{r['train_s'] / base['result']['train_s']:.2f}x", mfu, f"{r['peak_mib'] / 1024:.1f}"]
-        )
-    return Table("Training alone on the device, by steps of the same config: speed, time, peak memory", lines)
-
-
-def positions(measured: Measured) -> Table:
-    lines = [["position", *map(thousands, measured.runs)]]
-    columns = [measured.by_position(context) for context in measured.runs]
-    for position in columns[0]:
-        lines.append(
-            [f"{position:,.0f}", *("{:.4f} ± {:.4f}".format(*column[position]) for column in columns)]
-        )
-    title = (
-        "Loss by position: tokens of the document before the target, the middle of each bin; columns: context"
-    )
-    return Table(title, lines)
 
 
 def lines_of(
@@ -184,70 +180,31 @@ def against_time(axes: Any, measured: Measured) -> None:
             axes.errorbar(seconds, loss, over, fmt="o", ms=5, color=COLOURS[place], capsize=3)
             beside = {"xytext": (8, 6), "textcoords": "offset points", "fontsize": 9, "color": COLOURS[place]}
             axes.annotate(thousands(context), (seconds, loss), **beside)
-    axes.set_title(f"Loss over all targets against training time, {tokens / 1e6:,.1f}M tokens", fontsize=9)
-    axes.set_xlabel("seconds of training at the speed measured alone", fontsize=9)
-    axes.set_ylabel("nats per token", fontsize=9)
+    title = f"Loss over all targets against training time, {tokens / 1e6:,.1f}M tokens"
+    label(axes, title, "seconds of training at the speed measured alone", "nats per token")
     axes.tick_params(labelsize=8)
     axes.margins(0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-
-
-def notes(measured: Measured) -> list[str]:
-    """A sentence each on quality, where it comes from, cost and limits."""
-    shortest, longest = min(measured.runs), max(measured.runs)
-    found, gain = [], measured.gain(longest)
-    a, b = thousands(shortest), thousands(longest)
-    if gain:
-        first, last = (measured.losses(context)[0] for context in (shortest, longest))
-        how = "lower" if gain.nats < 0 else "higher"
-        word = f"{how} by {abs(gain.nats):.4f} nats" if gain.clear else "no different beyond the spread"
-        word = word if gain.runs > 1 else f"{how}, with one seed, whose spread is not known,"
-        found.append(
-            f"With a context of {b} the loss is {word} than with {a}: perplexity {exp(last):.2f} against "
-            f"{exp(first):.2f}; difference {gain.nats:+.4f} ± {gain.seeds:.4f}, seeds: {gain.runs}."
-        )
-        parts = measured.gain_by_position(longest)
-        near = [m for position, (m, _) in parts.items() if position < shortest]
-        far = list(parts.values())[-1][0]
-        found.append(
-            f"Where both have all that precedes, up to token {shortest:,}, it differs by "
-            f"{mean(near):+.4f} (mean of the bins), in the last bin {far:+.4f}: the first is what training "
-            "on longer windows does to the model, the second is that and what the longer context is worth."
-        )
-    if longest in measured.speeds and shortest in measured.speeds:
-        times = [measured.speeds[context]["result"]["train_s"] for context in (shortest, longest)]
-        found.append(f"The budget takes {times[1]:,.0f} s at {b} against {times[0]:,.0f} s at {a}.")
-    result = measured.runs[longest][-1]["result"]
-    corpus, parameters = result["corpus"], result["parameters"]
-    training, evaluated = corpus["training"], corpus["evaluated"]
-    found.append(
-        f"{parameters / 1e6:.2f}M parameters, trained on {training['files']:,} documents "
-        f"({training['bytes'] / 1e6:,.0f} MB, sha256 {training['sha256'][:12]}), {corpus['passes']} pass(es) "
-        f"of {training['tokens']:,} tokens; "
-        f"evaluated on {evaluated['documents']} others, held out with all of their package: "
-        f"{evaluated['targets']:,} targets (sha256 {evaluated['sha256'][:12]}), the same for all contexts."
-    )
-    found.append(
-        "One size of model and one learning rate for all contexts: other choices could move the differences."
-    )
-    return found
-
-
-def failures(measured: Measured) -> list[str]:
-    return [
-        f"T={row['point']['seq_len']:,}, {row['point']['measured']}, seed {row['point']['seed']}: "
-        f"{row['result']['status']}, {row['result']['reason']}"
-        for row in measured.failed
-    ]
 
 
 def report(rows: Sequence[Row]) -> Report:
     """Of the newest text, model and budget among the rows; where no run of it has finished, why."""
     measured = Measured(rows)
+    facts = {
+        "failed": records(measured.failed),
+        "runs": measured.runs,
+        "gain": None,
+        "times": {},
+        "last": None,
+    }
     if not measured.runs:
-        return Report(QUESTION, COMMAND, [], notes=[*failures(measured), "No run has finished."])
-    tables = [quality(measured), positions(measured)]
-    if measured.speeds:
-        tables.insert(1, cost(measured))
-    return Report(QUESTION, COMMAND, tables, {"": picture(measured)}, notes(measured) + failures(measured))
+        return page("long_context_quality", [], **facts)
+    shortest, longest = min(measured.runs), max(measured.runs)
+    facts |= {"shortest": shortest, "longest": longest, "gain": measured.gain(longest)}
+    if facts["gain"]:
+        parts = measured.gain_by_position(longest)
+        facts["near"] = mean(m for position, (m, _) in parts.items() if position < shortest)
+        facts["far"] = list(parts.values())[-1][0]
+        facts["perplexity"] = [exp(measured.losses(context)[0]) for context in (shortest, longest)]
+    facts["times"] = {context: row["result"]["train_s"] for context, row in measured.speeds.items()}
+    facts["last"] = measured.runs[longest][-1]["result"]
+    return page("long_context_quality", tables(measured), {"": picture(measured)}, **facts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import listed
 from scripts.measure.studies import Report, Row, Table
 
-COMMAND = "python scripts/study.py longest_context"
-QUESTION = "How long a context trains on one GPU, and which attention ends it?"
 STANDARD = "naive"
 Key = tuple[str, bool, bool, int]  # model, compile, checkpointing, loss_chunk
 
@@ -58,53 +58,44 @@ def heading(key: Key) -> str:
     return ", ".join([*words, "checkpointing" if checkpointing else "no checkpointing"])
 
 
-def cells(ends: list[Found]) -> list[list[str]]:
-    """Lines of cells, the head first."""
-    head = [
-        "",
-        "longest that fits",
-        "shortest that does not",
-        "peak MiB",
-        "predicted longest",
-        "measured / predicted",
-    ]
-    lines = [[*head, "s a step", "x naive"]]
+def table(key: Key, ends: list[Found]) -> Table:
     base = next((one.tokens for one in ends if one.name == STANDARD), 0)
-    for one in ends:
+
+    def line(one: Found) -> list[str]:
         if one.fits is None:
-            lines.append([one.name, one.reason or "none", *[""] * 6])
-            continue
-        result, fails = one.fits, f"{one.fails:,}" if one.fails else one.reason
-        predicted = result["predicted_longest"]
-        line = [one.name, f"{one.tokens:,}", fails, f"{result['peak_mib']:,.0f}", f"{predicted:,}"]
-        line += [f"{one.tokens / predicted:.2f}" if one.fails else "", f"{result['ms_median'] / 1e3:.2f}"]
-        lines.append([*line, f"{one.tokens / base:.1f}" if base else ""])
-    return lines
+            return [one.name, one.reason or "none"]
+        result, predicted = one.fits, one.fits["predicted_longest"]
+        fails = f"{one.fails:,}" if one.fails else one.reason
+        cells = [one.name, f"{one.tokens:,}", fails, f"{result['peak_mib']:,.0f}", f"{predicted:,}"]
+        cells += [f"{one.tokens / predicted:.2f}" if one.fails else "", f"{result['ms_median'] / 1e3:.2f}"]
+        return [*cells, f"{one.tokens / base:.1f}" if base else ""]
+
+    head = "|longest that fits|shortest that does not|peak MiB|predicted longest|measured / predicted"
+    return listed(heading(key), f"{head}|s a step|x naive", ends, line)
 
 
-def notes(ends: dict[Key, list[Found]]) -> list[str]:
-    said = []
-    for key, mine in ends.items():
-        timed = [one for one in mine if one.fits]
-        naive = next((one for one in timed if one.name == STANDARD), None)
-        if naive and naive.fails and timed[0] is not naive:
-            best = timed[0]
-            more = "" if best.fails else ", and memory did not end it: longer steps were not tried"
-            said.append(
-                f"{heading(key)}: {STANDARD} is out of memory at T = {naive.fails:,}; {best.name} trains "
-                f"T = {best.tokens:,}, {best.tokens / naive.tokens:.1f}x as long{more}."
-            )
+def report(rows: list[Row]) -> Report:
+    ends = found(rows)
+    naive = {
+        key: next((o for o in mine if o.fits and o.name == STANDARD), None) for key, mine in ends.items()
+    }
     errors = {
-        one.name: one.tokens / one.fits["predicted_longest"] - 1
+        one.name: abs(one.tokens / one.fits["predicted_longest"] - 1)
         for mine in ends.values()
         for one in mine
         if one.fits and one.fails
     }
-    if errors:
-        name = max(errors, key=lambda name: abs(errors[name]))
-        most = f"{100 * abs(errors[name]):.1f}% of T at most ({name})"
-        said.append(f"The prediction of model/costs/memory.py is off by {most}.")
-    return said
+    return page(
+        "longest_context",
+        [table(key, mine) for key, mine in ends.items()],
+        {"": picture(rows, ends)},
+        beside=[
+            (heading(key), one, best)
+            for key, one in naive.items()
+            if one and one.fails and (best := next(o for o in ends[key] if o.fits)) is not one
+        ],
+        off=max(errors.items(), key=lambda item: item[1], default=None),
+    )
 
 
 def picture(rows: list[Row], ends: dict[Key, list[Found]]) -> str:
@@ -151,9 +142,3 @@ def bars(axes: Any, ends: list[Found], most: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(alpha=0.25, axis="x")
-
-
-def report(rows: list[Row]) -> Report:
-    ends = found(rows)
-    tables = [Table(heading(key), cells(mine)) for key, mine in ends.items()]
-    return Report(QUESTION, COMMAND, tables, {"": picture(rows, ends)}, notes(ends))
