@@ -95,7 +95,7 @@ class LitGPT(L.LightningModule):
             return
         self._configured = True
         if self.device_mesh is not None:
-            self.shards = shard(self.net, self.device_mesh)
+            self.shards = shard(self.net, self.device_mesh, self.trainer.precision == "bf16-mixed")
         if self.compile_net:
             self.net.compile(dynamic=False)
 

@@ -50,6 +50,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     # Lightning wraps DDP on a side stream, and torch says so once on every rank.
     warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+    # FSDP2 warns of operations in place on a block's output, where the residual stream has none.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 def device(accelerator: str, devices: Any = 1) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,25 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def shard(net: GPT, mesh: DeviceMesh) -> DeviceMesh:
+def shard(net: GPT, mesh: DeviceMesh, bf16: bool) -> DeviceMesh:
     """Shard `net` over all ranks of `mesh` (data_parallel, tensor_parallel), and spread sequences over
-    those of its second dimension; returns all ranks as a mesh of one dimension."""
+    those of its second dimension; returns all ranks as a mesh of one dimension.
+
+    bf16: the matrices of the blocks, which autocast would cast, are gathered in bf16, half the bytes; their
+    gradients are summed over micro-batches and ranks in fp32, and all else stays in fp32."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     ranks = init_device_mesh(mesh.device_type, (mesh.size(),))
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    # The norms, whose gains autocast leaves in fp32, are small: they are gathered once, with the embeddings.
     for block in net.transformer.h:
-        fully_shard(block, mesh=ranks)
+        fully_shard([block.attn, block.mlp], mesh=ranks, mp_policy=policy)
     fully_shard(net, mesh=ranks)
+    for block, following in pairwise(net.transformer.h):
+        block.attn.set_modules_to_forward_prefetch([following.attn])
     sequence = mesh["tensor_parallel"]
     if sequence.size() > 1:
         net.share_sequences(ContextParallel(sequence.get_group()))
