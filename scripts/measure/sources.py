@@ -118,20 +118,24 @@ def _files(module: str, root: Path) -> list[Path]:
 
 
 def _python(path: Path, root: Path) -> list[Path]:
-    found: list[Path] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    names, sources = _named(path.read_text(encoding="utf-8"))
+    found = [source for name in sources if (source := root / "ops" / "csrc" / name).is_file()]
+    return found + [file for name in names for file in _files(name, root)]
+
+
+@functools.cache
+def _named(text: str) -> tuple[list[str], list[str]]:
+    """What may be modules, imported or named by a string, and what may be CUDA sources."""
+    modules, sources = [], []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 100:
-            names = [node.value] if re.fullmatch(r"\w+(\.\w+)+", node.value) else []
-            source = root / "ops" / "csrc" / node.value
-            found += [source] if source.suffix == ".cu" and source.is_file() else []
-        else:
-            continue
-        found += [file for name in names for file in _files(name, root)]
-    return found
+            modules += [node.value] if re.fullmatch(r"\w+(\.\w+)+", node.value) else []
+            sources += [node.value] if node.value.endswith(".cu") else []
+    return modules, sources
 
 
 def _cuda(path: Path) -> list[Path]:

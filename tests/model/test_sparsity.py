@@ -70,7 +70,7 @@ def test_a_token_does_not_see_what_its_tiles_leave_out() -> None:
     assert changed[5] and not changed[:5].any() and not changed[128:].any()
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled", "triton"])
+@pytest.mark.parametrize("name", ["naive", "tiled", pytest.param("triton", marks=pytest.mark.long)])
 def test_generation_with_a_cache_is_that_without(name: str) -> None:
     model = net(name, "butterfly", position="rope")
     prompts = [[1] * 120, list(range(40)) * 4]

@@ -141,7 +141,9 @@ def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
         check([build("forward", (8, 9), 16, 64, True)])
 
 
-@pytest.mark.parametrize("stored", ["", "fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    "stored", ["int4", *(pytest.param(x, marks=pytest.mark.long) for x in ("", "fp8", "int8"))]
+)
 def test_the_cached_kernel_compiles_where_its_numbers_exist(stored: str) -> None:
     """In blocks and not; no tile spills, and 4 bits become 16 by logical operations of two at once."""
     builds = [

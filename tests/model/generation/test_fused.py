@@ -60,8 +60,15 @@ def both(model: GPT, prompts: list[list[int]], tokens: int, **options: object) -
     return plain, fused
 
 
-@pytest.mark.parametrize("most_rows", [8, 0], ids=["own", "library"])
-@pytest.mark.parametrize("shape", SHAPES)
+QUICK = {("gpt2", 8), ("llama", 8), ("window", 8), ("gpt2", 0)}
+EACH = [
+    pytest.param(shape, rows, marks=[pytest.mark.long] * ((shape, rows) not in QUICK), id=f"{shape}-{name}")
+    for shape in SHAPES
+    for rows, name in ((8, "own"), (0, "library"))
+]
+
+
+@pytest.mark.parametrize(("shape", "most_rows"), EACH)
 def test_logits_and_tokens_are_those_of_the_plain_step(
     shape: str, most_rows: int, recorded: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +82,10 @@ def test_logits_and_tokens_are_those_of_the_plain_step(
     torch.testing.assert_close(torch.stack(fused), torch.stack(plain), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("most_rows", [8, 0], ids=["own", "library"])
-@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize(
+    ("temperature", "most_rows"),
+    [(0.7, 8), *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, 8), (0, 0), (0.7, 0)))],
+)
 def test_the_choice_is_that_of_sampling(
     temperature: float, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
