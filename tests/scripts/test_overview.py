@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 
-from scripts.measure.report import overview
+from scripts.measure.report import overview, sweep_report
 from tests.running import ROOT
 from tests.scripts.test_claims import row
 from tests.scripts.test_sweep_report import fake_rows
@@ -28,6 +29,28 @@ def test_memory_grows_as_fitted_and_ends_and_tokens_are_beside_it():
     texts = re.findall(r"<!-- (.*?) -->", overview.picture(rows))
     assert {"naive, as T^2.0 (out of memory at 4k)", "triton, as T^1.0"} <= set(texts)
     assert {"peak memory, MiB", "tokens/s", "naive (out of memory at 4k)"} <= set(texts)
+
+
+def test_whole_steps_take_the_place_of_attention_once_they_are_measured(tmp_path):
+    steps = [
+        each
+        | {"point": each["point"] | {"study": "step_memory", "tokens_per_step": each["point"]["seq_len"]}}
+        for each in fake_rows()
+        if each["point"]["micro_batch"] in (64, 32, 1)
+    ]
+    for study, rows in (
+        ("attention_memory", peaks()),
+        ("step_memory", steps),
+        ("seqlen_scaling", fake_rows()),
+    ):
+        (tmp_path / study).mkdir()
+        (tmp_path / study / "h200.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ((path, picture),) = overview.written(tmp_path).items()
+    texts = re.findall(r"<!-- (.*?) -->", picture)
+    assert path == tmp_path / "overview.svg" and "a training step of one sequence" in texts
+    assert "a layer's attention, forward and backward, one sequence" not in texts
+    (said,) = sweep_report.panels(steps)
+    assert said == "gpt2, one sequence a step, bf16-mixed"
 
 
 def test_the_picture_shows_the_rows_that_there_are():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from scripts.measure.report import attention_memory_report as memory
@@ -10,13 +11,14 @@ from scripts.measure.report.figures import Line, canvas, is_drawn, panel, svg
 from scripts.measure.rows import by_gpu
 from scripts.measure.studies import Row
 
+WHOLE = "step_memory"
 SHOWN = ("naive", "triton", "sdpa_cudnn", "flash4", "nanoGPT")  # few: each line is to be read
 
 
 def written(results: Path, redraw: bool = False) -> dict[Path, str]:
     """The picture of the first GPU that has rows of both, if its rows have changed (redraw: or not)."""
-    peaks, steps = (by_gpu(results / study) for study in ("attention_memory", "seqlen_scaling"))
-    path = results / "overview.svg"
+    peaks = by_gpu(results / WHOLE) or by_gpu(results / "attention_memory")
+    steps, path = by_gpu(results / "seqlen_scaling"), results / "overview.svg"
     for gpu in sorted(peaks.keys() & steps.keys())[:1]:
         rows = drawn(peaks[gpu], steps[gpu])
         if redraw or not is_drawn(rows, path):
@@ -25,24 +27,35 @@ def written(results: Path, redraw: bool = False) -> dict[Path, str]:
 
 
 def drawn(peaks: list[Row], steps: list[Row]) -> list[Row]:
-    """Of the rows of attention_memory and seqlen_scaling those that the picture shows."""
-    peaks = [row for row in peaks if row["point"]["pass"] == "both" and memory.is_curve(row)]
+    """Of the rows of memory and of seqlen_scaling those that the picture shows."""
+    peaks = [row for row in peaks if row["point"]["study"] == WHOLE or is_of_attention(row)]
     return [row for row in [*peaks, *sweep_report.points(steps)] if row["point"]["implementation"] in SHOWN]
 
 
+def is_of_attention(row: Row) -> bool:
+    return row["point"]["pass"] == "both" and memory.is_curve(row)
+
+
 def picture(rows: list[Row]) -> str:
-    """Peak memory, N^2 beside N, and tokens/s against the context, from the rows of `drawn`."""
+    """Peak memory, T^2 beside T, and tokens/s against the context, from the rows of `drawn`."""
     figure, ((left, right),) = canvas(rows, "GPT-2 124M by attention", 2)
-    lines = []
-    for name, of in memory.series(rows, "both").items():
-        points = memory.measured(of)
-        grows = memory.exponent(points)
-        words = name if grows is None else f"{name}, as T^{grows:.1f}"
-        lines.append(Line(words, points, ends=memory.ending(of)))
-    title = "a layer's attention, forward and backward, one sequence"
-    panel(left, lines, title, "T, tokens of context", "peak memory, MiB")
     steps = sweep_report.points(rows)
+    whole = [row for row in steps if row["point"]["study"] == WHOLE]
+    steps = [row for row in steps if row["point"]["study"] != WHOLE]
+    if whole:
+        title = "a training step of one sequence"
+        lines = sweep_report.drawn(sweep_report.lines(whole), lambda result: result["peak_mib"])
+    else:  # until that is measured
+        title, found = "a layer's attention, forward and backward, one sequence", memory.series(rows, "both")
+        lines = [Line(name, memory.measured(of), ends=memory.ending(of)) for name, of in found.items()]
+    panel(left, list(map(growing, lines)), title, "T, tokens of context", "peak memory, MiB")
     said, hollow = next(iter(sweep_report.panels(steps))), "hollow: a smaller micro-batch, which fits"
     speeds = sweep_report.drawn(sweep_report.lines(steps), lambda result: result["tokens_per_s"])
     panel(right, speeds, f"training, {said}; {hollow}", "T, tokens of context", "tokens/s")
     return svg(figure, rows)
+
+
+def growing(line: Line) -> Line:
+    """Named with the exponent of its growth, over the upper half of T."""
+    grows = memory.exponent(line.points)
+    return line if grows is None else replace(line, name=f"{line.name}, as T^{grows:.1f}")

@@ -44,9 +44,11 @@ def at_one_length(rows: list[Row]) -> bool:
 def panels(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows that belong in one table, under what they have in common."""
     found: dict[str, list[Row]] = {}
+    alone = all(row["point"]["tokens_per_step"] == row["point"]["seq_len"] for row in rows)
     for row in rows:
         point = row["point"]
-        words = [point["model"], f"{point['tokens_per_step']:,} tokens a step", point["dtype"]]
+        size = "one sequence" if alone else f"{point['tokens_per_step']:,} tokens"
+        words = [point["model"], f"{size} a step", point["dtype"]]
         words += ["not causal"] * (not point.get("causal", True))
         words += [point["features"]] * bool(point["features"]) + ["checkpointing"] * point["checkpointing"]
         words += [f"T = {point['seq_len']:,}"] * at_one_length(rows)
