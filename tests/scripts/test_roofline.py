@@ -187,17 +187,18 @@ def test_pictures_from_rows(rows: Path) -> None:
 
 def test_tables_from_rows(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = list(read(rows).values())
-    assert roofline_report.finding(found) == "At T = 16,384 naive reads 90 GB of DRAM, fa2 0.44 GB."
+    report = roofline_plot.report(found)
+    assert report.found == "At T = 16,384 naive reads 90 GB of DRAM, fa2 0.44 GB."
     naive = [row for row in found if row["point"]["implementation"] != "cuda_fa2"]
-    assert roofline_report.finding(naive) == ""
-    printed.say(roofline_report.grids(found), roofline_report.notes(found))
+    assert roofline_plot.report(naive).found == ""
+    printed.say(report.tables, report.notes)
     said = capsys.readouterr().out
     assert "batch 1, 32 heads, D 128, causal: GB moved" in said
     assert "  softmax" in said and "7.125" in said
     assert "128 x 64 x 4, 2" in said and "latency_l2" in said
-    assert "MORE THAN 25% OFF  cuda_naive, 16k" in said
-    assert "ok  cuda_fa2, 4k" in said and "1.10 of the model's" in said
-    assert "oom  cuda_naive T 8192 : CUDA out of memory" in said
+    assert "MORE THAN 25% OFF: cuda_naive, 16k" in said
+    assert "ok: cuda_fa2, 4k" in said and "1.10 of the model's" in said
+    assert "oom: cuda_naive T 8192 : CUDA out of memory" in said
 
 
 def test_the_bar_is_for_reads_at_both_lengths_and_writes_at_the_longer(rows: Path) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 from scripts.measure.instruments.ladder import STAGES
 from scripts.measure.report.colours import colour_of
 from scripts.measure.report.figures import label, machines, subplots, svg
+from scripts.measure.report.pages import page
 from scripts.measure.report.roofline_report import (
     DRAM,
     Row,
     bytes_of,
     ceilings,
-    finding,
+    facts,
     grids,
     groups,
     length,
     moved,
-    notes,
     title,
 )
 from scripts.measure.studies import Report
@@ -143,9 +143,4 @@ def spread(axes: Any, labels: list[tuple[float, str, str]]) -> None:
 
 def report(rows: list[Row]) -> Report:
     """For results/README.md, as the studies have one."""
-    question = (
-        "What does each stage of the CUDA ladder move and compute, beside what the GPU gives at most and "
-        "what a model of its traffic expects?"
-    )
-    command = "python scripts/roofline.py"
-    return Report(question, command, grids(rows), pictures(rows), notes(rows), finding(rows))
+    return page("roofline", grids(rows), pictures(rows), **facts(rows))

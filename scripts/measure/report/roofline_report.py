@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scripts.measure.instruments.ladder import STAGES
-from scripts.measure.report.tables import listed
+from scripts.measure.report.tables import Record, fmt, listed, records, where
 from scripts.measure.studies import Table
 
 Row = dict[str, Any]
@@ -92,97 +92,75 @@ STAGE = "stage|T|ms|TFLOP/s|DRAM read|model|written|model|L2|model|shared|% of t
 TILE = "Br x Bc x warps, blocks|T|ms|TFLOP/s|registers|spilled|shared, KiB|of an SM|% of threads|counted"
 
 
+def facts(rows: list[Row]) -> dict[str, Any]:
+    """For templates/roofline.md.j2: bytes that the first and the last stage read, causal, D = 128, at the
+    longest T counted of both; what was measured against the model; what failed."""
+    every = records(rows)
+    read = {
+        (r.implementation, r.seq_len): r.counters[DRAM[0]] / 1e9
+        for r in where(every, causal=True, head_dim=128)
+        if r.get("counters")
+    }
+    longest = max((n for name, n in read if name == "cuda_naive" and ("cuda_fa2", n) in read), default=0)
+    return {
+        "longest": longest,
+        "read": [read[name, longest] for name in ("cuda_naive", "cuda_fa2") if longest],
+        "held": list(bar(rows)),
+        "bar": BAR,
+        "failed": [r for r in every if r.status != "ok"],
+    }
+
+
 def grids(rows: list[Row]) -> list[Table]:
     """Ceilings, then the stages by what they share, then tiles."""
-    found = [("Ceilings", CEILINGS, list(_ceiling_lines(rows)))]
+    found = [listed("Ceilings", CEILINGS, ceilings(rows).items(), _ceiling_line)]
     for group, mine in groups(rows).items():
-        lines = [line for row in mine for line in (_stage_line(row), *_kernel_lines(row))]
-        found.append((f"{title(group)}: GB moved", STAGE, lines))
+        lines = [line for r in records(mine) for line in (_stage_line(r), *_kernel_lines(r))]
+        found.append(listed(f"{title(group)}: GB moved", STAGE, lines, list))
     for group, mine in groups(rows, tiles=True).items():
-        found.append((f"fa2's tile, {title(group)}", TILE, list(map(_tile_line, mine))))
-    return [listed(caption, columns, lines, list) for caption, columns, lines in found if lines]
+        found.append(listed(f"fa2's tile, {title(group)}", TILE, records(mine), _tile_line))
+    return [table for table in found if len(table.lines) > 1]
 
 
-def notes(rows: list[Row]) -> list[str]:
-    """Measured against the model, then what failed."""
-    marks = {True: "ok", False: f"MORE THAN {BAR:.0%} OFF", None: "-"}
-    said = [f"{marks[within]}  {words}" for words, within in bar(rows)]
-    for row in rows:
-        if row["result"]["status"] != "ok":
-            p = row["point"]
-            where = p["pass"] if p["implementation"] == "ceiling" else f"T {p['seq_len']} {p.get('tile', '')}"
-            said.append(
-                f"{row['result']['status']}  {p['implementation']} {where}: {row['result']['reason']}"
-            )
-    return said
-
-
-def finding(rows: list[Row]) -> str:
-    """Bytes that the first and the last stage read, causal, D = 128, at the longest T counted of both."""
-    read = {
-        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"]["counters"][DRAM[0]] / 1e9
-        for row in rows
-        if row["result"].get("counters") and row["point"].get("causal") and row["point"]["head_dim"] == 128
-    }
-    both = [tokens for name, tokens in read if name == "cuda_naive" and ("cuda_fa2", tokens) in read]
-    if not both:
-        return ""
-    naive, fa2 = (read[name, max(both)] for name in ("cuda_naive", "cuda_fa2"))
-    return f"At T = {max(both):,} naive reads {naive:.0f} GB of DRAM, fa2 {fa2:.2f} GB."
-
-
-def _ceiling_lines(rows: list[Row]) -> Iterator[list[str]]:
-    for name, result in ceilings(rows).items():
-        per_clock, mib = result["per_clock"], result["mib"]
-        optional = ("" if x is None else f"{x:,.1f}" for x in (per_clock, mib))
-        yield [name, f"{result['value']:,.1f}", result["unit"], *optional]
+def _ceiling_line(named: tuple[str, Row]) -> str:
+    name, r = named
+    said = f"{name}|{r['value']:,.1f}|{r['unit']}"
+    return f"{said}|{fmt(r['per_clock'], ',.1f')}|{fmt(r['mib'], ',.1f')}"
 
 
 def _gb(value: float | None) -> str:
     return "" if value is None else f"{value / 1e9:.3f}"
 
 
-def _stage_line(row: Row) -> list[str]:
-    p, result = row["point"], row["result"]
-    start = [p["implementation"].removeprefix("cuda_"), f"{p['seq_len']:,}"]
-    if result["status"] != "ok":
-        return [*start, result["status"]]
-    counts = result["counters"] or {}
-    cells = [_gb(x) for field in (*DRAM, "l2_bytes") for x in bytes_of(result, field)]
-    occupancy = counts.get("occupancy_percent")
-    most = ", ".join(f"{use['occupancy_percent']:.0f}" for use in result["usage"].values())
-    occupied = f"{'' if occupancy is None else f'{occupancy:.0f} '}<= {most}"
-    registers = ", ".join(str(use["registers"]) for use in result["usage"].values())
-    times = [f"{result['ms_median']:.3f}", f"{result['tflops']:.1f}"]
-    by = "ncu" if counts else "model"
-    return [*start, *times, *cells, _gb(counts.get("shared_bytes")), occupied, registers, by]
+def _stage_line(r: Record) -> list[str]:
+    start = [r.implementation.removeprefix("cuda_"), f"{r.seq_len:,}"]
+    if r.status != "ok":
+        return [*start, r.status]
+    counts, uses = r.counters or {}, r.usage.values()
+    cells = [_gb(x) for field in (*DRAM, "l2_bytes") for x in bytes_of(r, field)]
+    most = ", ".join(f"{use['occupancy_percent']:.0f}" for use in uses)
+    occupied = f"{fmt(counts.get('occupancy_percent'), '.0f')} <= {most}".lstrip()
+    registers = ", ".join(str(use["registers"]) for use in uses)
+    shared, by = _gb(counts.get("shared_bytes")), "ncu" if counts else "model"
+    return [*start, f"{r.ms_median:.3f}", f"{r.tflops:.1f}", *cells, shared, occupied, registers, by]
 
 
-def _kernel_lines(row: Row) -> Iterator[list[str]]:
+def _kernel_lines(r: Record) -> Iterator[list[str]]:
     """What ncu counted of each kernel of a call that has several."""
-    for name, of in ((row["result"].get("counters") or {}).get("by_kernel") or {}).items():
+    for name, of in ((r.get("counters") or {}).get("by_kernel") or {}).items():
         cells = [cell for field in (*DRAM, "l2_bytes") for cell in (_gb(of.get(field)), "")]
-        took = "" if "ms" not in of else f"{of['ms']:.3f}"
-        occupied = "" if "occupancy_percent" not in of else f"{of['occupancy_percent']:.0f}"
-        yield [f"  {name.split('_')[-1]}", "", took, "", *cells, _gb(of.get("shared_bytes")), occupied]
+        occupied = fmt(of.get("occupancy_percent"), ".0f")
+        start = [f"  {name.split('_')[-1]}", "", fmt(of.get("ms"), ".3f"), ""]
+        yield [*start, *cells, _gb(of.get("shared_bytes")), occupied]
 
 
-def _tile_line(row: Row) -> list[str]:
-    p, result = row["point"], row["result"]
-    tile = p["tile"]
-    start = [f"{tile['br']} x {tile['bc']} x {tile['warps']}, {tile['blocks']}", f"{p['seq_len']:,}"]
-    if result["status"] != "ok":
-        return [*start, result["status"]]
-    (use,) = result["usage"].values()
-    occupancy = (result["counters"] or {}).get("occupancy_percent")
-    return [
-        *start,
-        f"{result['ms_median']:.3f}",
-        f"{result['tflops']:.1f}",
-        str(use["registers"]),
-        str(use["spilled_bytes"]),
-        f"{use['shared_bytes'] / 1024:.0f}",
-        str(use["blocks_per_sm"]),
-        f"{use['occupancy_percent']:.0f}",
-        "" if occupancy is None else f"{occupancy:.0f}",
-    ]
+def _tile_line(r: Record) -> str:
+    start = "{br} x {bc} x {warps}, {blocks}".format(**r.tile) + f"|{r.seq_len:,}"
+    if r.status != "ok":
+        return f"{start}|{r.status}"
+    (use,) = r.usage.values()
+    held = (
+        f"{use['registers']}|{use['spilled_bytes']}|{use['shared_bytes'] / 1024:.0f}|{use['blocks_per_sm']}"
+    )
+    counted = fmt((r.counters or {}).get("occupancy_percent"), ".0f")
+    return f"{start}|{r.ms_median:.3f}|{r.tflops:.1f}|{held}|{use['occupancy_percent']:.0f}|{counted}"

@@ -13,10 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.measure.machine import ROOT
-
-RESULTS = ROOT / "results"
-
 Row = dict[str, Any]
 Point = dict[str, Any]
 
