@@ -119,7 +119,6 @@ def _inputs(tq: int = 40, tk: int = 72, head_dim: int = 64) -> tuple[Tensor, ...
     return tuple(torch.randn(1, 2, t, head_dim, generator=g) for t in (tq, tk, tk))
 
 
-_NO_TENSORS = (None,) * 6
 _CAUSAL = (AttentionOptions(scale=0.125), None, [0])
 
 

@@ -23,11 +23,7 @@ SHAPE = Shape(1, 2, 1, 32, 16, True, "fp32")
 DECODE = Shape(2, 4, 2, 64, 16, True, "fp32", decode=True, kv_lengths=True)
 
 
-@pytest.fixture(autouse=True)
-def device(request, monkeypatch):
-    """A CPU, also where there is a GPU, but for what is marked so."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.fixture

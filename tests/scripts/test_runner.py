@@ -14,7 +14,6 @@ from scripts.measure.worker import Worker, once
 from tests.scripts import children
 from tests.scripts.studies import run_of
 
-ENDED = "the point's process was ended with exit code"
 POINT = {"study": "probe", "implementation": "naive", "pass": "forward", "seq_len": 8}
 
 

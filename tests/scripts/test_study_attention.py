@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 
 from attention import registry
 from scripts.measure.instruments.bench_points import Shape
@@ -20,11 +19,7 @@ from tests.scripts.studies import run_of
 SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study="attention_memory")
 
 
-@pytest.fixture(autouse=True)
-def device(request, monkeypatch):
-    """A CPU, also where there is a GPU, but for what is marked so."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 class Here:

@@ -6,7 +6,6 @@ import re
 import sys
 
 import pytest
-import torch
 
 from attention import registry
 from attention.geometry import tile_kind
@@ -21,12 +20,7 @@ from scripts.measure.rows import read
 from scripts.measure.studies import attention_speed
 from tests.scripts.attention_rows import speed_rows
 
-
-@pytest.fixture(autouse=True)
-def device(request, monkeypatch):
-    """A CPU, also where there is a GPU, but for what is marked so."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def run(monkeypatch, out, *arguments):

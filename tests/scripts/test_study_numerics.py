@@ -22,11 +22,7 @@ from tests.scripts.studies import run_of
 CONTESTANTS = ["naive", "tiled", "sdpa", "sdpa_cudnn"]
 
 
-@pytest.fixture(autouse=True)
-def device(request, monkeypatch):
-    """A CPU, also where there is a GPU, but for what is marked so."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,7 @@ SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study=STUDY)
 NAMES = ["naive", "naive_checkpointed", "standard", "sdpa_math", "tiled"]
 
 
-@pytest.fixture(autouse=True)
-def device(request, monkeypatch):
-    """A CPU, also where there is a GPU, but for what is marked so."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.fixture(scope="module")

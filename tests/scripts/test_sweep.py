@@ -23,11 +23,7 @@ from scripts.measure.sweep_company import Room
 from tests.running import ROOT
 from tests.scripts.studies import TINY, fake_result
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on every machine."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def environment() -> dict[str, str]:

@@ -46,10 +46,7 @@ class GPT(nn.Module):
 CONFIG = GPTConfig(vocab_size=60, seq_len=16, n_layer=1, n_head=2, n_embd=32)
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on every machine."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.fixture
@@ -143,9 +140,8 @@ def test_what_is_not_installed_is_unsupported(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_transformers_on_a_gpu(monkeypatch):
+def test_transformers_on_a_gpu():
     """Eager attention runs matrix products, SDPA a fused kernel; both in bf16."""
-    monkeypatch.undo()
     pytest.importorskip("transformers")
     config = replace(CONFIG, vocab_size=512, seq_len=128, n_embd=128)
     found = {

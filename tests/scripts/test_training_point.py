@@ -12,11 +12,7 @@ from scripts.measure.instruments import training_meter, training_point
 from scripts.measure.instruments.kernels import Kernel
 from tests.scripts.studies import TINY
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on every machine."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 def result_of(
@@ -123,7 +119,6 @@ def test_laps(monkeypatch):
 @pytest.mark.gpu
 def test_a_point_on_a_gpu(monkeypatch, capsys):
     """Compiled, in bf16, accumulated: the figures of a GPU are there, and the kernels are those asked for."""
-    monkeypatch.undo()
     small = ("data.batch_size=2", "tokens_per_step=512", "seq_len=128", "model.n_head=1", "model.n_embd=64")
     result = result_of(monkeypatch, capsys, *small, "attention=triton")
     assert result["status"] == "ok", result["reason"]

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-import torch
 
 from conf.command import user_errors
 from scripts.which_kernel import FEATURES, main
@@ -11,10 +10,7 @@ from scripts.which_kernel import FEATURES, main
 SMALL = ["batch=1", "heads=2", "seq_len=32", "head_dim=16", "dtype=fp32"]
 
 
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    """A CPU, also where there is a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
 
 @pytest.fixture
