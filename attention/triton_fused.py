@@ -70,7 +70,7 @@ class TritonAttention(Attention):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset(FEATURES) - {"bias_grad"},
+        features=frozenset(FEATURES),
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
         dtypes=LOW_PRECISION | {torch.float32},
         min_arch=(8, 0),
@@ -106,8 +106,9 @@ class TritonAttention(Attention):
         heavy = {"softcap", "alibi", "bias", "relative_bias", "dropout", "document_ids", "kv_lengths"}
         heavy &= call.features
         masked = call.causal or "window" in call.features
-        relative = "relative_bias" in call.features
-        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy), relative
+        learned = "bias" if "bias_grad" in call.features else ""
+        learned = "relative_bias" if "relative_bias" in call.features else learned
+        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy), learned
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
         from ops.triton.configs import tile_of

@@ -136,12 +136,13 @@ class _Call:
             sparse = options.block_mask is not None
             self.shape = (q.device, q.dtype, described, sparse, *q.shape, *k.shape[1:3])
 
-    def tile(self, kind: str, run: Any) -> Tile:
-        """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`."""
-        tile = configs.tile(kind, *self.device_facts, self.masked, self.heavy, self.relative_bias is not None)
+    def tile(self, kind: str, run: Any, learned: str = "") -> Tile:
+        """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`. `learned`: the
+        bias that is to get a gradient."""
+        tile = configs.tile(kind, *self.device_facts, self.masked, self.heavy, learned)
         if not self.autotune or INTERPRETED:
             return tile
-        key = (kind, self.shape, self.masked, self.heavy, *self.flags.values())
+        key = (kind, learned, self.shape, self.masked, self.heavy, *self.flags.values())
         return fastest(key, list(dict.fromkeys([tile, *configs.candidates(kind, *self.device_facts)])), run)
 
     def even(self, tk: int, block: int) -> bool:
@@ -281,11 +282,8 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv in the layouts of q, k, v, nothing for the bias (it has no gradient here), and for a
-    relative bias its own."""
+    """dq, dk, dv in the layouts of q, k, v, and the gradients of a bias and a relative bias."""
     *options, bias_grad = options
-    if bias_grad:
-        raise ValueError("attention=triton gives no gradient for a bias; attention=flex, tiled and naive do")
     _check(q, k, v)
     call = _Call(q, k, *options)
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
@@ -293,8 +291,11 @@ def backward(
     statistics = run_delta(dout, out, lse, call)
     problem = (dout, q, k, v, *statistics, call)
     dk, dv = run_dkdv(*problem, call.tile("dkdv", lambda tile: run_dkdv(*problem, tile)))
-    dq, by_distance = run_dq(*problem, call.tile("dq", lambda tile: run_dq(*problem, tile)))
-    grads = dq, dk, dv, q.new_empty(0)
+    learned = options[0].bias if bias_grad else None
+    name = "relative_bias" if call.relative_bias is not None else "bias" if bias_grad else ""
+    tile = call.tile("dq", lambda tile: run_dq(*problem, tile, learned), name)
+    dq, dbias, by_distance = run_dq(*problem, tile, learned)
+    grads = dq, dk, dv, q.new_empty(0) if dbias is None else _of_bias(dbias, learned)
     if by_distance is None:
         return grads
     return *grads, _of_distances(by_distance, call.reach).to(options[0].relative_bias.dtype)
@@ -344,26 +345,53 @@ def run_dkdv(
 
 
 def run_dq(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, call: _Call, tile: Tile
-) -> tuple[Tensor, Tensor | None]:
-    """dq, and with a relative bias the sums of dS by distance: see the kernel."""
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    call: _Call,
+    tile: Tile,
+    learned: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dq, and what adds up to the gradients of `learned`, a bias, and of a relative bias: see the kernel."""
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
-    dq, by_distance = empty_as(q), None
+    dq, dbias, by_distance = empty_as(q), None, None
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tq, tile.m)
+    rows = cols = False
+    if learned is not None:
+        _, _, rows, cols = (n > 1 for n in _four(learned))
+        whole = learned.shape == (batch, heads, tq, tk)
+        shape = batch, heads, tq if rows else n_tiles, tk if cols else 1
+        dbias = lse2.new_zeros(shape, dtype=learned.dtype if whole else torch.float32)
     if call.relative_bias is not None:
         shape = configs.by_distance_shape(tile, tq, call.reach)
         by_distance = lse2.new_zeros(batch, heads, *shape)
     blocks, block_strides = call.kept_blocks(tq, tk)
     _tilegpt_attention_backward_dq[(n_tiles * batch * heads,)](
-        *args, lse2, delta, dq, by_distance, *call.tensors(call.ranges(tile.m), blocks),
+        *args, lse2, delta, dq, dbias, by_distance, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
         *call.bias_strides, *block_strides, heads, tq, tk, lse2.shape[2], n_tiles, batch * heads,
         *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
+        BIAS_ROWS=rows, BIAS_COLS=cols,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return dq, by_distance
+    return dq, dbias, by_distance
+
+
+def _four(bias: Tensor) -> tuple[int, ...]:
+    """The shape of a bias that broadcasts to (B, Hq, Tq, Tk), in four dimensions."""
+    return (1,) * (4 - bias.ndim) + tuple(bias.shape)
+
+
+def _of_bias(dbias: Tensor, bias: Tensor) -> Tensor:
+    """dbias (B, H, Tq or tiles, Tk or 1) summed up to the shape of `bias`."""
+    if _four(bias)[2] == 1:
+        dbias = dbias.sum(2, keepdim=True)
+    return torch.empty_like(bias).copy_(dbias.sum_to_size(_four(bias)).view(bias.shape))
 
 
 def _of_distances(by_distance: Tensor, reach: int) -> Tensor:

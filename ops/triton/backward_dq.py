@@ -1,5 +1,5 @@
 """The backward's second pass: dQ = scale * dS K per tile of queries, over the keys (see backward.py), and
-with a relative bias the sums of dS by distance."""
+with biases their gradients, which are sums of dS: by distance for a relative bias."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def _tilegpt_attention_backward_dq(
     lse2,
     delta,
     dq,
+    dbias,
     by_distance,
     alibi_slopes,
     bias,
@@ -98,9 +99,12 @@ def _tilegpt_attention_backward_dq(
     MASK_BLOCK: tl.constexpr,
     REACH: tl.constexpr,
     SLOPES_B: tl.constexpr,
+    BIAS_ROWS: tl.constexpr,
+    BIAS_COLS: tl.constexpr,
 ):
-    """dQ of BLOCK_M queries of one head; and by_distance (B, H, n_tiles, TURNS, 2 SIDE + 1), zeros before:
-    what of it adds up to the sums of dS by distance, for tiles beyond REACH at the two ends."""
+    """dQ of BLOCK_M queries of one head, and what adds up to the gradients of biases, zeros before: dbias
+    (B, H, Tq or n_tiles, Tk or 1), whether the bias has ROWS for queries or not, COLS for keys or not; and
+    by_distance (B, H, n_tiles, TURNS, 2 SIDE + 1), for tiles beyond REACH at the two ends."""
     PART: tl.constexpr = BLOCK_D if DESC or not EXACT else min(BLOCK_D, FP32_PART)
     ALIBI: tl.constexpr = alibi_slopes is not None
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
@@ -126,6 +130,9 @@ def _tilegpt_attention_backward_dq(
     if RELATIVE:
         relative_bias += h * (2 * REACH + 1) + REACH
         by_distance += (head.to(tl.int64) * n_tiles + tile) * (TURNS * (2 * SIDE + 1)) + SIDE
+    if dbias is not None:
+        dbias += head.to(tl.int64) * (tq if BIAS_ROWS else n_tiles) * (tk if BIAS_COLS else 1)
+    of_rows = tl.zeros((BLOCK_M,), tl.float32)
     far_left = tl.zeros((BLOCK_M,), tl.float32)
     far_right = tl.zeros((BLOCK_M,), tl.float32)
     if SLOPES_B:
@@ -168,6 +175,14 @@ def _tilegpt_attention_backward_dq(
         if DROPOUT:
             dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)
         dscores = p * (dp - row_delta)
+        if dbias is not None:
+            if BIAS_ROWS and BIAS_COLS:
+                to = dbias + i.to(tl.int64)[:, None] * tk + j[None, :]
+                tl.store(to, dscores.to(dbias.dtype.element_ty), mask=(i < tq)[:, None] & (j < tk)[None, :])
+            elif BIAS_COLS:
+                tl.store(dbias + tile.to(tl.int64) * tk + j, tl.sum(dscores, 0), mask=j < tk)
+            else:
+                of_rows += tl.sum(dscores, 1)
         if RELATIVE:
             if near(i0, start, offset, BLOCK_M, BLOCK_N, REACH):
                 store_diagonals(by_distance, 2 * SIDE + 1, dscores, start - i0 - offset, BLOCK_M, BLOCK_N)
@@ -179,6 +194,11 @@ def _tilegpt_attention_backward_dq(
         acc = accumulate(ds, k_tile, acc)
     dq += b64 * dq_b + h64 * dq_h
     store_parts(dq, acc, scale, i0, tq, dq_t, BLOCK_M, D, PART)
+    if dbias is not None and not BIAS_COLS:
+        if BIAS_ROWS:
+            tl.store(dbias + i, of_rows, mask=i < tq)
+        else:
+            tl.store(dbias + tile, tl.sum(of_rows, 0))
     if RELATIVE:
         tl.store(by_distance - SIDE, tl.sum(far_left, 0))
         tl.store(by_distance + SIDE, tl.sum(far_right, 0))

@@ -102,47 +102,48 @@ _TABLES = {
     ("sm_90", 32): {key: _rows(tiles, False) for key, tiles in _HOPPER_FP32.items()},
     ("sm_80", 32): {key: _rows(tiles, False) for key, tiles in _AMPERE_FP32.items()},
 }
-# With a relative bias dQ's kernel sums dS by distance too, for which the third column's tile spills: these do
-# not, and are not measured.
-_DQ_BY_DISTANCE = {
-    ("sm_90", 16, 128): Tile(128, 32, 8, 3, desc=True),
-    ("sm_90", 16, 256): Tile(64, 32, 8, 2, desc=True),
+# dQ's kernel also makes the gradients of biases. Where the third column's tile would spill, these do not;
+# not measured. By the bias, the family of the device, bits and head dim.
+_DQ_AND_BIAS = {
+    ("relative_bias", "sm_90", 16, 128): Tile(128, 32, 8, 3, desc=True),
+    ("relative_bias", "sm_90", 16, 256): Tile(64, 32, 8, 2, desc=True),
+    ("bias", "sm_80", 16, 256): Tile(64, 16, 8, 1),
 }
 # The interpreter needs few programs, whatever they hold.
 _INTERPRETED = Tile(64, 64, 4, 1, desc=True)
 
 
 def tile(
-    kind: str, arch: Arch, bits: int, block_d: int, masked: bool, heavy: bool, relative: bool = False
+    kind: str, arch: Arch, bits: int, block_d: int, masked: bool, heavy: bool, learned: str = ""
 ) -> Tile:
     """The tile of `kind`: forward, dkdv or dq.
 
     Args:
         arch: compute capability; bits: 16 or 32 of the dtype; block_d: the head dim as a power of two.
         masked: causal or a window; heavy: softcap, ALiBi, bias, dropout, documents or
-            lengths; relative: a relative bias, which is heavy too.
+            lengths; learned: the bias that gets a gradient, "relative_bias" or "bias", if any.
     """
     if INTERPRETED:
         return _INTERPRETED
     usual = _table(arch, bits)[kind, max(32, block_d)][2 if heavy else int(masked)]
-    if relative and kind == "dq":
-        return _DQ_BY_DISTANCE.get((_family(arch), bits, block_d), usual)
+    if learned and kind == "dq":
+        return _DQ_AND_BIAS.get((learned, _family(arch), bits, block_d), usual)
     return usual
 
 
 def tile_of(
-    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool, relative: bool = False
+    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool, learned: str = ""
 ) -> Tile:
     """The tile of `kind` for any head dim."""
-    return tile(kind, arch, 8 * value_bytes, _power(head_dim), masked, heavy, relative)
+    return tile(kind, arch, 8 * value_bytes, _power(head_dim), masked, heavy, learned)
 
 
 def shared_bytes(
-    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool, relative: bool = False
+    kind: str, arch: Arch, value_bytes: int, head_dim: int, masked: bool, heavy: bool, learned: str = ""
 ) -> dict[str, int]:
     """What the tiles of `kind` come to in shared memory, by a name that has their size: of what stays, one
     tile (forward: q) or two, and two of what is walked (k and v, or q and dout), times the stages."""
-    chosen = tile_of(kind, arch, value_bytes, head_dim, masked, heavy, relative)
+    chosen = tile_of(kind, arch, value_bytes, head_dim, masked, heavy, learned)
     own, walked = (chosen.n, chosen.m) if kind == "dkdv" else (chosen.m, chosen.n)
     rows = own * (1 if kind == "forward" else 2) + 2 * walked * chosen.stages
     return {f"{kind}, {chosen.m} x {chosen.n}": value_bytes * _power(head_dim) * rows}

@@ -24,8 +24,9 @@ class Build:
     """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine; or cached, of
     ops/triton/attend_cache.py: one query of each row, `extras` fp8, int8 or int4 and paged too.
 
-    `masked`: causal; `extras`: softcap, alibi, bias, relative_bias, dropout, document_ids, kv_lengths,
-    block_mask, pointers (tensors that descriptors cannot load); `split`: whether decode splits the keys.
+    `masked`: causal; `extras`: softcap, alibi, bias, bias_grad, relative_bias, dropout, document_ids,
+    kv_lengths, block_mask, pointers (tensors that descriptors cannot load); `split`: whether decode splits
+    the keys.
     """
 
     kind: str
@@ -39,6 +40,11 @@ class Build:
     @property
     def heavy(self) -> bool:
         return bool(set(self.extras) - {"pointers", "block_mask"})
+
+    @property
+    def learned(self) -> str:
+        names = {"relative_bias": "relative_bias", "bias_grad": "bias"}
+        return next((learned for name, learned in names.items() if name in self.extras), "")
 
     @property
     def block_d(self) -> int:
@@ -57,7 +63,7 @@ class Build:
             return cache_tile(4, self.bits, self.block_d)
         if self.kind in ("decode", "combine"):
             return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
-        return configs.tile(self.kind, *facts, self.masked, self.heavy, "relative_bias" in self.extras)
+        return configs.tile(self.kind, *facts, self.masked, self.heavy, self.learned)
 
     def __str__(self) -> str:
         words = [self.kind, "sm_{}{}".format(*self.arch), f"{self.bits} bits", f"D={self.head_dim}"]
@@ -124,6 +130,8 @@ def _constants(build: Build) -> dict[str, Any]:
         return constants | {"GROUP": 4, "BLOCK_M": 16, "SPLIT": build.split, "PDL": pdl}
     late = not {"softcap", "alibi", "bias", "relative_bias"} & set(build.extras)
     constants |= {"BLOCK_M": tile.m, "SCALE_LATE": late, "MASK_BLOCK": MASK_BLOCK}
+    if build.kind == "dq":
+        constants |= {"BIAS_ROWS": "bias_grad" in build.extras, "BIAS_COLS": "bias_grad" in build.extras}
     return constants if build.kind == "dkdv" else constants | {"EVEN_K": "kv_lengths" not in build.extras}
 
 
@@ -131,6 +139,7 @@ def _constants(build: Build) -> dict[str, Any]:
 OPTIONAL = {
     "alibi_slopes": ("alibi", "*fp32"),
     "bias": ("bias", "*{dtype}"),
+    "dbias": ("bias_grad", "*fp32"),
     "relative_bias": ("relative_bias", "*fp32"),
     "by_distance": ("relative_bias", "*fp32"),
     "q_document_ids": ("document_ids", "*i32"),

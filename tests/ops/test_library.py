@@ -53,14 +53,12 @@ def option_sets(name: str, device: str, tq: int = TQ) -> dict[str, list[Any]]:
     }
     learned = [*sets["all"][1:6], table.T.clone().T.requires_grad_(), *sets["all"][7:]]  # of any strides
     sets["relative_bias"] = [None, *learned]
-    if name == "tiled":
-        sets["bias_grad"] = [None, bias.clone().requires_grad_(), *sets["plain"][2:]]
+    sets["bias_grad"] = [None, bias.clone().requires_grad_(), *sets["plain"][2:]]
     return sets
 
 
 SETS = ("plain", "all", "bias_grad", "relative_bias")
 OPTIONS = [(name, which) for name, which in itertools.product(NAMES, SETS)]
-OPTIONS.remove(("triton", "bias_grad"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -28,7 +28,7 @@ SPILLED_WITH_BLOCKS = 8
 PASSES = ("forward", "dkdv", "dq")
 HEAD_DIMS = (32, 64, 128, 256)
 EXTRAS = ((), ("softcap", "alibi"), ("dropout",), ("document_ids",), ("bias",), ("kv_lengths",))
-EXTRAS += (("block_mask",), ("relative_bias",))
+EXTRAS += (("block_mask",), ("relative_bias",), ("bias", "bias_grad"))
 
 
 def build(kind: str, arch: tuple[int, int], bits: int, head_dim: int, masked: bool, *extras: str, split=True):

@@ -222,6 +222,23 @@ def test_a_bias_that_hides_keys(hidden: float, dtype: torch.dtype, device: str) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_a_bias_of_any_shape(device: str) -> None:
+    """Summed over what it broadcasts over, over two tiles of queries, the last one short."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 2, n, 16, device=device) for n in (72, 90, 90, 72))
+    full = (2, 2, 72, 90)
+    for ones in range(2**4):
+        shape = tuple(1 if ones >> d & 1 else n for d, n in enumerate(full))
+        while shape and shape[0] == 1 and ones & 8:  # some without their first dimensions
+            shape = shape[1:]
+        bias = torch.randn(shape, device=device, requires_grad=True)
+        results = [
+            torch.autograd.grad(build(name)(q, k, v, bias=bias), bias, dout) for name in ("triton", "naive")
+        ]
+        torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_options_of_any_stride(device: str) -> None:
     lengths = torch.tensor([33], dtype=torch.int32, device=device).expand(2)
     assert _beside_naive(device, torch.float32, kv_lengths=lengths) < 1e-5
