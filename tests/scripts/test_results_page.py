@@ -87,7 +87,7 @@ def test_every_committed_study_says_what_it_found_in_figures():
     assert [study for study, words in said.items() if len(words) > results_page.SHORT] == []
     rows = (ROOT / "results/shakespeare_char/h200.jsonl").read_text(encoding="utf-8").splitlines()
     best = json.loads(rows[-1])["result"]["best_val_loss"]
-    assert said["shakespeare_char"].startswith(f"Validation loss {best:.4f} at best, in ")
+    assert said["shakespeare_char"].startswith(f"Best validation loss {best:.4f}, in ")
 
 
 def test_pictures_are_drawn_where_they_do_not_show_their_rows(results):
@@ -224,7 +224,7 @@ def test_tables_of_what_is_no_study():
     rows = [made("gpt2_124m", name="nanoGPT", tokens_per_s=1000.0, **speed)]
     rows += [made("gpt2_124m", name="ours", tokens_per_s=1100.0, **speed), made("gpt2_124m", status="oom")]
     (table,) = results_tables.training(rows).tables
-    assert table.title == "gpt2, T = 1,024, 65,536 tokens a step, bf16-mixed, compiled"
+    assert table.title == "gpt2, T = 1,024, 65,536 tokens per step, bf16-mixed, compiled"
     assert table.lines[1:] == [
         ["ours", "1,100", "1.100x", "50.0%", "2.0 (1.9 to 2.1)", "10"],
         ["nanoGPT", "1,000", "1.000x", "50.0%", "2.0 (1.9 to 2.1)", "10"],
@@ -235,4 +235,4 @@ def test_tables_of_what_is_no_study():
     found = results_tables.parity(rows)
     assert found.tables[0].title == "The last 50 of 200 steps, 2 seeds, bf16-mixed"
     assert found.tables[0].lines[1] == ["naive", "2.5000", "+1.0e-05", "1.0e-03", "yes"]
-    assert found.notes[0].startswith("1 of 2 train")
+    assert found.notes[0].startswith("1 of 2 reach the loss")

@@ -84,5 +84,5 @@ def test_of_characters_the_best_loss_with_its_time() -> None:
         }
         for name, loss, seconds in (("sdpa", 1.4712, 50.0), ("triton", 1.4574, 64.2))
     ]
-    said = "Validation loss 1.4574 at best, in 64 s in all."
+    said = "Best validation loss 1.4574, in 64 s in total."
     assert results_tables.characters(rows).found == said

@@ -117,7 +117,7 @@ def test_rows_from_end_to_end(
     assert len(steps) == 10
     assert all(step["error_ratio"] <= 1 and step["kernels_ok"] and step["ms_median"] > 0 for step in steps)
     said = capsys.readouterr().out
-    assert "Generating tokens from one, s" in said and "Exponents" in said
+    assert "Device time of generating tokens after a prompt of one" in said and "Exponents" in said
     kv_cache.main(command)  # nothing is left to do
     assert "0 points, 19 kept" in capsys.readouterr().out
     assert list(read(out).values()) == rows
@@ -160,11 +160,19 @@ def test_report_of_rows(tmp_path: Path) -> None:
     assert saved["stacking"] == pytest.approx(2 / saved["tiled"])
     assert kv_cache_report.exponent(steps.totals(("triton", True))) == pytest.approx(1)
     said = " ".join(found.notes)
-    assert "5,050 computations of a key and a value without a cache, 100 with it" in said
-    assert "1.34 GB (1.25 GiB) with its 8 KV heads, and would take 10.74 GB (10.00 GiB) with 64" in said
+    assert "computes 5,050 pairs of a key and a value without a cache, and 100 with it" in said
+    assert (
+        "1.34 GB (1.25 GiB) with its 8 KV heads, and would take 10.74 GB (10.00 GiB) with 64 KV heads" in said
+    )
     # 4097 * 8193 / 12, 8193 / 3 and their product over 2 / 8193 * 3
-    assert found.found == "Over 4,096 tokens the cache saves 2797226.8x, triton 2731.0x, both 5594453.5x."
-    assert "they do not multiply" in said and "8.0x with standard and 8.0x with triton" in said
+    assert found.found == (
+        "Generating 4,096 tokens is 2797226.8x as fast with the cache, 2731.0x with triton instead of "
+        "standard, and 5594453.5x with both."
+    )
+    assert (
+        "speed-ups do not multiply" in said
+        and "8.0x as fast with standard and 8.0x as fast with triton" in said
+    )
     assert len(found.tables) == 6 and all(len(set(map(len, t.lines))) == 1 for t in found.tables)
     assert found.pictures[""].startswith("<?xml")
 

@@ -179,8 +179,11 @@ def test_report_and_claims_from_rows_alone(measured, tmp_path):
     epsilons = [result["epsilons"] for result in tiles if result["status"] == "ok"]
     asked = [row for row in rows_of(measured, "asked") if row["point"]["wants"]]
     calls = [row["result"]["as_asked"] for row in asked if row["result"]["status"] == "ok"]
-    said = f"{calls.count(False)} of {len(calls)} calls ran another kernel than they asked for."
-    assert report.found == f"Exact within {max(epsilons):.1f} epsilons; {said}" and False in calls
+    said = f"{calls.count(False)} of {len(calls)} calls ran another kernel than requested."
+    assert (
+        report.found == f"Exact up to {max(epsilons):.1f} epsilons of rounding error; {said}"
+        and False in calls
+    )
     assert any("silently" in " ".join(line) for line in report.tables[-1].lines)
     assert numerics.report([]).found == ""
     assert numerics.report([]).tables == [] and numerics.report([]).pictures == {}
@@ -216,7 +219,7 @@ def test_what_has_a_row_is_left_out(measured, monkeypatch, capsys):
     numerics.main()
     said = capsys.readouterr().out
     assert "0 points, 25 kept" in said and measured.read_text() == before
-    assert "Online softmax is exact but for rounding: with 6 sizes of tiles" in said
+    assert "Online softmax is exact except for rounding error: with 6 tile sizes" in said
     assert measured.with_suffix(".svg").read_text().startswith("<?xml")
 
 

@@ -181,13 +181,13 @@ def test_report_of_rows(tmp_path: Path) -> None:
     assert len(found.tables) == 3 + 16
     assert all(len(set(map(len, table.lines))) == 1 for table in found.tables)
     said = " ".join(found.notes)
-    assert "projection by itself has 910 FLOPs an element, Q K^T 102, softmax 2.5" in said
-    assert "67,108,864 in a prefill of 8,192 tokens" in said and "Matrix products are 99.7%" in said
+    assert "has 910 FLOPs per element read or written, Q K^T has 102 and softmax 2.5" in said
+    assert "67,108,864 scores in a prefill of 8,192 tokens" in said and "matrix products are 99.7%" in said
     assert "13b: a prefill reaches 90% of its best" in said
-    assert "; at 512 tokens 77% of what a cuBLAS product reaches." in said
+    assert "; at 512 tokens it reaches 77% of the rate of a large cuBLAS product." in said
     assert found.found == (
-        "13b: a prefill of 512 tokens uses 77% of the compute, a decoding step 71% of the bandwidth and 0.4% "
-        "of the compute."
+        "13b: a prefill of 512 tokens uses 77% of the GPU's compute; a decoding step of one row uses 71% of "
+        "its bandwidth and 0.4% of its compute."
     )
     few = [row for row in rows if row["point"]["model"] == "13b" and row["point"]["pass"] == "prefill"]
     pictures = prefill_decode.report(few).pictures

@@ -214,7 +214,7 @@ def test_the_command_and_what_it_leaves_out(tmp_path, monkeypatch, capsys):
         assert result["products"] == kind_of(name, SHAPE).products and result["flops_done"] > 0
         assert result["counters"] is None and result["counters_from"] == NOT_YET
     assert "1 of 1 shapes; about" in capsys.readouterr().out
-    assert any("P again over P kept" in note for note in shown[0].notes)
+    assert any("that recomputes P, relative to" in note for note in shown[0].notes)
     assert [line[0] for line in shown[0].tables[0].lines] == ["", "naive", "tiled"]
 
     before = out.read_text()
@@ -251,14 +251,14 @@ def test_report_of_a_gpu():
     report = backward_recompute.report(faked(3.0, 1.0))
     times, work = report.tables
     assert times.lines[0] == ["", "P", "N = 1k", "N = 4k"]
-    assert times.lines[2] == ["sdpa_flash", "again", "1.02e+03 (3.00x)", "4.1e+03 (3.00x)"]
+    assert times.lines[2] == ["sdpa_flash", "recomputed", "1.02e+03 (3.00x)", "4.1e+03 (3.00x)"]
     head, first = work.lines[:2]
-    assert first[:2] == ["sdpa_flash", "again"] and first[head.index("DRAM, GB backward")] == "0.5"
+    assert first[:2] == ["sdpa_flash", "recomputed"] and first[head.index("DRAM GB, backward")] == "0.5"
     said = " ".join(report.notes)
-    assert "3.0x at N = 4k (sdpa_flash over naive)" in said and "2.00x the time" in said
-    assert "20 times fewer bytes of DRAM (by ncu)" in said and "saves memory, not time" in said
+    assert "3.0x at N = 4k (sdpa_flash relative to naive)" in said and "2.00x the time" in said
+    assert "20 times less DRAM traffic (measured by ncu)" in said and "saves memory, not time" in said
     # half of 4 x 16 x 4096^2 in 2 bytes, twice, at 4,000 GB/s
-    assert f"takes {1e3 * 64 * 4096**2 * 2 / 4000e9:.3g} ms at a copy's speed" in said
+    assert f"takes {1e3 * 64 * 4096**2 * 2 / 4000e9:.3g} ms at the speed of a copy" in said
     assert "counted by ncu" in report.pictures[""]
     assert backward_recompute.report([]).tables == [] and backward_recompute.report([]).pictures == {}
 
@@ -273,7 +273,7 @@ def test_the_claim_in_part(tmp_path):
     fakes[1]["result"]["ms_median"] *= 10  # then the checkpointed one is the fastest, at half the speed
     found = claimed(tmp_path, fakes)
     assert found.verdict == IN_PART and found.figure.startswith("0.5 to 3.0x")
-    said = "To compute P again is 0.5x (N = 1k) to 3.0x (N = 4k) as fast as to keep it."
+    said = "Recomputing P is 0.5x (N = 1k) to 3.0x (N = 4k) as fast as storing it."
     assert backward_report.report(fakes).found == said
     with pytest.raises(NotMeasured):
         recomputed(Results(tmp_path / "nothing"))

@@ -47,11 +47,11 @@ def test_end_to_end():
     assert table.lines[-1][:3] == ["triton, compiled", "450,000", "4.50x"]
     (note,) = report.notes
     assert note.startswith(
-        "gpt2: triton, compiled trains 450,000 tokens/s: 4.50x Hugging Face's with its eager"
+        "gpt2: triton, compiled trains at 450,000 tokens/s: 4.50x the speed of Hugging Face's GPT-2 with"
     )
-    assert "3.00x Hugging Face's with SDPA, 1.80x ours with standard attention, compiled too" in note
-    assert note.endswith("and 2.58x where neither is compiled (triton).")
-    assert report.found == "gpt2: 4.50x its eager speed, 1.80x by attention alone."
+    assert "3.00x that of Hugging Face's with SDPA, 1.80x that of our model with standard attention" in note
+    assert note.endswith("and 2.58x if neither is compiled (triton).")
+    assert report.found == "gpt2: 4.50x Hugging Face's eager speed, 1.80x of it due to attention."
     ElementTree.fromstring(report.pictures[""])
     assert "450,000  4.50x  0.0 GiB" in re.findall(r"<!-- (.*?) -->", report.pictures[""])
 
@@ -74,7 +74,7 @@ def test_a_speed_with_another_kernel_is_marked_and_not_told():
     best["result"] |= {"kernels_ok": False, "verdict": "asked for triton, but ran another"}
     report = speedup_end_to_end.report(rows)
     assert report.tables[0].lines[-1][1] == "450,000 !"
-    assert report.notes[0].startswith("gpt2: cuda, compiled trains 440,000 tokens/s")
+    assert report.notes[0].startswith("gpt2: cuda, compiled trains at 440,000 tokens/s")
     assert report.notes[-1] == "triton at T = 1,024 ! asked for triton, but ran another"
 
 
@@ -85,12 +85,13 @@ def test_a_short_encoder():
     assert not any(row["point"]["causal"] for row in rows)
     report = encoder_short.report(rows)
     assert "not causal" in report.tables[0].title and len(report.tables[0].lines) == 1 + 12
-    assert report.notes[0].startswith("triton trains 2.58x as fast as naive attention, where nothing")
-    assert report.notes[1] == "Among the fused ones, triton is 1.55x as fast as sdpa_efficient."
+    assert report.notes[0].startswith("triton trains 2.58x as fast as naive attention, both without")
+    assert report.notes[1] == "Among the fused implementations, triton is 1.55x as fast as sdpa_efficient."
     assert (
-        report.notes[2].startswith("triton, compiled trains 1.80x") and "both are compiled" in report.notes[2]
+        report.notes[2].startswith("triton, compiled trains 1.80x")
+        and "with torch.compile" in report.notes[2]
     )
-    assert report.found == "Fused: 2.58x where nothing is compiled, 1.80x where both are compiled."
+    assert report.found == "Fused attention: 2.58x without torch.compile, 1.80x with torch.compile."
 
 
 def test_where_memory_ends_and_how_nanogpt_compares():
@@ -108,15 +109,15 @@ def test_where_memory_ends_and_how_nanogpt_compares():
         rows.append({"key": key_of(point), "run_id": "r", "point": point, "result": result, "machine": gpu})
     report = seqlen_scaling.report(rows)
     assert report.notes == [
-        "The fastest is at least 1.100x nanoGPT's speed at every length: sdpa 1.100x at 1,024, cuda 1.125x "
-        "at 2,048.",
+        "The fastest implementation trains at no less than 1.100x nanoGPT's speed at every length: sdpa "
+        "1.100x at 1,024, cuda 1.125x at 2,048.",
         "naive is out of memory at T = 2,048 in one micro-batch; in smaller micro-batches it trains up to T "
         "= 2,048.",
-        "To T = 2,048 in one micro-batch: cuda, nanoGPT, sdpa.",
+        "These train up to T = 2,048 in one micro-batch: cuda, nanoGPT, sdpa.",
     ]
     assert report.found == (
-        "The fastest is 1.100x to 1.125x nanoGPT's speed at T = 1,024 to 2,048; naive is out of memory at "
-        "2,048 in one micro-batch."
+        "The fastest implementation trains at 1.100x to 1.125x nanoGPT's speed at T = 1,024 to 2,048; naive "
+        "is out of memory at T = 2,048 in one micro-batch."
     )
     # Another day's machine is slower: what is measured there is held against nanoGPT there.
     other = [

@@ -89,12 +89,12 @@ def tables(of: Panel, found: list[Record]) -> list[Table]:
             if r and r.status == "ok":
                 over = f" ({best[n].ms_median / r.ms_median:.2f}x)" if best[n] else ""
                 cells[-1] = f"{r.ms_median:.3g}{'' if r.trusted else ' !'}{over}"
-        return "|".join([name, {True: "kept", False: "again", None: ""}[kept_by(found, name)], *cells])
+        return "|".join([name, {True: "stored", False: "recomputed", None: ""}[kept_by(found, name)], *cells])
 
     def work(r: Record) -> str:
         gflop = f"{r.flops_done / 1e9:,.0f}" if r.flops_done > 1e11 else f"{r.flops_done / 1e9:.3g}"
         moved = [fmt(x and x / 1e9, ".3g", "-") for x in (dram(r, "forward"), dram(r), modelled(r))]
-        start = [r.implementation, "kept" if r.keeps else "again", str(r.products), gflop, *moved]
+        start = [r.implementation, "stored" if r.keeps else "recomputed", str(r.products), gflop, *moved]
         return "|".join(
             [*start, f"{r.kept_mib:.0f}", f"{r.ms_median:.3g}", f"{r.flops_done / r.ms_median / 1e9:.3g}"]
         )
@@ -102,15 +102,15 @@ def tables(of: Panel, found: list[Record]) -> list[Table]:
     n = shown_length(found)
     done = sorted(where(found, status="ok", seq_len=n), key=lambda r: r.ms_median)
     what_it_does = listed(
-        f"What a backward does at N = {thousands(n or 0)}; {what}",
-        "|P|products|GFLOP|DRAM, GB forward|DRAM, GB backward|by the model|kept, MiB|ms|"
-        "TFLOP/s of what it does",
+        f"Work of the backward at N = {thousands(n or 0)}; {what}",
+        "|P|products per tile|GFLOP|DRAM GB, forward|DRAM GB, backward|the same, by the model|stored, MiB|ms|"
+        "TFLOP/s, all products counted",
         done,
         work,
     )
     return [
         listed(
-            f"Backward, ms (times the speed of the fastest that kept P); {what}, "
+            f"Backward, ms (speed relative to the fastest that stores P); {what}, "
             f"{p.batch * p.seq_len:,} tokens, {p.heads} heads",
             "|".join(["", "P", *(f"N = {thousands(n)}" for n in lengths)]),
             able,

@@ -54,7 +54,7 @@ def counted(rows: list[Row]) -> list[Table]:
     most = {r.model: r.allocated_bytes for r in reversed(caches)}  # the first of each model has all heads
     return [
         listed(
-            "Keys and values that a layer computes in generating tokens from one",
+            "Pairs of a key and a value that a layer computes to generate tokens after a prompt of one",
             "tokens|cache|computed|formula",
             records(chosen(rows, passed="count")),
             lambda r: f"{r.new_tokens:,}|{'yes' if r.kv_cache else 'no'}|{r.kv_computations:,}|{r.formula:,}",
@@ -90,13 +90,13 @@ def timed(steps: Steps) -> list[Table]:
 
     return [
         listed(
-            "One token after so many, ms of the device (without the cache also the prefill of so many)",
+            "Device time of one token after this many, ms (without the cache: of a prefill of all)",
             f"tokens|{ways}{over}",
             steps.lengths,
             token,
         ),
         listed(
-            "Generating tokens from one, s, integrated from steps of the device; what each saves",
+            "Device time of generating tokens after a prompt of one, s, integrated over steps; the speed-ups",
             f"tokens|{ways}|cache|{(steps.names or ['tiled'])[-1]}|product|both|both / product",
             [new for new in steps.lengths if two and steps.four(new)],
             whole,
@@ -119,14 +119,14 @@ def checked(rows: list[Row], steps: Steps) -> list[Table]:
 
     return [
         listed(
-            "Whole generations by model/generation against steps as it runs them (without the cache from "
-            "Python)",
+            "Whole generations, measured, and the integrated times of their steps (without the cache: "
+            "launched from Python)",
             "tokens|way|measured s|integrated s|measured / integrated|tokens/s",
             records(chosen(rows, passed="generate")),
             check,
         ),
         listed(
-            "Exponents of the whole time in the tokens generated, integrated, shorter and longer",
+            "Exponents of the growth of total time with generated tokens, for shorter and longer generations",
             "way|lengths|exponent|lengths|exponent",
             steps.ways,
             growth,

@@ -62,7 +62,7 @@ def tables(of: dict[str, list[Record]], done: dict[str, list[Record]]) -> list[T
     dtypes = [dtype for dtype in SHORT if dtype in distinct(done["tiles"], "dtype")]
     by: dict[tuple[str, str], dict[str, str]] = {}
     for r in done["tiles"]:
-        key = r.implementation, " x ".join(map(str, r.tile)) if r.tile else "its own"
+        key = r.implementation, " x ".join(map(str, r.tile)) if r.tile else "default"
         by.setdefault(key, {})[r.dtype] = f"{r.max_error:.1e} ({r.epsilons:.1f})"
 
     def known(r: Record) -> str:
@@ -79,7 +79,8 @@ def tables(of: dict[str, list[Record]], done: dict[str, list[Record]]) -> list[T
             known,
         ),
         listed(
-            "Largest error against fp64 by tile, and in epsilons of the dtype (of the largest value)",
+            "Largest error against fp64 by tile size; in parentheses in epsilons of the dtype, relative to "
+            "the largest value",
             "|".join(["implementation", "tile, queries x keys", *map(SHORT.get, dtypes)]),
             by.items(),
             lambda each: "|".join([*each[0], *(each[1].get(dtype, "-") for dtype in dtypes)]),
@@ -90,7 +91,10 @@ def tables(of: dict[str, list[Record]], done: dict[str, list[Record]]) -> list[T
             for gradients, what in (("", "the output"), (GRADIENTS, "dQ, dK and dV"))
         ),
         listed(
-            "Asked for, and run by the profiler's kernels", "asked for|with|ran|as asked", of["asked"], asked
+            "Requested, and what ran by the profiler's kernels",
+            "requested|with|ran|as requested",
+            of["asked"],
+            asked,
         ),
     ]
 
@@ -106,7 +110,8 @@ def stability(found: list[Record], dtype: str, gradients: str, what: str) -> Tab
         return "|".join([said, *(mine.get(factor, "") for factor in factors)])
 
     return listed(
-        f"Largest error of {what} against fp64 as q and k grow, {SHORT[dtype]}; the share that is no number",
+        f"Largest error of {what} against fp64, q and k multiplied by a factor, {SHORT[dtype]}; or the share "
+        "of NaN and infinity",
         "|".join(["", *(f"x {factor} (scores to {score:,.3g})" for factor, score in largest.items())]),
         distinct(found, "implementation"),
         line,
@@ -122,7 +127,7 @@ def cell(r: Record, gradients: str) -> str:
 def asked(r: Record) -> list[str]:
     given = [SHORT[r.dtype], f"D = {r.head_dim}", r.features.replace(",", ", ")]
     if r.status == "ok":
-        ran = " and ".join(r.ran) or "nothing that is known here"
+        ran = " and ".join(r.ran) or "no known kernel"
         so = "left to PyTorch" if not r.wants else "yes" if r.as_asked else "NO" if r.said else "NO, silently"
     else:
         ran, refused = "nothing", r.status == "unsupported"

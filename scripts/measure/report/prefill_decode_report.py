@@ -43,7 +43,7 @@ def share(result: dict[str, Any], ceilings: dict[str, float]) -> tuple[float, fl
 
 
 def balance(ceilings: dict[str, float]) -> float:
-    """FLOPs a byte at which both roofs meet."""
+    """The ridge point: FLOPs per byte at which compute and bandwidth limit alike."""
     return 1e3 * ceilings["tflops"] / ceilings["gb_per_s"]
 
 
@@ -137,20 +137,20 @@ def tables(whole: list[Record], layers: list[Record]) -> list[Table]:
         for used in [utilisation(parts_of(r))]
         for name, (ms, tflops) in used.items()
     ]
-    columns = "model|call|ms|tokens/s|FLOP/byte|TFLOP/s|of cuBLAS|of the sheet|GB/s|of a copy"
+    columns = "model|call|ms|tokens/s|FLOP/byte|TFLOP/s|of a cuBLAS product|of the datasheet|GB/s|of a copy"
     return [
         *(
             listed(
-                f"Whole models, {phase} ({what}), bytes of weights and cache alone",
+                f"Whole models, {phase} ({what}); bytes: weights and cache only",
                 columns,
                 where(whole, passed=phase),
                 model,
             )
-            for phase, what in (("prefill", "into the cache"), ("decode", "one token a row"))
+            for phase, what in (("prefill", "into the cache"), ("decode", "one token per row"))
         ),
         listed(
-            "Use of the compute by kind of work in a layer (attention: useful FLOPs, half where causal)",
-            "model|call|work|us|TFLOP/s|of cuBLAS|of the sheet|standard / this",
+            "Compute used by each kind of work in a layer (attention: unmasked FLOPs only)",
+            "model|call|work|us|TFLOP/s|of a cuBLAS product|of the datasheet|standard / this",
             kinds,
             kind,
         ),
@@ -168,8 +168,8 @@ def by_part(r: Record) -> Table:
         return said + ("bandwidth" if below else "compute")
 
     return listed(
-        f"A layer of {r.model}, {setting(r)}: balance at {balance(r.ceilings):.0f} FLOP/byte",
-        "part|GFLOP|FLOP/element|FLOP/byte|us|of compute|of bandwidth|roof",
+        f"A layer of {r.model}, {setting(r)}; ridge point at {balance(r.ceilings):.0f} FLOP/byte",
+        "part|GFLOP|FLOP/element|FLOP/byte|us|of compute|of bandwidth|bound by",
         parts_of(r).items(),
         line,
     )

@@ -18,7 +18,7 @@ def attention(rows: list[Row]) -> Report:
     from scripts.measure.report.summary import IN_TABLE, shown, table
 
     able = any(row["result"]["status"] == "ok" for row in rows)
-    title = "bf16, causal: TFLOP/s forward / backward, for decode microseconds; bold: the fastest; !: not to "
+    title = "bf16, causal; TFLOP/s forward / backward, for decode microseconds; !: error beyond rounding, or "
     passes = ("forward", "backward")
     panels = {key[0]: of for key, of in shown(rows).items() if key[0] in passes and key[2] == IN_TABLE[-1]}
     longest = max((t for panel in panels.values() for line in panel.values() for t in line), default=0)
@@ -31,7 +31,7 @@ def attention(rows: list[Row]) -> Report:
     ours = {name: of for name, of in both.items() if not is_peer(name)}
     return page(
         "attention",
-        [Table(f"{title}be trusted; -: refused", plain(table(rows)))] if able else [],
+        [Table(f"{title}another kernel; -: refused", plain(table(rows)))] if able else [],
         best={
             words: max(of.items(), key=lambda item: item[1]["forward"])
             for words, of in (("fastest", both), ("fastest of ours", ours))
@@ -89,7 +89,7 @@ def _hopper(rows: list[Row], passed: str) -> tuple[list[list[str]], list[float],
     said = f"{passed.capitalize()} on Hopper, bf16, 16,384 tokens, width 2,048"
     figure, axes = panels_of(rows, said, len(speeds))
     for axis, ((d, causal), of) in zip(axes, speeds.items(), strict=True):
-        title, ours = f"D = {d}, {'causal' if causal else 'full'}", of.get("cuda_fa3", {})
+        title, ours = f"D = {d}, {'causal' if causal else 'no mask'}", of.get("cuda_fa3", {})
         peers = {t: max(of[name].get(t, 0.0) for name in of if name != "cuda_fa3") for t in ours}
         for name, line in of.items():
             lines.append([f"{title}: {name}", *(f"{line.get(t, 0):.0f}" for t in lengths)])
@@ -115,10 +115,10 @@ def training(rows: list[Row]) -> Report:
         return f"{r.implementation}|{r.tokens_per_s:,.0f}|{ratio}|{r.mfu:.1%}|{step}|{r.peak_mib:,.0f}"
 
     p = found[0]
-    title = f"{p.model}, T = {p.seq_len:,}, {p.tokens_per_step:,} tokens a step, {p.dtype}, compiled"
+    title = f"{p.model}, T = {p.seq_len:,}, {p.tokens_per_step:,} tokens per step, {p.dtype}, compiled"
     return page(
         "gpt2_124m",
-        [listed(title, "|tokens/s|of nanoGPT's|MFU|ms a step (p10 to p90)|peak MiB", found, line)],
+        [listed(title, "|tokens/s|of nanoGPT's|MFU|ms per step (p10 to p90)|peak MiB", found, line)],
         best=max(speeds.items(), key=lambda item: item[1], default=None),
         peer=peer,
     )
@@ -141,7 +141,7 @@ def generation(rows: list[Row]) -> Report:
     for r in where(found, status="ok"):
         best[r.model, r.batch] = max(best.get((r.model, r.batch), 0.0), r.tokens_per_s)
     head = "model|attention|step|batch|prompt|new tokens|tokens/s|prefill tokens/s|set-up s|peak MiB"
-    table = listed(f"{found[0].dtype}, a KV cache", head, found, line)
+    table = listed(f"{found[0].dtype}, with a KV cache", head, found, line)
     return page("generate", [table], best=dict(sorted(best.items())))
 
 
@@ -156,7 +156,7 @@ def parity(rows: list[Row]) -> Report:
 
     p = found[0]
     title = f"The last {p.steps // 4} of {p.steps} steps, {len(p.seeds)} seeds, {p.dtype}"
-    head = "attention|loss|less naive's|standard error of seeds|parity"
+    head = "attention|loss|difference from naive|standard error over seeds|parity"
     return page("parity", [listed(title, head, found, line)], alike=[bool(r.get("parity")) for r in found])
 
 
@@ -167,8 +167,8 @@ def characters(rows: list[Row]) -> Report:
         losses = f"{r.implementation}|{r.best_val_loss:.4f}|{r.last_val_loss:.4f}"
         return f"{losses}|{r.ms_median:.2f}|{r.wall_s:,.0f}|{r.peak_mib:,.0f}"
 
-    head = "attention|best loss|last loss|ms a step|seconds in all|peak MiB"
-    table = listed("Validation loss, nats a character", head, found, line)
+    head = "attention|best loss|last loss|ms per step|seconds in total|peak MiB"
+    table = listed("Validation loss, nats per character", head, found, line)
     return page("shakespeare_char", [table], best=min(found, key=lambda r: r.best_val_loss))
 
 
