@@ -152,17 +152,19 @@ def test_report_of_speed_on_a_gpu():
     cells = {line[0]: dict(zip(over.lines[0][1:], line[1:], strict=True)) for line in over.lines[1:]}
     assert cells["standard"]["2k causal both"] == "10.3" and cells["cuda_fa2"]["2k causal both"] == "6.6x"
     assert set(report.pictures) == {"", "short"} and "shaded" in report.pictures["short"]
-    (wins,) = (note for note in report.notes if "it wins at N = 32 (standard, 1.74x)" in note)
-    assert wins.startswith("Standard attention against the fastest") and "one sequence, device" in wins
+    (wins,) = (note for note in report.notes if "faster at N = 32 (standard, 1.74x)" in note)
+    assert wins.startswith("Compared with the fastest implementation") and "one sequence, device" in wins
     assert report.found == (
-        "Forward, the fastest is 15.5x (N = 1,024) to 16.1x (N = 16,384) as fast as standard attention."
+        "In the forward, the fastest implementation is 15.5x (N = 1,024) to 16.1x (N = 16,384) as fast "
+        "as standard attention."
     )
 
 
 def test_at_one_length_one_factor_is_told():
     rows = [row for row in speed_rows(["standard", "triton"]) if row["point"]["seq_len"] == 2048]
     assert re.fullmatch(
-        r"Forward, the fastest is \d+\.\dx \(N = 2,048\) as fast as standard attention\.",
+        r"In the forward, the fastest implementation is \d+\.\dx \(N = 2,048\) as fast as "
+        r"standard attention\.",
         attention_speed_plots.report(rows).found,
     )
     assert attention_speed_plots.report([]).found == ""

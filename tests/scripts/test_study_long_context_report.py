@@ -60,9 +60,10 @@ def test_the_report_says_what_the_rows_say():
         ["300", "1.5150 ± 0.0071", "1.3150 ± 0.0071"],
     ]
     said = " ".join(made.notes)
-    assert "the loss is lower by 0.0900 nats than with 128" in said and "differs by +0.0200" in said
+    assert "the loss is lower by 0.0900 nats than with 128" in said and "differ by +0.0200" in said
     assert (
-        "3 s at 512 against 2 s at 128" in said and "T=1,024, loss, seed 1: oom, CUDA out of memory" in said
+        "3 s with a context of 512, and 2 s with 128" in said
+        and "T=1,024, loss, seed 1: oom, CUDA out of memory" in said
     )
     assert made.pictures[""].count("NVIDIA H200") == 1 and "older" not in said
 
@@ -70,9 +71,9 @@ def test_the_report_says_what_the_rows_say():
 def test_a_difference_within_the_spread_is_none():
     rows = [row("loss", 128, seed, result((2.0, 1.5))) for seed in (1, 2)]
     rows += [row("loss", 512, seed, result((2.0, 1.5 + (seed - 1.4) / 10))) for seed in (1, 2)]
-    assert "no different beyond the spread" in report(rows).notes[0]
+    assert "not different beyond the spread of seeds" in report(rows).notes[0]
     one = report([row for row in rows if row["point"]["seed"] == 1])
-    assert "lower, with one seed, whose spread is not known, than with 128" in one.notes[0]
+    assert "lower, with one seed, so that the spread is not known, than with 128" in one.notes[0]
     alone = Measured([row("loss", 128, 1, result((2.0, 1.5)))])
     assert alone.gain(128) is None
     failed = report([row("loss", 128, 1, {"status": "error", "reason": "killed"})])

@@ -178,7 +178,7 @@ def test_accuracies_are_compared_by_the_spread_over_seeds() -> None:
     assert cuda.verdict == DIFFERS and cuda.gained == pytest.approx(0.37 - 0.2)
     one = [row for row in gpu_rows(ACCURACIES, MS) if row["point"].get("seed") == long_range.SEED]
     assert [each.verdict for each in comparisons(groups(one))] == [OPEN, OPEN]
-    assert "Not decided, 2 on ListOps: one seed alone was run." in report(one).notes[0]
+    assert "Not decided, 2 on ListOps: only one seed was run." in report(one).notes[0]
 
 
 # One seed of each of two implementations stays where training began, another leaves late.
@@ -194,12 +194,13 @@ def test_what_seeds_spread_too_widely_is_not_decided() -> None:
     assert runs.splits and len(runs.left) == 7 and sorted(runs.after) == [0.4] * 6 + [0.5]
     assert [row["result"]["accuracy"] for row in runs.stayed] == [0.17, 0.18]
     notes = report(gpu_rows(STUCK, MS)).notes
-    assert notes[0].startswith("0 of 2 comparisons with standard attention's accuracy decided. Not decided, ")
-    allowed = f"seeds alone do {100 * triton.allowed:.1f} points"
-    assert f"Not decided, 2 on ListOps: {allowed}, more than 50% of the 10.0 that" in notes[0]
+    assert notes[0].startswith("0 of 2 comparisons with standard attention's accuracy are decided. Not ")
+    allowed = f"seeds vary by {100 * triton.allowed:.1f} points"
+    assert f"Not decided, 2 on ListOps: {allowed}, more than 50% of the 10.0 points that" in notes[0]
     assert notes[1] == (
-        "Seeds of ListOps differ by whether training left its plateau: in 7 of 9 runs the loss came halfway "
-        "down, after 40% to 50% of the steps (accuracy 28.0% to 38.0%), in 2 never (17.0% to 18.0%)."
+        "Runs of ListOps differ by whether training left a plateau of the loss: in 7 of 9 runs the loss "
+        "came halfway down, after 40% to 50% of the steps (accuracy 28.0% to 38.0%); in 2 it never did "
+        "(accuracy 17.0% to 18.0%)."
     )
 
 
@@ -258,12 +259,12 @@ def test_a_report_of_a_gpu() -> None:
     said = " ".join(made.notes)
     assert made.tables[0].lines[3][5:8] == ["-0.0600", made.tables[0].lines[2][6], "differs"]
     assert made.notes[0] == (
-        "2 of 2 comparisons with standard attention's accuracy decided: 1 alike within what seeds alone do "
-        "(ListOps), 1 by more than seeds do (cuda on ListOps)."
+        "2 of 2 comparisons with standard attention's accuracy are decided: 1 within the variation "
+        "between seeds (ListOps), 1 different beyond it (cuda on ListOps)."
     )
     assert "Not decided" not in said and "mean 2.83x" in said
-    assert "Not all learned" not in said and "NVIDIA H200" in made.pictures[""]
-    assert "Not all learned" in " ".join(report(gpu_rows(ACCURACIES, MS, majority=0.36)).notes)
+    assert "Not all models learned" not in said and "NVIDIA H200" in made.pictures[""]
+    assert "Not all models learned" in " ".join(report(gpu_rows(ACCURACIES, MS, majority=0.36)).notes)
     assert report([]).tables == []
 
 
@@ -293,7 +294,7 @@ def test_the_claim(cuda: list[float], majority: float, slower: float, verdict: s
     differs, stuck = cuda[0] == 0.3, 0.19 in cuda
     ending = "differ" if differs else "not decided" if stuck or majority > 0.2 else "alike"
     assert found.figure.endswith(f"accuracies {ending}")
-    assert ("Seeds of ListOps differ by whether" in found.why) == stuck
+    assert ("Runs of ListOps differ by whether" in found.why) == stuck
     assert ("Not decided, 2 on ListOps" in found.why) == (ending == "not decided")
 
 
@@ -320,7 +321,10 @@ def test_the_claim_counts_what_decides(tmp_path: Path) -> None:
     found = claim.accuracy_and_speed(claims.Results(tmp_path))
     assert found.verdict == claims.IN_PART
     assert found.figure == "2.8x, accuracies alike in 2 of 4 comparisons, the rest not decided"
-    assert "accuracy decided: 2 alike within what seeds alone do (Matching). Not decided, 2 on" in found.why
+    assert (
+        "accuracy are decided: 2 within the variation between seeds (Matching). Not decided, 2 on"
+        in found.why
+    )
 
 
 @pytest.mark.gpu

@@ -233,13 +233,15 @@ def beats(rows: list[Row], passed: str, many: bool, what: str, longest: int) -> 
 
 
 def crossover(found: dict[int, tuple[str, float, str, float]]) -> str:
-    """From which N on standard attention never wins, in words."""
+    """In words, from which N on standard attention is never faster."""
     wins = [n for n, (_, written, _, tiled) in found.items() if written < tiled]
     if not wins:
-        return f"it never wins from N = {min(found):,} on"
+        return f"standard attention is never faster from N = {min(found):,} on"
     later = [n for n in found if n > max(wins)]
     which = ", ".join(f"{n:,} ({found[n][0]}, {found[n][3] / found[n][1]:.2f}x)" for n in wins)
-    return f"it wins at N = {which}" + (f" and loses from {min(later):,} on" if later else "")
+    return f"standard attention is faster at N = {which}" + (
+        f", slower from {min(later):,} on" if later else ""
+    )
 
 
 def traffic(rows: list[Record]) -> list[Table]:

@@ -115,22 +115,21 @@ def tables(measured: Measured) -> list[Table]:
     return [
         listed(
             "Loss in nats per token of the same held-out targets, mean and standard deviation over seeds (of "
-            "the difference: over seeds, and standard error over documents); in windows of its own: not of "
-            "the same contexts, the document cut into windows that follow each other",
-            "context|runs|loss|perplexity|second half of documents|in windows of its own|"
+            "the difference: over seeds, and standard error over documents). Own windows: each document is "
+            "cut into consecutive windows of the model's context",
+            "context|runs|loss|perplexity|second half of documents|own windows|"
             f"less that of {thousands(min(runs))} (over seeds, over documents)",
             runs,
             quality,
         ),
         listed(
-            "Training alone on the device, by steps of the same config: speed, time, peak memory",
-            "context|tokens/s|step, ms (10%, 90%)|s for the budget|of the shortest|MFU|GiB",
+            "Training speed, measured by steps with the device to itself: speed, total time, peak memory",
+            "context|tokens/s|step, ms (10%, 90%)|s for all tokens|relative to the shortest|MFU|GiB",
             records(speeds.values()),
             cost,
         ),
         listed(
-            "Loss by position: tokens of the document before the target, the middle of each bin; columns: "
-            "context",
+            "Loss by position: number of tokens before the target (middle of each bin); columns: context",
             "|".join(["position", *map(thousands, runs)]),
             next(iter(columns.values())),
             lambda at: "|".join([f"{at:,.0f}", *(plus(*column[at]) for column in columns.values())]),

@@ -93,20 +93,20 @@ def tables(rows: Sequence[Row], found: Sequence[Group]) -> list[Table]:
 
     shown = [
         listed(
-            "Accuracy on the test set, seed by seed; the step time of the same runs, eager",
-            "task|T|attention|accuracy|seeds|- standard|allowed|so|ms a step|faster",
+            "Accuracy on the test set, by seed; and the step time of the same runs, without torch.compile",
+            "task|T|attention|accuracy|seeds|minus standard|allowed|verdict|ms per step|speed-up",
             found,
             accuracy,
         ),
         listed(
-            "Milliseconds of a training step without padding (speed-up over standard, alike run)",
+            "Milliseconds of a training step without padding (speed-up over standard attention, run alike)",
             "|".join(["attention", *(f"T={n:,}" for n in lengths)]),
             ways,
             speed,
         ),
         listed(
-            "Without figures",
-            "task|T|attention|status|why",
+            "Points without results",
+            "task|T|attention|status|reason",
             dict.fromkeys(left_out(r) for r in records(rows) if not r.trusted),
             list,
         ),
@@ -141,20 +141,18 @@ def decided(compared: Sequence[Comparison]) -> list[str]:
     alike, apart, undecided = ([e for e in compared if e.verdict == v] for v in (ALIKE, DIFFERS, OPEN))
     parts = []
     if alike:
-        parts.append(f"{len(alike)} alike within what seeds alone do ({named(tasks_of(alike))})")
+        parts.append(f"{len(alike)} within the variation between seeds ({named(tasks_of(alike))})")
     if apart:
         which = [f"{each.group.name} on {NAMES[each.group.task]}" for each in apart]
-        parts.append(f"{len(apart)} by more than seeds do ({', '.join(which)})")
-    clear = (
-        f"{len(alike) + len(apart)} of {len(compared)} comparisons with standard attention's accuracy decided"
-    )
-    said = [f"{clear}{': ' * bool(parts)}{', '.join(parts)}."]
+        parts.append(f"{len(apart)} different beyond it ({', '.join(which)})")
+    clear = f"{len(alike) + len(apart)} of {len(compared)} comparisons with standard attention's accuracy"
+    said = [f"{clear} are decided{': ' * bool(parts)}{', '.join(parts)}."]
     for task in tasks_of(undecided):
         of = [each for each in undecided if each.group.task == task]
-        why, wide = "one seed alone was run", of[0].allowed
+        why, wide = "only one seed was run", of[0].allowed
         if wide is not None:
-            why = f"seeds alone do {100 * wide:.1f} points, more than {DECISIVE:.0%} of the "
-            why += f"{100 * of[0].gained:.1f} that standard attention has above what needs no attention"
+            why = f"seeds vary by {100 * wide:.1f} points, more than {DECISIVE:.0%} of the "
+            why += f"{100 * of[0].gained:.1f} points that standard attention is above what needs no attention"
         said.append(f"Not decided, {len(of)} on {NAMES[task]}: {why}.")
     return said
 
@@ -166,10 +164,10 @@ def unsteady(found: Sequence[Group], task: str) -> str | None:
         return None
     left, stayed = accuracies(runs.left), accuracies(runs.stayed)
     return (
-        f"Seeds of {NAMES[task]} differ by whether training left its plateau: in {len(left)} of "
+        f"Runs of {NAMES[task]} differ by whether training left a plateau of the loss: in {len(left)} of "
         f"{len(left) + len(stayed)} runs the loss came halfway down, after {min(runs.after):.0%} to "
-        f"{max(runs.after):.0%} of the steps (accuracy {min(left):.1%} to {max(left):.1%}), in "
-        f"{len(stayed)} never ({min(stayed):.1%} to {max(stayed):.1%})."
+        f"{max(runs.after):.0%} of the steps (accuracy {min(left):.1%} to {max(left):.1%}); in "
+        f"{len(stayed)} it never did (accuracy {min(stayed):.1%} to {max(stayed):.1%})."
     )
 
 

@@ -71,7 +71,7 @@ def table(key: Key, ends: list[Found]) -> Table:
         return [*cells, f"{one.tokens / base:.1f}" if base else ""]
 
     head = "|longest that fits|shortest that does not|peak MiB|predicted longest|measured / predicted"
-    return listed(heading(key), f"{head}|s a step|x naive", ends, line)
+    return listed(heading(key), f"{head}|s per step|relative to naive", ends, line)
 
 
 def report(rows: list[Row]) -> Report:

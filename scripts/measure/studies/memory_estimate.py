@@ -98,7 +98,7 @@ def report(rows: list[Row]) -> Report:
     head = "|".join(["configuration|peak, predicted|measured|off|split off", *KINDS])
     return page(
         STUDY,
-        [listed("MiB; by kind predicted / measured", head, done, line)],
+        [listed("MiB; for each kind: predicted / measured", head, done, line)],
         done=len(done),
         off=[abs(off(r)) for r in done],
         near=NEAR,

@@ -114,7 +114,7 @@ def report(rows: list[Row]) -> Report:
         return f"{r.seq_len:,}|{name}|{cells}|{r.ms_median:.3f}|{2 * size / r.ms_median / 1e6:,.0f}"
 
     head = "columns||reads of the row|L2, read and written|DRAM, read|ms|GB/s read and written once"
-    table = listed("256 MiB of scores in fp32; reads, in sizes of the matrix", head, found, line)
+    table = listed("256 MiB of scores in fp32; reads, as multiples of the matrix's size", head, found, line)
     return page(STUDY, [table], reads=reads)
 
 
