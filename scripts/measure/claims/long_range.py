@@ -15,6 +15,7 @@ from scripts.measure.report.long_range_accuracy import (
     groups,
     learned,
 )
+from scripts.measure.report.pages import notes
 
 ACCURACY = "{} {:.1%} (others {:.1%} to {:.1%}, majority class {:.1%}, by the first token alone {:.1%})"
 
@@ -49,8 +50,7 @@ def accuracy_and_speed(results: Results) -> Figures:
             f"run `{command_of('long_range')}`"
         )
     verdicts, all_learned = {each.verdict for each in compared}, all(map(learned, found))
-    decided = speeds.decided(compared)
-    decided += [why for task in speeds.tasks_of(compared) if (why := speeds.unsteady(found, task))]
+    decided = notes("long_range_accuracy", **speeds.sentences(compared, found))
     decided += [] if all_learned else ["Not everything was learned."]
     baselines = [
         (

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from scripts.measure.report.long_range_accuracy import (
-    ALIKE,
     DECISIVE,
-    DIFFERS,
-    OPEN,
     STANDARD,
     Comparison,
     Group,
-    accuracies,
     comparisons,
     groups,
     learned,
@@ -116,15 +113,14 @@ def tables(rows: Sequence[Row], found: Sequence[Group]) -> list[Table]:
 
 def report(rows: list[Row], picture: Callable[[list[Row], list[Group]], str]) -> Report:
     found, timed = groups(rows), [(compiled, speed_ups(rows, compiled)) for compiled in (False, True)]
-    compared, by_task = comparisons(found), {}
+    by_task: dict[str, list[Group]] = {}
     for group in found:
         by_task.setdefault(group.task, []).append(group)
     return page(
         "long_range",
         tables(rows, found),
         {"": picture(rows, found)} if found and timed[0][1] else {},
-        decided=decided(compared) if compared else [],
-        unsteady=[why for task in tasks_of(compared) if (why := unsteady(found, task))],
+        **sentences(comparisons(found), found),
         earlier=any("schedule" not in row["point"] for group in found for row in group.rows),
         tasks={NAMES[task]: of for task, of in by_task.items()},
         unlearned=[NAMES[task] for task, of in by_task.items() if not all(map(learned, of))],
@@ -132,44 +128,9 @@ def report(rows: list[Row], picture: Callable[[list[Row], list[Group]], str]) ->
     )
 
 
-def tasks_of(compared: Iterable[Comparison]) -> list[str]:
-    return list(dict.fromkeys(each.group.task for each in compared))
-
-
-def decided(compared: Sequence[Comparison]) -> list[str]:
-    """Sentences: how many of the comparisons decide, and what they say; why the others do not."""
-    alike, apart, undecided = ([e for e in compared if e.verdict == v] for v in (ALIKE, DIFFERS, OPEN))
-    parts = []
-    if alike:
-        parts.append(f"{len(alike)} within the variation between seeds ({named(tasks_of(alike))})")
-    if apart:
-        which = [f"{each.group.name} on {NAMES[each.group.task]}" for each in apart]
-        parts.append(f"{len(apart)} different beyond it ({', '.join(which)})")
-    clear = f"{len(alike) + len(apart)} of {len(compared)} comparisons with standard attention's accuracy"
-    said = [f"{clear} are decided{': ' * bool(parts)}{', '.join(parts)}."]
-    for task in tasks_of(undecided):
-        of = [each for each in undecided if each.group.task == task]
-        why, wide = "only one seed was run", of[0].allowed
-        if wide is not None:
-            why = f"seeds vary by {100 * wide:.1f} points, more than {DECISIVE:.0%} of the "
-            why += f"{100 * of[0].gained:.1f} points that standard attention is above what needs no attention"
-        said.append(f"Not decided, {len(of)} on {NAMES[task]}: {why}.")
-    return said
-
-
-def unsteady(found: Sequence[Group], task: str) -> str | None:
-    """Where it is what a task's accuracies differ by: which runs left the plateau of their loss, and when."""
-    runs = plateau(found, task)
-    if not runs.splits:
-        return None
-    left, stayed = accuracies(runs.left), accuracies(runs.stayed)
-    return (
-        f"Runs of {NAMES[task]} differ by whether training left a plateau of the loss: in {len(left)} of "
-        f"{len(left) + len(stayed)} runs the loss came halfway down, after {min(runs.after):.0%} to "
-        f"{max(runs.after):.0%} of the steps (accuracy {min(left):.1%} to {max(left):.1%}); in "
-        f"{len(stayed)} it never did (accuracy {min(stayed):.1%} to {max(stayed):.1%})."
-    )
-
-
-def named(tasks: Iterable[str]) -> str:
-    return ", ".join(NAMES[task] for task in tasks)
+def sentences(compared: Sequence[Comparison], found: Sequence[Group]) -> dict[str, Any]:
+    """What templates/long_range_accuracy.md.j2 says: how many of the comparisons decide, and which runs left
+    the plateau of their loss where it is what a task's accuracies differ by."""
+    tasks = dict.fromkeys(each.group.task for each in compared)
+    plateaus = {task: plateau(found, task) for task in tasks}
+    return {"compared": compared, "plateaus": plateaus, "names": NAMES, "decisive": DECISIVE}

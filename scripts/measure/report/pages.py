@@ -36,17 +36,22 @@ def _environment() -> Environment:
     return made
 
 
+def blocks(template: str, **facts: Any) -> list[str]:
+    """The entries of a template with these facts, each on one line."""
+    text = _environment().get_template(f"{template}.md.j2").render(facts)
+    found = (" ".join(block.split("\n\n")[0].split()) for block in _BEGINS.split(text))
+    return [said for said in found if said not in ("", "-")]
+
+
+def notes(template: str, **facts: Any) -> list[str]:
+    """The notes alone."""
+    return [said.removeprefix("- ") for said in blocks(template, **facts) if said.startswith("- ")]
+
+
 def page(study: str, tables: list[Table], pictures: dict[str, str] | None = None, **facts: Any) -> Report:
     """A study's report: its tables that have lines, its pictures, and its template with these facts."""
-    text = _environment().get_template(f"{study}.md.j2").render(facts)
-    head: dict[str, str] = {"found": ""}
-    notes: list[str] = []
-    for block in _BEGINS.split(text):
-        said = " ".join(block.split("\n\n")[0].split())
-        if said.startswith("- "):
-            notes.append(said.removeprefix("- "))
-        elif said and not said.startswith("-"):
-            key, _, words = said.partition(": ")
-            head[key] = words
+    every = blocks(study, **facts)
+    head = {"found": ""} | dict(said.split(": ", 1) for said in every if not said.startswith("- "))
+    said = [said.removeprefix("- ") for said in every if said.startswith("- ")]
     tables = [table for table in tables if len(table.lines) > 1]
-    return Report(head["question"], head["command"], tables, pictures or {}, notes, head["found"])
+    return Report(head["question"], head["command"], tables, pictures or {}, said, head["found"])
