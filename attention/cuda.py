@@ -71,7 +71,7 @@ STAGES = {
     "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
     "fa3": Stage("ops.cuda.hopper", _HOPPER),
 }
-# Up to these head dims there is a backward: beyond, no tile of fa3's has room for dK and dV.
+# fa3's backward of wider heads (fa3_backward_wide.cuh) has run on a CPU alone, and is not offered yet.
 _BACKWARD_HEAD_DIM = {"fa3": _TENSOR_CORES.max_head_dim}
 _DECLARATION = Declaration(
     kernels=(Kernels("our CUDA kernels", r"^tilegpt_"),),

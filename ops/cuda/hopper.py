@@ -175,34 +175,43 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
 
 @dataclass(frozen=True)
 class HopperBackwardTile:
-    """Queries of a tile, on 128 keys; tiles of Q and of dO in flight; whether dQ is a tile late."""
+    """Queries and keys of a tile; tiles of Q and of dO in flight; whether dQ is a tile late."""
 
     br: int
+    bc: int
     stages: int
-    late_dq: bool
+    do_stages: int
+    late_dq: bool = False
 
     def shared_bytes(self, head_dim: int) -> int:
-        """K and V; Q and dO, with lse and delta; two tiles of dS; dQ."""
-        row = 2 * backward_head_dim(head_dim)
-        of_queries = 2 * self.stages * (row + 4) + 2 * 2 * _KEYS + 2 * row
-        return 2 * _KEYS * row + self.br * of_queries
+        """K, V; Q, dO, with lse and delta; two tiles of dS; dQ. For D > 128 two of P too, and half of dQ."""
+        row, wide = 2 * backward_head_dim(head_dim), backward_head_dim(head_dim) > 128
+        scores = (8 if wide else 4) * self.bc
+        of_queries = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
+        return 2 * self.bc * row + self.br * of_queries
 
     def defines(self, head_dim: int) -> dict[str, int]:
         return {
             "PAD_D": backward_head_dim(head_dim),
+            "BLOCK_D": backward_columns(head_dim),
             "BR": self.br,
             "STAGES": self.stages,
+            "DO_STAGES": self.do_stages,
             "LATE_DQ": int(self.late_dq),
         }
 
 
-_KEYS = 128  # of a block of the backward
 # By the padded head dim.
-_BACKWARD = {64: HopperBackwardTile(128, 2, late_dq=True), 128: HopperBackwardTile(64, 2, late_dq=False)}
+_BACKWARD = {
+    64: HopperBackwardTile(128, 128, 2, 2, late_dq=True),
+    128: HopperBackwardTile(64, 128, 2, 2),
+    192: HopperBackwardTile(64, 64, 2, 1),
+    256: HopperBackwardTile(64, 64, 2, 1),
+}
 # Options with which a call takes fa2's backward: in its present form, fa3's has run with them only on a CPU.
 NOT_RUN = ("SOFTCAP", "ALIBI", "DOCUMENT_IDS", "LENGTHS", "DROPOUT")
 # With a softcap or dropout, which need P in fp32 until dS is there: at D <= 64 that spills with 128 queries.
-_BACKWARD_EXACT = _BACKWARD | {64: HopperBackwardTile(64, 2, late_dq=False)}
+_BACKWARD_EXACT = _BACKWARD | {64: HopperBackwardTile(64, 128, 2, 2)}
 
 
 class BackwardLaunch(ctypes.Structure):
@@ -219,6 +228,11 @@ class BackwardLaunch(ctypes.Structure):
 def backward_head_dim(head_dim: int) -> int:
     """The head dim that tiles of the backward have."""
     return next(d for d in _BACKWARD if d >= head_dim)
+
+
+def backward_columns(head_dim: int) -> int:
+    """Columns of a block in shared memory (hopper.cuh); beyond 128 each half of a row is whole blocks."""
+    return 32 if backward_head_dim(head_dim) == 192 else 64
 
 
 def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBackwardTile:
@@ -260,21 +274,23 @@ def run_backward(
     scratch = q.new_empty((2 + width) * n_rows, dtype=torch.float32)
     lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
-    ranges = document_ranges(call, _KEYS, transposed=True)  # lives until the launch
+    ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
     params.bind(scratch=accumulator, ranges=ranges)
     params.padded_tq = tiles * tile.br
     over = 2 * heads // kv_heads  # with the accumulator of dQ
-    blocks = call.in_order(math.ceil(tk / _KEYS), batch * kv_heads, q, over=over)
+    blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over)
     prepare_backward(call, out, dout, width, clear=True)
     counter = q.new_zeros(1, dtype=torch.int32)
     launch = BackwardLaunch(params=params, next_tile=counter.data_ptr())
-    tensors, rows = (*call.tensors[:3], dout, dk, dv), (tile.br, _KEYS, _KEYS, tile.br, 64, 64)
-    ctypes.memmove(launch.maps, b"".join(map(tensor_map, tensors, rows)), 6 * _MAP_BYTES)
+    boxes = zip((*call.tensors[:3], dout, dk, dv), (tile.br, tile.bc, tile.bc, tile.br, 64, 64), strict=True)
+    maps = (tensor_map(x, rows, backward_columns(head_dim)) for x, rows in boxes)
+    ctypes.memmove(launch.maps, b"".join(maps), 6 * _MAP_BYTES)
     own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0}
     specialised = call.defines | tile.defines(head_dim) | own | defines
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device))
     kernel(name="tilegpt_fa3_backward").launch(grid, 384, launch, tile.shared_bytes(head_dim))
-    chunks = width * tile.br // 2 // 64 // 8  # of 8 columns that a warp group has of dQ
-    kernel(name="tilegpt_fa3_backward_finish").launch(2 * batch * heads * tiles, 32 * chunks, params)
+    rounds = 2 if width > 128 else 1
+    threads = tile.br * width // (2 * rounds) // 16  # 16 numbers of a warp group's part each
+    kernel(name="tilegpt_fa3_backward_finish").launch(2 * rounds * batch * heads * tiles, threads, params)
     return dq, dk, dv, q.new_empty(0)

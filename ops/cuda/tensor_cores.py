@@ -226,7 +226,7 @@ def run_backward(
 def prepare_backward(call: Call, out: Tensor, dout: Tensor, width: int, clear: bool) -> None:
     """lse2 and delta, and with `clear` zeros of `width` for each row of dQ, to where `call.params` has them:
     see csrc/lib/prepare.cu."""
-    params, lanes = call.params, {32: 4, 64: 8}.get(width, 16)
+    params, lanes = call.params, next(n for n in (4, 8, 16, 32) if width <= 8 * n)
     shared = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
     own = {"PAD_D": width, "ALIGNED": int(_aligned(out, dout)), "CLEAR": int(clear)}
     kernel = nvrtc.kernel("lib/prepare.cu", "tilegpt_backward_prepare", shared | own, out.device)

@@ -52,13 +52,14 @@ def test_what_tma_can_copy_is_not_copied_before() -> None:
         assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 200, 256])
 @pytest.mark.parametrize("on", [(), ("SOFTCAP",), ("DROPOUT",)])
 def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...]) -> None:
     tile = hopper.backward_tile(head_dim, dict.fromkeys(("SOFTCAP", "DROPOUT"), 0) | dict.fromkeys(on, 1))
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
     assert found["PAD_D"] >= head_dim and found["BR"] in ((64, 128) if found["PAD_D"] == 64 else (64,))
+    assert found["PAD_D"] <= 128 or found["PAD_D"] // 2 % found["BLOCK_D"] == 0  # a half is whole blocks
     # P as it was rounded is 0 where dropout hides it, and has no softcap's derivative.
     assert not (on and found["LATE_DQ"])
 
@@ -125,7 +126,7 @@ def test_the_same_bits_each_time_and_by_each_schedule(head_dim: int, tokens: int
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
 )
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
 @pytest.mark.parametrize("tq", [63, 129, 385, 1025])
 @pytest.mark.parametrize("options", BACKWARD_OPTIONS, ids=str)
 def test_the_same_dk_and_dv_each_time(head_dim: int, tq: int, options: dict[str, Any]) -> None:

@@ -23,9 +23,17 @@
 // Options. A mask, and the ids of documents, are looked at in the tiles that the ends of a block's queries cross; softcap,
 // ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score. (Of these a window alone
 // has run on a GPU in this form; with the others the host takes fa2_backward.cu.)
-// Limits. 16-bit inputs, D up to 128 in steps of 8 (padded to 64 or 128); the additions to dQ come in any order.
-// The host also defines PAD_D, BR (queries of a tile), STAGES (of Q and of dO), LATE_DQ, BOUNDED_WAITS.
+// D > 128: registers lack for dK and dV of 64 keys; see fa3_backward_wide.cuh. (It has run on a CPU alone,
+// tests/ops/test_cuda_fa3_cpu.py, and attention/cuda.py does not offer it yet.)
+// Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
+// The host also defines PAD_D, BLOCK_D (columns of a block in shared memory), BR (queries of a tile), STAGES (of Q),
+// DO_STAGES (of dO; as many, unless D > 128), LATE_DQ, BOUNDED_WAITS.
+#include "fa3_backward_tiles.cuh"
+#if WIDE
+#include "fa3_backward_wide.cuh"
+#else
 #include "fa3_backward_consumer.cuh"
+#endif
 
 // A warp, whose first thread asks for the copies, and takes the block's tiles from the counter. Q and dO of the next tile
 // are asked for before K and V, which wait until the last tile's are read.
@@ -34,6 +42,11 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
     const int n = n_tiles(p);
     const bool asking = threadIdx.x == 0;
     Ring<STAGES> at;
+#if WIDE
+    Ring<DO_STAGES> of_do;
+#else
+    Ring<STAGES> &of_do = at;  // which has as many buffers
+#endif
     Ring<2> slot;
     Ring<1> kv;
     int taken = 0, index = blockIdx.x;
@@ -49,18 +62,20 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
         bool first = true;
         for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
             for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR) {
-                const unsigned q_full = room.barrier(Q_FULL + at.at), do_full = room.barrier(DO_FULL + at.at);
+                const unsigned q_full = room.barrier(Q_FULL + at.at), do_full = room.barrier(DO_FULL + of_do.at);
                 const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                 mbarrier_wait(room.barrier(Q_EMPTY + at.at), at.parity ^ 1);
                 if (asking) {
                     mbarrier_arrive_expect_tx(q_full, Q_BYTES + ROWS_BYTES);
                     load_tile<BR>(room.q + at.at * Q_BYTES, launch.q, q_full, i0, h, tile.b);
                     bulk_load(room.lse2 + at.at * ROWS_BYTES, p.lse2 + row, ROWS_BYTES, q_full);
+                    if (WIDE) mbarrier_wait(room.barrier(DO_EMPTY + of_do.at), of_do.parity ^ 1);  // else as Q
                     mbarrier_arrive_expect_tx(do_full, Q_BYTES + ROWS_BYTES);
-                    load_tile<BR>(room.dout + at.at * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
-                    bulk_load(room.delta + at.at * ROWS_BYTES, p.delta + row, ROWS_BYTES, do_full);
+                    load_tile<BR>(room.dout + of_do.at * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
+                    bulk_load(room.delta + of_do.at * ROWS_BYTES, p.delta + row, ROWS_BYTES, do_full);
                 }
                 at.next();
+                if (WIDE) of_do.next();
                 if (!first) continue;
                 first = false;
                 mbarrier_wait(room.barrier(KV_EMPTY), kv.parity ^ 1);
@@ -78,26 +93,28 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
     }
 }
 
-// A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator.
+// A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: round after round of a tile of
+// queries.
 __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int group) {
     Tiles tiles(room);
     Ring<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
         const Tile tile(p, index);
         for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
-            for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR) {
-                const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
-                mbarrier_wait(room.barrier(DQ_FULL + group), dq.parity);
-                if (threadIdx.x % 32 == 0) {
-                    bulk_reduce_add(p.scratch + row * PAD_D + group * (PART_BYTES / 4), room.dq + group * PART_BYTES,
-                                    PART_BYTES);
-                    bulk_commit_group();
-                    bulk_wait_group_read<0>();
-                    mbarrier_arrive(room.barrier(DQ_EMPTY + group));
+            for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR)
+                for (int round = 0; round < DQ_ROUNDS; round++) {
+                    const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
+                    mbarrier_wait(room.barrier(DQ_FULL + group), dq.parity);
+                    if (threadIdx.x % 32 == 0) {
+                        bulk_reduce_add(p.scratch + row * PAD_D + (2 * round + group) * (PART_BYTES / 4),
+                                        room.dq + group * PART_BYTES, PART_BYTES);
+                        bulk_commit_group();
+                        bulk_wait_group_read<0>();
+                        mbarrier_arrive(room.barrier(DQ_EMPTY + group));
+                    }
+                    __syncwarp();
+                    dq.next();
                 }
-                __syncwarp();
-                dq.next();
-            }
     }
     if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }
@@ -125,14 +142,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
     }
 }
 
-// After: dQ from its accumulator. A block takes what a warp group had of a tile; a thread 8 columns of 2 rows.
+// After: dQ from its accumulator. A block takes what a warp group had of a tile in a round; a thread 8 columns of 2 rows.
 extern "C" __global__ void __launch_bounds__(256) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
-    const int group = blockIdx.x % 2, tiles = p.padded_tq / BR, tile = blockIdx.x / 2 % tiles, chunks = DQ_COLUMNS / 8;
-    const int head = blockIdx.x / 2 / tiles, b = head / p.heads, h = head % p.heads;
+    const unsigned of = blockIdx.x / 2 / DQ_ROUNDS;
+    const int chunks = ROUND_COLUMNS / 8, group = blockIdx.x % 2, round = blockIdx.x / 2 % DQ_ROUNDS;
+    const int tiles = p.padded_tq / BR, tile = of % tiles, head = of / tiles, b = head / p.heads, h = head % p.heads;
     const int n = threadIdx.x % chunks, g = threadIdx.x / chunks % 8, warp = threadIdx.x / chunks / 8;
     const float4 *from = (const float4 *)p.scratch + blockIdx.x * (PART_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
     const int i = tile * BR + (ROWS_OF_DQ ? group * 64 : 0) + warp * 16 + g;
-    const int d = (ROWS_OF_DQ ? 0 : group * DQ_COLUMNS) + n * 8;
+    const int d = (ROWS_OF_DQ ? 0 : group * DQ_COLUMNS) + round * ROUND_COLUMNS + n * 8;
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
 #pragma unroll

@@ -43,14 +43,8 @@ struct Consumer : Weights {
 
     // dS^T to shared memory as dS: a block of 64 keys for each warp group, a row a query. Two tiles of dS are enough:
     // who shares one has seen that the other group shared the tile before, and was done with the dQ before that.
-    __device__ __forceinline__ void share() const {
-        const unsigned to = room.ds + ds.at * DS_BYTES + group * BR * 128;
-        const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-#pragma unroll
-        for (int step = 0; step < BR / 16; step++)
-            store_transposed(to + swizzled<64>(step * 16 + row, chunk), gradients[step]);
-        fence_proxy_async();
-        __syncwarp();
+    __device__ __forceinline__ void share_ds() const {
+        share(gradients, room.ds + ds.at * DS_BYTES + group * BR * 128);
         if (lane == 0) mbarrier_arrive(room.barrier(DS_FULL + ds.at));
     }
     // Until both warp groups have shared the tile, with LATE_DQ the one before.
@@ -76,10 +70,10 @@ struct Consumer : Weights {
             multiply_columns(dk, gradients, q_tile);
             wgmma_wait_group<1>();
             pin(dq), pin(dv);
-            share();
+            share_ds();
             if (!first) leave_dq();
         } else {
-            share();
+            share_ds();
             await_ds();
             wgmma_fence();
             multiply_dq(ds.at);
@@ -90,18 +84,6 @@ struct Consumer : Weights {
         }
     }
 
-    // Until K and V are there.
-    __device__ __forceinline__ void await_keys() {
-        mbarrier_wait(room.barrier(K_FULL), kv.parity), mbarrier_wait(room.barrier(V_FULL), kv.parity);
-        kv.next();
-#if LENGTHS
-        if (tile.real < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(room.k, tile.real), clear_rows<BC>(room.v, tile.real);
-            fence_proxy_async();
-            bar_sync(BARRIER_ALL, 256);
-        }
-#endif
-    }
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void walk() {
         int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
@@ -110,7 +92,7 @@ struct Consumer : Weights {
         for (int x = 0; x < PAD_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_head(h);
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
-        if (left > 0) await_keys();
+        if (left > 0) await_keys(room, kv);
         for (; left > 0; left--) {
             const unsigned q_tile = room.q + at.at * Q_BYTES, do_tile = room.dout + at.at * Q_BYTES;
             mbarrier_wait(room.barrier(Q_FULL + at.at), at.parity);

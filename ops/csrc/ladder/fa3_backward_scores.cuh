@@ -5,8 +5,8 @@
 #include "fa3_backward_tiles.cuh"
 
 // S^T of a thread: keys g and g + 8 of its warp's 16, queries 8 n + 2 c and the next: [4 n + 2 half + e].
-typedef float Scores[BR / 2];
-typedef unsigned Rounded[BR / 16][4];
+typedef float Scores[OWN_QUERIES / 2];
+typedef unsigned Rounded[OWN_QUERIES / 16][4];
 
 __device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
 #pragma unroll
@@ -18,13 +18,13 @@ __device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
 template <typename Asked> __device__ __forceinline__ void collect(unsigned (&bits)[2], const Asked &asked) {
     bits[0] = bits[1] = 0;
 #pragma unroll 2
-    for (int x = 0; x < BR / 4; x++) {
+    for (int x = 0; x < OWN_QUERIES / 4; x++) {
         const unsigned both = asked(x / 2 * 8 + x % 2);
         bits[0] |= (both & 1) << x, bits[1] |= (both >> 1) << x;
     }
 }
 
-// A warp group's part of a tile: 64 keys, BR queries.
+// A warp group's part of a tile: 64 keys, OWN_QUERIES queries.
 struct Weights {
     const Params &p;
     const int group, warp, lane;
@@ -44,8 +44,11 @@ struct Weights {
         if (ALIBI) slope = p.alibi_slopes[h] * LOG2E;
     }
     // A thread's first key, and the place of its first query.
-    __device__ __forceinline__ int first_key() const { return tile.j0 + group * 64 + warp * 16 + lane / 4; }
-    __device__ __forceinline__ int first_query() const { return threadIdx.x % 4 * 2; }
+    __device__ __forceinline__ int first_key() const {
+        return tile.j0 + (WIDE ? 0 : group * 64) + warp * 16 + lane / 4;
+    }
+    __device__ __forceinline__ int first_query() const { return own_queries() + threadIdx.x % 4 * 2; }
+    __device__ __forceinline__ int own_queries() const { return WIDE ? group * OWN_QUERIES : 0; }
 
     // 0 in the place of P where it is not seen.
     __device__ __forceinline__ void apply_mask(int i0) {
@@ -61,10 +64,10 @@ struct Weights {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int j = key + half * 8, diagonal = keys - p.tq;
-            const int begin = j >= keys ? BR : HAS_RIGHT ? j - diagonal - p.window_right - i_first : -i_first;
-            const int end = HAS_LEFT ? j - diagonal + p.window_left + 1 - i_first : BR;
+            const int begin = j >= keys ? OWN_QUERIES : HAS_RIGHT ? j - diagonal - p.window_right - i_first : -i_first;
+            const int end = HAS_LEFT ? j - diagonal + p.window_left + 1 - i_first : OWN_QUERIES;
 #pragma unroll
-            for (int n = 0; n < BR / 8; n++)
+            for (int n = 0; n < OWN_QUERIES / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const bool other = DOCUMENT_IDS && !(same[half] >> (2 * n + e) & 1);
@@ -81,11 +84,11 @@ struct Weights {
     // S becomes P, which is rounded too. With a softcap P is rounded ahead of the mask, and what stays of it in fp32 has
     // the softcap's derivative as a factor, which only dS needs.
     __device__ __forceinline__ void weigh(int i0, unsigned lse2) {
-        const unsigned rows = lse2 + lane % 4 * 8;
+        const unsigned rows = lse2 + own_queries() * 4 + lane % 4 * 8;
         const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, capped = SOFTCAP ? p.scale / p.softcap : 0.0f;
         const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - i0 - first_query()) : 0.0f;
 #pragma unroll
-        for (int n = 0; n < BR / 8; n++) {
+        for (int n = 0; n < OWN_QUERIES / 8; n++) {
             const float2 shift = load_pair(rows + n * 32);
 #if SOFTCAP
             float factor[4];
@@ -109,7 +112,7 @@ struct Weights {
         }
         if (tile.real < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi) apply_mask(i0);
 #pragma unroll
-        for (int step = 0; step < BR / 16 && !SOFTCAP; step++) round_step(weights[step], s + 8 * step);
+        for (int step = 0; step < OWN_QUERIES / 16 && !SOFTCAP; step++) round_step(weights[step], s + 8 * step);
 #if DROPOUT
         const int key = first_key(), i_first = i0 + first_query();
         collect(dropped, [&](int place) {
@@ -117,7 +120,7 @@ struct Weights {
             return (kept(row, key, p.threshold) ? 0u : 1u) | (kept(row, key + 8, p.threshold) ? 0u : 2u);
         });
 #pragma unroll
-        for (int x = 0; x < BR / 2; x++)
+        for (int x = 0; x < OWN_QUERIES / 2; x++)
             if (is_dropped(x)) clear(x, true, false);
 #endif
     }
@@ -125,9 +128,9 @@ struct Weights {
 
     // dP becomes dS, which is rounded too.
     __device__ __forceinline__ void differentiate(unsigned deltas) {
-        const unsigned rows = deltas + lane % 4 * 8;
+        const unsigned rows = deltas + own_queries() * 4 + lane % 4 * 8;
 #pragma unroll
-        for (int step = 0; step < BR / 16; step++) {
+        for (int step = 0; step < OWN_QUERIES / 16; step++) {
             const float2 delta[2] = {load_pair(rows + step * 64), load_pair(rows + step * 64 + 32)};
 #pragma unroll
             for (int e = 0; e < 8; e++) {
@@ -138,5 +141,27 @@ struct Weights {
             }
             round_step(gradients[step], dp + 8 * step);
         }
+    }
+
+    // P^T or dS^T to shared memory as P or dS: a row a query, 64 keys. Then a barrier.
+    __device__ __forceinline__ void share(const Rounded &x, unsigned to) const {
+        const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+#pragma unroll
+        for (int step = 0; step < OWN_QUERIES / 16; step++)
+            store_transposed(to + swizzled<64>(step * 16 + row, chunk), x[step]);
+        fence_proxy_async();
+        __syncwarp();
+    }
+    // Until the tile's K and V are there.
+    __device__ __forceinline__ void await_keys(const Room &room, Ring<1> &kv) const {
+        mbarrier_wait(room.barrier(K_FULL), kv.parity), mbarrier_wait(room.barrier(V_FULL), kv.parity);
+        kv.next();
+#if LENGTHS
+        if (tile.real < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
+            clear_rows<BC>(room.k, tile.real), clear_rows<BC>(room.v, tile.real);
+            fence_proxy_async();
+            bar_sync(BARRIER_ALL, 256);
+        }
+#endif
     }
 };

@@ -4,15 +4,19 @@
 #include "hopper.cuh"
 #include "scores.cuh"
 
-#define BC 128         // keys of a block, 64 of a computing warp group
+#define WIDE (PAD_D > 128)  // the warp groups share a block's 64 keys (fa3_backward_wide.cuh); else each has 64 of 128
+#define BC (WIDE ? 64 : 128)
+#define OWN_QUERIES (WIDE ? BR / 2 : BR)  // of a warp group's scores
 #define THREADS 384    // a warp group that copies, two that compute
 #define Q_BYTES (BR * PAD_D * 2)
 #define KV_BYTES (BC * PAD_D * 2)
 #define DS_BYTES (BR * BC * 2)
 #define ROWS_BYTES (BR * 4)          // of lse2 or delta
-#define ROWS_OF_DQ (BR == 128)       // a warp group has half of dQ's rows, or half of its columns
+#define ROWS_OF_DQ (BR == 128)      // a warp group has half of dQ's rows, or half of its columns
 #define DQ_COLUMNS (ROWS_OF_DQ ? PAD_D : PAD_D / 2)
-#define PART_BYTES (64 * DQ_COLUMNS * 4)
+#define DQ_ROUNDS (WIDE ? 2 : 1)    // in which dQ leaves, as shared memory has room for
+#define ROUND_COLUMNS (DQ_COLUMNS / DQ_ROUNDS)
+#define PART_BYTES (64 * ROUND_COLUMNS * 4)  // of a warp group in a round
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 
@@ -26,9 +30,9 @@ struct __align__(64) Launch {
 
 // The mbarriers, by their place. What is full the thread that copies announces; what is empty, or shared, each warp that
 // is done with it.
-enum { TILE_FULL, K_FULL = TILE_FULL + 2, V_FULL, Q_FULL, DO_FULL = Q_FULL + STAGES, DQ_EMPTY = DO_FULL + STAGES,
-       DQ_FULL = DQ_EMPTY + 2, DS_FULL = DQ_FULL + 2, KV_EMPTY = DS_FULL + 2, Q_EMPTY, TILE_EMPTY = Q_EMPTY + STAGES,
-       BARRIERS = TILE_EMPTY + 2 };
+enum { TILE_FULL, K_FULL = TILE_FULL + 2, V_FULL, Q_FULL, DO_FULL = Q_FULL + STAGES, DQ_EMPTY = DO_FULL + DO_STAGES,
+       DQ_FULL = DQ_EMPTY + 2, DS_FULL = DQ_FULL + 2, P_FULL = DS_FULL + 2, KV_EMPTY = P_FULL + WIDE * 2,
+       Q_EMPTY, DO_EMPTY = Q_EMPTY + STAGES, TILE_EMPTY = DO_EMPTY + WIDE * DO_STAGES, BARRIERS = TILE_EMPTY + 2 };
 __device__ __forceinline__ int arrivals(int place) {
     return place < DQ_FULL ? 1 : place < DS_FULL ? 4 : place < TILE_EMPTY ? 8 : 10;
 }
@@ -50,13 +54,13 @@ __device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.b
 
 // Where things are in shared memory.
 struct Room {
-    unsigned k, v, q, dout, ds, dq, lse2, delta, barriers;
+    unsigned k, v, q, dout, ds, weights, dq, lse2, delta, barriers;  // weights: P, with WIDE
     volatile int *slots;  // of the tiles' indices
     __device__ __forceinline__ Room(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
-        ds = dout + STAGES * Q_BYTES, dq = ds + 2 * DS_BYTES, lse2 = dq + 2 * PART_BYTES;
-        delta = lse2 + STAGES * ROWS_BYTES;
+        ds = dout + DO_STAGES * Q_BYTES, weights = ds + 2 * DS_BYTES, dq = weights + (WIDE ? 2 * DS_BYTES : 0);
+        lse2 = dq + 2 * PART_BYTES, delta = lse2 + STAGES * ROWS_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
 };

@@ -7,7 +7,9 @@
 #pragma once
 #include "mma.cuh"
 
+#ifndef BLOCK_D
 #define BLOCK_D (PAD_D % 64 ? 32 : 64)  // columns of a block
+#endif
 #define BLOCKS_D (PAD_D / BLOCK_D)
 #define BLOCK_ROW (BLOCK_D * 2)         // bytes
 
@@ -179,9 +181,9 @@ template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
 // after the other; or along its columns (MN-major: V), whose blocks lie `block_bytes` apart.
 struct Matrix {
     unsigned low, high;
-    __device__ __forceinline__ Matrix(unsigned tile, unsigned block_bytes = 16)
+    __device__ __forceinline__ Matrix(unsigned tile, unsigned block_bytes = 16, unsigned row_bytes = BLOCK_ROW)
         : low((tile & 0x3ffff) >> 4 | block_bytes >> 4 << 16),
-          high((BLOCK_D == 64 ? 1u : 2u) << 30 | 8 * BLOCK_ROW >> 4) {}
+          high((row_bytes == 128 ? 1u : 2u) << 30 | 8 * row_bytes >> 4) {}
     // The descriptor of what begins `bytes` further.
     __device__ __forceinline__ unsigned long long at(unsigned bytes) const {
         return (unsigned long long)high << 32 | (low + (bytes >> 4));

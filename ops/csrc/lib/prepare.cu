@@ -6,7 +6,7 @@
 #include "mma.cuh"
 
 #define THREADS 256
-#define LANES (PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16)  // that share a row, 8 numbers each
+#define LANES (PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : PAD_D <= 128 ? 16 : 32)  // that share a row, 8 numbers each
 
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(const __grid_constant__ Params p) {
     const long long row = (long long)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;

@@ -1,0 +1,168 @@
+// A warp group of fa3_backward.cu that computes, for D > 128: registers have no room for dK and dV of 64 keys, so two warp
+// groups share them. Each has half of the queries of S and dP, and passes its P and dS through shared memory; then it has
+// half of the columns of dV, dK and dQ.
+//
+//        tensor       [S0 dP0      ][dV0      ][dQ0 dK0         ][S1 dP1 ...
+//        group              P share      dS share        dQ out          dQ out
+//                                                        (half)          (the other half)
+#pragma once
+#include "fa3_backward_scores.cuh"
+
+#define HALF_D (PAD_D / 2)
+#define HALF_BLOCKS (HALF_D / BLOCK_D)
+
+struct Consumer : Weights {
+    const Launch &launch;
+    const Room &room;
+    Tiles tiles;
+    Ring<STAGES> at;
+    Ring<DO_STAGES> of_do;
+    Ring<2> shared;  // of P and dS
+    Ring<1> kv, dq_slot;
+    float dk[HALF_D / 2], dv[HALF_D / 2], dq[HALF_D / 2], late[HALF_D / 4];  // late: what of dQ goes out a tile late
+
+    __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
+        : Weights(launch.p, group), launch(launch), room(room), tiles(room) {}
+
+    __device__ __forceinline__ void release(int empty) const {
+        if (lane == 0) mbarrier_arrive(room.barrier(empty));
+    }
+    // S^T = K Q^T, or dP^T = V dO^T, asked for: all keys, half of the queries.
+    __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
+        const Matrix a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW);
+#pragma unroll
+        for (int step = 0; step < PAD_D / 16; step++)
+            Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.at(step_bytes<BC>(step)), b.at(step_bytes<BR>(step)), step > 0);
+        wgmma_commit_group();
+    }
+    // dV += P^T dO, or dK += dS^T Q, asked for: half of the columns.
+    __device__ __forceinline__ void multiply_columns(float (&to)[HALF_D / 2], unsigned scores, unsigned queries) const {
+        const Matrix a(scores, 16, 128), b(queries + group * HALF_BLOCKS * BR * BLOCK_ROW, BR * BLOCK_ROW);
+#pragma unroll
+        for (int step = 0; step < BR / 16; step++)
+            Wgmma<HALF_D>::ss<1, 1>(to, a.at(step * 16 * 128), b.at(step * 16 * BLOCK_ROW), 1);
+        wgmma_commit_group();
+    }
+    // dQ = dS K, asked for: half of the columns.
+    __device__ __forceinline__ void multiply_dq(unsigned scores) {
+        const Matrix a(scores, 16, 128), b(room.k + group * HALF_BLOCKS * BC * BLOCK_ROW, BC * BLOCK_ROW);
+#pragma unroll
+        for (int step = 0; step < BC / 16; step++)
+            Wgmma<HALF_D>::ss<0, 1>(dq, a.at(step * 32), b.at(step * 16 * BLOCK_ROW), step > 0);
+        wgmma_commit_group();
+    }
+
+    // Half of the scores to shared memory, and until the other half is there. Two tiles of each are enough: who shares
+    // one has seen that the other group shared the tile before, and was done with all products before that.
+    __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full) const {
+        share(x, to + group * OWN_QUERIES * 128);
+        release(full + shared.at);
+        mbarrier_wait(room.barrier(full + shared.at), shared.parity);
+        wgmma_fence();
+    }
+    // Half of dQ's columns, as the registers lie, for the warp that adds it.
+    __device__ __forceinline__ void leave_dq(const float *half) {
+        mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+        dq_slot.next();
+        const unsigned to = room.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
+#pragma unroll
+        for (int n = 0; n < ROUND_COLUMNS / 8; n++) store_four(to + n * 2048, half + 4 * n);
+        fence_proxy_async();
+        __syncwarp();
+        release(DQ_FULL + group);
+    }
+
+    // All products of the tile's keys with the queries that see them.
+    __device__ __forceinline__ void walk() {
+        int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
+        bool first = true;
+#pragma unroll
+        for (int x = 0; x < HALF_D / 2; x++) dk[x] = dv[x] = 0.0f;
+        begin_head(h);
+        if (left > 0) await_keys(room, kv);
+        for (; left > 0; left--) {
+            const unsigned q_tile = room.q + at.at * Q_BYTES, do_tile = room.dout + of_do.at * Q_BYTES;
+            const unsigned p_tile = room.weights + shared.at * DS_BYTES, ds_tile = room.ds + shared.at * DS_BYTES;
+            mbarrier_wait(room.barrier(Q_FULL + at.at), at.parity);
+            wgmma_fence();
+            multiply_rows(s, room.k, q_tile);
+            mbarrier_wait(room.barrier(DO_FULL + of_do.at), of_do.parity);
+            wgmma_fence();
+            multiply_rows(dp, room.v, do_tile);
+            if (!first) leave_dq(late);  // of the last tile
+            wgmma_wait_group<1>();
+            pin(s);
+            weigh(i0, room.lse2 + at.at * ROWS_BYTES);
+            exchange(weights, p_tile, P_FULL);
+            multiply_columns(dv, p_tile, do_tile);
+            wgmma_wait_group<1>();
+            pin(dp);
+            differentiate(room.delta + of_do.at * ROWS_BYTES);
+            exchange(gradients, ds_tile, DS_FULL);
+            multiply_dq(ds_tile);
+            multiply_columns(dk, ds_tile, q_tile);
+            wgmma_wait_group<2>();
+            pin(dv);
+            release(DO_EMPTY + of_do.at);
+            wgmma_wait_group<1>();
+            pin(dq);
+            leave_dq(dq);
+            // By an addition, as the compiler waits for all products where it thinks that one may still write these.
+#pragma unroll
+            for (int x = 0; x < HALF_D / 4; x++) late[x] = dq[HALF_D / 4 + x] + 0.0f;
+            wgmma_wait_group<0>();
+            pin(dk);
+            release(Q_EMPTY + at.at);
+            at.next(), of_do.next(), shared.next();
+            first = false;
+            i0 += BR;
+            if (i0 >= tile.range.hi) {
+                i0 = tile.range.lo;  // of the group's next head
+                if (GROUP > 1 && left > 1) begin_head(++h);
+            }
+        }
+        if (first) return;
+        leave_dq(late);
+        release(KV_EMPTY);
+    }
+
+    // Its columns of dK or dV to `to` in shared memory.
+    __device__ __forceinline__ void stage(const float (&x)[HALF_D / 2], float scale, unsigned to) const {
+#pragma unroll
+        for (int step = 0; step < HALF_D / 16; step++) {
+            const float *y = x + 8 * step;
+            const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + lane / 16;
+            store_matrices(to + block * 64 * BLOCK_ROW + swizzled<BLOCK_D>(warp * 16 + lane % 16, chunk),
+                           pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
+                           pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
+        }
+    }
+    // dV goes out over P and dS, dK over dQ, so that K and V of the next tile are on their way.
+    __device__ __forceinline__ void finish() const {
+        const unsigned of_dv = room.ds + group * 64 * HALF_D * 2, of_dk = room.dq + group * PART_BYTES;
+        bar_sync(BARRIER_ALL, 256);  // the other group has read P and dS
+        mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+        stage(dv, DROPOUT ? p.keep_scale : 1.0f, of_dv);
+        stage(dk, p.scale, of_dk);
+        fence_proxy_async();
+        bar_sync(BARRIER_OWN + group, 128);
+        if (threadIdx.x % 128 == 0) {
+            for (int block = 0; block < HALF_BLOCKS; block++) {
+                const int d = group * HALF_D + block * BLOCK_D, at = block * 64 * BLOCK_ROW;
+                tma_store(launch.dv, of_dv + at, d, tile.j0, tile.kv_head, tile.b);
+                tma_store(launch.dk, of_dk + at, d, tile.j0, tile.kv_head, tile.b);
+            }
+            bulk_commit_group();
+            bulk_wait_group_read<0>();
+        }
+        bar_sync(BARRIER_ALL, 256);  // the other group may write there
+    }
+
+    __device__ __forceinline__ void run() {
+        for (int index = tiles.next(); index >= 0; index = tiles.next()) {
+            tile = Tile(p, index);
+            walk();
+            finish();
+        }
+    }
+};
