@@ -175,13 +175,15 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
 
 @dataclass(frozen=True)
 class HopperBackwardTile:
-    """Queries and keys of a tile; tiles of Q and of dO in flight; whether dQ is a tile late."""
+    """Queries and keys of a tile; tiles of Q and of dO in flight; whether dQ is a tile late, and whether dK
+    is waited for behind S of the next tile."""
 
     br: int
     bc: int
     stages: int
     do_stages: int
     late_dq: bool = False
+    late_dk: bool = False
 
     def shared_bytes(self, head_dim: int) -> int:
         """K, V; Q, dO, with lse and delta; two tiles of dS; dQ. For D > 128 two of P too, and half of dQ."""
@@ -198,6 +200,7 @@ class HopperBackwardTile:
             "STAGES": self.stages,
             "DO_STAGES": self.do_stages,
             "LATE_DQ": int(self.late_dq),
+            "LATE_DK": int(self.late_dk),
         }
 
 

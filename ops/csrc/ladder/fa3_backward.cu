@@ -10,7 +10,8 @@
 //     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
 //   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV go out over dS and dQ.
 //   - P is computed while dP is multiplied, dS while dV is. With LATE_DQ dQ is a tile late, so that a warp group waits
-//     for what the other one shared a tile ago; dS then takes P as it was rounded, as registers lack for both.
+//     for what the other one shared a tile ago; with LATE_DK S of the next tile is asked for before dK of this one is there.
+//     With either dS takes P as it was rounded, as registers lack for both.
 //
 //        copies       K Q0 V dO0 Q1 dO1 ...                        Q2 dO2 ...
 //        tensor       [S0 dP0       ][dV0      ][dQ0 dK0   ]       [S1 dP1 ...           LATE_DQ = 0
@@ -27,7 +28,7 @@
 // tests/ops/test_cuda_fa3_cpu.py, and attention/cuda.py does not offer it yet.)
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PAD_D, BLOCK_D (columns of a block in shared memory), BR (queries of a tile), STAGES (of Q),
-// DO_STAGES (of dO; as many, unless D > 128), LATE_DQ, BOUNDED_WAITS.
+// DO_STAGES (of dO; as many, unless D > 128), LATE_DQ, LATE_DK, BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WIDE
 #include "fa3_backward_wide.cuh"
@@ -96,6 +97,8 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
 // A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: round after round of a tile of
 // queries.
 __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int group) {
+    const bool all = ROWS_OF_DQ || WIDE || USED_D == PAD_D;
+    const unsigned bytes = all ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     Tiles tiles(room);
     Ring<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
@@ -107,7 +110,7 @@ __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int gr
                     mbarrier_wait(room.barrier(DQ_FULL + group), dq.parity);
                     if (threadIdx.x % 32 == 0) {
                         bulk_reduce_add(p.scratch + row * PAD_D + (2 * round + group) * (PART_BYTES / 4),
-                                        room.dq + group * PART_BYTES, PART_BYTES);
+                                        room.dq + group * PART_BYTES, bytes);
                         bulk_commit_group();
                         bulk_wait_group_read<0>();
                         mbarrier_arrive(room.barrier(DQ_EMPTY + group));

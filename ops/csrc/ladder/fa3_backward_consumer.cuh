@@ -10,7 +10,7 @@ struct Consumer : Weights {
     Ring<STAGES> at;
     Ring<2> ds;
     Ring<1> kv, dq_slot;
-    float dk[PAD_D / 2], dv[PAD_D / 2], dq[DQ_COLUMNS / 2];
+    float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_COLUMNS / 2];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
         : Weights(launch.p, group), launch(launch), room(room), tiles(room) {}
@@ -19,16 +19,16 @@ struct Consumer : Weights {
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
         const Matrix a(keys + group * 64 * BLOCK_ROW), b(queries);
 #pragma unroll
-        for (int step = 0; step < PAD_D / 16; step++)
+        for (int step = 0; step < USED_D / 16; step++)
             Wgmma<BR>::ss<0, 0>(to, a.at(step_bytes<BC>(step)), b.at(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
     // dV += P^T dO, or dK += dS^T Q, asked for.
-    __device__ __forceinline__ void multiply_columns(float (&to)[PAD_D / 2], const Rounded &a, unsigned queries) const {
+    __device__ __forceinline__ void multiply_columns(float (&to)[USED_D / 2], const Rounded &a, unsigned queries) const {
         const Matrix b(queries, BR * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<PAD_D>::rs<1>(to, a[step], b.at(step * 16 * BLOCK_ROW), 1);
+            Wgmma<USED_D>::rs<1>(to, a[step], b.at(step * 16 * BLOCK_ROW), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, asked for: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a block.
@@ -84,12 +84,18 @@ struct Consumer : Weights {
         }
     }
 
+    // Until dK is there, behind which NEWER products were asked for; then the tile of Q, if there is one, may be overwritten.
+    template <int NEWER> __device__ __forceinline__ void finish_dk(bool any, int slot) {
+        wgmma_wait_group<NEWER>();
+        pin(dk), pin(dv);
+        if (any && lane == 0) mbarrier_arrive(room.barrier(Q_EMPTY + slot));
+    }
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void walk() {
         int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
         bool first = true;
 #pragma unroll
-        for (int x = 0; x < PAD_D / 2; x++) dk[x] = dv[x] = 0.0f;
+        for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_head(h);
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
         if (left > 0) await_keys(room, kv);
@@ -98,6 +104,7 @@ struct Consumer : Weights {
             mbarrier_wait(room.barrier(Q_FULL + at.at), at.parity);
             wgmma_fence();
             multiply_rows(s, room.k, q_tile);
+            if (LATE_DK) finish_dk<1>(!first, (at.at + STAGES - 1) % STAGES);
             mbarrier_wait(room.barrier(DO_FULL + at.at), at.parity);
             wgmma_fence();
             multiply_rows(dp, room.v, do_tile);
@@ -116,9 +123,7 @@ struct Consumer : Weights {
             differentiate(room.delta + at.at * ROWS_BYTES);
             wgmma_fence();
             add_ds(q_tile, first);
-            wgmma_wait_group<0>();
-            pin(dk), pin(dv);
-            if (lane == 0) mbarrier_arrive(room.barrier(Q_EMPTY + at.at));
+            if (!LATE_DK) finish_dk<0>(true, at.at);
             at.next(), ds.next();
             first = false;
             i0 += BR;
@@ -127,6 +132,7 @@ struct Consumer : Weights {
                 if (GROUP > 1 && left > 1) begin_head(++h);
             }
         }
+        if (LATE_DK) finish_dk<0>(!first, (at.at + STAGES - 1) % STAGES);
         if (first) return;
         if (LATE_DQ) {
             await_ds();
@@ -140,9 +146,9 @@ struct Consumer : Weights {
     }
 
     // A block of 64 columns of dK or dV, of this group's keys, to `to` in shared memory.
-    __device__ __forceinline__ void stage(const float (&x)[PAD_D / 2], int block, float scale, unsigned to) const {
+    __device__ __forceinline__ void stage(const float (&x)[USED_D / 2], int block, float scale, unsigned to) const {
 #pragma unroll
-        for (int step = 0; step < 4; step++) {
+        for (int step = 0; step < 4 && 64 * block + 16 * step < USED_D; step++) {
             const float *y = x + 32 * block + 8 * step;
             store_matrices(to + swizzled<64>(warp * 16 + lane % 16, 2 * step + lane / 16),
                            pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),

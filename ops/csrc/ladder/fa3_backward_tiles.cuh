@@ -12,6 +12,9 @@
 #define KV_BYTES (BC * PAD_D * 2)
 #define DS_BYTES (BR * BC * 2)
 #define ROWS_BYTES (BR * 4)          // of lse2 or delta
+#ifndef USED_D
+#define USED_D PAD_D  // columns that are multiplied, but for the wide consumer's; a multiple of 16
+#endif
 #define ROWS_OF_DQ (BR == 128)      // a warp group has half of dQ's rows, or half of its columns
 #define DQ_COLUMNS (ROWS_OF_DQ ? PAD_D : PAD_D / 2)
 #define DQ_ROUNDS (WIDE ? 2 : 1)    // in which dQ leaves, as shared memory has room for
