@@ -156,6 +156,7 @@ def train(
     from model.training.checks import called, check
     from model.training.loggers import MetricsCSV, csv_logger
     from model.training.out_of_memory import out_of_memory_explained
+    from model.training.peers import Peers
     from model.training.profiling import Profile
     from model.training.resuming import drop_later
 
@@ -166,23 +167,21 @@ def train(
         runtime.say(resumed())
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
     precision = runtime.precision(cfg.precision, device)
-    callbacks = (cfg.get("callbacks") or {}).values()
+    callbacks = [node for node in (cfg.get("callbacks") or {}).values() if node]
     trainer = instantiate(
         cfg.trainer,
         precision=precision,
         deterministic=cfg.deterministic,
         default_root_dir=str(run),
         logger=False,
-        callbacks=[Profile() if node is True else instantiate(node) for node in callbacks if node],
+        callbacks=[*(Profile() if node is True else instantiate(node) for node in callbacks), Peers()],
         plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute(), resume_step)],
         **runtime.TRAINER,
     )
     dtype = runtime.compute_dtype(precision)
     explained = partial(out_of_memory_explained, config, device, dtype, run, partial(build_attention, cfg))
     with explained():
-        devices = trainer.num_devices * trainer.num_nodes
-        sequence_ranks = getattr(trainer.strategy, "sequence_ranks", 1)
-        data, lit, call = build(cfg, choices, device, dtype, devices, sequence_ranks, run, ckpt, initial)
+        data, lit, call = build(cfg, choices, device, dtype, trainer, run, ckpt, initial)
 
     if ckpt is not None:  # only now, when little is left that could be refused
         drop_later(run, ckpt, resume_step)
@@ -206,13 +205,12 @@ def build(
     choices: dict[str, Any],
     device: torch.device,
     dtype: torch.dtype,
-    devices: int,
-    sequence_ranks: int,
+    trainer: Any,
     run: Path,
     ckpt: Path | None = None,
     initial: Initial | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Data, model, and the attention call that trains; `sequence_ranks` devices share each sequence."""
+    """Data, model, and the attention call that trains."""
     import torch
     from hydra.utils import instantiate
 
@@ -231,6 +229,8 @@ def build(
     # not look at the vocabulary, which only the corpus knows
     data = instantiate(cfg.data)
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
+    devices = trainer.num_devices * trainer.num_nodes
+    sequence_ranks = getattr(trainer.strategy, "sequence_ranks", 1)  # that share each sequence
     require_divisible(config, sequence_ranks, devices)
     replicas = devices // sequence_ranks
     data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, replicas))
