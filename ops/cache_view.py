@@ -75,6 +75,10 @@ class CachedTensor(NamedTuple):
         return next(name for name, (dtype, _) in CACHE_DTYPES.items() if dtype == self.data.dtype)
 
     @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, Hkv, capacity, D), as of the tensor that this stands for."""
         n, heads, block, width = self.data.shape

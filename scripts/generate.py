@@ -9,7 +9,6 @@ to stdout, all else to stderr.
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
+from conf.generation import CONFIG, parse
 from conf.values import UserError
-from scripts.measure.machine import ROOT
 
 if TYPE_CHECKING:
     import torch
@@ -28,89 +27,7 @@ if TYPE_CHECKING:
     from attention.base import Attention
     from model.gpt import GPT
 
-CONFIG = ROOT / "conf" / "generate.yaml"
-KINDS: dict[str, Any] = {
-    **dict.fromkeys(("ckpt", "runs_dir", "prompt", "prompt_file", "device", "precision", "cache_dtype"), str),
-    **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
-    **dict.fromkeys(("temperature", "top_p"), float),
-    **dict.fromkeys(("kv_cache", "compile", "fused"), bool),
-    "stop": list,
-}
-NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop", "fused")
-# Least and greatest; those of temperature, top_k and top_p are checked where tokens are drawn.
-RANGES = {"num_samples": (1, 2**16), "max_new_tokens": (1, 2**24), "seed": (0, 2**64 - 1)}
 MOST_TOKENS = 2**28  # of all rows together, 8 bytes each
-
-
-def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The options of conf/generate.yaml with the command line's, and the overrides left for the run."""
-    import yaml
-
-    options, rest = yaml.safe_load(CONFIG.read_text()), []
-    for argument in arguments:
-        key, _, text = argument.partition("=")
-        if key not in KINDS and key.split(".")[0] != "attention":
-            raise UserError(no_option(key))
-        if (not text and key != "prompt") or argument == "prompt":
-            raise UserError(f"{argument} has no value: write {key}=...")
-        if key not in KINDS:
-            rest.append(argument)
-        elif KINDS[key] is list:  # each of several counts
-            options[key] = [*options[key], *convert(key, text)]
-        else:
-            options[key] = convert(key, text)
-    return options, rest
-
-
-def no_option(key: str) -> str:
-    """What is wrong with a word that is none of our keys."""
-    name = key.lstrip("-+~").replace("-", "_")
-    near = difflib.get_close_matches(name, KINDS, 1)
-    meant = f"; did you mean {near[0]}=...?" if near else "."
-    return (
-        f"There is no key {key}{meant} Keys are {', '.join(KINDS)} (--help explains them), attention and "
-        "attention.*; everything else is fixed by what was trained."
-    )
-
-
-def convert(key: str, text: str) -> Any:
-    """The value of a key as typed: strings word for word, numbers as in Python (YAML 1.1 takes 1e-1 for a
-    word and 010 for 8), all else as YAML."""
-    import yaml
-
-    kind = KINDS[key]
-    if text == "null" and key != "prompt":
-        if key not in NULLABLE:
-            raise UserError(f"{key}=null: it needs a value; null is for {', '.join(NULLABLE)}.")
-        return [] if kind is list else None
-    if kind is str:
-        return text
-    if kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError:
-            what = "a whole number" if kind is int else "a number"
-            raise UserError(f"{key}={text}: it needs {what}.") from None
-        least, most = RANGES.get(key, (value, value))
-        if value < least or value > most:
-            raise UserError(f"{key}={text}: it needs to be from {least} to {most}.")
-        return value
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    if kind is list:
-        if not isinstance(value, list):
-            quoted = text[0] in "'\"" and isinstance(value, str)
-            value = [value if quoted else text.replace("\\n", "\n").replace("\\t", "\t")]
-        if all(isinstance(item, str) and item for item in value):
-            return value
-        raise UserError(
-            f"{key}={text}: it needs text that is not empty, as in stop='a b' or stop='[\"\\n\", \"END\"]'."
-        )
-    if not isinstance(value, bool):
-        raise UserError(f"{key}={text}: it needs true or false.")
-    return value
 
 
 def placement(device: str, precision: str) -> tuple[torch.device, torch.dtype]:
@@ -213,50 +130,81 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
 
 def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
+    from model.generation.engine import Pool, made_blocks, made_rows
     from model.generation.fused import wants_fused
     from model.generation.generate import checked, generate, require_all
-    from model.generation.view_cache import cache_kinds
+    from model.generation.serve import paged_kinds, serve
     from scripts.measure.instruments.streaming import Terminal
 
-    texts = read_prompts(options)
-    if len(texts) * options["max_new_tokens"] > MOST_TOKENS:
+    texts, new = read_prompts(options), options["max_new_tokens"]
+    if len(texts) * new > MOST_TOKENS:
         raise UserError(
-            f"max_new_tokens={options['max_new_tokens']} for {len(texts)} rows: at most {MOST_TOKENS} tokens "
-            "in all; ask for fewer."
+            f"max_new_tokens={new} for {len(texts)} rows: at most {MOST_TOKENS} tokens in all; ask for fewer."
         )
-    prompts = [tokenizer.encode(text) for text in texts]
     sampling = {key: options[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    checked(model, prompts, **sampling, eot=tokenizer.eot)
-    context, longest = model.config.seq_len, max(map(len, prompts), default=0)
-    if longest + options["max_new_tokens"] > context:
+    _, prompts = checked(model, [tokenizer.encode(text) for text in texts], **sampling, eot=tokenizer.eot)
+    context, longest = model.config.seq_len, max(map(len, prompts))
+    if longest + new > context:
         say(f"Past the trained context of {context} tokens, the last {context // 2} or more are re-encoded.")
-    capacity = min(context, longest + options["max_new_tokens"])
+    capacity = min(context, longest + new)
     cached, decoding = options["kv_cache"], None
     require_all(model, None, len(prompts), capacity, capacity)  # refusals come before anything else is said
+    paged = is_paged(cfg, model, options, capacity)
     if cached:
-        kinds = cache_kinds(options["cache_dtype"], model.config.head_size)
+        kinds = paged_kinds(model, options["cache_dtype"])
+        kinds = kinds if paged else kinds - {"paged"}
         fused = not options["compile"] and not kinds and wants_fused(model, options["fused"])
-        facts = len(prompts), capacity, options["compile"], kinds, fused
-        decoding = decoding_attention(cfg, model, *facts)
-        require_all(model, decoding, len(prompts), capacity, capacity, options["cache_dtype"])
+        decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"], kinds, fused)
+        require_all(model, decoding, len(prompts), capacity, capacity, kinds)
+    keys = ("block", "slots", "chunk", "prefix_caching")
+    pool = Pool(tokens=options["pool_tokens"], **{key: options[key] for key in keys})
+    if paged:
+        made_blocks(made_rows(prompts, [new] * len(prompts)), context, pool)
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
-    result = generate(
-        model,
-        prompts,
-        **sampling,
-        **{key: options[key] for key in ("seed", "kv_cache", "compile", "cache_dtype", "fused")},
-        eot=tokenizer.eot,
-        on_token=terminal.on_token,
-        decode_attention=decoding,
-    )
+    how = sampling | {key: options[key] for key in ("seed", "compile", "cache_dtype", "fused")}
+    how |= {"eot": tokenizer.eot, "on_token": terminal.on_token, "decode_attention": decoding}
+    if paged:
+        result = serve(model, prompts, **how, pool=pool)
+        new = sum(map(len, result.tokens))
+        done = (
+            f"{new / result.seconds:,.0f} new tokens/s, {result.computed:,} tokens of prompts computed and "
+            f"{result.found:,} found ({len(prompts)} rows, blocks of {result.most_bytes / 2**20:,.1f} MiB"
+        )
+    else:
+        result = generate(model, prompts, **how, kv_cache=cached)
+        done = (
+            f"prefill {result.prefill_tokens_per_s:,.0f} tokens/s, "
+            f"decode {result.decode_tokens_per_s:,.0f} tokens/s "
+            f"({len(prompts)} rows, {'KV cache' if cached else 'no cache'}"
+        )
     terminal.close()
-    say(
-        f"prefill {result.prefill_tokens_per_s:,.0f} tokens/s,"
-        f" decode {result.decode_tokens_per_s:,.0f} tokens/s"
-        f" ({len(prompts)} rows, {'KV cache' if cached else 'no cache'}, set-up {result.setup_s:.1f} s,"
-        f" {result.reencoded} re-encodings, seed {result.seed})"
-    )
+    say(f"{done}, set-up {result.setup_s:.1f} s, {result.reencoded} re-encodings, seed {result.seed})")
     return result
+
+
+def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:
+    """Whether `options` ask for a paged cache, and so for continuous batching. cache=auto does for a
+    prompt_file, unless no attention, or not the one chosen to decode, can read such a cache."""
+    from attention.naive import NaiveAttention
+    from conf.compose import build_attention
+    from model.calls import attention_call
+    from model.generation.serve import paged_kinds
+
+    cache = options["cache"]
+    if cache not in ("auto", "dense", "paged"):
+        raise UserError(f"cache={cache}: choose auto, dense or paged.")
+    if cache == "paged" and not options["kv_cache"]:
+        raise UserError("cache=paged and kv_cache=false: a cache needs kv_cache=true.")
+    if cache != "auto" or not options["prompt_file"] or not options["kv_cache"]:
+        return cache == "paged"
+    weight, kinds = model.lm_head.weight, paged_kinds(model, options["cache_dtype"])
+    how = {"batch": options["slots"], "tokens": tokens, "device": weight.device, "dtype": weight.dtype}
+    asked = cfg.attention.get("decode")
+    reader = build_attention(cfg, asked) if asked else NaiveAttention()  # which can all that any can
+    reasons = reader.unsupported_reasons(attention_call(model.config, "decode", **how, cache=kinds))
+    if reasons:
+        say(f"cache=auto is dense: attention={reader.name} has {'; '.join(reasons)}.")
+    return not reasons
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -56,21 +56,12 @@ class Sampling:
         return choice if tokens is None else tokens.gather(-1, choice)
 
 
-class Rows:
-    """The text of B rows on the device, prompts included, each contiguous; one token longer a step."""
+class Slots:
+    """The newest token of B rows on the device, and how the next one is drawn."""
 
-    def __init__(
-        self, prompts: list[list[int]], max_new_tokens: int, model: GPT, sampling: Sampling, seed: int | None
-    ):
+    def __init__(self, batch: int, model: GPT, sampling: Sampling, seed: int | None):
         self.vocab_size, self.sampling = model.config.vocab_size, sampling
         device = model.lm_head.weight.device
-        batch, longest = len(prompts), max(map(len, prompts))
-        self.prompts = to_device([p + [0] * (longest - len(p)) for p in prompts], device)  # (B, longest)
-        self.prompt_lengths = to_device([len(p) for p in prompts], device)
-        # A compiled step knows the width, and is compiled again for another: few of them.
-        width = -(-(longest + max_new_tokens) // 1024) * 1024
-        self.text = torch.zeros(batch, width, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros_like(self.prompt_lengths)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the newest
         self.index = torch.arange(batch, device=device)
         # Its own generator: text drawn in the middle of a training run must not change the run.
@@ -81,10 +72,8 @@ class Rows:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the prompts, and the random numbers to their start."""
+        """The random numbers back to their start."""
         self.generator.manual_seed(self.seed)
-        self.text[:, : self.prompts.shape[1]] = self.prompts
-        self.lengths.copy_(self.prompt_lengths)
 
     def draw(self) -> None:
         """New noise. Apart from `append`, as Dynamo takes no generator into a compiled step."""
@@ -94,6 +83,39 @@ class Rows:
     def append(self, logits: Tensor) -> None:
         """Choose by logits (B, 1, V padded). The padding is sliced off: it cannot be chosen."""
         self.token.copy_(self.sampling.choose(logits[:, 0, : self.vocab_size], self.noise))
+
+    def first(self, logits: Tensor) -> Tensor:
+        """A token (R, 1) by logits (R, 1, V padded) for rows that have none yet."""
+        noise = self.noise
+        if noise is not None:
+            noise = noise.new_empty(len(logits), noise.shape[1]).exponential_(generator=self.generator)
+        return self.sampling.choose(logits[:, 0, : self.vocab_size], noise)
+
+
+class Rows(Slots):
+    """The text of B rows on the device, prompts included, each contiguous; one token longer a step."""
+
+    def __init__(
+        self, prompts: list[list[int]], max_new_tokens: int, model: GPT, sampling: Sampling, seed: int | None
+    ):
+        device = model.lm_head.weight.device
+        batch, longest = len(prompts), max(map(len, prompts))
+        self.prompts = to_device([p + [0] * (longest - len(p)) for p in prompts], device)  # (B, longest)
+        self.prompt_lengths = to_device([len(p) for p in prompts], device)
+        # A compiled step knows the width, and is compiled again for another: few of them.
+        width = -(-(longest + max_new_tokens) // 1024) * 1024
+        self.text = torch.zeros(batch, width, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros_like(self.prompt_lengths)
+        super().__init__(batch, model, sampling, seed)
+
+    def reset(self) -> None:
+        """Back to the prompts, and the random numbers to their start."""
+        super().reset()
+        self.text[:, : self.prompts.shape[1]] = self.prompts
+        self.lengths.copy_(self.prompt_lengths)
+
+    def append(self, logits: Tensor) -> None:
+        super().append(logits)
         self.text[self.index, self.lengths] = self.token[:, 0]
         self.lengths.add_(1)
 

@@ -78,31 +78,35 @@ class Reader:
     """Hands the tokens to the host: late on a GPU, which copies a step's to pinned memory before an event."""
 
     def __init__(
-        self, batch: int, max_new_tokens: int, device: torch.device, eot: int | None, on_token: OnToken | None
+        self, rows: int, device: torch.device, eot: int | None, on_token: OnToken | None, batch: int
     ):
         self.on_gpu = device.type == "cuda"
-        self.host = torch.empty(max_new_tokens, batch, dtype=torch.int64, pin_memory=self.on_gpu)
-        self.pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        self.tokens: list[list[int]] = [[] for _ in range(batch)]
-        self.stopped = [False] * batch
+        # of at most `batch` tokens each: all that may be pending, and the next one
+        self.host = deque(torch.empty(LAG + 1, batch, dtype=torch.int64, pin_memory=self.on_gpu))
+        self.pending: deque[tuple[Sequence[int], Tensor, torch.cuda.Event | None]] = deque()
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.first = [0.0] * rows  # when the first of each was there
+        self.stopped = [False] * rows
         self.eot, self.on_token = eot, on_token
 
-    def push(self, step: int, token: Tensor) -> bool:
-        """Take the tokens (B, 1) of a step; True when every row is known to have stopped."""
-        slot = self.host[step]
-        slot.copy_(token[:, 0], non_blocking=True)
-        self.pending.append((slot, torch.cuda.current_stream().record_event() if self.on_gpu else None))
+    def push(self, rows: Sequence[int], token: Tensor) -> None:
+        """Take the tokens (B, 1) of a step, each of the row that is named; of none at -1."""
+        self.host.rotate()
+        host = self.host[0][: len(rows)]
+        host.copy_(token[:, 0], non_blocking=True)
+        self.pending.append((rows, host, torch.cuda.current_stream().record_event() if self.on_gpu else None))
         self.read(LAG if self.on_gpu else 0)
-        return all(self.stopped)
 
     def read(self, lag: int = 0) -> None:
         """Wait for all but the last `lag` steps and give their tokens to the rows that have not stopped."""
         while len(self.pending) > lag:
-            slot, copied = self.pending.popleft()
+            rows, host, copied = self.pending.popleft()
             if copied is not None:
                 copied.synchronize()
-            for row, token in enumerate(slot.tolist()):
-                if not self.stopped[row]:
+            for row, token in zip(rows, host.tolist(), strict=True):
+                if row >= 0 and not self.stopped[row]:
+                    if not self.tokens[row]:
+                        self.first[row] = time.perf_counter()
                     self.tokens[row].append(token)
                     asked = self.on_token is not None and self.on_token(row, token)
                     self.stopped[row] = bool(asked) or token == self.eot
@@ -151,16 +155,21 @@ def checked(
 
 
 def require_all(
-    model: GPT, decoding: Attention | None, batch: int, tokens: int, capacity: int, cache_dtype: str = "auto"
+    model: GPT,
+    decoding: Attention | None,
+    batch: int,
+    tokens: int,
+    capacity: int,
+    kinds: frozenset[str] = frozenset(),
 ) -> None:
-    """Refuse at start-up what the model's attention, or the one that decodes, cannot do."""
+    """Refuse at start-up what the model's attention, or the one that decodes and reads a cache of `kinds`,
+    cannot do."""
     own, device = model.transformer.h[0].attn.attention, model.lm_head.weight.device
     call = functools.partial(
         attention_call, model.config, batch=batch, device=device, dtype=compute_dtype(model)
     )
     require(own, [call("prefill", tokens=tokens)])
     if decoding is not None:
-        kinds = cache_kinds(cache_dtype, model.config.head_size)
         require(decoding, [call("decode", tokens=capacity, cache=kinds)])
 
 
@@ -206,12 +215,12 @@ def generate(
     Device and dtype are the model's. Raises UserError, and UnsupportedAttention before anything runs."""
     config, device = model.config, model.lm_head.weight.device
     sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
-    lengths = [len(prompt) for prompt in prompts]
+    lengths, kinds = [len(prompt) for prompt in prompts], cache_kinds(cache_dtype, config.head_size)
     # The last token is chosen, but never fed. 128: whole tiles, masks aligned to 16 bytes, few compilations.
     longest = min(config.seq_len, max(lengths) + max_new_tokens - 1)
     capacity = -(-longest // 128) * 128
     decoding = (decode_attention or model.transformer.h[0].attn.attention) if kv_cache else None
-    require_all(model, decoding, len(prompts), longest, capacity, cache_dtype)
+    require_all(model, decoding, len(prompts), longest, capacity, kinds)
     step = FusedStep if kv_cache and not compile and wants_fused(model, fused) else None
 
     training = model.training
@@ -224,7 +233,7 @@ def generate(
             if decoding is not None:
                 cache = dense_cache(model, len(prompts), capacity, decoding, cache_dtype)
                 decoder = Decoder(model, rows, cache, compile, step)
-            reader = Reader(len(prompts), max_new_tokens, device, eot, on_token)
+            reader = Reader(len(prompts), device, eot, on_token, len(prompts))
             if device.type == "cuda":
                 encode_all(model, rows, decoder, lengths)  # compiles and loads kernels: set-up, not speed
             times.append(clock(device))
@@ -254,10 +263,10 @@ def go_on(
     """`most` tokens for every row, fewer where all stop before; gives when the first was there."""
     for step in range(most):
         advance(model, rows, decoder, lengths, step)
-        done = reader.push(step, rows.token)
+        reader.push(range(len(lengths)), rows.token)
         if step == 0:
             first = clock(rows.token.device)
-        if done:
+        if all(reader.stopped):
             break
     reader.read()
     return first

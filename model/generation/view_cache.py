@@ -28,6 +28,15 @@ def cached_tensor(
     return CachedTensor(data, torch.zeros(n, heads, parts, block, dtype=SCALE_DTYPE, device=device), table)
 
 
+def write(x: Tensor, to: CachedTensor, kind: str, block: Tensor, at: Tensor) -> None:
+    """x (R, Hkv, T, D), each token to its place of a block: both (R, T), or R or T is 1."""
+    data, scale = (x, None) if kind == "auto" else quantise(x, kind)
+    # (R, Hkv, T, ...) -> (R, T, Hkv, ...), as block and at index; fp8 as bytes
+    raw(to.data)[block, :, at] = raw(data.to(to.data.dtype)).transpose(1, 2)
+    if scale is not None:
+        to.scale[block, :, :, at] = scale.transpose(1, 2)
+
+
 def cache_kinds(cache_dtype: str, head_dim: int) -> frozenset[str]:
     """What an attention has to declare to read a dense cache of that dtype. Raises UserError where there is
     no such cache."""
@@ -73,7 +82,7 @@ class QuantisedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for side in self.k + self.v for x in (side.data, side.scale) if x is not None)
+        return sum(side.nbytes for side in self.k + self.v)
 
     @property
     def kv_lengths(self) -> None:
@@ -84,19 +93,14 @@ class QuantisedCache(KVCache):
         """Write k, v (B, Hkv, T, D) of a layer; give what to attend to: the prompt's own in prefill, else a
         CacheView and None."""
         T = k.shape[2]
+        rows, at = self.rows, self.lengths.unsqueeze(1)
         if self._prompt is not None:
-            rows = self._prompt[0]
-            self._write(layer, k, v, rows.unsqueeze(1), torch.arange(T, device=k.device).expand(len(rows), T))
-            return k, v
-        assert T == 1, f"decoding takes one token a call, not {T}; announce a prompt by prefill(lengths)"
-        self._write(layer, k, v, self.rows.unsqueeze(1), self.lengths.unsqueeze(1))
-        return CacheView(self.k[layer], self.v[layer], self.next_lengths), None
-
-    def _write(self, layer: int, k: Tensor, v: Tensor, block: Tensor, at: Tensor) -> None:
-        """k, v (R, Hkv, T, D), each token to a place of a block: (R, T) or (R, 1)."""
+            rows, at = self._prompt[0], torch.arange(T, device=k.device).expand(len(self._prompt[0]), T)
+        assert self._prompt or T == 1, (
+            f"decoding takes one token a call, not {T}; announce prompts by prefill"
+        )
         for x, to in ((k, self.k[layer]), (v, self.v[layer])):
-            data, scale = (x, None) if self.kind == "auto" else quantise(x, self.kind)
-            # (R, Hkv, T, ...) -> (R, T, Hkv, ...), as block and at index; fp8 as bytes
-            raw(to.data)[block, :, at] = raw(data.to(to.data.dtype)).transpose(1, 2)
-            if scale is not None:
-                to.scale[block, :, :, at] = scale.transpose(1, 2)
+            write(x, to, self.kind, rows.unsqueeze(1), at)
+        if self._prompt is not None:
+            return k, v
+        return CacheView(self.k[layer], self.v[layer], self.next_lengths), None

@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from attention.auto import AutoAttention
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
+from conf.generation import convert, parse
 from data.tokenizers import ByteTokenizer
 from model.gpt import GPT, GPTConfig
-from scripts.generate import convert, decoding_attention, main, parse, placement, run
+from scripts.generate import decoding_attention, main, placement, run
 from scripts.measure.instruments.streaming import TextStream
 from tests.running import ROOT, train_here
 
@@ -229,7 +230,39 @@ def test_rows_are_written_one_after_the_other(model, capsys, tmp_path):
     kept = [[t for t in row if t != BYTES.eot] for row in result.tokens]
     rows = [text + BYTES.decode(row) for text, row in zip(texts, kept, strict=True)]
     assert out == ("\n" + "-" * 40 + "\n").join(rows) + "\n"
-    assert "decode" in err and "tokens/s" in err and "seed 3" in err and "re-encoded" not in err
+    assert "new tokens/s" in err and "found (4 rows, blocks of" in err and "seed 3" in err
+    assert "re-encoded" not in err
+    greedy = {"prompt_file": prompts, "temperature": 0}
+    by_blocks = run(model, BYTES, CFG, options(**greedy, block=4, slots=1, chunk=3, prefix_caching="false"))
+    dense = run(model, BYTES, CFG, options(**greedy, cache="dense"))
+    assert by_blocks.tokens == dense.tokens and by_blocks.found == 0
+    assert "decode" in capsys.readouterr().err
+
+
+def test_what_cannot_be_paged_is_generated_densely(model, capsys, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nbc\n")
+    cfg = SimpleNamespace(attention=OmegaConf.create({"name": "naive", "decode": "sdpa"}))
+    run(model, BYTES, cfg, options(prompt_file=prompts, max_new_tokens=2))
+    err = capsys.readouterr().err
+    assert "cache=auto is dense: attention=sdpa has no paged cache: needs cache=dense." in err
+    assert "2 rows, KV cache" in err
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"cache": "pages"}, "cache=pages: choose auto, dense or paged"),
+        ({"cache": "paged", "kv_cache": "false"}, "cache=paged and kv_cache=false: a cache needs"),
+        ({"cache": "paged", "prompt": "twelve bytes", "pool_tokens": 16}, "a prompt of 5 beside them"),
+        ({"cache_dtype": "int3"}, "cache_dtype=int3: choose one of auto, fp8, int8, int4"),
+        ({"slots": 0}, "slots=0: it needs to be from 1"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused_before_the_prompt(asked, words, model, capsys):
+    with pytest.raises(ValueError, match=words):
+        run(model, BYTES, CFG, options(**asked))
+    assert capsys.readouterr().out == ""
 
 
 def test_past_the_context_it_says_so(model, capsys):

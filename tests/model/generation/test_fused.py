@@ -7,8 +7,10 @@ from attention.auto import AutoAttention
 from attention.naive import NaiveAttention
 from conf.values import UserError
 from model.generation.decode import Decoder, Rows, Sampling, dense_cache
+from model.generation.engine import Pool
 from model.generation.fused import FusedStep
 from model.generation.generate import encode_all, generate
+from model.generation.serve import serve
 from model.gpt import GPT, GPTConfig
 
 pytest.importorskip("triton")
@@ -132,6 +134,15 @@ def test_an_attention_that_is_asked_for_attends() -> None:
 def test_a_quantised_cache_is_read_between_the_kernels(recorded: list[torch.Tensor]) -> None:
     both(make(**SHAPES["llama"]), [[1, 2, 3], list(range(9))], 5, top_k=VOCAB, cache_dtype="int8")
     torch.testing.assert_close(torch.stack(recorded[5:]), torch.stack(recorded[:5]), rtol=1e-2, atol=1e-2)
+
+
+def test_a_paged_cache_is_read_between_the_kernels() -> None:
+    model, prompts = make(**SHAPES["llama"]), [[1, 2, 3], list(range(9)), [4]]
+    plain, fused = (
+        serve(model, prompts, 4, temperature=0.0, fused=on, pool=Pool(block=4, slots=2))
+        for on in (False, True)
+    )
+    assert fused.tokens == plain.tokens
 
 
 def test_what_cannot_be_fused_is_refused_or_left() -> None:
