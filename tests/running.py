@@ -8,6 +8,7 @@ import csv
 import io
 import os
 import random
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -84,6 +85,29 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def start_nodes(folder: Path, nodes: int, *overrides: str, script: Path = ROOT / "train.py") -> list:
+    """The same by torchrun, as on so many machines of one process each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if not (folder / "book.txt").exists():
+        write_book(folder)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
+    meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    run = [str(script), *TINY, f"trainer.num_nodes={nodes}", "trainer.devices=1", *overrides]
+    return [
+        subprocess.Popen(
+            [*torchrun, f"--node-rank={node}", *meet, *run],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(nodes)
+    ]
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> Result:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model.training.checkpoint import read_checkpoint
-from tests.running import finish, rows, start, train_here
+from tests.running import finish, rows, start, start_nodes, train_here
 
 # 256 tokens a step: 2 micro-batches of 8 rows on one device, or of 4 rows on each of two.
 STEP = ("tokens_per_step=256", "schedule=constant", "schedule.warmup_steps=5", "optim.lr=3e-3")
@@ -187,6 +187,16 @@ def test_what_no_sequence_can_be_spread_with_is_refused(
 ) -> None:
     result = train_here(tmp_path, "trainer=context_parallel", "trainer.devices=2", *overrides)
     assert result.code == 1 and all(word in result.err for word in words), result.err
+
+
+@pytest.mark.long
+def test_two_machines_are_one_process(tmp_path: Path, reference: dict) -> None:
+    """Two of torchrun's process groups on this machine, each of which takes itself for one."""
+    rows_each = ("name=a", "trainer=fsdp2", "data.batch_size=4")
+    results = [finish(node) for node in start_nodes(tmp_path, 2, *STEP, *rows_each, *limits(10))]
+    assert [result.code for result in results] == [0, 0], results
+    assert [result.out.count("machine    CPU") for result in results] == [1, 0]
+    assert_same(rows(tmp_path / "runs" / "a"), reference, range(11))
 
 
 def test_a_sweep_over_several_devices_is_refused(tmp_path: Path) -> None:
