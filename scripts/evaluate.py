@@ -5,7 +5,8 @@
 ckpt=: as for train.py. Windows of the trained context go over the text, stride= tokens further each time
 (left out: half the context), and each token is counted once, where it has the most before it; a smaller
 stride is slower and foresees more. batch=: windows at a time; device= and precision= as for
-scripts/generate.py; attention=... computes with another implementation. Text that was trained on is no test.
+scripts/generate.py; attention=... computes with another implementation. cache_dtype=fp8, int8 or int4 gives
+the figures of decoding with a KV cache of that dtype. Text that was trained on is no test.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from conf.values import UserError
 
 KEYS = {
     "ckpt": "last", "text": "", "stride": None, "batch": "8", "device": "auto", "precision": "auto",
-    "runs_dir": None,
+    "runs_dir": None, "cache_dtype": "auto",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
     require_finite(net, f"ckpt={options['ckpt']}")
     ids = tokenizer.encode(text)
-    found = score(net.to(device, dtype).eval(), ids, stride, batch or 1)
+    found = score(net.to(device, dtype).eval(), ids, stride, batch or 1, str(options["cache_dtype"]))
     counted = len(text.encode()) - len(tokenizer.decode(ids[:1]).encode())
     bits = found.nats / math.log(2) / max(1, counted)
     print(

@@ -133,7 +133,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     from model.generation.engine import Pool, made_blocks, made_rows
     from model.generation.fused import wants_fused
     from model.generation.generate import checked, generate, require_all
-    from model.generation.serve import paged_kinds, serve
+    from model.generation.paged_cache import paged_kinds
+    from model.generation.serve import serve
     from scripts.measure.instruments.streaming import Terminal
 
     texts, new = read_prompts(options), options["max_new_tokens"]
@@ -188,7 +189,7 @@ def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool
     from attention.naive import NaiveAttention
     from conf.compose import build_attention
     from model.calls import attention_call
-    from model.generation.serve import paged_kinds
+    from model.generation.paged_cache import paged_kinds
 
     cache = options["cache"]
     if cache not in ("auto", "dense", "paged"):

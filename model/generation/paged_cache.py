@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from attention.base import Attention, CacheView
-from model.generation.view_cache import cached_tensor, write
+from model.generation.blocks import BlockPool
+from model.generation.decode import compute_dtype
+from model.generation.view_cache import cache_kinds, cached_tensor, write
+from model.gpt import GPT
 from model.kv_cache import KVCache
 
 
@@ -101,3 +104,28 @@ class PagedCache(KVCache):
             self.lengths.add_(self.active)
             self.next_lengths.add_(self.active)
         self._chunk = None
+
+
+def paged_cache(
+    model: GPT, slots: int, blocks: BlockPool, attention: Attention, cache_dtype: str
+) -> PagedCache:
+    """The tensors behind `blocks`, for `slots` rows that decode."""
+    config = model.config
+    return PagedCache(
+        config.n_layer,
+        slots,
+        config.kv_heads,
+        config.seq_len,
+        config.head_size,
+        blocks=blocks.capacity // blocks.size,
+        block=blocks.size,
+        attention=attention,
+        kind=cache_dtype,
+        dtype=compute_dtype(model),
+        device=model.lm_head.weight.device,
+    )
+
+
+def paged_kinds(model: GPT, cache_dtype: str) -> frozenset[str]:
+    """What an attention has to declare to read these blocks."""
+    return cache_kinds(cache_dtype, model.config.head_size) | {"paged"}

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from attention.base import Attention
-from model.generation.blocks import BlockPool
-from model.generation.decode import Decoder, Slots, compute_dtype
+from model.generation.decode import Decoder, Slots
 from model.generation.engine import Engine, Pool, made_blocks, made_rows
 from model.generation.fused import FusedStep, wants_fused
 from model.generation.generate import OnToken, Reader, checked, clock, require_all
-from model.generation.paged_cache import PagedCache
-from model.generation.view_cache import cache_kinds
+from model.generation.paged_cache import paged_cache, paged_kinds
 from model.gpt import GPT
 
 
@@ -98,28 +96,3 @@ def serve(
         most_bytes=round(per_token * pool.block * engine.most[0]),
         held_bytes=round(per_token * engine.most[1]),
     )
-
-
-def paged_cache(
-    model: GPT, slots: int, blocks: BlockPool, attention: Attention, cache_dtype: str
-) -> PagedCache:
-    """The tensors behind `blocks`, for `slots` rows that decode."""
-    config = model.config
-    return PagedCache(
-        config.n_layer,
-        slots,
-        config.kv_heads,
-        config.seq_len,
-        config.head_size,
-        blocks=blocks.capacity // blocks.size,
-        block=blocks.size,
-        attention=attention,
-        kind=cache_dtype,
-        dtype=compute_dtype(model),
-        device=model.lm_head.weight.device,
-    )
-
-
-def paged_kinds(model: GPT, cache_dtype: str) -> frozenset[str]:
-    """What an attention has to declare to read these blocks."""
-    return cache_kinds(cache_dtype, model.config.head_size) | {"paged"}

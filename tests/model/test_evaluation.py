@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
-from model.evaluation import continuation, score, windows
+from model.evaluation import continuation, made_cache, score, windows
 from model.gpt import GPT, GPTConfig
+from tests.grid import build
 
 CONTEXT = 8
 
@@ -87,3 +89,25 @@ def test_mistakes_are_said(net: GPT) -> None:
         continuation(net, [], [1])
     with pytest.raises(ValueError, match="the tokens of an answer=9"):
         continuation(net, [1], text(9))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@torch.inference_mode()
+def test_the_score_over_a_cache_is_that_of_decoding(net: GPT, kind: str) -> None:
+    """One token a step, each reading what was quantised before it."""
+    ids, expected = text(2 * CONTEXT + 1), 0.0
+    for start in range(0, len(ids) - 1, CONTEXT):
+        cache = made_cache(net, 1, kind)
+        cache.active += 1
+        for at in range(start, start + CONTEXT):
+            logits = net(torch.tensor([[ids[at]]]), cache=cache)[0, -1, :50]
+            expected -= float(logits.log_softmax(-1)[ids[at + 1]])
+    found = score(net, ids, CONTEXT, cache_dtype=kind)
+    assert found.nats == pytest.approx(expected, rel=1e-5)
+    assert found.nats != pytest.approx(score(net, ids, CONTEXT).nats, rel=1e-5)
+
+
+def test_a_cache_that_cannot_be_read_is_refused(net: GPT) -> None:
+    sdpa = GPT(net.config, build("sdpa"))
+    with pytest.raises(UnsupportedAttention, match="decode: no int8 cache"):
+        score(sdpa, text(9), cache_dtype="int8")
