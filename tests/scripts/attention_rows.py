@@ -7,20 +7,14 @@ from typing import Any
 from attention import registry
 from scripts.measure.instruments import speed_points
 from scripts.measure.instruments.workers import sizes
-from scripts.measure.rows import key_of
 from scripts.measure.studies import attention_memory
+from tests.scripts.studies import row_of
 
-MACHINE = {"gpu": "NVIDIA H200", "date": "2026-11-21", "commit": "abc", "torch": "2.11.0", "command": "x"}
 GPU_MIB = 139 * 1024
 FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
 
 
 KNOWN = sorted(registry.contestants(), key=lambda name: (name != "standard", name))
-
-
-def row(point: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": 1, "key": key_of(point), "run_id": "r", "point": point, "result": result,
-            "machine": MACHINE}  # fmt: skip
 
 
 def memory_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
@@ -47,7 +41,7 @@ def memory_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
                 elif before == "oom" or peak > GPU_MIB:
                     result = {"status": "oom", "reason": "CUDA out of memory"}
                 before = result["status"]
-                found.append(row(shape.point(task.name, task.passed), result))
+                found.append(row_of(shape.point(task.name, task.passed), result))
     return found
 
 
@@ -58,7 +52,9 @@ def speed_rows(names: list[str] | None = None) -> list[dict[str, Any]]:
     for asked in speed_points.asked(list(speed_points.PARTS), names, True):
         for passed, mine in asked.passes.items():
             for name in mine:
-                found.append(row(asked.shape.point(name, passed), _timed(asked.shape, passed, name, names)))
+                found.append(
+                    row_of(asked.shape.point(name, passed), _timed(asked.shape, passed, name, names))
+                )
     return found
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.report.attention_report import cell, doubts, panels, pictures, ratio
+from tests.scripts.studies import row_of
 
 
 def made(name, ms, run="r", tokens=1024, **result):
@@ -15,13 +16,7 @@ def made(name, ms, run="r", tokens=1024, **result):
         "error_ratio": 0.5,
         "kernels_ok": True,
     } | result
-    return {
-        "key": f"{name} {tokens}",
-        "run_id": run,
-        "point": point,
-        "result": result,
-        "machine": {"gpu": "NVIDIA H200", "date": "2026-11-21"},
-    }
+    return row_of(point, result, run)
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results, memory
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, memory
 from scripts.measure.claims import attention as claims
+from tests.scripts import studies
 from tests.scripts.attention_rows import memory_rows, speed_rows
 
 
 @pytest.fixture
 def results(tmp_path):
     def results(memory=(), speed=()):
-        for name, rows in (("attention_memory", memory), ("attention_speed", speed)):
-            (tmp_path / name).mkdir(exist_ok=True)
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (tmp_path / name / "h200.jsonl").write_text(text)
-        return Results(tmp_path)
+        return studies.results(tmp_path, attention_memory=memory, attention_speed=speed)
 
     return results
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured
 from scripts.measure.claims.training import end_to_end, short_encoder
+from tests.scripts.studies import results, row_of
 from tests.scripts.test_study_training import rows_of
-
-
-def results(folder: Path, **studies: list[dict[str, object]]) -> Results:
-    for study, rows in studies.items():
-        (folder / study).mkdir()
-        (folder / study / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Results(folder)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +20,7 @@ def both_models() -> str:
 def parity(same: bool) -> list[dict[str, object]]:
     result = {"status": "ok", "difference": 2e-5, "parity": same}
     point = {"study": "parity", "implementation": "triton", "pass": "train"}
-    machine = {"gpu": "NVIDIA H200", "date": "2026-11-21"}
-    return [{"key": "k", "point": point, "result": result, "machine": machine}]
+    return [row_of(point, result)]
 
 
 @pytest.mark.long

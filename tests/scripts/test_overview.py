@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from scripts.measure.report import overview, sweep_report
 from tests.running import ROOT
+from tests.scripts.studies import results
 from tests.scripts.test_claims import row
 from tests.scripts.test_sweep_report import fake_rows
 
@@ -38,13 +38,7 @@ def test_whole_steps_take_the_place_of_attention_once_they_are_measured(tmp_path
         for each in fake_rows()
         if each["point"]["micro_batch"] in (64, 32, 1)
     ]
-    for study, rows in (
-        ("attention_memory", peaks()),
-        ("step_memory", steps),
-        ("seqlen_scaling", fake_rows()),
-    ):
-        (tmp_path / study).mkdir()
-        (tmp_path / study / "h200.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    results(tmp_path, attention_memory=peaks(), step_memory=steps, seqlen_scaling=fake_rows())
     ((path, picture),) = overview.written(tmp_path).items()
     texts = re.findall(r"<!-- (.*?) -->", picture)
     assert path == tmp_path / "overview.svg" and "a training step of one sequence" in texts

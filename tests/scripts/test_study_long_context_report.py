@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, NotMeasured, Results
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, NotMeasured
 from scripts.measure.claims.training import longer_contexts
 from scripts.measure.report.long_context_report import Measured, report
-from scripts.measure.rows import key_of
 from scripts.measure.studies import long_context_quality as study
+from tests.scripts import studies
+from tests.scripts.studies import results
 
 
 def result(values, documents=(0.0, 0.0), **more):
@@ -34,9 +33,8 @@ def row(measured, seq_len, seed, result, **more):
         "implementation": "auto",
         "dtype": "bf16-mixed",
     }
-    machine = {"gpu": "NVIDIA H200", "date": "2026-01-01"}
     point |= {"compile": True} | more
-    return {"key": key_of(point), "point": point, "result": result, "machine": machine}
+    return studies.row_of(point, result)
 
 
 def speed(train_s):
@@ -87,18 +85,13 @@ def test_claim_5_wants_a_better_model_at_little_cost(tmp_path, gain, train_s, ve
     rows = [row("loss", 512, 1, result((9, 9))), row("speed", 512, 1, speed(1.0))]
     rows += [row("loss", 1024, seed, result((2.0, 2.0 + seed / 100))) for seed in (1, 2)]
     rows += [row("loss", 4096, seed, result((2.0, 2.0 + seed / 100 - gain))) for seed in (1, 2)]
-    folder = tmp_path / study.STUDY
-    folder.mkdir()
-    (folder / "h200.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     with pytest.raises(NotMeasured, match="speed"):
-        longer_contexts(Results(tmp_path))
+        longer_contexts(results(tmp_path, **{study.STUDY: rows}))
     rows += [row("speed", 1024, 1, speed(2.0)), row("speed", 4096, 1, speed(train_s))]
-    (folder / "h200.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    found = longer_contexts(Results(tmp_path))
+    found = longer_contexts(results(tmp_path, **{study.STUDY: rows}))
     assert found.verdict == UNTESTED and found.why.startswith("not at this scale: a model of")
     for one in rows:
         one["result"]["parameters"] = 124_000_000
-    (folder / "h200.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    found = longer_contexts(Results(tmp_path))
+    found = longer_contexts(results(tmp_path, **{study.STUDY: rows}))
     assert found.verdict == verdict and f"{-gain / 2:+.3f} ± 0.000 nats from 1,024 to 4,096" in found.why
     assert found.figure.endswith(f"time 1.00 / {train_s / 2:.2f}") and found.gpu == "NVIDIA H200"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from scripts.measure.report.long_range_report import speed_ups
 from scripts.measure.rows import key_of, read
 from scripts.measure.studies import Row, long_range
 from scripts.measure.studies.long_range import report
+from tests.scripts import studies
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
@@ -160,8 +160,7 @@ def gpu_rows(
             result |= {"loss": {"curve": [2.3] * high + [1.7] * (10 - high)}}
             result |= {"accuracy": accuracy, "ms_median": 5.0}
             result |= {"majority": majority, "first_token": 0.18, "test_examples": 2000}
-        machine = {"gpu": "NVIDIA H200", "date": "2026-11-21"}
-        rows.append({"key": key_of(point), "point": point, "result": result, "machine": machine})
+        rows.append(studies.row_of(point, result))
     return rows
 
 
@@ -284,9 +283,7 @@ def test_a_report_of_a_gpu() -> None:
 def test_the_claim(cuda: list[float], majority: float, slower: float, verdict: str, tmp_path: Path) -> None:
     ms = {name: [slower * x if name != "standard" else x for x in times] for name, times in MS.items()}
     rows = gpu_rows(ACCURACIES | {"cuda": cuda}, ms, majority)
-    (tmp_path / "long_range").mkdir()
-    (tmp_path / "long_range" / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = claim.accuracy_and_speed(claims.Results(tmp_path))
+    found = claim.accuracy_and_speed(studies.results(tmp_path, long_range=rows))
     assert found.verdict == verdict and found.gpu == "NVIDIA H200"
     mean = statistics.geometric_mean([2 / slower, 4 / slower])
     assert found.figure.startswith(f"{mean:.1f}x") and "ListOps 37.0%" in found.why
@@ -316,9 +313,7 @@ def test_the_claim_counts_what_decides(tmp_path: Path) -> None:
         row["point"]["task"] = "matching"
         row["key"] = key_of(row["point"])
     rows = gpu_rows(STUCK, MS) + decides
-    (tmp_path / "long_range").mkdir()
-    (tmp_path / "long_range" / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = claim.accuracy_and_speed(claims.Results(tmp_path))
+    found = claim.accuracy_and_speed(studies.results(tmp_path, long_range=rows))
     assert found.verdict == claims.IN_PART
     assert found.figure == "2.8x, accuracies alike in 2 of 4 comparisons, the rest not decided"
     assert (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
 import torch
 
-from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured, Results
+from scripts.measure.claims import FAILS, HOLDS, IN_PART, NotMeasured
 from scripts.measure.claims import exactness as claims
 from scripts.measure.instruments.asked import ASKS, Ask, run
 from scripts.measure.instruments.exactness import Measurement, Setting, rounding, small
@@ -17,7 +16,7 @@ from scripts.measure.instruments.textbook import FORMULAS, Formula
 from scripts.measure.rows import read
 from scripts.measure.studies import numerics
 from tests.grid import build
-from tests.scripts.studies import run_of
+from tests.scripts.studies import results, run_of
 
 CONTESTANTS = ["naive", "tiled", "sdpa", "sdpa_cudnn"]
 
@@ -206,10 +205,8 @@ def test_report_and_claims_from_rows_alone(measured, tmp_path):
 
 def claimed(folder, rows):
     """Results with these rows, as of a GPU."""
-    (folder / "numerics").mkdir(parents=True)
-    lines = [json.dumps(row | {"machine": row["machine"] | {"gpu": "NVIDIA H200"}}) for row in rows]
-    (folder / "numerics" / "h200.jsonl").write_text("\n".join(lines))
-    return Results(folder)
+    gpu = [row | {"machine": row["machine"] | {"gpu": "NVIDIA H200"}} for row in rows]
+    return results(folder, numerics=gpu)
 
 
 def test_what_has_a_row_is_left_out(measured, monkeypatch, capsys):

@@ -28,6 +28,7 @@ from scripts.measure.instruments.contestants import Field
 from scripts.measure.report import backward_report
 from scripts.measure.rows import read
 from scripts.measure.studies import backward_recompute
+from tests.scripts.studies import results, row_of
 
 STUDY = "backward_recompute"
 SHAPE = Shape(1, 2, 2, 64, 16, True, "fp32", study=STUDY)
@@ -241,9 +242,7 @@ def faked(kept_ms, again_ms, counters_=True):
             result |= {"flops_done": flops_done(kind_of(name, SHAPE), shape)}
             result |= {"counters": {"forward": moved, "backward": moved} if counters_ else None}
             result |= {"counters_from": "ncu", "copy_gb_per_s": 4000.0}
-            machine = {"gpu": "NVIDIA H200", "date": "2026-11-21", "torch": "2.11", "triton": "3.6.0"}
-            point = shape.point(name, "backward")
-            made.append({"key": f"{name}{n}", "point": point, "result": result, "machine": machine})
+            made.append(row_of(shape.point(name, "backward"), result))
     return made
 
 
@@ -280,9 +279,7 @@ def test_the_claim_in_part(tmp_path):
 
 
 def claimed(folder, fakes):
-    (folder / STUDY).mkdir()
-    (folder / STUDY / "h200.jsonl").write_text("\n".join(map(json.dumps, fakes)))
-    return recomputed(Results(folder))
+    return recomputed(results(folder, **{STUDY: fakes}))
 
 
 @pytest.mark.gpu

@@ -10,11 +10,9 @@ import pytest
 
 from scripts import sweep
 from scripts.measure import sweep_points
-from scripts.measure.machine import machine
 from scripts.measure.report import sweep_bars, sweep_report, training
-from scripts.measure.rows import key_of
 from scripts.measure.studies import encoder_short, seqlen_scaling, speedup_end_to_end
-from tests.scripts.studies import fake_result
+from tests.scripts.studies import fake_result, row_of
 
 # tokens/s by implementation, not compiled and compiled
 SPEEDS = {"transformers eager": (100, None), "transformers SDPA": (150, None), "standard": (120, 250)}
@@ -29,8 +27,7 @@ def rows_of(*overrides: str) -> list[dict[str, object]]:
         point = sweep_points.point_of(study, task, "cuda").fields
         speed = 1e3 * SPEEDS[point["implementation"]][point["compile"]]
         result = fake_result(tokens_per_s=speed, ms_median=65536e3 / speed, mfu=speed / 1e6)
-        found.append({"key": key_of(point), "run_id": "r", "point": point, "result": result})
-        found[-1]["machine"] = machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
+        found.append(row_of(point, result))
     return found
 
 
@@ -105,8 +102,7 @@ def test_where_memory_ends_and_how_nanogpt_compares():
         point |= {"seq_len": tokens, "micro_batch": batch, "tokens_per_step": 65536, "dtype": "bf16-mixed"}
         point |= {"features": "", "checkpointing": False, "settings": {}, "compile": True}
         result = fake_result(tokens_per_s=1e3 * speed) if speed else {"status": "oom", "reason": "out"}
-        gpu = machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
-        rows.append({"key": key_of(point), "run_id": "r", "point": point, "result": result, "machine": gpu})
+        rows.append(row_of(point, result))
     report = seqlen_scaling.report(rows)
     assert report.notes == [
         "The fastest implementation trains at no less than 1.100x nanoGPT's speed at every length: sdpa "
@@ -121,8 +117,8 @@ def test_where_memory_ends_and_how_nanogpt_compares():
     )
     # Another day's machine is slower: what is measured there is held against nanoGPT there.
     other = [
-        row | {"machine": row["machine"] | {"commit": "e"}, "result": fake_result(tokens_per_s=speed)}
-        for row, speed in ((rows[1], 3.5e5), (rows[8], 4.2e5))
+        row_of(one["point"], fake_result(tokens_per_s=speed), commit="e")
+        for one, speed in ((rows[1], 3.5e5), (rows[8], 4.2e5))
     ]
     later = seqlen_scaling.report([*rows, *other])
     assert later.notes[0].endswith("sdpa 1.100x at 1,024, sdpa 1.200x at 2,048.")

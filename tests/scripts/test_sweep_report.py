@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 
 import pytest
 
 from scripts import report
-from scripts.measure.machine import machine
 from scripts.measure.report import sweep_report
-from scripts.measure.rows import key_of, read, with_baselines
-from tests.scripts.studies import fake_result
+from scripts.measure.rows import read, with_baselines
+from tests.scripts.studies import fake_result, results, row_of
 
 
 def fake_rows() -> list[dict[str, object]]:
     """An H200 on which naive needs a smaller micro-batch at 2k and never fits at 4k."""
-    rows, gpu = [], machine() | {"gpu": "NVIDIA H200", "date": "2026-11-21"}
+    rows = []
     for name in ("naive", "sdpa"):
         for tokens, batch in ((1024, 64), (2048, 32), (2048, 16), (4096, 16), (4096, 1)):
             if name == "sdpa" and (tokens, batch) in ((2048, 16), (4096, 1)):
@@ -36,9 +34,7 @@ def fake_rows() -> list[dict[str, object]]:
                 if gone
                 else fake_result(tokens_per_s=1e9 / tokens, mfu=0.4)
             )
-            rows.append(
-                {"key": key_of(fields), "run_id": "r", "point": fields, "result": result, "machine": gpu}
-            )
+            rows.append(row_of(fields, result))
     return rows
 
 
@@ -88,9 +84,7 @@ def test_the_table_says_what_did_not_fit():
 
 
 def test_the_report_draws_studies_and_one_page_has_it_all(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "results" / "seqlen_scaling"
-    folder.mkdir(parents=True)
-    (folder / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in fake_rows()))
+    results(tmp_path / "results", seqlen_scaling=fake_rows())
     command = ["report.py", "studies", f"--root={tmp_path}"]
     monkeypatch.setattr(sys, "argv", [*command, "--check"])
     with pytest.raises(SystemExit):
@@ -108,16 +102,15 @@ def test_the_report_draws_studies_and_one_page_has_it_all(tmp_path, monkeypatch,
 
 def test_rows_are_compared_with_the_nanogpt_measured_beside_them(tmp_path):
     """Also after nanoGPT was measured again, by another commit, on a machine that may be another."""
-    rows, out = [], tmp_path / "h200.jsonl"
+    rows = []
     ours = [row for row in fake_rows() if row["point"]["implementation"] == "sdpa"]
     for commit, name, speed in (
         ("one", "nanoGPT", 100.0), ("one", "sdpa", 110.0), ("two", "nanoGPT", 200.0), ("two", "naive", 100.0)
     ):  # fmt: skip
-        for row in ours:
-            point, machine_ = row["point"] | {"implementation": name}, row["machine"] | {"commit": commit}
-            result = row["result"] | {"tokens_per_s": speed}
-            rows.append({"key": key_of(point), "point": point, "result": result, "machine": machine_})
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for one in ours:
+            point, result = one["point"] | {"implementation": name}, one["result"] | {"tokens_per_s": speed}
+            rows.append(row_of(point, result, commit, commit=commit))
+    out = results(tmp_path, seqlen_scaling=rows).folder / "seqlen_scaling" / "h200.jsonl"
     assert len(read(out)) == 3 * len(ours)
     speed, _ = sweep_report.tables(with_baselines(out))
     assert {line[0]: set(line[1:]) for line in speed.lines[1:]} == {
