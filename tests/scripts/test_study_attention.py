@@ -173,7 +173,7 @@ def test_report_of_memory_on_a_gpu():
     assert all(f"Claim {n}" in titles for n in (1, 2, 11, 12))
     assert any("standard out of memory at 64k" in note for note in report.notes)
     assert report.found == (
-        "Forward and backward, memory grows as N^2.00 where scores are written, as N^1.00 elsewhere."
+        "Memory of forward and backward grows as N^2.00 where scores are written to memory, else as N^1.00."
     )
     assert memory_report.report(memory_rows(["triton"])).found == ""
     assert "out of memory at 32k" in report.pictures[""] and "NVIDIA H200" in report.pictures[""]
