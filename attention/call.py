@@ -50,8 +50,8 @@ class UnsupportedAttention(UserError):
         lines = "".join(f"\n  - {reason}" for reason in self.reasons)
         super().__init__(
             f"attention={name} cannot run {call or 'this call'}:{lines}\n"
-            "Change what is named above, or choose another implementation: attention=auto takes the first "
-            "capable one; attention=naive and attention=tiled do every option."
+            "Change these settings, or choose another implementation: attention=auto chooses one that "
+            "supports the call; attention=naive and attention=tiled support every option."
         )
 
 

@@ -86,8 +86,8 @@ class CostsNotDeclared(UserError):
 
     def __init__(self, name: str, kind: type):
         super().__init__(
-            f"attention={name} does not say what it costs, so that nothing can be predicted of it: give "
-            f"{kind.__name__} a method `costs` (attention/base.py), or predict for another implementation."
+            f"attention={name} does not declare its costs, so nothing can be predicted for it: give "
+            f"{kind.__name__} a method `costs` (attention/base.py), or choose another implementation."
         )
 
 

@@ -26,7 +26,7 @@ def key(old: str, source: str = "") -> str:
         if (head := ".".join(parts[:n])) in RENAMED:
             new = ".".join((RENAMED[head], *parts[n:]))
             if source and os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"note: {source} has {old}, which is called {new} now.", file=sys.stderr)
+                print(f"note: {source} has {old}, which is now called {new}.", file=sys.stderr)
             return new
     return old
 

@@ -116,8 +116,8 @@ def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) ->
             else f"{printable(key)}=..."
         )
         raise UserError(
-            f"The checkpoint's config has {printable(key)} {why}: that is not taken from a file. If you set "
-            f"it, give it again: {again}"
+            f"The checkpoint's config has {printable(key)} {why}: that is not accepted from a file. If you "
+            f"set it, give it again: {again}"
         )
     return SavedRun(choices, config)
 

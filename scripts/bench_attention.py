@@ -1,15 +1,16 @@
-"""Every implementation of conf/attention that can run a shape, side by side on the same tensors:
+"""Time every implementation of conf/attention that supports a shape, all on the same tensors:
 
     python scripts/bench_attention.py                           the FlashAttention papers' shapes
-    python scripts/bench_attention.py --pass decode             one query over a cache of 1k to 128k tokens
+    python scripts/bench_attention.py --pass decode             one query, and a cache of 1k to 128k tokens
     python scripts/bench_attention.py --attention triton sdpa_cudnn --head-dim 128 --seq-len 4096 --causal
     python scripts/bench_attention.py --plot-only --out results/attention/h200.jsonl
-                                                                the pictures again, from the rows
+                                                                draw the plots again, from the rows
 
-TFLOP/s count 4 B H T T D forward, halved for causal, and 2.5 times that backward. Each point has the kernels
-that ran, the error against fp64 and the peak memory beside its time; what runs out of memory or is refused
-is a row with the reason. Rows go to results/attention/<gpu>.jsonl as they are measured: a bench that was
-killed resumes, as long as machine and sources are the same.
+TFLOP/s count 4 B H T T D FLOPs for the forward (half of that with a causal mask) and 2.5 times as many for
+the backward. A row holds the time, the kernels that ran, the error against fp64 and the peak memory; calls
+that run out of memory or are refused get a row with the reason. Rows are appended to
+results/attention/<gpu>.jsonl as they are measured. After a kill, the same command resumes, as long as the
+machine and the sources are the same.
 """
 
 from __future__ import annotations

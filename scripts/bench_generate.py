@@ -1,9 +1,10 @@
-"""How fast a model shape generates, with random weights:
+"""Measure the speed of generation for a model shape, with random weights:
 
     python scripts/bench_generate.py --model gpt2 --batch 1 32 --prompt 128 --new 512
 
-Times prefill and decode apart; compilation and graph capture are reported beside them, not in them: the first
-set-up of a process, and a later one. One row a point goes to results/generate/<gpu>.jsonl.
+Prefill and decoding are timed separately. Set-up (compilation and graph capture) is not included in these
+times; it is reported for the first call in a process and for a later one. Rows go to
+results/generate/<gpu>.jsonl.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Training speed of GPT-2 124M on random tokens, ours and, given its model.py, nanoGPT's beside it:
+"""Measure the training speed of GPT-2 124M on random tokens, and, given its model.py, that of nanoGPT:
 
     python scripts/bench_train.py --nanogpt ~/nanoGPT/model.py
 
-Ours is train.py's loader, loop and step, clipping included; nanoGPT's is its model and the step of its
-train.py, as instruments/training_peers.py runs it. Each has a process of its own, both have batches of the
-same shape, compile side by side and are then timed in turns, a fifth of the steps at a time: clocks and heat
-are the same for both. A row each goes to results/gpt2_124m/<gpu>.jsonl.
+Ours runs train.py's loader, loop and step, including clipping; nanoGPT runs its model with the step of its
+train.py (instruments/training_peers.py). Each runs in a separate process, with batches of the same shape.
+Both compile at the same time and are then timed alternately, a fifth of the steps at a time, so that GPU
+clocks and temperature are the same for both. Rows go to results/gpt2_124m/<gpu>.jsonl.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The perplexity of a trained run on a text:
+"""Measure the perplexity of a trained run on a text:
 
     python scripts/evaluate.py ckpt=last text=book.txt stride=512
 
-ckpt=: as for train.py. Windows of the trained context go over the text, stride= tokens further each time
-(left out: half the context), and each token is counted once, where it has the most before it; a smaller
-stride is slower and foresees more. batch=: windows at a time; device= and precision= as for
-scripts/generate.py; attention=... computes with another implementation. cache_dtype=fp8, int8 or int4 gives
-the figures of decoding with a KV cache of that dtype. Text that was trained on is no test.
+A window of the trained context length moves over the text by stride= tokens at a time (default: half the
+context length). Each token is counted once, in the window where it has the most preceding context, so a
+smaller stride is slower and gives a lower perplexity. ckpt= as for train.py; batch=: windows per batch;
+device= and precision= as for scripts/generate.py; attention=... uses another implementation.
+cache_dtype=fp8, int8 or int4 measures decoding with a KV cache of that dtype. Evaluate on text that was not
+used for training.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A trained run as a folder that transformers loads, without any code of ours:
+"""Export a trained run as a folder that transformers loads without tilegpt:
 
     python scripts/export.py ckpt=last to=my-model
 
-writes config.json, generation_config.json, the weights as safetensors in fp32, the tokenizer and a model card
-with what is known of the training. ckpt=: as for train.py. The folder is there whole, or not at all; a model
-that none of transformers' architectures computes is refused, with the options that do not fit.
+This writes config.json, generation_config.json, the weights in fp32 as safetensors, the tokenizer, and a
+model card with the training results. ckpt= as for train.py. The folder is created atomically. A model that no
+supported architecture of transformers can compute is refused, with the options that it lacks.
 
     AutoModelForCausalLM.from_pretrained("my-model"), AutoTokenizer.from_pretrained("my-model")
 """

@@ -1,10 +1,10 @@
-"""What our CUDA kernels cost the host: the first call in a process, and each launch. Needs a GPU.
+"""Measure the host time of our CUDA kernels: of the first call in a process, and of a launch. Needs a GPU.
 
     python scripts/first_call.py                                   # every stage, head dims 64 and 128, bf16
     python scripts/first_call.py --attention cuda_fa2 --head-dim 128
 
-Each stage runs forward, and backward where it has one, in a process that finds no cubin and has to compile,
-then in another that loads what is on disk. Times are of one kernel, imports apart.
+Each stage runs forward, and backward if it has one: first in a process that finds no cached cubin and has to
+compile, then in another that loads the cubin from disk. Times are per kernel, without imports.
 """
 
 from __future__ import annotations

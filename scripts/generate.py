@@ -1,10 +1,10 @@
-"""Text from a trained run, as it comes:
+"""Generate text from a trained run, and stream it:
 
     python scripts/generate.py ckpt=last prompt="def main" max_new_tokens=200 temperature=0.8 top_k=50 seed=1
 
-Keys are those of conf/generate.yaml; every other override goes to the run's config, as in train.py:
-attention=tiled computes with another implementation, attention.decode=naive decodes with one. The text goes
-to stdout, all else to stderr.
+The keys below are those of conf/generate.yaml. Every other override changes the run's config, as in train.py:
+attention=tiled uses another implementation, attention.decode=naive only for decoding. The text goes to
+stdout, everything else to stderr.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tasks of the lm-evaluation-harness for a trained run (pip install -e '.[eval]'):
+"""Run tasks of the lm-evaluation-harness on a trained run (pip install -e '.[eval]'):
 
     python scripts/harness.py ckpt=last tasks=lambada_openai,hellaswag limit=200
 
-ckpt=: as for train.py; limit=: questions of each task (left out: all); device= and precision= as for
-scripts/generate.py; attention=... computes with another implementation. Tasks are downloaded by the harness.
+ckpt= as for train.py; limit=: number of questions per task (default: all); device= and precision= as for
+scripts/generate.py; attention=... uses another implementation. The harness downloads the tasks.
 """
 
 from __future__ import annotations

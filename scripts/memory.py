@@ -1,8 +1,8 @@
-"""Where the memory of a training step goes: its peak, and what was alive at that moment, by kind.
+"""Measure the peak memory of a training step, and which kinds of tensors were allocated at the peak.
 
     python scripts/memory.py model=tiny attention=tiled data=synthetic data.batch_size=4
 
-takes the overrides of train.py and prints `memory_split` of one step on the device at hand.
+It takes the overrides of train.py, runs one step on this machine and prints its `memory_split`.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Does training with an implementation come to the same as training with the reference?
+"""Does training with an implementation give the same loss as training with the reference?
 
-    python scripts/parity.py                                          # every implementation that can run here
+    python scripts/parity.py                                          # every implementation that runs here
     python scripts/parity.py --attention tiled sdpa
     python scripts/parity.py data=text data.path=book.txt model.n_layer=2 --steps 100
 
-For each seed, a reference run (attention=naive) and a run of every candidate share initial weights, data and
-its order; train.py's own training step runs them, in bf16 on a GPU that has it. Over the last quarter of the
-steps the mean losses are compared, seed by seed. A candidate passes when the mean difference is at most 0.01,
-at most two standard errors, and, where it can do fp32, its first 20 losses in fp32 are the reference's within
-1e-4 relative.
+For each seed, a reference run (attention=naive) and a run of every candidate use the same initial weights
+and the same data in the same order. They run train.py's training step, in bf16 on a GPU that supports it.
+The mean losses over the last quarter of the steps are compared, paired by seed. A candidate passes if the
+mean difference is at most 0.01 and at most two standard errors, and if, where it supports fp32, its first 20
+losses in fp32 agree with the reference within a relative difference of 1e-4.
 
-The standard error is that of the reference's mean loss over the seeds: what another choice of seeds would do
-to the figure. Not that of the paired differences: two correct implementations differ by rounding alone, four
-such differences can lie as close together as chance will have it, and then no difference at all is allowed
-(beyond two such errors lie 14% of correct candidates: Student's t, 3 degrees of freedom). It is in the rows
-as paired_standard_error.
+The standard error is that of the reference's mean loss over the seeds, which says how much another choice of
+seeds would change it. It is not that of the paired differences: two correct implementations differ only by
+rounding, and by chance four such differences can be so close together that almost no difference would be
+allowed (14% of correct candidates are more than two such errors apart: Student's t, 3 degrees of freedom).
+The rows contain it as paired_standard_error.
 
 Rows go to results/parity/<gpu>.jsonl. Exit code 1 when a candidate fails.
 """

@@ -1,9 +1,9 @@
-"""Loss curves of runs, side by side:
+"""Plot the loss curves of several runs:
 
     python scripts/plot.py runs/a runs/b --out loss.svg
 
-Training loss thin (a running mean over 2% of the steps), validation loss with markers, each run labelled at
-its end.
+Thin lines are the training loss (running mean over 2% of the steps); markers are the validation loss. Each
+run is labelled at the end of its line.
 """
 
 from __future__ import annotations

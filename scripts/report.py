@@ -1,23 +1,23 @@
-"""Write what the documents and attention=auto say about implementations, from declarations and results:
+"""Generate tables, plots and the order of attention=auto from the declarations and the results:
 
-    python scripts/report.py              all of it
-    python scripts/report.py --check      write nothing; exit code 1 if something is not up to date
-    python scripts/report.py --redraw     all pictures too, those of unchanged rows: after a change of drawing
-    python scripts/report.py --audit      write nothing; what each claim compares, and how far its figures are
-                                          from its thresholds; exit code 1 where contestants differ in what
-                                          the claim does not name
+    python scripts/report.py              everything
+    python scripts/report.py --check      write nothing; exit code 1 if anything is out of date
+    python scripts/report.py --redraw     redraw all plots, even of unchanged rows, after a change of code
+    python scripts/report.py --audit      write nothing; print what each claim compares, how far its figures
+                                          are from its thresholds; exit code 1 if the compared rows differ in
+                                          a field that the claim does not name
 
-capabilities  attention/README.md: what each implementation declares, and the memory it was measured to need
+capabilities  attention/README.md: what each implementation supports, and how its memory grows
 results       docs/measuring.md: speeds as a table and a picture, from results/attention/<gpu>.jsonl
 overview      results/overview.svg: the README's picture, memory and tokens/s against the context
-advice        attention/README.md: the fastest by situation
-auto          attention/auto_table.py: the order in which attention=auto tries them
+advice        attention/README.md: the fastest implementations for each kind of call
+auto          attention/auto_table.py: the order in which attention=auto tries implementations
 ladder        ops/README.md: the stages of the CUDA ladder, from results/cuda_ladder/<gpu>.jsonl
-studies       results/README.md: what each study says, and its pictures, results/<study>/<gpu>[_<name>].svg
-claims        results/CLAIMS.md: what the sources claim, beside what was measured
+studies       results/README.md: what each study found, and its plots, results/<study>/<gpu>[_<name>].svg
+claims        results/CLAIMS.md: claims of papers and tutorials, and what was measured
 
-Name some of these to write only them. Run it after scripts/bench_attention.py, and after a change of what an
-implementation declares.
+Name some of these parts to write only them. Run this after scripts/bench_attention.py, and after changing
+what an implementation declares.
 """
 
 from __future__ import annotations

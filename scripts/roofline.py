@@ -1,13 +1,13 @@
-"""The CUDA ladder under its roofs: ceilings of the GPU, and what each stage moves, measured and by the model.
+"""Roofline of the CUDA ladder: the GPU's ceilings, and the bytes and FLOPs of each stage.
 
     python scripts/roofline.py                       ceilings, then every stage from 512 to 16k tokens, causal
-    python scripts/roofline.py --quick               three lengths and the counters of memory alone
-    python scripts/roofline.py --tiles               fa2 over sizes of its tile, at 4k tokens
-    python scripts/roofline.py --plot-only           the pictures and tables again, from the rows
+    python scripts/roofline.py --quick               three lengths, and only the counters of memory
+    python scripts/roofline.py --tiles               fa2 with different tile sizes, at 4k tokens
+    python scripts/roofline.py --plot-only           print the tables and draw the plots again, from the rows
 
-Bytes, FLOPs and occupancy are Nsight Compute's counters where `ncu` is on the PATH and may read them; else
-the model's of costs/flops.py, and the row says so. naive, rowwise and tiled run in fp32, fa1 and fa2 in bf16.
-Rows go to results/roofline/<gpu>.jsonl as they are measured, pictures beside them.
+Bytes, FLOPs and occupancy are counted by Nsight Compute if `ncu` is on the PATH and allowed to read the
+counters; otherwise they are computed by costs/flops.py, and the row says so. naive, rowwise and tiled run in
+fp32, fa1 and fa2 in bf16. Rows go to results/roofline/<gpu>.jsonl as they are measured.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Run a study: measure what has no row yet, print its tables, draw its pictures.
+"""Run a study: measure the points that have no row yet, print tables, draw plots.
 
     python scripts/study.py numerics --part known
     python scripts/study.py numerics --help       what it measures, and its options
-    python scripts/study.py all                   everything below results/, one after the other: what has no
-                                                  row of today's sources on this machine
+    python scripts/study.py all                   all measurements of results/, one after another: all points
+                                                  without a row of the present sources on this machine
 
 Rows go to results/<study>/<gpu>.jsonl. The studies, each a module of scripts/measure/studies/:
 

@@ -1,19 +1,20 @@
-"""Run a study: every point of an experiment's grid, each in a process of its own.
+"""Run a sweep: train every point of an experiment's grid, each in a separate process.
 
-    python scripts/sweep.py experiment=seqlen_scaling_tiny               a CPU, about two minutes
+    python scripts/sweep.py experiment=seqlen_scaling_tiny               two minutes on a CPU
     python scripts/sweep.py experiment=seqlen_scaling sweep.grid.attention=[naive,sdpa] model.n_layer=6
 
-The same command, started several times, shares the points: see measure/runner.py.
+If the same command is started several times, the processes share the points (measure/runner.py).
 
-On a GPU several points run side by side (--together), as many as have room by the memory model: their first
-steps, which compile, and at the end their profiles and memory splits. The steps between, which are timed,
-have the GPU to themselves, one point at a time; out of memory counts when alone.
+On a GPU, several points run at the same time (--together), as many as fit by the memory model, during their
+first steps, which compile, and at the end, when they profile and measure memory. The steps in between, which
+are timed, run one point at a time, alone on the GPU. Out of memory is recorded only for points that run
+alone.
 
-Rows go to results/<study>/<gpu or cpu>.jsonl as points end, the picture beside it at the end. What runs out
-of memory, is refused or fails is a row with the reason; where memory runs out, smaller micro-batches follow,
-to the largest that fits. A sweep that was killed resumes, as long as the machine and the
-sources that a point runs are the same; errors are tried again. With --missing rows of other sources and
-versions stand too, and what has none is measured.
+Rows go to results/<study>/<gpu or cpu>.jsonl as points finish; the plot is drawn at the end. Points that
+run out of memory, are refused or fail get a row with the reason. If a micro-batch does not fit, it is
+halved until it fits. After a kill, the same command resumes, as long as the machine and the sources of a
+point are the same; failed points are tried again. With --missing, rows of other sources and versions are
+kept, and only points without any row are measured.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Which kernels an implementation of attention runs on a shape, and whether they are what was asked for:
+"""Show which kernels an attention implementation runs for a call, and whether they are the expected ones:
 
     python scripts/which_kernel.py attention=sdpa_cudnn batch=2 heads=16 seq_len=1024 head_dim=64 dtype=bf16
     python scripts/which_kernel.py attention=auto pass=decode seq_len=4096 kv_heads=8 features=kv_lengths
 
-Keys and what they are when left out: attention=auto, batch=2, heads=16, kv_heads=heads, seq_len=1024 (for
-decode the keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
-dtype=bf16 (fp16, fp32; on a CPU fp32), and features: any of window, softcap, alibi, bias, bias_grad,
+Keys and their defaults: attention=auto, batch=2, heads=16, kv_heads=heads, seq_len=1024 (for pass=decode:
+keys in the cache), head_dim=64, causal=true, pass=both (forward, backward, both, decode),
+dtype=bf16 (or fp16, fp32; on a CPU fp32), and features=, any of window, softcap, alibi, bias, bias_grad,
 document_ids, kv_lengths, block_mask, relative_bias and dropout, joined by commas. attention.*=... sets an
-option of the implementation's yaml. Exit code 1: something else ran than was asked for; 2: refused, with the
-reasons.
+option of the implementation. Exit code 1: a kernel ran that the implementation does not declare; 2: the call
+was refused, for the reasons printed.
 """
 
 from __future__ import annotations

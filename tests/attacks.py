@@ -110,7 +110,7 @@ def targets(tree: Any, key: str = "") -> set[tuple[str, str]]:
     return found
 
 
-FILE, CHOICE, REFUSED = "is not taken from a file", "The checkpoint's choice", "is refused: "
+FILE, CHOICE, REFUSED = "is not accepted from a file", "The checkpoint's choice", "is refused: "
 # Whatever reads the config or the file as a whole refuses these.
 ATTACKS: dict[str, tuple[Callable[[Content], None], str]] = {
     # as reported

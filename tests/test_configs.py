@@ -243,10 +243,10 @@ def test_a_renamed_key_is_taken_from_checkpoints_and_command_lines_with_a_notice
     cfg, _ = resumed(saved)
     assert (cfg.optim.lr, cfg.model.norm) == (0.25, "rmsnorm")
     assert sorted(capsys.readouterr().err.splitlines()) == [
-        "note: the checkpoint's config has model.norms, which is called model.norm now.",
-        "note: the checkpoint's config has optim.learning_rate, which is called optim.lr now.",
+        "note: the checkpoint's config has model.norms, which is now called model.norm.",
+        "note: the checkpoint's config has optim.learning_rate, which is now called optim.lr.",
     ]
     assert without_nulls(["optim.learning_rate=1", "logger=null"]) == ["optim.lr=1", "~logger"]
     assert split_ckpt(["ckpt=a", "model.norms=layernorm"]) == ("a", ["model.norm=layernorm"])
     said = capsys.readouterr().err
-    assert "note: the command line has model.norms, which is called model.norm now." in said
+    assert "note: the command line has model.norms, which is now called model.norm." in said

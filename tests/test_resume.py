@@ -211,7 +211,7 @@ def test_nothing_differs(tmp_path: Path) -> None:
     assert train_here(tmp_path, "name='a (1)'", "callbacks.checkpoints.every=5").code == 0
     (tmp_path / "runs/a (1)/checkpoints/step-00000020.ckpt").unlink()
     result = train_here(tmp_path, "ckpt='a (1)'", tiny=False)
-    assert "\nchanged    nothing: the saved config as it is\n" in result.out, result.err
+    assert "\nchanged    nothing (the saved config is used unchanged)\n" in result.out, result.err
 
 
 @pytest.mark.parametrize(

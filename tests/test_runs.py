@@ -67,7 +67,7 @@ def test_going_back_is_a_run_of_its_own(ckpt: str, step: int, folder: Path) -> N
         assert list(rows(parent)) == list(range(24))
         return
     run = folder / "runs" / f"a-from-{step}"
-    assert f"runs/a has gone on to step 20: going back to step {step} starts a run of its own" in result.out
+    assert f"runs/a has checkpoints up to step 20: resuming from step {step} starts a new run" in result.out
     assert f"runs/a-from-{step}" in result.out and contents(parent) == before
     forked = rows(run)
     assert list(forked) == list(range(24)) and all(forked[n] == table[n] for n in range(step + 1))
@@ -79,21 +79,21 @@ def test_going_back_is_a_run_of_its_own(ckpt: str, step: int, folder: Path) -> N
 
 def test_going_back_in_place_says_what_it_drops(folder: Path) -> None:
     result = train_here(folder, "overwrite=true", "name=b")
-    assert result.code == 1 and "overwrite=true goes back within a run" in result.err
+    assert result.code == 1 and "overwrite=true sets a run back" in result.err
     assert not (folder / "runs" / "b").exists()
     older, run = "ckpt=runs/a/checkpoints/step-00000005.ckpt", folder / "runs" / "a"
     table = rows(run)
     result = train_here(folder, older, "overwrite=true", "trainer.max_steps=7", "optim.lr=1e-3", tiny=False)
     assert result.code == 0, result.err
     names = ", ".join(f"step-000000{n}.ckpt" for n in (20, 15, 10))
-    assert f"runs/a loses {names}, best.ckpt and the metrics of steps 6 to 20" in result.out
+    assert f"deleting {names}, best.ckpt and the metrics of steps 6 to 20 of runs/a" in result.out
     assert [step_of(path) for path in checkpoints_of(run / "checkpoints")] == [7, 5]
     again = rows(run)
     assert list(again) == list(range(8)) and all(again[step] == table[step] for step in range(6))
     assert best(run) in (5, 7)
     assert train_here(folder, "ckpt=a", "trainer.max_steps=8", tiny=False).code == 0  # once, not from now on
     result = train_here(folder, older, "trainer.max_steps=6", tiny=False)
-    assert "starts a run of its own" in result.out
+    assert "starts a new run" in result.out
 
 
 @pytest.mark.parametrize(

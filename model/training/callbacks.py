@@ -173,7 +173,7 @@ class Progress(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
         step = trainer.global_step
         if step == self._start[1] + 1 and lit.compile_net and trainer.is_global_zero:
-            print(f"the first step took {time.perf_counter() - self._start[0]:.1f} s, compiling included")
+            print(f"the first step took {time.perf_counter() - self._start[0]:.1f} s, including compilation")
         if self.bar is not None:
             self.bar.update(self.task, completed=step, text=self._text(trainer))
         elif trainer.is_global_zero and step % min(self.every, -(-trainer.max_steps // 10)) == 0:

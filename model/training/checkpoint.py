@@ -217,7 +217,7 @@ def _newest_whole(run: Path) -> Path:
         try:
             verify(path)
         except CheckpointError as error:
-            print(f"Passing over a bad checkpoint: {error}")
+            print(f"Skipping a damaged checkpoint: {error}")
             continue
         return path
     raise CheckpointError(

@@ -26,7 +26,9 @@ from model.training.checkpoint import (
 from model.training.loggers import MetricsCSV
 from model.training.runs import Hold, last_logged, new_run
 
-NOTHING_TO_OVERWRITE = "overwrite=true goes back within a run, with ckpt= and without name=: leave it out."
+NOTHING_TO_OVERWRITE = (
+    "overwrite=true sets a run back to an older checkpoint, with ckpt= and without name=: leave it out."
+)
 
 
 def run_of(ckpt: Path, runs: Path = RUNS) -> Path | None:
@@ -60,8 +62,8 @@ def run_from(
         return own
     run = new_run(None, choices, runs=runs, base=f"{own.name}-from-{step}")
     print(
-        f"{own} has gone on to step {later}: going back to step {step} starts a run of its "
-        f"own, {run} (overwrite=true: goes back in {own}, and drops what came after)."
+        f"{own} has checkpoints up to step {later}: resuming from step {step} starts a new run, {run} "
+        f"(overwrite=true: sets {own} back to step {step}, and deletes what came after)."
     )
     return run
 
@@ -129,6 +131,6 @@ def drop_later(run: Path, ckpt: Path, step: int) -> None:
     if later:
         last = max(last_logged(run), *later.values())
         names = ", ".join(path.name for path in later)
-        print(f"overwrite=true: {run} loses {names} and the metrics of steps {step + 1} to {last}.")
+        print(f"overwrite=true: deleting {names} and the metrics of steps {step + 1} to {last} of {run}.")
     for path in later:
         path.unlink()

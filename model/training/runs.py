@@ -114,7 +114,7 @@ def _alone(run: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise _unwritable(run, error, run.parent) from error
-        print(f"{run} cannot be locked ({error.strerror}): let no second process train this run.")
+        print(f"{run} cannot be locked ({error.strerror}): make sure that no other process trains this run.")
         yield
         return
     try:

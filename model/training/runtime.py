@@ -105,8 +105,8 @@ def accumulation(tokens_per_step: int | None, micro_tokens: int, devices: int) -
     if tokens_per_step < at_once or tokens_per_step % at_once:
         lower = max(at_once, tokens_per_step // at_once * at_once)
         raise UserError(
-            f"tokens_per_step={tokens_per_step} is no multiple of the {at_once} tokens that {devices} "
-            f"device(s) take at once (data.batch_size * seq_len * devices): use {lower} or "
+            f"tokens_per_step={tokens_per_step} is not a multiple of the {at_once} tokens that {devices} "
+            f"device(s) process at once (data.batch_size * seq_len * devices): use {lower} or "
             f"{lower + at_once}, or another data.batch_size."
         )
     return tokens_per_step // at_once
@@ -142,7 +142,10 @@ def decoder(
     reasons = attention.unsupported_reasons(call)
     if not reasons:
         return attention
-    say(f"attention={attention.name} cannot decode ({'; '.join(reasons)}): attention.decode=auto does.")
+    say(
+        f"attention={attention.name} cannot decode ({'; '.join(reasons)}): attention.decode=auto decodes "
+        "instead."
+    )
     return build("auto")
 
 
@@ -185,7 +188,7 @@ def slower(device: str, precision: str) -> list[str]:
 
 def resumed(run: Path, ckpt: Path, step: int, changes: list[str]) -> str:
     """What a run resumes from, and what differs from the config that is saved there."""
-    differs = "\n           ".join(changes) or "nothing: the saved config as it is"
+    differs = "\n           ".join(changes) or "nothing (the saved config is used unchanged)"
     return f"resumes    {run} at step {step}, from {ckpt}\nchanged    {differs}"
 
 

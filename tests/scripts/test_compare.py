@@ -80,7 +80,7 @@ def test_a_fault_is_named_with_what_it_looks_like(fault: str, words: str) -> Non
 
 def test_an_old_key_is_understood_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["segments=3"])["document_ids"] == 3
-    assert "note: the command line has segments, which is called document_ids now." in capsys.readouterr().err
+    assert "note: the command line has segments, which is now called document_ids." in capsys.readouterr().err
 
 
 def test_rounding_is_called_rounding() -> None:

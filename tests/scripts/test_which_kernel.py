@@ -60,7 +60,7 @@ def test_a_refusal_gives_the_reasons(which):
 def test_an_old_feature_is_understood_with_a_notice(which):
     code, out, err = which("attention=naive", "features=segments")
     assert code == 0 and "features: document_ids" in out
-    assert "note: the command line has segments, which is called document_ids now." in err
+    assert "note: the command line has segments, which is now called document_ids." in err
 
 
 @pytest.mark.parametrize("passed", ["both", "decode"])

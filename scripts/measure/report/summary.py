@@ -78,10 +78,10 @@ def block(rows: list[Row], gpu: str) -> str:
     passes = dict.fromkeys(row["point"]["pass"] for row in rows)
     more = ", ".join(f"[{passed}](../results/attention/{gpu}_{passed}.svg)" for passed in passes)
     caption = textwrap.fill(
-        f"{machine(rows)}. bf16, causal; TFLOP/s forward / backward, for decode microseconds of one query a "
-        "row over a cache. The fastest of each is bold; `!` marks what may not be trusted (wrong beyond "
-        f"rounding, or another kernel than asked for), `-` what is refused. All panels: {more}. Every row, "
-        f"with kernels, errors and command: `results/attention/{gpu}.jsonl`.",
+        f"{machine(rows)}. bf16, causal. Cells give TFLOP/s of forward / backward; for decode, microseconds "
+        "with one query per sequence. The fastest of each column is bold. `!` marks results that are "
+        "not ranked (their error exceeds rounding error, or another kernel ran than requested), `-` "
+        f"refused calls. All plots: {more}. `results/attention/{gpu}.jsonl` has all rows, with kernels, errors and command.",
         width=118,
         break_long_words=False,
         break_on_hyphens=False,

@@ -189,7 +189,7 @@ def test_of_an_implementation_that_says_nothing_nothing_is_predicted() -> None:
         pass
 
     run = Run(GPT2, 1, Mine("mine"), 2)
-    with pytest.raises(CostsNotDeclared, match=r"attention=mine does not say what it costs.* Mine a method"):
+    with pytest.raises(CostsNotDeclared, match=r"attention=mine does not declare its costs.* Mine a method"):
         peak(run)
 
 

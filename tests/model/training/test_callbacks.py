@@ -48,7 +48,7 @@ def test_the_first_step_of_a_compiled_run_says_how_long_it_took(
             now[0] += 12.34
             trainer.global_step += 1
             progress.on_train_batch_end(trainer, lit)
-    assert capsys.readouterr().out.splitlines() == ["the first step took 12.3 s, compiling included"]
+    assert capsys.readouterr().out.splitlines() == ["the first step took 12.3 s, including compilation"]
 
 
 def test_what_would_be_faster_is_said_on_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:

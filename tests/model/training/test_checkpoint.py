@@ -143,7 +143,7 @@ def test_last_passes_over_a_bad_newest(
     assert resolve("last") == newer.relative_to(Path.cwd()) == resolve("a")
     damage(newer)
     assert resolve("last") == good.relative_to(Path.cwd()) == resolve("a")
-    assert f"Passing over a bad checkpoint: {newer.relative_to(Path.cwd())}" in capsys.readouterr().out
+    assert f"Skipping a damaged checkpoint: {newer.relative_to(Path.cwd())}" in capsys.readouterr().out
     truncate(good)
     with pytest.raises(CheckpointError, match="No checkpoint of runs/a is whole; 2 were tried"):
         resolve("last")
