@@ -18,9 +18,11 @@ from scripts.measure.instruments import ceilings, counters, ladder
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.ladder import STAGES, Launch, Point
 from scripts.measure.report import printed, roofline_plot, roofline_report
-from scripts.measure.rows import append, read
+from scripts.measure.rows import read
+from scripts.measure.studies import Row
 from tests.compilers import pinned
 from tests.ops.test_cuda_compile import sass
+from tests.scripts.studies import row_of
 
 H200 = SimpleNamespace(
     multi_processor_count=132,
@@ -148,9 +150,9 @@ def result_of(point: Point, ms: float, counted: float | None) -> dict[str, Any]:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows() -> list[Row]:
     """Every stage at speeds such as they have, one point without memory, ceilings and tiles."""
-    out = tmp_path / "h200.jsonl"
+    found = []
     roofs = {
         "tensor_mma": ("TFLOP/s", 610.0),
         "tensor_cublas": ("TFLOP/s", 750.0),
@@ -160,7 +162,7 @@ def rows(tmp_path: Path) -> Path:
     }
     for name, (unit, value) in roofs.items():
         result = {"status": "ok"} | asdict(ceilings.Ceiling(value, unit, 1.5))
-        append(out, {"study": "roofline", "implementation": "ceiling", "pass": name}, result)
+        found.append(row_of({"study": "roofline", "implementation": "ceiling", "pass": name}, result))
     rates = {"cuda_naive": 9, "cuda_rowwise": 1.3, "cuda_tiled": 35, "cuda_fa1": 60, "cuda_fa2": 400}
     for stage, rate in rates.items():
         for tokens in roofline.LENGTHS:
@@ -170,26 +172,24 @@ def rows(tmp_path: Path) -> Path:
             result = result_of(point, ms, counted)
             if (stage, tokens) == ("cuda_naive", 8192):
                 result = {"status": "oom", "reason": "CUDA out of memory"}
-            append(out, point.row(), result)
+            found.append(row_of(point.row(), result))
     for tile in roofline.TILES:
         point = Point("cuda_fa2", shape(), tile)
-        append(out, point.row(), result_of(point, 1.0, None))
-    return out
+        found.append(row_of(point.row(), result_of(point, 1.0, None)))
+    return found
 
 
-def test_pictures_from_rows(rows: Path) -> None:
-    found = list(read(rows).values())
-    pictures = roofline_plot.pictures(found)
+def test_pictures_from_rows(rows: list[Row]) -> None:
+    pictures = roofline_plot.pictures(rows)
     assert list(pictures) == ["causal_d128_roofline", "causal_d128_bytes"]
     assert all("<svg" in text for text in pictures.values())
-    assert roofline_plot.pictures(found) == pictures
+    assert roofline_plot.pictures(rows) == pictures
 
 
-def test_tables_from_rows(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = list(read(rows).values())
-    report = roofline_plot.report(found)
+def test_tables_from_rows(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+    report = roofline_plot.report(rows)
     assert report.found == "At T = 16,384 naive reads 90 GB of DRAM, fa2 0.44 GB."
-    naive = [row for row in found if row["point"]["implementation"] != "cuda_fa2"]
+    naive = [row for row in rows if row["point"]["implementation"] != "cuda_fa2"]
     assert roofline_plot.report(naive).found == ""
     printed.say(report.tables, report.notes)
     said = capsys.readouterr().out
@@ -201,8 +201,8 @@ def test_tables_from_rows(rows: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "oom: cuda_naive T 8192 : CUDA out of memory" in said
 
 
-def test_the_bar_is_for_reads_at_both_lengths_and_writes_at_the_longer(rows: Path) -> None:
-    held = dict(roofline_report.bar(read(rows).values()))
+def test_the_bar_is_for_reads_at_both_lengths_and_writes_at_the_longer(rows: list[Row]) -> None:
+    held = dict(roofline_report.bar(rows))
     assert len(held) == 6
     assert sum("write" in what for what in held) == 2
     assert all(within == ("fa2" in what) for what, within in held.items())
@@ -272,10 +272,8 @@ def test_ceilings_are_what_they_say(arch: str, tmp_path: Path) -> None:
         assert MEANT[short] in found
         # nothing else that is meant of another, but for what sums the results
         assert not found.keys() & ({"HMMA", "MUFU", "LDG"} - {MEANT[short]})
-        if short in (
-            "read",
-            "shared",
-        ):  # two three-way exclusive ors sum 16 bytes up: none was read once for two
+        if short in ("read", "shared"):
+            # two three-way exclusive ors sum 16 bytes up: none was read once for two
             assert found[MEANT[short]] >= ceilings.CHAINS
             assert found["LOP3"] < 2 * found[MEANT[short]] + 8
 

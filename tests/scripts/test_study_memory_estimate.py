@@ -62,7 +62,7 @@ def test_what_is_off_is_said() -> None:
     rows.append({"point": {"config": "b"}, "result": {"status": "oom", "reason": "no memory"}})
     report = memory_estimate.report(rows)
     assert report.notes[0].startswith("1 of 2 peaks are within 10%")
-    assert "off by 50.0%" in report.notes[0] and "within 1.00%" in report.notes[0]
+    assert "deviation is 50.0%" in report.notes[0] and "within 1.00%" in report.notes[0]
     assert report.notes[1] == "b: oom: no memory"
     assert [line[3] for line in report.tables[0].lines] == ["off", "-10.0%", "+50.0%"]
 

@@ -129,7 +129,6 @@ def pictures(every: list[Record]) -> dict[str, str]:
     if not found:
         return {}
     figure, axes = panels_of(timed, "Backward: P kept, or computed again (dashed, hatched)", 3 * len(found))
-    names = distinct(every, "implementation")
     for i, (of, mine) in enumerate(found.items()):
         said, counted = f"{SHORT[of[0]]}, D = {of[1]}, causal", any(map(dram, mine))
         best = {n: fastest(mine, n, True) for n in distinct(mine, "seq_len")}
@@ -142,12 +141,12 @@ def pictures(every: list[Record]) -> dict[str, str]:
             ("MiB", "kept from forward to backward", lambda r: r.kept_mib),
         ]  # fmt: skip
         for axis, (y, what, value) in zip(axes[3 * i : 3 * i + 3], drawn, strict=True):
-            panel(axis, merged(lines_of(mine, names, value)), f"{said}: {what}", "N, tokens", y)
+            panel(axis, merged(lines_of(mine, value)), f"{said}: {what}", "N, tokens", y)
         axes[3 * i].axhline(1, color="0.4", lw=0.8)
     return {"": svg(figure, timed)}
 
 
-def lines_of(found: list[Record], names: list[str], value: Callable[[Record], float | None]) -> list[Line]:
+def lines_of(found: list[Record], value: Callable[[Record], float | None]) -> list[Line]:
     """A line a name; those that kept P solid, the others dashed."""
     lines = []
     for name in distinct(found, "implementation"):
