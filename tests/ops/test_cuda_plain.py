@@ -27,6 +27,7 @@ from tests.attention.criterion import run_case
 from tests.compilers import pinned
 from tests.grid import CASES, Case, long_but
 from tests.ops import cpu
+from tests.ops.far import LAYOUTS, far, near
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
 
@@ -120,6 +121,21 @@ def _inputs(tq: int = 40, tk: int = 72, head_dim: int = 64) -> tuple[Tensor, ...
 
 
 _CAUSAL = (AttentionOptions(scale=0.125), None, [0])
+
+
+@pytest.mark.parametrize("layout", long_but([*LAYOUTS], 0))
+@pytest.mark.parametrize("stage", _OPS)
+def test_values_beyond_2_to_the_31_elements(stage: str, layout: str):
+    results = []
+    for tensors in (near(torch.float32, 136), far(near(torch.float32, 136), layout)):
+        *leaves, dout = tensors
+        backward = stage in ("plain", "tiled")
+        leaves = [x.detach().requires_grad_(backward) for x in leaves]
+        out = OnCPU(stage)(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout) if backward else ()
+        results.append((out.detach(), *grads))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("stage", _OPS)
