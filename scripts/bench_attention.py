@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
         metavar="PATTERN[:BLOCKS]",
         help="of model/sparsity.py, and dense: local:8, say",
     )
+    add("--relative-bias", type=positive, metavar="R", help="learned, by distances up to R; T5's has 128")
     add("--kv-lengths", action="store_true", help="decode: with the lengths of a cache, which is full")
     add("--short", action="store_true", help="lengths from 32 on as well")
     add("--dtype", choices=DTYPES, help="default: bf16; on a CPU fp32")

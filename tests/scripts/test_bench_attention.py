@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 
+from attention import registry
 from attention.naive import NaiveAttention
 from ops.options import AttentionOptions
 from scripts import bench_attention
 from scripts.measure import rows, sources
 from scripts.measure.instruments.bench_points import Shape, points
+from scripts.measure.instruments.contestants import Field
 from scripts.measure.instruments.side_by_side import Bench
 from scripts.measure.instruments.timing import Clock, Contestant, Probe, probe, sleeps, spread
 from scripts.measure.machine import machine
@@ -177,6 +179,7 @@ def test_decode_reads_keys_and_values_once():
 
 def usual(**given):
     names = ("seq_len", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "sparsity", "dtype")
+    names += ("relative_bias",)
     options = dict.fromkeys(names) | {"short": False, "kv_lengths": False, "passes": ["forward"]}
     return argparse.Namespace(**options | given)
 
@@ -265,6 +268,16 @@ def test_on_a_gpu(bench, passed):
         assert result["status"] == "ok" and result["kernels_ok"] and result["error_ratio"] <= 1, result
         assert result["peak_mib"] > 0 and ("CUDA graph" in result["timer"]) is (passed == "decode")
         assert 0 < result["ms_median"] < 10
+
+
+def test_a_relative_bias_is_learned_in_the_backward():
+    asked = usual(seq_len=[64], head_dim=[16], batch=[1], heads=2, causal=True, relative_bias=8)
+    ((shape, _),) = points(asked, cuda=False)
+    assert shape.point("tiled", "both")["features"] == "relative_bias=8"
+    attention = registry.build("tiled")
+    contestant = Field(shape, "cpu").contestant("tiled", attention, "both")
+    *_, gradient = contestant.run(contestant.prepare())
+    assert gradient.shape == (2, 17) and gradient.any(1).all()
 
 
 def test_sparse_shapes_count_what_is_kept():

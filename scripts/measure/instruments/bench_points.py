@@ -34,6 +34,7 @@ class Shape:
     decode: bool = False
     kv_lengths: bool = False
     window: int | None = None  # keys to the left of the diagonal
+    relative_bias: int = 0  # distances to each side that have a learned bias
     sparsity: str = ""  # a pattern of model/sparsity.py and its blocks, "local:8"
     study: str = "attention"
 
@@ -45,6 +46,7 @@ class Shape:
         """What identifies a row of results/<study>."""
         on = [f"window={self.window}"] * (self.window is not None) + ["kv_lengths"] * self.kv_lengths
         on += [f"sparsity={self.sparsity}"] * bool(self.sparsity)
+        on += [f"relative_bias={self.relative_bias}"] * bool(self.relative_bias)
         return {
             "study": self.study,
             "implementation": implementation,
@@ -108,6 +110,10 @@ class Shape:
             options["window"] = (self.window, 0 if self.causal else -1)
         if self.sparsity:
             options["block_mask"] = self.kept.to(device)[None, None]
+        if self.relative_bias:
+            shape = self.heads, 2 * self.relative_bias + 1
+            g = torch.Generator(device).manual_seed(0)
+            options["relative_bias"] = torch.randn(shape, device=device, generator=g).requires_grad_()
         if self.kv_lengths:
             options["kv_lengths"] = torch.full((self.batch,), self.tokens, dtype=torch.int32, device=device)
         return options
@@ -138,6 +144,7 @@ class Shape:
         more = f" window {self.window}" if self.window is not None else ""
         more += " kv_lengths" if self.kv_lengths else ""
         more += f" {self.sparsity}" if self.sparsity else ""
+        more += " relative bias" if self.relative_bias else ""
         return f"D={self.head_dim} {mask}{what}={self.tokens} B={self.batch} H={heads} {self.dtype}{more}"
 
 
@@ -160,6 +167,7 @@ def points(options: argparse.Namespace, cuda: bool) -> Iterator[tuple[Shape, lis
                 kv_heads = options.kv_heads or heads
                 for sparsity in options.sparsity or ("",):
                     more = {"window": window, "sparsity": "" if sparsity == "dense" else sparsity}
+                    more["relative_bias"] = options.relative_bias or 0
                     yield Shape(batch, heads, kv_heads, t, d, causal, dtype, **more), square
     if "decode" in options.passes:
         heads = options.heads or 32
