@@ -142,6 +142,7 @@ def test_scripts(folder: Path, command: str) -> None:
         "generate": "max_new_tokens=6 ckpt=first",
         "plot": "",
         "bench_generate": "--model tiny --batch 2 --prompt 4 --new 4 --seq-len 16 --out x.jsonl",
+        "bench_serve": "--model tiny --requests 2 --prefix 8 --suffix 1 2 --new 1 3 --repeat 1 --out s.jsonl",
         "bench_attention": "--attention naive tiled --heads 2 --batch 1 --head-dim 16 --seq-len 32 --causal "
         "--budget 0.002 --out y.jsonl",
         "which_kernel": "seq_len=32 heads=2",

@@ -47,6 +47,7 @@ OTHERS = {
     "gpt2_124m": Measurement(("python scripts/bench_train.py --nanogpt nanoGPT/model.py",), 300),
     "parity": Measurement(("python scripts/parity.py",), 600),
     "generate": Measurement(("python scripts/bench_generate.py --batch 1 32",), 120),
+    "serve": Measurement(("python scripts/bench_serve.py",), 120),
     "shakespeare_char": Measurement(("python train.py experiment=shakespeare_char",), 64, estimated=False),
 }
 

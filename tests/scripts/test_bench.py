@@ -1,11 +1,13 @@
 """The benchmarks' command lines, and the names of the files their rows go to."""
 
 import argparse
+import json
 import sys
 from importlib import import_module
 
 import pytest
 
+from scripts import bench_serve
 from scripts.measure import rows
 from scripts.measure.machine import ROOT, command, gpu_slug
 from scripts.measure.rows import rows_file
@@ -33,6 +35,7 @@ def test_gpu_slug(name, slug):
         ("bench_generate", "--attention foo", ("--attention", "'foo'", "naive")),
         ("bench_generate", "--batch 1 0", ("--batch", "0 is no whole number, at least 1")),
         ("bench_generate", "--new many", ("--new", "many is no whole number")),
+        ("bench_serve", "--slots 0", ("--slots", "0 is no whole number, at least 1")),
         ("bench_train", "--attention foo", ("--attention", "'foo'", "naive")),
         ("bench_train", "--batch -1", ("--batch", "at least 1")),
         ("bench_train", "--batch 0", ("--batch", "at least 1")),
@@ -127,3 +130,22 @@ def test_a_training_benchmark_is_a_point_of_its_recipe(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_train.py", "--nanogpt", "model.py"])
     theirs = arguments(bench_train.words_of(bench_train.arguments(), peer=True))
     assert theirs.peer == "nanogpt=model.py" and (theirs.warm_up, theirs.steps, theirs.rounds) == (20, 60, 5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots", "steps"), [([5], 4, 5), ([2, 3, 4], 1, 9), ([4, 1, 1, 1], 2, 4), ([1, 1, 4], 2, 5)]
+)
+def test_an_ideal_schedule_fills_the_first_free_slot(lengths, slots, steps):
+    assert bench_serve.ideal_steps(lengths, slots) == steps
+
+
+def test_serving_is_measured(tmp_path, monkeypatch):
+    out = tmp_path / "serve.jsonl"
+    words = "--model tiny --requests 2 --prefix 8 --suffix 1 2 --new 1 3 --slots 1 --block 4 --repeat 1 --out"
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *words.split(), str(out)])
+    bench_serve.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    shared, apart, lengths = (row["result"] for row in rows)
+    assert [shared["found"], apart["found"]] == [8, 0]
+    assert shared["computed"] + 8 == shared["prompt_tokens"] == apart["computed"]
+    assert lengths["tokens_per_s"] > 0 and lengths["of_ideal"] > 0 and lengths["memory_of_held"] >= 1
