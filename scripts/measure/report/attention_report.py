@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.measure.instruments.bench_points import PASSES
 from scripts.measure.report.figures import Line, panel, panels_of, svg, thousands
-from scripts.measure.report.tables import listed
+from scripts.measure.report.tables import cell_of, listed
 from scripts.measure.rows import trusted
 from scripts.measure.studies import Row, Table
 
@@ -75,17 +75,14 @@ def ratio(name: str, panel: Panel, tokens: int) -> float | None:
 
 def cell(name: str, panel: Panel, tokens: int) -> str:
     row = panel[name].get(tokens)
-    if row is None:
-        return ""
-    result = row["result"]
-    if result["status"] != "ok":
-        return {"unsupported": "-"}.get(result["status"], result["status"])
-    if row["point"]["pass"] == "decode":
-        text = f"{1e3 * result['ms_median']:.1f} us {100 * result['copy_fraction']:.0f}%"
-    else:
-        text = f"{result['tflops']:#.3g}".rstrip(".")
-    compared = ratio(name, panel, tokens)
-    return text + ("" if compared is None else f" {compared:.2f}x") + ("" if trusted(result) else " !")
+
+    def show(result: dict[str, Any]) -> str:
+        compared, text = ratio(name, panel, tokens), f"{result['tflops']:#.3g}".rstrip(".")
+        if row["point"]["pass"] == "decode":
+            text = f"{1e3 * result['ms_median']:.1f} us {100 * result['copy_fraction']:.0f}%"
+        return text + ("" if compared is None else f" {compared:.2f}x")
+
+    return cell_of(row and row["result"], show)
 
 
 def tables(rows: list[Row]) -> list[Table]:

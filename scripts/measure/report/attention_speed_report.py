@@ -11,7 +11,7 @@ from attention.base import PRODUCTS
 from scripts.measure.instruments.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
 from scripts.measure.report.attention_report import ours_first
 from scripts.measure.report.figures import thousands
-from scripts.measure.report.tables import Record, records, where
+from scripts.measure.report.tables import Record, cell_of, records, where
 from scripts.measure.studies import Row, Table
 
 PASSES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -40,16 +40,6 @@ def paper(
     }  # fmt: skip
 
 
-def cell(r: Record | None, show: Callable[[Record], str]) -> str:
-    """A figure; "!" after one that is wrong beyond rounding or of other kernels; what there is instead."""
-    if r is None:
-        return ""
-    if r.status == "ok":
-        return show(r) + ("" if r.trusted else " !")
-    slow = r.status == "error" and r.get("not_tried")
-    return "slow" if slow else {"unsupported": "-"}.get(r.status, r.status)
-
-
 def tflops(r: Record) -> str:
     return f"{r.tflops:#.3g}".rstrip(".")
 
@@ -62,7 +52,7 @@ def grid(title: str, columns: dict[str, dict[str, Record]], show: Callable[[Reco
     """A line an implementation that can do any of it, a column a selection of rows; nothing for no rows."""
     columns = {head: found for head, found in columns.items() if found}
     names = sorted({name for found in columns.values() for name in found}, key=order)
-    lines = [[name, *(cell(found.get(name), show) for found in columns.values())] for name in names]
+    lines = [[name, *(cell_of(found.get(name), show) for found in columns.values())] for name in names]
     lines = [line for line in lines if any(text not in ("", "-") for text in line[1:])]
     return [Table(title, [["", *columns], *lines])] if lines else []
 

@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from scripts.measure.report import attention_report as report
-from scripts.measure.report.tables import markdown
+from scripts.measure.report.tables import cell_of, markdown
 from scripts.measure.rows import trusted
 
 HEAD_DIMS, LENGTHS, CACHES = (64, 128, 256), (1024, 4096, 16384), (4096, 32768)
@@ -101,15 +101,14 @@ def _both(of: dict[str, report.Panel], name: str, length: int) -> str:
 
 
 def _cell(panel: report.Panel, name: str, length: int, field: str) -> str:
-    row = panel.get(name, {}).get(length)
-    if row is None:
-        return ""
-    result = row["result"]
-    if result["status"] != "ok":
-        return {"unsupported": "-"}.get(result["status"], result["status"])
+    result = panel.get(name, {}).get(length, {"result": None})["result"]
     timed = [line[length]["result"] for line in panel.values() if length in line]
     right = [other for other in timed if trusted(other)]
     fastest = min(right, key=lambda other: other["ms_median"], default=None)
-    value = f"{1e3 * result[field]:.1f}" if field == "ms_median" else f"{result[field]:#.3g}".rstrip(".")
-    value += "" if trusted(result) else " !"
-    return f"**{value}**" if result is fastest else value
+
+    def show(result: dict[str, Any]) -> str:
+        us = field == "ms_median"
+        return f"{1e3 * result[field]:.1f}" if us else f"{result[field]:#.3g}".rstrip(".")
+
+    value = cell_of(result, show)
+    return f"**{value}**" if fastest and result is fastest else value

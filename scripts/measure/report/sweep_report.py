@@ -10,7 +10,7 @@ from typing import Any
 from scripts.measure.report import figures, sweep_bars
 from scripts.measure.report.attention_report import ours_first
 from scripts.measure.report.figures import digest, drawing, machines, merged, panel, subplots, thousands
-from scripts.measure.rows import trusted
+from scripts.measure.report.tables import cell_of
 from scripts.measure.studies import Row, Table
 
 Line = dict[int, list[Row]]  # tokens of context -> rows, the micro-batch that was asked for first
@@ -78,12 +78,8 @@ def cell(rows: list[Row] | None, show: Callable[[Row], str]) -> str:
     if not rows:
         return ""
     row = works(rows)
-    if row is None:
-        result = rows[-1]["result"]
-        late = "timeout_s" in result
-        return "timeout" if late else {"unsupported": "-"}.get(result["status"], result["status"])
-    text = show(row) + ("" if trusted(row["result"]) else " !")
-    return text if row is rows[0] else f"{text} ({row['point']['micro_batch']})"
+    text = cell_of((row or rows[-1])["result"], lambda _: show(row))
+    return text if row in (None, rows[0]) else f"{text} ({row['point']['micro_batch']})"
 
 
 def tables(rows: list[Row]) -> list[Table]:

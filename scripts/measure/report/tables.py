@@ -81,6 +81,20 @@ def times(value: float) -> str:
     return "" if value != value else f"{value:.1f}x"
 
 
+def cell_of(result: dict[str, Any] | None, show: Callable[[Any], str]) -> str:
+    """A figure, "!" after one that may not be trusted; why there is none: oom, timeout, slow
+    (not tried), error, - (refused); "" for no row."""
+    if result is None:
+        return ""
+    if result["status"] == "ok":
+        return show(result) + ("" if trusted(result) else " !")
+    if "timeout_s" in result:
+        return "timeout"
+    if result["status"] == "error" and result.get("not_tried"):
+        return "slow"
+    return "-" if result["status"] == "unsupported" else result["status"]
+
+
 def outcome(row: Any, field: str) -> str:
     """The figure of a row of a frame, or why there is none: oom, slow, error, - (unsupported)."""
     if row["status"] == "ok":
