@@ -142,7 +142,9 @@ def finetuned(
         return {}
     adapters = Adapters(asked.rank, asked.alpha, list(asked.targets))
     if "FSDP2" in str(cfg.trainer.get("strategy")):
-        raise UserError("finetune=lora does not go with trainer=fsdp2: use trainer=ddp, or finetune=full.")
+        raise UserError(
+            "finetune=lora does not go with trainer=fsdp2 or context_parallel: use ddp, or finetune=full."
+        )
     if ckpt is not None:
         adapters = replace(adapters, base=read_header(ckpt)[0]["adapters"]["base"])
         load_base(net, ckpt, adapters, run)

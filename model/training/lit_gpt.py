@@ -110,7 +110,8 @@ class LitGPT(L.LightningModule):
         groups = self.parameter_groups()
         if self.device_mesh is not None and any(group.get("muon") for group in groups):
             raise UserError(
-                "optim=muon needs whole matrices, and trainer=fsdp2 shards them: use trainer=ddp."
+                "optim=muon needs whole matrices, and trainer=fsdp2 and context_parallel shard them: use "
+                "trainer=ddp."
             )
         optimizer = self.make_optimizer(groups)
         self.settings = [
