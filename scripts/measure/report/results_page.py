@@ -32,12 +32,12 @@ SHORT = 160  # characters of a sentence that a table can hold
 OPEN = 2  # tables of a study that are shown at once
 HEAD = """# Results
 
-What was measured, by study: the question, the command that measures it again, pictures, findings, tables.
-`python scripts/report.py` writes this page and the pictures from the rows in `<study>/<gpu>.jsonl`, one a
-point, with the machine, versions, commit and command behind it; no figure is typed. `python scripts/study.py
-all` measures all of it again, {takes} in all.
+For each study, this page shows the question, the command that measures it, plots, findings and tables.
+`python scripts/report.py` generates this page and the plots from the rows in `<study>/<gpu>.jsonl`; no figure
+is typed by hand. Each row is one measured point, with the machine, library versions, commit and command.
+`python scripts/study.py all` measures everything again, which takes {takes} in all.
 
-[CLAIMS.md](CLAIMS.md) holds these results against what tutorials and papers claim."""
+[CLAIMS.md](CLAIMS.md) tests claims of papers and tutorials against these results."""
 
 
 @dataclass(frozen=True)
