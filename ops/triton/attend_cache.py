@@ -38,7 +38,8 @@ def cache_tile(rows: int, bits: int, block_d: int) -> CacheTile:
     if bits == 32:
         return CacheTile(min(m, 32), 32, 4, 1, 2)
     if m > 16:
-        return CacheTile(m, 64 if block_d <= 128 else 32, 4, 2, 2)
+        warps = 8 if m == 64 else 4  # with 4, a chunk's tile spills registers over an int4 cache
+        return CacheTile(m, 64 if block_d <= 128 else 32, warps, 2, 2)
     return CacheTile(m, 64 if block_d <= 128 else 32, 4, 3, 2)
 
 

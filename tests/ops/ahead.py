@@ -22,7 +22,7 @@ from ops.triton import configs
 @dataclass(frozen=True)
 class Build:
     """One kernel as ops/triton/attention.py launches it: forward, dkdv, dq, decode or combine; or cached, of
-    ops/triton/attend_cache.py: one query of each row, `extras` fp8, int8 or int4 and paged too.
+    ops/triton/attend_cache.py: one query of each row, or a chunk; `extras` fp8, int8 or int4 and paged too.
 
     `masked`: causal; `extras`: softcap, alibi, bias, bias_grad, relative_bias, dropout, document_ids,
     kv_lengths, block_mask, pointers (tensors that descriptors cannot load); `split`: whether decode splits
@@ -60,7 +60,7 @@ class Build:
         if self.kind == "cached":
             from ops.triton.attend_cache import cache_tile
 
-            return cache_tile(4, self.bits, self.block_d)
+            return cache_tile(256 if "chunk" in self.extras else 4, self.bits, self.block_d)
         if self.kind in ("decode", "combine"):
             return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
         return configs.tile(self.kind, *facts, self.masked, self.heavy, self.learned)

@@ -154,7 +154,9 @@ def test_the_cached_kernel_compiles_where_its_numbers_exist(stored: str) -> None
     ]
     for got in check(builds):
         assert got["instructions"]["mma"] and got["instructions"]["cp.async"], got
-    check([build("cached", (9, 0), 16, d, True, *[stored] * bool(stored), "paged") for d in (64, 256)])
+    paged = *[stored] * bool(stored), "paged"
+    check([build("cached", (9, 0), 16, d, True, *paged) for d in (64, 256)])
+    check([build("cached", (9, 0), 16, d, True, *paged, "chunk") for d in (64, 128, 256)])
 
 
 def test_a_decoding_step_asks_for_its_weights_before_it_waits() -> None:
