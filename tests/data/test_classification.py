@@ -33,7 +33,8 @@ def module(rank=0, world_size=1, **options):
     options = {"batch_size": 4, "seed": 3} | options
     made = ClassificationDataModule(**examples, **options)
     if world_size > 1:
-        made.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
+        part = {"rank": rank, "num_replicas": world_size}
+        made.trainer = SimpleNamespace(distributed_sampler_kwargs=part)
     return made
 
 
