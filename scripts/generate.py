@@ -185,7 +185,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
 
 def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:
     """Whether `options` ask for a paged cache, and so for continuous batching. cache=auto does for a
-    prompt_file, unless no attention, or not the one chosen to decode, can read such a cache."""
+    prompt_file on a CPU, unless no attention, or not the one chosen to decode, can read such a cache. On a GPU
+    it does not yet: there the kernels that read blocks have been compiled, but not run."""
     from attention.naive import NaiveAttention
     from conf.compose import build_attention
     from model.calls import attention_call
@@ -196,9 +197,9 @@ def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool
         raise UserError(f"cache={cache}: choose auto, dense or paged.")
     if cache == "paged" and not options["kv_cache"]:
         raise UserError("cache=paged and kv_cache=false: a cache needs kv_cache=true.")
-    if cache != "auto" or not options["prompt_file"] or not options["kv_cache"]:
-        return cache == "paged"
     weight, kinds = model.lm_head.weight, paged_kinds(model, options["cache_dtype"])
+    if cache != "auto" or not options["prompt_file"] or not options["kv_cache"] or weight.is_cuda:
+        return cache == "paged"
     how = {"batch": options["slots"], "tokens": tokens, "device": weight.device, "dtype": weight.dtype}
     asked = cfg.attention.get("decode")
     reader = build_attention(cfg, asked) if asked else NaiveAttention()  # which can all that any can
