@@ -185,8 +185,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
 
 def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:
     """Whether `options` ask for a paged cache, and so for continuous batching. cache=auto does for a
-    prompt_file on a CPU, unless no attention, or not the one chosen to decode, can read such a cache. On a GPU
-    it does not yet: there the kernels that read blocks have been compiled, but not run."""
+    prompt_file on a CPU, unless no attention, or not the one chosen to decode, can read such a cache; not yet
+    on a GPU: there the kernels that read blocks have been compiled, but not run."""
     from attention.naive import NaiveAttention
     from conf.compose import build_attention
     from model.calls import attention_call
