@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 
-if not __package__:  # python scripts/<command>.py: see there
+if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 

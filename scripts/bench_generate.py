@@ -15,7 +15,7 @@ import itertools
 import statistics
 from typing import Any
 
-if not __package__:  # python scripts/<command>.py: see there
+if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 STUDY = "generate"

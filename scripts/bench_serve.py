@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-if not __package__:  # python scripts/<command>.py: see there
+if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 STUDY = "serve"

@@ -28,7 +28,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # python scripts/<command>.py: see there
+if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 from conf.values import UserError

@@ -19,7 +19,7 @@ import sys
 import time
 from types import ModuleType
 
-if not __package__:  # python scripts/<command>.py: see there
+if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 from scripts.measure import measurements, studies

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-if not __package__:  # python scripts/<command>.py: see there
+if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
 

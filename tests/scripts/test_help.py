@@ -49,3 +49,11 @@ def test_a_program_of_another_command_names_it() -> None:
         [sys.executable, "-m", "scripts.measure.instruments.ladder"], cwd=ROOT, capture_output=True, text=True
     )
     assert ran.returncode == 1 and ran.stderr.startswith("scripts/roofline.py runs this")
+
+
+def test_a_process_that_a_command_spawns_loads_its_file() -> None:
+    """multiprocessing runs it again by path, without scripts/ among the places of imports."""
+    again = "import runpy, sys; [runpy.run_path(path, run_name='__mp_main__') for path in sys.argv[1:]]"
+    command = [sys.executable, "-c", again, *map(str, COMMANDS)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
