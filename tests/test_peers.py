@@ -38,13 +38,15 @@ LitGPT.training_step, TrainStream._batches = faulty_step, faulty_batches
 train.main()
 """
 long = pytest.mark.long
+# Of rank 0, which keeps the store: the second where the other one was only about to connect.
+GONE = "the connection to it is gone|it has given no sign of life"
 
 
 @pytest.mark.parametrize(
     ("fault", "rank", "strategy", "why"),
     [
         ("SIGKILL", 1, "ddp", "its process ended with signal SIGKILL"),
-        pytest.param("SIGKILL", 0, "ddp", "the connection to it is gone", marks=long),
+        pytest.param("SIGKILL", 0, "ddp", GONE, marks=long),
         pytest.param("SIGKILL", 1, "fsdp2", "its process ended with signal SIGKILL", marks=long),
         pytest.param("SIGSTOP", 1, "ddp", f"it has given no sign of life for {LIMIT} s", marks=long),
         pytest.param("SIGSTOP", 0, "ddp", "it has given no sign of life", marks=long),
@@ -68,7 +70,8 @@ def test_a_rank_is_lost(
         process.kill()
     result = finish(process)
     assert result.code != 0
-    assert f"error: rank {rank} was lost after step {AT}: {why}" in result.err, result.err
+    said = [f"error: rank {rank} was lost after step {AT}: {each}" for each in why.split("|")]
+    assert any(each in result.err for each in said), result.err
     assert "Saved: step 10." in result.err and "python train.py ckpt=a trainer.devices=" in result.err
     assert metrics.exists()
 
