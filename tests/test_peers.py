@@ -12,7 +12,7 @@ from tests.running import finish, rows, start, train_here
 from tests.test_distributed import ONE, STEP, assert_same, limits, two
 
 AT = 13  # steps that are done when it happens; a checkpoint is there of 10
-LIMIT = 5  # seconds for the tests; model/training/peers.py has more
+LIMIT = 8  # seconds for the tests, on a busy machine; model/training/peers.py has more
 FAULTY = f"""
 import os, signal, time
 import train
