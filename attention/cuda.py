@@ -71,8 +71,6 @@ STAGES = {
     "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
     "fa3": Stage("ops.cuda.hopper", _HOPPER),
 }
-# fa3's backward of wider heads (fa3_backward_wide.cuh) has run on a CPU alone, and is not offered yet.
-_BACKWARD_HEAD_DIM = {"fa3": _TENSOR_CORES.max_head_dim}
 _DECLARATION = Declaration(
     kernels=(Kernels("our CUDA kernels", r"^tilegpt_"),),
     compilation=Compilation(),
@@ -100,20 +98,21 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
         raise UnsupportedAttention(
             f"cuda_{stage}", ["no backward: runs forward only (attention=cuda has one)"]
         )
-    if reason := _no_backward(stage, q.shape[3]):
-        raise UnsupportedAttention(f"cuda_{stage}", [reason])
+    *args, tuning, bias_grad = args
     if torch.are_deterministic_algorithms_enabled():
-        *args, tuning, bias_grad = args
-        args = (*args, [1, *tuning[1:]], bias_grad)
-    return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")(dout, q, *args)
+        tuning = [1, *tuning[1:]]
+    if tuning and tuning[0] and (reason := _not_deterministic(stage, q.shape[3])):
+        raise UnsupportedAttention(f"cuda_{stage}", [reason])
+    backward = getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")
+    return backward(dout, q, *args, tuning, bias_grad)
 
 
-def _no_backward(stage: str | None, head_dim: int) -> str | None:
-    """Why a stage that goes forward at this head dim does not go backward, if so."""
-    most = _BACKWARD_HEAD_DIM.get(stage or "", head_dim)
-    if head_dim <= most or head_dim > (STAGES[stage].capabilities.max_head_dim or head_dim):
+def _not_deterministic(stage: str | None, head_dim: int) -> str | None:
+    """Why fa3 has no deterministic backward at this head dim, if so: it takes fa2's."""
+    most = STAGES["fa2"].capabilities.max_head_dim
+    if stage != "fa3" or not most < head_dim <= STAGES["fa3"].capabilities.max_head_dim:
         return None
-    return f"no backward at head dim {head_dim}: needs at most {most} (model.n_embd / model.n_head)"
+    return f"no deterministic backward at head dim {head_dim}: needs at most {most} (attention.deterministic)"
 
 
 def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
@@ -187,8 +186,8 @@ class CudaStage(Attention):
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)
-        if call.backward and (reason := _no_backward(self.stage, call.head_dim)):
-            reasons.append(reason)
+        if call.backward and (self.deterministic or must_be_deterministic()):
+            reasons += filter(None, [_not_deterministic(self.stage, call.head_dim)])
         if self.stage == "rowwise" and call.arch and call.tk > (most := rowwise_keys(call.arch)):
             reasons.append(
                 f"no {call.tk} keys: needs at most {most} on {arch_name(call.arch)}, whose scores fit into "

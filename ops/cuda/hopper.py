@@ -211,8 +211,6 @@ _BACKWARD = {
     192: HopperBackwardTile(64, 64, 2, 1),
     256: HopperBackwardTile(64, 64, 2, 1),
 }
-# Options with which a call takes fa2's backward: in its present form, fa3's has run with them only on a CPU.
-NOT_RUN = ("SOFTCAP", "ALIBI", "DOCUMENT_IDS", "LENGTHS", "DROPOUT")
 # With a softcap or dropout, which need P in fp32 until dS is there: at D <= 64 that spills with 128 queries.
 _BACKWARD_EXACT = _BACKWARD | {64: HopperBackwardTile(64, 128, 2, 2)}
 
@@ -250,8 +248,7 @@ def fa3_backward(
     """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
     *of_call, _ = options
     call = Call(*map(_mappable, (q, k, v)), *of_call)
-    deterministic = call.tuning and call.tuning[0]  # here dQ is added up in any order
-    if deterministic or any(call.defines[name] for name in NOT_RUN):
+    if call.tuning and call.tuning[0]:  # deterministic: here dQ is added up in any order
         return fa2_backward(dout, q, k, v, out, lse, *options)
     return run_backward(dout, q, k, v, out, lse, call, backward_tile(q.shape[3], call.defines))
 

@@ -51,8 +51,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fa2", {"dtype": torch.float32}, "no float32: "),
         ("fa2", {"device": "cpu", "arch": None}, "no cpu: "),
         ("fa3", {"arch": (10, 0)}, "no sm_100: needs a GPU from sm_90 to sm_90"),
-        ("fa3", {"backward": False, "head_dim": 256}, None),
-        ("fa3", {"head_dim": 136}, "no backward at head dim 136: needs at most 128"),
+        ("fa3", {"head_dim": 256}, None),
+        ("fa3", {"head_dim": 264}, "no head dim 264: needs at most 256"),
     ],
 )
 def test_what_the_stages_do(name: str, call: dict[str, Any], reason: str | None) -> None:
@@ -96,6 +96,9 @@ def test_determinism_is_an_option() -> None:
         assert build(name).capabilities.deterministic is deterministic
     assert CudaStage("fa2", deterministic=True).capabilities.deterministic
     assert CudaAttention(deterministic=True).resolve(CALL).capabilities.deterministic
+    fa3, wide = CudaStage("fa3", deterministic=True), replace(CALL, head_dim=256)
+    assert fa3.unsupported_reasons(CALL) == fa3.unsupported_reasons(replace(wide, backward=False)) == []
+    assert "no deterministic backward at head dim 256" in fa3.unsupported_reasons(wide)[0]
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,6 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
             (attention, "_check", lambda *_: None),
             # what only a driver can make
             (hopper, "tensor_map", lambda *_: bytes(128)),
-            (hopper, "NOT_RUN", ()),  # what no call takes yet is compiled too
             (torch.cuda, "get_device_capability", lambda *_: arch),
             (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch.Tensor, "is_cuda", True),
@@ -156,7 +155,7 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
         other = [0, 1] if stage == "tiled" else [0, 0] if able.deterministic else [1, 0]
         for tuning in dict.fromkeys((tuple(default), tuple(other))):
             out, lse = cuda._forward(stage, q, k, v, *options, tuning)
-            if able.backward and not cuda._no_backward(stage, q.shape[3]):
+            if able.backward and not (tuning[0] and cuda._not_deterministic(stage, q.shape[3])):
                 cuda._backward(stage, dout, q, k, v, out, lse, *options, tuning, False)
     return found
 

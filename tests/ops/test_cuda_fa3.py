@@ -69,9 +69,9 @@ def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...]) -> None:
     [
         ({"causal": False, "window": (5, 3)}, 0, "fa3"),
         ({}, 1, "fa2"),
-        ({"softcap": 3.0}, 0, "fa2"),
-        ({"alibi_slopes": torch.ones(2)}, 0, "fa2"),
-        ({"dropout_p": 0.1}, 0, "fa2"),
+        ({"softcap": 3.0}, 0, "fa3"),
+        ({"alibi_slopes": torch.ones(2)}, 0, "fa3"),
+        ({"dropout_p": 0.1}, 0, "fa3"),
     ],
     ids=str,
 )

@@ -60,7 +60,6 @@ def use(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
     monkeypatch.setattr(cuda, "missing", lambda: None)
     monkeypatch.setitem(cuda._OPS, "fa2", _OP)
     monkeypatch.setattr(hopper, "tensor_map", cpu.tensor_map)
-    monkeypatch.setattr(hopper, "NOT_RUN", ())
     monkeypatch.setattr(nvrtc, "kernel", compiler)
     monkeypatch.setattr(plain, "_kernel", compiler)
 

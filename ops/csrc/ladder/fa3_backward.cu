@@ -22,10 +22,8 @@
 // HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; 4 bytes a number of dQ, cleared, read,
 // and added to Tk / BC times in the L2.
 // Options. A mask, and the ids of documents, are looked at in the tiles that the ends of a block's queries cross; softcap,
-// ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score. (Of these a window alone
-// has run on a GPU in this form; with the others the host takes fa2_backward.cu.)
-// D > 128: registers lack for dK and dV of 64 keys; see fa3_backward_wide.cuh. (It has run on a CPU alone,
-// tests/ops/test_cuda_fa3_cpu.py, and attention/cuda.py does not offer it yet.)
+// ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score.
+// D > 128: registers lack for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PAD_D, BLOCK_D (columns of a block in shared memory), BR (queries of a tile), STAGES (of Q),
 // DO_STAGES (of dO; as many, unless D > 128), LATE_DQ, LATE_DK, BOUNDED_WAITS.
