@@ -166,6 +166,18 @@ def test_asked_for_flash_and_silently_run_as_products(measured):
     assert run(Ask("formula", "sdpa_flash", call="formula"), setting, "float32")["as_asked"] is False
 
 
+def test_a_flag_of_transformers_is_what_its_attention_ran(measured, monkeypatch):
+    (row,) = rows_of(measured, "asked", implementation="GPT2Model(flash_attention_2)")
+    assert row["result"]["status"] == "unsupported" and "FlashAttention2" in row["result"]["reason"]
+    setting = Setting("cpu", 1, 2, 16, {})
+    monkeypatch.setattr("scripts.measure.instruments.asked.FLAG", "sdpa")
+    ran = {want: run(Ask("flag", want, call="transformers"), setting, "float32") for want in ("flash2", "sdpa")}
+    assert [each["as_asked"] for each in ran.values()] == [False, True]
+    assert "aten::addmm" in ran["sdpa"]["kernels"]  # products of the model's own, which are not its attention
+    monkeypatch.setattr("scripts.measure.instruments.asked.FLAG", "eager")
+    assert run(Ask("flag", "sdpa_flash", call="transformers"), setting, "float32")["as_asked"] is False
+
+
 def test_report_and_claims_from_rows_alone(measured, tmp_path):
     rows = list(read(measured).values())
     report = numerics.report(rows)

@@ -25,13 +25,14 @@ from attention.base import Attention
 from scripts.measure.instruments.bench_points import DTYPES, Shape
 from scripts.measure.instruments.contestants import Field
 from scripts.measure.instruments.exactness import HEAD_DIM, Measurement, Setting
-from scripts.measure.instruments.kernels import as_field, expected, family, profile
+from scripts.measure.instruments.kernels import PLAIN, PLAIN_CPU, as_field, expected, family, profile
 
 FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 CUDNN, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 # The implementation that each backend stands for.
 OF = {FLASH: "sdpa_flash", EFFICIENT: "sdpa_efficient", CUDNN: "sdpa_cudnn", MATH: "sdpa_math"}
 ABOUT = "attention|sdp|kernel|backend"  # what a warning that says what runs would speak of
+FLAG = "flash_attention_2"  # of transformers: what is said to give FlashAttention-3 on Hopper
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Ask:
     mask: bool = False
     dropout_p: float = 0.0
     layout: str = "contiguous"  # or "transposed", with the tokens innermost
-    call: str = "sdpa"  # or "formula", or "compiled": the formula under torch.compile
+    call: str = "sdpa"  # or another of CALLS
 
     @property
     def features(self) -> str:
@@ -78,6 +79,7 @@ ASKS = (
     Ask("enable_flash_sdp(True)", "sdpa_flash", mask=True),
     Ask("softmax(Q K^T) V", "naive", call="formula"),
     Ask("torch.compile of softmax(Q K^T) V", "naive", call="compiled"),
+    Ask(f"GPT2Model({FLAG})", "flash2", call="transformers"),
 )
 
 
@@ -105,7 +107,7 @@ def run(ask: Ask, setting: Setting, dtype: str) -> dict[str, Any]:
             torch.set_warn_always(True)  # some come once in a process
             try:
                 call(ask, q, k, v)
-            except RuntimeError as error:
+            except (RuntimeError, ImportError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 return {"status": "unsupported", "reason": str(error).splitlines()[0]}
@@ -116,6 +118,8 @@ def run(ask: Ask, setting: Setting, dtype: str) -> dict[str, Any]:
     said = list(dict.fromkeys(text for text in told if re.search(ABOUT, text, re.IGNORECASE)))
     names = [kernel.name for kernel in kernels]
     ran = list(dict.fromkeys(label for name in names if (label := family(name))))
+    if ask.call == "transformers":  # a model's own products are no evidence against its attention
+        ran = [label for label in ran if label not in (PLAIN, PLAIN_CPU)] or ran
     as_asked = set(ran) <= set(expected(registry.declaration(ask.wants))) and bool(ran) if ask.wants else None
     return {"status": "ok", "kernels": as_field(kernels), "ran": ran, "as_asked": as_asked, "said": said}
 
@@ -150,7 +154,19 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
+def transformers(ask: Ask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A layer of Hugging Face's GPT-2 with the flag, over hidden states of q's numbers. Raises ImportError
+    without the package that the flag asks for."""
+    from transformers import GPT2Config, GPT2Model
+
+    x = q.transpose(1, 2).flatten(2)  # (batch, tokens, heads * head_dim)
+    sizes = {"n_layer": 1, "n_head": q.shape[1], "n_embd": x.shape[2], "n_positions": x.shape[1]}
+    model = GPT2Model(GPT2Config(**sizes, attn_implementation=FLAG)).to(x.device, x.dtype)
+    return model.eval()(inputs_embeds=x).last_hidden_state
+
+
 CALLS: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa, "formula": formula, "compiled": compiled}
+CALLS |= {"transformers": transformers}
 
 
 def implementation(
