@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 
 from scripts.measure.report.sweep_report import beside
+from scripts.measure.rows import by_gpu
 from tests.running import ROOT, Result, train_here, write_book
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -199,6 +200,13 @@ def test_the_first_screen_says_what_was_measured() -> None:
     assert f"our Triton kernels it is {triton}" in screen
     assert f"cuDNN or Triton peaks at {peak('triton')} GiB, nanoGPT at {peak('nanoGPT')} GiB" in screen
     assert peak("triton") == peak("sdpa_cudnn")
+    steps = {
+        row["point"]["implementation"]: f"{row['result']['peak_mib'] / 1024:.1f} GiB with"
+        for row in by_gpu(ROOT / "results/step_memory")["h200"]
+        if row["point"]["seq_len"] == 8192
+    }
+    whole = [steps[name] for name in ("naive", "triton")]
+    assert f"at T = 8k takes {whole[0]} naive attention, {whole[1]} tiled" in screen
     kinds = len(list((ROOT / "conf/attention").glob("*.yaml"))) - 1  # auto is a choice among them
     assert f"{kinds} implementations" in screen
 

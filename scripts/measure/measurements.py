@@ -41,7 +41,6 @@ OTHERS = {
         ),
         150,
     ),
-    "step_memory": Measurement(("python scripts/sweep.py experiment=step_memory",), 480),
     "cuda_ladder": Measurement(("python scripts/bench_ladder.py",), 120),
     "roofline": Measurement(("python scripts/roofline.py", "python scripts/roofline.py --tiles"), 300),
     "gpt2_124m": Measurement(("python scripts/bench_train.py --nanogpt nanoGPT/model.py",), 300),

@@ -27,7 +27,7 @@ def test_memory_grows_as_fitted_and_ends_and_tokens_are_beside_it():
     rows = overview.drawn(peaks(), fake_rows())
     assert {each["point"]["implementation"] for each in rows} == {"naive", "triton"}
     texts = re.findall(r"<!-- (.*?) -->", overview.picture(rows))
-    assert {"naive, as T^2.0 (out of memory at 4k)", "triton, as T^1.0"} <= set(texts)
+    assert {"naive, as T^2.00 (out of memory at 4k)", "triton, as T^1.00"} <= set(texts)
     assert {"peak memory, MiB", "tokens/s", "naive (out of memory at 4k)"} <= set(texts)
 
 
@@ -41,7 +41,7 @@ def test_whole_steps_take_the_place_of_attention_once_they_are_measured(tmp_path
     results(tmp_path, attention_memory=peaks(), step_memory=steps, seqlen_scaling=fake_rows())
     ((path, picture),) = overview.written(tmp_path).items()
     texts = re.findall(r"<!-- (.*?) -->", picture)
-    assert path == tmp_path / "overview.svg" and "a training step of one sequence" in texts
+    assert path == tmp_path / "overview.svg" and "memory of a training step of one sequence" in texts
     assert "a layer's attention, forward and backward, one sequence" not in texts
     (said,) = sweep_report.panels(steps)
     assert said == "gpt2, one sequence a step, bf16-mixed"

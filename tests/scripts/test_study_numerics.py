@@ -171,7 +171,9 @@ def test_a_flag_of_transformers_is_what_its_attention_ran(measured, monkeypatch)
     assert row["result"]["status"] == "unsupported" and "FlashAttention2" in row["result"]["reason"]
     setting = Setting("cpu", 1, 2, 16, {})
     monkeypatch.setattr("scripts.measure.instruments.asked.FLAG", "sdpa")
-    ran = {want: run(Ask("flag", want, call="transformers"), setting, "float32") for want in ("flash2", "sdpa")}
+    ran = {
+        want: run(Ask("flag", want, call="transformers"), setting, "float32") for want in ("flash2", "sdpa")
+    }
     assert [each["as_asked"] for each in ran.values()] == [False, True]
     assert "aten::addmm" in ran["sdpa"]["kernels"]  # products of the model's own, which are not its attention
     monkeypatch.setattr("scripts.measure.instruments.asked.FLAG", "eager")

@@ -11,7 +11,7 @@ import pytest
 from scripts import sweep
 from scripts.measure import sweep_points
 from scripts.measure.report import sweep_bars, sweep_report, training
-from scripts.measure.studies import encoder_short, seqlen_scaling, speedup_end_to_end
+from scripts.measure.studies import encoder_short, seqlen_scaling, speedup_end_to_end, step_memory
 from tests.scripts.studies import fake_result, row_of
 
 # tokens/s by implementation, not compiled and compiled
@@ -128,8 +128,24 @@ def test_where_memory_ends_and_how_nanogpt_compares():
     assert len(report.tables) == 2 and not sweep_report.at_one_length(rows)
 
 
+def test_how_the_memory_of_a_step_grows_and_where_it_ends():
+    rows = rows_of("experiment=step_memory", "sweep.grid.attention=[sdpa_cudnn,triton]")
+    for row in rows:
+        tokens, quadratic = row["point"]["seq_len"], row["point"]["implementation"] == "triton"
+        grows = tokens**2 / 1024 if quadratic else tokens
+        row["result"] |= {"peak_mib": grows + 1024, "memory_split": {"parameters": 1000, "optimizer": 24}}
+        if quadratic and tokens > 8192:
+            row["result"] = {"status": "oom", "reason": "out"}
+    report = step_memory.report(rows)
+    assert report.found.endswith(
+        "grows with T: triton as T^2.00 (out of memory at 16k), sdpa_cudnn as T^1.00."
+    )
+    assert report.notes[0].startswith("triton, the whole step: 2.0 GiB at T = 1,024, 5.0 GiB at T = 2,048")
+    assert {row["point"]["tokens_per_step"] for row in rows} == {row["point"]["seq_len"] for row in rows}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("study", [speedup_end_to_end, encoder_short, seqlen_scaling], ids=str)
+@pytest.mark.parametrize("study", [speedup_end_to_end, encoder_short, seqlen_scaling, step_memory], ids=str)
 def test_the_command_sweeps_a_small_version_on_a_cpu(study, tmp_path, monkeypatch, capsys):
     ran = []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.measure.report import attention_memory_report as memory
 from scripts.measure.report import sweep_report
-from scripts.measure.report.figures import Line, canvas, is_drawn, panel, svg
+from scripts.measure.report.figures import Line, canvas, is_drawn, merged, panel, svg
 from scripts.measure.rows import by_gpu
 from scripts.measure.studies import Row
 
@@ -43,12 +43,13 @@ def picture(rows: list[Row]) -> str:
     whole = [row for row in steps if row["point"]["study"] == WHOLE]
     steps = [row for row in steps if row["point"]["study"] != WHOLE]
     if whole:
-        title = "a training step of one sequence"
-        lines = sweep_report.drawn(sweep_report.lines(whole), lambda result: result["peak_mib"])
+        title, unit = "memory of a training step of one sequence", "MiB beside weights, gradients, optimizer"
+        lines = sweep_report.drawn(sweep_report.lines(whole), sweep_report.beyond_state)
     else:  # until that is measured
-        title, found = "a layer's attention, forward and backward, one sequence", memory.series(rows, "both")
+        title, unit = "a layer's attention, forward and backward, one sequence", "peak memory, MiB"
+        found = memory.series(rows, "both")
         lines = [Line(name, memory.measured(of), ends=memory.ending(of)) for name, of in found.items()]
-    panel(left, list(map(growing, lines)), title, "T, tokens of context", "peak memory, MiB")
+    panel(left, list(map(growing, merged(lines))), title, "T, tokens of context", unit)
     said, hollow = next(iter(sweep_report.panels(steps))), "hollow: a smaller micro-batch, which fits"
     speeds = sweep_report.drawn(sweep_report.lines(steps), lambda result: result["tokens_per_s"])
     panel(right, speeds, f"training, {said}; {hollow}", "T, tokens of context", "tokens/s")
@@ -58,4 +59,4 @@ def picture(rows: list[Row]) -> str:
 def growing(line: Line) -> Line:
     """Named with the exponent of its growth, over the upper half of T."""
     grows = memory.exponent(line.points)
-    return line if grows is None else replace(line, name=f"{line.name}, as T^{grows:.1f}")
+    return line if grows is None else replace(line, name=f"{line.name}, as T^{grows:.2f}")

@@ -37,6 +37,12 @@ def lines(rows: list[Row]) -> dict[str, Line]:
     return found
 
 
+def beyond_state(result: dict[str, Any]) -> float:
+    """MiB of a step's peak beside parameters, gradients and the optimizer's state: what grows with T."""
+    split = result.get("memory_split") or {}
+    return result["peak_mib"] - sum(split.get(part, 0) for part in ("parameters", "gradients", "optimizer"))
+
+
 def at_one_length(rows: list[Row]) -> bool:
     return len({row["point"]["seq_len"] for row in rows}) == 1
 
@@ -119,7 +125,7 @@ def doubts(rows: list[Row]) -> list[str]:
         elif result["status"] == "ok" and not result.get("kernels_ok", True):
             why = f" ! {result.get('verdict', 'its kernels were not seen')}"
         elif result["status"] == "ok" and not result.get("learns", True):
-            why = f" ! the loss went from {result['loss']['first']} to {result['loss']['last']}"
+            why = " ! the loss went from {first:.2f} to {last:.2f}".format(**result["loss"])
         else:
             continue
         found.setdefault((name, why), []).append(row["point"]["seq_len"])
