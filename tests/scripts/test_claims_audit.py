@@ -37,6 +37,7 @@ def test_contestants_that_differ_in_what_is_named_are_no_fault():
         ({"point": {"causal": False}}, "causal differs and is not named: True, none"),
         ({"point": {"features": "transposed"}}, "features differs and is not named: none, transposed"),
         ({"point": {"batch": 2}}, "batch differs and is not named: none, 2"),
+        ({"point": {"tile": {"warps": 8}}}, "tile.warps differs and is not named: none, 8"),
         ({"point": {"kv_len": 4096}}, "kv_len differs and is not named: none, 4096"),
         ({"machine": {"torch": "2.12"}}, "torch differs and is not named: 2.11, 2.12"),
         ({"run_id": "later"}, "run differs and is not named: none, later"),

@@ -100,6 +100,7 @@ def test_stacking(cached: tuple[float, float], verdict: str, tmp_path: Path) -> 
     found = stacking(results(tmp_path, "kv_cache", lambda rows: steps(rows, us)))
     assert found.verdict == verdict
     assert "tiled 2.0x" in found.figure and f"{cached[0] / cached[1]:.2f}x with it" in found.why
+    assert "By the clock" in found.why and " of the product (" in found.why
 
 
 def test_all_at_80_percent_of_their_roofs(tmp_path: Path) -> None:

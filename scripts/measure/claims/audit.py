@@ -45,6 +45,8 @@ def fields(row: Row) -> Fields:
     """What a row may differ in from others; as in its key, nothing that is false or empty."""
     point = row["point"]
     found = {name: value for name, value in point.items() if value != point.get(SQUARE.get(name, ""))}
+    if isinstance(found.get("tile"), dict):
+        found |= {f"tile.{name}": value for name, value in found.pop("tile").items()}
     found |= {name: row["machine"].get(name) for name in MACHINE} | {"run": row.get("run_id")}
     return {name: str(value) for name, value in found.items() if value not in (None, "", {}, False)}
 

@@ -41,8 +41,8 @@ def layer_of(results: Results, **wanted: object) -> Row:
     differ=(),
     figure="QKV {qkv:.0%}, softmax {softmax:.1%} of the compute",
     why="""
-        At 8 rows of 512 tokens, 16 heads of 64, a shape whose products have their figures: {said}; the
-        balance of this GPU, as measured, is {balance:.0f} FLOP/byte{below}. Products are {flops:.1%} of a
+        At 8 rows of 512 tokens, 16 heads of 64, a shape whose products have their figures: {said}{idle}.
+        The balance of this GPU, as measured, is {balance:.0f} FLOP/byte{below}. Products are {flops:.1%} of a
         layer's FLOPs and {time:.0%} of its time. Their 910 and 102 come out as FLOPs an element, not a byte
         (910 for one of Q, K and V by itself), and so does 2.5 with 5 FLOPs counted for a score's softmax.
         """,
@@ -65,6 +65,7 @@ def intensity_decides(results: Results) -> Figures:
         softmax=used["softmax"][0],
         softmax_bandwidth=used["softmax"][1],
         balance=balance(ceilings),
+        idle="" if max(used["softmax"]) >= 0.5 else ": softmax is at neither limit",
         below=f", more than {' and '.join(below)} have, which are products" if below else "",
         flops=flops,
         time=time,

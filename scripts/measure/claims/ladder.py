@@ -78,7 +78,7 @@ def second_generation(results: Results) -> Figures:
     first, second = (of(rows, implementation=which) for which in both["implementation"])
     p = first["point"]
     over, pairs = over_eager(results)
-    top = max(results.ok("attention", implementation="cuda_fa2", passed="forward"), key=tflops)
+    top = best_of_fa2(results)
     ceiling = of(results.ok("roofline", implementation="ceiling", passed="tensor_mma"), passed="tensor_mma")
     mma = ceiling["result"]["value"]
     return Figures(
@@ -99,6 +99,11 @@ def second_generation(results: Results) -> Figures:
         used=share(top),
         mfu=end_to_end(results),
     )
+
+
+def best_of_fa2(results: Results) -> Row:
+    """The forward of ours with most FLOPs a second, of the study attention."""
+    return max(results.ok("attention", implementation="cuda_fa2", passed="forward"), key=tflops)
 
 
 def end_to_end(results: Results) -> float | None:
@@ -149,12 +154,14 @@ def over_eager(results: Results) -> tuple[dict[str, float], list[Row]]:
     holds=lambda f: f.least >= 2 and f.used >= 0.75 and f.fp8,
     partly=lambda f: f.least > 1,
     differ=("implementation",),
-    apart=("head_dim", "dtype"),
+    apart=("study", "head_dim", "dtype", "seq_len", "causal", "run"),
     figure="{least:.1f}x to {most:.1f}x, {used:.0%} of the peak",
     why="""
         FlashAttention-{version}{stands_in} over 2, at the shape where it is fastest by head dim: {said}. It
         reaches {used:.0%} of the peak. No kernel here computes attention in fp8, so that its speed is
         not tested; [30](#claim-30) has its error.
+
+        `cuda_fa3`, ours by 3's methods, is over FlashAttention-2 of PyTorch in one process {ours} (forward).
         """,
 )
 def third_generation(results: Results) -> Figures:
@@ -175,9 +182,11 @@ def third_generation(results: Results) -> Figures:
         raise missing(of_study, implementation="flash2")
     pairs = dict(sorted(pairs.items()))
     factors = [tflops(new) / tflops(old) for old, new in pairs.values()]
+    beside, ours = our_third(results)
     said = [(dim, tflops(old), tflops(new)) for dim, (old, new) in pairs.items()]
     return Figures(
-        [row for pair in pairs.values() for row in pair],
+        [row for pair in pairs.values() for row in pair] + beside,
+        ours=ours,
         least=min(factors),
         most=max(factors),
         fp8=False,
@@ -186,6 +195,21 @@ def third_generation(results: Results) -> Figures:
         stands_in="" if newer == "flash3" else ", in the place of 3, which was not measured,",
         said=listed("D = {}: {:.0f} -> {:.0f} TFLOP/s", said, "; "),
     )
+
+
+def our_third(results: Results) -> tuple[list[Row], str | None]:
+    """Rows of cuda_fa3 and FlashAttention-2 at the same shapes, the factors by head dim; None for none."""
+    try:
+        rows = results.ok("hopper", implementation=("cuda_fa3", "sdpa_flash"), passed="forward")
+    except NotMeasured:
+        return [], None
+    at = {(name(row), key_of(row["point"] | {"implementation": ""})): row for row in rows}
+    found: dict[int, list[float]] = {}
+    for (who, shape), row in at.items():
+        if who == "cuda_fa3" and (beside := at.get(("sdpa_flash", shape))):
+            found.setdefault(row["point"]["head_dim"], []).append(ms(beside) / ms(row))
+    each = [(min(factors), max(factors), dim) for dim, factors in sorted(found.items())]
+    return rows, listed("{:.1f}x to {:.1f}x at D = {}", each) or None
 
 
 # The claim's own table, without a mask: batch 1, 32 heads, D = 128. Its third stage computes in fp32 on FMA
@@ -198,6 +222,7 @@ STAGES = {
     "sdpa_cudnn": "sdpa_cudnn",
 }
 LENGTHS = (1024, 4096, 8192)
+BESIDE = {"cublas": ("sdpa_math", "tiled"), "plain": ("cuda_plain", "naive")}  # the formula, and over whom
 
 
 @claim(
@@ -219,7 +244,13 @@ LENGTHS = (1024, 4096, 8192)
         {reproduced}. Each stage over the one before it: {said}. From naive to fa2 it is {whole:.0f}x at N =
         8192.
 
-        Not faster at every N: {slower} (our naive is an optimised one).
+        Not faster at every N: {slower}.
+
+        Of the formula in fp32 naive is not the fastest: with cuBLAS' products (SDPA's math) it takes {cublas}
+        ms, of which the tiles are {least_cublas:.1f}x to {most_cublas:.1f}x.
+
+        With a thread a score and no more (cuda_plain) it takes {plain} ms, over which naive is
+        {least_plain:.1f}x to {most_plain:.1f}x.
 
         The figures claimed cannot be an A100's (see below).
         """,
@@ -238,8 +269,19 @@ def stages_of_the_ladder(results: Results) -> Figures:
 
     steps = [faster(before, after) for before, after in itertools.pairwise(times)]
     _, least, most = faster("naive", "tiled")
+    beside: dict[str, Any] = dict.fromkeys(f"{at}{who}" for who in BESIDE for at in ("", "least_", "most_"))
+    for who, (which, after) in BESIDE.items():
+        try:
+            more = results.ok("cuda_ladder", implementation=which, **wanted)
+            times[who] = [ms(of(more, seq_len=tokens)) for tokens in LENGTHS]
+        except NotMeasured:
+            continue
+        rows = [*rows, *more]
+        beside |= zip((f"least_{who}", f"most_{who}"), faster(who, after)[1:], strict=True)
+        beside[who] = " / ".join(f"{each:.3g}" for each in times.pop(who))
     return Figures(
         rows,
+        **beside,
         slowest_step=min(low for _, low, _ in steps),
         least=least,
         most=most,

@@ -19,6 +19,8 @@ from scripts.measure.claims import (
     name,
 )
 
+TILE = ("tile.br", "tile.bc", "tile.warps", "tile.blocks")  # as the audit has it
+
 
 def counter(row: Row, *fields: str) -> float | None:
     """The sum of what ncu counted; None where it did not."""
@@ -51,14 +53,14 @@ def exponent(by_length: dict[int, float]) -> float:
     # beside it); "10-20x" wherever it was counted.
     holds=lambda f: abs(f.naive - 2) <= 0.3 and abs(f.tiled - 2) <= 0.3 and f.sized == f.lengths,
     partly=lambda f: abs(f.naive - 2) <= 0.3 and f.most >= 10,
-    differ=("implementation", "tile"),
+    differ=("implementation", *TILE),
     apart=("seq_len", "dtype"),
     figure="DRAM traffic {factors}",
     why="""
         Counted by ncu in fp32, causal, D = 128: DRAM traffic of the three kernels grows as N^{naive:.1f},
-        that of tiles as N^{tiled:.2f} and not N^2, since the L2 keeps K and V: on this GPU their formula
-        holds between L2 and the multiprocessors, where the bytes grow as N^{level_2:.1f}{by_rows}. The
-        factor has no fixed size, it grows with N; {sized} of {lengths} lengths are within 10-20x.
+        that of tiles as N^{tiled:.2f} and not N^2, since the L2 keeps K and V. Between L2 and the
+        multiprocessors the bytes do grow as N^{level_2:.1f}{by_rows}; D was not varied. The factor has no
+        fixed size, it grows with N; {sized} of {lengths} lengths are within 10-20x.
         """,
 )
 def traffic_to_memory(results: Results) -> Figures:
@@ -137,7 +139,8 @@ def ceilings(results: Results, *names: str) -> tuple[list[Row], dict[str, dict[s
     why="""
         Measured, cuBLAS multiplies matrices at {cublas:.0f} TFLOP/s, beside {fma_rate:.0f} of FMAs in fp32
         and {exp2_rate:.1f} T exp2 a second. The sources divide datasheets' peaks, which no matrix product
-        reaches: for fp32 that is {paper:.0f}x of this GPU.
+        reaches: of this GPU that is {paper:.0f}x for fp32, and {paper_exp2:.0f}x for exp2, of which a
+        multiprocessor starts 16 a clock beside 256 FLOPs in fp32.
         """,
 )
 def other_arithmetic(results: Results) -> Figures:
@@ -145,7 +148,8 @@ def other_arithmetic(results: Results) -> Figures:
     rows, found = ceilings(results, "tensor_cublas", "fma", "exp2")
     cublas, fma, exp2 = (found[which]["value"] for which in ("tensor_cublas", "fma", "exp2"))
     sheet = gpu_sheet(rows[0]["machine"]["gpu"])
-    ratios = {"fma": cublas / fma, "exp2": cublas / exp2, "paper": sheet.bf16_flops / sheet.fp32_flops}
+    paper = sheet.bf16_flops / sheet.fp32_flops
+    ratios = {"fma": cublas / fma, "exp2": cublas / exp2, "paper": paper, "paper_exp2": 256 / 16 * paper}
     return Figures(rows, cublas=cublas, fma_rate=fma, exp2_rate=exp2, **ratios)
 
 
@@ -162,7 +166,7 @@ def other_arithmetic(results: Results) -> Figures:
         {dram:.1f} TB/s, {clocks[2]:.0f}""",
     why="""
         Ratios between neighbours, and those of the A100's figures: {said}. {right} of {ratios} are within a
-        factor of 1.5. DRAM is {over_a100:.1f}x an A100's 2 TB/s.
+        factor of 1.5. DRAM is {over_a100:.1f}x an A100's 2 TB/s. Sizes, and registers, are not compared.
 
         The row of shared memory's bandwidth, {impossible:.0f} TB/s, is more than 128 bytes a clock of each
         multiprocessor and does not count.
@@ -204,13 +208,18 @@ def memories(results: Results) -> Figures:
     # the one costs the other and an end of it is best all the same.
     holds=lambda f: f.fullest_trips > f.leanest_trips and f.inside,
     partly=lambda f: f.fullest_trips > f.leanest_trips,
-    differ=("tile",),
-    figure="{best} is best, {spread:.1f}x the worst",
+    # A thread's share of a tile is another where the warps are others: tiles of as many warps are compared.
+    differ=("tile.br", "tile.bc", "tile.blocks"),
+    apart=("tile.warps",),
+    figure="{best} is best, {spread:.2f}x the worst of as many warps",
     why="""
-        Of {tiles} tiles of fa2 that spill no registers ({spilled} others do, which says nothing of tiles)
-        the fastest is {fastest}, the slowest {slowest}. The one with the fewest bytes from and to shared
-        memory, {leanest}, moves {leanest_trips:.1f} GB and reaches {leanest_speed:.0%} of the fastest; that
-        with most threads, {fullest}, moves {fullest_trips:.1f} GB and reaches {fullest_speed:.0%}.
+        Of {tiles} tiles of fa2 with {warps} warps that spill no registers ({spilled} of all do, which says
+        nothing of tiles) the fastest is {fastest}, the slowest {slowest}. The one with the fewest bytes from
+        and to shared memory, {leanest}, moves {leanest_trips:.1f} GB and reaches {leanest_speed:.0%} of the
+        fastest; that with most threads, {fullest}, moves {fullest_trips:.1f} GB and reaches
+        {fullest_speed:.0%}.
+
+        {others}
         """,
 )
 def tiles(results: Results) -> Figures:
@@ -218,12 +227,18 @@ def tiles(results: Results) -> Figures:
     every, whole = tile_rows(results), whole_tiles(results)
     if not every:
         raise NotMeasured(f"no rows of tiles: run `{command}`")
-    rows = [row for row in whole if counter(row, "shared_bytes") is not None]
-    if len(rows) < 2:
-        raise NotMeasured(f"no two tiles that spill no registers, with counters: run `{command}`")
+    counted = [row for row in whole if counter(row, "shared_bytes") is not None]
 
     def speed(row: Row) -> float:
         return row["result"]["tflops"]
+
+    def warps(row: Row) -> int:
+        return row["point"]["tile"]["warps"]
+
+    if len(counted) < 2:
+        raise NotMeasured(f"no two tiles that spill no registers, with counters: run `{command}`")
+    most = warps(max(counted, key=speed))
+    rows, others = ([row for row in counted if (warps(row) == most) == same] for same in (True, False))
 
     def trips(row: Row) -> float:
         return counter(row, "shared_bytes") / 1e9
@@ -240,9 +255,15 @@ def tiles(results: Results) -> Figures:
 
     fastest, slowest, leanest = max(rows, key=speed), min(rows, key=speed), min(rows, key=trips)
     fullest = max(rows, key=lambda row: (usage(row)["occupancy_percent"], speed(row)))
+    ends = [pick(others, key=speed) for pick in (max, min)] if len(others) > 1 else []
+    beside = "With {} warps {} is {:.2f}x as fast as {}."
     return Figures(
-        rows,
+        counted,
         command=command,
+        warps=most,
+        others=beside.format(warps(ends[0]), size(ends[0]), speed(ends[0]) / speed(ends[1]), size(ends[1]))
+        if ends
+        else None,
         tiles=len(rows),
         spilled=len(every) - len(whole),
         best=size(fastest),

@@ -5,7 +5,8 @@
 On the inputs of FlashAttention-3 (Shah et al. 2024, section 4.3): q, k and v of N(0, 1), and N(0, 100) added
 to one value in a thousand. fp8 (e4m3) is simulated: q, k, v and the unnormalised probabilities are rounded to
 it, products and sums are fp32; so it runs on a CPU, in a minute. A row of results/fp8_error/<gpu or
-cpu>.jsonl has `rmse` of the output against fp64, over all draws and heads. Implementations:
+cpu>.jsonl has `rmse` of the output against fp64, over all draws and heads, `rmse_all`
+of each. Implementations:
 
 fp16, bf16        q, k, v and the probabilities in 16 bits
 tensor            fp8, one scale for all of q, of k and of v
@@ -107,7 +108,8 @@ def measured(point: Point, device: str) -> dict[str, Any]:
         q, k, v = x
         exact = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
         squares.append(float((attention(point["implementation"], x).double() - exact).square().mean()))
-    return {"status": "ok", "rmse": math.sqrt(sum(squares) / len(squares))}
+    rmse = math.sqrt(sum(squares) / len(squares))
+    return {"status": "ok", "rmse": rmse, "rmse_all": [math.sqrt(square) for square in squares]}
 
 
 def measure(options: argparse.Namespace, run: Run) -> None:
