@@ -154,7 +154,7 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     if cached:
         kinds = paged_kinds(model, options["cache_dtype"])
         kinds = kinds if paged else kinds - {"paged"}
-        fused = not options["compile"] and not kinds and wants_fused(model, options["fused"])
+        fused = not options["compile"] and kinds <= {"paged"} and wants_fused(model, options["fused"])
         decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"], kinds, fused)
         require_all(model, decoding, len(prompts), capacity, capacity, kinds)
     keys = ("block", "slots", "chunk", "prefix_caching")

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from conf.values import UserError
-from model.generation.decode import Rows, compute_dtype
+from model.generation.decode import Rows, Slots, compute_dtype
+from model.generation.paged_cache import PagedCache
 from model.gpt import GPT, MLP, Block, CausalSelfAttention
 from model.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from attention.base import Attention
+    from attention.base import Attention, CachedTensor
     from model.config import GPTConfig
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,10 +67,20 @@ def attends(config: GPTConfig, attention: Attention) -> bool:
     return attention.declaration.chooses == "implementations" and fits and plain
 
 
+def unquantised(cache: KVCache) -> bool:
+    """Whether a cache holds keys and values as they are, dense or in blocks."""
+    return type(cache) is KVCache or (isinstance(cache, PagedCache) and cache.kind == "auto")
+
+
+def keys_of(side: Tensor | CachedTensor) -> tuple[Tensor, Tensor | None]:
+    """A layer's keys, or values, and the table of their blocks, None of a dense cache."""
+    return (side, None) if isinstance(side, Tensor) else (side.data, side.table)
+
+
 class FusedStep:
     """One step of `model` over `cache` for `rows`: logits, choice, and feeding back, all on the device."""
 
-    def __init__(self, model: GPT, cache: KVCache, rows: Rows):
+    def __init__(self, model: GPT, cache: KVCache, rows: Slots):
         from ops.triton import step
 
         config, weight = model.config, model.lm_head.weight
@@ -79,11 +90,11 @@ class FusedStep:
         products = OwnProducts if batch <= step.MOST_ROWS else LibraryProducts
         self.products = products(self.x, model)
         self.attend = None
-        if type(cache) is KVCache and attends(config, cache.attention):
+        if unquantised(cache) and attends(config, cache.attention):
             self.attend = step.Attend(
                 cache.lengths,
                 config.n_head,
-                cache.k[0],
+                *keys_of(cache.k[0]),
                 rope=model.rope,
                 slopes=model.slopes,
                 window=config.window,
@@ -91,7 +102,9 @@ class FusedStep:
             )
         self.choice = None
         if self.attend is not None and rows.sampling.top_k is None and rows.sampling.top_p is None:
-            state = rows.token, rows.text, rows.lengths, cache.lengths, cache.next_lengths
+            text = (rows.text, rows.lengths) if isinstance(rows, Rows) else (None, None)
+            active = cache.active if isinstance(cache, PagedCache) else None
+            state = rows.token, *text, cache.lengths, cache.next_lengths, active
             temperature = rows.sampling.temperature
             self.choice = step.Choice(config.vocab_size, rows.noise, temperature, state)
 
@@ -121,7 +134,7 @@ class FusedStep:
         norms = [
             as_norm(getattr(attn, name)) if attn.config.qk_norm else None for name in ("q_norm", "k_norm")
         ]
-        return self.attend(qkv, cache.k[layer], cache.v[layer], *norms)
+        return self.attend(qkv, keys_of(cache.k[layer])[0], keys_of(cache.v[layer])[0], *norms)
 
 
 def as_norm(module: nn.Module) -> Any:

@@ -50,6 +50,7 @@ class PagedCache(KVCache):
         )
         # of the announced call: tables (R, n), positions (R, T), lengths with the padding (R,), all from 0
         self._chunk: tuple[Tensor, Tensor, Tensor, bool] | None = None
+        self._places: tuple[Tensor, Tensor] | None = None  # of a call's tokens: blocks, and in them (R, T)
 
     @property
     def capacity(self) -> int:
@@ -90,9 +91,10 @@ class PagedCache(KVCache):
             table, positions, lengths = self.table, self.lengths.unsqueeze(1), self.next_lengths
         else:
             table, positions, lengths, _ = self._chunk
-        block = table.gather(1, positions // self.block)  # (R, T)
+        if layer == 0:  # the same in all layers
+            self._places = table.gather(1, positions // self.block), positions % self.block
         for x, to in ((k, self.k[layer]), (v, self.v[layer])):
-            write(x, to, self.kind, block, positions % self.block)
+            write(x, to, self.kind, *self._places)
         if not self.decoding:
             return k, v
         held = (side[layer]._replace(table=table) for side in (self.k, self.v))

@@ -106,10 +106,12 @@ class Choice:
     """The choice of a token among `vocab_size`: greedy, or by a race of `noise` (B, vocab_size) at a
     temperature; see Sampling.
 
-    state: token (B, 1), text (B, width), its lengths (B,), the cache's lengths (B,), all int64, and the
-        cache's next lengths (B,) int32, which are written or counted on."""
+    state: token (B, 1), text (B, width) and its lengths (B,), or None twice; of the cache, lengths (B,), next
+        lengths (B,) int32, and active (B,), 1 for rows that count on, or None: all do. Else int64."""
 
-    def __init__(self, vocab_size: int, noise: Tensor | None, temperature: float, state: tuple[Tensor, ...]):
+    def __init__(
+        self, vocab_size: int, noise: Tensor | None, temperature: float, state: tuple[Tensor | None, ...]
+    ):
         self.vocab_size, self.noise, self.temperature, self.state = vocab_size, noise, temperature, state
         self.programs, device = triton.cdiv(vocab_size, _CHOICES), state[0].device
         self.scores = torch.empty(len(state[0]), self.programs, device=device)
@@ -117,29 +119,34 @@ class Choice:
 
     def __call__(self, logits: Tensor) -> None:
         """By logits (B, V padded)."""
-        token, text, *lengths = self.state
+        token, text, *rest = self.state
         batch = len(token)
         _tilegpt_step_race[(self.programs, batch)](
             logits, self.scores, self.tokens, self.noise, self.temperature, logits.stride(0), self.vocab_size,
             self.noise is not None, _CHOICES, **_pdl(logits),
         )  # fmt: skip
         _tilegpt_step_finish[(batch,)](
-            self.scores, self.tokens, token, text, *lengths, self.programs, text.shape[1],
+            self.scores, self.tokens, token, text, *rest, self.programs, 0 if text is None else text.shape[1],
             triton.next_power_of_2(self.programs), **_pdl(token),
         )  # fmt: skip
 
 
 class Attend:
-    """Attention of one new token a row over a dense cache in 16 or 32 bits, which it appends to.
+    """Attention of one new token a row over a cache in 16 or 32 bits, which it appends to.
 
-    lengths (B,) int64: tokens in the cache before the new one. rope (2, T, D/2), slopes (H,): fp32, or None.
-    window: keys that a query looks back on, or None."""
+    lengths (B,) int64: tokens in the cache before the new one. cache: a layer's keys (B, Hkv, capacity, D),
+    or with table (B, columns) int32 blocks of tokens (N, Hkv, block, D). rope (2, T, D/2), slopes (H,): fp32,
+    or None. window: keys that a query looks back on, or None."""
 
     def __init__(
-        self, lengths: Tensor, heads: int, cache: Tensor, *, rope: Tensor | None, slopes: Tensor | None,
-        window: int | None, softcap: float | None,
+        self, lengths: Tensor, heads: int, cache: Tensor, table: Tensor | None, *, rope: Tensor | None,
+        slopes: Tensor | None, window: int | None, softcap: float | None,
     ):  # fmt: skip
-        batch, kv_heads, capacity, head_dim = cache.shape
+        batch, (_, kv_heads, capacity, head_dim) = len(lengths), cache.shape
+        self.table, self.columns, self.page = table, 0, 0
+        if table is not None:
+            self.columns, self.page = table.shape[1], capacity
+            capacity *= self.columns
         self.lengths, self.rope, self.slopes, self.softcap = lengths, rope, slopes, softcap or 0.0
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.capacity, self.left = capacity, -1 if window is None else min(window, capacity)
@@ -159,14 +166,15 @@ class Attend:
     def __call__(
         self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, q_norm: Norm | None, k_norm: Norm | None
     ) -> Tensor:
-        """(B, H D) of qkv (B, (H + 2 Hkv) D); keys and values go to the caches (B, Hkv, capacity, D)."""
+        """(B, H D) of qkv (B, (H + 2 Hkv) D); keys and values go to the caches, of the shape given before."""
         (batch, width), dim = self.out.shape, self.head_dim
         _tilegpt_step_attention[(self.splits * batch * self.kv_heads,)](
             qkv, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, self.rope, self.slopes,
-            k_cache, v_cache, self.lengths, self.parts, self.statistics, self.capacity,
-            0 if self.rope is None else self.rope.shape[1], self.left, dim**-0.5, self.softcap,
+            k_cache, v_cache, self.table, self.lengths, self.parts, self.statistics, self.capacity,
+            self.columns, 0 if self.rope is None else self.rope.shape[1], self.left, dim**-0.5, self.softcap,
             q_norm.eps if q_norm else 0.0, batch, self.heads, self.heads // self.kv_heads, dim, self.block_d,
-            self.keys, self.splits, self.left >= 0, self.softcap > 0, num_warps=self.warps, **_pdl(qkv),
+            self.keys, self.page, self.splits, self.left >= 0, self.softcap > 0, num_warps=self.warps,
+            **_pdl(qkv),
         )  # fmt: skip
         if self.splits > 1:
             _tilegpt_decode_combine[(batch * self.heads,)](

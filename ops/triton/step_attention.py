@@ -38,13 +38,23 @@ def head(x, norm, rope, position, rope_length, d, inside, eps, D: tl.constexpr):
 
 
 @triton.jit
+def places(table, j, there, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Offsets of a row's keys j: in its own (capacity, D), or in blocks (N, KV, PAGE, D) that table names."""
+    at = j * D
+    if PAGE > 0:
+        block = tl.load(table + j // PAGE, mask=there, other=0).to(tl.int64)
+        at = block * (KV * PAGE * D) + j % PAGE * D
+    return at
+
+
+@triton.jit
 def score(s, distance, slope, softcap, SOFTCAP: tl.constexpr):
     if SOFTCAP:
         s = softcap * tanh(s / softcap, True)
     return s - slope * distance
 
 
-@triton.jit(do_not_specialize=["capacity", "rope_length", "left"])
+@triton.jit(do_not_specialize=["capacity", "columns", "rope_length", "left"])
 def _tilegpt_step_attention(
     qkv,
     q_norm,
@@ -53,10 +63,12 @@ def _tilegpt_step_attention(
     slopes,
     k_cache,
     v_cache,
+    table,
     lengths,
     out,
     statistics,
     capacity,
+    columns,
     rope_length,
     left,
     scale,
@@ -68,6 +80,7 @@ def _tilegpt_step_attention(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -75,7 +88,8 @@ def _tilegpt_step_attention(
 ):
     """One split of the keys of a key head for the newest token of a row.
 
-    qkv (B, (H + 2 Hkv) D); caches (B, Hkv, capacity, D), of which lengths (B,) are filled before this token.
+    qkv (B, (H + 2 Hkv) D); caches (B, Hkv, capacity, D), or blocks (N, Hkv, PAGE, D) that table (B, columns)
+    names, of which lengths (B,) are filled before this token.
     out (B, H D); with SPLITS > 1 unnormalised parts (SPLITS, B, H D), and statistics (2, SPLITS, B, H): their
     maxima and totals."""
     if PDL:
@@ -93,11 +107,14 @@ def _tilegpt_step_attention(
     n_tiles = tl.cdiv(position - low, BLOCK_N)
     first = low + split * n_tiles // SPLITS * BLOCK_N
     last = tl.minimum(low + (split + 1) * n_tiles // SPLITS * BLOCK_N, position)
-    cached = row.to(tl.int64) * capacity * D
-    tile = cached + r[:, None] * D + d[None, :]
-    here = (first + r < last)[:, None] & inside[None, :]
-    k_tile = tl.load(k_cache + tile + first * D, mask=here, other=0.0)
-    v_tile = tl.load(v_cache + tile + first * D, mask=here, other=0.0)
+    begins = row.to(tl.int64) * capacity * D
+    if PAGE > 0:
+        begins, table = kv_head.to(tl.int64) * (PAGE * D), table + b * columns
+    k_cache, v_cache = k_cache + begins, v_cache + begins
+    here = first + r < last
+    keys = places(table, first + r, here, KV, D, PAGE)[:, None] + d[None, :]
+    k_tile = tl.load(k_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
+    v_tile = tl.load(v_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -115,13 +132,16 @@ def _tilegpt_step_attention(
     k_new = x.to(k_cache.dtype.element_ty)
     v_new = tl.load(qkv + (H + KV + kv_head) * D + d, mask=inside, other=0.0).to(v_cache.dtype.element_ty)
     if split == 0:
-        tl.store(k_cache + cached + position * D + d, k_new, mask=inside)
-        tl.store(v_cache + cached + position * D + d, v_new, mask=inside)
+        newest = places(table, position, True, KV, D, PAGE) + d
+        tl.store(k_cache + newest, k_new, mask=inside)
+        tl.store(v_cache + newest, v_new, mask=inside)
     for start in tl.range(first, last, BLOCK_N):
         k, v, j = k_tile.to(tl.float32), v_tile.to(tl.float32), start + r
-        ahead = (j + BLOCK_N < last)[:, None] & inside[None, :]
-        k_tile = tl.load(k_cache + tile + (start + BLOCK_N) * D, mask=ahead, other=0.0)
-        v_tile = tl.load(v_cache + tile + (start + BLOCK_N) * D, mask=ahead, other=0.0)
+        ahead = j + BLOCK_N
+        here = ahead < last
+        keys = places(table, ahead, here, KV, D, PAGE)[:, None] + d[None, :]
+        k_tile = tl.load(k_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
+        v_tile = tl.load(v_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
         maxima, totals, sums = (), (), ()
         for g in tl.static_range(GROUP):
             s = score(tl.sum(k * q[g][None, :], 1), position - j, slope[g], softcap, SOFTCAP)

@@ -30,19 +30,21 @@ def _tilegpt_step_race(
 
 @triton.jit(do_not_specialize=["programs", "width"])
 def _tilegpt_step_finish(
-    scores, tokens, token, text, text_lengths, lengths, next_lengths, programs, width,
+    scores, tokens, token, text, text_lengths, lengths, next_lengths, active, programs, width,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best token of each row: given back, appended to its text (B, width), and counted everywhere."""
+    """The best token of each row: given back, appended to its text (B, width) if there is one, and counted in
+    the lengths, by active (B,) if only some rows decode."""
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     best = tl.load(scores + b * programs + i, mask=i < programs, other=float("-inf"))
     chosen = tl.load(tokens + b * programs + tl.argmax(best, 0)).to(tl.int64)
-    at = tl.load(text_lengths + b)
     tl.store(token + b, chosen)
-    tl.store(text + b * width + at, chosen)
-    tl.store(text_lengths + b, at + 1)
-    length = tl.load(lengths + b) + 1
+    if text is not None:
+        at = tl.load(text_lengths + b)
+        tl.store(text + b * width + at, chosen)
+        tl.store(text_lengths + b, at + 1)
+    length = tl.load(lengths + b) + (1 if active is None else tl.load(active + b))
     tl.store(lengths + b, length)
     tl.store(next_lengths + b, (length + 1).to(tl.int32))

@@ -11,7 +11,7 @@ SHAPES = {"124M": (768, 12), "XL": (1600, 25)}  # width, heads
 SMS = 132
 POINTERS = {"x": "*fp32", "qkv": "*bf16", "weight": "*bf16", "bias": "*bf16", "norm_weight": "*bf16"}
 POINTERS |= {"norm_bias": "*bf16", "out": "*fp32", "statistics": "*fp32", "rope": "*fp32", "lengths": "*i64"}
-POINTERS |= {"k_cache": "*bf16", "v_cache": "*bf16"}
+POINTERS |= {"k_cache": "*bf16", "v_cache": "*bf16", "table": "*i32"}
 
 
 def products() -> dict[str, dict[str, Any]]:
@@ -66,12 +66,16 @@ def main() -> None:
         found = built(_tilegpt_step_linear, constants | tile, absent, warps)
         loads = block_n * block_k // (256 * warps)  # of 8 numbers a thread
         print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
-    for programs, group, capacity, dim in ((12, 1, 640, 64), (384, 1, 640, 64), (8, 4, 32_768, 128)):
+    shapes = ((12, 1, 640, 64, 0), (384, 1, 640, 64, 0), (192, 1, 2176, 64, 16), (8, 4, 32_768, 128, 0))
+    for programs, group, capacity, dim, page in shapes:
         keys, warps, splits = step.attention_tile(programs, group, capacity, dim, SMS)
         constants = {"B": 1, "H": 8 * group, "GROUP": group, "D": dim, "BLOCK_D": dim, "BLOCK_N": keys}
-        constants |= {"SPLITS": splits, "WINDOW": False, "SOFTCAP": False, "PDL": True}
-        found = built(_tilegpt_step_attention, constants, {"q_norm", "k_norm", "slopes"}, warps)
-        what = f"attention of {programs} heads in groups of {group}, D = {dim}"
+        constants |= {"PAGE": page, "SPLITS": splits, "WINDOW": False, "SOFTCAP": False, "PDL": True}
+        absent = {"q_norm", "k_norm", "slopes"} | (set() if page else {"table"})
+        found = built(_tilegpt_step_attention, constants, absent, warps)
+        what = f"attention of {programs} heads in groups of {group}, D = {dim}" + (
+            f", blocks of {page}" if page else ""
+        )
         loads = 2 * keys * dim // (256 * warps)
         print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
 

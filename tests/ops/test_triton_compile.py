@@ -163,4 +163,4 @@ def test_a_decoding_step_asks_for_its_weights_before_it_waits() -> None:
     """A whole tile of weights, or of keys and values, by 16 bytes, and nothing spilled."""
     found = compiled([], "tests.ops.ahead_step")
     wrong = [got for got in found if got["spilled_bytes"] or got["ahead_wide"] < got["of_tile"]]
-    assert len(found) == 13 and not wrong, wrong
+    assert len(found) == 14 and not wrong, wrong

@@ -136,13 +136,22 @@ def test_a_quantised_cache_is_read_between_the_kernels(recorded: list[torch.Tens
     torch.testing.assert_close(torch.stack(recorded[5:]), torch.stack(recorded[:5]), rtol=1e-2, atol=1e-2)
 
 
-def test_a_paged_cache_is_read_between_the_kernels() -> None:
-    model, prompts = make(**SHAPES["llama"]), [[1, 2, 3], list(range(9)), [4]]
+@pytest.mark.parametrize(("shape", "kind"), [("llama", "auto"), ("window", "auto"), ("llama", "int8")])
+def test_a_paged_cache(shape: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by the step's own attention in tiles that cross blocks; a quantised one between the kernels."""
+    from ops.triton import step
+
+    monkeypatch.setattr(step, "attention_tile", lambda *a: (4, 4, 2))
+    attended = []
+    attend = step.Attend.__call__
+    monkeypatch.setattr(step.Attend, "__call__", lambda *a: attended.append(1) or attend(*a))
+    model, prompts = make(**SHAPES[shape]), [[1, 2, 3], list(range(11)), [4]]
     plain, fused = (
-        serve(model, prompts, 4, temperature=0.0, fused=on, pool=Pool(block=4, slots=2))
+        serve(model, prompts, 5, seed=1, fused=on, cache_dtype=kind, pool=Pool(block=3, slots=2))
         for on in (False, True)
     )
-    assert fused.tokens == plain.tokens
+    assert fused.tokens == plain.tokens and len(set(plain.tokens[1])) > 2
+    assert bool(attended) == (kind == "auto")
 
 
 def test_what_cannot_be_fused_is_refused_or_left() -> None:
