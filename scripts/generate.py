@@ -185,8 +185,7 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
 
 def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:
     """Whether `options` ask for a paged cache, and so for continuous batching. cache=auto does for a
-    prompt_file on a CPU, unless no attention, or not the one chosen to decode, can read such a cache; not yet
-    on a GPU: there the kernels that read blocks have been compiled, but not run."""
+    prompt_file, unless no attention, or not the one chosen to decode, can read such a cache."""
     from attention.naive import NaiveAttention
     from conf.compose import build_attention
     from model.calls import attention_call
@@ -198,7 +197,7 @@ def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool
     if cache == "paged" and not options["kv_cache"]:
         raise UserError("cache=paged and kv_cache=false: a cache needs kv_cache=true.")
     weight, kinds = model.lm_head.weight, paged_kinds(model, options["cache_dtype"])
-    if cache != "auto" or not options["prompt_file"] or not options["kv_cache"] or weight.is_cuda:
+    if cache != "auto" or not options["prompt_file"] or not options["kv_cache"]:
         return cache == "paged"
     how = {"batch": options["slots"], "tokens": tokens, "device": weight.device, "dtype": weight.dtype}
     asked = cfg.attention.get("decode")
