@@ -18,7 +18,8 @@ from scripts.plot import COLOURS
 
 # What a line ends in, by the words that say so.
 MARKS = {"out of memory": "x", "not tried": "|", "too slow": "|", "NaN": "*"}
-LEADER = {"arrowstyle": "-", "color": "0.75", "lw": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
+LEADER = {"arrowstyle": "-", "color": "0.65", "lw": 0.8, "ls": (0, (1, 3))}  # dotted, as no line of data is
+LEADER |= {"shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
 
 Row = dict[str, Any]
 _drawing = True

@@ -97,7 +97,7 @@ def _hopper(rows: list[Row], passed: str) -> tuple[list[list[str]], list[float],
         lines.append([f"{title}: ours / best", *(f"{ratio:.2f}" for ratio in each)])
         ratios += each
         drawn = [Line(name, line) for name, line in sorted(of.items())]
-        panel(axis, drawn, title, "T, tokens", "TFLOP/s", log_y=False)
+        panel(axis, drawn, title, "T, tokens", "TFLOP/s", log_y=False, bottom=0)
     return lines, ratios, svg(figure, rows)
 
 
