@@ -179,13 +179,15 @@ def test_a_leader_crosses_no_name():
     assert all(above[0] >= below[1] - 1 for below, above in itertools.pairwise(tops))  # nor names
 
 
-def test_leaders_are_grey_and_data_are_not():
+def test_leaders_are_grey_and_dotted_and_data_are_not():
     _, axes = canvas([row(1, 1)], "Probe", 1)
     lines = [Line("triton, cache", {1: 1}), Line("naive", {1: 5, 8: 6}, ends="out of memory at 16")]
     panel(axes[0, 0], lines, "", "T", "ms")
     leaders = {to_hex(name.arrow_patch.get_edgecolor()) for name in axes[0, 0].texts}
     drawn = {to_hex(line.get_color()) for line in axes[0, 0].lines}
-    assert leaders == {"#bfbfbf"} and drawn == {OF_NAME["triton"].lower(), OF_NAME["naive"].lower()}
+    assert leaders == {"#a6a6a6"} and drawn == {OF_NAME["triton"].lower(), OF_NAME["naive"].lower()}
+    assert {str(name.arrow_patch.get_linestyle()) for name in axes[0, 0].texts} == {"(0, (1, 3))"}
+    assert {line.get_linestyle() for line in axes[0, 0].lines if len(line.get_xdata()) > 1} == {"-"}
     marks = [line.get_marker() for line in axes[0, 0].lines if line.get_marker() not in ("None", "o")]
     assert marks == [MARKS["out of memory"]]
 
