@@ -28,6 +28,7 @@ class CacheTile:
     warps: int
     stages: int
     programs: int
+    registers: int | None = None
 
 
 def cache_tile(rows: int, bits: int, block_d: int) -> CacheTile:
@@ -85,6 +86,7 @@ def run(q: Tensor, view: CacheView, options: AttentionOptions, tile: CacheTile) 
         group, head_dim, part, parts, 0 if table is None else block, tile.m, tile.n,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, SOFTCAP=(softcap > 0) + (softcap > 64),
         EXACT=exact, SPLIT=splits > 1, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers,
     )  # fmt: skip
     if splits > 1:
         n_rows = batch * heads * tq

@@ -27,6 +27,17 @@ def exactly(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def held(x):
+    """x, in the layout of its load up to here: in that of tensor cores, numbers of 8 bits would come from
+    shared memory byte by byte."""
+    if IN_PTX and x.dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+    return x
+
+
+@triton.jit
 def nibbles(x, dtype: tl.constexpr):
     """The low and the high four bits of each byte, less 8, in a 16-bit dtype or fp32."""
     if IN_PTX and dtype == tl.bfloat16:
@@ -80,29 +91,53 @@ def load_numbers(x, at, there, D: tl.constexpr, PART: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def scaled_product(q, k, k_scale, at, there, scale_p):
+def blocks_of(table, start, limit, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of PAGE tokens that a row's keys from `start` on lie in: one where a tile lies in one, else
+    one a key."""
+    if PAGE % BLOCK_N == 0:
+        block = tl.load(table + tl.minimum(start, limit - 1) // PAGE)
+    else:
+        j = start + tl.arange(0, BLOCK_N)
+        block = tl.load(table + j // PAGE, mask=j < limit, other=0)
+    return block.to(tl.int64)
+
+
+@triton.jit
+def load_scales(
+    scale, block, start, limit, scale_n, scale_p, PAGE: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr
+):
+    """Scales of N keys from `start` on as stored, a tuple for the parts of the channels: one, of int4 two."""
+    j = start + tl.arange(0, N)
+    inner = j
+    if PAGE > 0:
+        inner = j % PAGE
+    at = scale + block * scale_n + inner
+    scales = (tl.load(at, mask=j < limit, other=0.0),)
+    if INT4:
+        scales += (tl.load(at + scale_p, mask=j < limit, other=0.0),)
+    return scales
+
+
+@triton.jit
+def scaled_product(q, k, scales):
     """q k^T (M, N), k as stored: each part's scales, a number a key, multiply its scores."""
-    s = product((q[0],), (k[0],)) * tl.load(k_scale + at, mask=there, other=0.0).to(tl.float32)[None, :]
+    s = product((q[0],), (k[0],)) * scales[0].to(tl.float32)[None, :]
     for part in tl.static_range(1, len(k)):
-        at += scale_p
-        scale = tl.load(k_scale + at, mask=there, other=0.0).to(tl.float32)
-        s += product((q[part],), (k[part],)) * scale[None, :]
+        s += product((q[part],), (k[part],)) * scales[part].to(tl.float32)[None, :]
     return s
 
 
 @triton.jit
-def weighted(p, v, v_scale, at, there, scale_p, acc, rescale, QUANTISED: tl.constexpr):
+def weighted(p, v, scales, acc, rescale):
     """acc + p v in parts, v as stored: the scales go to the probabilities."""
     sums = ()
     for part in tl.static_range(0, len(v)):
-        weight, tile = p, v[part]
-        if QUANTISED:
-            scale = tl.load(v_scale + part * scale_p + at, mask=there, other=0.0).to(tl.float32)
-            if tile.dtype == tl.float16:  # a probability times a scale may be below its normal numbers
-                tile = (tile.to(tl.float32) * scale[:, None]).to(tl.float16)
-            else:
-                weight = p * scale[None, :]
-        sums += accumulate(weight, (tile,), (acc[part],), rescale)
+        weight, tile, scale = p, v[part], scales[part].to(tl.float32)
+        if tile.dtype == tl.float16:  # a probability times a scale may be below its normal numbers
+            tile = (tile.to(tl.float32) * scale[:, None]).to(tl.float16)
+        else:
+            weight = p * scale[None, :]
+        sums += accumulate(weight, (held(tile),), (acc[part],), rescale)
     return sums
 
 
@@ -197,23 +232,33 @@ def _tilegpt_attend_cache(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # added up once, as in ops/triton/decode.py
     acc = zeros(BLOCK_M, PARTS * PART, PART)
+    if PAGE > 0:
+        table += b64 * table_b
+    if QUANTISED:
+        # Scales are a tile ahead, their blocks two: of loads that small no pipeline is made, and each would
+        # wait for memory.
+        INT4: tl.constexpr = PARTS == 2 and k.dtype.element_ty == tl.uint8
+        k_scale, v_scale, nearest, ahead = k_scale + scale_head, v_scale + scale_head, b64, b64
+        if PAGE > 0:
+            nearest = blocks_of(table, first, limit, PAGE, BLOCK_N)
+            ahead = blocks_of(table, first + BLOCK_N, limit, PAGE, BLOCK_N)
+        k_next = load_scales(k_scale, nearest, first, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
+        v_next = load_scales(v_scale, nearest, first, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
     for start in tl.range(first, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         there, block, inner = j < limit, b64, j
-        if PAGE > 0 and PAGE % BLOCK_N == 0:  # a tile lies in one block
-            block = tl.load(table + b64 * table_b + start // PAGE).to(tl.int64)
-            inner = start % PAGE + tl.arange(0, BLOCK_N)
-        elif PAGE > 0:
-            block = tl.load(table + b64 * table_b + j // PAGE, mask=there, other=0).to(tl.int64)
-            inner = j % PAGE
+        if PAGE > 0:
+            block, inner = blocks_of(table, start, limit, PAGE, BLOCK_N), j % PAGE
         at = block * k_n + k_head + inner.to(tl.int64) * k_t
-        scale_at = block * scale_n + scale_head + inner
+        if QUANTISED:
+            k_scales, v_scales, then = k_next, v_next, start + BLOCK_N
+            k_next = load_scales(k_scale, ahead, then, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
+            v_next = load_scales(v_scale, ahead, then, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
+            if PAGE > 0:
+                ahead = blocks_of(table, then + BLOCK_N, limit, PAGE, BLOCK_N)
         k_tile = load_numbers(k, at, there, D, PART, PARTS, dtype)
         v_tile = load_numbers(v, at, there, D, PART, PARTS, dtype)
-        if QUANTISED:
-            s = scaled_product(q_tile, k_tile, k_scale, scale_at, there, scale_p)
-        else:
-            s = product(q_tile, k_tile)
+        s = scaled_product(q_tile, k_tile, k_scales) if QUANTISED else product(q_tile, k_tile)
         s, _ = scores(
             s, i[:, None], j[None, :], offset, scale, softcap, slope, None, 0, 0, tq, limit,
             ALIBI, SOFTCAP, EXACT,
@@ -229,7 +274,10 @@ def _tilegpt_attend_cache(
         p = exp_difference(s, shift[:, None], 1.0, EXACT, False)
         rescale = exp_difference(m, shift, 1.0, EXACT, False)
         total = total * rescale[:, None] + p
-        acc = weighted(p, v_tile, v_scale, scale_at, there, scale_p, acc, rescale, QUANTISED)
+        if QUANTISED:
+            acc = weighted(p, v_tile, v_scales, acc, rescale)
+        else:
+            acc = accumulate(p, v_tile, acc, rescale)
         m = m_new
     total = tl.sum(total, 1)
     kv_rows = tl.num_programs(0) // splits // m_tiles

@@ -214,6 +214,7 @@ def _tilegpt_decode_combine(
 ):
     """One row of the result from the parts' sums, maxima and totals."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, SPLITS)

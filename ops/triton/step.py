@@ -29,7 +29,8 @@ MOST_GROUP, MOST_HEAD_DIM = 8, 256
 # Rows that a product takes one after another; beyond them libraries are faster (GPT-2 124M on an H200, us a
 # step: 4 rows 341, by cuBLAS 422; 8 rows 583 and 457).
 MOST_ROWS = 4
-_WHOLE = 1024  # keys up to which parts would cost more, for the kernel that combines them, than they save
+_WARPS = 16  # of a product on a multiprocessor
+_SHORT = 1024  # keys up to which many rows and heads are not split: combining would cost more than it saves
 _CHOICES = 1024  # logits that one program looks at
 
 
@@ -49,12 +50,12 @@ def _pdl(x: Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
-def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int]:
-    """(rows of the weight in a program, their padded length, warps): a thread holds 32 numbers of each of two
-    rows; four rows where the weight gives a multiprocessor more than 16 programs."""
+def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int, int, int]:
+    """(rows of the weight in a tile, their padded length, warps, programs, tiles ahead): a thread holds 32
+    numbers of each of two rows; programs of 16 warps a multiprocessor leave room for the kernel to come."""
     block_k = max(16, triton.next_power_of_2(k))
     warps = min(8, max(1, block_k // 1024))
-    return 2 if n <= 32 * sms else 4, block_k, warps
+    return 2, block_k, warps, min(triton.cdiv(n, 2), triton.cdiv(_WARPS, warps) * sms), 0
 
 
 def _linear(
@@ -62,11 +63,11 @@ def _linear(
 ) -> Tensor:
     (batch, n), k = out.shape, weight.shape[1]
     flags = {"ACTIVATION": 0, "ADD": False} | flags
-    block_n, block_k, warps = linear_tile(n, k, multiprocessors(weight.device))
-    _tilegpt_step_linear[(triton.cdiv(n, block_n),)](
+    block_n, block_k, warps, programs, ahead = linear_tile(n, k, multiprocessors(weight.device))
+    _tilegpt_step_linear[(programs,)](
         x, norm.weight if norm else None, norm.bias if norm else None, weight, bias, out,
         norm.eps if norm else 0.0, N=n, K=k, B=batch, NORM=NORMS[norm.kind] if norm else 0,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, **flags, **_pdl(weight),
+        BLOCK_N=block_n, BLOCK_K=block_k, TURNS=triton.cdiv(n, block_n * programs), AHEAD=ahead, num_warps=warps, **flags, **_pdl(weight),
     )  # fmt: skip
     return out
 
@@ -187,8 +188,9 @@ class Attend:
 
 def attention_tile(programs: int, group: int, capacity: int, block_d: int, sms: int) -> tuple[int, int, int]:
     """(keys of a tile, warps, parts of the keys) for `programs` rows and key heads."""
-    warps, numbers = (8, 2048) if programs < sms else (4, 1024)
+    short = capacity <= _SHORT
+    warps, numbers = (8, 2048) if programs < sms and not short else (4, 1024)
     keys = min(256, max(16, numbers * warps // (group * block_d)))
-    if capacity <= _WHOLE or programs >= 2 * sms:
+    if programs >= 2 * sms or (short and programs >= sms):
         return keys, warps, 1
     return keys, warps, min(triton.cdiv(4 * sms, programs), triton.cdiv(capacity, keys), 128)

@@ -15,13 +15,16 @@ def _tilegpt_step_race(
     """scores and tokens (B, programs of a row): the best of BLOCK_N logits and its token."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     program, b = tl.program_id(0), tl.program_id(1)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
+    if DRAW:  # the noise was drawn before the step
+        draw = tl.load(noise + b.to(tl.int64) * N + n, mask=n < N, other=1.0)
+        handicap = tl.log(tl.maximum(draw, 1e-38))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     y = tl.load(logits + b.to(tl.int64) * stride_b + n, mask=n < N, other=float("-inf")).to(tl.float32)
     if DRAW:
-        draw = tl.load(noise + b.to(tl.int64) * N + n, mask=n < N, other=1.0)
-        y = y / temperature - tl.log(tl.maximum(draw, 1e-38))
+        y = y / temperature - handicap
     best, place = tl.max(y, 0, return_indices=True)
     at = b * tl.num_programs(0) + program
     tl.store(scores + at, best)

@@ -1,9 +1,10 @@
 """Products of a decoding step with their neighbours: one token a row, so few rows that weights are all there
 is to read.
 
-A program holds some rows of a weight matrix whole, in registers. The weights do not depend on the kernel
-before, so they are asked for ahead of the wait for it (programmatic dependent launch), and memory goes on
-delivering while the small kernels of a step hand over to each other.
+A program holds a few rows of a weight matrix whole, in registers, and of a large matrix asks for its next ones
+while it multiplies them. The weights do not depend on the kernel before, so the first are asked for ahead of
+the wait for it (programmatic dependent launch), and memory goes on delivering while the small kernels of a step
+hand over to each other.
 """
 
 from __future__ import annotations
@@ -40,6 +41,82 @@ def activated(y, gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def rows_of(weight, first, k, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows `first` and on of weight (N, K) as (BLOCK_N, BLOCK_K), which nobody reads again in this step."""
+    n = first + tl.arange(0, BLOCK_N)
+    at, inside = n[:, None].to(tl.int64) * K + k[None, :], (n < N)[:, None] & (k < K)[None, :]
+    return tl.load(weight + at, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def tile_of(
+    weight, bias, first, k, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr
+):
+    """Rows of the weight and their biases, (BLOCK_N,) fp32; where GATED those of the gates, which lie before
+    the others, and the others."""
+    n = first + tl.arange(0, BLOCK_N)
+    weights, biases = (rows_of(weight, first, k, N, K, BLOCK_N),), (0.0, 0.0)
+    if GATED:
+        weights += (rows_of(weight + N * K, first, k, N, K, BLOCK_N),)
+    if bias is not None:
+        b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        biases = (b, tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32) if GATED else b)
+    return weights, biases
+
+
+@triton.jit
+def store_products(
+    out,
+    tile,
+    rows,
+    first,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Some columns of out (B, N) by a tile and `rows`, a tuple of B."""
+    weights, biases = tile
+    n = first + tl.arange(0, BLOCK_N)
+    for b in tl.static_range(len(rows)):
+        to = out + b * N + n
+        past = tl.load(to, mask=n < N, other=0.0) if ADD else 0.0
+        y = tl.sum(weights[-1].to(tl.float32) * rows[b][None, :], 1) + biases[1]
+        gate = y
+        if len(weights) == 2:
+            gate = tl.sum(weights[0].to(tl.float32) * rows[b][None, :], 1) + biases[0]
+        y = past + activated(y, gate, ACTIVATION)
+        tl.store(to, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def fetch(weight, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Asks for rows `first` and on of weight (N, K), to lie in the L2."""
+    rows = tl.minimum(tl.maximum(N - first, 0), BLOCK_N)
+    size = rows * (K * weight.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 some, thread, 0;
+        setp.gt.and.s32 some, $2, 0, some;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [
+            weight.to(tl.uint64)
+            + (first.to(tl.int64) * (K * weight.dtype.element_ty.primitive_bitwidth // 8)).to(tl.uint64),
+            size,
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _tilegpt_step_linear(
     x,
     norm_weight,
@@ -56,43 +133,39 @@ def _tilegpt_step_linear(
     ADD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TURNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (B, N) = activation(norm(x) weight^T + bias), added to what is there with ADD.
 
-    x (B, K); weight (N, K), with SWIGLU (2N, K): gates, then values."""
+    x (B, K); weight (N, K), with SWIGLU (2N, K): gates, then values. A program takes TURNS tiles."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    program, k = tl.program_id(0), tl.arange(0, BLOCK_K)
-    n, columns = program * BLOCK_N + tl.arange(0, BLOCK_N), k < K
-    at, inside = n[:, None].to(tl.int64) * K + k[None, :], (n < N)[:, None] & columns[None, :]
-    w = tl.load(weight + at, mask=inside, other=0.0, eviction_policy="evict_first")
-    w_gate, b_gate, b_n = w, 0.0, 0.0
-    if ACTIVATION == 2:
-        w_gate, w = w, tl.load(weight + N * K + at, mask=inside, other=0.0, eviction_policy="evict_first")
-    if bias is not None:
-        b_n = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-        if ACTIVATION == 2:
-            b_gate, b_n = b_n, tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
+    GATED: tl.constexpr = ACTIVATION == 2
+    k, first, step = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_N, tl.num_programs(0) * BLOCK_N
+    columns = k < K
+    tile = tile_of(weight, bias, first, k, N, K, BLOCK_N, GATED)
     g, beta = None, None
     if norm_weight is not None:
         g = tl.load(norm_weight + k, mask=columns, other=0.0).to(tl.float32)
     if norm_bias is not None:
         beta = tl.load(norm_bias + k, mask=columns, other=0.0).to(tl.float32)
+    for turn in tl.static_range(1, AHEAD + 1):
+        fetch(weight, first + turn * step, N, K, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    rows = ()
     for b in tl.static_range(B):
-        to = out + b * N + n
-        past = tl.load(to, mask=n < N, other=0.0) if ADD else 0.0
         row = tl.load(x + b * K + k, mask=columns, other=0.0).to(tl.float32)
-        if NORM > 0:
-            row = normalised(row, columns, g, beta, eps, K, NORM)
-        y = tl.sum(w.to(tl.float32) * row[None, :], 1) + b_n
-        gate = y
-        if ACTIVATION == 2:
-            gate = tl.sum(w_gate.to(tl.float32) * row[None, :], 1) + b_gate
-        y = activated(y, gate, ACTIVATION)
-        tl.store(to, (past + y).to(out.dtype.element_ty), mask=n < N)
+        rows += (normalised(row, columns, g, beta, eps, K, NORM) if NORM > 0 else row,)
+    if TURNS == 1:
+        store_products(out, tile, rows, first, N, BLOCK_N, ACTIVATION, ADD)
+    else:
+        for start in tl.range(first, N, step):
+            now = tile
+            tile = tile_of(weight, bias, start + step, k, N, K, BLOCK_N, GATED)
+            store_products(out, now, rows, start, N, BLOCK_N, ACTIVATION, ADD)
 
 
 @triton.jit
