@@ -29,7 +29,6 @@ MOST_GROUP, MOST_HEAD_DIM = 8, 256
 # Rows that a product takes one after another; beyond them libraries are faster (GPT-2 124M on an H200, us a
 # step: 4 rows 341, by cuBLAS 422; 8 rows 583 and 457).
 MOST_ROWS = 4
-_WARPS = 16  # of a product on a multiprocessor
 _SHORT = 1024  # keys up to which many rows and heads are not split: combining would cost more than it saves
 _CHOICES = 1024  # logits that one program looks at
 
@@ -50,12 +49,16 @@ def _pdl(x: Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
-def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int, int, int]:
-    """(rows of the weight in a tile, their padded length, warps, programs, tiles ahead): a thread holds 32
-    numbers of each of two rows; programs of 16 warps a multiprocessor leave room for the kernel to come."""
+def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int, int]:
+    """(rows of the weight in a tile, their padded length, warps, programs): a thread holds 32 numbers of each
+    of two rows. Where one warp reads a row, a program a tile, of four rows where that gives a multiprocessor
+    more than 16 programs; else 16 warps a multiprocessor take one tile after another."""
     block_k = max(16, triton.next_power_of_2(k))
     warps = min(8, max(1, block_k // 1024))
-    return 2, block_k, warps, min(triton.cdiv(n, 2), triton.cdiv(_WARPS, warps) * sms), 0
+    if warps == 1:
+        rows = 2 if n <= 32 * sms else 4
+        return rows, block_k, 1, triton.cdiv(n, rows)
+    return 2, block_k, warps, min(triton.cdiv(n, 2), 16 // warps * sms)
 
 
 def _linear(
@@ -63,11 +66,12 @@ def _linear(
 ) -> Tensor:
     (batch, n), k = out.shape, weight.shape[1]
     flags = {"ACTIVATION": 0, "ADD": False} | flags
-    block_n, block_k, warps, programs, ahead = linear_tile(n, k, multiprocessors(weight.device))
+    block_n, block_k, warps, programs = linear_tile(n, k, multiprocessors(weight.device))
     _tilegpt_step_linear[(programs,)](
         x, norm.weight if norm else None, norm.bias if norm else None, weight, bias, out,
         norm.eps if norm else 0.0, N=n, K=k, B=batch, NORM=NORMS[norm.kind] if norm else 0,
-        BLOCK_N=block_n, BLOCK_K=block_k, TURNS=triton.cdiv(n, block_n * programs), AHEAD=ahead, num_warps=warps, **flags, **_pdl(weight),
+        BLOCK_N=block_n, BLOCK_K=block_k, TURNS=triton.cdiv(n, block_n * programs), num_warps=warps,
+        **flags, **_pdl(weight),
     )  # fmt: skip
     return out
 

@@ -1,10 +1,10 @@
 """Products of a decoding step with their neighbours: one token a row, so few rows that weights are all there
 is to read.
 
-A program holds a few rows of a weight matrix whole, in registers, and of a large matrix asks for its next ones
+A program holds a few rows of a weight matrix whole, in registers; of a large matrix it asks for the next ones
 while it multiplies them. The weights do not depend on the kernel before, so the first are asked for ahead of
-the wait for it (programmatic dependent launch), and memory goes on delivering while the small kernels of a step
-hand over to each other.
+the wait for it (programmatic dependent launch), and memory goes on delivering while the small kernels of a
+step hand over to each other.
 """
 
 from __future__ import annotations
@@ -90,33 +90,6 @@ def store_products(
 
 
 @triton.jit
-def fetch(weight, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Asks for rows `first` and on of weight (N, K), to lie in the L2."""
-    rows = tl.minimum(tl.maximum(N - first, 0), BLOCK_N)
-    size = rows * (K * weight.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 some, thread, 0;
-        setp.gt.and.s32 some, $2, 0, some;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [
-            weight.to(tl.uint64)
-            + (first.to(tl.int64) * (K * weight.dtype.element_ty.primitive_bitwidth // 8)).to(tl.uint64),
-            size,
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _tilegpt_step_linear(
     x,
     norm_weight,
@@ -134,7 +107,6 @@ def _tilegpt_step_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TURNS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (B, N) = activation(norm(x) weight^T + bias), added to what is there with ADD.
@@ -151,8 +123,6 @@ def _tilegpt_step_linear(
         g = tl.load(norm_weight + k, mask=columns, other=0.0).to(tl.float32)
     if norm_bias is not None:
         beta = tl.load(norm_bias + k, mask=columns, other=0.0).to(tl.float32)
-    for turn in tl.static_range(1, AHEAD + 1):
-        fetch(weight, first + turn * step, N, K, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
     rows = ()

@@ -60,9 +60,9 @@ def main() -> None:
     from ops.triton.step_linear import _tilegpt_step_linear
 
     for what, constants in products().items():
-        block_n, block_k, warps, programs, ahead = step.linear_tile(constants["N"], constants["K"], SMS)
+        block_n, block_k, warps, programs = step.linear_tile(constants["N"], constants["K"], SMS)
         absent = set() if constants["NORM"] else {"norm_weight", "norm_bias"}
-        tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": True, "AHEAD": ahead}
+        tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": True}
         tile["TURNS"] = -(-constants["N"] // (block_n * programs))
         found = built(_tilegpt_step_linear, constants | tile, absent, warps)
         loads = block_n * block_k // (256 * warps)  # of 8 numbers a thread
