@@ -60,7 +60,8 @@ class Build:
         if self.kind == "cached":
             from ops.triton.attend_cache import cache_tile
 
-            return cache_tile(256 if "chunk" in self.extras else 4, self.bits, self.block_d)
+            rows, stored = 256 if "chunk" in self.extras else 4, next(iter(STORED.keys() & self.extras), None)
+            return cache_tile(rows, self.bits, self.block_d, stored, "paged" in self.extras)
         if self.kind in ("decode", "combine"):
             return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
         return configs.tile(self.kind, *facts, self.masked, self.heavy, self.learned)
@@ -203,6 +204,8 @@ def compiled(build: Build) -> Compiled:
     source = ASTSource(kernel, signature, constexprs, attributes)
     target = GPUTarget("cuda", 10 * build.arch[0] + build.arch[1], 32)
     options = {"num_warps": build.tile.warps, "num_stages": build.tile.stages}
+    if build.kind == "cached":
+        options["maxnreg"] = build.tile.registers
     if build.kind == "combine":
         options = {"num_warps": 8}
     result = triton.compile(source, target=target, options=options)
