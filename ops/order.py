@@ -16,7 +16,7 @@ from torch import Tensor
 
 # What the heads of a group may take: half of an H200's 50 MB of L2.
 GROUP_BYTES = 24 << 20
-# Blocks that a multiprocessor runs at once; where it is one, the tail is longer than it has to be.
+# Blocks that a multiprocessor runs at once, unless a kernel says otherwise.
 _BLOCKS = 2
 
 
@@ -27,7 +27,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def order(
-    x: Tensor, n_heads: int, n_tiles: int, uneven: bool, times: int = 1, over: int = 1
+    x: Tensor,
+    n_heads: int,
+    n_tiles: int,
+    uneven: bool,
+    times: int = 1,
+    over: int = 1,
+    blocks: int | None = None,
 ) -> tuple[int, int]:
     """(heads of a group, tiles of each head that are left for the end) of a grid of n_heads * n_tiles blocks.
 
@@ -35,10 +41,13 @@ def order(
         x: k, in the backward q, (B, H, T, D): what a group's heads read again and again, with its twin.
         uneven: the tiles' lengths grow evenly, as under a causal mask without a window.
         times, over: a head of x serves `times` heads of the grid; a head of the grid reads `over` heads of x.
+        blocks: that a multiprocessor runs at once. Fewer leave a shorter tail, whose heads are too many for
+            the L2.
     """
     fitting = GROUP_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size())
     grouped = min(n_heads, max(1, max(1, fitting) * times // over))
-    return grouped, tail(n_tiles, n_heads, grouped, _BLOCKS * multiprocessors(x.device)) if uneven else 0
+    slots = (blocks or _BLOCKS) * multiprocessors(x.device)
+    return grouped, tail(n_tiles, n_heads, grouped, slots) if uneven else 0
 
 
 def tail(n_tiles: int, n_heads: int, grouped: int, slots: int) -> int:

@@ -144,9 +144,9 @@ class Call:
         of_scores = self.defines["SOFTCAP"] or self.defines["ALIBI"]
         return int(bool(of_scores or self.params.scale <= 0))
 
-    def in_order(self, n_tiles: int, n_heads: int, x: Tensor, times: int = 1, over: int = 1) -> int:
+    def in_order(self, n_tiles: int, n_heads: int, x: Tensor, **how: int) -> int:
         """Sets the order of a grid of n_tiles tiles of n_heads heads, by ops/order.py; gives its blocks."""
         uneven = bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])
         self.params.n_tiles = n_tiles
-        self.params.grouped, self.params.tail = order(x, n_heads, n_tiles, uneven, times, over)
+        self.params.grouped, self.params.tail = order(x, n_heads, n_tiles, uneven, **how)
         return n_tiles * n_heads

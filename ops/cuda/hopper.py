@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,71 +15,21 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.cuda.call import Call, Params
+from ops.cuda.hopper_tiles import (
+    HopperBackwardTile,
+    HopperTile,
+    backward_columns,
+    backward_head_dim,
+    backward_tile,
+    forward_tile,
+    tile_head_dim,
+)
 from ops.cuda.plain import document_ranges
 from ops.cuda.tensor_cores import fa2_backward, prepare_backward
 from ops.library import empty_as
 from ops.order import multiprocessors
 
 _MAP_BYTES = 128
-# Registers of a thread that copies, and of one that computes, by the warp groups that compute: 65,536 in all.
-_REGISTERS = {2: (24, 240), 3: (32, 160)}
-
-
-@dataclass(frozen=True)
-class HopperTile:
-    """Warp groups that compute, of 64 queries each; keys of a tile; tiles of K and of V in flight; tiles of Q
-    that there is room for; whether O goes out over Q."""
-
-    groups: int
-    bc: int
-    stages: int
-    q_slots: int
-    o_over_q: bool = False
-
-    def shared_bytes(self, head_dim: int) -> int:
-        """Q, K, V and, where it has room of its own, O."""
-        rows = 64 * self.groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
-        return 2 * tile_head_dim(head_dim) * rows
-
-    def defines(self, head_dim: int) -> dict[str, int]:
-        copying, computing = _REGISTERS[self.groups]
-        return {
-            "PAD_D": tile_head_dim(head_dim),
-            "GROUPS": self.groups,
-            "BC": self.bc,
-            "STAGES": self.stages,
-            "Q_SLOTS": self.q_slots,
-            "O_OVER_Q": int(self.o_over_q),
-            "COPY_REGISTERS": copying,
-            "COMPUTE_REGISTERS": computing,
-        }
-
-
-# By the padded head dim.
-_FORWARD = {
-    32: HopperTile(3, 128, 3, q_slots=1),
-    64: HopperTile(3, 128, 3, q_slots=1),
-    96: HopperTile(2, 128, 3, q_slots=2),
-    128: HopperTile(2, 128, 2, q_slots=2),
-    160: HopperTile(2, 112, 2, q_slots=2, o_over_q=True),
-    192: HopperTile(2, 112, 2, q_slots=1, o_over_q=True),
-    256: HopperTile(2, 80, 2, q_slots=1, o_over_q=True),
-}
-# At D <= 64: with more registers a thread, where three groups spill 160 to 570 bytes; and of fewer queries,
-# where a causal mask leaves little of a tile (T = 1k, D = 64: 333 TFLOP/s for 310).
-_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_slots=2), 1536
-
-
-def tile_head_dim(head_dim: int) -> int:
-    """The head dim that tiles have: the next there are tiles for."""
-    return next(d for d in _FORWARD if d >= head_dim)
-
-
-def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> HopperTile:
-    """The forward's tile for `tk` keys and the options that `defines` names."""
-    short = tk <= _SMALL_KEYS and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
-    small = short or defines["SOFTCAP"] or defines["DOCUMENT_IDS"]
-    return _SMALL if small and tile_head_dim(head_dim) <= 64 else _FORWARD[tile_head_dim(head_dim)]
 
 
 class Launch(ctypes.Structure):
@@ -159,7 +107,7 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     # from call to call would lie in whatever memory pool or graph it was first asked for in.
     ranges, counter = document_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
-    blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1])
+    blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
     boxes = ((q_mapped, 64), (k, tile.bc), (v, tile.bc), (out, 64))
@@ -173,48 +121,6 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     return out, lse
 
 
-@dataclass(frozen=True)
-class HopperBackwardTile:
-    """Queries and keys of a tile; tiles of Q and of dO in flight; whether dQ is a tile late, and whether dK
-    is waited for behind S of the next tile."""
-
-    br: int
-    bc: int
-    stages: int
-    do_stages: int
-    late_dq: bool = False
-    late_dk: bool = False
-
-    def shared_bytes(self, head_dim: int) -> int:
-        """K, V; Q, dO, with lse and delta; two tiles of dS; dQ. For D > 128 two of P too, and half of dQ."""
-        row, wide = 2 * backward_head_dim(head_dim), backward_head_dim(head_dim) > 128
-        scores = (8 if wide else 4) * self.bc
-        of_queries = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
-        return 2 * self.bc * row + self.br * of_queries
-
-    def defines(self, head_dim: int) -> dict[str, int]:
-        return {
-            "PAD_D": backward_head_dim(head_dim),
-            "BLOCK_D": backward_columns(head_dim),
-            "BR": self.br,
-            "STAGES": self.stages,
-            "DO_STAGES": self.do_stages,
-            "LATE_DQ": int(self.late_dq),
-            "LATE_DK": int(self.late_dk),
-        }
-
-
-# By the padded head dim.
-_BACKWARD = {
-    64: HopperBackwardTile(128, 128, 2, 2, late_dq=True),
-    128: HopperBackwardTile(64, 128, 2, 2),
-    192: HopperBackwardTile(64, 64, 2, 1),
-    256: HopperBackwardTile(64, 64, 2, 1),
-}
-# With a softcap or dropout, which need P in fp32 until dS is there: at D <= 64 that spills with 128 queries.
-_BACKWARD_EXACT = _BACKWARD | {64: HopperBackwardTile(64, 128, 2, 2)}
-
-
 class BackwardLaunch(ctypes.Structure):
     """struct Launch of csrc/ladder/fa3_backward_tiles.cuh."""
 
@@ -224,22 +130,6 @@ class BackwardLaunch(ctypes.Structure):
         ("next_tile", ctypes.c_void_p),
         ("_", ctypes.c_ubyte * 64),
     ]
-
-
-def backward_head_dim(head_dim: int) -> int:
-    """The head dim that tiles of the backward have."""
-    return next(d for d in _BACKWARD if d >= head_dim)
-
-
-def backward_columns(head_dim: int) -> int:
-    """Columns of a block in shared memory (hopper.cuh); beyond 128 each half of a row is whole blocks."""
-    return 32 if backward_head_dim(head_dim) == 192 else 64
-
-
-def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBackwardTile:
-    """The backward's tile for the options that `defines` names."""
-    exact = defines["SOFTCAP"] or defines["DROPOUT"]
-    return (_BACKWARD_EXACT if exact else _BACKWARD)[backward_head_dim(head_dim)]
 
 
 def fa3_backward(
@@ -271,17 +161,16 @@ def run_backward(
     dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
     tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
     n_rows = batch * heads * tiles * tile.br
-    scratch = q.new_empty((2 + width) * n_rows, dtype=torch.float32)
+    scratch = q.new_empty((2 + width) * n_rows + 1, dtype=torch.float32)
     lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
     params.bind(scratch=accumulator, ranges=ranges)
     params.padded_tq = tiles * tile.br
     over = 2 * heads // kv_heads  # with the accumulator of dQ
-    blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over)
-    prepare_backward(call, out, dout, width, clear=True)
-    counter = q.new_zeros(1, dtype=torch.int32)
-    launch = BackwardLaunch(params=params, next_tile=counter.data_ptr())
+    blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over, blocks=1)
+    prepare_backward(call, out, dout, width, clear=True, counter=True)
+    launch = BackwardLaunch(params=params, next_tile=accumulator[-1:].data_ptr())
     boxes = zip((*call.tensors[:3], dout, dk, dv), (tile.br, tile.bc, tile.bc, tile.br, 64, 64), strict=True)
     maps = (tensor_map(x, rows, backward_columns(head_dim)) for x, rows in boxes)
     ctypes.memmove(launch.maps, b"".join(maps), 6 * _MAP_BYTES)

@@ -40,7 +40,7 @@ def _fa2(head_dim: int) -> dict[str, int]:
 
 
 def _fa3(head_dim: int, backward: bool) -> dict[str, int]:
-    from ops.cuda.hopper import _BACKWARD, _FORWARD, backward_head_dim, tile_head_dim
+    from ops.cuda.hopper_tiles import _BACKWARD, _FORWARD, backward_head_dim, tile_head_dim
 
     tile = _FORWARD[tile_head_dim(head_dim)]
     made = {f"forward, {64 * tile.groups} x {tile.bc}": tile.shared_bytes(head_dim)}

@@ -223,12 +223,14 @@ def run_backward(
     return dq, dk, dv, q.new_empty(0)
 
 
-def prepare_backward(call: Call, out: Tensor, dout: Tensor, width: int, clear: bool) -> None:
-    """lse2 and delta, and with `clear` zeros of `width` for each row of dQ, to where `call.params` has them:
-    see csrc/lib/prepare.cu."""
+def prepare_backward(
+    call: Call, out: Tensor, dout: Tensor, width: int, clear: bool, counter: bool = False
+) -> None:
+    """lse2 and delta to where `call.params` has them; with `clear` zeros of `width` for each row of dQ, with
+    `counter` one behind them: see csrc/lib/prepare.cu."""
     params, lanes = call.params, next(n for n in (4, 8, 16, 32) if width <= 8 * n)
     shared = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
-    own = {"PAD_D": width, "ALIGNED": int(_aligned(out, dout)), "CLEAR": int(clear)}
+    own = {"PAD_D": width, "ALIGNED": int(_aligned(out, dout)), "CLEAR": int(clear), "COUNTER": int(counter)}
     kernel = nvrtc.kernel("lib/prepare.cu", "tilegpt_backward_prepare", shared | own, out.device)
     rows = params.batch * params.heads * params.padded_tq
     kernel.launch(math.ceil(rows * lanes / _PREPARE_THREADS), _PREPARE_THREADS, params)

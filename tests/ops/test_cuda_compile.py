@@ -224,10 +224,19 @@ def test_the_covering_list_fits(stage: str, dtype: torch.dtype, arch: tuple[int,
     assert len(check(stage, cases, dtype, arch)) > 5
 
 
-@pytest.mark.parametrize("head_dim", long_but([192, 256], 1))
-def test_wide_heads_fit(head_dim: int) -> None:
-    found = check("fa3", [Case("usual", 128, 128, head_dim)], torch.bfloat16, (9, 0))
+FA3_BACKWARD = [
+    Case("usual", 128, 128, d, features=frozenset(f))
+    for d in (128, 96, 192, 256)
+    for f in ((), ("noncausal",))
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", long_but(FA3_BACKWARD, 0, 1, 6), ids=str)
+def test_the_tiles_of_fa3_fit(case: Case, dtype: torch.dtype) -> None:
+    found = check("fa3", [case], dtype, (9, 0))
     assert any(each.launch.name == "tilegpt_fa3_backward" for each in found)
+    assert not any("C75" in each.cubin.log for each in found), "serialised wgmmas"
 
 
 def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

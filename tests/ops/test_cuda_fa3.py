@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ops.cuda import hopper
-from ops.cuda.call import Call
+from ops.cuda.call import ELEMENTS, Call
 from ops.options import AttentionOptions
 from tests.ops.recorded import SHARED_BYTES
 
@@ -53,15 +53,21 @@ def test_what_tma_can_copy_is_not_copied_before() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 200, 256])
-@pytest.mark.parametrize("on", [(), ("SOFTCAP",), ("DROPOUT",)])
-def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...]) -> None:
-    tile = hopper.backward_tile(head_dim, dict.fromkeys(("SOFTCAP", "DROPOUT"), 0) | dict.fromkeys(on, 1))
+@pytest.mark.parametrize("on", [(), ("HAS_RIGHT",), ("SOFTCAP",), ("DROPOUT", "HAS_RIGHT"), ("ALIBI",)])
+@pytest.mark.parametrize("element", [ELEMENTS[x] for x in (torch.bfloat16, torch.float16)])
+def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...], element: str) -> None:
+    options = dict.fromkeys(
+        ("SOFTCAP", "DROPOUT", "HAS_LEFT", "HAS_RIGHT", "DOCUMENT_IDS", "ALIBI", "LENGTHS"), 0
+    )
+    tile = hopper.backward_tile(head_dim, options | dict.fromkeys(on, 1) | {"ELEMENT": element})
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
-    assert found["PAD_D"] >= head_dim and found["BR"] in ((64, 128) if found["PAD_D"] == 64 else (64,))
+    assert found["PAD_D"] >= found["USED_D"] >= head_dim
+    assert found["BR"] == 64 or (found["PAD_D"], found["BR"]) in ((64, 128), (128, 80))
     assert found["PAD_D"] <= 128 or found["PAD_D"] // 2 % found["BLOCK_D"] == 0  # a half is whole blocks
     # P as it was rounded is 0 where dropout hides it, and has no softcap's derivative.
-    assert not (on and (found["LATE_DQ"] or found["LATE_DK"]))
+    if {"SOFTCAP", "DROPOUT"} & set(on):
+        assert not found["LATE_DQ"] and not found["LATE_DK"] and found["BR"] == 64
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@
 // New since fa2_backward.
 //   - Transposed: a warp group has S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO
 //     and dK += dS^T Q straight from registers. Only dS passes through shared memory, for dQ = dS K: a warp group has
-//     64 x 64 of it, half of the queries (D = 64) or of the columns (D = 128).
+//     half of the queries (BR = 128) or of the columns, of which it computes dQ^T = K^T dS^T where BR = 80: a wgmma has 64
+//     rows.
 //   - dQ leaves by the copy engine: a tile in shared memory, as the registers lie, is added to one in global memory
 //     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
 //   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV go out over dS and dQ.
 //   - P is computed while dP is multiplied, dS while dV is. With LATE_DQ dQ is a tile late, so that a warp group waits
 //     for what the other one shared a tile ago; with LATE_DK S of the next tile is asked for before dK of this one is there.
-//     With either dS takes P as it was rounded, as registers lack for both.
+//     With either, and with BR = 80, dS takes P as it was rounded, as registers lack for both.
 //
 //        copies       K Q0 V dO0 Q1 dO1 ...                        Q2 dO2 ...
 //        tensor       [S0 dP0       ][dV0      ][dQ0 dK0   ]       [S1 dP1 ...           LATE_DQ = 0
@@ -25,8 +26,9 @@
 // ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score.
 // D > 128: registers lack for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
-// The host also defines PAD_D, BLOCK_D (columns of a block in shared memory), BR (queries of a tile), STAGES (of Q),
-// DO_STAGES (of dO; as many, unless D > 128), LATE_DQ, LATE_DK, BOUNDED_WAITS.
+// The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), BLOCK_D (columns
+// of a block in shared memory), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many, unless D > 128), LATE_DQ,
+// LATE_DK, BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WIDE
 #include "fa3_backward_wide.cuh"
@@ -95,7 +97,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
 // A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: round after round of a tile of
 // queries.
 __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int group) {
-    const bool all = ROWS_OF_DQ || WIDE || USED_D == PAD_D;
+    const bool all = ROWS_OF_DQ || TRANSPOSED_DQ || WIDE || USED_D == PAD_D;
     const unsigned bytes = all ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     Tiles tiles(room);
     Ring<1> dq;
@@ -143,24 +145,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
     }
 }
 
-// After: dQ from its accumulator. A block takes what a warp group had of a tile in a round; a thread 8 columns of 2 rows.
-extern "C" __global__ void __launch_bounds__(256) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
+// After: dQ from its accumulator. A block takes what a warp group had of a tile in a round; a thread 8 columns of 2 rows,
+// which of dQ^T are next to each other.
+extern "C" __global__ void __launch_bounds__(PART_BYTES / 64) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
     const unsigned of = blockIdx.x / 2 / DQ_ROUNDS;
     const int chunks = ROUND_COLUMNS / 8, group = blockIdx.x % 2, round = blockIdx.x / 2 % DQ_ROUNDS;
     const int tiles = p.padded_tq / BR, tile = of % tiles, head = of / tiles, b = head / p.heads, h = head % p.heads;
-    const int n = threadIdx.x % chunks, g = threadIdx.x / chunks % 8, warp = threadIdx.x / chunks / 8;
-    const float4 *from = (const float4 *)p.scratch + blockIdx.x * (PART_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
-    const int i = tile * BR + (ROWS_OF_DQ ? group * 64 : 0) + warp * 16 + g;
+    const int n = threadIdx.x % chunks, row = threadIdx.x / chunks, between = TRANSPOSED_DQ ? 1 : 8;
     const int d = (ROWS_OF_DQ ? 0 : group * DQ_COLUMNS) + round * ROUND_COLUMNS + n * 8;
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
+#if TRANSPOSED_DQ
+    const int i = tile * BR + row * 2;
+    const float2 *from = (const float2 *)p.scratch + blockIdx.x * (PART_BYTES / 8ll);
+    from += row / 4 * 256 + n / 2 * 64 + row % 4 * 2 + n % 2;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const float2 x = from[16 * c], y = from[16 * c + 8];
+        lows[c] = pack(x.x * p.scale, y.x * p.scale), highs[c] = pack(x.y * p.scale, y.y * p.scale);
+    }
+#else
+    const int g = row % 8, warp = row / 8, i = tile * BR + (ROWS_OF_DQ ? group * 64 : 0) + warp * 16 + g;
+    const float4 *from = (const float4 *)p.scratch + blockIdx.x * (PART_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
         const float4 x = from[c];
         lows[c] = pack(x.x * p.scale, x.y * p.scale), highs[c] = pack(x.z * p.scale, x.w * p.scale);
     }
+#endif
     if (d >= HEAD_DIM) return;
     element *to = matrix_of(p.dq, p.dq_stride, b, h) + i * p.dq_stride.t + d;
     if (i < p.tq) *(uint4 *)to = low;
-    if (i + 8 < p.tq) *(uint4 *)(to + 8 * p.dq_stride.t) = high;
+    if (i + between < p.tq) *(uint4 *)(to + between * p.dq_stride.t) = high;
 }

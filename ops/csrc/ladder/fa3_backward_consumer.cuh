@@ -10,7 +10,7 @@ struct Consumer : Weights {
     Ring<STAGES> at;
     Ring<2> ds;
     Ring<1> kv, dq_slot;
-    float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_COLUMNS / 2];
+    float dk[USED_D / 2], dv[USED_D / 2], dq[PART_BYTES / 512];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
         : Weights(launch.p, group), launch(launch), room(room), tiles(room) {}
@@ -33,11 +33,18 @@ struct Consumer : Weights {
     }
     // dQ = dS K, asked for: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a block.
     __device__ __forceinline__ void multiply_dq(int slot) {
+#if TRANSPOSED_DQ
+        const Matrix a(room.k + group * BC * BLOCK_ROW), b(room.ds + slot * DS_BYTES);
+#pragma unroll
+        for (int step = 0; step < BC / 16; step++)
+            Wgmma<BR>::ss<1, 0>(dq, a.at(step * 16 * BLOCK_ROW), b.at(step_bytes<BR>(step)), step > 0);
+#else
         const Matrix a(room.ds + slot * DS_BYTES + (ROWS_OF_DQ ? group * 64 * 128 : 0));
         const Matrix b(room.k + (ROWS_OF_DQ ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.at(step_bytes<BR>(step)), b.at(step * 16 * BLOCK_ROW), step > 0);
+#endif
         wgmma_commit_group();
     }
 
@@ -58,7 +65,7 @@ struct Consumer : Weights {
         dq_slot.next();
         const unsigned to = room.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
-        for (int n = 0; n < DQ_COLUMNS / 8; n++) store_four(to + n * 2048, &dq[4 * n]);
+        for (int n = 0; n < PART_BYTES / 2048; n++) store_four(to + n * 2048, &dq[4 * n]);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(room.barrier(DQ_FULL + group));

@@ -135,7 +135,7 @@ struct Weights {
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 float &gradient = dp[8 * step + e];
-                const float weight = LATE_DQ || LATE_DK ? unpack(weights[step][e / 2], e % 2) : s[8 * step + e];
+                const float weight = LATE_DQ || LATE_DK || TRANSPOSED_DQ ? unpack(weights[step][e / 2], e % 2) : s[8 * step + e];
                 if (DROPOUT) gradient = is_dropped(8 * step + e) ? 0.0f : gradient * p.keep_scale;
                 gradient = weight * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
             }

@@ -12,18 +12,16 @@
 #define KV_BYTES (BC * PAD_D * 2)
 #define DS_BYTES (BR * BC * 2)
 #define ROWS_BYTES (BR * 4)          // of lse2 or delta
-#ifndef USED_D
-#define USED_D PAD_D  // columns that are multiplied, but for the wide consumer's; a multiple of 16
-#endif
 #define ROWS_OF_DQ (BR == 128)      // a warp group has half of dQ's rows, or half of its columns
+#define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
 #define DQ_COLUMNS (ROWS_OF_DQ ? PAD_D : PAD_D / 2)
 #define DQ_ROUNDS (WIDE ? 2 : 1)    // in which dQ leaves, as shared memory has room for
 #define ROUND_COLUMNS (DQ_COLUMNS / DQ_ROUNDS)
-#define PART_BYTES (64 * ROUND_COLUMNS * 4)  // of a warp group in a round
+#define PART_BYTES (BR * PAD_D * 2 / DQ_ROUNDS)  // of a warp group in a round
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 
-static_assert(BR == 64 || BR == 128, "each warp group has 64 rows of dQ");
+static_assert(BR == 64 || BR == 128 || (BR == 80 && PAD_D == 128), "a warp group has 64 rows or columns of dQ");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, dout, dk, dv;

@@ -1,0 +1,141 @@
+"""Tiles of fa3 (csrc/ladder/fa3.cu, fa3_backward.cu): which a call takes, their shared memory and defines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Registers of a thread that copies, and of one that computes, by the warp groups that compute: 65,536 in all.
+_REGISTERS = {2: (24, 240), 3: (32, 160)}
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Warp groups that compute, of 64 queries each; keys of a tile; tiles of K and of V in flight; tiles of Q
+    that there is room for; whether O goes out over Q."""
+
+    groups: int
+    bc: int
+    stages: int
+    q_slots: int
+    o_over_q: bool = False
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Q, K, V and, where it has room of its own, O."""
+        rows = 64 * self.groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
+        return 2 * tile_head_dim(head_dim) * rows
+
+    def defines(self, head_dim: int) -> dict[str, int]:
+        copying, computing = _REGISTERS[self.groups]
+        return {
+            "PAD_D": tile_head_dim(head_dim),
+            "GROUPS": self.groups,
+            "BC": self.bc,
+            "STAGES": self.stages,
+            "Q_SLOTS": self.q_slots,
+            "O_OVER_Q": int(self.o_over_q),
+            "COPY_REGISTERS": copying,
+            "COMPUTE_REGISTERS": computing,
+        }
+
+
+# By the padded head dim.
+_FORWARD = {
+    32: HopperTile(3, 128, 3, q_slots=1),
+    64: HopperTile(3, 128, 3, q_slots=1),
+    96: HopperTile(2, 128, 3, q_slots=2),
+    128: HopperTile(2, 128, 2, q_slots=2),
+    160: HopperTile(2, 112, 2, q_slots=2, o_over_q=True),
+    192: HopperTile(2, 112, 2, q_slots=1, o_over_q=True),
+    256: HopperTile(2, 80, 2, q_slots=1, o_over_q=True),
+}
+# At D <= 64: with more registers a thread, where three groups spill 160 to 570 bytes; and of fewer queries,
+# where a causal mask leaves little of a tile (T = 1k, D = 64: 333 TFLOP/s for 310).
+_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_slots=2), 1536
+
+
+def tile_head_dim(head_dim: int) -> int:
+    """The head dim that tiles have: the next there are tiles for."""
+    return next(d for d in _FORWARD if d >= head_dim)
+
+
+def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> HopperTile:
+    """The forward's tile for `tk` keys and the options that `defines` names."""
+    short = tk <= _SMALL_KEYS and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
+    small = short or defines["SOFTCAP"] or defines["DOCUMENT_IDS"]
+    return _SMALL if small and tile_head_dim(head_dim) <= 64 else _FORWARD[tile_head_dim(head_dim)]
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """Queries and keys of a tile; tiles of Q and of dO in flight; whether dQ is a tile late, and whether dK
+    is waited for behind S of the next tile."""
+
+    br: int
+    bc: int
+    stages: int
+    do_stages: int
+    late_dq: bool = False
+    late_dk: bool = False
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """K, V; Q, dO, with lse and delta; two tiles of dS; dQ. For D > 128 two of P too, and half of dQ."""
+        row, wide = 2 * backward_head_dim(head_dim), backward_head_dim(head_dim) > 128
+        scores = (8 if wide else 4) * self.bc
+        of_queries = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
+        return 2 * self.bc * row + self.br * of_queries
+
+    def defines(self, head_dim: int) -> dict[str, int]:
+        return {
+            "PAD_D": backward_head_dim(head_dim),
+            "USED_D": next((n for n in _USED if n >= head_dim), backward_head_dim(head_dim)),
+            "BLOCK_D": backward_columns(head_dim),
+            "BR": self.br,
+            "STAGES": self.stages,
+            "DO_STAGES": self.do_stages,
+            "LATE_DQ": int(self.late_dq),
+            "LATE_DK": int(self.late_dk),
+        }
+
+
+_BACKWARD_HEAD_DIMS = (64, 128, 192, 256)  # that tiles have in shared memory
+_USED = (32, 64, 80, 96, 112, 128)  # columns that are multiplied, up to 128
+# By the largest head dim.
+_BACKWARD = {
+    64: HopperBackwardTile(128, 128, 2, 2, late_dq=True),
+    112: HopperBackwardTile(64, 128, 2, 2),
+    128: HopperBackwardTile(64, 128, 2, 2),
+    192: HopperBackwardTile(64, 64, 2, 1),
+    256: HopperBackwardTile(64, 64, 2, 1),
+}
+# A causal mask alone: with other options as well, dK behind S is slower. In fp16 late dQ spills at D = 128.
+_LATE_DK = {112: HopperBackwardTile(64, 128, 2, 2, late_dk=True)}
+_BACKWARD_CAUSAL = {
+    "bf16": _BACKWARD | _LATE_DK | {128: HopperBackwardTile(64, 128, 2, 2, late_dq=True, late_dk=True)},
+    "f16": _BACKWARD | _LATE_DK,
+}
+# No mask, which would leave less of a tile of more queries.
+_BACKWARD_FULL = _BACKWARD | _LATE_DK | {128: HopperBackwardTile(80, 128, 2, 2)}
+# With a softcap or dropout, which need P in fp32 until dS is there: at D <= 64 that spills with 128 queries.
+_BACKWARD_EXACT = _BACKWARD | dict.fromkeys((64, 112, 128), HopperBackwardTile(64, 128, 2, 2))
+
+
+_OPTIONS = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS")
+
+
+def backward_head_dim(head_dim: int) -> int:
+    """The head dim that tiles of the backward have."""
+    return next(d for d in _BACKWARD_HEAD_DIMS if d >= head_dim)
+
+
+def backward_columns(head_dim: int) -> int:
+    """Columns of a block in shared memory (hopper.cuh); beyond 128 each half of a row is whole blocks."""
+    return 32 if backward_head_dim(head_dim) == 192 else 64
+
+
+def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBackwardTile:
+    """The backward's tile for the options that `defines` names."""
+    tiles = _BACKWARD_EXACT if defines["SOFTCAP"] or defines["DROPOUT"] else _BACKWARD
+    if not any(defines[name] for name in _OPTIONS):
+        tiles = _BACKWARD_CAUSAL[str(defines["ELEMENT"])] if defines["HAS_RIGHT"] else _BACKWARD_FULL
+    return next(tile for most, tile in tiles.items() if most >= head_dim)
