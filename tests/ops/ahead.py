@@ -1,7 +1,7 @@
 """Triton kernels compiled for a GPU that is not there: registers, spills, shared memory, instructions.
 
-A process of its own, without TRITON_INTERPRET: `python -m tests.ops.ahead` reads a JSON list of `Build`s as
-dictionaries and prints a `Compiled` each, a line of JSON, in the same order.
+A process of its own, without TRITON_INTERPRET: `python -m tests.ops.ahead` reads JSON lists of `Build`s as
+dictionaries, one a line, and prints a `Compiled` each, a line of JSON, in the same order.
 """
 
 from __future__ import annotations
@@ -229,6 +229,6 @@ def _assembled(ptx: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    for given in json.load(sys.stdin):
+    for given in (each for line in sys.stdin for each in json.loads(line)):
         build = Build(**{key: tuple(x) if isinstance(x, list) else x for key, x in given.items()})
         print(json.dumps(asdict(compiled(build))), flush=True)

@@ -5,9 +5,11 @@
 // -DTHREADS_OF_THE_SYSTEM they are such threads, for -fsanitize=thread, which reports a missing barrier as a data race.
 #pragma once
 #include <initializer_list>
+#include <map>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <vector>
 #ifdef THREADS_OF_THE_SYSTEM
 #include <pthread.h>
 #define PER_THREAD thread_local

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +72,16 @@ int main(int, char **words) {
 """
 
 
+@cache
+def _precompiled(*flags: str) -> str:
+    """A folder with cpu.h as g++ keeps what it has read, which is most of what a kernel takes to compile."""
+    folder = Path(tempfile.mkdtemp(prefix="cpu_h"))
+    atexit.register(shutil.rmtree, folder)
+    command = [GXX, *_OPTIONS, *flags, "-x", "c++-header", HERE / "cpu.h", "-o", folder / "cpu.h.gch"]
+    subprocess.run(command, check=True)
+    return str(folder)
+
+
 def _key(source: str, flags: list[str]) -> str:
     """A name for a specialisation."""
     return hashlib.sha256(" ".join([source, *flags]).encode()).hexdigest()[:16]
@@ -123,15 +137,16 @@ class Compiler:
         flags = [f"-D{define}={value}" for define, value in defines.items()]
         key = _key(source, flags)
         if key not in self._libraries:
-            library = self.compile(source, _LAUNCH, key, [*_LIBRARY, *flags])
+            library = self.compile(source, _LAUNCH, key, _LIBRARY, flags)
             self._libraries[key] = ctypes.CDLL(str(library))
         return Kernel(self._libraries[key], name)
 
-    def compile(self, source: str, more: str, key: str, flags: list[str]) -> Path:
-        """What g++ makes of `source` with `more` text after it."""
+    def compile(self, source: str, more: str, key: str, kind: tuple[str, ...], flags: list[str]) -> Path:
+        """What g++ makes of `source` with `more` text after it; `kind` is _LIBRARY or _SANITIZED."""
         unit, result = self.folder / f"{key}.cpp", self.folder / key
         unit.write_text(f'#include "cpu.h"\n#include "{Path(source).name}"\n{more}')
-        command = [GXX, *_OPTIONS, *flags, f"-I{HERE}", str(unit), "-o", str(result)]
+        folders = (f"-I{folder}" for folder in (_precompiled(*kind), HERE))
+        command = [GXX, *_OPTIONS, *kind, *flags, *folders, str(unit), "-o", str(result)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{source}: {' '.join(command)}\n{done.stderr}"
         return result
@@ -171,8 +186,8 @@ class HopperCores(TensorCores):
         include = '#include "mma.cuh"'
         header.write_text(_without_asm(text).replace(include, f'{include}\n#include "hopper_cpu.h"'))
 
-    def compile(self, source: str, more: str, key: str, flags: list[str]) -> Path:
-        return super().compile(source, more + (_LAUNCH_MAPS if "fa3" in source else ""), key, flags)
+    def compile(self, source: str, more: str, *rest: Any) -> Path:
+        return super().compile(source, more + (_LAUNCH_MAPS if "fa3" in source else ""), *rest)
 
 
 def _without_asm(text: str) -> str:
@@ -248,7 +263,7 @@ class Sanitizer:
         key = _key(source, flags) + ".sanitized"
         if key not in self._programs:
             more = _LAUNCH + _MAIN.replace("POINTERS", str(len(_POINTERS.split())))
-            self._programs[key] = self.compiler.compile(source, more, key, [*_SANITIZED, *flags])
+            self._programs[key] = self.compiler.compile(source, more, key, _SANITIZED, flags)
         self.name, self.program = name, self._programs[key]
         return self
 

@@ -5,8 +5,6 @@
 // memory when it is waited for. The products of one warp group read their operands when they are asked for, those of the
 // next when they are waited for.
 #pragma once
-#include <map>
-#include <vector>
 
 namespace cpu {
 // An address of shared memory as a pointer: that of a `static` array lies outside of `memory`.

@@ -4,7 +4,6 @@
 // For fp32 (split_products.cuh) what a GPU is free to do is done at its worst: tensor cores cut off what FMA units
 // round, and ex2.approx errs by as much as it may.
 #pragma once
-#include <vector>
 
 #define __align__(bytes)
 #define __fdividef(x, y) ((x) / (y))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -124,13 +125,19 @@ def disassembler() -> str:
     return str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm")
 
 
-def sass(cubin: nvrtc.Cubin, kernel: str, folder: Path) -> Counter[str]:
+@cache
+def sections(code: bytes) -> list[str]:
+    """Of a cubin's SASS; all its kernels are disassembled at once."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(code)
+        command = [disassembler(), "--print-code", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE)
+
+
+def sass(cubin: nvrtc.Cubin, kernel: str) -> Counter[str]:
     """How often each instruction is in one kernel, without its modifiers: HMMA for HMMA.16816.F32."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin.code)
-    command = [disassembler(), "--print-code", path]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    ours = re.split(r"^\s*\.section\s+", text, flags=re.MULTILINE)
+    ours = sections(cubin.code)
     (section,) = (part for part in ours if part.startswith(f".text.{kernel},"))
     return Counter(re.findall(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", section, re.MULTILINE))
 
@@ -166,7 +173,7 @@ ON = pytest.mark.parametrize("arch", ARCHES, ids=lambda arch: "sm_{}{}".format(*
 @pytest.mark.parametrize(("arch", "head_dims"), long_but(USUAL, 0))
 @EACH
 def test_fits_and_does_as_meant(
-    stage: str, dtype: torch.dtype, arch: tuple[int, int], head_dims: tuple[int, ...], tmp_path: Path
+    stage: str, dtype: torch.dtype, arch: tuple[int, int], head_dims: tuple[int, ...]
 ) -> None:
     if STAGES[stage].capabilities.min_arch > arch:
         pytest.skip(f"{stage} is for newer GPUs")
@@ -174,7 +181,7 @@ def test_fits_and_does_as_meant(
     for each in check(stage, cases, dtype, arch):
         if dict(each.launch.defines).get("HEAD_DIM") == head_dims[0]:
             budget = BUDGETS[each.launch.name]
-            found = set(sass(each.cubin, each.launch.name, tmp_path))
+            found = set(sass(each.cubin, each.launch.name))
             assert found.issuperset(budget.has), f"{each}: has {sorted(found)}, {budget}"
             assert not found & set(budget.has_not), f"{each}: has {sorted(found)}, {budget}"
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ ARCHES = list(SHARED_BYTES)
 SPILLED_BYTES = {16: 0, 32: 192}
 # The list of kept blocks takes two registers more than dK and dV have left at a head dim of 128.
 SPILLED_WITH_BLOCKS = 8
+Check = Callable[[list[dict]], list[dict]]
 PASSES = ("forward", "dkdv", "dq")
 HEAD_DIMS = (32, 64, 128, 256)
 EXTRAS = ((), ("softcap", "alibi"), ("dropout",), ("document_ids",), ("bias",), ("kv_lengths",))
@@ -43,35 +45,53 @@ def build(kind: str, arch: tuple[int, int], bits: int, head_dim: int, masked: bo
     }
 
 
-def compiled(builds: list[dict], module: str = "tests.ops.ahead") -> list[dict]:
-    """tests/ops/ahead.py in a process of its own: here triton interprets."""
+def _process(module: str) -> subprocess.Popen[str]:
+    """A process of its own, in which triton compiles: here it interprets."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", module],
-        input=json.dumps(builds), cwd=ROOT, env=environment, capture_output=True, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True,
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def check(builds: list[dict]) -> list[dict]:
-    wrong, found = [], compiled(builds)
-    assert len(found) == len(builds)
-    for given, got in zip(builds, found, strict=True):
-        limit = SHARED_BYTES[given["arch"]]
-        spilled = max(SPILLED_BYTES[given["bits"]], SPILLED_WITH_BLOCKS * ("block_mask" in given["extras"]))
-        if got["shared_bytes"] > limit or got["spilled_bytes"] > spilled:
-            wrong.append(
-                f"{got['what']}: {got['registers']} registers, {got['spilled_bytes']} bytes spilled, "
-                f"{got['shared_bytes']} of {limit} bytes of shared memory"
-            )
-    assert not wrong, "\n".join(["these tiles do not fit:", *wrong])
-    return found
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Check]:
+    """Compiles with tests/ops/ahead.py, in one process for all tests."""
+    with _process("tests.ops.ahead") as process:
+
+        def compiled(builds: list[dict]) -> list[dict]:
+            print(json.dumps(builds), file=process.stdin, flush=True)
+            lines = [process.stdout.readline() for _ in builds]
+            assert all(lines), "tests.ops.ahead has failed, see its stderr"
+            return [json.loads(line) for line in lines]
+
+        yield compiled
+
+
+@pytest.fixture
+def check(compiled: Check) -> Check:
+    """The same, which has to fit."""
+
+    def check(builds: list[dict]) -> list[dict]:
+        wrong, found = [], compiled(builds)
+        for given, got in zip(builds, found, strict=True):
+            limit = SHARED_BYTES[given["arch"]]
+            with_blocks = SPILLED_WITH_BLOCKS * ("block_mask" in given["extras"])
+            spilled = max(SPILLED_BYTES[given["bits"]], with_blocks)
+            if got["shared_bytes"] > limit or got["spilled_bytes"] > spilled:
+                wrong.append(
+                    f"{got['what']}: {got['registers']} registers, {got['spilled_bytes']} bytes spilled, "
+                    f"{got['shared_bytes']} of {limit} bytes of shared memory"
+                )
+        assert not wrong, "\n".join(["these tiles do not fit:", *wrong])
+        return found
+
+    return check
 
 
 @pytest.mark.parametrize("head_dims", [(64,), pytest.param((32, 128, 256), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("kind", PASSES)
-def test_tiles_fit_hopper(kind: str, head_dims: tuple[int, ...]) -> None:
+def test_tiles_fit_hopper(check: Check, kind: str, head_dims: tuple[int, ...]) -> None:
     """Every tile of sm_90, and by wgmma and TMA."""
     builds = [build(kind, (9, 0), 16, d, masked) for d in head_dims for masked in (False, True)]
     for got in check(builds):
@@ -86,7 +106,7 @@ def test_tiles_fit_hopper(kind: str, head_dims: tuple[int, ...]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PASSES)
-def test_tiles_fit_ampere_and_ada(kind: str) -> None:
+def test_tiles_fit_ampere_and_ada(check: Check, kind: str) -> None:
     """Every tile of sm_80, and by mma.sync and cp.async; sm_89 has the same in less shared memory."""
     builds = [build(kind, (8, 0), 16, d, d > 64) for d in HEAD_DIMS]
     builds += [build(kind, (8, 9), 16, d, d <= 64) for d in HEAD_DIMS]
@@ -98,7 +118,7 @@ def test_tiles_fit_ampere_and_ada(kind: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PASSES)
-def test_tiles_fit_in_fp32(kind: str) -> None:
+def test_tiles_fit_in_fp32(check: Check, kind: str) -> None:
     """On tensor cores, six products of bf16 terms for each (TF32 would err beyond fp32); up to a head dim of
     64 without spills on sm_90."""
     ampere = check([build(kind, (8, 9), 32, d, True) for d in HEAD_DIMS])
@@ -115,7 +135,7 @@ def test_tiles_fit_in_fp32(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_decode_fits() -> None:
+def test_decode_fits(check: Check) -> None:
     builds = [build("decode", arch, 16, d, True) for arch in ((8, 9), (9, 0)) for d in (64, 128, 256)]
     builds += [
         build("decode", (9, 0), 16, 128, True, split=False),
@@ -130,12 +150,12 @@ def test_decode_fits() -> None:
 @pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("arch", ARCHES, ids=lambda arch: "sm_{}{}".format(*arch))
 @pytest.mark.parametrize("kind", (*PASSES, "decode", "combine"))
-def test_every_tile_with_every_option(kind: str, arch: tuple[int, int], bits: int) -> None:
+def test_every_tile_with_every_option(check: Check, kind: str, arch: tuple[int, int], bits: int) -> None:
     product = itertools.product(HEAD_DIMS, (False, True), EXTRAS if kind != "combine" else ((),))
     check([build(kind, arch, bits, d, masked, *extras) for d, masked, extras in product])
 
 
-def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_what_does_not_fit(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHARED_BYTES, (8, 9), 1000)
     with pytest.raises(AssertionError, match=r"forward sm_89 16 bits D=64.*registers.*of 1000 bytes"):
         check([build("forward", (8, 9), 16, 64, True)])
@@ -144,7 +164,7 @@ def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "stored", ["int4", *(pytest.param(x, marks=pytest.mark.long) for x in ("", "fp8", "int8"))]
 )
-def test_the_cached_kernel_compiles_where_its_numbers_exist(stored: str) -> None:
+def test_the_cached_kernel_compiles_where_its_numbers_exist(check: Check, stored: str) -> None:
     """In blocks and not; no tile spills, and 4 bits become 16 by logical operations of two at once."""
     builds = [
         build("cached", arch, 16, 128, True, *[stored] * bool(stored), *paged)
@@ -161,6 +181,7 @@ def test_the_cached_kernel_compiles_where_its_numbers_exist(stored: str) -> None
 
 def test_a_decoding_step_asks_for_its_weights_before_it_waits() -> None:
     """A whole tile of weights, or of keys and values, by 16 bytes, and nothing spilled."""
-    found = compiled([], "tests.ops.ahead_step")
+    said, _ = _process("tests.ops.ahead_step").communicate()
+    found = [json.loads(line) for line in said.splitlines()]
     wrong = [got for got in found if got["spilled_bytes"] or got["ahead_wide"] < got["of_tile"]]
     assert len(found) == 14 and not wrong, wrong
