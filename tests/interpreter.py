@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 
@@ -24,15 +25,53 @@ def hasten() -> None:
 
     patch: Callable[..., interpreter._LangPatchScope] = interpreter._patch_lang
 
+    @cache
+    def patches(fn: Callable[..., object]) -> list[Any]:
+        return [module for module in fn.__globals__.values() if module is tl or module is tl.core]
+
     def patch_once(fn: Callable[..., object]) -> interpreter._LangPatchScope:
         """Every call of a jitted function patches triton.language, though the kernel's launch has done so."""
-        modules = [module for module in fn.__globals__.values() if module is tl or module is tl.core]
-        if any(tl.core.is_builtin(module.load) for module in modules):
+        if any(tl.core.is_builtin(module.load) for module in patches(fn)):
             return patch(fn)
         return interpreter._LangPatchScope()
 
-    interpreter._patch_lang = patch_once
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = interpreter.TritonSemantic(builder)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_lang, interpreter._patch_attr = patch_once, patch_attribute
     _make_types_once()
+    _leave_what_needs_no_change()
+
+
+def _leave_what_needs_no_change() -> None:
+    """Operands of one shape are not broadcast, tensors not converted to tensors; constants are made once."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+
+    broadcast, to_tensor = TritonSemantic.broadcast_impl_value, TritonSemantic.to_tensor
+    scalar, constants = TritonSemantic.scalar_constant, {}
+
+    def broadcast_others(self: TritonSemantic, left: tl.tensor, right: tl.tensor) -> tuple[Any, Any]:
+        same = left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape
+        return (left, right) if same else broadcast(self, left, right)
+
+    def convert_others(self: TritonSemantic, x: Any, check_type: bool = True) -> Any:
+        return x if isinstance(x, tl.tensor) else to_tensor(self, x, check_type)
+
+    def constant_once(self: TritonSemantic, value: Any, dtype: tl.dtype) -> tl.tensor:
+        key = type(value), value, dtype.name
+        if key not in constants:
+            constants[key] = scalar(self, value, dtype)
+        return constants[key]
+
+    TritonSemantic.broadcast_impl_value, TritonSemantic.to_tensor = broadcast_others, convert_others
+    TritonSemantic.scalar_constant = constant_once
 
 
 def _make_types_once() -> None:
@@ -42,6 +81,7 @@ def _make_types_once() -> None:
 
     block, tensor, np_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    block_shapes: dict[tuple[Any, ...], Any] = {}
     shapes: dict[str | None, tuple[Any, Any]] = {}
     np_dtypes: dict[str, Any] = {}
 
@@ -49,6 +89,7 @@ def _make_types_once() -> None:
         key = (element_ty.name, *(s.value if isinstance(s, tl.constexpr) else s for s in shape))
         if key not in blocks:
             block(self, element_ty, shape)
+            self.shape = block_shapes.setdefault(key[1:], self.shape)
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key])
 

@@ -52,11 +52,12 @@ def _pdl(x: Tensor) -> dict[str, Any]:
 def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int, int]:
     """(rows of the weight in a tile, their padded length, warps, programs): a thread holds 32 numbers of each
     of two rows. Where one warp reads a row, a program a tile, of four rows where that gives a multiprocessor
-    more than 16 programs; else 16 warps a multiprocessor take one tile after another."""
+    more than 16 programs (the interpreter needs few); else 16 warps a multiprocessor take one tile after
+    another."""
     block_k = max(16, triton.next_power_of_2(k))
     warps = min(8, max(1, block_k // 1024))
     if warps == 1:
-        rows = 2 if n <= 32 * sms else 4
+        rows = 64 if INTERPRETED else 2 if n <= 32 * sms else 4
         return rows, block_k, 1, triton.cdiv(n, rows)
     return 2, block_k, warps, min(triton.cdiv(n, 2), 16 // warps * sms)
 
