@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,18 @@ DROPOUT_P = 0.2
 RELATIVE_REACH = 20
 
 
+@cache
+def _declared(name: str) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(CONF / f"{name}.yaml")
+
+
 def build(name: str) -> Attention:
     """The implementation of conf/attention/<name>.yaml."""
     from hydra.utils import instantiate
-    from omegaconf import OmegaConf
 
-    return instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+    return instantiate(_declared(name))
 
 
 def long_but(values: Iterable[Any], *quick: int) -> list[Any]:
@@ -76,6 +83,12 @@ class Case:
             return self.small and (self.tq, self.tk) not in ((200, 200), (256, 512))
         head_dims = QUICK_HEAD_DIMS if self.group == "head_dim" else (64,)
         return self.small and self.tq != self.tk and self.head_dim in head_dims
+
+    @property
+    def fewer_heads(self) -> Case:
+        """For the interpreter: of the many cases of features two heads, which are enough to be mixed up."""
+        many = self.group in ("feature", "pair", "head_dim") and self.heads == self.kv_heads
+        return replace(self, heads=2, kv_heads=2) if many else self
 
     @property
     def exact_dtypes_only(self) -> bool:

@@ -76,7 +76,7 @@ def test_grid(on_cpu: Any, version: int, cases: list[Case]) -> None:
         # fp32 shows the smallest mistake. But version 2 rounds slope * Tk into its fp32 lse, for which only
         # the 16 bits that the library takes have room.
         dtype = torch.float16 if "alibi" in case.features else torch.float32
-        ratios = run_case(attention, case, "cpu", dtype)
+        ratios = run_case(attention, case.fewer_heads, "cpu", dtype)
         ran += ratios is not None
         wrong = {what: round(ratio, 2) for what, ratio in (ratios or {}).items() if not ratio <= 1}
         assert not wrong, f"flash{version}, {case.id}: error over what is allowed: {wrong}"

@@ -96,7 +96,7 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("stage", "case"), list(_cases()))
 def test_values(stage: str, case: Case):
-    ratios = run_case(OnCPU(stage), case, "cpu", torch.float32)
+    ratios = run_case(OnCPU(stage), case.fewer_heads, "cpu", torch.float32)
     assert ratios and max(ratios.values()) <= 1, ratios
     assert ("dq" in ratios) == (stage in ("plain", "tiled"))
 
