@@ -17,14 +17,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests import composing, interpreter
+
+composing.hasten()
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Before triton is imported: its kernels then run on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
-        from tests.interpreter import hasten
-
-        hasten()
+        interpreter.hasten()
 
 
 @pytest.hookimpl(tryfirst=True)
