@@ -119,6 +119,15 @@ def test_what_a_gpu_is_asked_for() -> None:
     assert long_range_runs.listops_of(4096) == task and long_range_runs.listops_of(128).max_length == 125
 
 
+def test_a_task_that_is_named_and_a_larger_model() -> None:
+    words = ["--tasks", "pathfinder", "--layers", "4", "--width", "256", "--seeds", "1", "--lengths"]
+    points = long_range.points(long_range.settled(long_range.arguments(words), "cuda"), "cuda")
+    assert {(p["task"], p["seq_len"], p["layers"], p["heads"], p["width"]) for p in points} == {
+        ("pathfinder", 1025, 4, 2, 256)
+    }
+    assert points[0]["model"] == "4 layers of 256, 2 heads"
+
+
 def test_standard_attention_is_right() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 9, 8, dtype=torch.float64) for _ in range(3))
@@ -290,7 +299,8 @@ def test_the_claim(cuda: list[float], majority: float, slower: float, verdict: s
     assert all(map(learned, groups(rows))) == (majority == 0.2)
     differs, stuck = cuda[0] == 0.3, 0.19 in cuda
     ending = "differ" if differs else "not decided" if stuck or majority > 0.2 else "alike"
-    assert found.figure.endswith(f"accuracies {ending}")
+    assert f"; accuracies {ending}" in found.figure
+    assert ("points in 2 of 2 comparisons" in found.figure) == (ending == "alike")
     assert ("Runs of ListOps differ by whether" in found.why) == stuck
     assert ("Not decided, 2 on ListOps" in found.why) == (ending == "not decided")
 
@@ -315,7 +325,7 @@ def test_the_claim_counts_what_decides(tmp_path: Path) -> None:
     rows = gpu_rows(STUCK, MS) + decides
     found = claim.accuracy_and_speed(studies.results(tmp_path, long_range=rows))
     assert found.verdict == claims.IN_PART
-    assert found.figure == "2.8x, accuracies alike in 2 of 4 comparisons, the rest not decided"
+    assert found.figure == "2.8x; accuracies alike to 2.9 points in 2 of 4 comparisons, the rest not decided"
     assert (
         "accuracy are decided: 2 within the variation between seeds (Matching). Not decided, 2 on"
         in found.why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from data.classification import ClassificationDataModule
 from data.examples import Examples, draw
 from data.listops import ListOps
 from data.matching import Matching
+from data.pathfinder import Pathfinder
 from model.calls import attention_call, require
 from model.classifier import Classifier, LitClassifier
 from model.gpt import GPTConfig
@@ -54,7 +56,12 @@ def matching_of(seq_len: int) -> Matching:
     return Matching(seq_len - CLS_TOKENS, gap=min(128, seq_len))
 
 
+def pathfinder_of(seq_len: int) -> Pathfinder:
+    return Pathfinder(math.isqrt(seq_len - CLS_TOKENS))
+
+
 TASKS: dict[str, Callable[[int], Any]] = {"listops": listops_of, "matching": matching_of}
+TASKS |= {"pathfinder": pathfinder_of}
 
 
 @functools.cache

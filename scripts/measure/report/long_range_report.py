@@ -21,7 +21,7 @@ from scripts.measure.report.pages import page
 from scripts.measure.report.tables import Record, distinct, fmt, listed, records, where
 from scripts.measure.studies import Report, Row, Table
 
-NAMES = {"listops": "ListOps", "matching": "Matching"}
+NAMES = {"listops": "ListOps", "matching": "Matching", "pathfinder": "Pathfinder"}
 
 
 def speed_ups(rows: Iterable[Row], compiled: bool) -> dict[str, dict[int, float]]:

@@ -2,12 +2,17 @@
 
     python scripts/study.py long_range
     python scripts/study.py long_range --tasks listops --attention standard flash2 --seeds 5 --steps 3000
+    python scripts/study.py long_range --tasks pathfinder --layers 4 --heads 8 --width 128 --steps 20000
 
 Two tasks in the manner of Long Range Arena, made offline: `listops`, its nested lists of 500 to 2,000 tokens
 (data/listops.py), 10 classes; `matching`, whether two excerpts of Python's standard library, byte by byte,
-are from the same file (data/matching.py). The classifier is the GPT's blocks without the causal mask
-(model/classifier.py), trained in bf16, every example seen once; all implementations get the same data in the
-same order and the same initial weights, seed by seed. ListOps' loss stays on a plateau until attention has
+are from the same file (data/matching.py). A third, `pathfinder`, pictures of 32 x 32 pixels with curves that
+join two dots or do not (data/pathfinder.py), takes long to learn: it is measured where it is named, and so
+are larger models (--layers, --heads, --width).
+
+The classifier is the GPT's blocks without the causal mask (model/classifier.py), trained in bf16, every
+example seen once; all implementations get the same data in the same order and the same initial weights, seed
+by seed. ListOps' loss stays on a plateau until attention has
 found the outermost operator among all tokens. When it leaves goes by the examples seen, so its steps have 64
 of them; its model has QK-norm (Henry et al. 2020), with which it leaves sooner; and the learning rate stays
 at its peak until the last 30% of the steps: a seed that leaves late has what an early one had.
@@ -47,7 +52,11 @@ USUAL: dict[str, dict[str, Any]] = {
             "accuracy": {"layers": 2, "heads": 2, "width": 128},
             "speed": {"layers": 4, "heads": 4, "width": 256},
         },
-        "tasks": {"listops": (2048, 1200, 64), "matching": (1024, 800, 32)},
+        "tasks": {
+            "listops": (2048, 1200, 64),
+            "matching": (1024, 800, 32),
+            "pathfinder": (1025, 4000, 64),
+        },
         "lengths": [1024, 2048, 4096],
         "attention": ["standard", "sdpa", "triton", "cuda"],
         "seeds": 3,
@@ -58,7 +67,7 @@ USUAL: dict[str, dict[str, Any]] = {
     },
     "cpu": {
         "shapes": {key: {"layers": 2, "heads": 2, "width": 64} for key in ("accuracy", "speed")},
-        "tasks": {"listops": (128, 200, 32), "matching": (128, 200, 16)},
+        "tasks": {"listops": (128, 200, 32), "matching": (128, 200, 16), "pathfinder": (401, 200, 16)},
         "lengths": [128, 256, 512],
         "attention": ["standard", "sdpa", "tiled"],
         "seeds": 2,
@@ -69,20 +78,23 @@ USUAL: dict[str, dict[str, Any]] = {
     },
 }
 SCHEDULE = "warm-up 5%, constant, decay over the last 30%"  # long_range_runs.fit; no matter to speeds
-SEQUENCES = {"listops": 1, "matching": 2}
+SEQUENCES = {"listops": 1, "matching": 2, "pathfinder": 1}
+TASKS = ("listops", "matching")  # where the command line names none
 COMPILED_ON = ("cuda",)  # where speed is measured with compiled blocks, too
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     made = parser(__doc__, STUDY)
     add, names = made.add_argument, ["standard", *choices("attention")]
-    add("--tasks", nargs="+", choices=list(SEQUENCES), default=list(SEQUENCES))
+    add("--tasks", nargs="+", choices=list(SEQUENCES), default=list(TASKS))
     add("--attention", nargs="+", choices=names, metavar="NAME", help="(default: standard sdpa triton cuda)")
     add("--seeds", type=positive, help="runs of each (default: 3)")
     add("--steps", type=positive, help="of each run (default: listops 1200, matching 800)")
     add("--lengths", type=positive, nargs="*", help="T at which steps are timed (default: 1024 2048 4096)")
     add("--test", type=positive, help="examples (default: 2000)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
+    for size in ("layers", "heads", "width"):
+        add(f"--{size}", type=positive, help="of the model whose accuracy is measured (default: 2, 2, 128)")
     return made.parse_args(given)
 
 
@@ -98,7 +110,7 @@ def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
 
 def points(options: argparse.Namespace, device: str) -> list[Point]:
     """The speeds first, as they take the least; then a seed of everything before the second of any."""
-    usual = USUAL[device]
+    usual, shape = USUAL[device], ("layers", "heads", "width")
     found: list[Point] = []
     for length in options.lengths:
         for compiled in (False, True)[: 1 + (device in COMPILED_ON)]:
@@ -111,6 +123,7 @@ def points(options: argparse.Namespace, device: str) -> list[Point]:
             for name in options.attention:
                 more = {"seed": seed, "steps": options.steps or steps, "compile": False}
                 more |= {"test_examples": options.test, "schedule": SCHEDULE, "qk_norm": task == "listops"}
+                more |= {key: size for key in shape if (size := getattr(options, key)) is not None}
                 found.append(point_of("accuracy", task, name, length, options.lr, device, more))
     return found
 
@@ -119,7 +132,9 @@ def point_of(
     measured: str, task: str, name: str, length: int, lr: float, device: str, more: dict[str, Any]
 ) -> Point:
     usual = USUAL[device]
-    shape = usual["shapes"][measured]
+    shape = usual["shapes"][measured] | {
+        key: more[key] for key in ("layers", "heads", "width") if key in more
+    }
     batch = max(1, usual["timed_tokens"] // (length * SEQUENCES[task]))
     if measured == "accuracy":
         batch = usual["tasks"][task][2]
