@@ -12,17 +12,17 @@ from conf.values import UserError
 CONFIG = Path(__file__).parent / "generate.yaml"
 KINDS: dict[str, Any] = {
     **dict.fromkeys(("ckpt", "runs_dir", "prompt", "prompt_file", "device", "precision"), str),
-    **dict.fromkeys(("cache", "cache_dtype"), str),
+    **dict.fromkeys(("cache", "cache_dtype", "speculate"), str),
     **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
-    **dict.fromkeys(("block", "pool_tokens", "slots", "chunk"), int),
+    **dict.fromkeys(("block", "pool_tokens", "slots", "chunk", "draft_tokens"), int),
     **dict.fromkeys(("temperature", "top_p"), float),
     **dict.fromkeys(("kv_cache", "compile", "fused", "prefix_caching"), bool),
     "stop": list,
 }
-NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop", "fused", "pool_tokens")
+NULLABLE = ("runs_dir", "prompt_file", "top_k", "top_p", "seed", "stop", "fused", "pool_tokens", "speculate")
 # Least and greatest; those of temperature, top_k and top_p are checked where tokens are drawn.
 RANGES = {"num_samples": (1, 2**16), "max_new_tokens": (1, 2**24), "seed": (0, 2**64 - 1)}
-RANGES |= dict.fromkeys(("block", "pool_tokens", "slots", "chunk"), (1, 2**31 - 1))
+RANGES |= dict.fromkeys(("block", "pool_tokens", "slots", "chunk", "draft_tokens"), (1, 2**31 - 1))
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

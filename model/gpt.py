@@ -280,7 +280,8 @@ class GPT(nn.Module):
 
         document_ids: (B, T) int32; tokens see their own document only.
         cache: extended by one token a row, or filled with the prompts that `cache.prefill` announced.
-        last: (B,) positions; logits (B, 1, V padded) of these alone, as generation needs no others.
+        last: (B,) or (B, n) positions; logits (B, 1 or n, V padded) of these alone, as generation needs no
+            others.
         """
         T, spread = input_ids.shape[1], self.context_parallel
         if T > self.config.seq_len:
@@ -312,7 +313,8 @@ class GPT(nn.Module):
             cache.advance()
         x = self.transformer.ln_f(x)
         if last is not None:
-            x = x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)  # (B, T, C) -> (B, 1, C)
+            rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+            x = x[rows, last.view(x.shape[0], -1)]  # (B, T, C) -> (B, 1 or n, C)
         chunk = self.config.loss_chunk
         if targets is not None and (chunk or fuses_loss(x)):
             chunk = chunk or targets.numel()

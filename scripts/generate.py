@@ -132,9 +132,8 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     """Generate, write, and say how fast it went."""
     from model.generation.engine import Pool, made_blocks, made_rows
     from model.generation.fused import wants_fused
-    from model.generation.generate import checked, generate, require_all
+    from model.generation.generate import checked, require_all
     from model.generation.paged_cache import paged_kinds
-    from model.generation.serve import serve
     from scripts.measure.instruments.streaming import Terminal
 
     texts, new = read_prompts(options), options["max_new_tokens"]
@@ -148,13 +147,15 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     if longest + new > context:
         say(f"Past the trained context of {context} tokens, the last {context // 2} or more are re-encoded.")
     capacity = min(context, longest + new)
-    cached, decoding = options["kv_cache"], None
+    drafted = options["speculate"] is not None
     require_all(model, None, len(prompts), capacity, capacity)  # refusals come before anything else is said
-    paged = is_paged(cfg, model, options, capacity)
-    if cached:
+    draft = smaller_model(model, tokenizer, options) if drafted else None
+    paged, decoding = not drafted and is_paged(cfg, model, options, capacity), None
+    if options["kv_cache"]:
         kinds = paged_kinds(model, options["cache_dtype"])
-        kinds = kinds if paged else kinds - {"paged"}
-        fused = not options["compile"] and kinds <= {"paged"} and wants_fused(model, options["fused"])
+        kinds = kinds if paged or drafted else kinds - {"paged"}
+        fused = not (options["compile"] or drafted) and kinds <= {"paged"}
+        fused = fused and wants_fused(model, options["fused"])
         decoding = decoding_attention(cfg, model, len(prompts), capacity, options["compile"], kinds, fused)
         require_all(model, decoding, len(prompts), capacity, capacity, kinds)
     keys = ("block", "slots", "chunk", "prefix_caching")
@@ -162,25 +163,65 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     if paged:
         made_blocks(made_rows(prompts, [new] * len(prompts)), context, pool)
     terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
-    how = sampling | {key: options[key] for key in ("seed", "compile", "cache_dtype", "fused")}
+    how = sampling | {key: options[key] for key in ("seed", "cache_dtype")}
     how |= {"eot": tokenizer.eot, "on_token": terminal.on_token, "decode_attention": decoding}
-    if paged:
-        result = serve(model, prompts, **how, pool=pool)
-        new = sum(map(len, result.tokens))
-        done = (
-            f"{new / result.seconds:,.0f} new tokens/s, {result.computed:,} tokens of prompts computed and "
-            f"{result.found:,} found ({len(prompts)} rows, blocks of {result.most_bytes / 2**20:,.1f} MiB"
-        )
-    else:
-        result = generate(model, prompts, **how, kv_cache=cached)
-        done = (
-            f"prefill {result.prefill_tokens_per_s:,.0f} tokens/s, "
-            f"decode {result.decode_tokens_per_s:,.0f} tokens/s "
-            f"({len(prompts)} rows, {'KV cache' if cached else 'no cache'}"
-        )
+    result, done = generated(model, prompts, options, how, pool if paged else None, draft)
     terminal.close()
     say(f"{done}, set-up {result.setup_s:.1f} s, {result.reencoded} re-encodings, seed {result.seed})")
     return result
+
+
+def generated(
+    model: GPT, prompts: list[list[int]], options: dict[str, Any], how: dict[str, Any], pool: Any, draft: Any
+) -> tuple[Any, str]:
+    """The text by continuous batching, by drafts or in one batch, and what is said of it."""
+    from model.generation.generate import generate
+    from model.generation.serve import serve
+    from model.generation.speculate import speculate
+
+    steps = {key: options[key] for key in ("compile", "fused")}
+    if pool is not None:
+        result = serve(model, prompts, **how, **steps, pool=pool)
+        new = sum(map(len, result.tokens))
+        return result, (
+            f"{new / result.seconds:,.0f} new tokens/s, {result.computed:,} tokens of prompts computed and "
+            f"{result.found:,} found ({len(prompts)} rows, blocks of {result.most_bytes / 2**20:,.1f} MiB"
+        )
+    if options["speculate"] is not None:
+        result = speculate(model, prompts, **how, draft=draft, draft_tokens=options["draft_tokens"])
+        kept = f"{result.accepted:,} of {result.drafted:,} drafted tokens accepted, {result.calls:,} calls"
+    else:
+        result = generate(model, prompts, **how, **steps, kv_cache=options["kv_cache"])
+        kept = "KV cache" if options["kv_cache"] else "no cache"
+    return result, (
+        f"prefill {result.prefill_tokens_per_s:,.0f} tokens/s, "
+        f"decode {result.decode_tokens_per_s:,.0f} tokens/s ({len(prompts)} rows, {kept}"
+    )
+
+
+def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | None:
+    """The model that `speculate` names, None for n-grams. Raises UserError, for other options too that drafts
+    cannot be checked with."""
+    from conf.resume import load_run
+
+    asked = f"speculate={options['speculate']}"
+    able = {"cache": ("auto", "dense"), "kv_cache": (True,), "compile": (False,), "fused": (None, False)}
+    wrong = [key for key, values in able.items() if options[key] not in values]
+    if wrong:
+        given = ", ".join(f"{key}={str(options[key]).lower()}" for key in wrong)
+        raise UserError(
+            f"{asked} and {given}: drafts are checked by PyTorch's kernels over a cache of their own; leave "
+            f"{' and '.join(wrong)} out."
+        )
+    if options["speculate"] == "ngram":
+        return None
+    draft, its_tokenizer, _ = load_run(options["speculate"], [], options["runs_dir"])
+    if its_tokenizer.to_dict() != tokenizer.to_dict():
+        raise UserError(
+            f"{asked} was trained with another tokenizer than ckpt={options['ckpt']}: give a run with the "
+            "same one, or speculate=ngram."
+        )
+    return draft.to(model.lm_head.weight.device, model.lm_head.weight.dtype)
 
 
 def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:

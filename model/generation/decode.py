@@ -42,18 +42,24 @@ class Sampling:
         need not be normalised."""
         if self.temperature == 0:
             return logits.argmax(dim=-1, keepdim=True)
+        logits, tokens = self.candidates(logits)
+        # the CPU's exponential can give 0, whose logarithm would make a NaN of a token ruled out
+        choice = (logits - noise.clamp_min(1e-38).log()).argmax(dim=-1, keepdim=True)
+        return choice if tokens is None else tokens.gather(-1, choice)
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits (..., n) fp32 at the temperature, -inf of what is ruled out, and their tokens; None for all
+        in order. Not for greedy choices."""
         logits, tokens = logits.float() / self.temperature, None
         if self.top_k is not None:
-            logits, tokens = logits.topk(noise.shape[1])  # (B, V) -> (B, k), descending
+            logits, tokens = logits.topk(min(self.top_k, logits.shape[-1]))  # -> (..., k), descending
         elif self.top_p is not None:
             logits, tokens = logits.sort(descending=True)
         if self.top_p is not None:
             probs = logits.softmax(dim=-1)
             # the smallest set that reaches top_p: a token stays while those before it have not reached it
             logits = logits.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, -torch.inf)
-        # the CPU's exponential can give 0, whose logarithm would make a NaN of a token ruled out
-        choice = (logits - noise.clamp_min(1e-38).log()).argmax(dim=-1, keepdim=True)
-        return choice if tokens is None else tokens.gather(-1, choice)
+        return logits, tokens
 
 
 class Slots:

@@ -240,16 +240,18 @@ def generate(
             times += [go_on(model, rows, decoder, reader, lengths, max_new_tokens), clock(device)]
     finally:
         model.train(training)
-    return told(config.seq_len, lengths, rows, reader, times)
+    return told(config.seq_len, lengths, reader.tokens, rows.seed, times)
 
 
-def told(seq_len: int, lengths: list[int], rows: Rows, reader: Reader, times: list[float]) -> Generated:
+def told(
+    seq_len: int, lengths: list[int], tokens: list[list[int]], seed: int, times: list[float]
+) -> Generated:
     """`times`: of the start, and of the ends of set-up, prefill and decoding, s."""
     return Generated(
-        tokens=reader.tokens,
-        seed=rows.seed,
+        tokens=tokens,
+        seed=seed,
         cut=sum(n > seq_len for n in lengths),
-        reencoded=sum(map(functools.partial(moves, seq_len), lengths, reader.tokens)),
+        reencoded=sum(map(functools.partial(moves, seq_len), lengths, tokens)),
         prefill_tokens=sum(n - window_start(n, seq_len) for n in lengths),
         setup_s=times[1] - times[0],
         prefill_s=times[2] - times[1],

@@ -239,6 +239,18 @@ def test_rows_are_written_one_after_the_other(model, capsys, tmp_path):
     assert "decode" in capsys.readouterr().err
 
 
+def test_drafts_by_a_run_or_by_ngrams(trained, monkeypatch, capsys):
+    """The same greedy text; a run that drafts for itself is always right."""
+    monkeypatch.chdir(trained)
+    texts = []
+    for how in ([], ["speculate=ngram"], ["speculate=a", "draft_tokens=3"]):
+        main(["ckpt=a", "prompt=the theory", "max_new_tokens=9", "temperature=0", *how])
+        out, err = capsys.readouterr()
+        texts.append(out)
+    assert texts[0] == texts[1] == texts[2]
+    assert "6 of 6 drafted tokens accepted, 3 calls" in err
+
+
 def test_what_cannot_be_paged_is_generated_densely(model, capsys, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nbc\n")
@@ -255,6 +267,10 @@ def test_what_cannot_be_paged_is_generated_densely(model, capsys, tmp_path):
         ({"cache": "pages"}, "cache=pages: choose auto, dense or paged"),
         ({"cache": "paged", "kv_cache": "false"}, "cache=paged and kv_cache=false: a cache needs"),
         ({"cache": "paged", "prompt": "twelve bytes", "pool_tokens": 16}, "a prompt of 5 beside them"),
+        (
+            {"speculate": "ngram", "kv_cache": "false", "compile": "true"},
+            "speculate=ngram and kv_cache=false, compile=true: drafts are checked by",
+        ),
         ({"cache_dtype": "int3"}, "cache_dtype=int3: choose one of auto, fp8, int8, int4"),
         ({"slots": 0}, "slots=0: it needs to be from 1"),
     ],
