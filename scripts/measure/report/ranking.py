@@ -140,7 +140,11 @@ def table_source(ranks: dict[Class, dict[str, float]]) -> str:
     kind = "MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {"
     groups: dict[tuple, list[str]] = {}
     for (*key, dim, longest), names in ranks.items():
-        groups.setdefault(tuple(key), []).append(f'        ({dim}, {longest}, "{" ".join(names)}"),')
+        entry = f'        ({dim}, {longest}, "{" ".join(names)}"),'
+        if len(entry) > 110:  # as ruff formats it
+            parts = str(dim), str(longest), f'"{" ".join(names)}"'
+            entry = "\n".join(["        (", *(f"            {part}," for part in parts), "        ),"])
+        groups.setdefault(tuple(key), []).append(entry)
     lines.append(kind if groups else kind + "}")
     for (arch, bits, purpose, mask), entries in groups.items():
         lines += [f'    ({arch}, {bits}, "{purpose}", "{mask}"): (', *entries, "    ),"]
