@@ -158,8 +158,6 @@ def train(request: dict[str, Any], ready: Callable[[], None]) -> Result:
 
 def main() -> None:
     """The child's side."""
-    from scripts.measure.runner import failure
-
     module, _, name = sys.argv[1].partition(":")
     answer: Callable[[dict[str, Any], Callable[[], None]], Result] = getattr(
         importlib.import_module(module), name
@@ -187,6 +185,8 @@ def main() -> None:
         try:
             result = answer(asked["request"], ready if asked["wait"] else lambda: None)
         except Exception as error:  # whatever it is, it is the point's result
+            from scripts.measure.runner import failure
+
             result = failure(error)
         print("\nRESULT", json.dumps(result), flush=True)  # a library may have begun a line
 
