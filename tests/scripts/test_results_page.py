@@ -11,9 +11,19 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.colors import to_hex
 
-from scripts.measure.report import html_report, results_page, results_tables
+from scripts.measure.report import html_report, interactive, results_page, results_tables
 from scripts.measure.report.colours import OF_NAME, SPARE, colour_of
-from scripts.measure.report.figures import MARKS, Line, canvas, merged, panel, panels_of, svg, undrawn
+from scripts.measure.report.figures import (
+    MARKS,
+    Line,
+    canvas,
+    carried,
+    merged,
+    panel,
+    panels_of,
+    svg,
+    undrawn,
+)
 from scripts.measure.studies import Report, Table
 from scripts.plot import COLOURS
 from tests.running import ROOT
@@ -112,13 +122,33 @@ def test_a_report_that_fails_is_named(results, monkeypatch):
     assert caught.value.__notes__ == ["in the report of results/probe/h200.jsonl"]
 
 
-def test_one_html_page_shows_the_reports_and_other_rows(results):
+def test_one_html_page_shows_the_reports_and_other_rows(results, monkeypatch):
+    monkeypatch.setattr(interactive, "find_spec", lambda name: None)  # without the extra
     text = html_report.page(results)
     assert "<h2>probe</h2>" in text and "<p>So.</p>\n<pre>python scripts/study.py probe</pre>" in text
     assert text.count("data:image/svg+xml;base64,") == 2 and "<li>So." in text
     assert "<caption>Times, ms</caption>" in text and "<td>1024<td>1.5" in text
     assert "<td>Online softmax is exact.<td>" in text and "<td>not tested here<td>no rows of roofline" in text
     assert "<h2>plain</h2>" in text and "<summary>h200.jsonl</summary>" in text
+
+
+def test_a_picture_carries_what_its_panels_show():
+    figure, axes = canvas([row(1, 1)], "Probe", 1)
+    panel(axes[0, 0], [Line("naive", {1024: 5, 2048: 6}, ends="out of memory at 4k")], "so", "T", "ms")
+    (shown,) = carried(text := svg(figure, [row(1, 1)]))
+    assert (shown["title"], shown["x"], shown["y"], shown["log"]) == ("so", "T", "ms", [True, True])
+    assert shown["lines"] == [["naive", OF_NAME["naive"], "-", "out of memory at 4k", [[1024, 5], [2048, 6]]]]
+    assert carried("rows 0") == carried(text.replace("dc:source", "dc:other")) == []
+
+
+def test_the_html_page_is_drawn_by_bokeh_where_that_is_installed(results, monkeypatch):
+    pytest.importorskip("bokeh")
+    text = html_report.page(results)
+    assert text.count("<img alt=") == 1  # the picture that carries no panels
+    assert text.count('<div id="') >= 1 and "Bokeh" in text and "naive" in text
+    assert "https://cdn.bokeh.org" not in text  # all of it is inside
+    monkeypatch.setattr(interactive, "find_spec", lambda name: None)
+    assert html_report.page(results).count("<img alt=") == 2
 
 
 def test_an_experiment_says_what_it_is_for():

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from scripts.measure.report.colours import colour_of
 from scripts.plot import COLOURS
@@ -162,6 +163,9 @@ def panel(
     """Draw the lines, a tick at each x, the names to the right of the panel; at one x alone, bars."""
     lines, labels = [line for line in lines if line.points], []
     every = sorted({at for line in lines for at in line.points})
+    drawn = [[line.name, line.colour, line.style, line.ends, [*line.points.items()]] for line in lines]
+    panels = axes.figure.__dict__.setdefault("panels", [])  # for `carried`
+    panels.append({"title": title, "x": x, "y": y, "log": [log_x, log_y], "lines": drawn})
     if len(every) == 1 and len(lines) > 1:
         bars(axes, lines, f"{title}; {x.split(',')[0]} = {thousands(every[0])}", y)
         return
@@ -206,14 +210,26 @@ def bars(axes: Any, lines: Sequence[Line], title: str, what: str) -> None:
 
 
 def svg(figure: Any, rows: Sequence[Row]) -> str:
-    """The figure as text that says which rows it shows (`is_drawn`), and closes it."""
+    """The figure as text that says which rows it shows (`is_drawn`) and carries what its panels show
+    (`carried`), and closes it."""
     from matplotlib import pyplot as plt
 
     text, shown = io.StringIO(), f"rows {digest(rows)}"
     if _drawing:
-        figure.savefig(text, format="svg", metadata={"Date": None, "Description": shown})
+        panels = json.dumps(figure.__dict__.get("panels", []))
+        about = {"Date": None, "Description": shown, "Source": panels}
+        figure.savefig(text, format="svg", metadata=about)
     plt.close(figure)
     return text.getvalue() or shown
+
+
+def carried(text: str) -> list[dict[str, Any]]:
+    """What the panels of an SVG's text show: title, x, y, log (of x and y) and lines of [name, colour, style,
+    what ended it, points]; none of a picture that was drawn otherwise."""
+    if not text.startswith("<?xml"):
+        return []
+    found = ElementTree.fromstring(text).find(".//{http://purl.org/dc/elements/1.1/}source")
+    return json.loads(found.text) if found is not None and found.text else []
 
 
 def thousands(number: float) -> str:

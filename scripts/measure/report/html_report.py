@@ -1,5 +1,5 @@
-"""All results as one page that opens from disk, with the pictures inside: what each study says, and the rows
-of what has no report."""
+"""All results as one page that opens from disk, with the pictures inside, which answer to the mouse
+(interactive.py): what each study says, and the rows of what has no report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import base64
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from scripts.measure.report import interactive
 
 if TYPE_CHECKING:
     from scripts.measure.report.results_page import Found
@@ -37,7 +39,7 @@ def page(results: Path) -> str:
     """The page of results/<study>/*, as HTML."""
     from scripts.measure.report.results_page import finding, reports
 
-    parts = ["<!doctype html><meta charset=utf-8><title>tilegpt: results</title>"]
+    parts = ["<!doctype html><meta charset=utf-8><title>tilegpt: results</title>", interactive.head()]
     parts += [f"<style>{STYLE}</style><h1>tilegpt: results</h1>", claimed(results)]
     told: set[str] = set()
     for found in reports(results):
@@ -85,6 +87,9 @@ def report(results: Path, found: Found) -> list[str]:
 
 
 def image(name: str, svg: str) -> str:
+    """The picture: one that answers to the mouse where it can be made, else the SVG."""
+    if drawn := interactive.picture(svg):
+        return f"<h3>{escape(name)}</h3>{drawn}"
     data = base64.b64encode(svg.encode()).decode()
     return f'<p><img alt="{escape(name)}" src="data:image/svg+xml;base64,{data}"></p>'
 
