@@ -138,11 +138,13 @@ _OPS = {
 
 def best(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str:
     """The best stage with all features: fa3 on Hopper, fa2, or where neither can, tiled."""
-    able = STAGES["fa2"].capabilities
-    fits = head_dim <= able.max_head_dim and head_dim % able.head_dim_multiple == 0
-    if not fits or dtype not in able.dtypes or (arch or able.min_arch) < able.min_arch:
-        return "tiled"
-    return "fa3" if arch == STAGES["fa3"].capabilities.min_arch else "fa2"
+    for stage in ("fa3", "fa2"):
+        able = STAGES[stage].capabilities
+        fits = head_dim <= able.max_head_dim and head_dim % able.head_dim_multiple == 0
+        runs = able.min_arch <= (arch or STAGES["fa2"].capabilities.min_arch) <= (able.max_arch or (99, 0))
+        if fits and runs and dtype in able.dtypes:
+            return stage
+    return "tiled"
 
 
 @cache
@@ -261,6 +263,11 @@ class CudaAttention(CudaStage):
         )
         self.declaration = replace(self.declaration, chooses="kernels")
         self.stage = None
+
+    def unsupported_reasons(self, call: AttentionCall) -> list[str]:
+        """fa3's where it is the best stage, as it takes wider heads than the others."""
+        wide = call.device == "cuda" and best(call.arch, call.dtype, call.head_dim) == "fa3"
+        return self.resolve(call).unsupported_reasons(call) if wide else super().unsupported_reasons(call)
 
     def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
         """(stage, why) of what will run `call`. Raises UnsupportedAttention where none can."""

@@ -73,6 +73,7 @@ def test_what_rowwise_has_room_for() -> None:
         ({"arch": (7, 5)}, "tiled", "the best stage but for cuda_fa2, no sm_75: "),
         ({"dtype": torch.float32}, "tiled", "but for cuda_fa2, no float32: "),
         ({"head_dim": 59}, "tiled", "but for cuda_fa2, no head dim 59: "),
+        ({"head_dim": 256}, "fa3", "the best stage"),
     ],
 )
 def test_the_best_stage(call: dict[str, Any], stage: str, why: str) -> None:
@@ -84,7 +85,12 @@ def test_the_best_stage(call: dict[str, Any], stage: str, why: str) -> None:
 
 
 def test_what_no_stage_does_is_refused() -> None:
-    for change in ({"head_dim": 256}, {"features": frozenset({"bias"})}, {"device": "cpu", "arch": None}):
+    for change in (
+        {"head_dim": 264},
+        {"head_dim": 256, "arch": (10, 0)},
+        {"features": frozenset({"bias"})},
+        {"device": "cpu", "arch": None},
+    ):
         call = replace(CALL, **change)
         with pytest.raises(UnsupportedAttention, match="attention=cuda cannot run"):
             build("cuda").choice(call)

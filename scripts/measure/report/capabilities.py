@@ -105,17 +105,26 @@ class Asked:
         return first if first == last else f"{first} to {last}"
 
     def head_dims(self) -> str:
-        """Those that it trains with, and those of the forward where they are more."""
+        """Those that it trains with, and those of the forward where they are more; of an older GPU where it
+        takes others than the one asked for."""
         if getattr(self.attention, "backend", None) in ("flash", "efficient", "cudnn"):
             return "PyTorch decides"  # on the GPU at hand: attention/sdpa.py
         device = next(iter(self.devices))
-        forward = self._head_dims(device, backward=False)
-        trained = self._head_dims(device, backward=True) if self.trains(device) else forward
+        dtype = self.usual(device)
+        archs = [x for x in self.archs if self.can(self.call(device, dtype, arch=x, backward=False))]
+        oldest = archs[0] if device == "cuda" else None
+        asked, older = (self._of_passes(device, arch) for arch in (self.call(device, dtype).arch, oldest))
+        return asked if asked == older else f"{older}; sm_{self.arch[0]}{self.arch[1]}: {asked}"
+
+    def _of_passes(self, device: str, arch: tuple[int, int] | None) -> str:
+        forward = self._head_dims(device, arch, backward=False)
+        trained = self._head_dims(device, arch, backward=True) if self.trains(device) else forward
         return trained if trained == forward else f"{trained}; forward: {forward}"
 
-    def _head_dims(self, device: str, backward: bool) -> str:
+    def _head_dims(self, device: str, arch: tuple[int, int] | None, backward: bool) -> str:
         def can(head_dim: int) -> bool:
-            return self.can(self.call(device, self.usual(device), head_dim=head_dim, backward=backward))
+            changes = {"arch": arch, "head_dim": head_dim, "backward": backward}
+            return self.can(self.call(device, self.usual(device), **changes))
 
         able = [head_dim for head_dim in HEAD_DIMS if can(head_dim)]
         multiple = next(m for m in (1, 8, 16, 32, 64) if can(64 + m) or m == 64)
