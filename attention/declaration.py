@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from attention.call import AttentionCall
 from conf.values import UserError
 
@@ -43,6 +45,8 @@ class Declaration:
     writes_scores: whether all scores are in memory at once, usually (`Costs` says it of a call);
     writes_masks: whether a mask beyond causal is a tensor of Tq x Tk, where others skip what it hides;
     tensor_cores: whether products in 16 bits are made on tensor cores;
+    operands: what q, k and v are rounded to before they are multiplied; None: they are as they come. It is
+        judged by the formula on inputs so rounded (scripts/accuracy.py), and `auto` leaves it alone;
     launches_each_tile: whether a tile is a launch or more, thousands of them at length;
     chooses: what it chooses among, call by call: its kernels, or all the other implementations;
     compilation: of kernels at a first call; None where they are ready."""
@@ -52,6 +56,7 @@ class Declaration:
     writes_scores: bool = False
     writes_masks: bool = False
     tensor_cores: bool = True
+    operands: torch.dtype | None = None
     launches_each_tile: bool = False
     chooses: Literal["", "kernels", "implementations"] = ""
     compilation: Compilation | None = None

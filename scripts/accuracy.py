@@ -3,6 +3,7 @@
 The error of an implementation against the formula in fp64 may be at most twice (gradients: three times)
 that of the plain formula in the same low precision on the same inputs, plus a floor from the rounding of the
 output's dtype: the tolerance comes from the data. Gradients have two floors more, said where they are.
+Where an implementation declares operands of fewer bits, the plain formula has q, k and v rounded to them.
 
 Both formulas go over the queries in pieces, so that long sequences never hold a whole (Tq, Tk) matrix; and as
 attention is independent per batch row and head, a few of them may stand for all.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def judge(
     if not got:
         return {}
     part = Part.of(problem, heads)
-    reference, plain = expected(part.of_problem(problem))
+    reference, plain = expected(part.of_problem(problem), operands=attention.declaration.operands)
     return error_ratios({name: part.cut(name, x) for name, x in got.items()}, reference, plain, q.dtype)
 
 
@@ -183,12 +184,24 @@ def dropout_seed(device: torch.device) -> Tensor:
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
-def expected(problem: Problem, at_once: int = AT_ONCE) -> tuple[Result, Result]:
-    """(the reference in fp64, the plain formula in the inputs' own dtype), `at_once` scores in a piece."""
+def expected(
+    problem: Problem, at_once: int = AT_ONCE, operands: torch.dtype | None = None
+) -> tuple[Result, Result]:
+    """(the reference in fp64, the plain formula in the inputs' own dtype), `at_once` scores in a piece; the
+    formula's q, k and v rounded to `operands`."""
+    plain = problem
+    if operands is not None:
+        plain = replace(problem, **{name: rounded(getattr(problem, name), operands) for name in "qkv"})
     return (
         formula(problem, torch.float64, attention_probs, at_once),
-        formula(problem, problem.q.dtype, plain_softmax, at_once),
+        formula(plain, problem.q.dtype, plain_softmax, at_once),
     )
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as `dtype`, of 8 bits, has it with one scale for all, in its own dtype."""
+    scale = x.abs().amax().float().clamp_min(1e-30) / torch.finfo(dtype).max
+    return ((x.float() / scale).to(dtype).float() * scale).to(x.dtype)
 
 
 def plain_softmax(scores: Tensor) -> tuple[Tensor, Tensor]:

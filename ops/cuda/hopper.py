@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from ops.cuda.hopper_tiles import (
     backward_head_dim,
     backward_tile,
     forward_tile,
-    tile_head_dim,
 )
 from ops.cuda.plain import document_ranges
 from ops.cuda.tensor_cores import fa2_backward, prepare_backward
@@ -97,8 +97,11 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     return run_forward(q, call, forward_tile(q.shape[3], k.shape[2], call.defines))
 
 
-def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tuple[Tensor, Tensor]:
-    """`call` with `tile`, its results as q (B, Hq, Tq, D) is laid out; `defines` of fa3.cu beside its own."""
+def run_forward(
+    q: Tensor, call: Call, tile: HopperTile, operands: Sequence[tuple[Tensor, int]] = (), **defines: int
+) -> tuple[Tensor, Tensor]:
+    """`call` with `tile`, its results as q (B, Hq, Tq, D) is laid out; `operands`: what TMA copies in the
+    place of q, k and v, and how many rows at a time; `defines` of fa3.cu beside its own."""
     q_mapped, k, v = call.tensors[:3]
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -110,11 +113,11 @@ def run_forward(q: Tensor, call: Call, tile: HopperTile, **defines: int) -> tupl
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
-    boxes = ((q_mapped, 64), (k, tile.bc), (v, tile.bc), (out, 64))
-    columns = 32 if tile_head_dim(head_dim) % 64 else 64  # of a block (hopper.cuh)
-    ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows, columns) for x, rows in boxes), 4 * _MAP_BYTES)
+    boxes = *(operands or ((q_mapped, 64), (k, tile.bc), (v, tile.bc))), (out, 64)
     own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0}
     specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
+    columns = 32 if specialised["PAD_D"] % 64 else 64  # of a block (hopper.cuh)
+    ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows, columns) for x, rows in boxes), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device))
     kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))

@@ -13,11 +13,13 @@ from tests.grid import Case, Inputs, make_inputs
 
 
 @lru_cache(maxsize=1024)
-def expected(case: Case, device: str, dtype: torch.dtype) -> tuple[Result, dict[str, float]]:
+def expected(
+    case: Case, device: str, dtype: torch.dtype, operands: torch.dtype | None
+) -> tuple[Result, dict[str, float]]:
     """(the reference in fp64, the largest error that each of its tensors may have), shared by all
     implementations. In one piece, so that the specification alone says who sees whom."""
     inputs = make_inputs(case, device, dtype)
-    reference, plain = reference_and_plain(_problem(inputs, backward=True), at_once=2**62)
+    reference, plain = reference_and_plain(_problem(inputs, backward=True), 2**62, operands)
     return reference, {name: allowed(name, reference, plain, dtype) for name in reference}
 
 
@@ -42,7 +44,7 @@ def run_case(attention: Attention, case: Case, device: str, dtype: torch.dtype) 
         if case.group == "empty":
             assert all(not x.isnan().any() and not x[x.isfinite()].any() for x in got.values())
             return {}
-        return error_ratios(got, case, device, dtype)
+        return error_ratios(got, case, device, dtype, attention.declaration.operands)
     return None
 
 
@@ -55,7 +57,9 @@ def _assert_refuses(attention: Attention, inputs: Inputs) -> None:
         raise AssertionError(f"{attention.name} declares that it cannot run this call, and ran it")
 
 
-def error_ratios(got: Result, case: Case, device: str, dtype: torch.dtype) -> dict[str, float]:
+def error_ratios(
+    got: Result, case: Case, device: str, dtype: torch.dtype, operands: torch.dtype | None = None
+) -> dict[str, float]:
     """The error of each tensor over the largest that it may have."""
-    reference, most = expected(case, device, dtype)
+    reference, most = expected(case, device, dtype, operands)
     return {name: error_ratio(x, reference[name], most[name]) for name, x in got.items()}

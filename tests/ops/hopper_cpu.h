@@ -6,7 +6,28 @@
 // next when they are waited for.
 #pragma once
 
+#ifndef FP8
+#define FP8 0
+#endif
+
 namespace cpu {
+static const int depth = FP8 ? 32 : 16;  // of the reduction, in a product
+// e4m3: a sign, 4 bits of exponent, whose bias is 7, and 3 of the number; 0x7f is NaN.
+static float float_of_e4m3(unsigned char bits) {
+    const int exponent = bits >> 3 & 15, rest = bits & 7;
+    float x = exponent ? ldexpf(8 + rest, exponent - 10) : ldexpf(rest, -9);
+    if ((bits & 0x7f) == 0x7f) x = NAN;
+    return bits & 0x80 ? -x : x;
+}
+// To the nearest, halves to even; not beyond 448.
+static unsigned char e4m3_of(float x) {
+    const unsigned char sign = signbit(x) ? 0x80 : 0;
+    if (isnan(x)) return 0x7f;
+    x = fminf(fabsf(x), 448.0f);
+    const int exponent = x < ldexpf(1, -6) ? -6 : ilogbf(x);
+    const int eighths = (int)nearbyintf(ldexpf(x, 3 - exponent));  // 16 of them are 8 of the next exponent's
+    return sign | (eighths < 8 ? eighths : (exponent + 7 << 3) + (eighths - 8));
+}
 // An address of shared memory as a pointer: that of a `static` array lies outside of `memory`.
 static inline unsigned char *at(unsigned address) { return memory + (int)address; }
 static unsigned swizzled_address(unsigned address, unsigned row_bytes) {
@@ -68,7 +89,7 @@ struct Product {
     int columns;
     bool from_registers, a_mn, b_mn, add;
     unsigned long long a, b;
-    float rows[2][16];
+    float rows[2][depth];
 };
 static std::vector<std::vector<Product>> products[most_threads];  // the last group is open
 static std::vector<std::vector<Product>> &of_thread() {
@@ -82,24 +103,25 @@ static float operand(unsigned long long descriptor, bool mn, int x, int k) {
     const unsigned eight = (descriptor >> 32 & 0x3fff) << 4, row_bytes = descriptor >> 62 == 1 ? 128 : 64;
     const unsigned wide = row_bytes / 2;
     const unsigned address = mn ? start + x / wide * block + k / 8 * eight + k % 8 * row_bytes + x % wide * 2
-                                : start + x / 8 * eight + x % 8 * row_bytes + k * 2;
+                                : start + x / 8 * eight + x % 8 * row_bytes + k * (FP8 ? 1 : 2);
+    if (FP8) return float_of_e4m3(*at(swizzled_address(address, row_bytes)));
     unsigned short bits;
     memcpy(&bits, at(swizzled_address(address, row_bytes)), 2);
     return float_of(bits);
 }
 static void multiply(const Product &p) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    float a[2][16];
+    float a[2][depth];
     for (int half = 0; half < 2; half++)
-        for (int k = 0; k < 16; k++) a[half][k] = p.from_registers ? p.rows[half][k] : operand(p.a, p.a_mn, row + 8 * half, k);
+        for (int k = 0; k < depth; k++) a[half][k] = p.from_registers ? p.rows[half][k] : operand(p.a, p.a_mn, row + 8 * half, k);
     for (int n = 0; n < p.columns / 8; n++)
         for (int e = 0; e < 2; e++) {
-            float b[16];
-            for (int k = 0; k < 16; k++) b[k] = operand(p.b, p.b_mn, n * 8 + lane % 4 * 2 + e, k);
+            float b[depth];
+            for (int k = 0; k < depth; k++) b[k] = operand(p.b, p.b_mn, n * 8 + lane % 4 * 2 + e, k);
             for (int half = 0; half < 2; half++) {
                 float &sum = p.sums[4 * n + 2 * half + e];
                 if (!p.add) sum = 0.0f;
-                for (int k = 0; k < 16; k++) sum += a[half][k] * b[k];
+                for (int k = 0; k < depth; k++) sum += a[half][k] * b[k];
             }
         }
 }
@@ -124,6 +146,7 @@ static struct {
 static inline int atomicAdd(int *to, int x) { return __atomic_fetch_add(to, x, __ATOMIC_RELAXED); }
 static inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
     gridDim.x = cpu::grid.x;
+    for (cpu::Named &each : cpu::named) each.arrived = 0;  // a turn that the last block left
     cpu::phases[barrier] = {(int)arrivals, (int)arrivals, 0, 0, {}};
 }
 static inline void mbarrier_arrive(unsigned barrier) {
@@ -197,6 +220,10 @@ static inline float2 load_pair(unsigned from) {
     memcpy(&x, cpu::at(from), 8);
     return x;
 }
+static inline unsigned pack_e4m3(float a, float b, float c, float d) {
+    return cpu::e4m3_of(a) | cpu::e4m3_of(b) << 8 | cpu::e4m3_of(c) << 16 | (unsigned)cpu::e4m3_of(d) << 24;
+}
+
 static inline void store_zeros(unsigned to) { memset(cpu::at(to), 0, 16); }
 
 template <int REGISTERS> static inline void setmaxnreg_inc() {}
@@ -237,9 +264,11 @@ template <int N> struct Wgmma {
     template <int B_MN> static void rs(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int add) {
         cpu::Product product = {d, N, true, false, B_MN != 0, add != 0, 0, b, {}};
         const cpu::Fragments *of = cpu::bring(cpu::Fragments{{a[0], a[1], a[2], a[3]}, {}});
+        const int row = threadIdx.x % 32 / 4 * 4;
         for (int half = 0; half < 2; half++)
-            for (int k = 0; k < 16; k++)
-                product.rows[half][k] = unpack(of[threadIdx.x % 32 / 4 * 4 + k % 8 / 2].a[half + k / 8 * 2], k % 2);
+            for (int k = 0; k < cpu::depth; k++)
+                product.rows[half][k] = FP8 ? cpu::float_of_e4m3(of[row + k % 16 / 4].a[half + k / 16 * 2] >> 8 * (k % 4))
+                                            : unpack(of[row + k % 8 / 2].a[half + k / 8 * 2], k % 2);
         cpu::of_thread().back().push_back(product);
     }
 };

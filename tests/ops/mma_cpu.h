@@ -11,6 +11,8 @@
 
 struct __nv_bfloat16 {
     unsigned short bits;
+    __nv_bfloat16() = default;
+    explicit __nv_bfloat16(float x) : bits(x == 0.0f ? 0 : 0x7fc0) {}  // zeros alone are made of floats here
     operator float() const { return __int_as_float((int)(bits << 16)); }
 };
 // What is multiplied: bf16, or of fp32 terms of fp16.

@@ -56,6 +56,8 @@ BUDGETS = {
     "tilegpt_plain_dscores": Budget(registers=96, blocks=2),
     "tilegpt_plain_dq": Budget(registers=64, blocks=4),
     "tilegpt_plain_dkdv": Budget(registers=64, blocks=4),
+    "tilegpt_fp8_rows": Budget(registers=128, blocks=2, has_not=()),  # both in test_cuda_fp8.py
+    "tilegpt_fp8_values": Budget(registers=64, blocks=4, has_not=()),
     "tilegpt_naive_scores": Budget(registers=168),
     "tilegpt_naive_softmax": Budget(registers=64, blocks=4),
     "tilegpt_naive_output": Budget(registers=128, blocks=2),

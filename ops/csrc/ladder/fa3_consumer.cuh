@@ -21,7 +21,7 @@ struct Consumer {
     const Params &p;
     const Room &room;
     const int group, warp, lane;
-    const float c;
+    float c, of_queries;  // the exponent's scale of a tile of keys; with FP8 its part that is the queries'
     Ring<Q_SLOTS> q;
     Ring<STAGES> k, v;
     Tile tile;
@@ -32,11 +32,11 @@ struct Consumer {
     Rows<1> rows;
     float rescale[2];
     bool grew;
-    unsigned weights[BC / 16][4];
+    unsigned weights[BC / K_STEP][4];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
         : launch(launch), p(launch.p), room(room), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
-          c(exponent_scale(launch.p)), tile(launch.p, 0) {}
+          c(exponent_scale(launch.p)), of_queries(0.0f), tile(launch.p, 0) {}
 
     __device__ __forceinline__ int first_row() const { return tile.i0 + group * 64 + warp * 16; }
 
@@ -60,23 +60,36 @@ struct Consumer {
         own = tile.seen(p, i, 64);
         // A group that sees no key computes one tile of keys, all masked, so that l and O are 0.
         own.lo = min_of(own.lo, last_of(tile.lo, tile.hi));
+        if (FP8 && tile.b >= 0) {
+            const Fp8Scales scales(p);
+            const int head = tile.b * p.heads + tile.h;
+            of_queries = exponent_scale(p) * scales.q[(long long)head * scales.q_blocks + i / FP8_QUERIES];
+        }
         return tile.b >= 0;
+    }
+
+    // The scale of the keys from `start` on; asked for ahead of the products that it is for.
+    __device__ __forceinline__ float scale_of_keys(int start) const {
+        if (!FP8) return 1.0f;
+        const Fp8Scales scales(p);
+        const long long head = tile.b * p.kv_heads + tile.h / GROUP;
+        return scales.k[head * scales.k_blocks + start / FP8_KEYS];
     }
 
     // S = Q K^T, asked for.
     __device__ __forceinline__ void multiply_qk() {
         const Matrix queries(room.q + (slot * GROUPS + group) * Q_BYTES), keys(room.k + k.at * KV_BYTES);
 #pragma unroll
-        for (int step = 0; step < D_STEPS; step++)
+        for (int step = 0; step < PAD_D / K_STEP; step++)
             Wgmma<BC>::ss<0, 0>(flat(s), queries.at(step_bytes<64>(step)), keys.at(step_bytes<BC>(step)), step > 0);
         wgmma_commit_group();
     }
     // O += P V, asked for.
     __device__ __forceinline__ void multiply_pv() {
-        const Matrix values(room.v + v.at * KV_BYTES, BC * BLOCK_ROW);
+        const Matrix values(room.v + v.at * KV_BYTES, FP8 ? 16 : BC * BLOCK_ROW);
 #pragma unroll
-        for (int step = 0; step < BC / 16; step++)
-            Wgmma<PAD_D>::rs<1>(flat(o), weights[step], values.at(step * 16 * BLOCK_ROW), 1);
+        for (int step = 0; step < BC / K_STEP; step++)
+            Wgmma<PAD_D>::rs<!FP8>(flat(o), weights[step], values.at(step * (FP8 ? 32 : 16 * BLOCK_ROW)), 1);
         wgmma_commit_group();
     }
 
@@ -93,8 +106,9 @@ struct Consumer {
     __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.at), v.next(); }
 
     // The scores of the keys from `start` on, which are there, become weights.
-    __device__ __forceinline__ void online_softmax(int start) {
+    __device__ __forceinline__ void online_softmax(int start, float scale) {
         pin(flat(s));
+        if (FP8) c = of_queries * scale;
         release(K_EMPTY + k.at), k.next();
         if (!O_OVER_Q && start == own.lo) release(Q_EMPTY + slot);
         const bool masked = start < own.full_lo || start >= own.full_hi;
@@ -120,16 +134,17 @@ struct Consumer {
 
     // O goes out; then lse: stored before the proxy fence, the fence would wait for the store.
     __device__ __forceinline__ void finish() {
-        const unsigned to = O_OVER_Q ? room.q + (slot * GROUPS + group) * Q_BYTES : room.o + group * Q_BYTES;
+        const unsigned to = O_OVER_Q ? room.q + (slot * GROUPS + group) * Q_BYTES : room.o + group * O_BYTES;
         const bool storing = warp == 0 && lane == 0;
         const int barrier = BARRIER_OWN + group;
-        float divided[2];
+        float divided[2], scale = p.keep_scale;
+        if (FP8) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / GROUP];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float &l = rows.l[0][half];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
-            divided[half] = l == 0.0f ? 0.0f : p.keep_scale / l;
+            divided[half] = l == 0.0f ? 0.0f : scale / l;
         }
         rescale_output(o, divided);
         if (storing) bulk_wait_group_read<0>();  // what was there has left
@@ -167,13 +182,14 @@ struct Consumer {
             }
             rows.clear();
             o.clear();
+            float scale = scale_of_keys(start);
             mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
             take_turn();
             wgmma_fence();
             multiply_qk();
             give_turn();
             wgmma_wait_group<0>();
-            online_softmax(start);
+            online_softmax(start, scale);
             // The wait for P V begins the loop's body, and does not end it: the compiler would put it ahead of the
             // exponentials, and nothing would run beside them.
             while (true) {
@@ -185,6 +201,7 @@ struct Consumer {
                 if (start == own.lo) break;
                 const int valid = tile.keys - start;
                 start -= BC;
+                scale = scale_of_keys(start);
                 mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
                 take_turn();
                 pin(flat(s)), pin(flat(o));
@@ -195,7 +212,7 @@ struct Consumer {
                 multiply_pv();
                 give_turn();
                 wgmma_wait_group<OVERLAP>();
-                online_softmax(start);
+                online_softmax(start, scale);
             }
             await_v(tile.keys - start);
             pin(flat(o));

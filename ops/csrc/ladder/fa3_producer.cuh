@@ -24,7 +24,11 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
         mbarrier_wait(room.barrier(empty + ring.at), ring.parity ^ 1);
         if (asking) {
             mbarrier_arrive_expect_tx(room.barrier(full + ring.at), KV_BYTES);
-            load_tile<BC>(to + ring.at * KV_BYTES, map, room.barrier(full + ring.at), start, tile.h / GROUP, tile.b);
+            const unsigned at = to + ring.at * KV_BYTES, barrier = room.barrier(full + ring.at);
+            if (FP8 && full == V_FULL)  // transposed: a row for each column of V, of pairs of keys
+                tma_load(at, map, barrier, start / 2, 0, tile.h / GROUP, tile.b);
+            else
+                load_tile<BC>(at, map, barrier, start, tile.h / GROUP, tile.b);
         }
         ring.next();
     };

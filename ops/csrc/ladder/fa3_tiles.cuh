@@ -1,17 +1,20 @@
 // What the warp groups of fa3.cu share: the launch, its mbarriers, where tiles lie in shared memory, and which tile of
 // queries is next.
 #pragma once
+#include "fp8_scales.cuh"
 #include "hopper.cuh"
 #include "scores.cuh"
 
 #define BR (GROUPS * 64)
 #define THREADS ((GROUPS + 1) * 128)
-#define KV_BYTES (BC * PAD_D * 2)
-#define Q_BYTES (64 * PAD_D * 2)  // of a warp group
+#define KV_BYTES (BC * PAD_D * OPERAND_BYTES)
+#define Q_BYTES (64 * PAD_D * OPERAND_BYTES)  // of a warp group
+#define O_BYTES (64 * PAD_D * 2)
 #define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
 #define BARRIER_OWN (BARRIER_TURN + GROUPS)
 
 static_assert(BARRIER_OWN + GROUPS <= 16, "there are 16 named barriers");
+static_assert(!FP8 || BC == FP8_KEYS, "keys of a tile share a scale, and lie in 128 bytes of V");
 static_assert(64 * (GROUPS - 1) <= BC, "what a group sees begins at most one tile of keys from where the block's ends");
 
 struct __align__(64) Launch {

@@ -13,6 +13,14 @@
 #define BLOCKS_D (PAD_D / BLOCK_D)
 #define BLOCK_ROW (BLOCK_D * 2)         // bytes
 
+// With FP8 what is multiplied is e4m3, which TMA and shared memory have as pairs, PAD_D / 2 columns of 16 bits.
+#ifndef FP8
+#define FP8 0
+#endif
+#define OPERAND_BYTES (FP8 ? 1 : 2)
+#define OPERAND_BLOCKS (FP8 ? BLOCKS_D / 2 : BLOCKS_D)
+#define K_STEP (FP8 ? 32 : 16)  // of the reduction, in a wgmma
+
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
 struct __align__(64) TensorMap {
     unsigned long long opaque[16];
@@ -104,7 +112,7 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 template <int ROWS>
 __device__ __forceinline__ void load_tile(unsigned to, const TensorMap &map, unsigned barrier, int t, int h, int b) {
 #pragma unroll
-    for (int block = 0; block < BLOCKS_D; block++)
+    for (int block = 0; block < OPERAND_BLOCKS; block++)
         tma_load(to + block * ROWS * BLOCK_ROW, map, barrier, block * BLOCK_D, t, h, b);
 }
 template <int ROWS>
@@ -162,7 +170,17 @@ __device__ __forceinline__ void bar_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// --- wgmma: D (64 x N, fp32, in registers) += A (64 x 16) B (16 x N)
+// Four numbers as e4m3, the first lowest; what is beyond 448 becomes that.
+__device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
+    unsigned packed;
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; "
+        "mov.b32 %0, {low, high};}"
+        : "=r"(packed)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return packed;
+}
+
+// --- wgmma: D (64 x N, fp32, in registers) += A (64 x K_STEP) B (K_STEP x N)
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -189,16 +207,22 @@ struct Matrix {
         return (unsigned long long)high << 32 | (low + (bytes >> 4));
     }
 };
-// Of 16 columns, the step-th, of a K-major tile with ROWS rows.
+// Of 32 bytes of columns, the step-th, of a K-major tile with ROWS rows.
 template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
     const int steps = BLOCK_D / 16;
     return step / steps * ROWS * BLOCK_ROW + step % steps * 32;
 }
 
-#if ELEMENT_KIND == bf16_ELEMENT
-#define WGMMA_TYPES ".f32.bf16.bf16 "
+// MAJOR: which operand is MN-major; one of 8 bits never is.
+#if FP8
+#define WGMMA_TYPES "k32.f32.e4m3.e4m3 "
+#define MAJOR(mn) ""
+#elif ELEMENT_KIND == bf16_ELEMENT
+#define WGMMA_TYPES "k16.f32.bf16.bf16 "
+#define MAJOR(mn) ", " mn
 #else
-#define WGMMA_TYPES ".f32.f16.f16 "
+#define WGMMA_TYPES "k16.f32.f16.f16 "
+#define MAJOR(mn) ", " mn
 #endif
 
 #define R0 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -247,8 +271,8 @@ template <int N> struct Wgmma;
         template <int A_MN, int B_MN>                                                                                  \
         static __device__ __forceinline__ void ss(float (&d)[M], unsigned long long a, unsigned long long b, int add) { \
             asm volatile("{.reg .pred p; setp.ne.b32 p, " A2 ", 0;\n"                                                  \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" R_##M "}, " A0 ", " A1           \
-                         ", p, 1, 1, " A3 ", " B ";}"                                                                  \
+                         "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_TYPES "{" R_##M "}, " A0 ", " A1                 \
+                         ", p, 1, 1" MAJOR(A3) MAJOR(B) ";}"                                                           \
                          : F_##M                                                                                       \
                          : "l"(a), "l"(b), "r"(add), "n"(A_MN), "n"(B_MN)                                              \
                          : "memory");                                                                                  \
@@ -257,8 +281,8 @@ template <int N> struct Wgmma;
         static __device__ __forceinline__ void rs(float (&d)[M], const unsigned (&a)[4], unsigned long long b,         \
                                                   int add) {                                                           \
             asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                 \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16" WGMMA_TYPES "{" R_##M "}, {" A0 ", " A1 ", " A2  \
-                         ", " A3 "}, " B ", p, 1, 1, " MN ";}"                                                       \
+                         "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_TYPES "{" R_##M "}, {" A0 ", " A1 ", " A2        \
+                         ", " A3 "}, " B ", p, 1, 1" MAJOR(MN) ";}"                                                    \
                          : F_##M                                                                                       \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_MN)                     \
                          : "memory");                                                                                  \

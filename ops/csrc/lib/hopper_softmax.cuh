@@ -28,13 +28,19 @@ __device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, 
     }
 }
 
-__device__ __forceinline__ void round_weights(unsigned (&weights)[BC / 16][4], const Scores &s) {
+__device__ __forceinline__ void round_weights(unsigned (&weights)[BC / K_STEP][4], const Scores &s) {
 #pragma unroll
-    for (int step = 0; step < BC / 16; step++)
+    for (int step = 0; step < BC / K_STEP; step++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
+            const int half = e % 2 * 2;
+#if FP8
+            const float(&c)[4] = s.c[0][4 * step + e / 2 * 2], (&next)[4] = s.c[0][4 * step + e / 2 * 2 + 1];
+            weights[step][e] = pack_e4m3(c[half], c[half + 1], next[half], next[half + 1]);  // V's order: fp8.cu
+#else
             const float(&c)[4] = s.c[0][2 * step + e / 2];
-            weights[step][e] = pack(c[e % 2 * 2], c[e % 2 * 2 + 1]);
+            weights[step][e] = pack(c[half], c[half + 1]);
+#endif
         }
 }
 

@@ -19,6 +19,12 @@ template <int TILES> struct Rows {
 #define ABOVE(s, m) ((s) * c - (m))
 #define FACTOR 1.0f
 #endif
+// In fp8 the largest is 2^5 to 2^8, so that e4m3, which ends at 448 and 2^-9, has what is 2^-14 of it.
+#if FP8
+#define SHIFT_OF(m) ((m) - 5.0f)
+#else
+#define SHIFT_OF(m) (m)
+#endif
 
 // s becomes FACTOR exp2(c s - m) and l goes on. A row's m follows its maximum only when that has grown by more than 2^8
 // (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
@@ -54,7 +60,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Row
                 const float m = most[t][half], factor = exp2_of((rows.m[t][half] - m) * c);
 #else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
-                const float m = __fmul_rn(most[t][half], c), factor = exp2_of(rows.m[t][half] - m);
+                const float m = SHIFT_OF(__fmul_rn(most[t][half], c)), factor = exp2_of(rows.m[t][half] - m);
 #endif
                 rows.m[t][half] = m, rows.l[t][half] *= factor;
                 rescale(t, half, factor);

@@ -52,7 +52,7 @@ class Field:
         self.options = shape.options(device)
         q, k, v, self.dout = shape.tensors(device)
         self.sets: list[tuple[Tensor, Tensor, Tensor]] = [(q, k, v)]
-        self._expected: tuple[Result, Result] | None = None
+        self._expected: dict[torch.dtype | None, tuple[Result, Result]] = {}  # by the operands
         if shape.decode:
             cold = COLD * torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
             number = min(MOST_SETS, max(2, -(-cold // shape.kv_bytes)))
@@ -121,11 +121,13 @@ class Field:
         whole = s.batch * s.heads * s.tokens * max(s.tq, s.head_dim) <= JUDGED_WHOLE
         problem = Problem(q, k, v, self.options, self.dout)
         part = Part.of(problem, None if whole else 2)
-        if self._expected is None or (gradients and "dq" not in self._expected[0]):
+        operands = attention.declaration.operands
+        known = self._expected.get(operands)
+        if known is None or (gradients and "dq" not in known[0]):
             judged = problem if gradients else Problem(q, k, v, self.options)
-            self._expected = expected(part.of_problem(judged))
+            known = self._expected[operands] = expected(part.of_problem(judged), operands=operands)
         got = computed(attention, problem if gradients else Problem(q, k, v, self.options))
-        return error_ratios({name: part.cut(name, x) for name, x in got.items()}, *self._expected, q.dtype)
+        return error_ratios({name: part.cut(name, x) for name, x in got.items()}, *known, q.dtype)
 
 
 def captured(call: Callable[[], None]) -> Callable[[Any], None]:

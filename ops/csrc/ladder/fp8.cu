@@ -1,0 +1,151 @@
+// Attention in fp8 (Shah et al. 2024, section 3.3): what makes q, k and v of 16 bits e4m3 for fa3.cu with FP8, whose
+// products then have twice the rate, and half the bytes.
+//
+// Idea. e4m3 has 3 bits behind the point and ends at 448, so a scale goes with each block of tokens: 64 queries or 128
+// keys of a head share one, and V of a head has one. What is left is the error of outliers, beside which the block's
+// other numbers lose bits. With HADAMARD ("incoherent processing") q and k are first multiplied by the orthogonal matrix
+// H S / sqrt(D), Sylvester's H with signs S that stay the same: <q, k> does not change, and an outlier is spread over D
+// numbers.
+// V. wgmma takes operands of 8 bits along the reduction alone, which for P V is the keys: V is written transposed. And
+// a thread that holds S of keys 2c, 2c + 1, 2c + 8, 2c + 9 is to hold P of 4c .. 4c + 3: in V 16 keys lie in the order
+// that makes both the same, so that P stays in registers as it is.
+//
+// HBM traffic. q and k read once and written in half the bytes; V read twice, written once.
+// Params: q, k and v in 8 bits, with PAD_D numbers a row, lie where a backward has dq, dk and dv. scratch: the scales,
+// of (B, Hq, queries / 64 in whole blocks of 128), (B, Hkv, keys / 128), (B, Hkv) and, before the last is known, what
+// it is the largest of, (B, Hkv, keys / 128). With GIVEN the scales of q and k are there already.
+#include "fp8_scales.cuh"
+#include "hopper.cuh"
+
+#define WARPS (PAD_D / 16)  // a thread has 16 rows, of 4 or 8 numbers
+#define EACH (PAD_D / 32)
+#define ROWS_EACH (FP8_KEYS / WARPS)
+#define VALUES 64  // keys that a block transposes
+#define E4M3_MOST 448.0f
+
+// A row of a warp, EACH numbers a lane, times S and H.
+__device__ __forceinline__ void transform(float (&x)[EACH]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        if (absorb(0u, lane * EACH + e) & 1) x[e] = -x[e];
+#pragma unroll
+    for (int step = 1; step < EACH; step *= 2)
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+            if (!(e & step)) {
+                const float low = x[e], high = x[e + step];
+                x[e] = low + high, x[e + step] = low - high;
+            }
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2)
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const float other = __shfl_xor_sync(~0u, x[e], lanes);
+            x[e] = lane & lanes ? other - x[e] : x[e] + other;
+        }
+}
+
+// EACH numbers of a row, from column EACH * lane on.
+__device__ __forceinline__ void load_part(float (&x)[EACH], const element *row, bool inside, int part) {
+    alignas(16) element a[EACH];
+    inside = inside && part * EACH < HEAD_DIM;
+#pragma unroll
+    for (int e = 0; e < EACH; e += 4)
+        if (inside) *(uint2 *)(a + e) = *(const uint2 *)(row + part * EACH + e);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) x[e] = inside ? (float)a[e] : 0.0f;
+}
+
+// A block of 128 rows of a head of q (blockIdx.y < Hq), of k (the next Hkv), or, for their largest number, of v.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const __grid_constant__ Params p) {
+    static __shared__ float largest[WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * FP8_KEYS, b = blockIdx.z;
+    const bool of_q = (int)blockIdx.y < p.heads, of_v = (int)blockIdx.y >= p.heads + p.kv_heads;
+    const int heads = of_q ? p.heads : p.kv_heads, tokens = of_q ? p.tq : p.tk;
+    const int h = blockIdx.y - (of_q ? 0 : of_v ? p.heads + p.kv_heads : p.heads);
+    if (first >= tokens) return;
+    const element *x = of_q ? matrix_of(p.q, p.q_stride, b, h) : of_v ? matrix_of(p.v, p.v_stride, b, h)
+                                                                      : matrix_of(p.k, p.k_stride, b, h);
+    const long long stride = of_q ? p.q_stride.t : of_v ? p.v_stride.t : p.k_stride.t;
+    float values[ROWS_EACH][EACH], most = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ROWS_EACH; r++) {
+        const int token = first + warp * ROWS_EACH + r;
+        load_part(values[r], x + token * stride, token < tokens, lane);
+        if (HADAMARD && !of_v) transform(values[r]);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) most = fmaxf(most, fabsf(values[r][e]));
+    }
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
+    if (lane == 0) largest[warp] = most;
+    __syncthreads();
+    const int from = of_q ? warp / (WARPS / 2) * (WARPS / 2) : 0, warps = of_q ? WARPS / 2 : WARPS;
+    for (int other = from; other < from + warps; other++) most = fmaxf(most, largest[other]);
+    const int head = b * heads + h;
+    const Fp8Scales scales(p);
+    if (of_v) {
+        if (threadIdx.x == 0) scales.largest_v(p, head)[blockIdx.x] = most;
+        return;
+    }
+    // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
+    const float norm = HADAMARD ? 1.0f / sqrtf((float)PAD_D) : 1.0f;
+    float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + 2 * blockIdx.x + warp / (WARPS / 2)
+                        : scales.k + (long long)head * scales.k_blocks + blockIdx.x;
+    if (GIVEN)
+        most = *scale / norm * E4M3_MOST;
+    else if (lane == 0 && warp == from)
+        *scale = most * norm / E4M3_MOST;
+    const float inverse = most > 0.0f ? E4M3_MOST / most : 0.0f;
+    unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PAD_D / 4);
+#pragma unroll
+    for (int r = 0; r < ROWS_EACH; r++) {
+        const int token = first + warp * ROWS_EACH + r;
+        if (token >= tokens) break;
+#pragma unroll
+        for (int e = 0; e < EACH; e += 4)
+            to[token * (PAD_D / 4) + (lane * EACH + e) / 4] =
+                pack_e4m3(values[r][e] * inverse, values[r][e + 1] * inverse, values[r][e + 2] * inverse,
+                          values[r][e + 3] * inverse);
+    }
+}
+
+// VALUES keys of a head of V, transposed: (B, Hkv, PAD_D, Tk rounded up to VALUES).
+extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __grid_constant__ Params p) {
+    static __shared__ unsigned turned[PAD_D][VALUES / 4 + 1];
+    static __shared__ float largest[8];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * VALUES;
+    const int head = blockIdx.z * p.kv_heads + blockIdx.y;
+    const Fp8Scales scales(p);
+    float most = 0.0f;
+    for (int block = threadIdx.x; block < scales.k_blocks; block += 256)
+        most = fmaxf(most, scales.largest_v(p, head)[block]);
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
+    if (lane == 0) largest[warp] = most;
+    __syncthreads();
+    for (int other = 0; other < 8; other++) most = fmaxf(most, largest[other]);
+    if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[head] = most / E4M3_MOST;
+    const float inverse = most > 0.0f ? E4M3_MOST / most : 0.0f;
+    const element *v = matrix_of(p.v, p.v_stride, blockIdx.z, blockIdx.y);
+    for (int token = warp; token < VALUES; token += 8) {
+        float x[EACH];
+        load_part(x, v + (first + token) * p.v_stride.t, first + token < p.tk, lane);
+        // Key 8 j + 2 c + e of 16 comes to place 4 c + 2 j + e.
+        const int of16 = token % 16, place = token - of16 + of16 % 8 / 2 * 4 + of16 / 8 * 2 + of16 % 2;
+#pragma unroll
+        for (int e = 0; e < EACH; e += 4) {
+            const unsigned four =
+                pack_e4m3(x[e] * inverse, x[e + 1] * inverse, x[e + 2] * inverse, x[e + 3] * inverse);
+#pragma unroll
+            for (int d = 0; d < 4; d++)
+                ((unsigned char *)turned[lane * EACH + e + d])[place] = four >> 8 * d & 0xff;
+        }
+    }
+    __syncthreads();
+    const long long row = ceil_div(p.tk, VALUES) * (VALUES / 4);  // in words
+    unsigned *to = (unsigned *)p.dv + head * PAD_D * row + first / 4;
+    for (int x = threadIdx.x; x < PAD_D * (VALUES / 4); x += 256)
+        to[x / (VALUES / 4) * row + x % (VALUES / 4)] = turned[x / (VALUES / 4)][x % (VALUES / 4)];
+}

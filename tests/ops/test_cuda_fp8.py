@@ -1,0 +1,158 @@
+"""Attention in fp8: values on the CPU, where tensor cores, TMA and mbarriers are imitated (hopper_cpu.h),
+what the Hadamard transform does to its error, and what ptxas makes of it."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.base import AttentionOptions, UnsupportedAttention
+from attention.cuda_fp8 import CudaFp8
+from conf.values import UserError
+from ops import nvrtc
+from ops.cuda import fp8, hopper, plain
+from ops.cuda.call import Call
+from scripts.accuracy import Problem, computed, error_ratios, expected
+from tests.grid import long_but
+from tests.ops import cpu
+from tests.ops.recorded import Launch, compiled
+from tests.ops.test_cuda_compile import BUDGETS
+
+SHAPES = [
+    # Tq, Tk, D; heads; options
+    ((130, 200, 128), (2, 1), {"causal": False}),
+    ((70, 330, 128), (1, 1), {}),
+    ((200, 300, 128), (1, 1), {"window": (100, 0)}),
+    ((150, 150, 64), (2, 2), {}),
+    ((100, 300, 256), (1, 1), {}),
+    ((90, 150, 96), (1, 1), {"causal": False}),
+    ((150, 150, 128), (1, 1), {"document_ids": cpu.documents(40, 60, 50)}),
+    ((200, 70, 128), (1, 1), {}),  # rows that see no key
+]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> cpu.HopperCores:
+    if cpu.GXX is None:
+        pytest.skip("no g++, which compiles the kernels for the CPU")
+    return cpu.HopperCores(tmp_path_factory.mktemp("csrc"))
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
+    for owner, name, value in (
+        (nvrtc, "kernel", compiler),
+        (plain, "_kernel", compiler),
+        (hopper, "tensor_map", cpu.tensor_map),
+        (hopper, "multiprocessors", lambda _: 2),
+        (CudaFp8, "unsupported_reasons", lambda *_: []),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    run = lambda _, q, k, v, options, seed: fp8.fp8_forward(q, k, v, options, seed, [1, 0])  # noqa: E731
+    monkeypatch.setattr(CudaFp8, "attend", run)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("shape", "heads", "options"), long_but(SHAPES, 1, 4, 6))
+def test_values(shape: tuple[int, int, int], heads: tuple[int, int], options: dict[str, Any]) -> None:
+    q, k, v, _ = cpu.inputs(shape, heads, dtype=torch.bfloat16)
+    problem, attention = Problem(q, k, v, options), CudaFp8()
+    got = computed(attention, problem)
+    ratios = error_ratios(got, *expected(problem, operands=torch.float8_e4m3fn), q.dtype)
+    assert ratios.keys() == {"out", "lse"} and max(ratios.values()) <= 1, ratios
+
+
+def _error_of_scores(hadamard: int, one_scale: int, inputs: tuple[Tensor, ...]) -> float:
+    q, k, _ = (x.double() for x in inputs)
+    exact = torch.logsumexp(q @ k.mT / math.sqrt(q.shape[3]), -1)
+    options = AttentionOptions(causal=False, scale=q.shape[3] ** -0.5)
+    _, lse = fp8.fp8_forward(*inputs, options, None, [hadamard, one_scale])
+    return float((lse.double() - exact).square().mean().sqrt())
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_hadamard_transform_takes_the_outliers_error() -> None:
+    """On the source's inputs, N(0, 1), and N(0, 100) added to one number of a thousand; of lse, where the
+    rounding of P and V has no part."""
+    g = torch.Generator().manual_seed(0)
+    usual, outliers = (torch.randn(3, 1, 1, 320, 128, generator=g) for _ in range(2))
+    x = tuple((usual + 10 * outliers * (torch.rand(usual.shape, generator=g) < 0.001)).bfloat16())
+    errors = {each: _error_of_scores(*each, x) for each in ((0, 1), (0, 0), (1, 0))}
+    assert errors[1, 0] < 0.6 * min(errors[0, 1], errors[0, 0]), errors
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_copies_in_8_bits_are_the_inputs() -> None:
+    """q and k, with one scale and no transform; v, transposed, in the order of its keys."""
+    q, k, v, _ = cpu.inputs((70, 150, 96), (2, 1), dtype=torch.bfloat16)
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "run_forward", lambda q, call, tile, operands: seen.extend((call, operands)))
+        fp8.fp8_forward(q, k, v, AttentionOptions(causal=False, scale=1.0), None, [0, 1])
+    _, ((q8, _), (k8, _), (v8, _)) = seen
+    for of8, x in ((q8, q), (k8, k)):
+        numbers = of8.view(torch.float8_e4m3fn).float()
+        assert numbers.shape[3] == 128 and not numbers[..., 96:].any() and numbers.abs().max() == 448
+        _assert_rounded(numbers[..., :96], x.float())
+    of16 = torch.tensor([token % 4 // 2 * 8 + token // 4 * 2 + token % 2 for token in range(16)])
+    keys = (torch.arange(0, 192, 16)[:, None] + of16).flatten()
+    turned = v8.view(torch.float8_e4m3fn).float()[0, 0, :96].T
+    whole = torch.zeros(192, 96)
+    whole[:150] = v[0, 0].float()
+    _assert_rounded(turned, whole[keys])
+
+
+def _assert_rounded(numbers: Tensor, x: Tensor) -> None:
+    """Each is x, scaled so that the largest is 448, within half a step of e4m3."""
+    scaled = x * (448 / x.abs().max())
+    assert ((numbers - scaled).abs() <= (scaled.abs() / 16).clamp_min(2**-10) * 1.001).all()
+
+
+@pytest.mark.parametrize(("head_dim", "spilled"), [(128, 64), (256, 96)])
+@pytest.mark.parametrize("right", [0, 1])
+def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right: int) -> None:
+    if fault := nvrtc.missing():
+        pytest.skip(fault)
+    tile, meta = fp8._TILES[head_dim], partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    q = meta(1, 2, 256, head_dim)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "data_ptr", lambda _: 256)
+        defines = Call(q, q, q, AttentionOptions(causal=bool(right), scale=1.0)).defines
+    defines |= tile.defines(head_dim)
+    own = {"ALIGNED": 1, "SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PINGPONG": 1, "OVERLAP": 1}
+    of_fa3 = tuple((defines | own).items())
+    made = compiled(
+        Launch("ladder/fa3.cu", "tilegpt_fa3_forward", of_fa3, 384, tile.shared_bytes(head_dim)), (9, 0)
+    )
+    assert made.spilled_bytes <= spilled and made.shared_bytes <= 232_448, made
+    of_rounding = tuple((defines | {"HADAMARD": 1, "GIVEN": 0}).items())
+    for name, threads in (("tilegpt_fp8_rows", 2 * head_dim), ("tilegpt_fp8_values", 256)):
+        made, most = compiled(Launch("ladder/fp8.cu", name, of_rounding, threads, 0), (9, 0)), BUDGETS[name]
+        assert made.registers <= most.registers and made.spilled_bytes <= most.spilled_bytes, made
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(UserError, match=r"scales is 'row'; cuda_fp8 has block, tensor"):
+        CudaFp8(scales="row")
+    x = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedAttention, match=r"cuda_fp8"):
+        CudaFp8()(x, x, x)
+
+
+def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
+    monkeypatch.setattr(nvrtc, "kernel", compiler)
+    q, k, v, _ = cpu.inputs((130, 200, 96), (2, 1), dtype=torch.bfloat16)
+    held: list[int] = []
+
+    def keep(q: Tensor, call: Call, tile: Any, operands: Any) -> None:
+        held.extend(x.nbytes for x, _ in operands)
+
+    monkeypatch.setattr(fp8, "run_forward", keep)
+    fp8.fp8_forward(q, k, v, AttentionOptions(causal=False, scale=1.0), None, [1, 0])
+    scales = 4 * (2 * 4 + 2 * 2 + 1)
+    assert fp8.scratch_bytes(1, 2, 1, 130, 200, 96) == sum(held) + scales
