@@ -156,6 +156,7 @@ def test_scripts(folder: Path, command: str) -> None:
         "evaluate": "ckpt=first stride=8",
         "harness": "ckpt=first",
     }[name].split()
+    small += ["speculate=first"] * ("speculate=small" in arguments)
     result = run_script(folder, name, [*arguments, *small])
     if name == "harness":  # its tasks are on the Hub
         assert importlib.util.find_spec("lm_eval") or "pip install -e '.[eval]'" in result.err
