@@ -17,7 +17,6 @@ from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.memory import peak
 from model.costs.run import Run
-from model.training.runs import ckpt_of
 
 # of the host's and the devices' allocators, and of libraries whose workspaces found no room
 WORDS = (
@@ -139,6 +138,8 @@ def _message(
     if not able:
         lines.append("  a smaller model: model.n_layer, model.n_embd")
     if resumable:
+        from model.training.runs import ckpt_of  # which imports lightning
+
         lines.append(f"Resume with one of these: python train.py {ckpt_of(folder)} ...")
     return "\n".join(lines)
 

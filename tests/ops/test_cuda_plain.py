@@ -209,7 +209,7 @@ def _races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, t
     out, lse = plain.tiled_forward(q, k, v, *_CAUSAL)
     plain.tiled_backward(q, q, k, v, out, lse, *_CAUSAL, False)
     if not changes:
-        plain.naive_forward(q, k, v, *_CAUSAL)
+        plain.naive_forward(q[:, :, :8], k, v, *_CAUSAL)
         plain.rowwise_forward(q[:, :, :2], k, v, *_CAUSAL)
         out, lse = plain.plain_forward(q[:, :, :8], k[:, :, :8], v[:, :, :8], *_CAUSAL)
         plain.plain_backward(out, q[:, :, :8], k[:, :, :8], v[:, :, :8], out, lse, *_CAUSAL, False)
