@@ -176,6 +176,10 @@ def test_third_generation_is_never_more_than_in_part_without_fp8(tmp_path):
     found = claims.answered(results(tmp_path / "a", *rows))[9]
     assert (found.verdict, found.figure) == (IN_PART, "2.5x to 2.5x, 75% of the peak")
     assert "FlashAttention-4, in the place of 3" in found.why
+    assert "In fp8 `cuda_fp8` has no rows of its speed yet; [30]" in found.why
+    for rate, verdict in ((1199.0, IN_PART), (1201.0, HOLDS)):
+        found = claims.answered(results(tmp_path / str(rate), *rows, attention("cuda_fp8", 1, rate)))[9]
+        assert found.verdict == verdict and f"`cuda_fp8` reaches {rate:,.0f} TFLOP/s" in found.why
     slower = attention("flash4", 1, 200, 64), attention("flash2", 1, 250, 64)
     assert claims.answered(results(tmp_path / "b", *rows, *slower))[9].verdict == FAILS
     assert claims.answered(results(tmp_path / "c", rows[0]))[9].verdict == UNTESTED
