@@ -216,7 +216,7 @@ def build(
 
     from model.context_parallel import require_divisible
     from model.gpt import GPT, GPTConfig
-    from model.training import graphs, runtime
+    from model.training import fp8, graphs, runtime
     from model.training.checkpoint import read_data
     from model.training.checks import called
     from model.training.lit_gpt import LitGPT
@@ -245,6 +245,7 @@ def build(
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
     adapters = finetuned(cfg, net, run, initial, ckpt)
+    fp8.convert(net, cfg.precision, data.batch_size * cfg.seq_len // sequence_ranks)
     as_graph = graphs.wanted(cfg.cuda_graphs, device, devices, config, data.batch_size * data.accumulate)
     lit = LitGPT(
         net,

@@ -159,7 +159,7 @@ def training_step(cfg: DictConfig) -> Step:
     from conf.compose import build_attention
     from model.calls import attention_calls, require
     from model.gpt import GPT
-    from model.training import runtime
+    from model.training import fp8, runtime
     from model.training.lit_gpt import LitGPT
 
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
@@ -170,6 +170,7 @@ def training_step(cfg: DictConfig) -> Step:
     require(attention, [attention_calls(config, batch, batch, **facts)["training"]])
     torch.manual_seed(cfg.seed)
     net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
+    fp8.convert(net, cfg.precision, batch * config.seq_len)
     compile = device.type == "cuda" if cfg.compile == "auto" else cfg.compile
     if compile:
         net.compile(dynamic=False)

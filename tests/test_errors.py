@@ -88,7 +88,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokens_per_step too small": (("tokens_per_step=32",), ("tokens_per_step=32", "64")),
     "accelerator": (("trainer.accelerator=gpu",), ("trainer.accelerator=gpu", "trainer.accelerator=cpu")),
     "accelerator unknown": (("trainer.accelerator=abacus",), ("trainer.accelerator=abacus",)),
-    "precision unknown": (("precision=fp8",), ("precision=fp8", "bf16-mixed")),
+    "precision unknown": (("precision=fp16",), ("precision=fp16", "bf16-mixed")),
     "dropout in attention": (
         ("attention=sdpa_flash", "model.attn_dropout=0.1"),
         ("attention=sdpa_flash", "training", "model.attn_dropout=0"),

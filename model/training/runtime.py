@@ -22,6 +22,7 @@ from model import loss
 from model.calls import attention_calls, require
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token, parameter_count, peak_bf16_flops
+from model.training import fp8
 from model.training.callbacks import Samples
 from model.training.runs import ckpt_of
 from model.training.saving import Checkpoints, Interrupt
@@ -77,9 +78,10 @@ def device(accelerator: str, devices: Any = 1) -> torch.device:
 
 
 def precision(asked: str, on: torch.device) -> str:
-    """`asked`, or for auto bf16-mixed on a CUDA device that has bf16 and 32-true elsewhere."""
-    if asked not in ("auto", "32-true", "bf16-mixed"):
-        raise UserError(f"precision={asked}: choose auto, 32-true or bf16-mixed.")
+    """What Lightning is given: `asked`; for auto bf16-mixed on a CUDA device that has bf16 and 32-true
+    elsewhere; for fp8 bf16-mixed, which is what surrounds the fp8 products."""
+    if asked not in ("auto", "32-true", "bf16-mixed", "fp8"):
+        raise UserError(f"precision={asked}: choose auto, 32-true, bf16-mixed or fp8.")
     native = on.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "bf16-mixed" and not native:
         raise UserError(
@@ -88,6 +90,9 @@ def precision(asked: str, on: torch.device) -> str:
         )
     if asked == "auto":
         return "bf16-mixed" if on.type == "cuda" and native else "32-true"
+    if asked == "fp8":
+        fp8.require(on)
+        return "bf16-mixed"
     return asked
 
 
@@ -173,7 +178,7 @@ def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCa
         f"data       {data.train_tokens:,} training and {data.val_tokens:,} validation tokens\n"
         f"step       {tokens:,} tokens ({data.accumulate} x {data.batch_size} x {data.seq_len} on "
         f"{devices} device(s){f', {ranks} to a sequence' if ranks > 1 else ''}), {trainer.max_steps} steps\n"
-        f"machine    {where}, {precision}{', compiled' if lit.compile_net else ''}"
+        f"machine    {where}, {precision}{fp8.said(lit.net)}{', compiled' if lit.compile_net else ''}"
         f"{', a step one CUDA graph' if lit.cuda_graphs else ''}; {mfu}\n"
         f"run        {run}" + "".join(f"\nslower     {reason}" for reason in slower(call.device, precision))
     )

@@ -114,7 +114,7 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     from conf.compose import build_attention
     from model.calls import attention_call, require
     from model.gpt import GPT
-    from model.training import runtime
+    from model.training import fp8, runtime
     from model.training.lit_gpt import LitGPT
 
     data = data_of(cfg)
@@ -125,8 +125,10 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     call = attention_call(config, "training", batch=data.batch_size, tokens=cfg.seq_len, **facts)
     require(attention, [call])
     torch.manual_seed(cfg.seed)
+    net = GPT(config, attention, checkpointing=cfg.checkpointing)
+    fp8.convert(net, cfg.precision, data.batch_size * cfg.seq_len)
     lit = LitGPT(
-        GPT(config, attention, checkpointing=cfg.checkpointing),
+        net,
         instantiate(cfg.optim),
         instantiate(cfg.schedule),
         seed=cfg.seed,

@@ -1,0 +1,91 @@
+"""Products of the blocks' linear layers in fp8, forward and backward, by torchao's float8 training.
+
+Each operand is scaled by its largest magnitude before it is rounded: activations and weights to e4m3,
+gradients to e5m2. The scales are computed anew for every product, so there is no state to save, and a resumed
+run computes the same bits. Weights, their gradients and the optimiser stay fp32, all other activations bf16.
+The head stays in bf16, as its product is part of the loss (model/loss.py); so do validation and generation,
+which compute what the finished weights will.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.values import UserError
+
+CAPABILITY = 8, 9  # of the first GPUs with fp8 products
+STEP = 16  # sizes of fp8 products are multiples of it
+# A layer of K inputs and N outputs is converted from this K N / (K + N) on. Per token, fp8 saves time in
+# proportion to K N, and costs time in proportion to K + N: its input and the gradient of its output are
+# scaled and rounded. From the rates of an H200, 740 TFLOP/s in bf16, 1.7 times that in fp8 and copies of 4.2
+# TB/s, the two are equal at some 570; up to 768, GELU as a pass of its own takes what is gained. This is
+# arithmetic from those rates: no step has been timed in fp8.
+SMALLEST = 768
+
+
+def require(device: torch.device) -> None:
+    """UserError where there are no fp8 products, before anything is built."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        raise UserError(
+            f"precision=fp8: {torch.cuda.get_device_name(device)} has no fp8 products (it takes compute "
+            "capability 8.9: Ada, Hopper or newer). Use precision=bf16-mixed."
+        )
+    # notes of torchao and torch on each other's newest interfaces, and on kernels that training does not use
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError:
+        raise UserError("precision=fp8 needs torchao: pip install -e '.[fp8]'.") from None
+
+
+def convert(net: nn.Module, precision: str, tokens: int) -> None:
+    """For precision=fp8, give the large linear layers of the blocks products in fp8; weights and names stay.
+    tokens: of a micro-batch, over which the products for the gradients of weights sum. UserError where no
+    layer is large enough, `tokens` is no multiple of 16, or only adapters train."""
+    if precision != "fp8":
+        return
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    class InTraining(Float8Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Float8Linear.forward(self, x) if self.training else nn.Linear.forward(self, x)
+
+    if not all(parameter.requires_grad for parameter in net.parameters()):
+        raise UserError("precision=fp8 trains all weights: use finetune=full, or precision=bf16-mixed.")
+    if tokens % STEP:
+        raise UserError(
+            f"precision=fp8 needs a multiple of {STEP} tokens in a micro-batch: data.batch_size * seq_len is "
+            f"{tokens}."
+        )
+
+    def large(layer: nn.Module, name: str) -> bool:
+        k, n = layer.in_features, layer.out_features
+        return k % STEP == n % STEP == 0 and k * n >= SMALLEST * (k + n)
+
+    convert_to_float8_training(net.transformer.h, module_filter_fn=large)
+    if not layers(net):
+        raise UserError(
+            "precision=fp8: no linear layer of the blocks is large enough to gain from it: of K inputs and N "
+            f"outputs, multiples of {STEP} with K N / (K + N) of at least {SMALLEST}. Use "
+            "precision=bf16-mixed, or a model of model.n_embd=1024 or more."
+        )
+    for layer in layers(net):
+        layer.__class__ = InTraining
+
+
+def layers(net: nn.Module) -> list[Any]:
+    """Those with fp8 products, which alone know of this."""
+    return [layer for layer in net.modules() if hasattr(layer, "linear_mm_config")]
+
+
+def said(net: nn.Module) -> str:
+    """Which layers of each block, for the start of a run; empty without fp8."""
+    converted = layers(net)
+    names = [name for name, layer in net.transformer.h[0].named_modules() if layer in converted]
+    return f", fp8 products in {', '.join(names)}" if names else ""
