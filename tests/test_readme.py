@@ -18,8 +18,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from attention import registry
+from attention.base import UnsupportedAttention
+from attention.naive import NaiveAttention
 from scripts.measure.report.sweep_report import beside
 from scripts.measure.rows import by_gpu
 from tests.running import ROOT, Result, train_here, write_book
@@ -211,6 +214,20 @@ def test_the_first_screen_says_what_was_measured() -> None:
     assert f"at T = 8k takes {whole[0]} naive attention, {whole[1]} tiled" in screen
     exact = [name for name in registry.contestants() if registry.declaration(name).operands is None]
     assert f"{len(exact)} implementations" in screen
+
+
+def test_the_attention_to_copy_is_one() -> None:
+    """The file and the YAML of docs/adding-an-attention.md, as they stand there."""
+    text = (ROOT / "docs" / "adding-an-attention.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^```(python|yaml)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+    names: dict = {"__name__": "attention.mine"}
+    exec(compile(blocks["python"], "attention/mine.py", "exec"), names)
+    mine = names["MyAttention"]()
+    q, k, v = torch.randn(3, 2, 4, 20, 8, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(mine(q, k, v), NaiveAttention()(q, k, v))
+    with pytest.raises(UnsupportedAttention, match="window"):
+        mine(q, k, v, window=(4, 0))
+    assert f"name: {mine.name} #" in blocks["yaml"]  # test_configs.py holds each key to a comment
 
 
 def test_experiments_are_all_named() -> None:
