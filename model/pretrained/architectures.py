@@ -7,7 +7,7 @@ takes. What our model has no option for is refused by its name, and so the other
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from conf.values import UserError, shown
@@ -55,7 +55,14 @@ LLAMA_KEYS = {
     "norm_eps": ("rms_norm_eps", 1e-6),
     "tie_embeddings": ("tie_word_embeddings", False),
 }
-EVERY = {"causal": True, "softcap": None}
+# Options that an architecture has, or says in `ours`, or that change no function of trained weights. Any
+# other, a new one too, has to be off: transformers would compute another function of the same weights.
+ELSEWHERE = {
+    *GPT2_KEYS, *LLAMA_KEYS, "seq_len", "rope_base", "rope_scaling", "dropout", "attn_dropout", "loss_chunk",
+    "fp32_residual", "position", "norm", "mlp", "bias", "qkv_bias", "qk_norm", "window",
+    "relative_buckets", "relative_distance", "sparsity_blocks",
+}  # fmt: skip
+EVERY = {each.name: each.default for each in fields(GPTConfig) if each.name not in ELSEWHERE}
 GPT2 = EVERY | {
     "position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "window": False,
     "n_kv_head": "n_head", "head_dim": "n_embd / n_head",
@@ -111,10 +118,7 @@ ARCHITECTURES = {
 
 def effective(config: GPTConfig) -> Values:
     """The options that architectures differ in, nulls replaced by what they come to."""
-    own = {
-        key: getattr(config, key)
-        for key in ("causal", "softcap", "position", "norm", "mlp", "bias", "qk_norm")
-    }
+    own = {key: getattr(config, key) for key in (*EVERY, "position", "norm", "mlp", "bias", "qk_norm")}
     fits, whole = config.head_size * config.n_head == config.n_embd, config.n_embd % config.n_head == 0
     return own | {
         "qkv_bias": config.with_qkv_bias,

@@ -176,6 +176,7 @@ ROPE = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
     ("options", "words"),
     [
         ({"softcap": 30.0}, r"the closest, gpt2, does not fit model.softcap=30.0 \(needs null\)"),
+        ({"sparsity": "local"}, r"gpt2, does not fit model.sparsity=local \(needs null\)"),
         ({"position": "alibi"}, r"gpt2, does not fit model.position=alibi \(needs learned\)"),
         ({"n_kv_head": 2}, r"gpt2, does not fit model.n_kv_head=2 \(needs n_head\)"),
         ({**ROPE, "bias": True}, r"qwen2, does not fit model.bias=true \(needs false\)"),
