@@ -95,8 +95,10 @@ def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
-    """UserError that names every key which would give the weights other shapes, or the run other data."""
-    before, after = _leaves(saved.config), _leaves(plain(cfg))
+    """UserError that names every key which would give the weights other shapes, or the run other data.
+
+    A key that is newer than the checkpoint was there at what conf/ says today."""
+    before, after = _leaves(plain(recompose(saved, [])[0])), _leaves(plain(cfg))
     changed = [
         f"{key} (there {shown(value)}, asked {shown(after.get(key))})"
         for key, value in before.items()

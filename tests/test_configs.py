@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,12 @@ def test_a_saved_config_comes_back_the_same() -> None:
     assert choices["attention"] == "naive" and choices["model"] == "llama_tiny"
     assert (other.optim.lr, other.trainer.max_steps, other.model.dropout, other.seq_len) == (1, 7, 0.1, 64)
     assert other.sweep.warm_up == 2 and "block_q" not in other.attention
+
+    older = replace(saved, config=copy.deepcopy(saved.config))
+    del older.config["model"]["sparsity"]  # an option that came after the checkpoint
+    refuse_changes(older, same, recompose(older, [])[0])
+    with pytest.raises(ValueError, match=r"model.sparsity \(there null, asked local\)"):
+        refuse_changes(older, same, recompose(older, ["model.sparsity=local"])[0])
 
     changed, choices = recompose(saved, ["seed=5", "model.n_layer=9", "data=synthetic"])
     with pytest.raises(ValueError, match=r"another data \(there stdlib, asked synthetic\)"):
