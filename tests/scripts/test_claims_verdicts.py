@@ -240,6 +240,13 @@ VERDICTS = {
         ({"mma": 0.49, "wgmma": 0.9}, IN_PART),
         ({"mma": 0.49, "wgmma": 0.49}, FAILS),
     ],
+    38: [
+        ({"int8": 0.525, "int4": 0.275, "faster8": 1.01, "faster4": 1.01, "loss": 0.01}, HOLDS),
+        ({"int8": 0.525, "int4": 0.275, "faster8": 1.01, "faster4": 1.0, "loss": 0.01}, IN_PART),
+        ({"int8": 0.525, "int4": 0.275, "faster8": 1.01, "faster4": 1.01, "loss": 0.011}, IN_PART),
+        ({"int8": 0.526, "int4": 0.275, "faster8": 1.01, "faster4": 1.01, "loss": 0.01}, FAILS),
+        ({"int8": 0.525, "int4": 0.276, "faster8": 1.01, "faster4": 1.01, "loss": 0.01}, FAILS),
+    ],
     39: [
         ({"off": 0.05, "saved": 1.5}, HOLDS),
         ({"off": 0.06, "saved": 1.64}, IN_PART),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.measure.claims import HOLDS, Results, answered
 from scripts.measure.rows import append, read
 from scripts.measure.studies import kv_cache_kinds as study
 
@@ -58,3 +59,9 @@ def test_what_rows_say(tmp_path: Path) -> None:
     assert attention.lines[1] == ["1", "8,192", "auto", "dense", "4,096", "0.400", "4,000", "1.00"]
     assert attention.lines[-1][-1] == "4.00" and generate.lines[4] == ["1", "512", "int4", "400", "4.00"]
     assert loss.lines[4] == ["int4", "2.0100", "+0.50%"]
+    out.write_text(out.read_text().replace('"gpu": null', '"gpu": "NVIDIA H200"'))
+    answer = answered(Results(tmp_path))[38]
+    assert (
+        answer.verdict == HOLDS and answer.figure == "0.50 and 0.25 of the bytes, 2.00x and 4.00x the speed"
+    )
+    assert "32,768 tokens of 16 rows" in answer.why and "by 0.50% at most" in answer.why
