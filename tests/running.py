@@ -19,13 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTED = 3  # exit code of a worker (tests/batch.py) that has said why it ends
 # What two runs from the same numbers have in common; times are not among it.
 EXACT = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
+SHORT = (
+    "data=text", "data.path=book.txt", "data.data_dir=prepared", "data.batch_size=4",
+    "data.max_val_tokens=128", "seq_len=16", "attention=naive", "trainer.accelerator=cpu",
+    "callbacks.metrics.every=1", "callbacks.samples=null",
+)  # fmt: skip
 TINY = (
-    "data=text", "data.path=book.txt", "data.tokenizer.kind=byte", "data.data_dir=prepared",
-    "data.batch_size=4", "data.max_val_tokens=128", "seq_len=16", "model.n_layer=2", "model.n_head=2",
-    "model.n_embd=32", "attention=naive", "optim.lr=1e-2", "schedule.warmup_steps=5",
-    "trainer.accelerator=cpu",
-    "trainer.max_steps=20", "trainer.val_check_interval=10", "callbacks.metrics.every=1",
-    "callbacks.samples=null",
+    *SHORT, "data.tokenizer.kind=byte", "model.n_layer=2", "model.n_head=2", "model.n_embd=32",
+    "optim.lr=1e-2", "schedule.warmup_steps=5", "trainer.max_steps=20", "trainer.val_check_interval=10",
 )  # fmt: skip
 
 
@@ -77,14 +78,13 @@ def start(
     """The same in a process of its own, under way; `script` takes the place of train.py."""
     if tiny and not (folder / "book.txt").exists():
         write_book(folder)
-    return subprocess.Popen(
-        [sys.executable, str(script), *(TINY if tiny else ()), *overrides],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return _python(folder, str(script), *(TINY if tiny else ()), *overrides)
+
+
+def _python(folder: Path, *words: str) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, **pipes)
 
 
 def start_nodes(folder: Path, nodes: int, *overrides: str, script: Path = ROOT / "train.py") -> list:
@@ -94,20 +94,10 @@ def start_nodes(folder: Path, nodes: int, *overrides: str, script: Path = ROOT /
         port = free.getsockname()[1]
     if not (folder / "book.txt").exists():
         write_book(folder)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
+    torchrun = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
     meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
     run = [str(script), *TINY, f"trainer.num_nodes={nodes}", "trainer.devices=1", *overrides]
-    return [
-        subprocess.Popen(
-            [*torchrun, f"--node-rank={node}", *meet, *run],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(nodes)
-    ]
+    return [_python(folder, *torchrun, f"--node-rank={node}", *meet, *run) for node in range(nodes)]
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> Result:

@@ -13,16 +13,11 @@ import torch
 from conf.resume import load_run
 from model.training.checkpoint import read_checkpoint
 from tests.pretrained import make_folder, make_tokenizer
-from tests.running import Result, train_here, write_book
+from tests.running import SHORT, Result, train_here, write_book
 
 pytest.importorskip("transformers")
 
-QUICK = (
-    "data=text", "data.path=book.txt", "data.data_dir=prepared", "data.batch_size=4",
-    "data.max_val_tokens=128", "attention=naive", "trainer.accelerator=cpu",
-    "trainer.max_steps=4", "trainer.val_check_interval=4", "callbacks.metrics.every=1",
-    "callbacks.samples=null", "seq_len=16",
-)  # fmt: skip
+QUICK = (*SHORT, "trainer.max_steps=4", "trainer.val_check_interval=4")
 
 
 @pytest.fixture(scope="module")

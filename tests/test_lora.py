@@ -17,16 +17,11 @@ from model.gpt import GPT, GPTConfig
 from model.lora import Adapters, add_adapters
 from model.training.checkpoint import read_checkpoint, write_checkpoint
 from tests.pretrained import make_folder
-from tests.running import EXACT, Result, rows, train_here, write_book
+from tests.running import EXACT, SHORT, Result, rows, train_here, write_book
 
 pytest.importorskip("peft")
 
-QUICK = (
-    "data=text", "data.path=book.txt", "data.data_dir=prepared", "data.batch_size=4",
-    "data.max_val_tokens=128", "attention=naive", "trainer.accelerator=cpu", "trainer.max_steps=6",
-    "trainer.val_check_interval=3", "callbacks.metrics.every=1", "callbacks.samples=null", "seq_len=16",
-    "optim.lr=0.05",
-)  # fmt: skip
+QUICK = (*SHORT, "trainer.max_steps=6", "trainer.val_check_interval=3", "optim.lr=0.05")
 LORA = ("init_from=gpt2", "finetune=lora", "finetune.rank=4", "finetune.dropout=0.1")
 
 
