@@ -48,18 +48,19 @@ def paged(data: Tensor, scale: Tensor | None, table: Tensor, block: int) -> Cach
 
 
 def make(kind: str | None, block: int | None, tq: int, dtype: torch.dtype = torch.float32, **shape):
-    """q, a view of up to 96 tokens a row in whatever blocks, and what it holds as k and v in fp32."""
+    """q, a view of up to 96 (`tokens`) tokens a row in whatever blocks, and what it holds as fp32 k and v."""
     g = torch.Generator().manual_seed(tq)
     batch, heads, kv_heads, dim = 3, shape.get("heads", 4), 2, shape.get("dim", 32)
+    tokens = shape.get("tokens", 96)
     q, k, v = (
         torch.randn(batch, n, t, dim, generator=g).to(dtype)
-        for n, t in ((heads, tq), (kv_heads, 96), (kv_heads, 96))
+        for n, t in ((heads, tq), (kv_heads, tokens), (kv_heads, tokens))
     )
-    lengths = torch.tensor([96, tq, max(tq, 33)], dtype=torch.int32)
+    lengths = torch.tensor([tokens, tq, max(tq, tokens // 3 + 1)], dtype=torch.int32)
     sides, whole = [], []
     table = None
     if block is not None:
-        table = 1 + torch.randperm(batch * 96 // block, generator=g).view(batch, -1).to(torch.int32)
+        table = 1 + torch.randperm(batch * tokens // block, generator=g).view(batch, -1).to(torch.int32)
     for x in (k, v):
         data, scale = stored(x, kind)
         whole.append(x.float() if scale is None else dequantise(data, scale.transpose(-2, -1)))
@@ -129,6 +130,20 @@ def test_sixteen_bits_and_odd_head_dims(name, kind):
         exact = NaiveAttention()(q.double(), k.double(), v.double(), kv_lengths=view.lengths)
         plain = NaiveAttention()(q, k.to(dtype), v.to(dtype), kv_lengths=view.lengths)
         assert error_ratios({"out": out}, {"out": exact}, {"out": plain}, dtype)["out"] <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [None, 16, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tiles_of_a_gpu(kind, block):
+    """Of a step and of a chunk, many tiles a row: by the criterion."""
+    for tq in (1, 4, 60):
+        q, view, k, v = make(kind, block, tq, torch.bfloat16, heads=8, dim=128, tokens=1344)
+        sides = (CachedTensor(*(x if x is None else x.cuda() for x in side)) for side in (view.k, view.v))
+        out = build("triton")(q.cuda(), CacheView(*sides, view.lengths.cuda())).cpu()
+        exact = NaiveAttention()(q.double(), k.double(), v.double(), kv_lengths=view.lengths)
+        plain = NaiveAttention()(q, k.bfloat16(), v.bfloat16(), kv_lengths=view.lengths)
+        assert error_ratios({"out": out}, {"out": exact}, {"out": plain}, torch.bfloat16)["out"] <= 1
 
 
 def test_others_refuse_and_say_what_to_change():
