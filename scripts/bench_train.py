@@ -1,11 +1,13 @@
-"""Measure the training speed of GPT-2 124M on random tokens, and, given its model.py, that of nanoGPT:
+"""Measure the training speed of GPT-2 124M on random tokens, by attention, and, given its model.py, that of
+nanoGPT:
 
     python scripts/bench_train.py --nanogpt ~/nanoGPT/model.py
+    python scripts/bench_train.py --attention cuda sdpa_cudnn flash4 --seq-len 8192 --batch 8
 
 Ours runs train.py's loader, loop and step, including clipping; nanoGPT runs its model with the step of its
 train.py (instruments/training_peers.py). Each runs in a separate process, with batches of the same shape.
-Both compile at the same time and are then timed alternately, a fifth of the steps at a time, so that GPU
-clocks and temperature are the same for both. Rows go to results/gpt2_124m/<gpu>.jsonl.
+All compile at the same time and are then timed alternately, a fifth of the steps at a time, so that GPU
+clocks and temperature are the same for all. Rows go to results/gpt2_124m/<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nanogpt", type=Path, help="model.py of a nanoGPT checkout, to run beside ours")
     parser.add_argument(
         "--attention",
-        default="auto",
+        nargs="+",
+        default=["auto"],
         choices=choices("attention"),
         metavar="ATTENTION",
-        help="a file of conf/attention, for ours",
+        help="files of conf/attention, a contestant each",
     )
     parser.add_argument("--batch", type=positive, default=64, help="rows of a step, all in one micro-batch")
     parser.add_argument("--seq-len", type=positive, default=1024, help="tokens of context")
@@ -52,15 +55,13 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def words_of(options: argparse.Namespace, peer: bool) -> list[str]:
-    """A contestant as instruments/training_point.py takes it."""
+def words_of(options: argparse.Namespace, attention: str | None) -> list[str]:
+    """A contestant as instruments/training_point.py takes it: ours with this attention, else nanoGPT."""
     steps = options.steps - WARM_UP
     words = [f"seq_len={options.seq_len}", f"data.batch_size={options.batch}", "data=synthetic"]
     words += [f"tokens_per_step={options.batch * options.seq_len}", "experiment=gpt2_124m"]
     words += [f"--warm-up={WARM_UP}", f"--steps={steps}", "--seconds=1e9", f"--rounds={ROUNDS}"]
-    return (
-        [*words, f"--peer=nanogpt={options.nanogpt}"] if peer else [*words, f"attention={options.attention}"]
-    )
+    return [*words, f"attention={attention}" if attention else f"--peer=nanogpt={options.nanogpt}"]
 
 
 def in_turns(asked: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
@@ -98,9 +99,9 @@ def main() -> None:
         raise SystemExit(f"--nanogpt {options.nanogpt}: no such file.")  # before minutes of our own run
     out = options.out or rows_path("gpt2_124m")
     tokens = options.batch * options.seq_len
-    asked = {f"tilegpt attention={options.attention}": words_of(options, peer=False)}
+    asked = {f"tilegpt attention={name}": words_of(options, name) for name in options.attention}
     if options.nanogpt:
-        asked["nanoGPT"] = words_of(options, peer=True)
+        asked["nanoGPT"] = words_of(options, None)
     found = in_turns(asked)
     print(f"{'':<28} {'ms/step':>8} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9}")
     for name, result in found.items():
@@ -115,11 +116,13 @@ def main() -> None:
         append(out, point | {"dtype": "bf16-mixed", "compile": True, "features": "grad_clip=1"}, result)
         mfu = f"{100 * result['mfu']:.1f}%" if result["mfu"] else "-"
         print(f"{name:<28} {ms:>8.2f} {1e3 * tokens / ms:>9,.0f} {mfu:>6} {result['peak_mib'] / 1024:>9.1f}")
-    if len(found) == 2:
-        ours, theirs = (result["ms_by_round"] for result in found.values())
-        ratios = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+    first, *others = found
+    for name in others:
+        pairs = zip(found[first]["ms_by_round"], found[name]["ms_by_round"], strict=True)
+        ratios = sorted(other / own for own, other in pairs)
         print(
-            f"ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f} in {ROUNDS} rounds)"
+            f"{first}: {statistics.median(ratios):.3f}x the speed of {name} ({ratios[0]:.3f} to "
+            f"{ratios[-1]:.3f} in {ROUNDS} rounds)"
         )
     print(f"rows in {out}")
 

@@ -121,15 +121,45 @@ def test_a_training_benchmark_is_a_point_of_its_recipe(monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["bench_train.py", "--seq-len", "2048", "--batch", "32", "--attention=sdpa"]
     )
-    words = bench_train.words_of(bench_train.arguments(), peer=False)
+    words = bench_train.words_of(bench_train.arguments(), "sdpa")
     point = arguments(words)
     assert (point.warm_up, point.steps, point.rounds, point.peer) == (20, 60, 5, None)
     cfg, _ = composed(point.overrides)
     assert (cfg.seq_len, cfg.data.batch_size, cfg.tokens_per_step) == (2048, 32, 65536)
     assert cfg.attention.name == "sdpa" and cfg.model.bias is False and cfg.data.corpus.vocab_size == 50304
     monkeypatch.setattr(sys, "argv", ["bench_train.py", "--nanogpt", "model.py"])
-    theirs = arguments(bench_train.words_of(bench_train.arguments(), peer=True))
+    theirs = arguments(bench_train.words_of(bench_train.arguments(), None))
     assert theirs.peer == "nanogpt=model.py" and (theirs.warm_up, theirs.steps, theirs.rounds) == (20, 60, 5)
+
+
+def test_training_speeds_are_compared_round_by_round(tmp_path, monkeypatch, capsys):
+    from scripts import bench_train
+
+    speeds = {"tilegpt attention=sdpa": 10.0, "tilegpt attention=naive": 30.0, "nanoGPT": 20.0}
+
+    def turns(asked):
+        assert asked.keys() == speeds.keys() and "attention=naive" in asked["tilegpt attention=naive"]
+        common = {"status": "ok", "reason": None, "mfu": None, "peak_mib": 1024.0}
+        return {
+            name: common | {"ms_median": ms, "ms_by_round": [ms, ms * 1.5, ms, ms / 2, ms]}
+            for name, ms in speeds.items()
+        }
+
+    model = tmp_path / "model.py"
+    model.write_text("")
+    out = tmp_path / "rows.jsonl"
+    words = ["--attention", "sdpa", "naive", "--nanogpt", str(model), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench_train.py", *words])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(bench_train, "in_turns", turns)
+    written = []  # rows.append asks the GPU that this machine lacks for its name
+    monkeypatch.setattr(rows, "append", lambda path, point, result: written.append((path, point)))
+    bench_train.main()
+    said = capsys.readouterr().out
+    assert "sdpa: 3.000x the speed of tilegpt attention=naive (3.000 to 3.000 in 5 rounds)" in said
+    assert "sdpa: 2.000x the speed of nanoGPT" in said
+    assert {point["implementation"] for _, point in written} == speeds.keys()
+    assert {path for path, _ in written} == {out}
 
 
 @pytest.mark.parametrize(
