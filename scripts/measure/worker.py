@@ -172,9 +172,8 @@ def main() -> None:
         os._exit(1)  # whoever asked is gone
 
     def ready() -> None:
-        import torch
-
-        if torch.cuda.is_available():
+        torch = sys.modules.get("torch")  # who has not imported it holds no memory
+        if torch and torch.cuda.is_available():
             torch.cuda.empty_cache()  # whoever is first finds room
         print(f"\n{READY}", flush=True)
         lines.get()
