@@ -51,6 +51,10 @@ class Context:
         """Tokens that may follow a text of `length` before its window moves."""
         return self.seq_len - (length - window_start(length, self.seq_len))
 
+    def forget(self, row: int, length: int) -> None:
+        """What the cache holds behind the first `length` tokens of a row's text."""
+        self.held[row] = max(0, min(self.held[row], length - self.starts[row]))
+
     def read(self, rows: Sequence[int], texts: list[list[int]], asked: list[int]) -> Tensor:
         """Logits (R, max(asked), V) after each of the last `asked` tokens of the texts of `rows`, which have
         not changed since the last call but for their last `asked` tokens."""
@@ -108,6 +112,8 @@ class SmallerModel:
         self, rows: Sequence[int], texts: list[list[int]], counts: list[int]
     ) -> tuple[list[list[int]], Tensor | None]:
         """The drafts, and the distributions (R, K, V) that they were drawn from."""
+        for row, text in zip(rows, texts, strict=True):  # what was drafted last may not have been kept
+            self.context.forget(row, len(text) - 1)
         drafts: list[list[int]] = [[] for _ in rows]
         drawn_from = []
         for _ in range(max(counts)):

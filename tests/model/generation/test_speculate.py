@@ -6,8 +6,8 @@ import torch
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from model.generation.decode import Sampling
-from model.generation.generate import generate
-from model.generation.speculate import NGrams, accept, probabilities, speculate
+from model.generation.generate import generate, window_start
+from model.generation.speculate import Context, NGrams, accept, probabilities, speculate
 from tests.grid import build
 from tests.model.generation.test_generate import PROMPTS, SHAPES, make
 
@@ -43,6 +43,23 @@ def test_all_drafts_of_the_model_itself_are_kept():
     for how in (GREEDY, {"temperature": 0.7, "top_k": 5, "seed": 1}):
         found = speculate(make(), [[1, 2, 3]], 11, draft=make(), draft_tokens=4, **how)
         assert found.calls == 3 and found.accepted == found.drafted == 8
+
+
+def test_the_draft_reads_the_texts_as_they_are(monkeypatch):
+    """Also after a call without a draft, as where the model's window is full."""
+    read = Context.read
+
+    def checked(self, rows, texts, asked):
+        logits = read(self, rows, texts, asked)
+        for each, text in zip(logits, texts, strict=True):
+            if self.model is draft:
+                whole = draft(torch.tensor([text[window_start(len(text), 8) :]]))[0, -1:]
+                assert torch.allclose(each, whole[:, : draft.config.vocab_size], atol=1e-4)
+        return logits
+
+    monkeypatch.setattr(Context, "read", checked)
+    draft = make(**SHAPES["rope_gqa"], seq_len=8)
+    speculate(make(**SHAPES["rope_gqa"]), [[1, 2, 3], [4, 5, 1, 2]], 40, draft=draft, seed=0)
 
 
 def near(counts: torch.Tensor, p: torch.Tensor) -> bool:
