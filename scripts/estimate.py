@@ -94,7 +94,9 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
 
     check(OmegaConf.to_container(cfg, resolve=True), None, {})
     if cfg.precision not in ("auto", "32-true", "bf16-mixed"):
-        raise UserError(f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed.")
+        raise UserError(
+            f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed; what fp8 takes is not predicted."
+        )
     narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
     run = Run(
         model_config(cfg),
@@ -122,7 +124,10 @@ def _require(run: Run, cfg: DictConfig) -> None:
     call = run.call
     if cfg.data.document_mask:
         call = replace(call, features=call.features | {"document_ids"})
-    if reasons := run.attention.capabilities.reasons(call):
+    attention = run.attention
+    if attention.declaration.chooses == "kernels":  # which differ in what they can
+        attention = attention.resolve(call)
+    if reasons := attention.capabilities.reasons(call):
         raise UnsupportedAttention(run.attention.name, reasons, call)
 
 

@@ -128,7 +128,9 @@ def test_shared_memory_comes_from_the_kernels_tables() -> None:
         (["model=gpt2", "model.n_head=7", "gpu=l4"], "does not divide into model.n_head=7"),
         (["seq_len=0", "gpu=l4"], "seq_len=0"),
         (["precision=16", "gpu=l4"], "choose auto, 32-true or bf16-mixed"),
+        (["precision=fp8", "gpu=h200"], "what fp8 takes is not predicted"),
         (["attention=cuda_fa1", "gpu=h200"], "no backward: runs forward only"),
+        (["model=gpt2", "model.n_head=3", "attention=cuda", "gpu=a100"], "no head dim 256"),
         (["attention=flash3", "gpu=a100"], "no sm_80"),
         (["--fast"], "the only flag is --measure"),
         (["data.tokenizer.kind=char", "gpu=l4"], "once the corpus is read"),
@@ -138,6 +140,11 @@ def test_mistakes_are_said(arguments: list[str], said: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 1 and said in capsys.readouterr().err
+
+
+def test_a_head_dim_that_only_the_stage_of_a_gpu_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["model=gpt2", "model.n_head=3", "attention=cuda", "gpu=h200"])
+    assert "fits: " in capsys.readouterr().out
 
 
 def test_another_gpu_than_that_at_hand_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
