@@ -3,7 +3,8 @@
 The task is that of Long Range Arena (Tay et al. 2020, after Linsley et al. 2018): two long curves and short
 ones that distract; in half of the pictures the dots are the ends of one long curve, else an end of each. A
 picture is redrawn until some ends of different curves are as far apart as those of one: distance alone, and
-how dots and curves look, do not give the label away.
+how dots and curves look, do not give the label away. The directions of the dashes at the two dots do in part:
+that both point at the other dot tells 77% of 3,000 pictures.
 """
 
 from __future__ import annotations
