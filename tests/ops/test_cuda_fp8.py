@@ -67,6 +67,16 @@ def test_values(shape: tuple[int, int, int], heads: tuple[int, int], options: di
     assert ratios.keys() == {"out", "lse"} and max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("factors", [(0, 1, 1), (1, 0, 1), (1e-13, 1e-13, 1), (1, 1, 1e-37)], ids=str)
+def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float]) -> None:
+    inputs = cpu.inputs((70, 70, 64), (1, 1), dtype=torch.bfloat16)[:3]
+    q, k, v = (x * factor for x, factor in zip(inputs, factors, strict=True))
+    out = CudaFp8()(q, k, v)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert (out - exact).abs().max() <= max(0.06 * float(exact.abs().max()), 1e-33)
+
+
 def _error_of_scores(hadamard: int, one_scale: int, inputs: tuple[Tensor, ...]) -> float:
     q, k, _ = (x.double() for x in inputs)
     exact = torch.logsumexp(q @ k.mT / math.sqrt(q.shape[3]), -1)

@@ -22,6 +22,10 @@
 #define ROWS_EACH (FP8_KEYS / WARPS)
 #define VALUES 64  // keys that a block transposes
 #define E4M3_MOST 448.0f
+// The largest number that a scale is made of is at least this: a score that a mask has made -inf is multiplied by the
+// scales of q and k, which must not be 0, nor their product; and 448 over that of V must not be inf.
+#define LEAST 1e-12f
+#define LEAST_OF_V 1e-30f
 
 // A row of a warp, EACH numbers a lane, times S and H.
 __device__ __forceinline__ void transform(float (&x)[EACH]) {
@@ -89,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
         if (threadIdx.x == 0) scales.largest_v(p, head)[blockIdx.x] = most;
         return;
     }
+    most = fmaxf(most, LEAST);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
     const float norm = HADAMARD ? 1.0f / sqrtf((float)PAD_D) : 1.0f;
     float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + 2 * blockIdx.x + warp / (WARPS / 2)
@@ -97,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
         most = *scale / norm * E4M3_MOST;
     else if (lane == 0 && warp == from)
         *scale = most * norm / E4M3_MOST;
-    const float inverse = most > 0.0f ? E4M3_MOST / most : 0.0f;
+    const float inverse = E4M3_MOST / most;
     unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PAD_D / 4);
 #pragma unroll
     for (int r = 0; r < ROWS_EACH; r++) {
@@ -126,8 +131,9 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
     if (lane == 0) largest[warp] = most;
     __syncthreads();
     for (int other = 0; other < 8; other++) most = fmaxf(most, largest[other]);
+    most = fmaxf(most, LEAST_OF_V);
     if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[head] = most / E4M3_MOST;
-    const float inverse = most > 0.0f ? E4M3_MOST / most : 0.0f;
+    const float inverse = E4M3_MOST / most;
     const element *v = matrix_of(p.v, p.v_stride, blockIdx.z, blockIdx.y);
     for (int token = warp; token < VALUES; token += 8) {
         float x[EACH];
