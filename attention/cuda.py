@@ -60,14 +60,14 @@ _TENSOR_CORES = replace(
     deterministic_on_request=True,
 )
 _HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
+_FIRST_TENSOR_CORES = replace(_TENSOR_CORES, features=_PLAIN, backward=False, deterministic=True)
 STAGES = {
     "plain": Stage("ops.cuda.plain", replace(_FORMULA, backward=True)),
     "naive": Stage("ops.cuda.plain", _FORMULA),
     "rowwise": Stage("ops.cuda.plain", _FORMULA),
     "tiled": Stage("ops.cuda.tiled", _TILED),
-    "fa1": Stage(
-        "ops.cuda.tensor_cores", replace(_TENSOR_CORES, features=_PLAIN, backward=False, deterministic=True)
-    ),
+    "wmma": Stage("ops.cuda.wmma", _FIRST_TENSOR_CORES),
+    "fa1": Stage("ops.cuda.tensor_cores", _FIRST_TENSOR_CORES),
     "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
     "fa3": Stage("ops.cuda.hopper", _HOPPER),
 }
@@ -161,7 +161,7 @@ class CudaStage(Attention):
     """One stage of the ladder.
 
     Args:
-        stage: plain, naive, rowwise, tiled, fa1, fa2 or fa3.
+        stage: plain, naive, rowwise, tiled, wmma, fa1, fa2 or fa3.
         deterministic: of fa2 and fa3: a backward that gives the same bits each time, by a second pass for dQ
             where there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages
             are.

@@ -4,8 +4,8 @@
     python scripts/bench_ladder.py --plot-only  the tables again, from the rows
 
 In fp32 (without TF32): the formula in eager PyTorch; plain, naive, rowwise, and tiled on FMA units and on
-tensor cores; SDPA's fp32 kernels. In bf16: fa1, fa2 and SDPA's kernels; fa1 and fa2 also with fewer heads.
-Forward, and backward where there is one. Rows go to results/cuda_ladder/<gpu>.jsonl. Needs a GPU.
+tensor cores; SDPA's fp32 kernels. In bf16: wmma, fa1, fa2 and SDPA's kernels; fa1 and fa2 also with fewer
+heads. Forward, and backward where there is one. Rows go to results/cuda_ladder/<gpu>.jsonl. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ STUDY, HEAD_DIM, HEADS, LENGTHS = "cuda_ladder", 128, (32, 8, 1), (1024, 4096, 8
 FMA = "cuda_tiled_fma"  # cuda_tiled with products=fma
 PLAIN = ("naive", "cuda_plain", "cuda_naive", "cuda_rowwise", FMA, "cuda_tiled")
 PLAIN += ("sdpa_math", "sdpa_efficient")
-TENSOR_CORES = ("cuda_fa1", "cuda_fa2", "sdpa_flash", "sdpa_cudnn")
-FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
+TENSOR_CORES = ("cuda_wmma", "cuda_fa1", "cuda_fa2", "sdpa_flash", "sdpa_cudnn")
+FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_wmma", "cuda_fa1")
 TITLES = {
     "naive": "the formula, eager PyTorch",
     "sdpa_math": "SDPA, math",

@@ -13,6 +13,10 @@ def shared_memory(
     """Bytes by kernel, where a block may use `able` on a GPU of `arch`, for `keys` keys."""
     if stage == "rowwise":
         return {"row of scores": 4 * keys}
+    if stage == "wmma":
+        from ops.cuda.wmma import KEYS, QUERIES, shared_bytes
+
+        return {f"forward, {QUERIES} x {KEYS}": shared_bytes(head_dim)}
     if stage == "fa1":
         from ops.cuda.tensor_cores import fa1_tile
 

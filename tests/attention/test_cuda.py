@@ -44,6 +44,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiled", {"features": frozenset({"softcap", "dropout", "document_ids", "kv_lengths"})}, None),
         ("tiled", {"head_dim": 160}, "no head dim 160: needs at most 128"),
         ("tiled", {"features": frozenset({"bias"})}, "no bias: "),
+        ("wmma", {"backward": False}, None),
+        ("wmma", {}, "no backward: "),
         ("fa1", {"backward": False}, None),
         ("fa1", {"backward": False, "arch": (7, 5)}, "no sm_75: "),
         ("fa2", {"head_dim": 8, "tq": 1, "features": frozenset({"alibi", "window", "lse"})}, None),
@@ -116,7 +118,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_an_unknown_stage_is_named() -> None:
     with pytest.raises(
-        ValueError, match="stage is 'fa4'; the ladder has plain, naive, rowwise, tiled, fa1, fa2, fa3"
+        ValueError, match="stage is 'fa4'; the ladder has plain, naive, rowwise, tiled, wmma, fa1, fa2, fa3"
     ):
         CudaStage("fa4")
 

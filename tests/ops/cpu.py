@@ -176,6 +176,17 @@ class TensorCores(Compiler):
         )
 
 
+class WmmaCores(TensorCores):
+    """Of stage wmma: wmma_cpu.h has what wmma.cuh writes in PTX."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        header = folder / "wmma.cuh"
+        before, ptx, _ = header.read_text().partition("// In PTX.")
+        assert ptx
+        header.write_text(f'{before}#include "wmma_cpu.h"\n')
+
+
 class HopperCores(TensorCores):
     """Of the stages for Hopper too: hopper_cpu.h has what hopper.cuh writes in PTX."""
 

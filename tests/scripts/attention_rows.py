@@ -11,7 +11,7 @@ from scripts.measure.studies import attention_memory
 from tests.scripts.studies import row_of
 
 GPU_MIB = 139 * 1024
-FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_fa1")
+FORWARD_ONLY = ("cuda_naive", "cuda_rowwise", "cuda_wmma", "cuda_fa1")
 
 
 KNOWN = sorted(registry.contestants(), key=lambda name: (name != "standard", name))

@@ -1,0 +1,166 @@
+// WMMA: tensor cores by whole fragments of 16 x 16, which meet everything else in shared memory.
+//
+// Idea. The loops of `tiled`: a block owns QUERIES queries and walks over the keys, KEYS at a time. A warp has 16 of the
+// queries and multiplies 16 x 16 x 16 at a time. Which lane holds which element of a fragment is not said, so nothing
+// that works on rows can be done in one: S is stored to shared memory for the softmax, P is loaded from there, and O
+// lies there too, to be rescaled by rows, loaded as the sum that P V goes into, and stored.
+//
+//     Q, K --fragments--> [ S ]  shared, fp32  --a row for two lanes--> [ P ]  shared, 16 bits
+//                                                                        |
+//                         [ O ]  shared, fp32  --load, + P V, store------+-- V
+//
+// New since `tiled`. Products of 16-bit numbers on tensor cores, summed in fp32. Rows in shared memory are 16 bytes
+// longer than the data, so that the rows of a fragment begin in different banks.
+// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 4 N^2 D / QUERIES bytes a head.
+// Limits. Shared memory: of each score 4 bytes out and 4 in, of each number of O the same for every tile of keys, and
+// both again for the softmax and the rescaling. Copies are awaited at once: K and V take turns in one place. 16-bit
+// inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
+// The host also defines WARPS, KEYS, BLOCKS (that are to share a multiprocessor), ALIGNED (whether rows begin at
+// multiples of 16 bytes) and VECTOR (plain.cuh).
+#include "wmma.cuh"
+
+#include "plain.cuh"
+
+#define THREADS (32 * WARPS)
+#define QUERIES (16 * WARPS)
+#define PITCH (PAD_D + 8)    // elements from row to row of Q, K and V,
+#define P_PITCH (KEYS + 8)   // and of P
+#define S_PITCH (KEYS + 4)   // floats of S,
+#define O_PITCH (PAD_D + 4)  // and of O
+#define D_STEPS (PAD_D / 16)
+#define KEY_STEPS (KEYS / 16)
+
+// Rows first .. first + ROWS of x into a tile; zeros from row `end` on, and beyond HEAD_DIM.
+template <int ROWS>
+__device__ __forceinline__ void load_tile(element *tile, const element *x, long long stride, int first, int end) {
+#pragma unroll 4
+    for (int at = threadIdx.x * 8; at < ROWS * PAD_D; at += THREADS * 8) {
+        const int row = at / PAD_D, d = at % PAD_D;
+        const bool inside = first + row < end && d < HEAD_DIM;
+        const element *from = x + (first + row) * stride + d;
+        element *to = tile + row * PITCH + d;
+#if ALIGNED
+        uint4 eight = {0, 0, 0, 0};
+        if (inside) eight = *(const uint4 *)from;
+        *(uint4 *)to = eight;
+#else
+        for (int e = 0; e < 8; ++e) to[e] = inside ? from[e] : to_element(0.0f);
+#endif
+    }
+}
+
+// S = Q K^T of the warp's 16 queries.
+__device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_rows, const element *k_tile) {
+    Sums s[KEY_STEPS] = {};
+#pragma unroll
+    for (int d = 0; d < D_STEPS; ++d) {
+        Operand q, k;
+        load_left(q, q_rows + d * 16, PITCH);
+#pragma unroll
+        for (int n = 0; n < KEY_STEPS; ++n) {
+            load_columns(k, k_tile + n * 16 * PITCH + d * 16, PITCH);
+            multiply_columns(s[n], q, k);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < KEY_STEPS; ++n) store_sums(s_rows + n * 16, s[n], S_PITCH);
+}
+
+// O += P V of the warp's 16 queries.
+__device__ __forceinline__ void add_values(float *o_rows, const element *p_rows, const element *v_tile) {
+    Operand weights[KEY_STEPS], v;
+#pragma unroll
+    for (int n = 0; n < KEY_STEPS; ++n) load_left(weights[n], p_rows + n * 16, P_PITCH);
+#pragma unroll
+    for (int d = 0; d < D_STEPS; ++d) {
+        Sums o;
+        load_sums(o, o_rows + d * 16, O_PITCH);
+#pragma unroll
+        for (int n = 0; n < KEY_STEPS; ++n) {
+            load_rows(v, v_tile + n * 16 * PITCH + d * 16, PITCH);
+            multiply_rows(o, weights[n], v);
+        }
+        store_sums(o_rows + d * 16, o, O_PITCH);
+    }
+}
+
+// A lane's columns of its row of S or O. Two lanes have a row, every other column each; those of the rows 8 and on take
+// pairs of columns in another order, so that 32 lanes read 32 banks.
+__device__ __forceinline__ int column_of(int n) {
+    const int row = threadIdx.x % 32 / 2;
+    return 2 * (n ^ row / 8) + threadIdx.x % 2;
+}
+
+// P = exp2(c S - m) of the warp's rows, where m, in units of c S, and l go on over these keys, and O is rescaled.
+// `s`, `weights` and `o` begin at the lane's row. query: the row's; start: the first key.
+__device__ __forceinline__ void online_softmax(const Params &p, const float *s, element *weights, float *o, float &m,
+                                               float &l, int query, int start, int keys, bool masked) {
+    const float c = p.scale * LOG2E;
+    float x[KEYS / 2], most = m, sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < KEYS / 2; ++n) {
+        x[n] = s[column_of(n)] * c;
+        if (masked && !is_visible(p, query, start + column_of(n), keys, keys - p.tq, 0, 0)) x[n] = -INFINITE;
+        most = fmaxf(most, x[n]);
+    }
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
+    const float shift = most == -INFINITE ? 0.0f : most, factor = exp2f(m - shift);
+#pragma unroll
+    for (int n = 0; n < KEYS / 2; ++n) {
+        x[n] = exp2f(x[n] - shift);
+        sum += x[n];
+        weights[column_of(n)] = to_element(x[n]);
+    }
+    l = l * factor + sum + __shfl_xor_sync(~0u, sum, 1);
+    if (__any_sync(~0u, most > m))
+#pragma unroll
+        for (int n = 0; n < PAD_D / 2; ++n) o[column_of(n)] *= factor;
+    m = most;
+}
+
+// out and lse. Grid: B * Hq * n_tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_wmma_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    element *q_tile = (element *)memory, *kv_tile = q_tile + QUERIES * PITCH, *p_tile = kv_tile + KEYS * PITCH;
+    float *s_tile = (float *)(p_tile + QUERIES * P_PITCH), *o_tile = s_tile + QUERIES * S_PITCH;
+    int tile, head;
+    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    const int b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
+    const int warp_row = threadIdx.x / 32 * 16, row = warp_row + lane / 2;  // the warp's first, and the lane's
+    const int i0 = tile * QUERIES, keys = keys_of(p, b);
+    const element *k = matrix_of(p.k, p.k_stride, b, h / GROUP), *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
+    const Range range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, keys - p.tq, KEYS, {});
+
+    load_tile<QUERIES>(q_tile, matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0, p.tq);
+    float *o_row = o_tile + row * O_PITCH, m = -INFINITE, l = 0.0f;
+    for (int n = 0; n < PAD_D / 2; ++n) o_row[column_of(n)] = 0.0f;
+    for (int start = range.lo; start < range.hi; start += KEYS) {
+        __syncthreads();  // all have read the last V
+        load_tile<KEYS>(kv_tile, k, p.k_stride.t, start, keys);
+        __syncthreads();  // K is there
+        multiply_keys(s_tile + warp_row * S_PITCH, q_tile + warp_row * PITCH, kv_tile);
+        __syncthreads();  // all have read K, and stored S
+        load_tile<KEYS>(kv_tile, v, p.v_stride.t, start, keys);
+        online_softmax(p, s_tile + row * S_PITCH, p_tile + row * P_PITCH, o_row, m, l, i0 + row, start, keys,
+                       start < range.full_lo || start >= range.full_hi);
+        __syncthreads();  // V and P are there, and O is rescaled
+        add_values(o_tile + warp_row * O_PITCH, p_tile + warp_row * P_PITCH, kv_tile);
+        __syncwarp();  // O is stored
+    }
+    __syncwarp();  // of a tile that sees no key, the zeros are
+
+    element *out = matrix_of(p.out, p.out_stride, b, h);
+    for (int r = 0; r < 16; ++r) {
+        const int i = i0 + warp_row + r;
+        const float sum = __shfl_sync(~0u, l, 2 * r), inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        if (i >= p.tq) continue;
+        for (int d = lane * 4; d < HEAD_DIM; d += 128) {
+            const float *o = o_tile + (warp_row + r) * O_PITCH + d;
+            store4(out + i * p.out_stride.t, d,
+                   make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
+        }
+    }
+    if (lane % 2 == 0 && i0 + row < p.tq)
+        p.lse[(long long)head * p.tq + i0 + row] = l > 0.0f ? (m + log2f(l)) * LN2 : -INFINITE;
+}
