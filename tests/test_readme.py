@@ -213,7 +213,7 @@ def test_the_first_screen_says_what_was_measured() -> None:
     whole = [steps[name] for name in ("naive", "triton")]
     assert f"at T = 8k takes {whole[0]} naive attention, {whole[1]} tiled" in screen
     exact = [name for name in registry.contestants() if registry.declaration(name).operands is None]
-    assert f"{len(exact)} implementations" in screen
+    assert len(exact) > 20 and "over 20 implementations" in screen  # another one needs no edit here
 
 
 def test_the_attention_to_copy_is_one() -> None:
