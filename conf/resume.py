@@ -97,7 +97,7 @@ def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
 def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
     """UserError that names every key which would give the weights other shapes, or the run other data.
 
-    A key that is newer than the checkpoint was there at what conf/ says today."""
+    A key that is newer than the checkpoint counts at its default in conf/."""
     before, after = _leaves(plain(recompose(saved, [])[0])), _leaves(plain(cfg))
     changed = [
         f"{key} (there {shown(value)}, asked {shown(after.get(key))})"
@@ -111,8 +111,8 @@ def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
         changed = [f"data (there {shown(there)}, asked {shown(asked)})"]
     if changed:
         raise UserError(
-            f"A saved run cannot go on with another {', '.join(changed)}: its weights or the order of its "
-            "data would be others. Leave that out, or start a new run without ckpt=."
+            f"A saved run cannot resume with another {', '.join(changed)}: the shapes of its weights or the "
+            "order of its data would change. Leave that out, or start a new run without ckpt=."
         )
 
 

@@ -157,7 +157,7 @@ def test_mistakes_are_said(overrides: tuple[str, ...], words: str, folder: Path)
 @pytest.mark.parametrize("change", ["finetune.rank=8", "finetune.targets=[mlp.c_fc]", "finetune=full"])
 def test_other_adapters_do_not_resume(change: str, folder: Path) -> None:
     result = train_here(folder, "ckpt=a", "trainer.max_steps=8", change, tiny=False)
-    assert result.code == 1 and "A saved run cannot go on with another finetune." in result.err
+    assert result.code == 1 and "A saved run cannot resume with another finetune." in result.err
 
 
 def test_the_base_has_to_be_the_run_s_own(folder: Path, tmp_path: Path) -> None:
