@@ -210,8 +210,8 @@ def test_the_first_screen_says_what_was_measured() -> None:
         for row in by_gpu(ROOT / "results/step_memory")["h200"]
         if row["point"]["seq_len"] == 8192
     }
-    whole = [steps[name] for name in ("naive", "triton")]
-    assert f"at T = 8k takes {whole[0]} naive attention, {whole[1]} tiled" in screen
+    whole = [steps[name] for name in ("naive", "sdpa_cudnn")]
+    assert f"at T = 8k takes {whole[0]} naive attention, {whole[1]} cuDNN" in screen
     exact = [name for name in registry.contestants() if registry.declaration(name).operands is None]
     assert len(exact) > 20 and "over 20 implementations" in screen  # another one needs no edit here
 
