@@ -293,13 +293,7 @@ class GPT(nn.Module):
         if spread is not None:
             positions = spread.positions(T, input_ids.device)  # (T,)
             document_ids = None if document_ids is None else spread.documents(document_ids)
-        x = self.transformer.wte(input_ids)  # (B, T, C)
-        if self.config.position == "learned":
-            wpe = self.transformer.wpe
-            x = x + (wpe.weight[:T] if positions is None else wpe(positions))
-        if not self.config.fp32_residual:
-            x = x.to(compute_dtype(x))  # half the bytes of every norm and residual, and of their gradients
-        x = self.transformer.drop(x)
+        x = self.embed(input_ids, positions)
         rope = self.rope
         if rope is not None:
             rope = rope[:, :T] if positions is None else rope[:, positions]  # (2, T, D/2) or (2, B, 1, D/2)
@@ -321,6 +315,17 @@ class GPT(nn.Module):
             return chunked_loss(x, self.lm_head.weight, targets, self.config.vocab_size, chunk)
         logits = self.lm_head(x)
         return logits if targets is None else self.summed_loss(logits, targets)
+
+    def embed(self, input_ids: Tensor, positions: Tensor | None) -> Tensor:
+        """What goes into the first block, (B, T, C), for tokens (B, T) at `positions`, (B, 1) or (T,); None
+        is 0 to T - 1."""
+        x = self.transformer.wte(input_ids)
+        if self.config.position == "learned":
+            wpe = self.transformer.wpe
+            x = x + (wpe.weight[: input_ids.shape[1]] if positions is None else wpe(positions))
+        if not self.config.fp32_residual:
+            x = x.to(compute_dtype(x))  # half the bytes of every norm and residual, and of their gradients
+        return self.transformer.drop(x)
 
     def relative_bias(self) -> Tensor | None:
         """What the attention of each layer adds to the scores by distance, (H, 2 R + 1); None but for t5."""

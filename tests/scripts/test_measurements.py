@@ -10,7 +10,7 @@ import pytest
 
 from scripts import study
 from scripts.measure import runner
-from scripts.measure.measurements import OTHERS, Measurement, command_of, measurement, measurements
+from scripts.measure.measurements import Measurement, command_of, measurement, measurements
 from tests.running import ROOT
 
 
@@ -18,7 +18,7 @@ def test_every_folder_of_results_has_a_command_and_a_time():
     found = measurements()
     assert {path.name for path in (ROOT / "results").iterdir() if path.is_dir()} <= found.keys()
     for name, each in found.items():
-        assert each.gpu_s > 0 or name == "fp8_error"  # which a CPU measures
+        assert each.gpu_s >= 0  # 0: a CPU measures it
         assert each.commands[0] == command_of(name)
         for command in each.commands:
             assert (ROOT / command.split()[1]).is_file()
@@ -39,9 +39,8 @@ def test_the_document_has_the_same_times():
         unit = 60 if "min" in times else 1
         seconds = [unit * int(number) for number in re.findall(r"\d+", times)]
         told |= dict(zip(re.findall(r"`(\w+)`", names), seconds, strict=True))
-    assert told.pop("fp8_error") and told == {
-        name: each.gpu_s for name, each in measurements().items() if name not in (*OTHERS, "fp8_error")
-    }
+    assert told.pop("fp8_error") and len(told) > 15  # a study of one's own needs no row
+    assert told.items() <= {name: each.gpu_s for name, each in measurements().items()}.items()
 
 
 def test_all_runs_every_command_and_names_those_that_failed(monkeypatch, capsys):
