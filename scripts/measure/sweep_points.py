@@ -191,6 +191,7 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
     features = [f"{key}={model[key]}" for key in ("window", "softcap", "attn_dropout") if model[key]]
     features += [model["position"]] * (model["position"] in ("alibi", "t5"))
     features += ["documents"] * cfg.data.document_mask
+    features += [f"LoRA of rank {cfg.finetune.rank}"] * (cfg.finetune.rank is not None)
     usual = "bf16-mixed" if device == "cuda" else "32-true"
     batch = cfg.data.batch_size
     return {

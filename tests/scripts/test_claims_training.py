@@ -38,7 +38,9 @@ def test_as_fast_as_claimed_to_the_same_losses(tmp_path, both_models):
         end_to_end(results(tmp_path / "slower", speedup_end_to_end=rows, parity=parity(True))).verdict
         == HOLDS
     )
-    assert "by 2e-05, within the spread of seeds" in found.why and "study.py speedup_end_to_end" in found.command
+    assert (
+        "by 2e-05, within the spread of seeds" in found.why and "study.py speedup_end_to_end" in found.command
+    )
 
 
 def test_without_the_same_losses_or_the_factor_it_holds_in_part(tmp_path, both_models):

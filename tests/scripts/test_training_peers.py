@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from model.config import GPTConfig
 from scripts.measure.instruments import training_peers
@@ -90,47 +88,37 @@ def test_a_row_of_nanogpt(nanogpt, monkeypatch):
         ("megatron", {}, ["megatron", "nanogpt", "transformers_sdpa"]),
         ("nanogpt", {}, ["nanogpt=path/to/model.py"]),
         ("transformers_sdpa=x.py", {}, ["it takes no path"]),
-        ("transformers_sdpa", {"causal": False}, ["model.causal=False", "GPT-2"]),
-        ("transformers_sdpa", {"position": "rope"}, ["model.position=rope", "learned"]),
+        ("nanogpt", {"position": "rope"}, ["model.position=rope", "nanoGPT is GPT-2", "learned"]),
+        ("transformers_sdpa", {"causal": False}, ["model.causal=false"]),
+        ("transformers_sdpa", {"bias": False}, ["model.bias=false", "model.bias=true"]),
     ],
     ids=str,
 )
-def test_mistakes_are_named(peer, change, words):
+def test_mistakes_are_named(nanogpt, peer, change, words):
+    peer = nanogpt if peer == "nanogpt" and change else peer
     with pytest.raises(ValueError) as error:
         training_peers.measure(peer, replace(CONFIG, **change), 4, 64, Laps(1, 1, 0.0))
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_transformers_is_asked_for_its_attention_and_no_dropout(monkeypatch):
-    """By a stand-in of its interface: it need not be installed."""
+LLAMA = replace(CONFIG, n_head=4, n_kv_head=2, position="rope", norm="rmsnorm", mlp="swiglu", bias=False)
 
-    class Config:
-        def __init__(self, **values: object):
-            self.__dict__ |= values
 
-    class Model(nn.Module):
-        def __init__(self, config: Config):
-            super().__init__()
-            self.config = config
-
-        def forward(self, input_ids, labels):
-            assert input_ids is labels
-            return types.SimpleNamespace(loss=input_ids.sum())
-
-    module = types.ModuleType("transformers")
-    module.GPT2Config, module.GPT2LMHeadModel = Config, Model
-    utils = types.ModuleType("transformers.utils")
-    utils.logging = types.SimpleNamespace(set_verbosity_error=lambda: None)
-    monkeypatch.setitem(sys.modules, "transformers", module)
-    monkeypatch.setitem(sys.modules, "transformers.utils", utils)
-    peer, path = training_peers.chosen("transformers_eager")
-    model = peer.build(CONFIG, path)
-    assert model.config.attn_implementation == "eager" and model.config.n_positions == 16
-    assert model.config.attn_pdrop == model.config.resid_pdrop == model.config.embd_pdrop == 0
-    assert not model.config.use_cache and model.config.vocab_size == 64 and not peer.compiled
-    assert peer.loss(model, torch.ones(2), torch.zeros(2)) == 2
-    with pytest.raises(ValueError, match=r"model\.bias=false"):
-        peer.build(replace(CONFIG, bias=False), path)
+@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt2", "llama"])
+def test_transformers_trains_alike_by_its_attentions_and_ours(config):
+    pytest.importorskip("transformers")
+    found, first = {}, []
+    for name in ("transformers_eager", "transformers_sdpa", "transformers_tilegpt"):
+        torch.manual_seed(0)
+        found[name] = result = training_peers.measure(name, config, 4, 64, Laps(1, 3, 0.0))
+        assert result["status"] == "ok" and result["kernels_from"] == "a whole training step"
+        first.append((result["loss"]["first"], result["loss"]["last"]))
+    assert first[1] == pytest.approx(first[0], abs=1e-5) and first[2] == pytest.approx(first[0], abs=1e-5)
+    assert "aten::bmm" in found["transformers_eager"]["kernels"]
+    peer, path = training_peers.chosen("transformers_tilegpt")
+    model = peer.build(config, path)
+    assert model.config._attn_implementation == "tilegpt-auto" and not peer.compiled
+    assert model.config.vocab_size == 64 and not model.config.use_cache  # the vocabulary is padded as ours
 
 
 def test_what_is_not_installed_is_unsupported(monkeypatch):

@@ -1,8 +1,11 @@
-"""GPT-2 as others train it, on batches of the same shape: what our training points stand beside.
+"""A model of the same shape as others train it, on batches of the same shape: what our training points stand
+beside.
 
-nanogpt=MODEL.PY    nanoGPT's model and the step of its train.py, compiled, as its users run it
-transformers_eager  Hugging Face's GPT2LMHeadModel with its eager attention, not compiled
-transformers_sdpa   the same with torch's scaled_dot_product_attention
+nanogpt=MODEL.PY      nanoGPT's model and the step of its train.py, compiled, as its users run it
+transformers_eager    the class of transformers that scripts/export.py writes (GPT-2, Llama, Qwen), with its
+                      eager attention, not compiled
+transformers_sdpa     the same with torch's scaled_dot_product_attention
+transformers_tilegpt  the same with ours, attention/for_transformers.py: attn_implementation="tilegpt-auto"
 
 All have random weights, no dropout, our vocabulary (a multiple of 64, which theirs need not be), and our
 step: bf16 autocast on a GPU, micro-batches accumulated, gradients clipped, fused AdamW.
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
+from model.pretrained.architectures import to_theirs
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from scripts.measure.instruments.training_meter import Laps
 
 BATCHES = 16  # of random tokens, which take turns
-# What of a model's config is GPT-2's: a peer is nothing else.
+# What of a model's config is GPT-2's: nanoGPT is nothing else.
 GPT2 = {"n_kv_head": None, "position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
 GPT2 |= {"window": None, "softcap": None, "causal": True, "tie_embeddings": True, "dropout": 0.0}
 
@@ -45,6 +49,9 @@ class Peer:
 
 
 def nanogpt(config: GPTConfig, path: Path | None) -> torch.nn.Module:
+    for key, value in GPT2.items():
+        if getattr(config, key) != value:
+            raise UserError(f"model.{key}={getattr(config, key)}: nanoGPT is GPT-2, with {key}={value}.")
     spec = importlib.util.spec_from_file_location("nanogpt_model", str(path))
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -55,19 +62,22 @@ def nanogpt(config: GPTConfig, path: Path | None) -> torch.nn.Module:
 
 def transformers(implementation: str) -> Callable[[GPTConfig, Path | None], torch.nn.Module]:
     def build(config: GPTConfig, path: Path | None) -> torch.nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        if not config.bias:
+        theirs = to_theirs(config, None, None) | {"vocab_size": config.padded_vocab_size}
+        if (
+            theirs["model_type"] == "gpt2" and not config.bias
+        ):  # a file of zeros serves, training them does not
             raise UserError(
                 "model.bias=false: transformers' GPT-2 has biases. Compare it with model.bias=true."
             )
-        sizes = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
-        sizes |= {"n_positions": config.seq_len, "vocab_size": config.padded_vocab_size}
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        own = GPT2Config(**sizes, **none, use_cache=False, attn_implementation=implementation)
-        return GPT2LMHeadModel(own)
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+
+        if implementation.startswith("tilegpt-"):
+            import attention.for_transformers  # noqa: F401
+
+        logging.set_verbosity_error()
+        own = AutoConfig.for_model(**theirs, use_cache=False)
+        return AutoModelForCausalLM.from_config(own, attn_implementation=implementation)
 
     return build
 
@@ -80,6 +90,7 @@ PEERS = {
     "nanogpt": Peer("nanoGPT", nanogpt, lambda model, x, y: model(x, y)[1], "sdpa_flash", compiled=True),
     "transformers_eager": Peer("transformers eager", transformers("eager"), _shifted, "standard"),
     "transformers_sdpa": Peer("transformers SDPA", transformers("sdpa"), _shifted, "sdpa_flash"),
+    "transformers_tilegpt": Peer("transformers tilegpt-auto", transformers("tilegpt-auto"), _shifted, "auto"),
 }
 
 
@@ -97,16 +108,13 @@ def chosen(text: str) -> tuple[Peer, Path | None]:
 
 def measure(text: str, config: GPTConfig, batch: int, tokens_per_step: int, laps: Laps) -> dict[str, Any]:
     """A row's result: steps of `tokens_per_step` in micro-batches of `batch` rows, timed by `laps`. Raises
-    UserError for a model that is not GPT-2."""
+    UserError for a model that the peer cannot be."""
     import torch
 
     from model.training.runtime import accumulation
     from scripts.measure.instruments.training_meter import rated
 
     peer, path = chosen(text)
-    for key, value in GPT2.items():
-        if getattr(config, key) != value:
-            raise UserError(f"model.{key}={getattr(config, key)}: {peer.name} is GPT-2, with {key}={value}.")
     try:
         model = peer.build(config, path)
     except ImportError as error:

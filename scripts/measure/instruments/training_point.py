@@ -114,6 +114,7 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     from conf.compose import build_attention
     from model.calls import attention_call, require
     from model.gpt import GPT
+    from model.lora import Adapters, add_adapters
     from model.training import fp8, runtime
     from model.training.lit_gpt import LitGPT
 
@@ -126,6 +127,9 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     require(attention, [call])
     torch.manual_seed(cfg.seed)
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
+    if cfg.finetune.rank is not None:  # time and memory are those beside any weights
+        asked = cfg.finetune
+        add_adapters(net, Adapters(asked.rank, asked.alpha, list(asked.targets)), asked.dropout)
     fp8.convert(net, cfg.precision, data.batch_size * cfg.seq_len)
     lit = LitGPT(
         net,

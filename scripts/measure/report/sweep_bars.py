@@ -11,7 +11,7 @@ from scripts.measure.studies import Row, Table
 
 # The first of these that a study has is what the others are held against: (implementation, compiled).
 BASELINES = (("transformers eager", False), ("nanoGPT", True), ("nanoGPT", False), ("standard", False))
-BASELINES += (("naive", False), ("standard", True), ("naive", True))
+BASELINES += (("naive", False), ("standard", True), ("naive", True), ("transformers SDPA", False))
 
 
 def kind(name: str) -> str:

@@ -2,8 +2,8 @@
 
 GPT-2 124M, one sequence a step, T = 1k to 64k, bf16, not compiled: naive, whose scores are T x T in each
 layer, beside tiled attention. Out of memory is a row. Steps of one sequence of random tokens teach little, so
-that a loss may rise (!); memory does not depend on it. 21 points, about 2 minutes of an H200 with twelve side by
-side (--together 12).
+that a loss may rise (!); memory does not depend on it. 21 points, about 2 minutes of an H200 with
+twelve side by side (--together 12).
 """
 
 from __future__ import annotations
