@@ -177,6 +177,11 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
         raise UserError(
             f"{path} was trained on random tokens (data=synthetic): there is no text to generate."
         )
+    if (saved["config"].get("data") or {}).get("mask_fraction") is not None:
+        raise UserError(
+            f"{path} was trained to fill gaps (data.mask_fraction): it neither continues a text nor gives it "
+            "a probability."
+        )
     cfg, _ = recompose(admit(saved, overrides, lenient=True), overrides)
     tokenizer, fields = tokenizer_from_dict(saved["tokenizer"]), saved["model"]
     if tokenizer.vocab_size != fields["vocab_size"]:

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from conf.values import UserError, shown, switch, whole
+from conf.values import UserError, number, shown, switch, whole
 from data.corpora import Corpus, SyntheticCorpus, TextCorpus
 from data.prepare import folder_of, prepare
 from data.storage import load_meta
 from data.stream import StreamingDataModule, TrainStream, ValBatches
 from data.tokenizer_base import Tokenizer
 from data.tokenizers import tokenizer_from_dict
-from data.tokens import TokenFile, TrainWindows, ValWindows
+from data.tokens import Masking, TokenFile, TrainWindows, ValWindows
 
 
 class TokenDataModule(StreamingDataModule):
@@ -32,6 +32,8 @@ class TokenDataModule(StreamingDataModule):
     batch_size: rows of a micro-batch on each rank; eval_batch_size: the same for validation.
     seed: names the order of the windows.
     document_mask: batches hold `document_ids`, see `data.tokens.Windows`.
+    mask_fraction: the fraction of tokens to predict, of those that `data.tokens.Masking` hides; None: each
+        token predicts the next. The vocabulary has one token more, which stands for hidden ones.
     max_val_tokens: validation reads at most about this many.
     pin_memory: None pins where there is a GPU.
     prepare_workers: processes that tokenise; None: one per core.
@@ -57,6 +59,7 @@ class TokenDataModule(StreamingDataModule):
         data_dir: str | Path = "data/prepared",
         num_workers: int = 0,
         document_mask: bool = False,
+        mask_fraction: float | None = None,
         max_val_tokens: int | None = None,
         pin_memory: bool | None = None,
         prepare_workers: int | None = None,
@@ -75,12 +78,14 @@ class TokenDataModule(StreamingDataModule):
         whole("data.prepare_workers", prepare_workers, 1, null="one a core")
         switch("data.document_mask", document_mask)
         switch("data.verify", verify)
+        number("data.mask_fraction", mask_fraction, above=0, below=1, null="each token predicts the next")
         if not isinstance(data_dir, str | Path):
             raise UserError(f"data.data_dir={shown(data_dir)}: it needs to be a folder.")
         self.corpus, self.tokenizer_spec = corpus, tokenizer or "bpe"
         self.seq_len, self.batch_size = seq_len, batch_size
         self.eval_batch_size = sizes["data.eval_batch_size"]
         self.data_dir, self.num_workers, self.document_mask = Path(data_dir), num_workers, document_mask
+        self.mask_fraction = mask_fraction
         self.max_val_tokens, self.prepare_workers, self.verify = max_val_tokens, prepare_workers, verify
         self._files, self._restored = None, None
         self._folder, self._made = None, []  # and the folders that were prepared here
@@ -105,8 +110,12 @@ class TokenDataModule(StreamingDataModule):
         if self._files is not None:
             return
         files = self._synthetic() if isinstance(self.corpus, SyntheticCorpus) else self._prepared()
-        self._train = TrainWindows(files["train"], self.seq_len, self.seed, self.document_mask)
-        self._val = ValWindows(files["val"], self.seq_len, self.document_mask, self.max_val_tokens)
+        masking = None
+        if self.mask_fraction is not None:
+            masking = Masking(self.mask_fraction, self.vocab_size, self.seed)
+            self.vocab_size += 1
+        self._train = TrainWindows(files["train"], self.seq_len, self.seed, self.document_mask, masking)
+        self._val = ValWindows(files["val"], self.seq_len, self.document_mask, self.max_val_tokens, masking)
         self.train_tokens, self.val_tokens = len(files["train"]), len(files["val"])
         self._files = files
         if self._restored:

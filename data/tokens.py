@@ -8,6 +8,7 @@ always at the same position.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,47 @@ def permute(positions: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     return out
 
 
+@dataclass(frozen=True)
+class Masking:
+    """The masked-language objective of BERT (Devlin et al. 2019, section 3.1): a `fraction` of the tokens of
+    a window are its targets, at their own positions. Of these, 80% are read as `mask_id`, 10% as a random
+    token and 10% as they are. What is drawn depends on `seed`, the window's index and the position alone."""
+
+    fraction: float
+    mask_id: int
+    seed: int
+
+    def __call__(
+        self, x: np.ndarray, targets: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, (B, T), of tokens `x` and what may be a target of them; indices: (B,)."""
+        keys = mix(mix(np.full(1, self.seed % 2**64, dtype=np.uint64)) ^ indices.astype(np.uint64))
+        drawn = mix(keys[:, None] + np.arange(x.shape[1], dtype=np.uint64))
+        chosen = (_unit(drawn) < self.fraction) & (targets != IGNORE)
+        how = _unit(mix(drawn))
+        other = (mix(~drawn) % np.uint64(self.mask_id)).astype(np.int64)
+        read = np.where(how < 0.8, self.mask_id, np.where(how < 0.9, other, x))
+        return np.where(chosen, read, x), np.where(chosen, targets, IGNORE)
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    """Random bits as numbers in [0, 1), float64."""
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 class Windows:
     """Reads windows of T = seq_len tokens.
 
+    masking: predict masked tokens in place of the next one.
     document_mask: batches also hold `document_ids` (B, T) int32, numbers 0, 1, 2... of the documents of each
     window, and the first token of a document is nobody's target: its predecessor sees another document. The
     end-of-text token before it stays a target.
     """
 
-    def __init__(self, file: TokenFile, seq_len: int, document_mask: bool = False) -> None:
-        self.file, self.seq_len, self.document_mask = file, seq_len, document_mask
+    def __init__(
+        self, file: TokenFile, seq_len: int, document_mask: bool = False, masking: Masking | None = None
+    ) -> None:
+        self.file, self.seq_len, self.document_mask, self.masking = file, seq_len, document_mask, masking
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
         """(B,) int64: the first token of each window."""
@@ -112,23 +144,25 @@ class Windows:
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """(B, T): input_ids and targets, int64, targets one token on; document_ids, int32, if asked for."""
-        starts, T, tokens = self.starts(np.asarray(indices, dtype=np.int64)), self.seq_len, self.file.tokens
+        indices = np.asarray(indices, dtype=np.int64)
+        starts, T, tokens = self.starts(indices), self.seq_len, self.file.tokens
+        ahead = 0 if self.masking else 1  # from a token to its target
         x = np.zeros((len(starts), T), dtype=np.int64)
         y = np.full((len(starts), T), IGNORE, dtype=np.int64)
         for row, s in enumerate(starts.tolist()):
             n = min(T, len(tokens) - 1 - s)  # less than T only in the last validation window
             if n > 0:
                 x[row, :n] = tokens[s : s + n]
-                y[row, :n] = tokens[s + 1 : s + 1 + n]
+                y[row, :n] = tokens[s + ahead : s + ahead + n]
         if tokens.dtype.itemsize == 4:
             x &= NO_TARGET - 1
             y[y >= NO_TARGET] = IGNORE
-        batch = {"input_ids": x, "targets": y}
-        if self.document_mask:
-            batch["document_ids"] = self._document_ids(starts, y)
-        return batch
+        ids = {"document_ids": self._document_ids(starts, y, ahead)} if self.document_mask else {}
+        if self.masking:
+            x, y = self.masking(x, y, indices)
+        return {"input_ids": x, "targets": y, **ids}
 
-    def _document_ids(self, starts: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def _document_ids(self, starts: np.ndarray, targets: np.ndarray, ahead: int) -> np.ndarray:
         ends, T = self.file.document_ends, self.seq_len
         first = np.searchsorted(ends, starts, side="right")
         last = np.searchsorted(ends, starts + T, side="right")
@@ -136,15 +170,23 @@ class Windows:
         for row, s in enumerate(starts.tolist()):
             at = ends[first[row] : last[row]] - s  # 1..T: where, in this window, the next document starts
             new_document[row, at] = 1
-            targets[row, at - 1] = IGNORE
+            if ahead:
+                targets[row, at - 1] = IGNORE
         return np.cumsum(new_document[:, :T], axis=1, dtype=np.int32)
 
 
 class TrainWindows(Windows):
     """Endless: window i for every i >= 0. UserError where the corpus is shorter than one window."""
 
-    def __init__(self, file: TokenFile, seq_len: int, seed: int, document_mask: bool = False) -> None:
-        super().__init__(file, seq_len, document_mask)
+    def __init__(
+        self,
+        file: TokenFile,
+        seq_len: int,
+        seed: int,
+        document_mask: bool = False,
+        masking: Masking | None = None,
+    ) -> None:
+        super().__init__(file, seq_len, document_mask, masking)
         n = len(file)
         if n < seq_len + 1:
             raise UserError(
@@ -171,9 +213,14 @@ class ValWindows(Windows):
     """
 
     def __init__(
-        self, file: TokenFile, seq_len: int, document_mask: bool = False, max_tokens: int | None = None
+        self,
+        file: TokenFile,
+        seq_len: int,
+        document_mask: bool = False,
+        max_tokens: int | None = None,
+        masking: Masking | None = None,
     ) -> None:
-        super().__init__(file, seq_len, document_mask)
+        super().__init__(file, seq_len, document_mask, masking)
         if len(file) < 2:
             raise UserError(
                 f"the validation split has {len(file)} tokens and needs 2 or more: give more text"

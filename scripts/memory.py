@@ -208,15 +208,16 @@ def model_config(cfg: DictConfig) -> GPTConfig:
 def vocabulary(cfg: DictConfig) -> int:
     """Entries of the tokenizer that the config names, before any corpus is read (a trained one may end up
     with fewer); data=synthetic says them itself. UserError for kind=char, which the corpus decides."""
+    masks = cfg.data.get("mask_fraction") is not None  # one token more
     if cfg.data.tokenizer is None:
-        return cfg.data.corpus.vocab_size
+        return cfg.data.corpus.vocab_size + masks
     kind = cfg.data.tokenizer.kind
     if kind == "char":
         raise UserError(
             "data.tokenizer.kind=char: the vocabulary is known once the corpus is read. Use data=synthetic "
             "data.corpus.vocab_size=65, or as many as there will be."
         )
-    return {"gpt2": 50257, "byte": 257}.get(kind) or cfg.data.tokenizer.vocab_size
+    return ({"gpt2": 50257, "byte": 257}.get(kind) or cfg.data.tokenizer.vocab_size) + masks
 
 
 def table(split: dict[str, float]) -> str:

@@ -114,6 +114,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compile": (("compile=no",), ("compile=no: choose true, false or auto",)),
     "compile as a number": (("compile=1",), ("compile=1: choose true, false or auto",)),
     "a switch": (("checkpointing=no",), ("checkpointing=no: choose true or false",)),
+    "gaps that a causal model is to fill": (
+        ("data.mask_fraction=0.15",),
+        ("data.mask_fraction=0.15", "Set model.causal=false"),
+    ),
+    "no fraction": (("data.mask_fraction=1.5",), ("data.mask_fraction=1.5", "above 0 and below 1")),
     "a switch of the data": (("data.document_mask=off",), ("data.document_mask=off: choose true or false",)),
     "a switch of the model": (("model.causal=null",), ("model.causal=null: choose true or false",)),
     "fused": (("optim.fused=false",), ("optim.fused=false", "optim.fused=true")),

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 import yaml
 
 from attention.naive import NaiveAttention
+from conf.resume import load_run
+from conf.values import UserError
 from data.datamodule import text_datamodule
 from model.gpt import GPT, GPTConfig
 from model.training.checkpoint import read_checkpoint
@@ -152,6 +154,7 @@ def test_names_are_made_of_the_choices(tmp_path: Path) -> None:
     [
         ("data.document_mask=true", "model.position=rope"),
         ("attention=auto",),
+        ("data.mask_fraction=0.15", "model.causal=false"),
         ("checkpointing=true", "model.dropout=0.1"),
         ("grad_clip=null", "schedule=wsd"),
         ("callbacks.progress=null", "callbacks.interrupt=null"),
@@ -167,6 +170,17 @@ def test_settings_that_have_to_work(overrides: tuple[str, ...], folder: Path) ->
     assert result.code == 0, result.err
     table = rows(folder / "runs" / name)
     assert float(table[max(table)]["val/loss"]) < float(table[0]["val/loss"])  # it ends with a validation
+
+
+def test_a_model_that_fills_gaps_resumes_exactly_and_is_not_asked_for_text(folder: Path) -> None:
+    gaps = ("data.mask_fraction=0.15", "model.causal=false", "schedule=constant")
+    for name, last in (("whole", 20), ("parts", 10)):
+        assert train_here(folder, *gaps, f"name={name}", f"trainer.max_steps={last}").code == 0
+    assert train_here(folder, "ckpt=parts", "trainer.max_steps=20", tiny=False).code == 0
+    whole, parts = (rows(folder / "runs" / name)[20]["val/loss"] for name in ("whole", "parts"))
+    assert whole == parts
+    with pytest.raises(UserError, match="trained to fill gaps"):
+        load_run("whole", [], str(folder / "runs"))
 
 
 def test_random_tokens_need_no_text(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from conf.values import UserError, number, shown, switch, whole
+from model.config import GPTConfig
 
 T = TypeVar("T")
 
@@ -113,6 +114,15 @@ def _at(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = config.get(part, ...) if isinstance(config, Mapping) else ...
     return config
+
+
+def fits_objective(config: GPTConfig, mask_fraction: float | None) -> None:
+    """UserError where the model cannot see what data.mask_fraction asks it to use."""
+    if mask_fraction is not None and config.causal:
+        raise UserError(
+            f"data.mask_fraction={mask_fraction}: to fill a gap, a token has to see both sides of it, and "
+            "with model.causal=true it sees one. Set model.causal=false, or data.mask_fraction=null."
+        )
 
 
 def called(key: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -24,6 +24,7 @@ from model.config import GPTConfig
 from model.costs.flops import flops_per_token, parameter_count, peak_bf16_flops
 from model.training import fp8
 from model.training.callbacks import Samples
+from model.training.checks import fits_objective
 from model.training.runs import ckpt_of
 from model.training.saving import Checkpoints, Interrupt
 from ops import mlp
@@ -124,9 +125,11 @@ def attentions(
     data: Any,
     **facts: Any,
 ) -> tuple[Attention, Attention, AttentionCall]:
-    """What trains, what decodes, and the call that trains; UnsupportedAttention where one of them cannot.
+    """What trains, what decodes, and the call that trains. UnsupportedAttention where one of them cannot,
+    UserError where the model does not fit what the data has it predict.
 
     build: the chosen implementation, or the one of a name; facts: device, dtype, sequence_ranks"""
+    fits_objective(config, data.mask_fraction)
     facts["document_ids"] = data.document_mask
     calls = attention_calls(config, data.batch_size, data.eval_batch_size, **facts)
     attention = build()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.tokens import IGNORE, TokenFile, TrainWindows, ValWindows, permute
+from data.tokens import IGNORE, Masking, TokenFile, TrainWindows, ValWindows, permute
 
 
 def counting(n: int, ends: list[int] | None = None) -> TokenFile:
@@ -76,6 +76,38 @@ def test_batches_are_the_tokens_and_the_next_ones():
     np.testing.assert_array_equal(batch["input_ids"], expected)
     np.testing.assert_array_equal(batch["targets"], expected + 1)
     assert set(batch) == {"input_ids", "targets"}
+
+
+def test_masked_tokens_are_the_targets_as_bert_has_them():
+    n, seq_len, mask = 2000, 100, 60_000
+    file = counting(50_000)
+    plain = TrainWindows(file, seq_len, seed=1).batch(np.arange(n))["input_ids"]
+    windows = TrainWindows(file, seq_len, seed=1, masking=Masking(0.15, mask, seed=1))
+    batch = windows.batch(np.arange(n))
+    read, targets = batch["input_ids"], batch["targets"]
+    chosen = targets != IGNORE
+    assert np.array_equal(targets[chosen], plain[chosen]) and np.array_equal(read[~chosen], plain[~chosen])
+    assert chosen.mean() == pytest.approx(0.15, abs=0.005)
+    hidden, kept = read[chosen] == mask, read[chosen] == plain[chosen]
+    assert hidden.mean() == pytest.approx(0.8, abs=0.01) and kept.mean() == pytest.approx(0.1, abs=0.01)
+    other = read[chosen][~hidden & ~kept]
+    assert 0 <= other.min() < 0.01 * mask and 0.99 * mask < other.max() < mask
+    # a function of seed, window and position: the same alone, another in the next epoch and of another seed
+    for index in (0, 7, n - 1):
+        alone = windows.batch(np.array([index]))
+        assert np.array_equal(alone["input_ids"][0], read[index]), index
+    later = windows.batch(np.arange(n) + windows.n_windows)["targets"] != IGNORE
+    assert (later & chosen).mean() == pytest.approx(0.15**2, abs=0.005)
+    other_seed = TrainWindows(file, seq_len, seed=1, masking=Masking(0.15, mask, seed=2)).batch(np.arange(n))
+    assert ((other_seed["targets"] != IGNORE) & chosen).mean() == pytest.approx(0.15**2, abs=0.005)
+
+
+def test_padding_is_never_masked_and_a_document_begins_with_a_target():
+    windows = ValWindows(counting(15, [4, 15]), 10, document_mask=True, masking=Masking(0.999, 99, seed=0))
+    batch = windows.batch(np.arange(3))
+    assert batch["targets"][0, 4] == 4 and (batch["targets"][1, 4:] == IGNORE).all()
+    assert (batch["input_ids"][1, 4:] == 0).all() and (batch["targets"][2] == IGNORE).all()
+    assert batch["document_ids"][0].tolist() == [0] * 4 + [1] * 6
 
 
 def test_too_short_a_corpus_is_refused_with_numbers():
