@@ -114,12 +114,12 @@ def run_forward(
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
     boxes = *(operands or ((q_mapped, 64), (k, tile.bc), (v, tile.bc))), (out, 64)
-    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0}
+    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
     specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
     columns = 32 if specialised["PAD_D"] % 64 else 64  # of a block (hopper.cuh)
     ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows, columns) for x, rows in boxes), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
-    grid = min(blocks, multiprocessors(q.device))
+    grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
     kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))
     return out, lse
 
@@ -177,10 +177,10 @@ def run_backward(
     boxes = zip((*call.tensors[:3], dout, dk, dv), (tile.br, tile.bc, tile.bc, tile.br, 64, 64), strict=True)
     maps = (tensor_map(x, rows, backward_columns(head_dim)) for x, rows in boxes)
     ctypes.memmove(launch.maps, b"".join(maps), 6 * _MAP_BYTES)
-    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0}
+    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
     specialised = call.defines | tile.defines(head_dim) | own | defines
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
-    grid = min(blocks, multiprocessors(q.device))
+    grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
     kernel(name="tilegpt_fa3_backward").launch(grid, 384, launch, tile.shared_bytes(head_dim))
     rounds = 2 if width > 128 else 1
     threads = tile.br * width // (2 * rounds) // 16  # 16 numbers of a warp group's part each

@@ -19,6 +19,7 @@ from scripts.measure.studies import Report, Row
 # The order of the page; what is not named here follows, by name.
 ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "hopper")
 ORDER += (
+    "hopper_ablation",
     "roofline",
     "backward_recompute",
     "gpt2_124m",
