@@ -17,9 +17,10 @@
 #include "fp8_scales.cuh"
 #include "hopper.cuh"
 
-#define WARPS (PAD_D / 16)  // a thread has 16 rows, of 4 or 8 numbers
-#define EACH (PAD_D / 32)
-#define ROWS_EACH (FP8_KEYS / WARPS)
+#define LANES 8             // that share a row
+#define WARPS (PAD_D / 16)  // so that a thread has 64 numbers, of 4 rows or 2
+#define EACH (PAD_D / LANES)
+#define ROWS_EACH (FP8_KEYS / WARPS * LANES / 32)
 #define VALUES 64  // keys that a block transposes
 #define E4M3_MOST 448.0f
 // The largest number that a scale is made of is at least this: a score that a mask has made -inf is multiplied by the
@@ -27,9 +28,9 @@
 #define LEAST 1e-12f
 #define LEAST_OF_V 1e-30f
 
-// A row of a warp, EACH numbers a lane, times S and H.
+// A row of LANES lanes times S and H. (32 lanes a row would take 20 shuffles a row, and these take 12.)
 __device__ __forceinline__ void transform(float (&x)[EACH]) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % LANES;
 #pragma unroll
     for (int e = 0; e < EACH; e++)
         if (absorb(0u, lane * EACH + e) & 1) x[e] = -x[e];
@@ -42,7 +43,7 @@ __device__ __forceinline__ void transform(float (&x)[EACH]) {
                 x[e] = low + high, x[e + step] = low - high;
             }
 #pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2)
+    for (int lanes = 1; lanes < LANES; lanes *= 2)
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const float other = __shfl_xor_sync(~0u, x[e], lanes);
@@ -50,15 +51,16 @@ __device__ __forceinline__ void transform(float (&x)[EACH]) {
         }
 }
 
-// EACH numbers of a row, from column EACH * lane on.
-__device__ __forceinline__ void load_part(float (&x)[EACH], const element *row, bool inside, int part) {
-    alignas(16) element a[EACH];
-    inside = inside && part * EACH < HEAD_DIM;
+// N numbers of a row, from column N * part on; zeros beyond D, and where the row is not `inside`.
+template <int N> __device__ __forceinline__ void load_part(float (&x)[N], const element *row, bool inside, int part) {
 #pragma unroll
-    for (int e = 0; e < EACH; e += 4)
-        if (inside) *(uint2 *)(a + e) = *(const uint2 *)(row + part * EACH + e);
+    for (int e = 0; e < N; e += 8) {
+        alignas(16) element a[8];
+        const bool here = inside && part * N + e < HEAD_DIM;
+        if (here) *(uint4 *)a = *(const uint4 *)(row + part * N + e);
 #pragma unroll
-    for (int e = 0; e < EACH; e++) x[e] = inside ? (float)a[e] : 0.0f;
+        for (int i = 0; i < 8; i++) x[e + i] = here ? (float)a[i] : 0.0f;
+    }
 }
 
 // A block of 128 rows of a head of q (blockIdx.y < Hq), of k (the next Hkv), or, for their largest number, of v.
@@ -72,11 +74,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
     const element *x = of_q ? matrix_of(p.q, p.q_stride, b, h) : of_v ? matrix_of(p.v, p.v_stride, b, h)
                                                                       : matrix_of(p.k, p.k_stride, b, h);
     const long long stride = of_q ? p.q_stride.t : of_v ? p.v_stride.t : p.k_stride.t;
+    const int token = first + warp * ROWS_EACH * (32 / LANES) + lane / LANES, part = lane % LANES;
     float values[ROWS_EACH][EACH], most = 0.0f;
 #pragma unroll
     for (int r = 0; r < ROWS_EACH; r++) {
-        const int token = first + warp * ROWS_EACH + r;
-        load_part(values[r], x + token * stride, token < tokens, lane);
+        const int at = token + r * (32 / LANES);
+        load_part(values[r], x + at * stride, at < tokens, part);
         if (HADAMARD && !of_v) transform(values[r]);
 #pragma unroll
         for (int e = 0; e < EACH; e++) most = fmaxf(most, fabsf(values[r][e]));
@@ -106,19 +109,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
     unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PAD_D / 4);
 #pragma unroll
     for (int r = 0; r < ROWS_EACH; r++) {
-        const int token = first + warp * ROWS_EACH + r;
-        if (token >= tokens) break;
+        const int at = token + r * (32 / LANES);
+        if (at >= tokens) break;
 #pragma unroll
-        for (int e = 0; e < EACH; e += 4)
-            to[token * (PAD_D / 4) + (lane * EACH + e) / 4] =
-                pack_e4m3(values[r][e] * inverse, values[r][e + 1] * inverse, values[r][e + 2] * inverse,
-                          values[r][e + 3] * inverse);
+        for (int e = 0; e < EACH; e += 16) {
+            unsigned four[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *of = values[r] + e + 4 * i;
+                four[i] = pack_e4m3(of[0] * inverse, of[1] * inverse, of[2] * inverse, of[3] * inverse);
+            }
+            *(uint4 *)(to + (long long)at * (PAD_D / 4) + (part * EACH + e) / 4) =
+                uint4{four[0], four[1], four[2], four[3]};
+        }
     }
 }
 
 // VALUES keys of a head of V, transposed: (B, Hkv, PAD_D, Tk rounded up to VALUES).
 extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __grid_constant__ Params p) {
-    static __shared__ unsigned turned[PAD_D][VALUES / 4 + 1];
+    static __shared__ unsigned turned[PAD_D][VALUES / 4 + 2];  // a row's 8th follower is 16 banks on
     static __shared__ float largest[8];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * VALUES;
     const int head = blockIdx.z * p.kv_heads + blockIdx.y;
@@ -135,19 +144,18 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
     if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[head] = most / E4M3_MOST;
     const float inverse = E4M3_MOST / most;
     const element *v = matrix_of(p.v, p.v_stride, blockIdx.z, blockIdx.y);
-    for (int token = warp; token < VALUES; token += 8) {
-        float x[EACH];
-        load_part(x, v + (first + token) * p.v_stride.t, first + token < p.tk, lane);
-        // Key 8 j + 2 c + e of 16 comes to place 4 c + 2 j + e.
-        const int of16 = token % 16, place = token - of16 + of16 % 8 / 2 * 4 + of16 / 8 * 2 + of16 % 2;
+    for (int x = threadIdx.x; x < PAD_D / 8 * (VALUES / 4); x += 256) {
+        const int word = x % (VALUES / 4), part = x / (VALUES / 4), token = first + word / 4 * 16 + word % 4 * 2;
+        float four[4][8];  // of the keys whose places are 4 word and on
 #pragma unroll
-        for (int e = 0; e < EACH; e += 4) {
-            const unsigned four =
-                pack_e4m3(x[e] * inverse, x[e + 1] * inverse, x[e + 2] * inverse, x[e + 3] * inverse);
-#pragma unroll
-            for (int d = 0; d < 4; d++)
-                ((unsigned char *)turned[lane * EACH + e + d])[place] = four >> 8 * d & 0xff;
+        for (int n = 0; n < 4; n++) {
+            const int at = token + n / 2 * 8 + n % 2;
+            load_part(four[n], v + at * p.v_stride.t, at < p.tk, part);
         }
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            turned[part * 8 + e][word] =
+                pack_e4m3(four[0][e] * inverse, four[1][e] * inverse, four[2][e] * inverse, four[3][e] * inverse);
     }
     __syncthreads();
     const long long row = ceil_div(p.tk, VALUES) * (VALUES / 4);  // in words
