@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,24 +67,39 @@ def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
     return bias[..., cols.start : cols.stop] if bias.shape[3] > 1 else bias
 
 
-def relative_bias_of(relative_bias: Tensor, rel: Tensor) -> Tensor:
-    """relative_bias (Hq, 2 R + 1) at distances rel (B or 1, 1, r, c): (B or 1, Hq, r, c)."""
-    reach = relative_bias.shape[1] // 2
-    # As an embedding: its gradient is a sum over many equal indices, which indexing would do one by one.
-    at = rel.squeeze(1).clamp(-reach, reach) + reach
-    return F.embedding(at, relative_bias.T).permute(0, 3, 1, 2)
+class _OfDistances(torch.autograd.Function):
+    """Indexing's own gradient would be summed in the dtype of the scores, one index for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, rel: Tensor, dtype: torch.dtype) -> Tensor:
+        reach = table.shape[1] // 2
+        ctx.save_for_backward(rel[:, 0, -1:, 0].clone())  # not rel, of which it would be a view
+        ctx.dtype, ctx.reach = table.dtype, reach
+        at = rel.squeeze(1).clamp(-reach, reach) + reach
+        return F.embedding(at, table.to(dtype).T).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return diagonal_sums(grad, ctx.saved_tensors[0], ctx.reach).to(ctx.dtype), None, None
 
 
-def diagonal_sums(x: Tensor, rel: Tensor, reach: int) -> Tensor:
-    """What `relative_bias_of` does, the other way about: x (B, Hq, r, c) summed up by its distances
-    rel (B or 1, 1, r, c), (Hq, 2 reach + 1); in a definite order, and without an index for each number."""
+def relative_bias_of(relative_bias: Tensor, rel: Tensor, dtype: torch.dtype) -> Tensor:
+    """relative_bias (Hq, 2 R + 1) at distances rel (B or 1, 1, r, c), as `relative_positions` has them:
+    (B or 1, Hq, r, c) of `dtype`. Its gradient is summed in fp32, or fp64, in a definite order."""
+    return _OfDistances.apply(relative_bias, rel, dtype)
+
+
+def diagonal_sums(x: Tensor, first: Tensor, reach: int) -> Tensor:
+    """The gradient of what `relative_bias_of` does: x (B, Hq, r, c) summed up by its distances,
+    (Hq, 2 reach + 1) in fp64. first: (B or 1, 1), the distance of the last row's first key, the least."""
     rows, cols = x.shape[2:]
     # With each row a place further right than the one below it, a diagonal is a column.
     skewed = F.pad(x.flip(2), (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, rows + cols - 1))
-    first = rel[:, 0, -1:, 0]  # (B or 1, 1): of the last row's first key, the least
+    sums = skewed.sum(2, dtype=torch.promote_types(x.dtype, torch.float32))
     of_diagonals = first + torch.arange(rows + cols - 1, device=x.device)
     at = of_diagonals.clamp(-reach, reach) + reach
-    return (skewed.sum(2) @ F.one_hot(at, 2 * reach + 1).to(x.dtype)).sum(0)
+    # fp64: a few thousand numbers, which TF32 would round.
+    return (sums.double() @ F.one_hot(at, 2 * reach + 1).double()).sum(0)
 
 
 def zero_beyond_lengths(x: Tensor, kv_lengths: Tensor | None) -> Tensor:

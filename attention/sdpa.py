@@ -141,7 +141,7 @@ class SDPAAttention(Attention):
                 wide = torch.promote_types(q.dtype, torch.float32)
                 added = added - (alibi_slopes.to(wide).view(-1, q.shape[1], 1, 1) * rel.abs()).to(q.dtype)
             if relative_bias is not None:
-                added = added + relative_bias_of(relative_bias.to(q.dtype), rel)
+                added = added + relative_bias_of(relative_bias, rel, q.dtype)
             mask = torch.where(mask, added, -torch.inf)
             if mask.stride(-1) != 1:  # as that of a transposed bias, which the CUDA kernels refuse
                 mask = mask.clone(memory_format=torch.contiguous_format)
@@ -184,8 +184,6 @@ class SDPAAttention(Attention):
         mask = call.tq * call.tk * call.dtype.itemsize
         of_heads = features & {"alibi", "relative_bias"}
         masks = mask * call.heads if of_heads else mask if "window" in features else 0
-        if "relative_bias" in features and call.backward:
-            masks += 8 * call.tq * call.tk  # the distances, kept for its gradient
         masks += q_bytes(call) if masks else 0
         left_alone = self.backend == "auto" and on_gpu and call.dtype == torch.float32
         if self.backend == "math" or left_alone or (not on_gpu and "dropout" in features):

@@ -186,7 +186,7 @@ class _Problem:
         if self.options.bias is not None:
             heads = heads + cut_bias(self.options.bias, rows, cols).to(s.dtype)
         if self.options.relative_bias is not None:
-            heads = heads + relative_bias_of(self.options.relative_bias.to(s.dtype), rel)
+            heads = heads + relative_bias_of(self.options.relative_bias, rel, s.dtype)
         if masked:
             document_ids = None
             if self.document_ids[0] is not None:
@@ -278,8 +278,8 @@ def tiled_backward(
                     part = cut_bias(dbias, rows, cols)
                     part += problem.per_head(ds, rows).sum_to_size(part.shape)
                 if drelative is not None:
-                    rel = problem.places(rows, cols)[2]
-                    drelative += diagonal_sums(problem.per_head(ds, rows), rel, drelative.shape[1] // 2)
+                    first = problem.places(rows, cols)[2][:, 0, -1:, 0]
+                    drelative += diagonal_sums(problem.per_head(ds, rows), first, drelative.shape[1] // 2)
                 if capped is not None:
                     ds = ds * (1 - capped.square())
                 dks += ds.transpose(-2, -1) @ qs

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention import geometry
@@ -278,7 +279,9 @@ def _scores(problem: Problem, leaves: Result, k: Tensor, piece: range) -> Tensor
         per_query = bias.ndim >= 2 and bias.shape[-2] > 1
         scores = scores + (bias[..., rows, :] if per_query else bias).to(scores.dtype)
     if table is not None:
-        scores = scores + geometry.relative_bias_of(table.to(scores.dtype), rel)
+        reach = table.shape[1] // 2
+        at = rel.squeeze(1).clamp(-reach, reach) + reach
+        scores = scores + F.embedding(at, table.to(scores.dtype).T).permute(0, 3, 1, 2)
     if ids is not None:
         ids = (ids[0][:, rows], ids[1])
     band, blocks = AttentionOptions(**options).band, geometry.block_mask_of(options.get("block_mask"), i, j)
