@@ -105,7 +105,7 @@ _BACKWARD = {
     64: HopperBackwardTile(128, 128, 2, 2, late_dq=True),
     112: HopperBackwardTile(64, 128, 2, 2),
     128: HopperBackwardTile(64, 128, 2, 2),
-    192: HopperBackwardTile(64, 64, 2, 1),
+    192: HopperBackwardTile(64, 64, 2, 2),
     256: HopperBackwardTile(64, 64, 2, 1),
 }
 # A causal mask alone: with other options as well, dK behind S is slower. In fp16 late dQ spills at D = 128.

@@ -27,7 +27,7 @@
 // D > 128: registers lack for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), BLOCK_D (columns
-// of a block in shared memory), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many, unless D > 128), LATE_DQ,
+// of a block in shared memory), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many, unless D > 192), LATE_DQ,
 // LATE_DK, PERSISTENT (as in fa3.cu), BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WIDE
