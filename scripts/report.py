@@ -13,7 +13,7 @@ overview      results/overview.svg: the README's picture, memory and tokens/s ag
 advice        attention/README.md: the fastest implementations for each kind of call
 auto          attention/auto_table.py: the order in which attention=auto tries implementations
 ladder        ops/README.md: the stages of the CUDA ladder, from results/cuda_ladder/<gpu>.jsonl
-studies       results/README.md: what each study found, and its plots, results/<study>/<gpu>[_<name>].svg
+studies       results/README.md, the index; each study's page and plots, results/<study>/README.md, <gpu>*.svg
 claims        results/CLAIMS.md: claims of papers and tutorials, and what was measured
 
 Name some of these parts to write only them. Run this after scripts/bench_attention.py, and after changing

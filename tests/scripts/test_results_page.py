@@ -1,4 +1,4 @@
-"""results/README.md: every study's report, its pictures beside the rows, and the same as one HTML page."""
+"""results/README.md: the index; every study's page and pictures beside its rows, and all as one HTML page."""
 
 from __future__ import annotations
 
@@ -68,16 +68,17 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-def test_the_page_has_all_of_a_report(results):
-    text = results_page.written(results)[results / "README.md"]
-    assert "| [probe](#probe) | How slow? | So. | NVIDIA H200 | 2026-11-21 |" in text
-    assert "## probe\n\n**How slow?**\n\n```\npython scripts/study.py probe\n```" in text
-    assert "torch 2.11, triton 3.6.0; 2026-11-21, commit abc. Rows: [h200.jsonl](probe/h200.jsonl)." in text
-    assert "![probe, h200](probe/h200.svg)" in text and "(probe/h200_more.svg)" in text
+def test_the_pages_have_all_of_a_report(results):
+    files = results_page.written(results)
+    index, text = (files[folder / "README.md"] for folder in (results, results / "probe"))
+    assert "| [probe](probe/README.md) | How slow? | So. | NVIDIA H200 | 2026-11-21 |" in index
+    other = "| plain | [1](plain/h200.jsonl) | NVIDIA H200 | 2026-11-21 | `python probe.py` |"
+    assert other in index.split("## Other measurements")[1]
+    assert text.startswith("# probe\n\n**How slow?**\n\n```\npython scripts/study.py probe\n```")
+    assert "torch 2.11, triton 3.6.0; 2026-11-21, commit abc. Rows: [h200.jsonl](h200.jsonl)." in text
+    assert "![probe, h200](h200.svg)" in text and "(h200_more.svg)" in text
     assert "*Times, ms*\n\n| T | ms\\|p50 |\n|---|---:|\n| 1024 | 1.5 |\n| 2048 | 6 |\n| x |  |" in text
     assert "- So." in text and "cpu" not in text
-    other = "| plain | [1](plain/h200.jsonl) | NVIDIA H200 | 2026-11-21 | `python probe.py` |"
-    assert other in text.split("## Other measurements")[1]
 
 
 def test_without_a_finding_the_first_sentence_stands_if_short():
@@ -105,7 +106,8 @@ def test_pictures_are_drawn_where_they_do_not_show_their_rows(results):
     assert {path.name for path in files} == {"h200.svg", "h200_more.svg", "README.md"}
     for path, text in files.items():
         path.write_text(text.replace("matplotlib", "another version of it"))
-    assert [path.name for path in results_page.written(results)] == ["README.md"]
+    pages = [results / "probe" / "README.md", results / "README.md"]
+    assert list(results_page.written(results)) == pages
     again = results_page.written(results, redraw=True)  # after a change of what draws
     assert again == files
     with open(results / "probe" / "h200.jsonl", "a") as file:

@@ -1,4 +1,4 @@
-"""The reports of all studies: results/README.md as an index of them, and their pictures beside the rows."""
+"""The reports of all studies: results/README.md is their index, and each has a page beside its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.measure.report.tables import markdown
 from scripts.measure.rows import CONF, by_gpu
 from scripts.measure.studies import Report, Row
 
-# The order of the page; what is not named here follows, by name.
+# The order of the index; what is not named here follows, by name.
 ORDER = ("attention", "attention_speed", "attention_memory", "numerics", "cuda_ladder", "hopper")
 ORDER += (
     "hopper_ablation",
@@ -33,8 +33,8 @@ SHORT = 160  # characters of a sentence that a table can hold
 OPEN = 2  # tables of a study that are shown at once
 HEAD = """# Results
 
-For each study, this page shows the question, the command that measures it, plots, findings and tables.
-`python scripts/report.py` generates this page and the plots from the rows in `<study>/<gpu>.jsonl`; no figure
+Each study has a page with its question, the command that measures it, plots, findings and tables.
+`python scripts/report.py` generates the pages and the plots from the rows in `<study>/<gpu>.jsonl`; no figure
 is typed by hand. Each row is one measured point, with the machine, library versions, commit and command.
 `python scripts/study.py all` measures everything again, which takes {takes} in all.
 
@@ -112,7 +112,7 @@ def same_picture(text: str, path: Path) -> bool:
 
 
 def written(results: Path, redraw: bool = False) -> dict[Path, str]:
-    """The pictures that are not those of their rows (redraw: all), and the page."""
+    """The pictures that are not those of their rows (redraw: all), and the pages."""
     with undrawn():
         found = list(reports(results))
     files: dict[Path, str] = {}
@@ -121,25 +121,25 @@ def written(results: Path, redraw: bool = False) -> dict[Path, str]:
         if old:
             drawn = replace(one, report=report_of(one.study, one.rows)).paths(results)
             files |= {path: drawn[path] for path in old}
-    return files | {results / "README.md": page(results, found)}
+    for study in dict.fromkeys(one.study for one in found):
+        files[results / study / "README.md"] = page(results, [one for one in found if one.study == study])
+    return files | {results / "README.md": index(results, found)}
 
 
-def page(results: Path, found: list[Found]) -> str:
+def index(results: Path, found: list[Found]) -> str:
     parts = [HEAD.format(takes=Measurement((), sum(each.gpu_s for each in measurements().values())).takes)]
     if found:
-        parts += [index(found)]
-    for study in dict.fromkeys(one.study for one in found):
-        parts += [section(results, [one for one in found if one.study == study])]
+        parts += [studies(found)]
     if rest := others(results, {one.study for one in found}):
         parts += ["## Other measurements", rest]
     return "\n\n".join(parts) + "\n"
 
 
-def index(found: list[Found]) -> str:
+def studies(found: list[Found]) -> str:
     lines = [["study", "question", "found", "GPU", "date", "takes"]]
     for one in found:
         date = max(row["machine"]["date"] for row in one.rows)
-        link = f"[{one.study}](#{one.study})"
+        link = f"[{one.study}]({one.study}/README.md)"
         takes = measurement(one.study).takes
         lines.append([link, one.report.question, finding(one.report), gpus(one.rows), date, takes])
     return markdown(lines)
@@ -151,20 +151,21 @@ def finding(report: Report) -> str:
     return report.found or (first if len(first) <= SHORT else "")
 
 
-def section(results: Path, found: list[Found]) -> str:
+def page(results: Path, found: list[Found]) -> str:
+    """Of one study."""
     first = found[0].report
-    parts = [f"## {found[0].study}", f"**{first.question}**", f"```\n{first.command}\n```"]
+    parts = [f"# {found[0].study}", f"**{first.question}**", f"```\n{first.command}\n```"]
     for one in found:
-        parts.append(f"{machine(one.rows)}. Rows: [{one.gpu}.jsonl]({one.study}/{one.gpu}.jsonl).")
+        parts.append(f"{machine(one.rows)}. Rows: [{one.gpu}.jsonl]({one.gpu}.jsonl).")
         names = [path.name for path in one.paths(results)] or drawn_elsewhere(one.study, one.gpu, one.rows)
-        parts += [f"![{one.study}, {name.removesuffix('.svg')}]({one.study}/{name})" for name in names]
+        parts += [f"![{one.study}, {name.removesuffix('.svg')}]({name})" for name in names]
         if one.report.notes:
             parts.append("\n".join(f"- {note}" for note in one.report.notes))
         tables = [f"*{table.title}*\n\n{markdown(table.lines, '---:')}" for table in one.report.tables]
         parts += tables[:OPEN]
         if more := tables[OPEN:]:  # a page that can be read through; all are a click away
             parts += [f"<details>\n<summary>{len(more)} more tables</summary>", *more, "</details>"]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) + "\n"
 
 
 def gpus(rows: list[Row]) -> str:
