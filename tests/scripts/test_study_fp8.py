@@ -48,6 +48,7 @@ def test_each_scheme_is_more_exact_than_the_one_before() -> None:
     options = arguments(["--tokens", "256", "--head-dim", "64", "--draws", "2"])
     error = {point["implementation"]: measured(point, "cpu")["rmse"] for point in points(options)}
     assert error["fp16"] < error["bf16"] < error["hadamard_blocks"] < error["tensor"]
+    assert error["int8_scores"] < 0.75 * error["scaled_p"] and error["scaled_p"] < error["hadamard_blocks"]
     assert error["hadamard"] < 0.8 * error["tensor"] and error["fp16"] < 1e-3
 
 

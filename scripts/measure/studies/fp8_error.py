@@ -13,6 +13,9 @@ tensor            fp8, one scale for all of q, of k and of v
 blocks            a scale for each 128 tokens of a head
 hadamard          q and k times an orthogonal matrix of signs, which spreads an outlier over D values
 hadamard_blocks   both
+scaled_p          both, and the probabilities times 256 before they are rounded, where e4m3 has more steps
+int8_scores       as scaled_p, but q and k of 8-bit integers: after the transform they have no outliers, and
+                  integers divide what is left into finer steps than e4m3, with its 3 bits behind the point
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from scripts.measure.studies import Point, Report, Table
 
 STUDY = "fp8_error"
 GPU_S = 0
-NAMES = ("fp16", "bf16", "tensor", "blocks", "hadamard", "hadamard_blocks")
+NAMES = ("fp16", "bf16", "tensor", "blocks", "hadamard", "hadamard_blocks", "scaled_p", "int8_scores")
+TITLES = {"tensor": "one scale a tensor", "blocks": "block scales", "hadamard": "Hadamard transform"}
+TITLES |= {"hadamard_blocks": "both", "scaled_p": "both, probabilities times 256"}
+TITLES |= {"int8_scores": "both, probabilities times 256, q and k of 8-bit integers"}
 BLOCK, MOST = 128, 448.0  # tokens that share a scale; e4m3's largest number
 HEADS = 4
 
@@ -70,13 +76,16 @@ def hadamard(size: int) -> Any:
     return signs * h / math.sqrt(size)
 
 
-def rounded(x: Any, blocks: bool) -> Any:
-    """x (H, T, D) in fp32 as fp8 has it: scaled so that the largest of a tensor, or of a block, is e4m3's."""
+def rounded(x: Any, blocks: bool, integers: bool = False) -> Any:
+    """x (H, T, D) in fp32 as fp8 has it: scaled so that the largest of a tensor, or of a block, is e4m3's;
+    integers: as those of 8 bits have it."""
     import torch
 
     cut = x.unflatten(1, (-1, min(BLOCK, x.shape[1]))) if blocks else x[None]
-    most = cut.abs().amax((-2, -1) if blocks else None, keepdim=True).clamp_min(1e-30)
-    return ((cut * (MOST / most)).to(torch.float8_e4m3fn).float() * (most / MOST)).reshape(x.shape)
+    step = cut.abs().amax((-2, -1) if blocks else None, keepdim=True).clamp_min(1e-30)
+    step = step / (127.0 if integers else MOST)
+    cut = (cut / step).round() if integers else (cut / step).to(torch.float8_e4m3fn).float()
+    return (cut * step).reshape(x.shape)
 
 
 def attention(name: str, x: Any) -> Any:
@@ -89,11 +98,14 @@ def attention(name: str, x: Any) -> Any:
         round_p = lambda p: p.to(dtype).float()  # noqa: E731
     else:
         q, k, v = x.float()
-        if "hadamard" in name:
+        finer = name in ("scaled_p", "int8_scores")
+        if "hadamard" in name or finer:
             turn = hadamard(q.shape[-1]).to(q.device)
             q, k = q @ turn, k @ turn
-        q, k, v = (rounded(each, "blocks" in name) for each in (q, k, v))
-        round_p = lambda p: p.to(torch.float8_e4m3fn).float()  # noqa: E731
+        blocks, times = "blocks" in name or finer, 256.0 if finer else 1.0
+        q, k = (rounded(each, blocks, name == "int8_scores") for each in (q, k))
+        v = rounded(v, blocks)
+        round_p = lambda p: (p * times).to(torch.float8_e4m3fn).float() / times  # noqa: E731
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     p = (scores - scores.amax(-1, keepdim=True)).exp()
     return round_p(p) @ v / p.sum(-1, keepdim=True)
@@ -129,7 +141,7 @@ def report(rows: list[Row]) -> Report:
     for name in NAMES:
         if name in found:
             factor = f"{first / found[name]:.1f}x" if first else ""
-            lines.append([name.replace("_", " and "), f"{found[name]:.2e}", factor])
+            lines.append([TITLES.get(name, name), f"{found[name]:.2e}", factor])
     both = found.get("hadamard_blocks")
     said = (
         f"Hadamard and block scales: {first / both:.1f}x less error than one scale a tensor."
