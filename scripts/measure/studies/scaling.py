@@ -1,0 +1,194 @@
+"""How does training scale over the GPUs of one machine, by DDP, FSDP2 and context parallelism?
+
+    python scripts/study.py scaling
+    python scripts/study.py scaling --gpus 1 2 --model gpt2 --trainer ddp    some of the points
+
+1, 2, 4 and 8 GPUs, as many as there are. DDP and FSDP2: GPT-2 124M and XL at T = 1,024, 65,536 tokens a GPU
+and step. Context parallelism: GPT-2 124M with rotary positions, one row of T = 256k, 512k and 1M a step, from
+512k on with activation checkpointing. bf16, compiled, random tokens, 30 steps each, fewer where they would
+take longer than --limit-s. The losses on several GPUs are compared with those of one GPU that takes as many
+tokens a step, by gradient accumulation.
+
+Each point is a run of train.py. The first 5 steps do not count. 3 more steps are profiled on rank 0: from its
+trace come the time in which NCCL's kernels run, and the part of it in which no other kernel does, which is
+the share of communication in the step. A collective waits for the slowest rank, and its time includes that.
+
+Without a GPU: a tiny model on 1, 2 and 4 processes with gloo (--gpus 1 2 4 8: 8 too), which share the cores.
+There communication is the time of gloo's operations, and the share the part of it in which the rank runs no
+operator of PyTorch.
+
+The points of one GPU can be measured side by side: `CUDA_VISIBLE_DEVICES=0 python scripts/study.py scaling
+--gpus 1 2 4 8`, and the same with the next one, share them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.measure.machine import ROOT
+from scripts.measure.rows import choices, positive
+from scripts.measure.runner import Result, Run, parser, run_study
+from scripts.measure.studies import Point, Report, Row
+
+STUDY = "scaling"
+GPU_S, ESTIMATED = 1500, True
+COUNTS = (1, 2, 4, 8)
+TRAINERS = ("ddp", "fsdp2", "context_parallel")
+METER = "scripts.measure.instruments.scaling_meter.ScalingMeter"
+STEADY = {"data": "synthetic", "schedule": "constant", "schedule.warmup_steps": 5, "optim.lr": 6e-4}
+WITHOUT = ("trainer.limit_val_batches=0", "callbacks.checkpoints=null", "callbacks.samples=null")
+
+
+@dataclass(frozen=True)
+class Size:
+    """models: for DDP and FSDP2, with the rows of a micro-batch; rows: of `seq_len` tokens a device and step;
+    long_model: for context parallelism, at `lengths`, beyond `whole` with checkpointing."""
+
+    models: dict[str, int]
+    seq_len: int
+    rows: int
+    long_model: str
+    lengths: tuple[int, ...]
+    whole: int
+    settings: dict[str, Any]
+
+
+LARGE = Size(
+    {"gpt2": 64, "gpt2_xl": 16},
+    1024,
+    64,
+    "gpt2",
+    (2**18, 2**19, 2**20),
+    2**18,
+    {"experiment": "gpt2_124m", **STEADY},
+)
+SMALL = Size({"tiny": 4}, 64, 8, "tiny", (256, 512), 256, {**STEADY, "data.corpus.vocab_size": 64})
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
+    add("--gpus", type=positive, nargs="+", metavar="N", help="numbers of GPUs, on a CPU of processes")
+    add("--model", nargs="+", metavar="MODEL", help="of DDP and FSDP2: gpt2, gpt2_xl (default: both)")
+    add("--seq-len", type=positive, nargs="+", metavar="T", help="of context parallelism (default: all)")
+    add("--trainer", nargs="+", default=TRAINERS, choices=TRAINERS, help="default: all")
+    add("--attention", default="auto", choices=choices("attention"), metavar="ATTENTION",
+        help="a file of conf/attention (default: auto)")  # fmt: skip
+    add("--steps", type=positive, default=30, help="of each point (default: 30)")
+    add("--limit-s", type=float, default=90, help="of the steps of a point; 3 in any case (default: 90)")
+    add("--timeout-s", type=positive, default=1200, help="of a point (default: 1200)")
+    options = made.parse_args(given)
+    if options.steps < 3:
+        made.error(f"--steps {options.steps}: it takes at least 3, of which one warms up")
+    return options
+
+
+def points(options: argparse.Namespace, cuda: bool, devices: int) -> list[Point]:
+    """Those of at most so many devices; what runs on one is shared by DDP and FSDP2."""
+    size, counts = LARGE if cuda else SMALL, sorted(set(options.gpus or [n for n in COUNTS if n <= devices]))
+    common = {"study": STUDY, "implementation": options.attention, "pass": "train", "steps": options.steps}
+    common |= {"dtype": "bf16-mixed" if cuda else "32-true", "compile": cuda, "causal": True}
+    found: list[Point] = []
+
+    def add(trainer: str, n: int, **of: Any) -> None:
+        found.append(common | {"trainer": trainer if n > 1 else "default", "devices": n} | of)
+
+    replicas = [trainer for trainer in options.trainer if trainer != "context_parallel"]
+    for model in (options.model or size.models) if replicas else ():
+        of = {"model": model, "seq_len": size.seq_len, "micro_batch": size.models.get(model, 1)}
+        of |= {"settings": size.settings}
+        for n in counts:
+            tokens = n * size.rows * size.seq_len
+            add("default", 1, tokens_per_step=tokens, **of)
+            for trainer in replicas if n > 1 else ():
+                add(trainer, n, tokens_per_step=tokens, **of)
+    for tokens in (options.seq_len or size.lengths) if len(replicas) < len(options.trainer) else ():
+        of = {"model": size.long_model, "seq_len": tokens, "micro_batch": 1, "tokens_per_step": tokens}
+        of |= {"settings": {**size.settings, "model.position": "rope"}, "checkpointing": tokens > size.whole}
+        for n in counts:
+            add("context_parallel", n, **of)
+    return [point for point in found if point["devices"] <= devices]
+
+
+def words(point: Point, limit_s: float) -> list[str]:
+    """A point's overrides of train.py."""
+    from scripts.measure.instruments.scaling_meter import PROFILED
+
+    found = [f"{key}={value}" for key, value in point["settings"].items()]
+    found += [f"{key}={point[key]}" for key in ("model", "seq_len", "tokens_per_step", "trainer")]
+    found += [f"attention={point['implementation']}", f"data.batch_size={point['micro_batch']}"]
+    found += [f"trainer.devices={point['devices']}", f"trainer.max_steps={point['steps'] + PROFILED}"]
+    found += [f"checkpointing={str(point.get('checkpointing', False)).lower()}", *WITHOUT]
+    found += [f"data.corpus.n_tokens={max(10_000_000, 16 * point['seq_len'])}"]
+    return [*found, f"+callbacks.meter={{_target_: {METER}, steps: {point['steps']}, limit_s: {limit_s}}}"]
+
+
+def measured(point: Point, options: argparse.Namespace, cuda: bool) -> Result:
+    """What train.py's run of a point gives; that run and its ranks end with this call."""
+    from scripts.measure.instruments.scaling_meter import FILE
+
+    environment = os.environ | ({} if cuda else {"OMP_NUM_THREADS": "1"})  # a core a process, at any number
+    with tempfile.TemporaryDirectory() as folder:
+        own = [f"runs_dir={folder}", "name=run"]
+        command = [sys.executable, str(ROOT / "train.py"), *words(point, options.limit_s), *own]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+        try:
+            said, _ = process.communicate(timeout=options.timeout_s)
+        except subprocess.TimeoutExpired:
+            why = f"timeout: the point took longer than {options.timeout_s} s"
+            return {"status": "error", "reason": why, "timeout_s": options.timeout_s}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        found = Path(folder) / "run" / FILE
+        if process.returncode == 0 and found.is_file():
+            nccl = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+            return json.loads(found.read_text()) | ({"environment": nccl} if nccl else {})
+    return failed(said, process.returncode)
+
+
+def failed(said: str, code: int) -> Result:
+    """By what the run printed: that memory ran out, its refusal, else its last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [f"exit code {code}"]
+    memory = next((line for line in lines if "out of memory" in line.lower()), None)
+    told = next((line for line in lines if line.startswith("error: ")), lines[-1])
+    return {"status": "oom" if memory else "error", "reason": (memory or told)[:300]}
+
+
+def said(point: Point, result: Result) -> str:
+    of = f"{point['model']} T={point['seq_len']:,} {point['trainer']} on {point['devices']}"
+    of += f", {point['tokens_per_step']:,} tokens a step"
+    if result["status"] != "ok":
+        return f"{of}: {result['status']}, {result['reason']}"
+    share = f"{result['communication_share']:.1%} of a step"
+    return f"{of}: {result['tokens_per_s']:,.0f} tokens/s, communication alone {share}"
+
+
+def measure(options: argparse.Namespace, run: Run) -> None:
+    import torch
+
+    cuda = run.device == "cuda"
+    devices = torch.cuda.device_count() if cuda else max(options.gpus or [4])
+    left = run.left(points(options, cuda, devices), f"1 to 3 min each, on {devices} {run.device} device(s)")
+    run.each(left, lambda point: measured(point, options, cuda), said)
+
+
+def report(rows: list[Row]) -> Report:
+    from scripts.measure.report import scaling_report
+
+    return scaling_report.report(rows)
+
+
+def main() -> None:
+    run_study(STUDY, arguments(), measure, report)
