@@ -180,6 +180,7 @@ def measure(options: argparse.Namespace, run: Run) -> None:
 
     cuda = run.device == "cuda"
     devices = torch.cuda.device_count() if cuda else max(options.gpus or [4])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its run
     left = run.left(points(options, cuda, devices), f"1 to 3 min each, on {devices} {run.device} device(s)")
     run.each(left, lambda point: measured(point, options, cuda), said)
 
