@@ -178,6 +178,7 @@ def train(
         plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute(), resume_step)],
         **runtime.TRAINER,
     )
+    runtime.require_processes(trainer)
     dtype = runtime.compute_dtype(precision)
     explained = partial(out_of_memory_explained, config, device, dtype, run, partial(build_attention, cfg))
     with explained():

@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +25,14 @@ from omegaconf.errors import (
 )
 
 from conf.compose import no_choice, no_key
-from conf.values import UserError
+from conf.values import UserError, is_first
+
+PATIENCE = 10.0  # seconds that a process leaves the first one to say what is wrong
 
 
 def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's mistake ends as one message and exit code 1; HYDRA_FULL_ERROR=1 shows the stack."""
+    """A user's mistake ends as one message and exit code 1, also where a command has started several
+    processes; HYDRA_FULL_ERROR=1 shows the stack."""
 
     @functools.wraps(main)
     def wrapped(*args: Any) -> Any:
@@ -42,8 +46,9 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if os.environ.get("HYDRA_FULL_ERROR") or not _is_mistake(error):
                 raise
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                said = " ".join((f"error: {_message(error)}", *getattr(error, "__notes__", ())))
+            if is_first() or _is_alone_with_it():
+                who = "error" if is_first() else f"error of process {os.environ['LOCAL_RANK']}"
+                said = " ".join((f"{who}: {_message(error)}", *getattr(error, "__notes__", ())))
                 # a value out of a file does not steer the terminal
                 said = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in said)
                 print(said, file=sys.stderr)
@@ -54,11 +59,24 @@ def user_errors(main: Callable[..., Any]) -> Callable[..., Any]:
             # Lightning ends the first with a silent exit code 1 and the second, before training, with 0
             interrupted = isinstance(stop.__context__, KeyboardInterrupt)
             if interrupted or type(stop).__name__ == "SIGTERMException":
-                print("; ".join(("interrupted", *getattr(stop, "__notes__", ()))), file=sys.stderr)
+                if is_first():
+                    print("; ".join(("interrupted", *getattr(stop, "__notes__", ()))), file=sys.stderr)
                 raise SystemExit(128 + (signal.SIGINT if interrupted else signal.SIGTERM)) from None
             raise
 
     return wrapped
+
+
+def _is_alone_with_it() -> bool:
+    """Whether the first process has not made this mistake too, which it would say. As torchrun ends all
+    processes when one has ended, the others give the first the time to say it, and are ended with it; srun
+    does not end them, so that nothing can be told there."""
+    if "LOCAL_RANK" not in os.environ:
+        return False
+    parent = os.getppid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE)
+    return os.getppid() == parent
 
 
 def key_values(arguments: Sequence[str], keys: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -91,7 +109,9 @@ def _is_mistake(error: BaseException) -> bool:
 
 def _message(error: BaseException) -> str:
     cause = error.__cause__
-    if isinstance(error, InstantiationException) and isinstance(cause, (TypeError, ValueError, OSError)):
+    if isinstance(error, InstantiationException) and isinstance(
+        cause, (TypeError, ValueError, OSError, RuntimeError)
+    ):
         return str(cause)  # what a constructor said, without Hydra's wrapping
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has to be given: {error.full_key}=..., as in data=text data.path=book.txt."

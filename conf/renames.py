@@ -7,10 +7,11 @@ new key needs nothing: with its default, everything is as before it came.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+from conf.values import is_first
 
 # As it was called -> as it is called: "optim.learning_rate": "optim.lr", say.
 RENAMED: dict[str, str] = {"segments": "document_ids"}  # a key of compare.py, a feature of which_kernel.py
@@ -25,7 +26,7 @@ def key(old: str, source: str = "") -> str:
     for n in range(len(parts), 0, -1):
         if (head := ".".join(parts[:n])) in RENAMED:
             new = ".".join((RENAMED[head], *parts[n:]))
-            if source and os.environ.get("LOCAL_RANK", "0") == "0":
+            if source and is_first():
                 print(f"note: {source} has {old}, which is now called {new}.", file=sys.stderr)
             return new
     return old

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 
 class UserError(ValueError):
     """A mistake that the user can mend. The message says what was given, what is needed and what to do; a
     command prints it without a stack trace. Any other exception is a fault of the program and keeps its."""
+
+
+def is_first() -> bool:
+    """Whether this is the first of the processes that one command has started, which speaks for all: torchrun
+    or Lightning on a machine, srun on all of them."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def shown(value: Any) -> str:

@@ -87,16 +87,17 @@ def _python(folder: Path, *words: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, **pipes)
 
 
-def start_nodes(folder: Path, nodes: int, *overrides: str, script: Path = ROOT / "train.py") -> list:
-    """The same by torchrun, as on so many machines of one process each."""
+def start_nodes(folder: Path, nodes: int, *overrides: str, processes: int = 1) -> list:
+    """The same by torchrun, as on so many machines of `processes` each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     if not (folder / "book.txt").exists():
         write_book(folder)
-    torchrun = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"]
+    torchrun = ["-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
     meet = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    run = [str(script), *TINY, f"trainer.num_nodes={nodes}", "trainer.devices=1", *overrides]
+    devices = [f"trainer.num_nodes={nodes}", f"trainer.devices={processes}"]
+    run = [str(ROOT / "train.py"), *TINY, *devices, *overrides]
     return [_python(folder, *torchrun, f"--node-rank={node}", *meet, *run) for node in range(nodes)]
 
 

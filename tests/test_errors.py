@@ -16,8 +16,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from conf import command
 from conf.values import UserError
-from tests.running import ROOT, finish, start, train_here, write_book
+from tests.running import ROOT, finish, start, start_nodes, train_here, write_book
 
 # Overrides that do not go with those of a tiny run, which are of data=text.
 ALONE = ("ckpt=", "data=synthetic", "data=stdlib", "data=tinystories")
@@ -329,6 +330,82 @@ def test_processes_of_a_launcher_agree_by_name(monkeypatch: pytest.MonkeyPatch, 
         assert new_run("a", choices) == Path("runs/a")
     with mock.patch.dict("os.environ", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
         assert new_run(None, choices).name.startswith("tiny-auto-")
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"LOCAL_RANK": "0"}, "error: no such thing\n"),
+        ({"LOCAL_RANK": "0", "SLURM_PROCID": "3"}, "error: no such thing\n"),  # torchrun, started by Slurm
+        ({"SLURM_PROCID": "1"}, ""),
+        ({"LOCAL_RANK": "1"}, "error of process 1: no such thing\n"),  # nobody has ended it meanwhile
+    ],
+    ids=str,
+)
+def test_one_of_several_processes_says_what_is_wrong(
+    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise UserError("no such thing")
+
+    for name in ("LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "PATIENCE", 0.01)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="1"):
+            command.user_errors(refuse)()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("tasks", "devices", "words"),
+    [
+        (2, ("trainer=default",), "Slurm has 2 process(es), and trainer.num_nodes=1 x trainer.devices=1"),
+        (1, ("trainer=ddp", "trainer.devices=2"), "Slurm has 1 process(es)"),
+        (4, ("trainer=ddp", "trainer.devices=2", "trainer.num_nodes=1"), "--ntasks-per-node equal to them"),
+    ],
+)
+def test_slurm_with_another_number_of_processes_is_refused(
+    tasks: int, devices: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which each would train the same run alone, or a part of every step would be missing."""
+    step = {"JOB_ID": 7, "JOB_NAME": "train", "NTASKS": tasks, "NTASKS_PER_NODE": tasks, "NNODES": 1}
+    for name, value in (step | {"PROCID": 0, "LOCALID": 0, "NODEID": 0, "NODELIST": "localhost"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    result = train_here(tmp_path, "name=a", *devices)
+    assert result.code == 1 and result.err.startswith("error: ") and words in result.err
+    assert not list((tmp_path / "runs").glob("a/*.csv"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("attention=typo", "There is no attention=typo"),
+        ("data.path=nowhere.txt", "nowhere.txt"),
+        ("trainer.devices=4", "devices"),
+        (
+            "trainer=default",
+            "torchrun has started 2 process(es), and trainer.num_nodes=1 x trainer.devices=1",
+        ),
+    ],
+)
+def test_torchrun_tells_a_mistake_once(override: str, words: str, tmp_path: Path) -> None:
+    more = [
+        "name=a",
+        "trainer=ddp",
+        override,
+        *(["trainer.devices=1"] if override == "trainer=default" else []),
+    ]
+    (node,) = start_nodes(tmp_path, 1, *more, processes=2)
+    result = finish(node)
+    said = [line for line in result.err.splitlines() if line.startswith("error")]
+    assert result.code == 1 and len(said) == 1 and words in said[0], result.err
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -75,6 +76,25 @@ def device(accelerator: str, devices: Any = 1) -> torch.device:
         return torch.device("cpu")
     raise UserError(
         f"trainer.accelerator={accelerator}: no such device is visible here. Use trainer.accelerator=cpu."
+    )
+
+
+def require_processes(trainer: Any) -> None:
+    """UserError where torchrun or Slurm has started another number of processes than there are devices: each
+    would train the same run on its own, or a part of every step would be missing."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, TorchElasticEnvironment | SLURMEnvironment):
+        return
+    started, nodes, devices = environment.world_size(), trainer.num_nodes, trainer.num_devices
+    if started == nodes * devices:
+        return
+    given = f"{started} process(es), and trainer.num_nodes={nodes} x trainer.devices={devices} needs one each"
+    one = "" if nodes * devices > 1 or started == 1 else ", and trainer=ddp or fsdp2"
+    if isinstance(environment, TorchElasticEnvironment):
+        raise UserError(f"torchrun has started {given}. Set --nnodes and --nproc-per-node to them{one}.")
+    raise UserError(
+        f"Slurm has {given}. Start train.py by srun, with --nodes and --ntasks-per-node equal to them{one}; "
+        "SLURM_JOB_NAME=interactive python train.py ... leaves Slurm's tasks aside."
     )
 
 
