@@ -127,11 +127,7 @@ def with_baselines(path: Path) -> list[Row]:
     rows = _lines(path)
     newest = _newest(rows)
     of_nanogpt = [row for row in rows if row["point"].get("implementation") == "nanoGPT"]
-    each = {
-        (key_of(row["point"]), row["machine"].get("commit")): row
-        for row in of_nanogpt
-        if "settings" in row["point"]
-    }
+    each = {(key_of(row["point"]), row["machine"].get("commit")): row for row in of_nanogpt}
     return [row for (key, _), row in each.items() if row is not newest[key]] + list(newest.values())
 
 

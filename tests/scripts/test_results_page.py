@@ -257,13 +257,25 @@ def test_tables_of_what_is_no_study():
     speed = {"mfu": 0.5, "ms_p10": 1.9, "ms_p90": 2.1, "peak_mib": 10.0}
     rows = [made("gpt2_124m", name="nanoGPT", tokens_per_s=1000.0, **speed)]
     rows += [made("gpt2_124m", name="ours", tokens_per_s=1100.0, **speed), made("gpt2_124m", status="oom")]
-    (table,) = results_tables.training(rows).tables
+    report = results_tables.training(rows)
+    assert report.found == "T = 1,024: 1,100 tokens/s, 1.100x nanoGPT's (ours)."
+    (table,) = report.tables
     assert table.title == "gpt2, T = 1,024, 65,536 tokens per step, bf16-mixed, compiled"
     assert table.lines[1:] == [
-        ["ours", "1,100", "1.100x", "50.0%", "2.0 (1.9 to 2.1)", "10"],
-        ["nanoGPT", "1,000", "1.000x", "50.0%", "2.0 (1.9 to 2.1)", "10"],
-        ["naive", "oom", "", "", "", ""],
+        ["ours", "1,100", "1.100x", "50.0%", "2.0 (1.9 to 2.1)", "10", "2026-11-21"],
+        ["nanoGPT", "1,000", "1.000x", "50.0%", "2.0 (1.9 to 2.1)", "10", "2026-11-21"],
+        ["naive", "oom", "", "", "", "", ""],
     ]
+    longer, slower = (
+        made("gpt2_124m", name="ours", tokens_per_s=500.0, **speed),
+        made("gpt2_124m", name="nanoGPT", tokens_per_s=400.0, **speed),
+    )
+    for one in (longer, slower):  # of another commit, with its own nanoGPT
+        one["machine"] = one["machine"] | {"commit": "later"}
+    again = results_tables.training([rows[0], longer, slower]).tables[0].lines
+    assert [line[:3] for line in again[1:]] == [
+        ["nanoGPT", "1,000", "1.000x"], ["ours", "500", "1.250x"], ["nanoGPT", "400", "1.000x"]
+    ]  # fmt: skip
     losses = {"loss": 2.5, "difference": 1e-5, "standard_error": 1e-3}
     rows = [made("parity", parity=True, **losses), made("parity", parity=False, **losses)]
     found = results_tables.parity(rows)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from scripts.measure.report.pages import page
+from scripts.measure.report.sweep_report import beside
 from scripts.measure.report.tables import Record, listed, records, where
 from scripts.measure.rows import trusted
 from scripts.measure.studies import Report, Row, Table
@@ -102,26 +103,33 @@ def _hopper(rows: list[Row], passed: str) -> tuple[list[list[str]], list[float],
 
 
 def training(rows: list[Row]) -> Report:
-    """The fastest of ours, beside nanoGPT."""
-    found = sorted(records(rows), key=lambda r: -r.get("tokens_per_s", 0))
-    speeds = {r.implementation: r.tokens_per_s for r in where(found, status="ok")}
-    peer = speeds.pop("nanoGPT", None)
+    """The fastest of ours at each T, beside nanoGPT of the same commit, if it was measured with it."""
+    tables, best = [], []
+    for tokens in sorted({row["point"]["seq_len"] for row in rows}):
+        mine = [row for row in rows if row["point"]["seq_len"] == tokens]
+        mine.sort(key=lambda row: -row["result"].get("tokens_per_s", 0))
+        p = mine[0]["point"]
+        title = f"{p['model']}, T = {tokens:,}, {p['tokens_per_step']:,} tokens per step, {p['dtype']}"
+        head = "|tokens/s|of nanoGPT's|MFU|ms per step (p10 to p90)|peak MiB|date"
+        tables.append(listed(f"{title}, compiled", head, mine, lambda row: _trained(row, rows)))
+        timed = [(row, beside(row, rows)) for row in mine if row["result"]["status"] == "ok"]
+        best += [pair for pair in timed if pair[1] and not _is_nanogpt(pair[0])][:1]
+    return page("gpt2_124m", tables, best=best, speed=lambda row: row["result"]["tokens_per_s"])
 
-    def line(r: Record) -> str:
-        if r.status != "ok":
-            return f"{r.implementation}|{r.status}"
-        ratio = f"{r.tokens_per_s / peer:.3f}x" if peer else ""
-        step = f"{r.ms_median:.1f} ({r.ms_p10:.1f} to {r.ms_p90:.1f})"
-        return f"{r.implementation}|{r.tokens_per_s:,.0f}|{ratio}|{r.mfu:.1%}|{step}|{r.peak_mib:,.0f}"
 
-    p = found[0]
-    title = f"{p.model}, T = {p.seq_len:,}, {p.tokens_per_step:,} tokens per step, {p.dtype}, compiled"
-    return page(
-        "gpt2_124m",
-        [listed(title, "|tokens/s|of nanoGPT's|MFU|ms per step (p10 to p90)|peak MiB", found, line)],
-        best=max(speeds.items(), key=lambda item: item[1], default=None),
-        peer=peer,
-    )
+def _is_nanogpt(row: Row) -> bool:
+    return row["point"]["implementation"] == "nanoGPT"
+
+
+def _trained(row: Row, rows: list[Row]) -> str:
+    name, r = row["point"]["implementation"], row["result"]
+    peer = row if _is_nanogpt(row) else beside(row, rows)
+    if r["status"] != "ok":
+        return f"{name}|{r['status']}"
+    ratio = f"{r['tokens_per_s'] / peer['result']['tokens_per_s']:.3f}x" if peer else ""
+    step = f"{r['ms_median']:.1f} ({r['ms_p10']:.1f} to {r['ms_p90']:.1f})"
+    said = f"{name}|{r['tokens_per_s']:,.0f}|{ratio}|{r['mfu']:.1%}|{step}|{r['peak_mib']:,.0f}"
+    return f"{said}|{row['machine']['date']}"
 
 
 def generation(rows: list[Row]) -> Report:
