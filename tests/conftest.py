@@ -30,9 +30,10 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = None if torch.cuda.is_available() else "no CUDA device: torch.cuda.is_available() is False"
+    missing = pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False"
+    )
     for item in (item for item in items if item.get_closest_marker("gpu")):
-        if missing:
-            item.add_marker(pytest.mark.skip(reason=missing))
+        item.add_marker(missing)
         if item.nodeid.startswith("tests/scripts/"):  # they measure memory and time
             item.add_marker(pytest.mark.alone)
