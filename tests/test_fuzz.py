@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attention.naive import NaiveAttention
 from tests.attention import agreement
@@ -18,11 +19,11 @@ from tests.running import ROOT
 
 
 class Wrong(NaiveAttention):
-    """Forgets the softcap beyond 20 keys."""
+    """A softcap gives NaN beyond 20 keys, which one draw shows."""
 
     def attend(self, q, k, v, options, seed):
-        options = options._replace(softcap=None) if k.shape[2] > 20 else options
-        return super().attend(q, k, v, options, seed)
+        out, lse = super().attend(q, k, v, options, seed)
+        return (out * torch.nan if options.softcap is not None and k.shape[2] > 20 else out), lse
 
 
 def test_a_failure_is_simplified() -> None:

@@ -13,8 +13,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -46,9 +49,12 @@ SMALL_RUN = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the reader has: a book, notes, prompts, a run to go on from, two to compare."""
-    folder = tmp_path_factory.mktemp("reader")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the reader has: a book, notes, prompts, a run to go on from, two to compare; and of the standard
+    library four packages, as reading all takes longer than the runs."""
+    folder, stdlib = tmp_path_factory.mktemp("reader"), Path(sysconfig.get_path("stdlib"))
+    for package in ("asyncio", "email", "json", "xml"):
+        shutil.copytree(stdlib / package, folder / "lib" / package)
     write_book(folder)
     (folder / "notes").mkdir()
     for i in range(12):
@@ -57,9 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "book.txt", folder / "other.txt")
     talk = [{"role": role, "content": "tiles"} for role in ("user", "assistant")]
     (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 40)
-    for name in ("first", "second", "my-run", "gpt2-auto"):
-        assert train_here(folder, "data=stdlib", *SMALL_RUN, f"name={name}", tiny=False).code == 0
-    return folder
+    there = SimpleNamespace(get_path=lambda _: folder / "lib")
+    with mock.patch("data.corpora.sysconfig", there):
+        for name in ("first", "second", "my-run", "gpt2-auto"):
+            assert train_here(folder, "data=stdlib", *SMALL_RUN, f"name={name}", tiny=False).code == 0
+        yield folder
 
 
 @pytest.fixture(scope="module")

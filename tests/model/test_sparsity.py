@@ -73,9 +73,9 @@ def test_a_token_does_not_see_what_its_tiles_leave_out() -> None:
 @pytest.mark.parametrize("name", ["naive", "tiled", pytest.param("triton", marks=pytest.mark.long)])
 def test_generation_with_a_cache_is_that_without(name: str) -> None:
     model = net(name, "butterfly", position="rope")
-    prompts = [[1] * 120, list(range(40)) * 4]
+    prompts = [[1] * 124, list(range(40)) * 4]  # the first grows beyond a block
     with torch.no_grad():
-        texts = [generate(model, prompts, 20, temperature=0.0, kv_cache=on).tokens for on in (True, False)]
+        texts = [generate(model, prompts, 8, temperature=0.0, kv_cache=on).tokens for on in (True, False)]
     assert texts[0] == texts[1]
 
 

@@ -165,37 +165,35 @@ def test_rows_as_a_table(tmp_path: Path) -> None:
     assert table.row[1]["result"]["reason"] == "no room"
 
 
-@pytest.mark.parametrize(
-    ("path", "concerned"),
-    [
-        ("ops/csrc/ladder/fa2.cu", {"cuda", "cuda_fa2", "auto"}),
-        ("ops/csrc/lib/mma.cuh", {"cuda", "cuda_fa2", "auto"}),
-        ("attention/auto_table.py", {"auto"}),
-        ("attention/geometry.py", {"naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto"}),
-        ("ops/triton/backward_dq.py", {"triton", "auto"}),
-        ("model/costs/memory.py", set()),  # predicts
-        ("model/gpt.py", {"naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto"}),
-    ],
-)
-def test_a_file_concerns_those_who_run_it(tmp_path: Path, path: str, concerned: set[str]) -> None:
+def test_a_file_concerns_those_who_run_it(tmp_path: Path) -> None:
     for folder in ("attention", "conf", "data", "model", "ops", "scripts/measure/instruments"):
         shutil.copytree(
             ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "prepared")
         )
-    names = ("naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto")
-    asked = {name: {"implementation": name, "pass": "train", "model": "gpt2"} for name in names}
-    before = {name: sources.code(point, tmp_path) for name, point in asked.items()}
-    mark = "#" if path.endswith(".py") else "//"
-    for words in (f"\n{mark} a comment\n", "\nint_ = 1;\n"):
-        sources._digest.cache_clear()  # as of the comment alone nothing else runs
-        assert all(sources.code(point, tmp_path) == before[name] for name, point in asked.items())
-        with open(tmp_path / path, "a") as file:
-            file.write(words)
-    sources._digest.cache_clear()
-    assert {
-        name for name, point in asked.items() if sources.code(point, tmp_path) != before[name]
-    } == concerned
-    if path.startswith("model"):
-        alone = asked["naive"] | {"pass": "forward"}
-        del alone["model"]
-        assert sources.code(alone, tmp_path) == sources.code(alone)
+    all_of_them = {"naive", "triton", "cuda", "cuda_fa2", "sdpa_cudnn", "nanoGPT", "auto"}
+
+    def codes() -> dict[str, str]:
+        sources._digest.cache_clear()
+        asked = {name: {"implementation": name, "pass": "train", "model": "gpt2"} for name in all_of_them}
+        return {name: sources.code(point, tmp_path) for name, point in asked.items()}
+
+    before = codes()
+    for path, concerned in {
+        "ops/csrc/ladder/fa2.cu": {"cuda", "cuda_fa2", "auto"},
+        "ops/csrc/lib/mma.cuh": {"cuda", "cuda_fa2", "auto"},
+        "attention/auto_table.py": {"auto"},
+        "attention/geometry.py": all_of_them,
+        "ops/triton/backward_dq.py": {"triton", "auto"},
+        "model/costs/memory.py": set(),  # predicts
+        "model/gpt.py": all_of_them,
+    }.items():
+        text = (tmp_path / path).read_text()
+        commented = text + ("\n# a comment\n" if path.endswith(".py") else "\n// a comment\n")
+        (tmp_path / path).write_text(commented)
+        assert codes() == before, path  # as of the comment alone nothing else runs
+        (tmp_path / path).write_text(f"{commented}\nint_ = 1;\n")
+        assert {name for name, code in codes().items() if code != before[name]} == concerned, path
+        if path.startswith("model"):
+            alone = {"implementation": "naive", "pass": "forward"}
+            assert sources.code(alone, tmp_path) == sources.code(alone)
+        (tmp_path / path).write_text(text)
