@@ -22,7 +22,8 @@ def test_each_is_there_once(mistake: Mistake, tmp_path: Path) -> None:
     copy.parent.mkdir(parents=True)
     copy.write_text(text := (ROOT / mistake.file).read_text(encoding="utf-8"), encoding="utf-8")
     with mistake.planted(tmp_path):
-        assert (changed := copy.read_text(encoding="utf-8")) != text
+        changed = copy.read_text(encoding="utf-8")
+        assert changed != text
         if copy.suffix == ".py":  # what cannot be read tests nothing
             compile(changed, copy, "exec")
     assert copy.read_text(encoding="utf-8") == text
