@@ -6,7 +6,9 @@
 It takes the overrides of train.py, and gpu=, the GPU to predict for, which need not be in this machine
 (default: the GPU of this machine, else the CPU). It prints what a training step takes: attention's scores,
 what attention keeps for the backward, the peak memory by kind and at which point of the step it occurs,
-FLOPs, bytes and time at the roofline, whether the step fits, and the longest context that fits.
+FLOPs, bytes and time at the roofline, whether the step fits, and the longest context that fits. With
+trainer=ddp, fsdp2 or context_parallel and trainer.devices=N, all of it is that of one of the devices; the
+time for communication is left out.
 With --measure, a step also runs on this machine, and the measured figures are printed beside the predicted.
 The formulas, each with its derivation, are in model/costs/memory.py and model/costs/roofline.py.
 """
@@ -48,6 +50,10 @@ def estimate(arguments: list[str]) -> None:
 
     measure, gpu, overrides = parse(arguments)
     cfg = composed(overrides)
+    if measure and (cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1):
+        raise UserError(
+            "--measure runs a step on one device: leave it out, or trainer= and trainer.devices=."
+        )
     sheet = chosen_gpu(gpu, cfg.trainer.accelerator, measure)
     run = run_of(cfg, sheet)
     print(heading(run, sheet, cfg))
@@ -88,7 +94,8 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
     from omegaconf import OmegaConf
 
     from conf.compose import build_attention
-    from model.costs.run import Run
+    from model.context_parallel import require_divisible
+    from model.costs.run import Run, shared_by
     from model.training.checks import check
     from scripts.memory import model_config
 
@@ -98,6 +105,7 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
             f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed; what fp8 takes is not predicted."
         )
     narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
+    shared = shared_by(cfg.trainer, cfg.tokens_per_step, cfg.data.batch_size * cfg.seq_len)
     run = Run(
         model_config(cfg),
         cfg.data.batch_size,
@@ -107,9 +115,11 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
         arch=gpu.arch if gpu else None,
         compiled=gpu is not None if cfg.compile == "auto" else cfg.compile,
         checkpointing=cfg.checkpointing,
-        accumulates=(cfg.tokens_per_step or 0) > cfg.data.batch_size * cfg.seq_len,
         workspace_bytes=gpu.workspace_bytes if gpu else 0,
+        **shared,
     )
+    if run.sequence_ranks > 1:
+        require_divisible(run.config, run.sequence_ranks, run.shards)
     _require(run, cfg)
     return run
 
@@ -142,8 +152,16 @@ def heading(run: Run, gpu: GpuSheet | None, cfg: DictConfig) -> str:
         f"{count:.1f}M parameters, {config.n_layer} layers, {config.n_head} heads of {config.head_size}, "
         f"width {config.n_embd}, vocabulary {config.vocab_size}\n"
         f"{run.batch} x {config.seq_len} tokens, attention={run.attention.name}, {', '.join(how)}, on "
-        f"{gpu.name if gpu else 'a CPU'}"
+        f"{gpu.name if gpu else 'a CPU'}{among(run)}"
     )
+
+
+def among(run: Run) -> str:
+    """What a device has of what several share."""
+    if run.shards == 1:
+        return ""
+    spread = f", {run.sequence_ranks} to a sequence" if run.sequence_ranks > 1 else ""
+    return f", one of {run.shards} devices that share parameters, gradients and optimiser state{spread}"
 
 
 Row = tuple[str, float, str]  # what, predicted, unit
@@ -170,6 +188,8 @@ def memory_rows(run: Run) -> list[Row]:
         for name, size in saved_by_layer(run).items()
         if size
     ]
+    if run.whole_kv_bytes:
+        rows.append(("K and V of whole sequences, one layer", run.whole_kv_bytes / MIB, "MiB"))
     rows += [
         ("gradients of all parameters", 4 * sum(parameter_count(run.config).values()) / MIB, "MiB"),
         ("16-bit copies of the weights", cast_weight_bytes(run) / MIB, "MiB"),

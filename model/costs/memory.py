@@ -29,6 +29,8 @@ def saved_by_layer(run: Run) -> dict[str, int]:
       output, and 1 / deviation; unfused both in fp32 before and after too (in fp32 before is that view);
     - mlp: the input of c_fc, N C e; GELU its output and what it makes of it, 2 N h e; SwiGLU the gate and the
       value, silu(gate) and the product, 4 N h e, of which a compiled step computes silu again: 3 N h e;
+    - where devices share sequences, q and K and V of the whole sequence in their place, and out of each of
+      the two calls, N H D e, beside both as one;
     - dropout: a mask of a byte (compiled: none, drawn again; on a CPU of e bytes) for each value of two
       branches.
     """
@@ -42,6 +44,9 @@ def saved_by_layer(run: Run) -> dict[str, int]:
         norms += 2 * run.residual_bytes
     turned = N * (config.n_head + config.kv_heads) * config.head_size  # values of q and k
     qkv = run.qkv_bytes + (turned * e if config.qk_norm or config.position == "rope" else 0)
+    if run.sequence_ranks > 1:
+        own_q = run.heads_bytes if config.qk_norm or config.position == "rope" else run.qkv_bytes
+        qkv = own_q + run.whole_kv_bytes + run.heads_bytes
     if run.costs.writes_scores:
         qkv = run.qkv_bytes if config.qk_norm else 0
     if config.qk_norm:
@@ -59,13 +64,13 @@ def saved_by_layer(run: Run) -> dict[str, int]:
 
 
 def cast_weight_bytes(run: Run) -> int:
-    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step; the loss in chunks
-    lets go of the output embedding's."""
+    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step, under FSDP2 of the
+    output embedding alone; the loss in chunks lets go of the output embedding's."""
     if run.value_bytes == 4:
         return 0
     parts = parameter_count(run.config)
     output = 0 if with_gradients(run) else output_bytes(run) // 2
-    return 2 * (parts["attention"] + parts["mlp"]) + output
+    return (2 * (parts["attention"] + parts["mlp"]) if run.shards == 1 else 0) + output
 
 
 def table_bytes(run: Run) -> int:
@@ -109,6 +114,8 @@ def memory_snapshots(run: Run) -> list[MemorySnapshot]:
     - embedding: tied, the gradients of the whole table from input and output, and, where the latter is a
       transposed view, as a product in fp32 gives it, their sum;
     - update: all gradients.
+
+    Where devices share the state, `fully_sharded` says what of it is there.
     """
     config, N, e = run.config, run.tokens, run.value_bytes
     counts = {name: 4 * count for name, count in parameter_count(config).items()}
@@ -122,7 +129,7 @@ def memory_snapshots(run: Run) -> list[MemorySnapshot]:
     found = []
 
     def at(name: str, gradients: int, activations: int, attention: int) -> None:
-        gradients = parameters if run.accumulates else gradients
+        gradients = parameters if run.accumulates and run.shards == 1 else gradients
         state = (parameters, gradients, 2 * parameters, cast + embedded + activations, attention)
         found.append(MemorySnapshot(name, *state, table_bytes(run)))
 
@@ -134,6 +141,7 @@ def memory_snapshots(run: Run) -> list[MemorySnapshot]:
     at("loss", 0, kept + last + loss_bytes(run), held)
     at("head", table, kept + last + head_bytes(run), held)
     d_stream = run.residual_bytes + (run.width_bytes if e == 2 else 0)
+    way = max(own.transient + run.whole_kv_bytes, 3 * run.whole_kv_bytes)
     mlp_way = run.hidden_bytes * (1 if config.mlp == "gelu" else 2)
     for index in range(L, 0, -1):
         kept, held = below(index - 1)
@@ -144,10 +152,43 @@ def memory_snapshots(run: Run) -> list[MemorySnapshot]:
         rest = whole - layer["norms"] // 2 + d_stream - (0 if run.compiled else layer["mlp"])
         if not own.writes_scores:  # which at its peak has dv alone, and does not keep out
             rest += run.residual_bytes + run.qkv_bytes
-        at(f"attention {index}", done + block["mlp"], kept + rest, held + own_kept + own.transient)
+        at(f"attention {index}", done + block["mlp"], kept + rest, held + own_kept + way)
     tables = (1 if e == 2 or run.compiled or config.loss_chunk else 2) if config.tie_embeddings else 0
     at("embedding", parameters, run.residual_bytes + tables * table, 0)
     at("update", parameters, 0, 0)
+    return fully_sharded(run, found) if run.shards > 1 else found
+
+
+def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnapshot]:
+    """The moments of a step of which each of n devices holds a part of the state (FSDP2): of the parameters,
+    their gradients and both of Adam's moments; and besides, with g the matrices of a block in e bytes:
+
+    - until the end of the backward all that is in no block, gathered, and the gradient of the embedding;
+    - block l: its g, the g of the block before, gathered meanwhile, its own gradients in e bytes, and the
+      whole gradients of block l + 1 in fp32, under way to the other devices;
+    - with micro-batches before, the whole gradients in fp32 of what has not been reduced yet."""
+    counts, n, L = parameter_count(run.config), run.shards, run.config.n_layer
+    parameters, block = 4 * sum(counts.values()), 4 * (counts["attention"] + counts["mlp"]) // L
+    root, g, table = parameters - L * block, block * run.value_bytes // 4, output_bytes(run)
+    held = root if run.accumulates else table  # gradients of what is in no block
+    found = []
+    for snapshot in snapshots:
+        moment, _, number = snapshot.name.partition(" ")
+        index = int(number or 0)
+        gathered, gradients = root, parameters if run.accumulates else snapshot.gradients
+        if index:
+            done = L - index
+            left = index * block if run.accumulates else 0
+            gathered += g * (1 + (index > 1))
+            own = snapshot.gradients - table - done * block
+            moving = block if done else 0
+            gradients = held + left + done * block // n + own * run.value_bytes // 4 + moving
+        elif moment == "embedding":
+            gradients = L * block // n + 2 * root
+        elif moment == "update":
+            gathered, gradients = 0, parameters // n
+        state = {"parameters": parameters // n + gathered, "optimizer": 2 * parameters // n}
+        found.append(replace(snapshot, gradients=gradients, **state))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from model.costs.flops import AttentionSize, attention_flops, flops_per_token, parameter_count
 from model.costs.gpus import GpuSheet
@@ -50,7 +50,10 @@ def attention_size(run: Run) -> AttentionSize:
 def attention_work(run: Run) -> tuple[Work, Work]:
     """Forward and backward of one layer: q, k, v in, out and lse out; backward those and dout in, dq, dk and
     dv out; and what the implementation moves beyond. With all scores in memory no product skips what is
-    masked."""
+    masked. Devices that share sequences have equal parts of it."""
+    if run.sequence_ranks > 1:
+        forward, backward = attention_work(replace(run, sequence_ranks=1))
+        return forward.times(1 / run.sequence_ranks), backward.times(1 / run.sequence_ranks)
     size, own = attention_size(run), run.costs
     shape = size.batch, size.heads, size.tq, size.tk, size.head_dim
     causal = run.config.causal and not own.writes_scores
@@ -70,17 +73,18 @@ def step_work(run: Run) -> Work:
     """One forward and backward of a micro-batch and one update. FLOPs: 6 N for each token of the matrices (2
     N more for those of blocks that checkpointing runs twice), and attention's. Bytes, at least: what is kept
     for backward, written and read; the logits and their gradient, the same; weights, read by forward and
-    twice by backward; gradients, parameters and both moments, written and read; attention's. In chunks the
-    loss reads and writes its weight's gradient with each."""
+    twice by backward; gradients, parameters and both moments, of its own shard, written and read;
+    attention's. In chunks the loss reads and writes its weight's gradient with each. What devices send each
+    other is left out."""
     config, L = run.config, run.config.n_layer
     forward, backward = attention_work(run)
     parameters = 4 * sum(parameter_count(config).values())
     kept = L * sum(saved_by_layer(run).values())
-    weights = 3 * (cast_weight_bytes(run) or parameters)
+    weights = 3 * (cast_weight_bytes(replace(run, shards=1)) or parameters)
     dense = flops_per_token(config, seq_len=0) * run.tokens
     own = forward.times(L) + backward.times(L)
     logits = run.tokens * config.padded_vocab_size * run.value_bytes
-    moved = 2 * kept + 4 * logits + weights + 8 * parameters
+    moved = 2 * kept + 4 * logits + weights + 8 * parameters // run.shards
     if config.loss_chunk:
         moved += math.ceil(run.tokens / config.loss_chunk) * 2 * output_bytes(run)
     if run.checkpointing:

@@ -7,7 +7,9 @@ state and embeddings are fp32, always; the residual stream with model.fp32_resid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,12 +19,30 @@ from model.calls import attention_call
 from model.config import GPTConfig
 
 
+def shared_by(trainer: Mapping[str, Any], step_tokens: int | None, micro_tokens: int) -> dict[str, Any]:
+    """`shards`, `sequence_ranks` and `accumulates` of a Run, by the config of a trainer, tokens_per_step and
+    the tokens of a micro-batch. trainer.devices=auto: the GPUs of this machine, or one device."""
+    devices, strategy = trainer["devices"], trainer["strategy"]
+    if devices in ("auto", -1, "-1"):
+        devices = torch.cuda.device_count() or 1
+    elif isinstance(devices, str):
+        devices = [word for word in devices.split(",") if word] if "," in devices else int(devices)
+    n = (devices if isinstance(devices, int) else len(devices)) * trainer["num_nodes"]
+    ranks = 1 if isinstance(strategy, str) else strategy.get("context_parallel", 1)
+    ranks = n if ranks == "all" else ranks
+    sharded = not isinstance(strategy, str) and strategy["_target_"].endswith("FSDP2Strategy")
+    accumulates = (step_tokens or 0) > micro_tokens * (n // ranks) or (n > 1 and not sharded)
+    return {"shards": n if sharded else 1, "sequence_ranks": ranks, "accumulates": accumulates}
+
+
 @dataclass(frozen=True)
 class Run:
-    """A training step: the model, rows of a micro-batch, the implementation of attention, `value_bytes` e,
-    the device and, where known, its compute capability, whether the step is compiled and checkpointed,
-    whether gradients of micro-batches before are there (`accumulates`), and the bytes of libraries'
-    workspaces."""
+    """A training step of one device: the model, rows of a micro-batch, the implementation of attention,
+    `value_bytes` e, the device and, where known, its compute capability, whether the step is compiled and
+    checkpointed, whether gradients of micro-batches before are there (`accumulates`; under DDP they always
+    are, in its buckets), the bytes of libraries' workspaces, and the devices that share parameters,
+    gradients and optimiser state (`shards`: FSDP2) and each sequence (`sequence_ranks`: context
+    parallelism)."""
 
     config: GPTConfig
     batch: int
@@ -34,6 +54,8 @@ class Run:
     checkpointing: bool = False
     accumulates: bool = False
     workspace_bytes: int = 0
+    shards: int = 1
+    sequence_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -43,7 +65,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.config.seq_len
+        return self.batch * self.config.seq_len // self.sequence_ranks
 
     @property
     def width_bytes(self) -> int:  # N C e
@@ -67,18 +89,29 @@ class Run:
         return self.tokens * self.config.n_head * self.config.head_size * self.value_bytes
 
     @property
+    def whole_kv_bytes(self) -> int:
+        """K and V of whole sequences, which each of the devices that share these gathers; else 0."""
+        if self.sequence_ranks == 1:
+            return 0
+        config = self.config
+        return 2 * self.batch * config.seq_len * config.kv_heads * config.head_size * self.value_bytes
+
+    @property
     def hidden_bytes(self) -> int:  # N h e
         return self.tokens * self.config.mlp_size * self.value_bytes
 
     @property
     def call(self) -> AttentionCall:
-        """A layer's call of attention."""
+        """A layer's call of attention; where devices share sequences, the larger of its two calls."""
         dtype = torch.bfloat16 if self.value_bytes == 2 else torch.float32
         facts = {"tokens": self.config.seq_len, "device": torch.device("cpu"), "dtype": dtype}
         call = attention_call(self.config, "training", batch=self.batch, **facts)
+        if self.sequence_ranks > 1:
+            call = replace(call, tq=call.tq // (2 * self.sequence_ranks))
         return replace(call, device=self.device, arch=self.arch)
 
     @property
     def costs(self) -> Costs:
         """Of a layer's attention. Raises CostsNotDeclared where the implementation says nothing of them."""
-        return self.attention.costs(self.call, self.compiled)
+        costs = self.attention.costs(self.call, self.compiled)
+        return costs if self.sequence_ranks == 1 else replace(costs, kept=2 * costs.kept)

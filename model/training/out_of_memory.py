@@ -16,7 +16,7 @@ from attention.base import Attention, CostsNotDeclared
 from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.memory import peak
-from model.costs.run import Run
+from model.costs.run import Run, shared_by
 
 # of the host's and the devices' allocators, and of libraries whose workspaces found no room
 WORDS = (
@@ -73,7 +73,7 @@ def training_run(
         arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         compiled=device.type == "cuda" if compiled == "auto" else compiled,
         checkpointing=config["checkpointing"],
-        accumulates=(config["tokens_per_step"] or 0) > data["batch_size"] * config["seq_len"],
+        **shared_by(config["trainer"], config["tokens_per_step"], data["batch_size"] * config["seq_len"]),
     )
 
 

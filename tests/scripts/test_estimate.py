@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -156,6 +157,22 @@ def test_another_gpu_than_that_at_hand_cannot_be_measured(capsys: pytest.Capture
 def test_what_cannot_train_is_refused_wherever_it_is_installed() -> None:
     with pytest.raises(UnsupportedAttention, match="float32"):
         run_of(composed([*GPT2, "attention=flash2", "precision=32-true"]), GPUS["h200"])
+
+
+def test_one_of_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt2", "data=synthetic", "attention=cuda", "gpu=h200", "trainer.devices=4"]
+    main([*words, "trainer=fsdp2", "seq_len=1024"])
+    said = capsys.readouterr().out
+    assert "one of 4 devices that share parameters, gradients and optimiser state\n" in said
+    assert re.search(r"at the peak: optimizer +237\.\d+ MiB", said)  # a quarter of both moments
+    main([*words, "trainer=context_parallel", "seq_len=262144", "data.batch_size=1", "model.position=rope"])
+    said = capsys.readouterr().out
+    assert "optimiser state, 4 to a sequence\n" in said
+    assert re.search(r"K and V of whole sequences, one layer +768\.00 MiB", said)
+    for refused, why in (("seq_len=1022", "multiple of 8"), ("--measure", "on one device")):
+        with pytest.raises(SystemExit):
+            main([*words[:3], "trainer.devices=4", "trainer=context_parallel", refused])
+        assert why in capsys.readouterr().err
 
 
 def test_arguments() -> None:
