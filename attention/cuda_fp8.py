@@ -27,7 +27,7 @@ from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
 
-SCALES = ("block", "tensor")
+SCALES, SCORES = ("block", "tensor"), ("e4m3", "int8")
 
 
 def _forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -50,13 +50,15 @@ _OP = register_attention("cuda_fp8", _forward, _backward, "CUDA", _check)
 
 
 class CudaFp8(Attention):
-    """q, k, v and the probabilities in e4m3, sums in fp32.
+    """v and the probabilities in e4m3, q and k in 8 bits too; sums in fp32.
 
     Args:
         hadamard: whether q and k are multiplied by an orthogonal Hadamard matrix first, which spreads
             outliers and changes no score.
         scales: block: one for each 64 queries and each 128 keys of a head; tensor: one for all of q, and one
             for all of k. Each head of v has one.
+        scores: the numbers that q and k become. int8: integers, in even steps, finer than those of e4m3 where
+            the transform leaves no outliers.
     """
 
     capabilities = Capabilities(
@@ -76,11 +78,14 @@ class CudaFp8(Attention):
         operands=torch.float8_e4m3fn,
     )
 
-    def __init__(self, hadamard: bool = True, scales: str = "block", name: str = "cuda_fp8"):
-        if scales not in SCALES:
-            raise UserError(f"scales is {scales!r}; cuda_fp8 has {', '.join(SCALES)}")
+    def __init__(
+        self, hadamard: bool = True, scales: str = "block", scores: str = "e4m3", name: str = "cuda_fp8"
+    ):
+        for option, given, known in (("scales", scales, SCALES), ("scores", scores, SCORES)):
+            if given not in known:
+                raise UserError(f"{option} is {given!r}; cuda_fp8 has {', '.join(known)}")
         super().__init__(name)
-        self.hadamard, self.scales = hadamard, scales
+        self.tuning = [int(hadamard), SCALES.index(scales), SCORES.index(scores)]
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         return super().unsupported_reasons(call) + [fault for fault in [missing()] if fault]
@@ -98,4 +103,4 @@ class CudaFp8(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return _OP(q, k, v, options, dropout_seed, [int(self.hadamard), SCALES.index(self.scales)])
+        return _OP(q, k, v, options, dropout_seed, self.tuning)

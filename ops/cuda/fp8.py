@@ -48,9 +48,10 @@ def scratch_bytes(batch: int, heads: int, kv_heads: int, tq: int, tk: int, head_
 
 def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32; options as in ops/library.py, and
-    tuning = [whether q and k are transformed, whether one scale is for all of q, and of k]."""
+    tuning = [whether q and k are transformed, whether one scale is for all of q, and of k, whether both are
+    integers]."""
     call = Call(*map(_mappable, (q, k, v)), *options)
-    hadamard, one_scale = call.tuning or (1, 0)
+    hadamard, one_scale, integers = call.tuning or (1, 0, 0)
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     tile, width = _TILES[padded_head_dim(head_dim)], padded_head_dim(head_dim)
     k_blocks, rows = math.ceil(tk / KEYS), VALUES * math.ceil(tk / VALUES)
@@ -63,7 +64,7 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     blocks = (max(math.ceil(tq / KEYS), k_blocks), heads + 2 * kv_heads, batch)
 
     def launch(name: str, grid: tuple[int, int, int], threads: int, given: int = 0) -> None:
-        own = {"PAD_D": width, "FP8": 1, "HADAMARD": int(hadamard), "GIVEN": given}
+        own = {"PAD_D": width, "FP8": 1, "INT8": integers, "HADAMARD": int(hadamard), "GIVEN": given}
         nvrtc.kernel("ladder/fp8.cu", name, call.defines | own, q.device).launch(grid, threads, params)
 
     launch("tilegpt_fp8_rows", blocks, 2 * width)
@@ -72,4 +73,4 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
             part.copy_(part.max())
         launch("tilegpt_fp8_rows", blocks, 2 * width, given=1)
     launch("tilegpt_fp8_values", (rows // VALUES, kv_heads, batch), 256)
-    return run_forward(q, call, tile, ((q8, 64), (k8, tile.bc), (v8, width)))
+    return run_forward(q, call, tile, ((q8, 64), (k8, tile.bc), (v8, width)), INT8=integers)

@@ -9,6 +9,9 @@
 #ifndef FP8
 #define FP8 0
 #endif
+#ifndef INT8
+#define INT8 0
+#endif
 
 namespace cpu {
 static const int depth = FP8 ? 32 : 16;  // of the reduction, in a product
@@ -90,6 +93,7 @@ struct Product {
     bool from_registers, a_mn, b_mn, add;
     unsigned long long a, b;
     float rows[2][depth];
+    bool integers;
 };
 static std::vector<std::vector<Product>> products[most_threads];  // the last group is open
 static std::vector<std::vector<Product>> &of_thread() {
@@ -98,13 +102,16 @@ static std::vector<std::vector<Product>> &of_thread() {
     return all;
 }
 // Number k of row (of A) or column (of B) x of what a descriptor tells.
-static float operand(unsigned long long descriptor, bool mn, int x, int k) {
+static float operand(unsigned long long descriptor, bool mn, int x, int k, bool integers) {
     const unsigned start = (descriptor & 0x3fff) << 4, block = (descriptor >> 16 & 0x3fff) << 4;
     const unsigned eight = (descriptor >> 32 & 0x3fff) << 4, row_bytes = descriptor >> 62 == 1 ? 128 : 64;
     const unsigned wide = row_bytes / 2;
     const unsigned address = mn ? start + x / wide * block + k / 8 * eight + k % 8 * row_bytes + x % wide * 2
                                 : start + x / 8 * eight + x % 8 * row_bytes + k * (FP8 ? 1 : 2);
-    if (FP8) return float_of_e4m3(*at(swizzled_address(address, row_bytes)));
+    if (FP8) {
+        const unsigned char bits = *at(swizzled_address(address, row_bytes));
+        return integers ? (float)(signed char)bits : float_of_e4m3(bits);
+    }
     unsigned short bits;
     memcpy(&bits, at(swizzled_address(address, row_bytes)), 2);
     return float_of(bits);
@@ -113,11 +120,11 @@ static void multiply(const Product &p) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     float a[2][depth];
     for (int half = 0; half < 2; half++)
-        for (int k = 0; k < depth; k++) a[half][k] = p.from_registers ? p.rows[half][k] : operand(p.a, p.a_mn, row + 8 * half, k);
+        for (int k = 0; k < depth; k++) a[half][k] = p.from_registers ? p.rows[half][k] : operand(p.a, p.a_mn, row + 8 * half, k, p.integers);
     for (int n = 0; n < p.columns / 8; n++)
         for (int e = 0; e < 2; e++) {
             float b[depth];
-            for (int k = 0; k < depth; k++) b[k] = operand(p.b, p.b_mn, n * 8 + lane % 4 * 2 + e, k);
+            for (int k = 0; k < depth; k++) b[k] = operand(p.b, p.b_mn, n * 8 + lane % 4 * 2 + e, k, p.integers);
             for (int half = 0; half < 2; half++) {
                 float &sum = p.sums[4 * n + 2 * half + e];
                 if (!p.add) sum = 0.0f;
@@ -254,6 +261,10 @@ template <int N> static inline void wgmma_wait_group() {
     __syncwarp();
     for (; all.size() > N + 1; all.erase(all.begin()))
         for (const cpu::Product &product : all[0]) cpu::multiply(product);
+}
+// (Floats from 1.5 * 2^23 on: integers of 32 bits up to 2^22, and exact.)
+static inline void wgmma_int8(float (&d)[64], unsigned long long a, unsigned long long b) {
+    cpu::of_thread().back().push_back({d, 128, false, false, false, true, a, b, {}, true});
 }
 template <int N> static inline void pin(float (&)[N]) {}
 template <int N> struct Wgmma {

@@ -34,6 +34,7 @@ SHAPES = [
     ((150, 150, 128), (1, 1), {"document_ids": cpu.documents(40, 60, 50)}),
     ((200, 70, 128), (1, 1), {}),  # rows that see no key
 ]
+CASES = [("e4m3", *shape) for shape in SHAPES] + [("int8", *SHAPES[each]) for each in (2, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -53,35 +54,38 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
         (CudaFp8, "unsupported_reasons", lambda *_: []),
     ):
         monkeypatch.setattr(owner, name, value)
-    run = lambda _, q, k, v, options, seed: fp8.fp8_forward(q, k, v, options, seed, [1, 0])  # noqa: E731
+    run = lambda of, q, k, v, options, seed: fp8.fp8_forward(q, k, v, options, seed, of.tuning)  # noqa: E731
     monkeypatch.setattr(CudaFp8, "attend", run)
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("shape", "heads", "options"), long_but(SHAPES, 1, 4, 6))
-def test_values(shape: tuple[int, int, int], heads: tuple[int, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("scores", "shape", "heads", "options"), long_but(CASES, 1, 4, 6, 9))
+def test_values(
+    scores: str, shape: tuple[int, int, int], heads: tuple[int, int], options: dict[str, Any]
+) -> None:
     q, k, v, _ = cpu.inputs(shape, heads, dtype=torch.bfloat16)
-    problem, attention = Problem(q, k, v, options), CudaFp8()
+    problem, attention = Problem(q, k, v, options), CudaFp8(scores=scores)
     got = computed(attention, problem)
     ratios = error_ratios(got, *expected(problem, operands=torch.float8_e4m3fn), q.dtype)
     assert ratios.keys() == {"out", "lse"} and max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("scores", ["e4m3", "int8"])
 @pytest.mark.parametrize("factors", [(0, 1, 1), (1, 0, 1), (1e-13, 1e-13, 1), (1, 1, 1e-37)], ids=str)
-def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float]) -> None:
+def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float], scores: str) -> None:
     inputs = cpu.inputs((70, 70, 64), (1, 1), dtype=torch.bfloat16)[:3]
     q, k, v = (x * factor for x, factor in zip(inputs, factors, strict=True))
-    out = CudaFp8()(q, k, v)
+    out = CudaFp8(scores=scores)(q, k, v)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert (out - exact).abs().max() <= max(0.06 * float(exact.abs().max()), 1e-33)
 
 
-def _error_of_scores(hadamard: int, one_scale: int, inputs: tuple[Tensor, ...]) -> float:
+def _error_of_scores(hadamard: int, one_scale: int, integers: int, inputs: tuple[Tensor, ...]) -> float:
     q, k, _ = (x.double() for x in inputs)
     exact = torch.logsumexp(q @ k.mT / math.sqrt(q.shape[3]), -1)
     options = AttentionOptions(causal=False, scale=q.shape[3] ** -0.5)
-    _, lse = fp8.fp8_forward(*inputs, options, None, [hadamard, one_scale])
+    _, lse = fp8.fp8_forward(*inputs, options, None, [hadamard, one_scale, integers])
     return float((lse.double() - exact).square().mean().sqrt())
 
 
@@ -92,8 +96,9 @@ def test_the_hadamard_transform_takes_the_outliers_error() -> None:
     g = torch.Generator().manual_seed(0)
     usual, outliers = (torch.randn(3, 1, 1, 320, 128, generator=g) for _ in range(2))
     x = tuple((usual + 10 * outliers * (torch.rand(usual.shape, generator=g) < 0.001)).bfloat16())
-    errors = {each: _error_of_scores(*each, x) for each in ((0, 1), (0, 0), (1, 0))}
-    assert errors[1, 0] < 0.6 * min(errors[0, 1], errors[0, 0]), errors
+    errors = {each: _error_of_scores(*each, x) for each in ((0, 1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1))}
+    assert errors[1, 0, 0] < 0.6 * min(errors[0, 1, 0], errors[0, 0, 0]), errors
+    assert errors[1, 0, 1] < 0.6 * errors[1, 0, 0], errors
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -102,8 +107,8 @@ def test_the_copies_in_8_bits_are_the_inputs() -> None:
     q, k, v, _ = cpu.inputs((70, 150, 96), (2, 1), dtype=torch.bfloat16)
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8, "run_forward", lambda q, call, tile, operands: seen.extend((call, operands)))
-        fp8.fp8_forward(q, k, v, AttentionOptions(causal=False, scale=1.0), None, [0, 1])
+        patch.setattr(fp8, "run_forward", lambda q, call, tile, operands, **_: seen.extend((call, operands)))
+        fp8.fp8_forward(q, k, v, AttentionOptions(causal=False, scale=1.0), None, [0, 1, 0])
     _, ((q8, _), (k8, _), (v8, _)) = seen
     for of8, x in ((q8, q), (k8, k)):
         numbers = of8.view(torch.float8_e4m3fn).float()
@@ -125,7 +130,8 @@ def _assert_rounded(numbers: Tensor, x: Tensor) -> None:
 
 @pytest.mark.parametrize(("head_dim", "spilled"), [(128, 64), (256, 96)])
 @pytest.mark.parametrize("right", [0, 1])
-def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right: int) -> None:
+@pytest.mark.parametrize("integers", [0, 1])
+def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right: int, integers: int) -> None:
     if fault := nvrtc.missing():
         pytest.skip(fault)
     tile, meta = fp8._TILES[head_dim], partial(torch.empty, dtype=torch.bfloat16, device="meta")
@@ -133,7 +139,7 @@ def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "data_ptr", lambda _: 256)
         defines = Call(q, q, q, AttentionOptions(causal=bool(right), scale=1.0)).defines
-    defines |= tile.defines(head_dim)
+    defines |= tile.defines(head_dim) | {"INT8": integers}
     own = {"ALIGNED": 1, "SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PINGPONG": 1, "OVERLAP": 1}
     of_fa3 = tuple((defines | own).items())
     made = compiled(
@@ -150,6 +156,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"scales is 'row'; cuda_fp8 has block, tensor"):
         CudaFp8(scales="row")
     x = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"scores is 'int4'; cuda_fp8 has e4m3, int8"):
+        CudaFp8(scores="int4")
     with pytest.raises(UnsupportedAttention, match=r"cuda_fp8"):
         CudaFp8()(x, x, x)
 
@@ -159,10 +167,10 @@ def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch, compiler:
     q, k, v, _ = cpu.inputs((130, 200, 96), (2, 1), dtype=torch.bfloat16)
     held: list[int] = []
 
-    def keep(q: Tensor, call: Call, tile: Any, operands: Any) -> None:
+    def keep(q: Tensor, call: Call, tile: Any, operands: Any, **_: int) -> None:
         held.extend(x.nbytes for x, _ in operands)
 
     monkeypatch.setattr(fp8, "run_forward", keep)
-    fp8.fp8_forward(q, k, v, AttentionOptions(causal=False, scale=1.0), None, [1, 0])
+    fp8.fp8_forward(q, k, v, AttentionOptions(causal=False, scale=1.0), None, [1, 0, 0])
     scales = 4 * (2 * 4 + 2 * 2 + 1)
     assert fp8.scratch_bytes(1, 2, 1, 130, 200, 96) == sum(held) + scales

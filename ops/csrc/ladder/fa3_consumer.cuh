@@ -76,12 +76,24 @@ struct Consumer {
         return scales.k[head * scales.k_blocks + start / FP8_KEYS];
     }
 
+    // Before the fence, as S of integers goes on from what is there.
+    __device__ __forceinline__ void begin_scores() {
+#if INT8
+#pragma unroll
+        for (int x = 0; x < BC / 2; x++) flat(s)[x] = INT8_ORIGIN;
+#endif
+        pin(flat(s));
+    }
     // S = Q K^T, asked for.
     __device__ __forceinline__ void multiply_qk() {
         const Matrix queries(room.q + (slot * GROUPS + group) * Q_BYTES), keys(room.k + k.at * KV_BYTES);
 #pragma unroll
         for (int step = 0; step < PAD_D / K_STEP; step++)
+#if INT8
+            wgmma_int8(flat(s), queries.at(step_bytes<64>(step)), keys.at(step_bytes<BC>(step)));
+#else
             Wgmma<BC>::ss<0, 0>(flat(s), queries.at(step_bytes<64>(step)), keys.at(step_bytes<BC>(step)), step > 0);
+#endif
         wgmma_commit_group();
     }
     // O += P V, asked for.
@@ -185,6 +197,7 @@ struct Consumer {
             float scale = scale_of_keys(start);
             mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
             take_turn();
+            if (INT8) begin_scores();
             wgmma_fence();
             multiply_qk();
             give_turn();
@@ -204,7 +217,7 @@ struct Consumer {
                 scale = scale_of_keys(start);
                 mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
                 take_turn();
-                pin(flat(s)), pin(flat(o));
+                begin_scores(), pin(flat(o));
                 wgmma_fence();
                 multiply_qk();
                 await_v(valid);

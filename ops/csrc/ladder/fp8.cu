@@ -5,7 +5,7 @@
 // keys of a head share one, and V of a head has one. What is left is the error of outliers, beside which the block's
 // other numbers lose bits. With HADAMARD ("incoherent processing") q and k are first multiplied by the orthogonal matrix
 // H S / sqrt(D), Sylvester's H with signs S that stay the same: <q, k> does not change, and an outlier is spread over D
-// numbers.
+// numbers. With INT8 q and k then are integers of 8 bits, not e4m3: with no outliers left, 255 even steps are finer.
 // V. wgmma takes operands of 8 bits along the reduction alone, which for P V is the keys: V is written transposed. And
 // a thread that holds S of keys 2c, 2c + 1, 2c + 8, 2c + 9 is to hold P of 4c .. 4c + 3: in V 16 keys lie in the order
 // that makes both the same, so that P stays in registers as it is.
@@ -23,10 +23,24 @@
 #define ROWS_EACH (FP8_KEYS / WARPS * LANES / 32)
 #define VALUES 64  // keys that a block transposes
 #define E4M3_MOST 448.0f
+#define MOST (INT8 ? 127.0f : E4M3_MOST)  // of q and k
 // The largest number that a scale is made of is at least this: a score that a mask has made -inf is multiplied by the
 // scales of q and k, which must not be 0, nor their product; and 448 over that of V must not be inf.
 #define LEAST 1e-12f
 #define LEAST_OF_V 1e-30f
+
+// Four numbers of q or k in 8 bits, the first lowest.
+__device__ __forceinline__ unsigned round_four(const float *x, float factor) {
+#if INT8
+    unsigned packed = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)  // the sum rounds to whole numbers, whose low bits are the last of its own
+        packed |= ((unsigned)__float_as_int(fmaf(x[i], factor, INT8_ORIGIN)) & 255) << 8 * i;
+    return packed;
+#else
+    return pack_e4m3(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);
+#endif
+}
 
 // A row of LANES lanes times S and H. (32 lanes a row would take 20 shuffles a row, and these take 12.)
 __device__ __forceinline__ void transform(float (&x)[EACH]) {
@@ -102,10 +116,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
     float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + 2 * blockIdx.x + warp / (WARPS / 2)
                         : scales.k + (long long)head * scales.k_blocks + blockIdx.x;
     if (GIVEN)
-        most = *scale / norm * E4M3_MOST;
+        most = *scale / norm * MOST;
     else if (lane == 0 && warp == from)
-        *scale = most * norm / E4M3_MOST;
-    const float inverse = E4M3_MOST / most;
+        *scale = most * norm / MOST;
+    const float inverse = MOST / most;
     unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PAD_D / 4);
 #pragma unroll
     for (int r = 0; r < ROWS_EACH; r++) {
@@ -115,10 +129,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
         for (int e = 0; e < EACH; e += 16) {
             unsigned four[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float *of = values[r] + e + 4 * i;
-                four[i] = pack_e4m3(of[0] * inverse, of[1] * inverse, of[2] * inverse, of[3] * inverse);
-            }
+            for (int i = 0; i < 4; i++) four[i] = round_four(values[r] + e + 4 * i, inverse);
             *(uint4 *)(to + (long long)at * (PAD_D / 4) + (part * EACH + e) / 4) =
                 uint4{four[0], four[1], four[2], four[3]};
         }

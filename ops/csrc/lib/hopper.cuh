@@ -17,6 +17,12 @@
 #ifndef FP8
 #define FP8 0
 #endif
+// With INT8 as well, Q and K are integers of 8 bits, and their sums, from this float on, whose last bit is worth 1,
+// are floats too up to 2^22 in absolute value: no instruction converts them. (One that does has the rate of ex2.)
+#ifndef INT8
+#define INT8 0
+#endif
+#define INT8_ORIGIN 12582912.0f  // 1.5 * 2^23
 #define OPERAND_BYTES (FP8 ? 1 : 2)
 #define OPERAND_BLOCKS (FP8 ? BLOCKS_D / 2 : BLOCKS_D)
 #define K_STEP (FP8 ? 32 : 16)  // of the reduction, in a wgmma
@@ -262,6 +268,18 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 #define F_80 F_64, F8(64), F8(72)
 #define F_96 F_80, F8(80), F8(88)
 #define F_128 F_96, F8(96), F8(104), F8(112), F8(120)
+
+// d += A B of integers, both K-major, by descriptors; d is floats from INT8_ORIGIN on.
+#define I8(i)                                                                                                          \
+    "+r"((int &)d[i]), "+r"((int &)d[i + 1]), "+r"((int &)d[i + 2]), "+r"((int &)d[i + 3]), "+r"((int &)d[i + 4]),     \
+        "+r"((int &)d[i + 5]), "+r"((int &)d[i + 6]), "+r"((int &)d[i + 7])
+__device__ __forceinline__ void wgmma_int8(float (&d)[64], unsigned long long a, unsigned long long b) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" R_64 "}, %64, %65, p;}"
+                 : I8(0), I8(8), I8(16), I8(24), I8(32), I8(40), I8(48), I8(56)
+                 : "l"(a), "l"(b), "r"(1)
+                 : "memory");
+}
 
 // Of each N that a tile may have: A and B by descriptors, both K-major, cleared first with `add` = 0; or A from
 // registers (the layout of mma.cuh's A) and B by descriptor, MN-major or K-major.

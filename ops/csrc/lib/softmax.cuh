@@ -15,7 +15,13 @@ template <int TILES> struct Rows {
 #if ELEMENT_KIND == float_ELEMENT
 #define ABOVE(s, m) (((s) - (m)) * c)
 #define FACTOR 128.0f  // of the exponentials, up to 2^8: small ones are to lose no bits in fp16 (split_products.cuh)
+#elif INT8
+// s begins at INT8_ORIGIN (hopper.cuh). Rounding the sum, one for all keys of a tile, moves s by less than 1.
+#define ABOVE(s, m) ((s) * c - ((m) + INT8_ORIGIN * c))
+#define FROM_ORIGIN(s) ((s) - INT8_ORIGIN)
+#define FACTOR 1.0f
 #else
+#define FROM_ORIGIN(s) (s)
 #define ABOVE(s, m) ((s) * c - (m))
 #define FACTOR 1.0f
 #endif
@@ -60,7 +66,8 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Row
                 const float m = most[t][half], factor = exp2_of((rows.m[t][half] - m) * c);
 #else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
-                const float m = SHIFT_OF(__fmul_rn(most[t][half], c)), factor = exp2_of(rows.m[t][half] - m);
+                const float m = SHIFT_OF(__fmul_rn(FROM_ORIGIN(most[t][half]), c));
+                const float factor = exp2_of(rows.m[t][half] - m);
 #endif
                 rows.m[t][half] = m, rows.l[t][half] *= factor;
                 rescale(t, half, factor);
