@@ -129,8 +129,11 @@ def test_kernels_of_our_own_in_two_processes(
     """Triton's, in its interpreter: the steps are those that naive takes in one process."""
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    script = tmp_path / "quick.py"
+    script.write_text("import train\nfrom tests import interpreter\ninterpreter.hasten()\ntrain.main()\n")
     steps = ("trainer.max_steps=3", "trainer.val_check_interval=10", "checkpointing=true")
-    result = finish(start(tmp_path, "name=a", *STEP, *two(strategy), *steps, "attention=triton"))
+    run = ("name=a", *STEP, *two(strategy), *steps, "attention=triton", "data.max_val_tokens=16")
+    result = finish(start(tmp_path, *run, script=script))
     assert result.code == 0, result.err
     assert "attention  triton" in result.out
     assert_same(rows(tmp_path / "runs" / "a"), reference, range(1, 3))

@@ -66,7 +66,9 @@ def test_a_rank_is_lost(
     if fault == "SIGSTOP" and rank == 0:  # it is the process that was started, which stays as it is
         while process.poll() is None and _state_of(process.pid) != "T":
             time.sleep(0.1)
-        time.sleep(LIMIT + 10)
+        begun, others = time.monotonic(), Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        while time.monotonic() < begun + LIMIT + 10 and any(_state_of(pid) != "Z" for pid in others.split()):
+            time.sleep(0.1)
         process.kill()
     result = finish(process)
     assert result.code != 0
@@ -82,5 +84,5 @@ def test_a_rank_is_lost(
     assert_same(rows(tmp_path / "runs" / "a"), rows(tmp_path / "runs" / "one"), range(21))
 
 
-def _state_of(pid: int) -> str:
+def _state_of(pid: int | str) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
