@@ -60,7 +60,7 @@ def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(tmp_path: Path,
     process = start(tmp_path, "name=a", *STEP, *two("ddp"), *limits(3000), CHUNKS)
     metrics = tmp_path / "runs" / "a" / "metrics.csv"
     while process.poll() is None and not (metrics.exists() and "\n8," in metrics.read_text()):
-        time.sleep(0.001)
+        time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     result = finish(process)
     assert result.code == 143, result.err

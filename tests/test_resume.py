@@ -68,7 +68,7 @@ def kill_at(folder: Path, step: int, *overrides: str, tiny: bool = True) -> Resu
     """SIGKILL as soon as metrics.csv holds `step`."""
     process = start(folder, *overrides, *(["name=a"] if tiny else []), tiny=tiny)
     while last_step(folder / "runs" / "a") < step and process.poll() is None:
-        time.sleep(0.001)
+        time.sleep(0.01)
     process.kill()
     return finish(process)
 

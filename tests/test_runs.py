@@ -196,7 +196,7 @@ def two_processes(folder: Path, wait: int, *second: str) -> None:
     first = start(folder, *steps, "name=a")
     run = folder / "runs" / "a"
     while first.poll() is None and (not (run / "metrics.csv").exists() or max(rows(run), default=-1) < wait):
-        time.sleep(0.001)
+        time.sleep(0.01)
     results: list[Result] = []
     while first.poll() is None and (
         not results or (second[0] == "ckpt=a" and not refused(results[-1], first.pid))
