@@ -18,7 +18,9 @@ from ops import nvrtc
 from ops.cuda import fp8, hopper, plain
 from ops.cuda.call import Call
 from scripts.accuracy import Problem, computed, error_ratios, expected
-from tests.grid import long_but
+from tests.attention.criterion import run_case
+from tests.grid import CASES as GRID
+from tests.grid import Case, long_but
 from tests.ops import cpu
 from tests.ops.recorded import Launch, compiled
 from tests.ops.test_cuda_compile import BUDGETS
@@ -150,6 +152,15 @@ def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right:
     for name, threads in (("tilegpt_fp8_rows", 2 * head_dim), ("tilegpt_fp8_values", 256)):
         made, most = compiled(Launch("ladder/fp8.cu", name, of_rounding, threads, 0), (9, 0)), BUDGETS[name]
         assert made.registers <= most.registers and made.spilled_bytes <= most.spilled_bytes, made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRID, ids=lambda case: case.id)
+def test_integers_on_a_gpu(case: Case) -> None:
+    """What tests/attention/test_grid.py asks of the numbers that cuda_fp8 has unless told otherwise."""
+    for dtype in (torch.bfloat16, torch.float16):
+        ratios = run_case(CudaFp8(scores="int8"), case, "cuda", dtype) or {}
+        assert all(ratio <= 1 for ratio in ratios.values()), (dtype, ratios)
 
 
 def test_what_is_refused() -> None:
