@@ -242,7 +242,7 @@ def name_ends(axes: Any, labels: Sequence[tuple[float, float, str, str]]) -> Non
     where these are close."""
     if not (labels and _drawing):
         return
-    axes.figure.canvas.draw()
+    axes.get_ylim()  # which fits the limits to what is drawn, and transData with them
     height, places = max(0.02, min(0.06, 1 / len(labels))), []
     within = axes.transData + axes.transAxes.inverted()
     ends = sorted((within.transform(at[:2])[1], at) for at in labels)
