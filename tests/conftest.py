@@ -3,6 +3,7 @@ Triton's kernels run in its interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -37,3 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(missing)
         if item.nodeid.startswith("tests/scripts/"):  # they measure memory and time
             item.add_marker(pytest.mark.alone)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: whatever collects garbage, as measurements do before each, need not go over
+    thousands of tests and all modules again."""
+    gc.collect()
+    gc.freeze()
