@@ -3,10 +3,10 @@
     import attention.for_transformers
     model = AutoModelForCausalLM.from_pretrained("gpt2", attn_implementation="tilegpt-triton")
 
-A name of conf/attention is registered as `registered_name` has it. transformers asks twice: once a forward
-for a mask, by the lengths, the pattern, the padding and the cache (`make_mask`), and in each layer for
-attention with that mask (`attend`). What is handed on as the mask is no matrix of Tq x Tk but the options of
-our contract: what padding, packing, sliding windows and caches come to. What these cannot express is refused.
+Each name in conf/attention is registered under its `registered_name`. transformers calls `make_mask` once
+per forward pass, with the lengths, mask pattern, padding and cache, and `attend` in each layer, with the mask
+that `make_mask` returned. That mask is not a Tq x Tk matrix: it encodes the options of our contract that
+padding, packed documents, sliding windows and caches correspond to. What they cannot express is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor
 
 from attention import registry
 from attention.call import UnsupportedAttention
+from ops.options import AttentionOptions
 
 if TYPE_CHECKING:
     from attention.base import Attention
 
-# What a mask says without tensors, in the size of its second dimension, 1 + their sum: no synchronisation.
+# Flags of a mask. Their sum plus 1 is its second dimension's size: reading a shape does not synchronise.
 CAUSAL, WINDOW, DOCUMENTS, LENGTHS = 1, 2, 4, 8
-# Arguments of a layer that change what attention is to compute, and that the contract has nothing for.
+# Arguments of a layer that change the result of attention, and that our contract cannot express.
 REFUSED = {
     "s_aux": "attention sinks",
     "head_mask": "a mask of heads",
@@ -36,8 +37,8 @@ REFUSED = {
 
 
 def registered_name(name: str) -> str:
-    """tilegpt-triton, tilegpt-sdpa-fa: without "flash", as transformers takes a name with that for one of its
-    own libraries."""
+    """For example tilegpt-triton, or tilegpt-sdpa-fa for sdpa_flash: transformers treats any name with
+    "flash" in it as one of its own libraries."""
     return f"tilegpt-{name.replace('_', '-').replace('flash', 'fa')}"
 
 
@@ -121,9 +122,9 @@ def make_mask(
     return row[:, None, None].expand(-1, 1 + known, -1, -1)
 
 
-def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: str) -> dict[str, Any]:
-    """The contract's options that a mask of `make_mask` stands for; `window`: the layer's own, in keys with
-    the query's."""
+def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: str) -> AttentionOptions:
+    """The options that a mask of `make_mask` encodes. window: the layer's sliding window, in keys, including
+    the query's own; None for none."""
     if mask is None:
         known, row = CAUSAL, None
     else:
@@ -134,15 +135,15 @@ def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: 
         raise UnsupportedAttention(
             name, [f"a layer with sliding_window={window} and a mask that says otherwise"]
         )
-    options: dict[str, Any] = {"causal": bool(known & CAUSAL)}
+    options = AttentionOptions(causal=bool(known & CAUSAL))
     if window is not None:
-        options["window"] = (window - 1, 0) if options["causal"] else (window, window)
+        options = options._replace(window=(window - 1, 0) if options.causal else (window, window))
     if row is not None and row.shape[1] != (known & DOCUMENTS > 0) * (tq + tk) + (known & LENGTHS > 0):
         raise UnsupportedAttention(name, [f"a mask for other lengths than {tq} queries and {tk} keys"])
     if known & DOCUMENTS:
-        options["document_ids"] = row[:, :tq], row[:, tq : tq + tk]
+        options = options._replace(document_ids=(row[:, :tq], row[:, tq : tq + tk]))
     if known & LENGTHS:
-        options["kv_lengths"] = row[:, -1].contiguous()
+        options = options._replace(kv_lengths=row[:, -1].contiguous())
     return options
 
 
@@ -162,22 +163,26 @@ def attend(
     attention: Attention,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """A layer's attention by ours: (B, Tq, H, D) of query (B, H, Tq, D), key and value (B, Hkv, Tk, D)."""
+    """Runs `attention` for a layer of transformers, whose interface the parameters follow.
+
+    query is (B, H, Tq, D), key and value are (B, Hkv, Tk, D); returns (B, Tq, H, D), and None in place of the
+    attention weights."""
     refused = [f"no {what}" for argument, what in REFUSED.items() if not _is_off(others.get(argument))]
     tq, tk = query.shape[2], key.shape[2]
     options = options_of(attention_mask, tq, tk, sliding_window, attention.name)
     if attention_mask is None:
-        options["causal"] = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if (starts := others.get("cu_seq_lens_q")) is not None and "document_ids" not in options:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        options = options._replace(causal=causal)
+    if (starts := others.get("cu_seq_lens_q")) is not None and options.document_ids is None:
         if query.shape[0] > 1 or others.get("cu_seq_lens_k") is not starts:
             refused.append("no packed rows of several lengths: needs one row, with queries as its keys")
         at = torch.arange(tq, dtype=starts.dtype, device=query.device)
-        options["document_ids"] = torch.bucketize(at, starts, out_int32=True, right=True)[None]
+        options = options._replace(document_ids=torch.bucketize(at, starts, out_int32=True, right=True)[None])
     if refused:
         raise UnsupportedAttention(attention.name, refused)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary under autocast may leave fp32
-    options |= {"scale": scaling, "softcap": softcap, "bias": position_bias, "dropout_p": dropout}
-    return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+    options = options._replace(scale=scaling, softcap=softcap, bias=position_bias, dropout_p=dropout)
+    return attention(query, key, value, **options._asdict()).transpose(1, 2).contiguous(), None
 
 
 def _is_off(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attention.base import Attention, AttentionOptions, CachedTensor
 from conf.values import UserError
 from model.generation.decode import Rows, Slots, compute_dtype
 from model.generation.paged_cache import PagedCache
@@ -19,7 +20,6 @@ from model.gpt import GPT, MLP, Block, CausalSelfAttention
 from model.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from attention.base import Attention, CachedTensor
     from model.config import GPTConfig
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -95,10 +95,8 @@ class FusedStep:
                 cache.lengths,
                 config.n_head,
                 *keys_of(cache.k[0]),
-                rope=model.rope,
-                slopes=model.slopes,
-                window=config.window,
-                softcap=config.softcap,
+                model.rope,
+                AttentionOptions(**config.attention_options, alibi_slopes=model.slopes),
             )
         self.choice = None
         if self.attend is not None and rows.sampling.top_k is None and rows.sampling.top_p is None:

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ops.options import AttentionOptions
 from ops.order import multiprocessors
 from ops.triton.decode import _tilegpt_decode_combine
 from ops.triton.interpret import INTERPRETED, mend
@@ -138,24 +139,26 @@ class Choice:
 
 
 class Attend:
-    """Attention of one new token a row over a cache in 16 or 32 bits, which it appends to.
+    """Causal attention of one new token per row over a 16-bit or 32-bit cache, to which it appends the
+    token.
 
     lengths (B,) int64: tokens in the cache before the new one. cache: a layer's keys (B, Hkv, capacity, D),
-    or with table (B, columns) int32 blocks of tokens (N, Hkv, block, D). rope (2, T, D/2), slopes (H,): fp32,
-    or None. window: keys that a query looks back on, or None."""
+    or, with table (B, columns) int32, blocks of tokens (N, Hkv, block, D). rope (2, T, D/2) fp32, or None.
+    options: window, softcap and alibi_slopes (H,) fp32 are read."""
 
     def __init__(
-        self, lengths: Tensor, heads: int, cache: Tensor, table: Tensor | None, *, rope: Tensor | None,
-        slopes: Tensor | None, window: int | None, softcap: float | None,
+        self, lengths: Tensor, heads: int, cache: Tensor, table: Tensor | None, rope: Tensor | None,
+        options: AttentionOptions,
     ):  # fmt: skip
         batch, (_, kv_heads, capacity, head_dim) = len(lengths), cache.shape
         self.table, self.columns, self.page = table, 0, 0
         if table is not None:
             self.columns, self.page = table.shape[1], capacity
             capacity *= self.columns
-        self.lengths, self.rope, self.slopes, self.softcap = lengths, rope, slopes, softcap or 0.0
+        self.lengths, self.rope, self.slopes = lengths, rope, options.alibi_slopes
+        self.softcap, left = options.softcap or 0.0, options.band[0]
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.capacity, self.left = capacity, -1 if window is None else min(window, capacity)
+        self.capacity, self.left = capacity, min(left, capacity)
         self.block_d, sms = max(16, triton.next_power_of_2(head_dim)), multiprocessors(cache.device)
         self.keys, self.warps, self.splits = attention_tile(
             batch * kv_heads, heads // kv_heads, capacity, self.block_d, sms
