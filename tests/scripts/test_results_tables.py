@@ -51,12 +51,16 @@ def test_of_training_the_fastest_of_ours_beside_nanogpt() -> None:
     figures = {"mfu": 0.5, "ms_median": 2.0, "ms_p10": 1.9, "ms_p90": 2.1, "peak_mib": 10.0}
     speeds = {"nanoGPT": 1000.0, "auto": 1015.0, "naive": 300.0}
     rows = [
-        {"point": point | {"implementation": name},
+        {"point": point | {"implementation": name}, "machine": {"commit": "a", "date": "2026-11-23"},
          "result": {"status": "ok", "tokens_per_s": speed} | figures}
         for name, speed in speeds.items()
     ]  # fmt: skip
-    assert results_tables.training(rows).found == "1,015 tokens/s, 1.015x nanoGPT's (auto)."
-    assert results_tables.training(rows[1:]).found == "1,015 tokens/s (auto)."
+    said = "T = 1,024: 1,015 tokens/s, 1.015x nanoGPT's (auto)."
+    assert results_tables.training(rows).found == said
+    assert results_tables.training(rows[1:]).found == "T = 1,024: 1,015 tokens/s (auto)."
+    longer = [row | {"point": row["point"] | {"seq_len": 2048}} for row in rows[1:2]]
+    both = results_tables.training([*rows, *longer]).found
+    assert both == f"{said[:-1]}; T = 2,048: 1,015 tokens/s (auto)."
     assert results_tables.training(rows[:1]).found == ""
 
 
