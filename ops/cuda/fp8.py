@@ -28,7 +28,8 @@ class Fp8Tile(HopperTile):
         return padded_head_dim(head_dim) * rows
 
     def defines(self, head_dim: int) -> dict[str, int]:
-        return super().defines(head_dim) | {"PAD_D": padded_head_dim(head_dim), "FP8": 1}
+        width = padded_head_dim(head_dim)
+        return super().defines(head_dim) | {"PAD_D": width, "USED_D": width, "FP8": 1}
 
 
 _TILES = {128: Fp8Tile(2, KEYS, 4, q_slots=2), 256: Fp8Tile(2, KEYS, 2, q_slots=1)}

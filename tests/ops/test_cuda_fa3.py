@@ -16,7 +16,7 @@ from tests.ops.recorded import SHARED_BYTES
 STATIC_BYTES = 1024  # mbarriers and slots, and what the tiles' alignment takes
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 160, 200, 256])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 112, 128, 160, 200, 256])
 @pytest.mark.parametrize("tk", [1024, 4096])
 @pytest.mark.parametrize(
     "on", [(), ("HAS_RIGHT",), ("HAS_RIGHT", "HAS_LEFT"), ("SOFTCAP",), ("DOCUMENT_IDS",)]
@@ -26,7 +26,7 @@ def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
     tile = hopper.forward_tile(head_dim, tk, defines)
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
-    assert found["PAD_D"] >= head_dim
+    assert found["PAD_D"] >= found["USED_D"] >= head_dim
     # of 65,536 registers
     assert 128 * (found["COPY_REGISTERS"] + tile.groups * found["COMPUTE_REGISTERS"]) <= 1 << 16
 
@@ -39,6 +39,15 @@ def test_fewer_queries_a_tile_where_they_pay() -> None:
         for args in ((1024, causal), (2048, causal), (1024, plain), (4096, plain | {"SOFTCAP": 1}))
     ]
     assert groups == [2, 3, 3, 2]
+
+
+def test_more_keys_a_tile_where_they_pay() -> None:
+    plain = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"), 0)
+    keys = [
+        hopper.forward_tile(d, tk, plain | {"DOCUMENT_IDS": documents}).bc
+        for d, tk, documents in ((96, 4096, 0), (96, 2048, 0), (96, 4096, 1), (80, 4096, 0))
+    ]
+    assert keys == [192, 128, 128, 128]
 
 
 def test_what_tma_can_copy_is_not_copied_before() -> None:

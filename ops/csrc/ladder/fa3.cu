@@ -22,10 +22,10 @@
 //
 // HBM traffic. As fa2: Q and O once, K and V once per head as long as the heads at work fit in the L2; lse.
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
-// The host also defines PAD_D, GROUPS (warp groups that compute; a tile has BR = 64 GROUPS queries), BC, STAGES (of K and
-// of V), Q_SLOTS (tiles of Q that there is room for), O_OVER_Q (O has no room of its own), COPY_REGISTERS and
-// COMPUTE_REGISTERS of a thread, PINGPONG, OVERLAP, PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as
-// for fa2.
+// The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), GROUPS (warp
+// groups that compute; a tile has BR = 64 GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles of Q that there is
+// room for), O_OVER_Q (O has no room of its own), COPY_REGISTERS and COMPUTE_REGISTERS of a thread, PINGPONG, OVERLAP,
+// PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as for fa2.
 #include "fa3_consumer.cuh"
 #include "fa3_producer.cuh"
 

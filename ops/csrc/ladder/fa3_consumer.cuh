@@ -7,7 +7,7 @@
 __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int warp, int lane) {
     const int row = warp * 16 + lane % 16, half = lane / 16;
 #pragma unroll
-    for (int step = 0; step < D_STEPS; step++) {
+    for (int step = 0; step < USED_D / 16; step++) {
         const float(&x)[4] = o.c[0][2 * step], (&y)[4] = o.c[0][2 * step + 1];
         const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + half;
         const unsigned to = tile + block * 64 * BLOCK_ROW + swizzled<BLOCK_D>(row, chunk);
@@ -88,7 +88,7 @@ struct Consumer {
     __device__ __forceinline__ void multiply_qk() {
         const Matrix queries(room.q + (slot * GROUPS + group) * Q_BYTES), keys(room.k + k.at * KV_BYTES);
 #pragma unroll
-        for (int step = 0; step < PAD_D / K_STEP; step++)
+        for (int step = 0; step < USED_D / K_STEP; step++)
 #if INT8
             wgmma_int8(flat(s), queries.at(step_bytes<64>(step)), keys.at(step_bytes<BC>(step)));
 #else
@@ -101,7 +101,7 @@ struct Consumer {
         const Matrix values(room.v + v.at * KV_BYTES, FP8 ? 16 : BC * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < BC / K_STEP; step++)
-            Wgmma<PAD_D>::rs<!FP8>(flat(o), weights[step], values.at(step * (FP8 ? 32 : 16 * BLOCK_ROW)), 1);
+            Wgmma<USED_D>::rs<!FP8>(flat(o), weights[step], values.at(step * (FP8 ? 32 : 16 * BLOCK_ROW)), 1);
         wgmma_commit_group();
     }
 

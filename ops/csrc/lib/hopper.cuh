@@ -11,6 +11,9 @@
 #define BLOCK_D (PAD_D % 64 ? 32 : 64)  // columns of a block
 #endif
 #define BLOCKS_D (PAD_D / BLOCK_D)
+#ifndef USED_D
+#define USED_D PAD_D  // columns that are multiplied
+#endif
 #define BLOCK_ROW (BLOCK_D * 2)         // bytes
 
 // With FP8 what is multiplied is e4m3, which TMA and shared memory have as pairs, PAD_D / 2 columns of 16 bits.

@@ -5,7 +5,7 @@
 #include "softmax.cuh"
 
 typedef Accumulator<1, BC / 16> Scores;
-typedef Accumulator<1, D_STEPS> Output;
+typedef Accumulator<1, USED_D / 16> Output;
 
 template <int PAIRS> __device__ __forceinline__ float (&flat(Accumulator<1, PAIRS> &sums))[8 * PAIRS] {
     return reinterpret_cast<float (&)[8 * PAIRS]>(sums.c);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void round_weights(unsigned (&weights)[BC / K_STEP][4
 
 __device__ __forceinline__ void rescale_output(Output &o, const float (&rescale)[2]) {
 #pragma unroll
-    for (int n = 0; n < PAD_D / 8; n++)
+    for (int n = 0; n < USED_D / 8; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) o.c[0][n][e] *= rescale[e / 2];
 }
