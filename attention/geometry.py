@@ -95,11 +95,16 @@ def diagonal_sums(x: Tensor, first: Tensor, reach: int) -> Tensor:
     rows, cols = x.shape[2:]
     # With each row a place further right than the one below it, a diagonal is a column.
     skewed = F.pad(x.flip(2), (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, rows + cols - 1))
-    sums = skewed.sum(2, dtype=torch.promote_types(x.dtype, torch.float32))
-    of_diagonals = first + torch.arange(rows + cols - 1, device=x.device)
-    at = of_diagonals.clamp(-reach, reach) + reach
-    # fp64: a few thousand numbers, which TF32 would round.
-    return (sums.double() @ F.one_hot(at, 2 * reach + 1).double()).sum(0)
+    sums = skewed.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)).double()  # (B, Hq, distances)
+    distances = first + torch.arange(rows + cols - 1, device=x.device)
+    index = torch.arange(1 - reach, reach, device=x.device) - first  # of the distances within reach
+    there = (index >= 0) & (index < sums.shape[2])
+    index = index.clamp(0, sums.shape[2] - 1)[:, None].expand(len(sums), sums.shape[1], -1)
+    within = sums.gather(2, index) * there[:, None]
+    before, beyond = (
+        (sums * at[:, None]).sum(2, keepdim=True) for at in (distances <= -reach, distances >= reach)
+    )
+    return torch.cat([before, within, beyond], 2).sum(0)
 
 
 def zero_beyond_lengths(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
