@@ -94,6 +94,13 @@ def test_classes_of_calls():
     ]
 
 
+def test_options_that_few_have_rank_nobody():
+    rows = both("cuda_fa3", 2, 2, window=100) + both("triton", 1, 1, window=100)
+    for row in rows[2:]:
+        row["point"]["features"] = "sparsity=local:8"
+    assert set(ranking.ranking(rows)[H100, 16, "training", "masked", 64, 1024]) == {"cuda_fa3"}
+
+
 def generated(name, tokens_per_s, batch=1, new=512, compile=True):
     point = {
         "implementation": name, "batch": batch, "model": "gpt2", "prompt": 128, "new_tokens": new,

@@ -43,12 +43,18 @@ def decodes_fast(name: str) -> bool:
     return name in registry.names() and not (choosing or made.launches_each_tile)
 
 
+# Options that few implementations have: their rows would rank these first for every window.
+FEW_HAVE = ("sparsity", "relative_bias")
+
+
 def classes(rows: Iterable[Row]) -> dict[Class, dict[tuple, dict[str, list[Row]]]]:
     """Class -> point -> implementation -> its rows: forward and backward together are training."""
     found: dict[Class, dict[tuple, dict[str, list[Row]]]] = {}
     for row in rows:
         p, arch = row["point"], arch_of(row)
         if arch is None or p["pass"] == "both" or not is_ranked(p["implementation"]):
+            continue
+        if any(option in p["features"] for option in FEW_HAVE):
             continue
         mask = "masked" if p["features"] else "causal" if p["causal"] else "full"
         dim = next((d for d in HEAD_DIMS if p["head_dim"] <= d), HEAD_DIMS[-1])

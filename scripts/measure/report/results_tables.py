@@ -157,10 +157,13 @@ def parity(rows: list[Row]) -> Report:
     found = records(rows)
 
     def line(r: Record) -> str:
+        options = {name: r.model.get(name) for name in ("position", "sparsity")}
+        other = [f"{name}={value}" for name, value in options.items() if value not in (None, "learned")]
+        who = ", ".join([r.implementation, *other])
         if r.status != "ok":
-            return f"{r.implementation}|{r.status}"
+            return f"{who}|{r.status}"
         so = "yes" if r.parity else "no"
-        return f"{r.implementation}|{r.loss:.4f}|{r.difference:+.1e}|{r.standard_error:.1e}|{so}"
+        return f"{who}|{r.loss:.4f}|{r.difference:+.1e}|{r.standard_error:.1e}|{so}"
 
     p = found[0]
     title = f"The last {p.steps // 4} of {p.steps} steps, {len(p.seeds)} seeds, {p.dtype}"

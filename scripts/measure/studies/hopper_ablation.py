@@ -5,7 +5,7 @@
 Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group (OVERLAP = 0),
 without both, and with a block for each tile of queries instead of a persistent kernel. Backward: without
 products that are a tile late (LATE_DQ, LATE_DK), where a call has them, and not persistent. In bf16, 16,384
-tokens of width 2,048. On an H200 30 seconds; it needs a Hopper GPU.
+tokens of width 2,048. On an H200 16 seconds; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -26,7 +26,7 @@ from scripts.measure.report.tables import Record, records, where
 from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, Table
 
-STUDY, GPU_S, ESTIMATED = "hopper_ablation", 30, True
+STUDY, GPU_S, ESTIMATED = "hopper_ablation", 16, False
 HEAD_DIMS, LENGTHS = (64, 128), (1024, 4096, 16384)
 BUDGET_S = 0.1
 FORWARD: dict[str, dict[str, int]] = {
