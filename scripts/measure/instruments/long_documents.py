@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from data.corpora import TextCorpus, unit_hash
 from data.storage import write_atomically
 
 MOST_BYTES = 1 << 19
+THREADS = 16  # that read and copy: a file at a time mostly waits
 HELD_OUT = 0.08  # of the bytes; no package in it has more than a quarter of that
 KNOWN_LINES = 0.5  # a held-out document may share this part of its lines with the training text
 LINE_CHARS = 20  # of the lines that count for that: shorter ones are everywhere
@@ -58,19 +60,28 @@ def own(path: str, pattern: str) -> Iterator[tuple[str, Path]]:
     yield from TextCorpus(path=path, pattern=pattern).files.items()
 
 
+def document_of(group: str, path: Path, least_bytes: int) -> Document | None:
+    """None where it is no text, or none of the asked length."""
+    try:
+        if not least_bytes <= path.stat().st_size <= MOST_BYTES:
+            return None
+        content = path.read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (
+        None if b"\0" in content else Document(group, hashlib.sha256(content).hexdigest(), path, len(content))
+    )
+
+
 def documents(files: Iterable[tuple[str, Path]], least_bytes: int) -> list[Document]:
     """Those to choose from, by sha256. Of files with one content the group that is last in order of its
     `unit_hash` counts: the last to be held out."""
     found: dict[str, Document] = {}
-    for group, path in files:
-        try:
-            content = path.read_bytes()
-            content.decode()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if not least_bytes <= len(content) <= MOST_BYTES or b"\0" in content:
-            continue
-        document = Document(group, hashlib.sha256(content).hexdigest(), path, len(content))
+    with ThreadPoolExecutor(THREADS) as pool:
+        read = list(pool.map(lambda file: document_of(*file, least_bytes), files))
+    for document in filter(None, read):
+        group = document.group
         twin = found.get(document.sha256)
         if twin is None or unit_hash(group) > unit_hash(twin.group):
             found[document.sha256] = document
@@ -153,8 +164,9 @@ def gather(
     for name, chosen in (("training", rest), ("held_out", kept)):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir(parents=True)
-        for document in chosen:
-            shutil.copyfile(document.path, folder / name / f"{document.sha256[:16]}.txt")
+        with ThreadPoolExecutor(THREADS) as pool:
+            copied = [(document.path, folder / name / f"{document.sha256[:16]}.txt") for document in chosen]
+            list(pool.map(lambda paths: shutil.copyfile(*paths), copied))
     result = {
         "found": facts(found) | {"packages": len({document.group for document in found})},
         "training": facts(rest),

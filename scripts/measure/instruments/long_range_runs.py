@@ -67,7 +67,7 @@ TASKS |= {"pathfinder": pathfinder_of}
 @functools.cache
 def examples(task: str, split: str, count: int, seq_len: int) -> Examples:
     """The same for every implementation and seed."""
-    workers = min(8, os.cpu_count() or 1) if count >= MANY else 1
+    workers = min(16, os.cpu_count() or 1) if count >= MANY else 1
     return draw(TASKS[task](seq_len), split, count, seq_len, workers=workers)
 
 
@@ -95,10 +95,11 @@ def facts(train: Examples, test: Examples) -> dict[str, Any]:
 class Watch(lightning.Callback):
     """Ends of steps, losses, and at the end of the last step peak memory and kernels.
 
-    The kernels are those of one more forward and backward, whose gradients are thrown away."""
+    The kernels are those of one more forward and backward, whose gradients are thrown away. cap_s: seconds
+    after the warm-up in which training ends, if the steps have not."""
 
-    def __init__(self, asked: str, steps: int):
-        self.asked, self.steps = asked, steps
+    def __init__(self, asked: str, steps: int, cap_s: float | None = None):
+        self.asked, self.steps, self.cap_s, self.began = asked, steps, cap_s, math.inf
         self.marks: list[Any] = []
         self.losses: list[float] = []
         self.result: dict[str, Any] = {}
@@ -117,8 +118,11 @@ class Watch(lightning.Callback):
             self.marks.append(time.perf_counter())
         if self.cuda and len(self.marks) == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
-        if len(self.marks) < self.steps:
+        if len(self.marks) == WARM_UP:
+            self.began = time.perf_counter()
+        if self.done(len(self.marks)) < 1:
             return
+        trainer.should_stop = True
         lit.flush()
         synchronise()
         if self.cuda:
@@ -130,6 +134,11 @@ class Watch(lightning.Callback):
             lit.net.zero_grad(set_to_none=True)
 
         self.result |= kernels_of(self.asked, both_passes, lit.device.type)
+
+    def done(self, step: int) -> float:
+        """The share of the run that is over at this step: by its steps, or by its time where that is more."""
+        spent = max(0.0, time.perf_counter() - self.began)
+        return max(step / self.steps, spent / self.cap_s if self.cap_s else 0.0)
 
     def loss(self) -> dict[str, Any]:
         """The first; the mean of the last 50; the curve, as means of ten equal parts."""
@@ -147,7 +156,7 @@ class Watch(lightning.Callback):
 def config_of(point: Point, vocab_size: int) -> GPTConfig:
     layers, heads, width = (point[key] for key in ("layers", "heads", "width"))
     shapes = {"n_layer": layers, "n_head": heads, "n_embd": width, "seq_len": point["seq_len"]}
-    shapes["qk_norm"] = point.get("qk_norm", False)
+    shapes |= {"qk_norm": point.get("qk_norm", False), "position": point.get("position", "learned")}
     return GPTConfig(vocab_size=vocab_size, **shapes, causal=False, tie_embeddings=False)
 
 
@@ -155,8 +164,9 @@ def measure(point: Point, test_examples: int, device: torch.device) -> dict[str,
     """A row's result: of a run that is to learn its accuracy, of any its speed. Raises whatever keeps it from
     training."""
     batch, steps = point["micro_batch"], point["steps"]
-    learns = point["measured"] == "accuracy"
-    train = examples(point["task"], "train", steps * batch if learns else batch, point["seq_len"])
+    learns = point["measured"] != "speed"
+    count = point.get("train_examples") or (steps * batch if learns else batch)
+    train = examples(point["task"], "train", count, point["seq_len"])
     test = examples(point["task"], "val", test_examples, point["seq_len"]) if learns else train
     attention = implementation(point["implementation"])
     config, dtype = config_of(point, train.vocab_size), getattr(torch, point["dtype"])
@@ -169,7 +179,7 @@ def measure(point: Point, test_examples: int, device: torch.device) -> dict[str,
         torch._dynamo.reset()
         for block in net.transformer.h:  # once for all of them
             block.compile(dynamic=False)
-    watch = Watch(point["implementation"], steps)
+    watch = Watch(point["implementation"], steps, point.get("cap_s"))
     began = time.perf_counter()
     trained = fit(
         point, net, ClassificationDataModule(train, test, batch_size=batch, seed=point["seed"]), watch
@@ -185,6 +195,9 @@ def measure(point: Point, test_examples: int, device: torch.device) -> dict[str,
         "wall_s": time.perf_counter() - began,
         "error_ratio": ratio,
         **(facts(train, test) if learns else {}),
+        **(
+            {"steps_done": len(watch.marks), "examples_seen": len(watch.marks) * batch} if watch.cap_s else {}
+        ),
         **watch.result,
     }
 
@@ -192,8 +205,13 @@ def measure(point: Point, test_examples: int, device: torch.device) -> dict[str,
 def fit(point: Point, net: Classifier, data: ClassificationDataModule, watch: Watch) -> dict[str, Any]:
     """Train, and evaluate once at the end where accuracy is asked for."""
     optimizer = partial(torch.optim.AdamW, lr=point["lr"], betas=(0.9, 0.98), weight_decay=0.05, fused=True)
-    steps, learns = point["steps"], point["measured"] == "accuracy"
-    schedule = partial(warmup_stable_decay, warmup_steps=steps // 20, decay_fraction=0.3, min_factor=0.02)
+    steps, learns = point["steps"], point["measured"] != "speed"
+    shape = {"warmup_steps": steps // 20, "decay_fraction": 0.3, "min_factor": 0.02}
+
+    def schedule(step: int, max_steps: int) -> float:
+        at = int(watch.done(step) * max_steps) if watch.cap_s else step
+        return warmup_stable_decay(at, max_steps, **shape)
+
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
@@ -209,6 +227,8 @@ def fit(point: Point, net: Classifier, data: ClassificationDataModule, watch: Wa
     trainer.fit(lit, datamodule=data)
     if lit.fault:
         raise ArithmeticError(lit.fault.split(". ")[0])
+    if learns and watch.cap_s:
+        trainer.validate(lit, datamodule=data, verbose=False)
     seen = trainer.callback_metrics
     trained = {"accuracy": float(seen["val/accuracy"]), "val_loss": float(seen["val/loss"])} if learns else {}
     clean_up()

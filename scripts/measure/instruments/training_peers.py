@@ -14,8 +14,9 @@ step: bf16 autocast on a GPU, micro-batches accumulated, gradients clipped, fuse
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,9 +123,9 @@ def measure(text: str, config: GPTConfig, batch: int, tokens_per_step: int, laps
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     repeats = accumulation(tokens_per_step, batch * config.seq_len, 1)
-    step = stepper(
-        peer, model.to(device).train(), (BATCHES, 2, repeats, batch, config.seq_len), config.vocab_size
-    )
+    tokens = torch.randint(config.vocab_size, (BATCHES, 2, repeats, batch, config.seq_len))
+    tokens = tokens.pin_memory() if device.type == "cuda" else tokens
+    step = stepper(peer, model.to(device).train(), itertools.cycle(tokens))
     laps.start(device.type == "cuda")
     losses = [step()]
     while not laps.ended():
@@ -136,30 +137,34 @@ def measure(text: str, config: GPTConfig, batch: int, tokens_per_step: int, laps
 
 
 def stepper(
-    peer: Peer, model: torch.nn.Module, shape: tuple[int, ...], vocabulary: int
+    peer: Peer,
+    model: torch.nn.Module,
+    batches: Iterator[torch.Tensor],
+    lr: Callable[[int], float] = lambda _: 6e-4,
 ) -> Callable[[], torch.Tensor]:
-    """A training step, which returns its loss. shape: batches, 2 (inputs and targets), micro-batches of a
-    step, their rows, tokens."""
+    """A training step, which returns its loss. batches: of each step (2, micro-batches, rows, tokens), inputs
+    and targets; lr: step -> learning rate."""
     import torch
 
     device = next(model.parameters()).device
-    cuda, repeats = device.type == "cuda", shape[2]
+    cuda = device.type == "cuda"
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr(0), betas=(0.9, 0.95), fused=True)
     if peer.compiled and cuda:
         model.compile()
-    tokens = torch.randint(vocabulary, shape)
-    tokens = tokens.pin_memory() if cuda else tokens
-    turn = iter(range(sys.maxsize))
+    steps = itertools.count()
 
     def step() -> torch.Tensor:
-        inputs, targets = tokens[next(turn) % len(tokens)].to(device, non_blocking=True)
+        rate = lr(next(steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        inputs, targets = next(batches).to(device, non_blocking=True)
         total = torch.zeros((), device=device)
         for x, y in zip(inputs, targets, strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-                loss = peer.loss(model, x, y) / repeats
+                loss = peer.loss(model, x, y) / len(inputs)
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -2,13 +2,14 @@
 
     python scripts/study.py long_range
     python scripts/study.py long_range --tasks listops --attention standard flash2 --seeds 5 --steps 3000
-    python scripts/study.py long_range --tasks pathfinder --layers 4 --heads 8 --width 128 --steps 20000
+    python scripts/study.py long_range --tasks pathfinder --layers 4 --heads 8 --width 128 --cap 250
 
 Two tasks in the manner of Long Range Arena, made offline: `listops`, its nested lists of 500 to 2,000 tokens
 (data/listops.py), 10 classes; `matching`, whether two excerpts of Python's standard library, byte by byte,
 are from the same file (data/matching.py). A third, `pathfinder`, pictures of 32 x 32 pixels with curves that
 join two dots or do not (data/pathfinder.py), takes long to learn: it is measured where it is named, and so
-are larger models (--layers, --heads, --width).
+are larger models (--layers, --heads, --width). With --cap, each run trains for so many seconds, the steps that
+take long to start not counted, whatever it has learned by then: its rows are "capped", and stand by themselves.
 
 The classifier is the GPT's blocks without the causal mask (model/classifier.py), trained in bf16, every
 example seen once; all implementations get the same data in the same order and the same initial weights, seed
@@ -22,10 +23,10 @@ layers, 128 wide, three seeds, 2,000 test examples; and steps of 65,536 tokens, 
 T = 1k, 2k and 4k, eager and with compiled blocks: about 9 minutes of an H200. Without one: 2 layers, 64 wide,
 T = 128, two seeds: about 4 minutes of two cores.
 
-Rows of results/long_range/<gpu or cpu>.jsonl. Point: `measured` ("accuracy" or "speed"), implementation
+Rows of results/long_range/<gpu or cpu>.jsonl. Point: `measured` ("accuracy", "capped" or "speed"), implementation
 (`standard` is softmax(Q K^T) V in eager PyTorch, in the precision of its inputs), task, seq_len, model,
 layers, heads, width, seed, steps, micro_batch (examples), tokens_per_step, lr, dtype, compile, and of an
-accuracy test_examples, qk_norm and schedule (of the learning rate; without the field: a cosine). Of both:
+accuracy test_examples, qk_norm and schedule (of the learning rate; without the field: a cosine), of a capped run cap_s and train_examples. Of all:
 ms_median, ms_p10, ms_p90 of a training step, tokens_per_s, loss (first; last: mean of the last 50 steps;
 curve: means of ten parts), kernels, kernels_ok, error_ratio of the attention at this shape, peak_mib; of an
 accuracy also accuracy, val_loss, majority (always saying the most frequent class), first_token (answering by
@@ -79,6 +80,7 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 SCHEDULE = "warm-up 5%, constant, decay over the last 30%"  # long_range_runs.fit; no matter to speeds
 SEQUENCES = {"listops": 1, "matching": 2, "pathfinder": 1}
+CAPPED_STEPS = 10**6  # more than any run comes to: its end is that of its time
 TASKS = ("listops", "matching")  # where the command line names none
 COMPILED_ON = ("cuda",)  # where speed is measured with compiled blocks, too
 
@@ -90,9 +92,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--attention", nargs="+", choices=names, metavar="NAME", help="(default: standard sdpa triton cuda)")
     add("--seeds", type=positive, help="runs of each (default: 3)")
     add("--steps", type=positive, help="of each run (default: listops 1200, matching 800)")
+    add("--cap", type=positive, metavar="S", help="seconds that each run trains, instead of steps")
+    add("--examples", type=positive, help="to train on with --cap, again and again (default: 160000)")
+    add("--batch", type=positive, help="examples of a step (default: listops 64, matching 32)")
     add("--lengths", type=positive, nargs="*", help="T at which steps are timed (default: 1024 2048 4096)")
     add("--test", type=positive, help="examples (default: 2000)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default: 1e-3)")
+    add("--position", choices=("learned", "rope"), help="encoding, with --cap (default: learned)")
     for size in ("layers", "heads", "width"):
         add(f"--{size}", type=positive, help="of the model whose accuracy is measured (default: 2, 2, 128)")
     return made.parse_args(given)
@@ -103,6 +109,10 @@ def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:
     for key in ("attention", "seeds", "lengths", "test"):
         if getattr(options, key) is None:
             setattr(options, key, USUAL[device][key])
+    if options.cap:
+        options.steps, options.examples = CAPPED_STEPS, options.examples or 160_000
+    elif options.examples or options.position:
+        raise UserError("--examples and --position go with --cap: without, they are those of all other rows.")
     if (options.steps or 2) < 2:
         raise UserError("--steps 1: a step's time is that between the ends of two, so it takes 2.")
     return options
@@ -124,7 +134,12 @@ def points(options: argparse.Namespace, device: str) -> list[Point]:
                 more = {"seed": seed, "steps": options.steps or steps, "compile": False}
                 more |= {"test_examples": options.test, "schedule": SCHEDULE, "qk_norm": task == "listops"}
                 more |= {key: size for key in shape if (size := getattr(options, key)) is not None}
-                found.append(point_of("accuracy", task, name, length, options.lr, device, more))
+                more |= {"micro_batch": options.batch} if options.batch else {}
+                if options.cap:
+                    more |= {"cap_s": options.cap, "train_examples": options.examples, "qk_norm": True}
+                    more |= {"position": options.position} if options.position else {}
+                measured = "capped" if options.cap else "accuracy"
+                found.append(point_of(measured, task, name, length, options.lr, device, more))
     return found
 
 
@@ -132,12 +147,12 @@ def point_of(
     measured: str, task: str, name: str, length: int, lr: float, device: str, more: dict[str, Any]
 ) -> Point:
     usual = USUAL[device]
-    shape = usual["shapes"][measured] | {
+    shape = usual["shapes"]["speed" if measured == "speed" else "accuracy"] | {
         key: more[key] for key in ("layers", "heads", "width") if key in more
     }
     batch = max(1, usual["timed_tokens"] // (length * SEQUENCES[task]))
-    if measured == "accuracy":
-        batch = usual["tasks"][task][2]
+    if measured != "speed":
+        batch = more.get("micro_batch", usual["tasks"][task][2])
     return {
         "study": STUDY,
         "measured": measured,
@@ -159,7 +174,7 @@ def said(point: Point, result: dict[str, Any]) -> str:
     """A row in a line."""
     head = f"{point['task']} T={point['seq_len']:,} {point['implementation']}"
     head += " compiled" if point["compile"] else ""
-    if point["measured"] == "accuracy":
+    if point["measured"] != "speed":
         head += f" seed {point['seed']}"
     if result["status"] != "ok":
         return f"{head}: {result['status']}, {result['reason']}"
