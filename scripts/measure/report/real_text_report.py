@@ -72,8 +72,8 @@ def report(rows: list[Row]) -> Report:
         last, accuracy = r.held_out[-1], held_out(r, "accuracy")
         share = fmt(100 * accuracy[last["step"]], ".1f") + "%" if accuracy else ""
         how = f"{r.steps_done:,}|{r.steps_done * r.tokens_per_step:,}|{r.ended_by}|{r.cap_s}"
-        before = r.held_out[0]["loss"]
-        return f"{r.model}|{r.implementation}|{r.parameters / 1e6:,.0f}|{how}|{before:.4f}|{last['loss']:.4f}|{share}"
+        loss = f"{r.held_out[0]['loss']:.4f}|{last['loss']:.4f}"
+        return f"{r.model}|{r.implementation}|{r.parameters / 1e6:,.0f}|{how}|{loss}|{share}"
 
     steps = sorted({at["step"] for r in runs for at in r.held_out})
 
@@ -85,7 +85,7 @@ def report(rows: list[Row]) -> Report:
     tables = [
         listed(
             "Runs; loss in nats per token of held-out packages",
-            "model|run|M parameters|steps|tokens|ended by|cap, s|loss before|loss after|masked tokens predicted",
+            "model|run|M parameters|steps|tokens|ended by|cap, s|loss before|after|masked tokens predicted",
             runs,
             curve,
         ),

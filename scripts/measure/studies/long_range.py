@@ -8,8 +8,8 @@ Two tasks in the manner of Long Range Arena, made offline: `listops`, its nested
 (data/listops.py), 10 classes; `matching`, whether two excerpts of Python's standard library, byte by byte,
 are from the same file (data/matching.py). A third, `pathfinder`, pictures of 32 x 32 pixels with curves that
 join two dots or do not (data/pathfinder.py), takes long to learn: it is measured where it is named, and so
-are larger models (--layers, --heads, --width). With --cap, each run trains for so many seconds, the steps that
-take long to start not counted, whatever it has learned by then: its rows are "capped", and stand by themselves.
+are larger models (--layers, --heads, --width). With --cap, each run trains for so many seconds, not counting
+its first steps, whatever it has learned by then: its rows are "capped", and stand by themselves.
 
 The classifier is the GPT's blocks without the causal mask (model/classifier.py), trained in bf16, every
 example seen once; all implementations get the same data in the same order and the same initial weights, seed
@@ -23,14 +23,15 @@ layers, 128 wide, three seeds, 2,000 test examples; and steps of 65,536 tokens, 
 T = 1k, 2k and 4k, eager and with compiled blocks: about 9 minutes of an H200. Without one: 2 layers, 64 wide,
 T = 128, two seeds: about 4 minutes of two cores.
 
-Rows of results/long_range/<gpu or cpu>.jsonl. Point: `measured` ("accuracy", "capped" or "speed"), implementation
-(`standard` is softmax(Q K^T) V in eager PyTorch, in the precision of its inputs), task, seq_len, model,
-layers, heads, width, seed, steps, micro_batch (examples), tokens_per_step, lr, dtype, compile, and of an
-accuracy test_examples, qk_norm and schedule (of the learning rate; without the field: a cosine), of a capped run cap_s and train_examples. Of all:
-ms_median, ms_p10, ms_p90 of a training step, tokens_per_s, loss (first; last: mean of the last 50 steps;
-curve: means of ten parts), kernels, kernels_ok, error_ratio of the attention at this shape, peak_mib; of an
-accuracy also accuracy, val_loss, majority (always saying the most frequent class), first_token (answering by
-the first token alone), test_examples, mean_length, data (a digest).
+Rows of results/long_range/<gpu or cpu>.jsonl. Point: `measured` ("accuracy", "capped" or "speed"),
+implementation (`standard` is softmax(Q K^T) V in eager PyTorch, in the precision of its inputs), task,
+seq_len, model, layers, heads, width, seed, steps, micro_batch (examples), tokens_per_step, lr, dtype,
+compile, and of an accuracy test_examples, qk_norm and schedule (of the learning rate; without the field: a
+cosine), of a capped run cap_s, train_examples and position. Of all: ms_median, ms_p10, ms_p90 of a training
+step, tokens_per_s, loss (first; last: mean of the last 50 steps; curve: means of ten parts), kernels,
+kernels_ok, error_ratio of the attention at this shape, peak_mib; of an accuracy also accuracy, val_loss,
+majority (always saying the most frequent class), first_token (answering by the first token alone),
+test_examples, mean_length, data (a digest); of a capped run steps_done and examples_seen.
 """
 
 from __future__ import annotations

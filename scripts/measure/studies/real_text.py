@@ -6,11 +6,11 @@ objective on the same text.
 
 The text is the Python sources that this interpreter has installed (--text: one of your own), each content
 once, with whole packages held out (instruments/long_documents.py); BPE with a model's own number of tokens is
-trained on it. Both GPT-2s, ours by train.py's own step and nanoGPT's model with the step of its train.py, start
-from the same weights and see the same batches at the same learning rates. Nothing is compiled, and all runs
-share the device, so that their times say nothing. They end with their steps or when --cap seconds have passed
-since the start of the command, preparation included: about 5 minutes of an H200. Without one: tiny models for
-a few steps.
+trained on it. Both GPT-2s, ours by train.py's own step and nanoGPT's model with the step of its train.py,
+start from the same weights and see the same batches at the same learning rates. Nothing is compiled, and all
+runs share the device, so that their times say nothing. They end with their steps or when --cap seconds have
+passed since the start of the command, preparation included: about 5 minutes of an H200. Without one: tiny
+models for a few steps.
 
 Rows, one per run. Point: model ("gpt2", "bert_large"), implementation, seq_len, micro_batch, tokens_per_step,
 steps, cap_s, seed, text (a digest), settings. Result: losses (of every step, nats per token), held_out (step,
