@@ -53,6 +53,26 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+def test_a_run_ends_with_its_time_and_stands_by_itself(tiny: None, tmp_path: Path) -> None:
+    out = tmp_path / "cpu.jsonl"
+    asked = ["--tasks", "listops", "--attention", "sdpa", "--seeds", "1", "--lengths", "--cap", "2"]
+    asked += ["--examples", "30", "--batch", "4", "--test", "20", "--position", "rope", "--out", str(out)]
+    long_range.main([*asked, "--layers", "1", "--heads", "2", "--width", "16"])
+    (row,) = read(out).values()
+    point, result = row["point"], row["result"]
+    assert (point["measured"], point["cap_s"], point["position"]) == ("capped", 2, "rope")
+    assert result["status"] == "ok" and 5 < result["steps_done"] < long_range.CAPPED_STEPS
+    assert result["examples_seen"] == 4 * result["steps_done"] and 2 < result["wall_s"] < 60
+    assert 0 <= result["accuracy"] <= 1
+    found = long_range.report([row])
+    assert "ListOps with 1 layers of 16, 2 heads, one run of 2 s" in " ".join(found.notes)
+    sure = row | {"result": result | {"accuracy": 1.0}}
+    assert "it has learned more than that" in " ".join(long_range.report([sure]).notes)
+    for option in (["--examples", "9"], ["--position", "rope"]):
+        with pytest.raises(SystemExit):
+            long_range.main([*option, "--out", str(out)])
+
+
 def test_the_whole_study(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from scripts.measure.claims import Figures, NotMeasured, Results, claim, command_of, listed
 from scripts.measure.report import long_range_report as speeds
@@ -11,6 +12,8 @@ from scripts.measure.report.long_range_accuracy import (
     DIFFERS,
     STANDARD,
     Comparison,
+    Group,
+    capped,
     comparisons,
     groups,
     learned,
@@ -18,6 +21,12 @@ from scripts.measure.report.long_range_accuracy import (
 from scripts.measure.report.pages import notes
 
 ACCURACY = "{} {:.1%} (others {:.1%} to {:.1%}, majority class {:.1%}, by the first token alone {:.1%})"
+
+NOT_RUN = ", Pathfinder was not run"
+CAPPED = (
+    "{}, one run of {} with a cap of {} s of a shared GPU: {:.1%} after {:,} examples (majority class "
+    "{:.1%}, by the first token alone {:.1%}): {}."
+)
 
 
 @claim(
@@ -36,11 +45,14 @@ ACCURACY = "{} {:.1%} (others {:.1%} to {:.1%}, majority class {:.1%}, by the fi
         A step with {name} is faster than with standard attention in eager PyTorch by {by_length}
         tokens{compiled}. Accuracy with standard attention: {accuracies}. {decided} Of the arena's five tasks
         ListOps is one, Matching is our own{not_run}; no block-sparse attention.
+
+        {capped}
         """,
 )
 def accuracy_and_speed(results: Results) -> Figures:
     rows = results.ok("long_range")
     found = groups(rows)
+    alone = capped(rows)
     compared = [each for each in comparisons(found) if each.allowed is not None]
     eager, compiled = (speeds.speed_ups(rows, compiled) for compiled in (False, True))
     name, name_compiled = speeds.best(eager), speeds.best(compiled)
@@ -79,8 +91,18 @@ def accuracy_and_speed(results: Results) -> Figures:
         compiled=both or "",
         accuracies=listed(ACCURACY, baselines, "; "),
         decided=" ".join(decided),
-        not_run="" if any(group.task == "pathfinder" for group in found) else ", Pathfinder was not run",
+        not_run="" if any(group.task == "pathfinder" for group in [*found, *alone]) else NOT_RUN,
+        capped=listed(CAPPED, map(of_capped, alone), " ") or None,
     )
+
+
+def of_capped(group: Group) -> tuple[Any, ...]:
+    """What CAPPED says of a run that trained until its time was up."""
+    point, fact = group.rows[0]["point"], group.fact
+    got = "it learned more than these" if learned(group) else "it has not learned more than these"
+    shares = fact["majority"], fact["first_token"]
+    how = point["model"], point["cap_s"], fact["accuracy"], fact["examples_seen"]
+    return speeds.NAMES[group.task], *how, *shares, got
 
 
 def in_short(compared: Sequence[Comparison]) -> str:

@@ -76,6 +76,13 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     return sorted(made, key=lambda group: (group.task, group.name != STANDARD))
 
 
+def capped(rows: Iterable[Row]) -> list[Group]:
+    """The runs that trained until their time was up, each by itself: the newest of a task and attention."""
+    of = trusted(rows, "capped")
+    newest = {(row["point"]["task"], row["point"]["implementation"]): row for row in of}
+    return [Group(*key, [row]) for key, row in newest.items()]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """An implementation's accuracy beside that of standard attention. `allowed` is how far two means of so

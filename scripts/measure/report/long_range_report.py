@@ -11,6 +11,7 @@ from scripts.measure.report.long_range_accuracy import (
     STANDARD,
     Comparison,
     Group,
+    capped,
     comparisons,
     groups,
     learned,
@@ -101,6 +102,7 @@ def tables(rows: Sequence[Row], found: Sequence[Group]) -> list[Table]:
             ways,
             speed,
         ),
+        of_capped(capped(rows)),
         listed(
             "Points without results",
             "task|T|attention|status|reason",
@@ -109,6 +111,24 @@ def tables(rows: Sequence[Row], found: Sequence[Group]) -> list[Table]:
         ),
     ]
     return [table for table in shown if len(table.lines) > 1]
+
+
+def of_capped(runs: Sequence[Group]) -> Table:
+    def alone(group: Group) -> str:
+        point, fact = group.rows[0]["point"], group.fact
+        how = (
+            f"{point['model']}|{group.name}|{point['cap_s']}|{fact['steps_done']:,}|{fact['examples_seen']:,}"
+        )
+        seen = "|".join(f"{fact[key]:.4f}" for key in ("accuracy", "majority", "first_token"))
+        return f"{NAMES[group.task]}|{point['seq_len']:,}|{how}|{seen}|{'yes' if learned(group) else 'no'}"
+
+    return listed(
+        "One run each until its time was up, beside other runs on the same GPU; learned: more than the "
+        "majority class and the first token alone give, by more than two standard errors of the test set",
+        "task|T|model|attention|cap, s|steps|examples|accuracy|majority class|first token alone|learned",
+        runs,
+        alone,
+    )
 
 
 def report(rows: list[Row], picture: Callable[[list[Row], list[Group]], str]) -> Report:
@@ -121,6 +141,7 @@ def report(rows: list[Row], picture: Callable[[list[Row], list[Group]], str]) ->
         tables(rows, found),
         {"": picture(rows, found)} if found and timed[0][1] else {},
         **sentences(comparisons(found), found),
+        capped=[(group, NAMES[group.task], learned(group)) for group in capped(rows)],
         earlier=any("schedule" not in row["point"] for group in found for row in group.rows),
         tasks={NAMES[task]: of for task, of in by_task.items()},
         unlearned=[NAMES[task] for task, of in by_task.items() if not all(map(learned, of))],

@@ -27,8 +27,8 @@ ORDER += (
     "speedup_end_to_end",
     "memory_estimate",
 )
-ORDER += ("step_memory", "longest_context", "long_context_quality", "encoder_short", "long_range", "parity")
-ORDER += ("shakespeare_char", "generate", "kv_cache", "prefill_decode")
+ORDER += ("step_memory", "longest_context", "long_context_quality", "encoder_short", "long_range")
+ORDER += ("real_text", "parity", "shakespeare_char", "generate", "kv_cache", "prefill_decode")
 SHORT = 160  # characters of a sentence that a table can hold
 OPEN = 2  # tables of a study that are shown at once
 HEAD = """# Results
