@@ -40,8 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.alone)
 
 
+def pytest_collection() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What is there now stays: whatever collects garbage, as measurements do before each, need not go over
-    thousands of tests and all modules again."""
+    """What is there now stays: whatever collects garbage, as imports and measurements do, need not go over
+    thousands of tests and all modules again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
