@@ -61,15 +61,16 @@ $(VENV)/bin/python:
 	  "$(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# --no-compile: Python compiles what it imports, when it does; all that is installed would take 30 s.
 $(INSTALLED): pyproject.toml | $(VENV)/bin/python
 	@echo "installing what training needs into $(VENV): a minute, more where torch is to be downloaded"
-	$(PY) -m pip install --quiet --editable .
+	$(PY) -m pip install --quiet --no-compile --editable .
 	@touch $@
 
 $(INSTALLED_DEV): pyproject.toml tests/compilers.py | $(VENV)/bin/python
 	@echo "installing the test tools too into $(VENV): a minute, more where torch is to be downloaded"
-	$(PY) -m pip install --quiet --editable '.[dev]'
-	missing=$$($(PY) -m tests.compilers) && { [ -z "$$missing" ] || $(PY) -m pip install --quiet $$missing; }
+	$(PY) -m pip install --quiet --no-compile --editable '.[dev]'
+	missing=$$($(PY) -m tests.compilers) && { [ -z "$$missing" ] || $(PY) -m pip install --quiet --no-compile $$missing; }
 	@touch $@ $(INSTALLED)
 endif
 

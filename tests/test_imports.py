@@ -174,3 +174,18 @@ print(*sorted({m.split('.')[0] for m in sys.modules}))
     )
     # (torch itself imports the bindings of CUDA where they are.)
     assert "torch" in result.stdout.split() and "triton" not in result.stdout.split()
+
+
+@pytest.mark.long
+def test_of_torchmetrics_training_loads_what_it_uses() -> None:
+    """And the rest is there for who asks for it."""
+    code = """
+import sys, model.training.lit_gpt, torchmetrics
+from lightning.pytorch.utilities.types import Metric
+print(*({"transformers", "torchmetrics.functional"} & set(sys.modules)))
+print(issubclass(torchmetrics.MeanMetric, Metric), "torchmetrics.functional" in sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["True", "True"]
