@@ -51,12 +51,11 @@ def test_cpu(name: str, case: Case, dtypes: tuple[torch.dtype, ...], monkeypatch
     _check(name, case.fewer_heads if name in INTERPRETED else case, "cpu", dtypes)
 
 
-@pytest.mark.parametrize("name", GPU_ONLY)
-def test_a_cpu_is_refused(name: str) -> None:
-    attention = build(name)
-    for case in SMALL:
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_a_cpu_is_refused(case: Case) -> None:
+    for attention in map(build, GPU_ONLY):
         for dtype in (torch.float32, torch.bfloat16)[: 2 if case.quick else 1]:
-            assert run_case(attention, case, "cpu", dtype) is None, case.id
+            assert run_case(attention, case, "cpu", dtype) is None, attention.name
 
 
 @pytest.mark.gpu
