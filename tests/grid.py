@@ -206,8 +206,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def _drawn(case: Case) -> tuple[list[Tensor], Tensor]:
     """Numbers for q, k, v and dout, and the state of the generator after them."""
     g = torch.Generator().manual_seed(len(case.id) + case.tq * 7 + case.tk * 13 + case.head_dim)
-    shapes = ((case.heads, case.tq), (case.kv_heads, case.tk), (case.kv_heads, case.tk), (case.heads, case.tq))
-    drawn = [torch.randn(case.batch, *shape, case.head_dim, generator=g) for shape in shapes]
+    of_q, of_k = (case.heads, case.tq), (case.kv_heads, case.tk)
+    drawn = [torch.randn(case.batch, *n, case.head_dim, generator=g) for n in (of_q, of_k, of_k, of_q)]
     return drawn, g.get_state()
 
 
