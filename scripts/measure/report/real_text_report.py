@@ -40,9 +40,13 @@ def picture(rows: list[Row], runs: Sequence[Record]) -> str:
     figure, axes = panels_of(rows, "Training on Python sources", 2 * len(models))
     for model, loss, other in zip(models, axes[::2], axes[1::2], strict=True):
         mine = [r for r in runs if r.model == model]
-        lines = [Line(r.implementation, held_out(r)) for r in mine]
+        dashed = [("-", "--")[r.implementation == "nanoGPT"] for r in mine]
+        lines = [
+            Line(r.implementation, held_out(r), style=style) for r, style in zip(mine, dashed, strict=True)
+        ]
         linear: dict[str, Any] = {"log_x": False, "log_y": False}
-        panel(loss, lines, f"{TITLES[model]}: loss of held-out packages", "steps", "nats per token", **linear)
+        title = f"{TITLES[model]}: loss of held-out packages" + "; dashed: nanoGPT" * ("--" in dashed)
+        panel(loss, lines, title, "steps", "nats per token", **linear)
         if model == "bert_large":
             shares = {at: 100 * share for r in mine for at, share in held_out(r, "accuracy").items()}
             title = "masked tokens of held-out packages that are predicted"
@@ -51,6 +55,14 @@ def picture(rows: list[Row], runs: Sequence[Record]) -> str:
         width = max(1, max(len(r.losses) for r in mine) // PARTS)
         lines = [Line(r.implementation, by_part(r.losses, width)) for r in mine]
         title = f"{TITLES[model]}: training loss, means of {width} steps"
+        if both := paired(mine):
+            ours, theirs = both
+            gaps = [one - two for one, two in zip(ours.losses, theirs.losses, strict=False)]
+            outside = held_out(theirs)
+            outside = {at: loss - outside[at] for at, loss in held_out(ours).items() if at in outside}
+            lines = [Line(f"training, means of {width} steps", by_part(gaps, width), 0)]
+            lines += [Line("held-out packages", outside, 1)]
+            title = f"{TITLES[model]}: our loss less nanoGPT's"
         panel(other, lines, title, "steps", "nats per token", **linear)
     return svg(figure, rows)
 
