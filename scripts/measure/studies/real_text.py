@@ -30,7 +30,7 @@ from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row
 
 STUDY, SEED = "real_text", 1337
-GPU_S, ESTIMATED = 300, True
+GPU_S = 278
 CHILD = "scripts.measure.instruments.text_runs:child"
 EVALUATION_S = 15  # that the last evaluation may take, and the start of a row
 LEAST_BYTES = 4096  # of a document
