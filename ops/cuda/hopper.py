@@ -98,10 +98,10 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
 
 
 def run_forward(
-    q: Tensor, call: Call, tile: HopperTile, operands: Sequence[tuple[Tensor, int]] = (), **defines: int
+    q: Tensor, call: Call, tile: HopperTile, operands: Sequence[tuple[Tensor, int, int]] = (), **defines: int
 ) -> tuple[Tensor, Tensor]:
     """`call` with `tile`, its results as q (B, Hq, Tq, D) is laid out; `operands`: what TMA copies in the
-    place of q, k and v, and how many rows at a time; `defines` of fa3.cu beside its own."""
+    place of q, k and v, and how many rows and columns at a time; `defines` of fa3.cu beside its own."""
     q_mapped, k, v = call.tensors[:3]
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -113,11 +113,12 @@ def run_forward(
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
-    boxes = *(operands or ((q_mapped, 64), (k, tile.bc), (v, tile.bc))), (out, 64)
     own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
     specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
     columns = 32 if specialised["PAD_D"] % 64 else 64  # of a block (hopper.cuh)
-    ctypes.memmove(launch.maps, b"".join(tensor_map(x, rows, columns) for x, rows in boxes), 4 * _MAP_BYTES)
+    boxes = operands or ((q_mapped, 64, columns), (k, tile.bc, columns), (v, tile.bc, columns))
+    maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
+    ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
     kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))

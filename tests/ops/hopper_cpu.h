@@ -34,7 +34,7 @@ static unsigned char e4m3_of(float x) {
 // An address of shared memory as a pointer: that of a `static` array lies outside of `memory`.
 static inline unsigned char *at(unsigned address) { return memory + (int)address; }
 static unsigned swizzled_address(unsigned address, unsigned row_bytes) {
-    return address ^ (row_bytes == 128 ? address >> 3 & 0x70 : address >> 3 & 0x30);
+    return address ^ (address >> 3 & (row_bytes - 16));
 }
 
 // What tests have in the place of the driver's 128 bytes.
@@ -104,7 +104,7 @@ static std::vector<std::vector<Product>> &of_thread() {
 // Number k of row (of A) or column (of B) x of what a descriptor tells.
 static float operand(unsigned long long descriptor, bool mn, int x, int k, bool integers) {
     const unsigned start = (descriptor & 0x3fff) << 4, block = (descriptor >> 16 & 0x3fff) << 4;
-    const unsigned eight = (descriptor >> 32 & 0x3fff) << 4, row_bytes = descriptor >> 62 == 1 ? 128 : 64;
+    const unsigned eight = (descriptor >> 32 & 0x3fff) << 4, row_bytes = 256 >> (descriptor >> 62);
     const unsigned wide = row_bytes / 2;
     const unsigned address = mn ? start + x / wide * block + k / 8 * eight + k % 8 * row_bytes + x % wide * 2
                                 : start + x / 8 * eight + x % 8 * row_bytes + k * (FP8 ? 1 : 2);
@@ -227,6 +227,7 @@ static inline float2 load_pair(unsigned from) {
     memcpy(&x, cpu::at(from), 8);
     return x;
 }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline unsigned pack_e4m3(float a, float b, float c, float d) {
     return cpu::e4m3_of(a) | cpu::e4m3_of(b) << 8 | cpu::e4m3_of(c) << 16 | (unsigned)cpu::e4m3_of(d) << 24;
 }
@@ -263,8 +264,8 @@ template <int N> static inline void wgmma_wait_group() {
         for (const cpu::Product &product : all[0]) cpu::multiply(product);
 }
 // (Floats from 1.5 * 2^23 on: integers of 32 bits up to 2^22, and exact.)
-static inline void wgmma_int8(float (&d)[64], unsigned long long a, unsigned long long b) {
-    cpu::of_thread().back().push_back({d, 128, false, false, false, true, a, b, {}, true});
+template <int M> static inline void wgmma_int8(float (&d)[M], unsigned long long a, unsigned long long b) {
+    cpu::of_thread().back().push_back({d, 2 * M, false, false, false, true, a, b, {}, true});
 }
 template <int N> static inline void pin(float (&)[N]) {}
 template <int N> struct Wgmma {

@@ -73,7 +73,7 @@ struct Consumer {
         if (!FP8) return 1.0f;
         const Fp8Scales scales(p);
         const long long head = tile.b * p.kv_heads + tile.h / GROUP;
-        return scales.k[head * scales.k_blocks + start / FP8_KEYS];
+        return scales.k[head * scales.k_blocks + start / BC];
     }
 
     // Before the fence, as S of integers goes on from what is there.
@@ -98,10 +98,16 @@ struct Consumer {
     }
     // O += P V, asked for.
     __device__ __forceinline__ void multiply_pv() {
-        const Matrix values(room.v + v.at * KV_BYTES, FP8 ? 16 : BC * BLOCK_ROW);
+#if FP8
+        const Matrix values(room.v + v.at * KV_BYTES, 16, V_BLOCK);
+#else
+        const Matrix values(room.v + v.at * KV_BYTES, BC * BLOCK_ROW);
+#endif
 #pragma unroll
-        for (int step = 0; step < BC / K_STEP; step++)
-            Wgmma<USED_D>::rs<!FP8>(flat(o), weights[step], values.at(step * (FP8 ? 32 : 16 * BLOCK_ROW)), 1);
+        for (int step = 0; step < BC / K_STEP; step++) {
+            const int key = step * K_STEP, of_fp8 = key / V_BLOCK * V_BLOCK * PAD_D + key % V_BLOCK;
+            Wgmma<USED_D>::rs<!FP8>(flat(o), weights[step], values.at(FP8 ? of_fp8 : key * BLOCK_ROW), 1);
+        }
         wgmma_commit_group();
     }
 

@@ -25,8 +25,9 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
         if (asking) {
             mbarrier_arrive_expect_tx(room.barrier(full + ring.at), KV_BYTES);
             const unsigned at = to + ring.at * KV_BYTES, barrier = room.barrier(full + ring.at);
-            if (FP8 && full == V_FULL)  // transposed: a row for each column of V, of pairs of keys
-                tma_load(at, map, barrier, start / 2, 0, tile.h / GROUP, tile.b);
+            if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PAD_D of them a block
+                for (int keys = 0; keys < BC; keys += V_BLOCK)
+                    tma_load(at + keys * PAD_D, map, barrier, (start + keys) / 2, 0, tile.h / GROUP, tile.b);
             else
                 load_tile<BC>(at, map, barrier, start, tile.h / GROUP, tile.b);
         }

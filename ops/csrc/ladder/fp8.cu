@@ -1,9 +1,9 @@
 // Attention in fp8 (Shah et al. 2024, section 3.3): what makes q, k and v of 16 bits e4m3 for fa3.cu with FP8, whose
 // products then have twice the rate, and half the bytes.
 //
-// Idea. e4m3 has 3 bits behind the point and ends at 448, so a scale goes with each block of tokens: 64 queries or 128
-// keys of a head share one, and V of a head has one. What is left is the error of outliers, beside which the block's
-// other numbers lose bits. With HADAMARD ("incoherent processing") q and k are first multiplied by the orthogonal matrix
+// Idea. e4m3 has 3 bits behind the point and ends at 448, so a scale goes with each block of tokens: 64 queries or a
+// tile of keys of a head share one, and V of a head has one. What is left is the error of outliers, beside which the
+// block's other numbers lose bits. With HADAMARD ("incoherent processing") q and k are first multiplied by the orthogonal matrix
 // H S / sqrt(D), Sylvester's H with signs S that stay the same: <q, k> does not change, and an outlier is spread over D
 // numbers. With INT8 q and k then are integers of 8 bits, not e4m3: with no outliers left, 255 even steps are finer.
 // V. wgmma takes operands of 8 bits along the reduction alone, which for P V is the keys: V is written transposed. And
@@ -12,15 +12,16 @@
 //
 // HBM traffic. q and k read once and written in half the bytes; V read twice, written once.
 // Params: q, k and v in 8 bits, with PAD_D numbers a row, lie where a backward has dq, dk and dv. scratch: the scales,
-// of (B, Hq, queries / 64 in whole blocks of 128), (B, Hkv, keys / 128), (B, Hkv) and, before the last is known, what
-// it is the largest of, (B, Hkv, keys / 128). With GIVEN the scales of q and k are there already.
+// of (B, Hq, queries / 64 in whole blocks), (B, Hkv, keys / BC), (B, Hkv) and, before the last is known, what
+// it is the largest of, (B, Hkv, keys / BC). With GIVEN the scales of q and k are there already.
 #include "fp8_scales.cuh"
 #include "hopper.cuh"
 
-#define LANES 8             // that share a row
-#define WARPS (PAD_D / 16)  // so that a thread has 64 numbers, of 4 rows or 2
-#define EACH (PAD_D / LANES)
-#define ROWS_EACH (FP8_KEYS / WARPS * LANES / 32)
+#define ROWS_EACH (2048 / PAD_D)  // of a warp, so that a thread has 64 numbers
+// of which 32 are of row 8 * ROW_OF(half) + lane / 4, in 128 columns from COLUMN_OF(half) on
+#define ROW_OF(half) (PAD_D == 128 ? 8 * (half) : 0)
+#define COLUMN_OF(half) (PAD_D == 128 ? 0 : 128 * (half))
+#define WARPS (BC / ROWS_EACH)
 #define VALUES 64  // keys that a block transposes
 #define E4M3_MOST 448.0f
 #define MOST (INT8 ? 127.0f : E4M3_MOST)  // of q and k
@@ -42,27 +43,63 @@ __device__ __forceinline__ unsigned round_four(const float *x, float factor) {
 #endif
 }
 
-// A row of LANES lanes times S and H. (32 lanes a row would take 20 shuffles a row, and these take 12.)
-__device__ __forceinline__ void transform(float (&x)[EACH]) {
-    const int lane = threadIdx.x % LANES;
+__device__ __forceinline__ void add_and_subtract(float &x, float &y) {
+    const float sum = x + y;
+    y = x - y, x = sum;
+}
+
+// Rows of a warp as they lie in memory, and times S and H, as the product of H of 16, by mma, and one of PAD_D / 16 within a
+// thread. Column 32 j + 8 c + 4 i + 2 t + e is among the 16 bytes that lane 4 g + c has loaded. To mma it is column
+// 8 t + 2 c + e of A (mma.cuh), whose rows g and g + 8 are the halves: no lane needs another's. What is left is H of i, j
+// and, at D = 256, the halves.
+__device__ __forceinline__ void transform(float (&x)[2][4][8], const uint4 (&rows)[2][4]) {
+    const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    const unsigned h = pack(__popc(2 * c & g) & 1 ? -1.0f : 1.0f, __popc((2 * c + 1) & g) & 1 ? -1.0f : 1.0f);
+    unsigned signs[2];  // of a half's words, two of each, 16 bits apart
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-        if (absorb(0u, lane * EACH + e) & 1) x[e] = -x[e];
+    for (int of = 0; of < 4; of++)
 #pragma unroll
-    for (int step = 1; step < EACH; step *= 2)
+        for (int half = 0; half < 2; half++) {
+            unsigned bits = 0;
 #pragma unroll
-        for (int e = 0; e < EACH; e++)
-            if (!(e & step)) {
-                const float low = x[e], high = x[e + step];
-                x[e] = low + high, x[e + step] = low - high;
+            for (int word = 0; word < 16; word++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int column = COLUMN_OF(half) + word / 4 * 32 + 8 * of + word % 4 * 2 + e;
+                    bits |= (absorb(0u, column) & 1) << (word + 16 * e);
+                }
+            if (c == of) signs[half] = bits;
+        }
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            unsigned a[4];
+#pragma unroll
+            for (int x = 0; x < 4; x++) {
+                const int half = x % 2, t = x / 2;
+                const uint4 &row = rows[half][j];
+                const unsigned two = i ? (t ? row.w : row.z) : (t ? row.y : row.x);
+                a[x] = two ^ (signs[half] << (15 - (4 * j + 2 * i + t)) & 0x80008000u);
             }
 #pragma unroll
-    for (int lanes = 1; lanes < LANES; lanes *= 2)
+            for (int n = 0; n < 2; n++) {
+                float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                mma(sums, a, h, n ? h ^ 0x80008000u : h);
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const float other = __shfl_xor_sync(~0u, x[e], lanes);
-            x[e] = lane & lanes ? other - x[e] : x[e] + other;
+                for (int e = 0; e < 4; e++) x[e / 2][j][4 * i + 2 * n + e % 2] = sums[e];
+            }
         }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2)  // 4: i; 8 and 16: j
+#pragma unroll
+            for (int n = 0; n < 32; n++)
+                if (!(n & step)) add_and_subtract(x[half][n / 8][n % 8], x[half][(n + step) / 8][(n + step) % 8]);
+    if (PAD_D == 256)
+#pragma unroll
+        for (int n = 0; n < 32; n++) add_and_subtract(x[0][n / 8][n % 8], x[1][n / 8][n % 8]);
 }
 
 // N numbers of a row, from column N * part on; zeros beyond D, and where the row is not `inside`.
@@ -77,10 +114,11 @@ template <int N> __device__ __forceinline__ void load_part(float (&x)[N], const 
     }
 }
 
-// A block of 128 rows of a head of q (blockIdx.y < Hq), of k (the next Hkv), or, for their largest number, of v.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const __grid_constant__ Params p) {
+// A block of BC rows of a head of q (blockIdx.y < Hq), of k (the next Hkv), or, for their largest number, of v.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
+    tilegpt_fp8_rows(const __grid_constant__ Params p) {
     static __shared__ float largest[WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * FP8_KEYS, b = blockIdx.z;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * BC, b = blockIdx.z;
     const bool of_q = (int)blockIdx.y < p.heads, of_v = (int)blockIdx.y >= p.heads + p.kv_heads;
     const int heads = of_q ? p.heads : p.kv_heads, tokens = of_q ? p.tq : p.tk;
     const int h = blockIdx.y - (of_q ? 0 : of_v ? p.heads + p.kv_heads : p.heads);
@@ -88,21 +126,36 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
     const element *x = of_q ? matrix_of(p.q, p.q_stride, b, h) : of_v ? matrix_of(p.v, p.v_stride, b, h)
                                                                       : matrix_of(p.k, p.k_stride, b, h);
     const long long stride = of_q ? p.q_stride.t : of_v ? p.v_stride.t : p.k_stride.t;
-    const int token = first + warp * ROWS_EACH * (32 / LANES) + lane / LANES, part = lane % LANES;
-    float values[ROWS_EACH][EACH], most = 0.0f;
+    const int token = first + warp * ROWS_EACH + lane / 4;
+    uint4 rows[2][4];
+    float values[2][4][8], most = 0.0f;
 #pragma unroll
-    for (int r = 0; r < ROWS_EACH; r++) {
-        const int at = token + r * (32 / LANES);
-        load_part(values[r], x + at * stride, at < tokens, part);
-        if (HADAMARD && !of_v) transform(values[r]);
+    for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int e = 0; e < EACH; e++) most = fmaxf(most, fabsf(values[r][e]));
-    }
+        for (int j = 0; j < 4; j++) {
+            const int at = token + ROW_OF(half), column = COLUMN_OF(half) + 32 * j + lane % 4 * 8;
+            const bool inside = at < tokens && column < HEAD_DIM;
+            rows[half][j] = inside ? *(const uint4 *)(x + at * stride + column) : uint4{0, 0, 0, 0};
+        }
+    if (HADAMARD && !of_v)
+        transform(values, rows);
+    else
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const uint4 &row = rows[j / 4][j % 4];
+            const unsigned words[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+            for (int e = 0; e < 8; e++) values[j / 4][j % 4][e] = unpack(words[e / 2], e % 2);
+        }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(values[j / 4][j % 4][e]));
 #pragma unroll
     for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
     if (lane == 0) largest[warp] = most;
     __syncthreads();
-    const int from = of_q ? warp / (WARPS / 2) * (WARPS / 2) : 0, warps = of_q ? WARPS / 2 : WARPS;
+    const int warps = (of_q ? FP8_QUERIES : BC) / ROWS_EACH, from = warp / warps * warps;  // that share a scale
     for (int other = from; other < from + warps; other++) most = fmaxf(most, largest[other]);
     const int head = b * heads + h;
     const Fp8Scales scales(p);
@@ -113,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
     most = fmaxf(most, LEAST);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
     const float norm = HADAMARD ? 1.0f / sqrtf((float)PAD_D) : 1.0f;
-    float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + 2 * blockIdx.x + warp / (WARPS / 2)
+    float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + (first + from * ROWS_EACH) / FP8_QUERIES
                         : scales.k + (long long)head * scales.k_blocks + blockIdx.x;
     if (GIVEN)
         most = *scale / norm * MOST;
@@ -122,16 +175,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_fp8_rows(const 
     const float inverse = MOST / most;
     unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PAD_D / 4);
 #pragma unroll
-    for (int r = 0; r < ROWS_EACH; r++) {
-        const int at = token + r * (32 / LANES);
+    for (int half = 0; half < 2; half++) {
+        const int at = token + ROW_OF(half);
         if (at >= tokens) break;
 #pragma unroll
-        for (int e = 0; e < EACH; e += 16) {
-            unsigned four[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) four[i] = round_four(values[r] + e + 4 * i, inverse);
-            *(uint4 *)(to + (long long)at * (PAD_D / 4) + (part * EACH + e) / 4) =
-                uint4{four[0], four[1], four[2], four[3]};
+        for (int j = 0; j < 4; j++) {
+            const int column = COLUMN_OF(half) + 32 * j + lane % 4 * 8;
+            *(uint2 *)(to + ((long long)at * PAD_D + column) / 4) =
+                uint2{round_four(values[half][j], inverse), round_four(values[half][j] + 4, inverse)};
         }
     }
 }

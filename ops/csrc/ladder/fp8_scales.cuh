@@ -2,16 +2,15 @@
 #pragma once
 #include "attention.cuh"
 
-#define FP8_QUERIES 64  // that share a scale; a warp group of fa3.cu has them
-#define FP8_KEYS 128    // a tile of fa3.cu with FP8
+#define FP8_QUERIES 64  // that share a scale, as a warp group of fa3.cu has them; BC keys share one, a tile of them
 
 struct Fp8Scales {
     int q_blocks, k_blocks;  // of a head
     float *q, *k, *v;
     __device__ __forceinline__ Fp8Scales(const Params &p)
-        : q_blocks(2 * ceil_div(p.tq, 2 * FP8_QUERIES)), k_blocks(ceil_div(p.tk, FP8_KEYS)), q(p.scratch),
+        : q_blocks(BC / FP8_QUERIES * ceil_div(p.tq, BC)), k_blocks(ceil_div(p.tk, BC)), q(p.scratch),
           k(q + (long long)p.batch * p.heads * q_blocks), v(k + (long long)p.batch * p.kv_heads * k_blocks) {}
-    // The largest number of each FP8_KEYS keys of V, of a head.
+    // The largest number of each BC keys of V, of a head.
     __device__ __forceinline__ float *largest_v(const Params &p, int head) const {
         return v + p.batch * p.kv_heads + (long long)head * k_blocks;
     }

@@ -272,18 +272,6 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 #define F_96 F_80, F8(80), F8(88)
 #define F_128 F_96, F8(96), F8(104), F8(112), F8(120)
 
-// d += A B of integers, both K-major, by descriptors; d is floats from INT8_ORIGIN on.
-#define I8(i)                                                                                                          \
-    "+r"((int &)d[i]), "+r"((int &)d[i + 1]), "+r"((int &)d[i + 2]), "+r"((int &)d[i + 3]), "+r"((int &)d[i + 4]),     \
-        "+r"((int &)d[i + 5]), "+r"((int &)d[i + 6]), "+r"((int &)d[i + 7])
-__device__ __forceinline__ void wgmma_int8(float (&d)[64], unsigned long long a, unsigned long long b) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" R_64 "}, %64, %65, p;}"
-                 : I8(0), I8(8), I8(16), I8(24), I8(32), I8(40), I8(48), I8(56)
-                 : "l"(a), "l"(b), "r"(1)
-                 : "memory");
-}
-
 // Of each N that a tile may have: A and B by descriptors, both K-major, cleared first with `add` = 0; or A from
 // registers (the layout of mma.cuh's A) and B by descriptor, MN-major or K-major.
 template <int N> struct Wgmma;
@@ -318,3 +306,20 @@ WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
 WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+
+// d += A B of integers, both K-major, by descriptors; d is floats from INT8_ORIGIN on.
+#define I8(i)                                                                                                          \
+    "+r"((int &)d[i]), "+r"((int &)d[i + 1]), "+r"((int &)d[i + 2]), "+r"((int &)d[i + 3]), "+r"((int &)d[i + 4]),     \
+        "+r"((int &)d[i + 5]), "+r"((int &)d[i + 6]), "+r"((int &)d[i + 7])
+#define I_64 I8(0), I8(8), I8(16), I8(24), I8(32), I8(40), I8(48), I8(56)
+#define I_96 I_64, I8(64), I8(72), I8(80), I8(88)
+#define WGMMA_INT8(N, M, A, B, ADD)                                                                                     \
+    __device__ __forceinline__ void wgmma_int8(float (&d)[M], unsigned long long a, unsigned long long b) {            \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                     \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" R_##M "}, " A ", " B ", p;}"             \
+                     : I_##M                                                                                           \
+                     : "l"(a), "l"(b), "r"(1)                                                                          \
+                     : "memory");                                                                                      \
+    }
+WGMMA_INT8(128, 64, "%64", "%65", "%66")
+WGMMA_INT8(192, 96, "%96", "%97", "%98")
