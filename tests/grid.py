@@ -86,8 +86,9 @@ class Case:
 
     @property
     def fewer_heads(self) -> Case:
-        """For the interpreter: of the many cases of features two heads, which are enough to be mixed up."""
-        many = self.group in ("feature", "pair", "head_dim") and self.heads == self.kv_heads
+        """For what is slow: two heads, which are enough to be mixed up."""
+        groups = ("feature", "pair", "head_dim", "no_key", "blocks", "large")
+        many = self.group in groups and self.heads == self.kv_heads
         return replace(self, heads=2, kv_heads=2) if many else self
 
     @property
