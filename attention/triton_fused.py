@@ -80,7 +80,8 @@ class TritonAttention(Attention):
     )
 
     declaration: ClassVar[Declaration] = Declaration(
-        kernels=(Kernels("our Triton kernels", r"^_tilegpt_(?!cross_entropy)"),),  # a loss is no attention
+        # a loss is no attention, and one kernel is CUDA (ops/triton/attend_cache.py)
+        kernels=(Kernels("our Triton kernels", r"^_tilegpt_(?!cross_entropy)|^tilegpt_attend_bytes"),),
         compilation=Compilation(),
     )
 

@@ -8,7 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ops import nvrtc
 from ops.cache_view import CacheView
+from ops.cuda.attend_cache import TILES, BytesTile, fill, reads
 from ops.library import empty_as
 from ops.options import AttentionOptions
 from ops.order import multiprocessors
@@ -65,12 +67,57 @@ def cache_tile(
 
 def attend_cache(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout, lse (B, Hq, Tq) fp32; definite options."""
+    if _arch(q) == (9, 0) and nvrtc.missing() is None and reads(q, view, options):
+        return run(q, view, options, TILES[view.k.dtype_name])
     rows, block_d = q.shape[2] * (q.shape[1] // view.k.data.shape[1]), triton.next_power_of_2(q.shape[3])
     tile = cache_tile(rows, 8 * q.element_size(), block_d, view.k.dtype_name, view.k.table is not None)
     return run(q, view, options, tile)
 
 
-def run(q: Tensor, view: CacheView, options: AttentionOptions, tile: CacheTile) -> tuple[Tensor, Tensor]:
+def _arch(x: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+
+
+def run(
+    q: Tensor, view: CacheView, options: AttentionOptions, tile: CacheTile | BytesTile
+) -> tuple[Tensor, Tensor]:
+    """What attend_cache gives, with tiles of Triton's kernel or of the CUDA kernel for bytes."""
+    (batch, heads, tq, head_dim), kv_heads = q.shape, view.k.data.shape[1]
+    by_bytes = isinstance(tile, BytesTile)
+    m_tiles = 1 if by_bytes else triton.cdiv(tq * (heads // kv_heads), tile.m)
+    programs, slots = batch * kv_heads * m_tiles, tile.programs * multiprocessors(q.device)
+    splits = key_splits(programs, slots, triton.cdiv(view.k.shape[2], tile.n))
+    out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
+    to, to_lse = out, lse
+    if splits > 1 or by_bytes:
+        to = q.new_empty((splits, batch, heads, tq, head_dim), dtype=torch.float32)
+        to_lse = q.new_empty((2, splits, batch, heads, tq), dtype=torch.float32)
+    if by_bytes:
+        fill(to, to_lse, q, view, options, tile)
+    else:
+        _run_triton(to, to_lse, out, q, view, options, tile, splits, m_tiles)
+    if to is not out:
+        n_rows, pdl = batch * heads * tq, _arch(q) >= (9, 0)
+        _tilegpt_decode_combine[(n_rows,)](
+            to, to_lse, out, lse, *out.stride()[:3], heads, tq, splits, n_rows, 1.0,
+            head_dim, triton.next_power_of_2(head_dim), triton.next_power_of_2(splits), pdl,
+            num_warps=4 if splits <= 32 else 8, **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+    return out, lse
+
+
+def _run_triton(
+    to: Tensor,
+    to_lse: Tensor,
+    out: Tensor,
+    q: Tensor,
+    view: CacheView,
+    options: AttentionOptions,
+    tile: CacheTile,
+    splits: int,
+    m_tiles: int,
+) -> None:
+    """Fills `to` and `to_lse`, the parts, or where splits is 1 the results, with out's strides."""
     (k, k_scale, table), v = view.k, view.v
     (batch, heads, tq, head_dim), (kv_heads, block) = q.shape, k.shape[1:3]
     if k.stride() != v.data.stride() or k.stride(3) != 1 or q.stride(3) != 1:
@@ -87,32 +134,15 @@ def run(q: Tensor, view: CacheView, options: AttentionOptions, tile: CacheTile) 
         parts = block_d // part
     left, right = options.band
     longest = tq + view.k.shape[2]  # beyond it a bound says nothing, and 32 bits hold what is left
-    m_tiles = triton.cdiv(tq * group, tile.m)
-    programs, slots = batch * kv_heads * m_tiles, tile.programs * multiprocessors(q.device)
-    splits = key_splits(programs, slots, triton.cdiv(view.k.shape[2], tile.n))
-    out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
-    to, to_lse = out, lse
-    if splits > 1:
-        to = q.new_empty((splits, batch, heads, tq, head_dim), dtype=torch.float32)
-        to_lse = q.new_empty((2, splits, batch, heads, tq), dtype=torch.float32)
-    pdl = splits > 1 and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
     slopes = None if options.alibi_slopes is None else options.alibi_slopes.contiguous()
     softcap = options.softcap or 0.0
-    _tilegpt_attend_cache[(splits * programs,)](
+    _tilegpt_attend_cache[(splits * batch * kv_heads * m_tiles,)](
         q, k, v.data, k_scale, v.scale, table, view.lengths, slopes, to, to_lse,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if k_scale is None else k_scale.stride()[:3]),
         0 if table is None else table.stride(0), *out.stride()[:3],
         kv_heads, tq, splits, m_tiles, min(left, longest), min(right, longest), options.scale, softcap,
         group, head_dim, part, parts, 0 if table is None else block, tile.m, tile.n,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, SOFTCAP=(softcap > 0) + (softcap > 64),
-        EXACT=exact, SPLIT=splits > 1, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=tile.registers,
+        EXACT=exact, SPLIT=splits > 1, PDL=splits > 1 and _arch(q) >= (9, 0), num_warps=tile.warps,
+        num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
-    if splits > 1:
-        n_rows = batch * heads * tq
-        _tilegpt_decode_combine[(n_rows,)](
-            to, to_lse, out, lse, *out.stride()[:3], heads, tq, splits, n_rows, 1.0,
-            head_dim, triton.next_power_of_2(head_dim), triton.next_power_of_2(splits), pdl,
-            num_warps=4 if splits <= 32 else 8, **({"launch_pdl": True} if pdl else {}),
-        )  # fmt: skip
-    return out, lse

@@ -56,6 +56,14 @@ static inline int __float_as_int(float x) {
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
+static inline float __uint_as_float(unsigned bits) { return __int_as_float((int)bits); }
+static inline unsigned __float_as_uint(float x) { return (unsigned)__float_as_int(x); }
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned order) {
+    const unsigned long long all = x | (unsigned long long)y << 32;
+    unsigned taken = 0;
+    for (int byte = 0; byte < 4; byte++) taken |= (all >> (order >> 4 * byte & 7) * 8 & 0xff) << 8 * byte;
+    return taken;
+}
 static inline int atomicMax(int *to, int x) {
     int before = __atomic_load_n(to, __ATOMIC_RELAXED);
     while (before < x && !__atomic_compare_exchange_n(to, &before, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -65,6 +73,7 @@ static inline int atomicMax(int *to, int x) {
 
 static PER_THREAD Index threadIdx;
 static PER_THREAD Index blockIdx;
+static Index gridDim;
 // Dynamic shared memory, by the names that kernels have for it.
 const unsigned most_shared = 232448;
 float4 shared[most_shared / 16];
@@ -187,7 +196,7 @@ static void *run_blocks(void *self) {
 
 // Gives what the kernel did wrong, or nothing.
 static const char *run_grid(void (*body)(), const unsigned *size, unsigned threads, unsigned shared_size) {
-    kernel = body, n_threads = threads, grid = {size[0], size[1], size[2]}, shared_used = shared_size;
+    kernel = body, n_threads = threads, grid = gridDim = {size[0], size[1], size[2]}, shared_used = shared_size;
     block.expect(threads);
     for (unsigned warp = 0; warp < threads / 32; ++warp) warps[warp].expect(32);
     fault = nullptr, forget(most_shared);

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.cuda.attend_cache import CacheLaunch
 from ops.cuda.call import _POINTERS, Call, Params
 from ops.cuda.hopper import BackwardLaunch, Launch
 from ops.options import AttentionOptions
@@ -44,7 +45,7 @@ extern "C" const char *launch(void (*kernel)(Params), const Params *p, const uns
 """
 
 
-# The same for a kernel whose parameters begin with tensor maps.
+# The same for a kernel that takes a struct Launch.
 _LAUNCH_MAPS = """
 static void (*with_maps)(Launch);
 static Launch maps;
@@ -103,7 +104,7 @@ class Kernel:
         assert min(x, y, z) > 0 and max(y, z) <= 65_535 and threads % 32 == 0 and shared_bytes <= 232_448
         kernel = ctypes.cast(getattr(self.library, self.name), ctypes.c_void_p)
         size = (ctypes.c_uint * 3)(x, y, z)
-        maps = isinstance(params, Launch | BackwardLaunch)
+        maps = isinstance(params, Launch | BackwardLaunch | CacheLaunch)
         launch = self.library.launch_maps if maps else self.library.launch
         launch.restype = ctypes.c_char_p
         fault = launch(kernel, ctypes.byref(params), size, threads, shared_bytes)
@@ -163,7 +164,7 @@ class TensorCores(Compiler):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        for name in ("mma.cuh", "fa1.cu"):
+        for name in ("mma.cuh", "bytes.cuh", "fa1.cu"):
             text, loads = _LOAD.subn(r"\1 = load_shared(\2)", (folder / name).read_text())
             assert loads == (name == "mma.cuh"), f"{name} loads {loads} times by hand"
             # What asks for the architecture has C++ for none.
@@ -174,6 +175,10 @@ class TensorCores(Compiler):
         header.write_text(
             text.replace("typedef float element;", '#include "mma_cpu.h"\ntypedef float element;')
         )
+
+    def compile(self, source: str, more: str, *rest: Any) -> Path:
+        takes_launch = " Launch " in (self.folder / Path(source).name).read_text()
+        return super().compile(source, more + (_LAUNCH_MAPS if takes_launch else ""), *rest)
 
 
 class WmmaCores(TensorCores):
@@ -196,9 +201,6 @@ class HopperCores(TensorCores):
         text = header.read_text().partition("// Of each N that a tile may have")[0]
         include = '#include "mma.cuh"'
         header.write_text(_without_asm(text).replace(include, f'{include}\n#include "hopper_cpu.h"'))
-
-    def compile(self, source: str, more: str, *rest: Any) -> Path:
-        return super().compile(source, more + (_LAUNCH_MAPS if "fa3" in source else ""), *rest)
 
 
 def _without_asm(text: str) -> str:

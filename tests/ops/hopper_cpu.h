@@ -146,13 +146,8 @@ static void give_up() {
 }
 }  // namespace cpu
 
-static struct {
-    unsigned x;
-} gridDim;
-
 static inline int atomicAdd(int *to, int x) { return __atomic_fetch_add(to, x, __ATOMIC_RELAXED); }
 static inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
-    gridDim.x = cpu::grid.x;
     for (cpu::Named &each : cpu::named) each.arrived = 0;  // a turn that the last block left
     cpu::phases[barrier] = {(int)arrivals, (int)arrivals, 0, 0, {}};
 }

@@ -150,3 +150,17 @@ static inline float __fmul_rn(float x, float y) {
     return rounded;
 }
 static inline void team_barrier(int team) { cpu::teams.barriers[team].wait(); }
+
+// c += a b, (16 x 32) (32 x 8) of bytes.
+template <bool A_SIGNED, bool B_SIGNED>
+static inline void mma_bytes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const cpu::Fragments *of = cpu::bring(cpu::Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const unsigned lane = threadIdx.x % 32;
+    for (int e = 0; e < 4; e++)
+        for (int k = 0; k < 32; k++) {
+            const unsigned left = of[lane / 4 * 4 + k % 16 / 4].a[e / 2 + k / 16 * 2] >> k % 4 * 8 & 0xff;
+            const unsigned right = of[(lane % 4 * 2 + e % 2) * 4 + k % 16 / 4].b[k / 16] >> k % 4 * 8 & 0xff;
+            c[e] += (A_SIGNED ? (signed char)left : (int)left) * (B_SIGNED ? (signed char)right : (int)right);
+        }
+}
+static inline float larger(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }

@@ -89,6 +89,7 @@ BUDGETS = {
     "tilegpt_fa2_backward": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=48, spilled_with_options=256),
     "tilegpt_fa2_backward_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_with_options=256),
     "tilegpt_backward_prepare": Budget(registers=32),
+    "tilegpt_attend_bytes": Budget(has=("IMMA", "LDSM", "LDGSTS")),  # in test_attend_cache.py
     # Outside of the loop over keys, and in who copies.
     "tilegpt_fa3_forward": Budget(
         has=("HGMMA", "UTMALDG", "UTMASTG"), spilled_bytes=128, spilled_with_options=400
