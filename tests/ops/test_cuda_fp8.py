@@ -22,8 +22,9 @@ from tests.attention.criterion import run_case
 from tests.grid import CASES as GRID
 from tests.grid import Case, long_but
 from tests.ops import cpu
+from tests.ops.in_flight import overwritten
 from tests.ops.recorded import Launch, compiled
-from tests.ops.test_cuda_compile import BUDGETS
+from tests.ops.test_cuda_compile import BUDGETS, sections
 
 SHAPES = [
     # Tq, Tk, D; heads; options
@@ -148,10 +149,26 @@ def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right:
         Launch("ladder/fa3.cu", "tilegpt_fa3_forward", of_fa3, 384, tile.shared_bytes(head_dim)), (9, 0)
     )
     assert made.spilled_bytes <= spilled and made.shared_bytes <= 232_448, made
+    (sass,) = (part for part in sections(made.cubin.code) if part.startswith(".text.tilegpt_fa3_forward"))
+    assert "GMMA" in sass and not overwritten(sass)
     of_rounding = tuple((defines | {"HADAMARD": 1, "GIVEN": 0}).items())
     for name, threads in (("tilegpt_fp8_rows", tile.bc * head_dim // 64), ("tilegpt_fp8_values", 256)):
         made, most = compiled(Launch("ladder/fp8.cu", name, of_rounding, threads, 0), (9, 0)), BUDGETS[name]
         assert made.registers <= most.registers and made.spilled_bytes <= most.spilled_bytes, made
+
+
+def test_a_write_to_what_wgmma_reads_is_found() -> None:
+    lines = """.L_x_1:
+        /*0010*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0020*/ MOV R40, R60 ;
+        /*0030*/ QGMMA.64x128x32.F32.E4M3.E4M3 R120, R40, gdesc[UR24], R120, gsb0 ;
+        /*0040*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/ F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C {}, R27, R26, RZ ;
+        /*0060*/ @P0 BRA `(.L_x_1) ;
+        /*0070*/ EXIT ;"""
+    assert not overwritten(lines.format("R44"))
+    ((product, write),) = overwritten(lines.format("R41"))
+    assert product.startswith("QGMMA") and write.startswith("F2FP")
 
 
 @pytest.mark.gpu
