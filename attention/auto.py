@@ -183,8 +183,8 @@ class AutoAttention(Attention):
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         return self.predicted_choice(call).costs(call, compiled)
 
-    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
-        return self.predicted_choice(call).shared_memory(call, able)
+    def shared_memory(self, call: AttentionCall, max_bytes: int) -> dict[str, int]:
+        return self.predicted_choice(call).shared_memory(call, max_bytes)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         name, refusals = self._refusals(call)

@@ -100,8 +100,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The implementation: (out, lse), where lse may be None unless `options.return_lse`.
 
-        Inputs are checked and none is empty; `options` are definite (ops/options.py); `dropout_seed` is a 0-d
-        int64 tensor on the device (None without dropout).
+        Inputs are checked and none is empty; `options` are normalised (ops/options.py); `dropout_seed` is a
+        0-d int64 tensor on the device (None without dropout).
         """
         raise NotImplementedError
 
@@ -139,9 +139,9 @@ class Attention(nn.Module):
         """Queries and keys in a tile of the forward; None where that is not known, or there are none."""
         return None
 
-    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
-        """Bytes of shared memory that a block takes, by kernel, where it may use `able`; none where that is
-        not known."""
+    def shared_memory(self, call: AttentionCall, max_bytes: int) -> dict[str, int]:
+        """Bytes of shared memory that a block takes, by kernel, where it may use `max_bytes`; none where
+        that is not known."""
         return {}
 
     def require(self, call: AttentionCall) -> None:

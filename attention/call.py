@@ -219,8 +219,8 @@ class Capabilities:
                 f"no {call.device}: runs on {' and '.join(sorted(self.devices))} (trainer.accelerator)"
             )
         if call.dtype not in self.dtypes:
-            able = ", ".join(sorted(map(dtype_name, self.dtypes)))
-            reasons.append(f"no {dtype_name(call.dtype)}: needs one of {able} (precision)")
+            supported = ", ".join(sorted(map(dtype_name, self.dtypes)))
+            reasons.append(f"no {dtype_name(call.dtype)}: needs one of {supported} (precision)")
         if call.arch and not (self.min_arch or (0, 0)) <= call.arch <= (self.max_arch or (99, 0)):
             low, high = (arch_name(arch) or "any" for arch in (self.min_arch, self.max_arch))
             reasons.append(f"no {arch_name(call.arch)}: needs a GPU from {low} to {high}")

@@ -139,10 +139,14 @@ _OPS = {
 def best(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str:
     """The best stage with all features: fa3 on Hopper, fa2, or where neither can, tiled."""
     for stage in ("fa3", "fa2"):
-        able = STAGES[stage].capabilities
-        fits = head_dim <= able.max_head_dim and head_dim % able.head_dim_multiple == 0
-        runs = able.min_arch <= (arch or STAGES["fa2"].capabilities.min_arch) <= (able.max_arch or (99, 0))
-        if fits and runs and dtype in able.dtypes:
+        capabilities = STAGES[stage].capabilities
+        fits = head_dim <= capabilities.max_head_dim and head_dim % capabilities.head_dim_multiple == 0
+        runs = (
+            capabilities.min_arch
+            <= (arch or STAGES["fa2"].capabilities.min_arch)
+            <= (capabilities.max_arch or (99, 0))
+        )
+        if fits and runs and dtype in capabilities.dtypes:
             return stage
     return "tiled"
 
@@ -179,8 +183,8 @@ class CudaStage(Attention):
             raise UserError(f"products is {products!r}; stage {stage} has {', '.join(words)}")
         super().__init__(name or f"cuda_{stage}")
         self.deterministic, self.products = deterministic, products
-        able = STAGES[stage].capabilities
-        self.capabilities = replace(able, deterministic=deterministic or able.deterministic)
+        capabilities = STAGES[stage].capabilities
+        self.capabilities = replace(capabilities, deterministic=deterministic or capabilities.deterministic)
         narrow = STAGES[stage].module not in ("ops.cuda.plain", "ops.cuda.tiled")
         scores = stage in ("plain", "naive")
         self.declaration = replace(_DECLARATION, writes_scores=scores, tensor_cores=narrow)
@@ -236,11 +240,11 @@ class CudaStage(Attention):
         tile = fa2_tile(call.head_dim)
         return tile.br, tile.bc
 
-    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
+    def shared_memory(self, call: AttentionCall, max_bytes: int) -> dict[str, int]:
         from ops.cuda.shared import shared_memory
 
         arch = call.arch or STAGES["fa2"].capabilities.min_arch
-        return shared_memory(self.stage, call.head_dim, call.dtype, arch, able, call.tk, call.backward)
+        return shared_memory(self.stage, call.head_dim, call.dtype, arch, max_bytes, call.tk, call.backward)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
@@ -286,5 +290,5 @@ class CudaAttention(CudaStage):
     def forward_tile(self, call: AttentionCall) -> tuple[int, int] | None:
         return self.resolve(call).forward_tile(call)
 
-    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
-        return self.resolve(call).shared_memory(call, able)
+    def shared_memory(self, call: AttentionCall, max_bytes: int) -> dict[str, int]:
+        return self.resolve(call).shared_memory(call, max_bytes)

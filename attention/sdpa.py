@@ -205,15 +205,15 @@ class SDPAAttention(Attention):
         reasons = super().unsupported_reasons(call)
         if self.backend in ("auto", "math"):
             return reasons
-        able = _ABLE.get((self.backend, call.device))
-        if able is None:
+        limits = _ABLE.get((self.backend, call.device))
+        if limits is None:
             devices = sorted(device for backend, device in _ABLE if backend == self.backend)
             return [
                 *reasons,
                 f"SDPA's {self.backend} kernel has no {call.device}: it runs on {', '.join(devices)}",
             ]
         # Both tables name softcap and lse.
-        reasons += [reason for reason in able.reasons(call) if reason not in reasons]
+        reasons += [reason for reason in limits.reasons(call) if reason not in reasons]
         masked = bool(call.features & _MASKED) or (call.causal and 1 < call.tq != call.tk)
         if masked and self.backend == "flash" and call.device == "cuda" and not call.features & _MASKED:
             reasons.append("no causal mask for fewer or more queries than keys: needs Tq = Tk or Tq = 1")

@@ -117,7 +117,7 @@ class TritonAttention(Attention):
         tile = tile_of("forward", *self._facts(call))
         return tile.m, tile.n
 
-    def shared_memory(self, call: AttentionCall, able: int) -> dict[str, int]:
+    def shared_memory(self, call: AttentionCall, max_bytes: int) -> dict[str, int]:
         """What the tiles of q, k, v and dout come to, to which the compiler adds some."""
         from ops.triton.configs import shared_bytes
 

@@ -43,7 +43,7 @@ def register_attention(
     check: Callable[..., None] | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op as
-    `call(q, k, v, options, dropout_seed, tuning)`, with definite AttentionOptions.
+    `call(q, k, v, options, dropout_seed, tuning)`, with normalised AttentionOptions.
 
     `forward(q, k, v, options, dropout_seed, tuning)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq),
     contiguous, fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, options, dropout_seed, tuning,
@@ -58,8 +58,8 @@ def register_attention(
         f"{name}_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}, "
         "bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
-    _LIBRARY.impl(name, of_arguments(forward), key)
-    _LIBRARY.impl(f"{name}_backward", of_backward_arguments(backward), key)
+    _LIBRARY.impl(name, with_flat_options(forward), key)
+    _LIBRARY.impl(f"{name}_backward", backward_with_flat_options(backward), key)
     qualified = f"tilegpt::{name}"
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
@@ -92,22 +92,17 @@ def register_cached_attention(
     name: str, forward: Callable[[Tensor, CacheView, AttentionOptions], tuple[Tensor, Tensor]]
 ) -> Callable[[Tensor, CacheView, AttentionOptions], tuple[Tensor, Tensor]]:
     """Registers tilegpt::`name`, attention of q to a CacheView, forward only; gives it as
-    `call(q, view, options)` with definite AttentionOptions: band, scale, softcap and slopes of them."""
+    `call(q, view, options)` with normalised AttentionOptions: band, scale, softcap and slopes of them."""
     _LIBRARY.define(
         f"{name}(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? table, "
-        "Tensor lengths, Tensor? alibi_slopes, float scale, int window_left, int window_right, "
-        "float softcap) -> (Tensor, Tensor)"
+        f"Tensor lengths, {_OPTIONS}) -> (Tensor, Tensor)"
     )
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any, table: Any, lengths: Tensor, *flat: Any
     ) -> tuple[Tensor, Tensor]:
         view = CacheView(CachedTensor(k, k_scale, table), CachedTensor(v, v_scale, table), lengths)
-        slopes, scale, left, right, softcap = flat
-        window = (left, -1 if right == 0 else right)
-        return forward(
-            q, view, AttentionOptions(right == 0, scale, window, softcap or None, alibi_slopes=slopes)
-        )
+        return forward(q, view, gathered(flat)[0])
 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
@@ -117,8 +112,7 @@ def register_cached_attention(
 
     def call(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         (k, k_scale, table), (v, v_scale, _), lengths = view
-        of = options.alibi_slopes, options.scale, *options.band, options.softcap or 0.0
-        return op(q, k, v, k_scale, v_scale, table, lengths, *of)
+        return op(q, k, v, k_scale, v_scale, table, lengths, *flattened(options, None, []))
 
     return call
 
@@ -167,8 +161,8 @@ def _end_of_derivatives(qualified: str, backward_op: Any) -> type[torch.autograd
     return Once
 
 
-def of_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward function as the op of its arguments."""
+def with_flat_options(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward function that takes the flat arguments of an op."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Any:
         return forward(q, k, v, *gathered(flat))
@@ -176,7 +170,7 @@ def of_arguments(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def of_backward_arguments(backward: Callable[..., Any]) -> Callable[..., Any]:
+def backward_with_flat_options(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward function as the op of its arguments."""
 
     def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> Any:

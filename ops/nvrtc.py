@@ -187,10 +187,10 @@ def _words(status: Any) -> str:
 def _remedy(name: str) -> str:
     if any(word in name for word in ("IMAGE", "NO_BINARY", "PTX", "SOURCE", "NOT_SUPPORTED")):
         _, version = _driver().cuDriverGetVersion()
-        able, wants = f"{version // 1000}.{version % 1000 // 10}", ".".join(map(str, compiler_version()))
+        driver, nvrtc = f"{version // 1000}.{version % 1000 // 10}", ".".join(map(str, compiler_version()))
         return (
-            f". The driver runs CUDA {able} and the kernel was compiled by NVRTC {wants}: update the driver, "
-            f"or install torch and cuda-bindings for CUDA {able}"
+            f". The driver runs CUDA {driver}, NVRTC {nvrtc} compiled the kernel: update the driver, "
+            f"or install torch and cuda-bindings for CUDA {driver}"
         )
     return ". Free GPU memory" if "OUT_OF_MEMORY" in name else ""
 

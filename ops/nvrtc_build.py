@@ -155,14 +155,14 @@ def arch_of(capability: tuple[int, int]) -> str:
     from cuda.bindings import nvrtc
 
     wanted, known = 10 * capability[0] + capability[1], _called(*nvrtc.nvrtcGetSupportedArchs())
-    able = [arch for arch in known if arch <= wanted and arch // 10 == capability[0]]
-    if not able:
+    supported = [arch for arch in known if arch <= wanted and arch // 10 == capability[0]]
+    if not supported:
         version = ".".join(map(str, compiler_version()))
         raise CudaError(
             f"NVRTC {version} compiles for sm_{min(known)} to sm_{max(known)}, "
             f"not for sm_{wanted}: install another version of nvidia-cuda-nvrtc, or choose another attention"
         )
-    return f"sm_{max(able)}"
+    return f"sm_{max(supported)}"
 
 
 def _texts(source: Path) -> tuple[str, dict[str, str]]:

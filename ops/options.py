@@ -13,8 +13,8 @@ MASK_BLOCK = 128  # queries and keys of a tile of `block_mask`
 class AttentionOptions(NamedTuple):
     """What a call asks for beside q, k and v, as `Attention.forward` has it: what each means is said there.
 
-    Made definite, as implementations and kernels get it, `scale` is a number above 0, `window` None or (left,
-    right) with -1 for unbounded, and `document_ids` None or a pair."""
+    Normalised, as implementations and kernels receive it, `scale` is a number above 0, `window` None or
+    (left, right) with -1 for unbounded, and `document_ids` None or a pair."""
 
     causal: bool = True
     scale: float | None = None
@@ -31,14 +31,14 @@ class AttentionOptions(NamedTuple):
 
     @property
     def band(self) -> tuple[int, int]:
-        """`causal` and the definite `window` as one band -left <= rel <= right around the diagonal; -1 is
+        """`causal` and the normalised `window` as one band -left <= rel <= right around the diagonal; -1 is
         unbounded."""
         left, right = self.window or (-1, -1)
         return (left, 0) if self.causal else (left, right)
 
 
 def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> tuple[Any, ...]:
-    """Definite options as the arguments of an op, in the order of the schema of ops/library.py."""
+    """Normalised options as the arguments of an op, in the order of the schema of ops/library.py."""
     left, right = options.window or (-1, -1)
     right = 0 if options.causal else right
     ids, lengths = options.document_ids or (None, None), options.kv_lengths

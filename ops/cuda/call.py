@@ -73,7 +73,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Call:
-    """What forward and backward derive from q (B, Hq, Tq, D), k, v and definite options; `tuning` as of the
+    """What forward and backward derive from q (B, Hq, Tq, D), k, v and normalised options; `tuning` as of the
     op.
 
     `params`: all that does not depend on the kernel. `defines`: the specialisation, as far as all stages

@@ -68,13 +68,13 @@ _BACKWARD = {
 
 def tile(q: Tensor, backward: bool) -> Tile:
     """The tile for q's head dim on q's device."""
-    head_dim, able = q.shape[3], _SHARED_BYTES
+    head_dim, max_bytes = q.shape[3], _SHARED_BYTES
     if q.is_cuda:
-        able = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        max_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     table = _BACKWARD if backward else _FORWARD
     for largest, tiles in table.items():
         if head_dim <= largest:
-            fitting = (each for each in tiles if each.shared_bytes(head_dim, backward) <= able)
+            fitting = (each for each in tiles if each.shared_bytes(head_dim, backward) <= max_bytes)
             return next(fitting, tiles[-1])  # the launch of the last says what is missing
     raise ValueError(f"attention=cuda_tiled got head dim {head_dim}; it needs at most {max(table)}")
 

@@ -8,9 +8,15 @@ import torch
 
 
 def shared_memory(
-    stage: str, head_dim: int, dtype: torch.dtype, arch: tuple[int, int], able: int, keys: int, backward: bool
+    stage: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    arch: tuple[int, int],
+    max_bytes: int,
+    keys: int,
+    backward: bool,
 ) -> dict[str, int]:
-    """Bytes by kernel, where a block may use `able` on a GPU of `arch`, for `keys` keys."""
+    """Bytes by kernel, where a block may use `max_bytes` on a GPU of `arch`, for `keys` keys."""
     if stage == "rowwise":
         return {"row of scores": 4 * keys}
     if stage == "wmma":
@@ -20,14 +26,14 @@ def shared_memory(
     if stage == "fa1":
         from ops.cuda.tensor_cores import fa1_tile
 
-        tile = fa1_tile(head_dim, able)
+        tile = fa1_tile(head_dim, max_bytes)
         return {f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
     if stage in ("fa2", "fa3"):
         made = _fa3(head_dim, backward) if stage == "fa3" else _fa2(head_dim)
-        return made | (_fa2_backward(head_dim, able) if backward and stage == "fa2" else {})
+        return made | (_fa2_backward(head_dim, max_bytes) if backward and stage == "fa2" else {})
     if stage == "tiled":
         on_tensor_cores = dtype == torch.float32 and arch >= (8, 0)
-        return (_split_fp16 if on_tensor_cores else _plain)(head_dim, able, backward)
+        return (_split_fp16 if on_tensor_cores else _plain)(head_dim, max_bytes, backward)
     return {}
 
 
@@ -54,14 +60,14 @@ def _fa3(head_dim: int, backward: bool) -> dict[str, int]:
     return made
 
 
-def _fa2_backward(head_dim: int, able: int) -> dict[str, int]:
+def _fa2_backward(head_dim: int, max_bytes: int) -> dict[str, int]:
     from ops.cuda.tensor_cores import backward_tile
 
-    tile = backward_tile(head_dim, able)
+    tile = backward_tile(head_dim, max_bytes)
     return {f"backward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
 
 
-def _split_fp16(head_dim: int, able: int, backward: bool) -> dict[str, int]:
+def _split_fp16(head_dim: int, max_bytes: int, backward: bool) -> dict[str, int]:
     from ops.cuda import split_fp16, split_fp16_backward
 
     tables = {"forward": (split_fp16._FORWARD,)}
@@ -70,13 +76,13 @@ def _split_fp16(head_dim: int, able: int, backward: bool) -> dict[str, int]:
     width = split_fp16.padded(head_dim)
     return {
         passed: max(
-            split_fp16.first_that_fits(of[width], head_dim, able).shared_bytes(head_dim) for of in every
+            split_fp16.first_that_fits(of[width], head_dim, max_bytes).shared_bytes(head_dim) for of in every
         )
         for passed, every in tables.items()
     }
 
 
-def _plain(head_dim: int, able: int, backward: bool) -> dict[str, int]:
+def _plain(head_dim: int, max_bytes: int, backward: bool) -> dict[str, int]:
     from ops.cuda.plain import tile
 
     q = torch.empty(1, 1, 1, head_dim, device="meta")

@@ -62,7 +62,7 @@ _FORWARD = {
 
 
 @functools.cache
-def able(device: torch.device) -> int:
+def shared_bytes_of(device: torch.device) -> int:
     """Bytes of shared memory that a block may use; for tensors on a CPU as on an H200."""
     if device.type == "cpu":
         return plain._SHARED_BYTES
@@ -135,7 +135,7 @@ def split(name: str, x: Tensor, found: Tensor, call: Call) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's layout and lse (B, Hq, Tq), both fp32."""
-    tile = first_that_fits(_FORWARD[padded(q.shape[3])], q.shape[3], able(q.device))
+    tile = first_that_fits(_FORWARD[padded(q.shape[3])], q.shape[3], shared_bytes_of(q.device))
     return run_forward(q, k, v, call, tile)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.cuda import plain
 from ops.cuda.call import Call, padded
-from ops.cuda.split_fp16 import TERMS, able, even, first_that_fits, largest, split
+from ops.cuda.split_fp16 import TERMS, even, first_that_fits, largest, shared_bytes_of, split
 from ops.library import empty_as
 
 
@@ -76,7 +76,7 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k and v, all fp32."""
-    head_dim, room = q.shape[3], able(q.device)
+    head_dim, room = q.shape[3], shared_bytes_of(q.device)
     of_keys, of_queries = (first_that_fits(table[padded(head_dim)], head_dim, room) for table in (_DKDV, _DQ))
     return run_backward(dout, q, k, v, out, lse, call, of_keys, of_queries)
 

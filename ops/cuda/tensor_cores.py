@@ -102,11 +102,11 @@ def _shared_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def backward_tile(head_dim: int, able: int) -> BackwardTile:
-    """The backward's tile where a block may use `able` bytes of shared memory."""
+def backward_tile(head_dim: int, max_bytes: int) -> BackwardTile:
+    """The backward's tile where a block may use `max_bytes` bytes of shared memory."""
     tiles = _BACKWARD[padded(head_dim)]
     # the launch of the last says what is missing
-    return next((tile for tile in tiles if tile.shared_bytes(head_dim) <= able), tiles[-1])
+    return next((tile for tile in tiles if tile.shared_bytes(head_dim) <= max_bytes), tiles[-1])
 
 
 def _aligned(*tensors: Tensor) -> bool:
@@ -130,10 +130,10 @@ def _tile_defines(tile: Tile | BackwardTile) -> dict[str, int]:
     return {name.upper(): value for name, value in asdict(tile).items()}
 
 
-def fa1_tile(head_dim: int, able: int) -> TeamTile:
-    """fa1's tile where a block may use `able` bytes of shared memory."""
+def fa1_tile(head_dim: int, max_bytes: int) -> TeamTile:
+    """fa1's tile where a block may use `max_bytes` bytes of shared memory."""
     tiles = _FA1[padded(head_dim)]
-    return next((tile for tile in tiles if tile.shared_bytes(head_dim) <= able), tiles[-1])
+    return next((tile for tile in tiles if tile.shared_bytes(head_dim) <= max_bytes), tiles[-1])
 
 
 def fa1_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def cache_tile(
 
 
 def attend_cache(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Tq, D) in q's dtype and layout, lse (B, Hq, Tq) fp32; definite options."""
+    """out (B, Hq, Tq, D) in q's dtype and layout, lse (B, Hq, Tq) fp32; normalised options."""
     if _arch(q) == (9, 0) and nvrtc.missing() is None and reads(q, view, options):
         return run(q, view, options, TILES[view.k.dtype_name])
     rows, block_d = q.shape[2] * (q.shape[1] // view.k.data.shape[1]), triton.next_power_of_2(q.shape[3])

@@ -76,7 +76,7 @@ def _kept_from(dropout_p: float) -> int:
 
 
 class _Call:
-    """What forward and backward derive from definite options; `tuning` as of the op."""
+    """What forward and backward derive from normalised options; `tuning` as of the op."""
 
     def __init__(
         self,

@@ -46,8 +46,8 @@ class Norm:
 
 def _pdl(x: Tensor) -> dict[str, Any]:
     """A kernel begins while the one before it ends, and waits inside (sm_90 and newer)."""
-    able = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if hopper else {"PDL": False}
 
 
 def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int, int]:

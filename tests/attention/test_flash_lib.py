@@ -18,7 +18,7 @@ from attention import flash_documents, flash_lib, flash_versions
 from attention.base import FLOATS, AttentionCall, UnsupportedAttention
 from attention.flash_lib import FlashLibAttention
 from attention.flash_versions import VERSIONS
-from ops.library import of_arguments, of_backward_arguments
+from ops.library import backward_with_flat_options, with_flat_options
 from ops.options import AttentionOptions, flattened
 from tests.attention.criterion import run_case
 from tests.attention.flash_fakes import install
@@ -27,8 +27,8 @@ from tests.grid import CASES, Case, build, make_inputs
 # The ops have CUDA kernels only; over a fake library the same functions run on a CPU.
 _CPU = torch.library.Library("tilegpt", "IMPL")
 for _version in VERSIONS:
-    _CPU.impl(f"flash{_version}", of_arguments(partial(flash_lib._forward, _version)), "CPU")
-    _backward = of_backward_arguments(partial(flash_lib._backward, _version))
+    _CPU.impl(f"flash{_version}", with_flat_options(partial(flash_lib._forward, _version)), "CPU")
+    _backward = backward_with_flat_options(partial(flash_lib._backward, _version))
     _CPU.impl(f"flash{_version}_backward", _backward, "CPU")
 
 BASE = Case("shape", 24, 24, 32)

@@ -1,15 +1,16 @@
-// FlashAttention-2, forward (Dao 2023, algorithm 1), in our own words.
+// FlashAttention-2, forward (Dao 2023, algorithm 1), our own implementation.
 //
-// Idea. A block owns BR queries of one head and walks the keys that any of them sees, BC at a time; each warp owns
-// whole rows, so maximum and sum of a row stay inside four lanes and warps share nothing but K and V.
-// New since fa1. The grid runs over the sequence too; queries are split over the warps, not keys, so no partial sums
-// meet in shared memory; O, m and l stay in registers and O is divided once, at the end; the next K and V arrive by
-// cp.async while this tile is computed, with one barrier a tile; tiles are swizzled, so that ldmatrix has no conflicts.
-// HBM traffic. Q and O once; K and V once per head as long as the heads at work fit in the L2 (unswizzle), though Tq /
-// BR times from there; lse. Nothing of size Tq x Tk.
+// Idea. A block computes BR queries of one head. It loops over the keys that any of them sees, BC at a time. Each warp has
+// whole rows, so that the maximum and the sum of a row stay within four lanes, and warps share only K and V.
+// New since fa1. The grid also runs over the sequence. Warps split the queries, not the keys, so no partial sums are added
+// in shared memory. O, m and l stay in registers, and O is divided once, at the end. cp.async loads the next K and V while
+// the current tile is computed, with one barrier per tile. Tiles are swizzled, so that ldmatrix has no bank conflicts.
+// HBM traffic. Q and O once; K and V once per head as long as the heads in flight fit in the L2 (unswizzle), though they
+// are read Tq / BR times from the L2; lse. No Tq x Tk matrix.
 // Limits. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer.
-// The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), ALIGNED (all rows begin at 16 bytes), and
-// SCALE_FIRST (where the maximum of the scaled scores is not the scaled maximum).
+// The host also defines BR, BC, WARPS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether all rows begin
+// at multiples of 16 bytes), and SCALE_FIRST (with softcap, ALiBi, or a scale that is not positive: the scores are scaled
+// before their maximum is taken).
 #include "softmax.cuh"
 
 #define THREADS (WARPS * 32)

@@ -1,20 +1,21 @@
-// Stage 0, plain: softmax(Q K^T) V and its gradients as they are written, a thread for each number of each matrix.
+// Stage 0, plain: softmax(Q K^T) V and its gradients by their formulas, one thread for each element of each matrix.
 //
-// Idea: one thread makes one score, one element of O, of dQ, or of dK and dV: a sum over a loop. Threads share nothing:
-// no shared memory, no number that is loaded for two products, no wide load. This is the attention to read first; what
-// every later stage adds is measured against it.
+// Idea: a thread computes one element of S, O, dQ, dK or dV as a sum in a loop. Threads share nothing: there is no shared
+// memory, no value is loaded once for two products, and no load is wider than an element. Read this attention first;
+// every later stage is compared with it.
 //
-// HBM traffic: N = Tq = Tk. S is written, read three times and written by the softmax, read by the last step: 24 N^2
-// bytes a head and more, as neighbouring threads of the softmax read addresses N apart. What takes the time are loads
-// through the L1: two for each multiplication.
+// HBM traffic, with N = Tq = Tk: the first kernel writes S, the softmax reads it three times and writes it, the last
+// kernel reads it: at least 24 N^2 bytes per head. It is more because neighbouring threads of the softmax read addresses
+// that are N elements apart. The time goes into loads through the L1 cache: two for each multiplication.
 //
-// Limits: 4 N^2 bytes of memory a head forward, 8 N^2 backward. Any head dim. Causal or not, Tq different from Tk, GQA,
-// lse. scratch: forward S, then P; backward P, then dS: each (B, Hq, Tq, Tk) float.
+// Limits: the forward allocates 4 N^2 bytes per head, the backward 8 N^2. Any head dim; with or without a causal mask, Tq
+// different from Tk, grouped heads, lse. scratch: in the forward S, then P; in the backward P, then dS: each
+// (B, Hq, Tq, Tk) float.
 #include "plain.cuh"
 
 #define THREADS 256
 
-// Element [b, h, i, j] of a tensor (B, heads, rows, columns), the n-th in memory: each thread of the grid has one.
+// Element [b, h, i, j] of a tensor (B, heads, rows, columns), the n-th in memory; each thread of the grid computes one.
 struct Position {
     int b, h, i, j;
     long long n;
@@ -29,7 +30,7 @@ template <typename T> __device__ __forceinline__ T *row_of(T *x, const Strides &
     return matrix_of(x, stride, b, h) + i * stride.t;
 }
 
-// term(0) + ... + term(n - 1). Sums of 32 each round less than one of all.
+// term(0) + ... + term(n - 1), added in groups of 32 terms, whose rounding error is smaller than that of a single sum.
 template <typename Term> __device__ __forceinline__ float sum(int n, const Term &term) {
     float total = 0.0f;
     for (int first = 0; first < n; first += 32) {
