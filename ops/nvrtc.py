@@ -189,7 +189,7 @@ def _remedy(name: str) -> str:
         _, version = _driver().cuDriverGetVersion()
         driver, nvrtc = f"{version // 1000}.{version % 1000 // 10}", ".".join(map(str, compiler_version()))
         return (
-            f". The driver runs CUDA {driver}, NVRTC {nvrtc} compiled the kernel: update the driver, "
+            f". The driver runs CUDA {driver} and NVRTC {nvrtc} compiled the kernel: update the driver, "
             f"or install torch and cuda-bindings for CUDA {driver}"
         )
     return ". Free GPU memory" if "OUT_OF_MEMORY" in name else ""

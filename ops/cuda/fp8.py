@@ -16,14 +16,11 @@ from ops.cuda.hopper_tiles import HopperTile
 
 QUERIES = 64  # that share a scale (fp8_scales.cuh), as the keys of a tile do
 VALUES = 64  # keys that a block transposes of v
-_REGISTERS = 504  # of a thread of each warp group together
 
 
 @dataclass(frozen=True)
 class Fp8Tile(HopperTile):
-    """A tile of fa3 whose operands have 8 bits; `copy_registers`: of a thread that copies."""
-
-    copy_registers: int = 24
+    """A tile of fa3 whose operands have 8 bits."""
 
     def shared_bytes(self, head_dim: int) -> int:
         """Q, K and V in 8 bits, O in 16."""
@@ -36,14 +33,10 @@ class Fp8Tile(HopperTile):
 
     def defines(self, head_dim: int) -> dict[str, int]:
         width = padded_head_dim(head_dim)
-        registers = {
-            "COPY_REGISTERS": self.copy_registers,
-            "COMPUTE_REGISTERS": (_REGISTERS - self.copy_registers) // self.groups,
-        }
-        return super().defines(head_dim) | {"PAD_D": width, "USED_D": width, "FP8": 1} | registers
+        return super().defines(head_dim) | {"PAD_D": width, "USED_D": width, "FP8": 1}
 
 
-_TILES = {128: Fp8Tile(2, 192, 3, q_slots=2, copy_registers=40), 256: Fp8Tile(2, 128, 2, q_slots=1)}
+_TILES = {128: Fp8Tile(2, 192, 3, q_slots=2), 256: Fp8Tile(2, 128, 2, q_slots=1)}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -90,5 +83,4 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     launch("tilegpt_fp8_values", (rows // VALUES, kv_heads, batch), 256)
     keys = 64 if tile.bc % 128 else 128  # of a block of v (V_BLOCK), which is pairs of numbers too
     operands = (q8, 64, 64), (k8, tile.bc, 64), (v8, width, keys // 2)
-    # Of 192 keys, products and exponentials overlap as well without turns.
-    return run_forward(q, call, tile, operands, INT8=integers, PINGPONG=int(tile.bc != 192))
+    return run_forward(q, call, tile, operands, INT8=integers)

@@ -60,7 +60,7 @@ def test_of_training_the_fastest_of_ours_beside_nanogpt() -> None:
     assert results_tables.training(rows[1:]).found == "T = 1,024: 1,015 tokens/s (auto)."
     longer = [row | {"point": row["point"] | {"seq_len": 2048}} for row in rows[1:2]]
     both = results_tables.training([*rows, *longer]).found
-    assert both == f"{said[:-1]}; T = 2,048: 1,015 tokens/s (auto)."
+    assert both == f"{said[:-1]}; T = 2,048: 1,015 (auto)."
     assert results_tables.training(rows[:1]).found == ""
 
 

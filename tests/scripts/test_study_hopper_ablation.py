@@ -53,6 +53,6 @@ def test_what_rows_say(tmp_path: Path) -> None:
     assert len(forward.lines) == 1 + 4 * 4 and len(backward.lines) == 1 + 3 * 2 + 1
     assert ["D = 64, causal", "overlap", "0.90", "0.90", "0.90"] in forward.lines
     assert ["D = 128, no mask", "persistence", "", "1.00", "1.00"] in backward.lines
-    assert "forward without overlap 0.90x" in report.found and report.found.endswith("persistence 1.00x.")
+    assert ", overlap 0.90x, " in report.found and report.found.endswith("persistence 1.00x (backward).")
     assert set(report.pictures) == {"forward", "backward"}
     assert study.report([]).found == ""

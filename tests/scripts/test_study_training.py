@@ -199,4 +199,4 @@ def test_the_command_sweeps_a_small_version_on_a_cpu(study, tmp_path, monkeypatc
     assert 2 <= len(ran) <= 6 and out.count(": 1,000 tokens/s") == len(ran)
     monkeypatch.setattr(sys, "argv", [f"{study.EXPERIMENT}.py", "--help"])
     training.run(study.EXPERIMENT, study.__doc__, study.SMALL, study.report)
-    assert re.search(r"\sminutes?\sof an? ", capsys.readouterr().out) and len(ran) <= 6
+    assert re.search(r"\s(minutes?|s)\sof\san?\s", capsys.readouterr().out) and len(ran) <= 6
