@@ -21,7 +21,7 @@ import hydra
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
-from conf.command import user_errors
+from conf.command import leave, user_errors
 from conf.compose import build_attention, choices_of, swept, without_nulls
 from conf.explain import explain
 from conf.initial import Initial, finetuned, keep_tokenizer, read_initial
@@ -85,8 +85,11 @@ def fresh(cfg: DictConfig) -> None:
 
 @user_errors
 def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None, overrides: list[str]) -> None:
-    from model.training.resuming import NOTHING_TO_OVERWRITE
-    from model.training.runs import Hold, new_run, run_folder, runs_folder
+    from model.training.imports import uncollected
+
+    with uncollected():
+        from model.training.resuming import NOTHING_TO_OVERWRITE
+        from model.training.runs import Hold, new_run, run_folder, runs_folder
 
     if cfg.overwrite:
         raise UserError(NOTHING_TO_OVERWRITE)
@@ -109,10 +112,13 @@ def start(cfg: DictConfig, choices: dict[str, Any], job: Job | None, overrides: 
 
 
 def resume(arguments: list[str]) -> None:
-    from model.training import runtime
-    from model.training.checkpoint import read_header, resolve
-    from model.training.resuming import run_from, take_over
-    from model.training.runs import Hold, fixed_path, run_folder, runs_folder
+    from model.training.imports import uncollected
+
+    with uncollected():
+        from model.training import runtime
+        from model.training.checkpoint import read_header, resolve
+        from model.training.resuming import run_from, take_over
+        from model.training.runs import Hold, fixed_path, run_folder, runs_folder
 
     asked, overrides = split_ckpt(arguments)
     if any(override.startswith("init_from=") for override in overrides):
@@ -276,3 +282,4 @@ def metadata(cfg: DictConfig, choices: dict[str, Any], config: GPTConfig, tokeni
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -136,3 +138,15 @@ def _message(error: BaseException) -> str:
     if str(error).startswith("Config group override must be"):
         return "Among the values of a sweep no group can be null: ~callbacks leaves it out of all jobs."
     return str(error)
+
+
+def leave() -> None:
+    """End a command that has succeeded, by its threads and exit handlers. That Python then takes every object
+    apart, for 1.5 s where a model was compiled, is left out, unless somebody looks on."""
+    if sys.flags.interactive or sys.gettrace() or sys.getprofile():
+        return
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -31,26 +31,43 @@ TOKENIZER = "tokenizer.json"
 @dataclass(frozen=True)
 class Initial:
     """What a run starts from: the fields of its `GPTConfig` but for seq_len, its tokenizer as a dictionary
-    (None: there is none), and what copies its weights into a model."""
+    (None: there is none), what copies its weights into a model, and the data.mask_fraction that it was
+    trained with, whose mask is the last token of its vocabulary."""
 
     given: str
     fields: dict[str, Any]
     tokenizer: dict[str, Any] | None
     copy: Callable[[GPT], None]
+    mask_fraction: float | None = None
 
     @property
     def name(self) -> str:
         """What a run that starts from it is called first."""
         return Path(self.given.removesuffix("/best").removesuffix(".ckpt")).name
 
-    def load_into(self, net: GPT) -> None:
-        """UserError where the data has another vocabulary."""
-        if net.config.vocab_size != self.fields["vocab_size"]:
+    def load_into(self, net: GPT, data: DictConfig) -> None:
+        """UserError where `data` has another vocabulary."""
+        own, there = self.fields["vocab_size"], net.config.vocab_size
+        if own != there:
             raise UserError(
-                f"init_from={self.given} has a vocabulary of {self.fields['vocab_size']} tokens, and the "
-                f"data {net.config.vocab_size}: leave data.tokenizer out, which it brings along."
+                f"init_from={self.given} has a vocabulary of {own} tokens, and the data {there}: "
+                f"{self._remedy(data)}."
             )
         self.copy(net)
+
+    def _remedy(self, data: DictConfig) -> str:
+        asked = data.get("mask_fraction")
+        if asked is not None and self.mask_fraction is None:
+            return (
+                f"data.mask_fraction={asked} adds a mask token, which it was not trained with; leave that out"
+            )
+        if asked is None and self.mask_fraction is not None:
+            return f"one is the mask of data.mask_fraction={self.mask_fraction}, which it needs; set that"
+        if "vocab_size" in (data.get("corpus") or {}):
+            return f"set data.corpus.vocab_size={self.fields['vocab_size'] - (asked is not None)}"
+        if self.tokenizer is None:
+            return "it brings no tokenizer, and needs data with a vocabulary of that size"
+        return "leave data.tokenizer out, which it brings along"
 
 
 def read_initial(cfg: DictConfig, runs: Path, overrides: list[str]) -> Initial | None:
@@ -95,7 +112,8 @@ def _of_run(given: str, runs: Path) -> Initial | None:
     def copy(net: GPT) -> None:
         net.load_state_dict(plain_weights(read_checkpoint(path, verified=True, mmap=True), path))
 
-    return Initial(given, fields, saved["tokenizer"], copy)
+    masked = (saved["config"].get("data") or {}).get("mask_fraction")
+    return Initial(given, fields, saved["tokenizer"], copy, masked)
 
 
 def _pretrained(given: str) -> Initial:
@@ -136,7 +154,7 @@ def finetuned(
     from model.training.runtime import say
 
     if initial is not None:
-        initial.load_into(net)
+        initial.load_into(net, cfg.data)
     asked = cfg.get("finetune") or {}
     if asked.get("rank") is None:
         return {}

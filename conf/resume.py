@@ -12,15 +12,11 @@ from conf import renames
 from conf.compose import CONF, build_attention, no_key, shown, without_nulls
 from conf.saved import Choices, SavedRun, admit, as_overrides, composed, parse, plain
 from conf.values import UserError
+from model.config import GPTConfig
 
 # Keys of model and data that a run may change as it goes on: neither shapes nor the order of the data
 # depend on them.
-FREE = {
-    f"model.{key}"
-    for key in ("rope_base", "rope_scaling", "window", "softcap", "causal", "dropout", "attn_dropout")
-}
-FREE |= {"model.loss_chunk", "model.fp32_residual"}  # no more than rounding
-FREE |= {"finetune.dropout"}
+FREE = {f"model.{key}" for key in GPTConfig.FREE} | {"finetune.dropout"}
 FREE |= {
     f"data.{key}" for key in ("data_dir", "batch_size", "eval_batch_size", "max_val_tokens", "document_mask")
 }
@@ -111,8 +107,8 @@ def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
         changed = [f"data (there {shown(there)}, asked {shown(asked)})"]
     if changed:
         raise UserError(
-            f"A saved run cannot resume with another {', '.join(changed)}: the shapes of its weights or the "
-            "order of its data would change. Leave that out, or start a new run without ckpt=."
+            f"A saved run cannot resume with another {', '.join(changed)}: it would be another model, or "
+            "see other data. Leave that out, or start a new run without ckpt=."
         )
 
 
@@ -159,6 +155,15 @@ def own_value(key: str, overrides: list[str]) -> Any:
     if given:
         return OverridesParser.create().parse_override(given[-1]).value()
     return OmegaConf.load(CONF / "config.yaml")[key]
+
+
+def require_causal(model: Any, given: str) -> None:
+    """UserError where a model sees the tokens whose probability is asked for."""
+    if not model.config.causal:
+        raise UserError(
+            f"{given} was trained with model.causal=false: each token sees the next one, so it gives a text "
+            "no probability and cannot continue it. Give a run with model.causal=true."
+        )
 
 
 def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tuple[Any, Any, DictConfig]:

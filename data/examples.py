@@ -85,6 +85,11 @@ class Shuffled:
     examples: Examples
     seed: int
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens of an example."""
+        return self.examples.tokens[0].size
+
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         n = len(self.examples)
         epochs, positions = np.divmod(indices.astype(np.uint64), np.uint64(n))

@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.tokens import TrainWindows, ValWindows, Windows
 
 Batch = dict[str, torch.Tensor]
+# Steps of fewer tokens are read several at a time, about so many tokens: otherwise numpy's calls take
+# longer than their work.
+AT_ONCE = 1 << 17
 
 
 class Cursor:
@@ -48,11 +51,16 @@ class TrainStream(IterableDataset):
     def _batches(self, consumed: int) -> Iterator[Batch]:
         worker = get_worker_info()
         first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        rows = np.arange(self.batch_size)
-        for step in itertools.count(first, stride):
-            micro_steps = step * self.accumulate + np.arange(self.accumulate)
+        rows, size = np.arange(self.batch_size), self.accumulate * self.batch_size
+        steps = max(1, AT_ONCE // (size * self.windows.seq_len))
+        for step in itertools.count(first, steps * stride):
+            these = step + stride * np.arange(steps)[:, None]
+            micro_steps = these * self.accumulate + np.arange(self.accumulate)  # (steps, A)
             starts = consumed + (micro_steps * self.world_size + self.rank) * self.batch_size
-            yield _tensors(self.windows, (starts[:, None] + rows).ravel())  # (A, B) -> (A*B,)
+            read = _tensors(self.windows, (starts[..., None] + rows).ravel())  # (steps, A, B) -> (steps*A*B,)
+            yield from (
+                {name: x[i * size : (i + 1) * size] for name, x in read.items()} for i in range(steps)
+            )
 
 
 class ValBatches(IterableDataset):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from conf.values import UserError
 
@@ -147,13 +148,15 @@ class Windows:
         indices = np.asarray(indices, dtype=np.int64)
         starts, T, tokens = self.starts(indices), self.seq_len, self.file.tokens
         ahead = 0 if self.masking else 1  # from a token to its target
-        x = np.zeros((len(starts), T), dtype=np.int64)
-        y = np.full((len(starts), T), IGNORE, dtype=np.int64)
-        for row, s in enumerate(starts.tolist()):
-            n = min(T, len(tokens) - 1 - s)  # less than T only in the last validation window
-            if n > 0:
-                x[row, :n] = tokens[s : s + n]
-                y[row, :n] = tokens[s + ahead : s + ahead + n]
+        if (starts < len(tokens) - T).all():
+            rows = sliding_window_view(tokens, T + 1)[starts]  # (B, T + 1)
+            x, y = rows[:, :T].astype(np.int64), rows[:, ahead : ahead + T].astype(np.int64)
+        else:  # the last validation window, and what fills up behind it
+            x = np.zeros((len(starts), T), dtype=np.int64)
+            y = np.full((len(starts), T), IGNORE, dtype=np.int64)
+            for row, s in enumerate(starts.tolist()):
+                n = max(0, min(T, len(tokens) - 1 - s))
+                x[row, :n], y[row, :n] = tokens[s : s + n], tokens[s + ahead : s + ahead + n]
         if tokens.dtype.itemsize == 4:
             x &= NO_TARGET - 1
             y[y >= NO_TARGET] = IGNORE

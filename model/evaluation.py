@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from model.generation.blocks import BlockPool
 from model.generation.decode import compute_dtype
 from model.generation.paged_cache import PagedCache, paged_cache, paged_kinds
 from model.gpt import GPT, IGNORE
+from model.kv_cache import KVCache
 
 
 class Window(NamedTuple):
@@ -86,6 +88,56 @@ def made_cache(net: GPT, batch: int, cache_dtype: str) -> PagedCache:
     cache = paged_cache(net, batch, BlockPool(batch * width, tokens), attention, cache_dtype)
     cache.table.copy_(1 + torch.arange(batch * width).view(batch, width))
     return cache
+
+
+class Prefix(KVCache):
+    """The keys and values of rows whose tokens come in pieces: those of a piece see all before them by the
+    attention that trains, with fewer queries than keys."""
+
+    def __init__(self, net: GPT, batch: int, tokens: int) -> None:
+        config, attention = net.config, net.transformer.h[0].attn.attention
+        shape = config.n_layer, batch, config.kv_heads, tokens, config.head_size
+        device = net.lm_head.weight.device
+        super().__init__(*shape, attention=attention, dtype=compute_dtype(net), device=device)
+        self.piece = slice(0, 0)
+
+    @property
+    def positions(self) -> Tensor:
+        """(1, T)"""
+        return torch.arange(self.piece.start, self.piece.stop, device=self.lengths.device).unsqueeze(0)
+
+    kv_lengths = None
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (B, Hkv, T, D) of a layer; return those up to the end of the piece."""
+        held = self.k[layer], self.v[layer]
+        for new, all_of in zip((k, v), held, strict=True):
+            all_of[:, :, self.piece] = new
+        return held[0][:, :, : self.piece.stop], held[1][:, :, : self.piece.stop]
+
+    def advance(self) -> None:
+        pass
+
+
+@torch.no_grad()
+def loss_in_pieces(net: GPT, input_ids: Tensor, targets: Tensor, piece: int) -> float:
+    """The sum of the token losses of rows (B, T) whose forward pass takes `piece` tokens at a time: the same
+    as net(input_ids, targets=targets), by other calls and with the memory of a piece beside that of the keys
+    and values. Raises UnsupportedAttention where the model's attention cannot have fewer queries than keys,
+    UserError for a model that sees what follows, or whose block masks are of whole rows."""
+    if not net.config.causal or net.config.sparsity is not None:
+        raise UserError("a loss in pieces needs a model with model.causal=true and no model.sparsity.")
+    (batch, tokens), device = input_ids.shape, input_ids.device
+    cache = Prefix(net, batch, tokens)
+    how = {"batch": batch, "tokens": tokens, "device": device, "dtype": compute_dtype(net)}
+    call = attention_call(net.config, "validation", **how)
+    if piece < tokens:
+        require(cache.attention, [replace(call, tq=piece, features=call.features | {"rectangular"})])
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(0, tokens, piece):
+        cache.piece = slice(start, min(start + piece, tokens))
+        nats += net(input_ids[:, cache.piece], targets=targets[:, cache.piece], cache=cache)
+    return float(nats)
 
 
 @torch.inference_mode()

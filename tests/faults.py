@@ -4,11 +4,13 @@ forgets what was not synced. Runs are children forked from this process, which h
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -70,17 +72,23 @@ def trained(folder: Path, *overrides: str, tiny: bool = True) -> None:
 
 
 def counted(at: int, then: Callable[[], None]) -> list[int]:
-    """Call `then` before the line of ours that is number `at` from now on; the list holds the count."""
-    count = [0]
+    """Call `then` before the line of ours that is number `at` from now on, of all threads; the list holds the
+    count."""
+    count, numbers = [0], itertools.count(1)  # of which no two threads get the same
 
     def line(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
-            count[0] += 1
-            if count[0] == at:
+            number = next(numbers)
+            count[0] = max(count[0], number)
+            if number == at:
                 then()
         return line
 
-    sys.settrace(lambda frame, *_: line if frame.f_code.co_filename.startswith(OURS) else None)
+    def call(frame: FrameType, *_: Any) -> Any:
+        return line if frame.f_code.co_filename.startswith(OURS) else None
+
+    threading.settrace(call)  # the one that writes checkpoints
+    sys.settrace(call)
     return count
 
 

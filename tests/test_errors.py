@@ -465,3 +465,21 @@ def test_a_fault_of_ours_keeps_its_stack_trace(tmp_path: Path) -> None:
     with mock.patch.object(LitGPT, "training_step", broken):
         result = train_here(tmp_path, "name=a")
     assert result.code == 1 and "RuntimeError: a bug" in result.err
+
+
+def test_a_command_leaves_by_its_threads_and_exit_handlers_and_takes_nothing_apart() -> None:
+    code = """
+import atexit, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from conf.command import leave
+class Large:
+    def __del__(self): print("taken apart", flush=True)
+large = Large()
+atexit.register(print, "handler")
+print("result")
+print("warning", file=sys.stderr, end="")
+ThreadPoolExecutor().submit(lambda: (time.sleep(0.2), print("thread")))
+leave()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "result\nthread\nhandler\n", "warning")

@@ -197,6 +197,7 @@ def test_a_disk_that_becomes_read_only(step: int | None, tmp_path: Path, referen
 
         def read_only(self: LitGPT, batch: dict, batch_idx: int) -> None:
             if self.global_step == step:
+                self.trainer.strategy.checkpoint_io.teardown()  # an open file would keep it writable
                 disk.read_only()
             training_step(self, batch, batch_idx)
 

@@ -29,6 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_folder(folder / "gpt2", "gpt2")
     result = start(folder, "init_from=pretrained", "name=a")
     assert result.code == 0, result.err
+    own = ("model.n_layer=1", "model.n_embd=32", "model.causal=false", "data.tokenizer.kind=byte")
+    assert start(folder, "name=masked", *own, "data.mask_fraction=0.3", "trainer.max_steps=1").code == 0
     return folder
 
 
@@ -114,6 +116,11 @@ REFUSED = {
     "architecture": (["init_from=pretrained", "model=gpt2"], "brings its architecture: leave model out"),
     "a shape": (["init_from=pretrained", "model.n_layer=2"], "leave model.n_layer out"),
     "another vocabulary": (["init_from=pretrained", "data.tokenizer.kind=byte"], "tokens, and the data 257"),
+    "a mask that it lacks": (
+        ["init_from=pretrained", "model.causal=false", "data.mask_fraction=0.2"],
+        "data.mask_fraction=0.2 adds a mask token, which it was not trained with; leave that out",
+    ),
+    "no mask for one that has it": (["init_from=masked"], "one is the mask of data.mask_fraction=0.3"),
     "nothing there": (["init_from=../nowhere/at/all"], "there is no such folder or run"),
     "a pickle": (["init_from=pickle"], "a pickle, and reading that could run code"),
     "a truncated shard": (["init_from=short"], "is truncated or damaged"),
@@ -140,6 +147,12 @@ def test_bad_input_is_one_message_and_nothing_is_written(case: str, folder: Path
     *others, last = result.err.splitlines()
     assert last.startswith("error: ") and all(line.startswith("prepared ") for line in others)
     assert sorted(folder.glob("runs/*")) == before
+
+
+def test_random_tokens_need_its_vocabulary(folder: Path) -> None:
+    words = "init_from=a", "data=synthetic", "seq_len=16", "trainer.accelerator=cpu", "name=bad"
+    result = train_here(folder, *words, tiny=False)
+    assert result.code == 1 and "and the data 50304: set data.corpus.vocab_size=300." in result.err
 
 
 def test_a_hub_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from conf.values import whole
 from model.costs.flops import flops_per_token, peak_bf16_flops
+from model.training.step_progress import StepProgress
 
 
 class Metrics(L.Callback):
@@ -144,17 +145,22 @@ class Samples(L.Callback):
 
 
 class Progress(L.Callback):
-    """One live line on a terminal, with rate and estimate; a plain line every `every` steps in a log file."""
+    """One live line on a terminal, with rate and estimate; a plain line every `every` steps in a log file. On
+    one device, a step that takes long and is not compiled says how far it is."""
 
     def __init__(self, every: int = 100):
         self.every = every
         self.bar: Any = None
+        self.within: StepProgress | None = None
         # on the host: to read Lightning's at every step would wait for the device
         self.val_loss: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
         self._start = (time.perf_counter(), trainer.global_step)
-        if not trainer.is_global_zero or not sys.stdout.isatty():
+        terminal = sys.stdout.isatty()
+        if not (lit.compile_net or lit.cuda_graphs or trainer.world_size > 1):
+            self.within = StepProgress(lit.net, lit.accumulate, self._say, 1 if terminal else 10)
+        if not trainer.is_global_zero or not terminal:
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -169,6 +175,17 @@ class Progress(L.Callback):
         self.bar.start()
         text = "compiling" if lit.compile_net else ""
         self.task = self.bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, text=text)
+
+    def on_train_batch_start(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
+        if self.within is not None:
+            self.within.begin(trainer.global_step + 1)
+
+    def _say(self, line: str) -> None:
+        """In place of the live line, or below the others."""
+        if self.bar is not None:
+            self.bar.update(self.task, text=line)
+        else:
+            print(line, flush=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
         step = trainer.global_step
@@ -205,10 +222,7 @@ class Progress(L.Callback):
         self._val_said, done, total = now, batch_idx + 1, int(trainer.num_val_batches[0])
         left = (now - self._val_start) / done * (total - done)
         text = f"validation, {done}/{total} batches, {left:.0f} s left"
-        if self.bar is not None:
-            self.bar.update(self.task, text=text)
-        else:
-            print(f"step {trainer.global_step}: {text}", flush=True)
+        self._say(text if self.bar is not None else f"step {trainer.global_step}: {text}")
 
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
         self.val_loss = float(trainer.callback_metrics["val/loss"])
@@ -217,6 +231,9 @@ class Progress(L.Callback):
             (self.bar.console.print if self.bar is not None else print)(line)
 
     def on_train_end(self, trainer: L.Trainer, lit: Any) -> None:
+        if self.within is not None:
+            self.within.end()
+            self.within = None
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

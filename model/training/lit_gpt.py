@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,23 +22,14 @@ from attention.base import Attention
 from conf.values import UserError
 from model.gpt import GPT, IGNORE
 from model.training.graphs import StepGraph
+from model.training.imports import uncollected
 from model.training.late import LateScalars
+from model.training.seeds import seed_generators, step_seed
 from model.training.sharding import replicated, shard, whole
 from model.training.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
 LARGEST_WEIGHT = 1e4  # weights of trained models are below 100: one beyond this has exploded
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of everything random in one optimiser step of one rank, a pure function of three numbers: a
-    resumed run draws what the first one drew with no generator state to save, whatever happened between the
-    steps."""
-    mixed = seed
-    for value in (step, rank):
-        mixed = (mixed * 0x9E3779B97F4A7C15 + value + 1) & (2**63 - 1)
-        mixed ^= mixed >> 29
-    return mixed
 
 
 class LitGPT(L.LightningModule):
@@ -69,6 +62,8 @@ class LitGPT(L.LightningModule):
         self.automatic_optimization = False
         self.net = net
         self.make_optimizer = optimizer
+        if isinstance(schedule, partial):  # Hydra's own asks once more at each call whether it may call
+            schedule = partial(schedule.func, *schedule.args, **schedule.keywords)
         self.schedule = schedule
         self.seed = seed
         self.accumulate = accumulate
@@ -97,7 +92,8 @@ class LitGPT(L.LightningModule):
         if self.device_mesh is not None:
             self.shards = shard(self.net, self.device_mesh, self.trainer.precision == "bf16-mixed")
         if self.compile_net:
-            self.net.compile(dynamic=False)
+            with uncollected():  # it imports Inductor
+                self.net.compile(dynamic=False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         whole = super().state_dict(*args, **kwargs)
@@ -155,7 +151,7 @@ class LitGPT(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         step, world = self.global_step, self.trainer.world_size
-        torch.manual_seed(step_seed(self.seed, step, self.global_rank))
+        seed_generators(step_seed(self.seed, step, self.global_rank), self.device)
         self._set_rates(self.schedule(step, self.trainer.max_steps))
         scalars = self._on_device(batch) if self.step_graph is None else self.step_graph(batch)
         if self.step_graph is not None and self.global_step == step:  # replayed, unseen by Lightning
@@ -246,7 +242,7 @@ class LitGPT(L.LightningModule):
     def _set_rates(self, factor: float) -> None:
         """As fp32, which is all that a captured step keeps of a learning rate: both compute the same bits."""
         for group, settings in zip(self.optimizers().param_groups, self.settings, strict=True):
-            group["lr"] = torch.tensor(settings["lr"] * factor, dtype=torch.float32).item()
+            group["lr"] = float(np.float32(settings["lr"] * factor))
 
     def _update(self) -> Tensor:
         """Clip and step; returns the gradient norm before clipping, a device scalar.

@@ -46,6 +46,7 @@ class Peers(L.Callback):
         self._rank = trainer.global_rank
         self._others = [rank for rank in range(trainer.world_size) if rank != self._rank]
         self._run = Path(trainer.default_root_dir)
+        self._checkpoints = trainer.strategy.checkpoint_io
         self._processes = getattr(trainer.strategy.launcher, "procs", [])  # of ranks 1, 2, ... if this is 0
         for thread in threading.enumerate():
             if thread.name == "child-process-observer":  # Lightning's, which kills them all without a word
@@ -155,6 +156,7 @@ class Peers(L.Callback):
             return
         self._ended.set()
         step = self._state.rpartition(" ")[2]
+        self._checkpoints.wait(5 * PERIOD)  # all ranks have passed the step that is being written
         if self._rank == (0 if rank else 1):
             text = f"error: rank {rank} was lost after step {step}: {why}. {self._left()}\n"
             sys.stderr.write("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))

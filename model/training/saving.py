@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 
-from model.training.checkpoint import link, link_best, prune
+from model.training.checkpoint import CheckpointError, link, link_best, prune
 from model.training.runs import ckpt_of
 
 
@@ -59,6 +59,7 @@ class Checkpoints(L.Callback):
             trainer.training = True
 
     def on_train_batch_end(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
+        trainer.strategy.checkpoint_io.check()
         step = trainer.global_step
         if step >= trainer.max_steps:
             trainer.val_check_batch = step  # a run ends with a validation, wherever its last step falls
@@ -80,11 +81,19 @@ class Checkpoints(L.Callback):
             self.best, self.best_step = loss, trainer.global_step
         path = self.save(trainer)
         if improved and trainer.is_global_zero and self.withheld is None:
-            link(path, self.folder / "best.ckpt")
+            trainer.strategy.checkpoint_io.then(link, path, self.folder / "best.ckpt")
 
     def on_train_end(self, trainer: L.Trainer, lit: Any) -> None:
         if self.saved != trainer.global_step and self.withheld is None:  # a run without validation
             self.save(trainer)
+        trainer.strategy.checkpoint_io.teardown()  # while Interrupt handles signals, before Peers' barrier
+
+    def on_exception(self, trainer: L.Trainer, lit: Any, exception: BaseException) -> None:
+        """What is being written ends before the run's folder is let go of."""
+        try:
+            trainer.strategy.checkpoint_io.teardown()
+        except CheckpointError as error:
+            exception.add_note(f"A checkpoint could not be written: {error}")
 
     def save(self, trainer: L.Trainer) -> Path:
         lit, path = trainer.lightning_module, self._path(trainer.global_step)
@@ -100,7 +109,8 @@ class Checkpoints(L.Callback):
         trainer.save_checkpoint(path, weights_only=False)
         self.saved = trainer.global_step
         if trainer.is_global_zero:
-            prune(path, self.keep, None if self.good is None else self._path(self.good))
+            good = None if self.good is None else self._path(self.good)
+            trainer.strategy.checkpoint_io.then(prune, path, self.keep, good)
         return path
 
     def after_fault(self) -> str:

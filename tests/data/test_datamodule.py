@@ -8,6 +8,7 @@ import lightning
 import pytest
 import torch
 
+from data import stream
 from data.corpora import SyntheticCorpus, TextCorpus
 from data.datamodule import TokenDataModule, text_datamodule
 from data.textfiles import content_hash
@@ -90,6 +91,20 @@ def test_workers_change_nothing(make, consumed):
     with_workers = take(make(consumed=consumed, num_workers=2).train_dataloader(), 7)
     for a, b in zip(alone, with_workers, strict=True):
         assert torch.equal(a["input_ids"], b["input_ids"]) and torch.equal(a["targets"], b["targets"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_that_are_read_at_once_are_those_read_one_by_one(make, monkeypatch, num_workers, world_size):
+    def steps():
+        module = make(world_size - 1, world_size, consumed=8, num_workers=num_workers)
+        module.set_accumulation(2)
+        return rows(take(module.train_dataloader(), 11))
+
+    monkeypatch.setattr(stream, "AT_ONCE", 3 * 2 * 4 * 16)  # three steps
+    three = steps()
+    monkeypatch.setattr(stream, "AT_ONCE", 1)
+    assert torch.equal(steps(), three)
 
 
 def test_the_stream_continues_behind_what_was_consumed(make):

@@ -9,8 +9,9 @@ import torch
 
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
-from model.evaluation import continuation, made_cache, score, windows
-from model.gpt import GPT, GPTConfig
+from conf.values import UserError
+from model.evaluation import continuation, loss_in_pieces, made_cache, score, windows
+from model.gpt import GPT, IGNORE, GPTConfig
 from tests.grid import build
 
 CONTEXT = 8
@@ -111,3 +112,34 @@ def test_a_cache_that_cannot_be_read_is_refused(net: GPT) -> None:
     sdpa = GPT(net.config, build("sdpa"))
     with pytest.raises(UnsupportedAttention, match="decode: no int8 cache"):
         score(sdpa, text(9), cache_dtype="int8")
+
+
+@pytest.mark.parametrize("piece", [1, 3, 8, 11])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position": "rope", "qk_norm": True},
+        {"position": "learned", "window": 3},
+        {"position": "alibi", "loss_chunk": 4},
+        {"position": "t5"},
+        {"position": "none", "n_kv_head": 1},
+    ],
+)
+def test_a_loss_in_pieces_is_that_of_the_whole(options: dict, piece: int) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(50, seq_len=11, n_layer=2, n_head=2, n_embd=32, **options)
+    net = GPT(config, NaiveAttention()).eval()
+    for weight in net.parameters():
+        weight.data.mul_(5)
+    ids = torch.tensor([text(12), text(24)[12:]])
+    x, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[0, 4] = IGNORE
+    expected = float(net(x, targets=targets).detach())
+    assert loss_in_pieces(net, x, targets, piece) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"causal": False}, {"sparsity": "local"}])
+def test_a_loss_in_pieces_needs_rows_that_come_in_order(options: dict) -> None:
+    net = GPT(GPTConfig(50, seq_len=8, n_layer=1, n_head=2, n_embd=32, **options), NaiveAttention())
+    with pytest.raises(UserError, match="no model"):
+        loss_in_pieces(net, torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long), 4)

@@ -41,7 +41,10 @@ def test_the_first_step_of_a_compiled_run_says_how_long_it_took(
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
     for compiled in (True, False):
         facts = {"global_step": 40, "max_steps": 1000, "is_global_zero": True, "callbacks": []}
-        trainer, lit = SimpleNamespace(**facts), SimpleNamespace(compile_net=compiled)
+        trainer, lit = (
+            SimpleNamespace(**facts),
+            SimpleNamespace(compile_net=compiled, cuda_graphs=not compiled),
+        )
         progress = Progress()
         progress.on_train_start(trainer, lit)
         for _ in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from model.training import runtime
 from model.training.callbacks import Metrics
 from model.training.checkpoint import read_checkpoint
 from model.training.late import LateScalars
-from model.training.lit_gpt import LitGPT, step_seed
+from model.training.lit_gpt import LitGPT
+from model.training.seeds import seed_generators, step_seed
 from tests.running import rows, train_here
 
 Batch = dict[str, Tensor]
@@ -186,6 +189,40 @@ def test_dropout_of_a_step_depends_on_seed_and_step_alone() -> None:
         losses.append([row["loss"] for row in train(net, batches, accumulate=2)[1]])
     other = [row["loss"] for row in train(make_net(dropout=0.3), batches, accumulate=2, seed=1)[1]]
     assert losses[0] == losses[1] and losses[0][0] != other[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generators_are_seeded_as_by_pytorch_without_a_stack_for_each_device(device: str) -> None:
+    """There a stack is formatted for each kind of device that is not in use, at every step."""
+    draws = []
+    for seed in (partial(torch.manual_seed, 5), partial(seed_generators, 5, torch.device(device))):
+        torch.rand(3, device=device)
+        with mock.patch("traceback.format_stack", wraps=traceback.format_stack) as formatted:
+            seed()
+        draws.append([torch.rand(8, device=where) for where in ("cpu", device)])
+    assert all(map(torch.equal, *draws)) and not formatted.called
+
+
+def test_a_step_calls_the_schedule_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra's partial asks at each call whether it may call: a tenth of the host's time in a small step."""
+    seen, set_rates = [], LitGPT._set_rates
+
+    def seeing(lit: LitGPT, factor: float) -> None:
+        seen.append(type(lit.schedule))
+        set_rates(lit, factor)
+
+    monkeypatch.setattr(LitGPT, "_set_rates", seeing)
+    assert train_here(tmp_path, "trainer.max_steps=1").code == 0 and seen == [partial]
+
+
+def test_what_compiling_imports_is_not_searched_for_garbage() -> None:
+    lit, seen = LitGPT(make_net(), partial(torch.optim.AdamW), constant, compile=True), []
+    with (
+        mock.patch.object(LitGPT, "device_mesh", None),
+        mock.patch.object(lit.net, "compile", lambda **kwargs: seen.append(gc.isenabled())),
+    ):
+        lit.configure_model()
+    assert seen == [False] and gc.isenabled()
 
 
 def test_step_seed_is_pure_and_spreads() -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
+import time
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from model.training.checkpoint import checkpoints_of, read_checkpoint
+from model.training import checkpoint
+from model.training.checkpoint import CheckpointError, checkpoints_of, read_checkpoint
 from model.training.lit_gpt import LitGPT
 from tests.running import rows, train_here
 
@@ -122,3 +129,79 @@ def test_a_model_that_sees_the_future_trains_without_samples(tmp_path: Path) -> 
     sampled = "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"
     result = train_here(tmp_path, sampled, "model.causal=false", "trainer.max_steps=2")
     assert result.code == 0, result.err
+
+
+@contextlib.contextmanager
+def late_writes(fails: Container[int] = (), first: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Checkpoints are written 0.3 s late, behind a call of `first`, those at `fails` not at all; and the
+    strategy does not wait for them, as Lightning's of FSDP2 does not."""
+    write, calls = checkpoint.write_checkpoint, itertools.count()
+
+    def late(*args: Any) -> None:
+        first()
+        time.sleep(0.3)
+        if next(calls) in fails:
+            raise CheckpointError("No space left on device")
+        write(*args)
+
+    with (
+        mock.patch.object(checkpoint, "write_checkpoint", late),
+        mock.patch.object(SingleDeviceStrategy, "teardown"),
+    ):
+        yield
+
+
+NO_VALIDATION = ("name=a", "trainer.limit_val_batches=0", "trainer.max_steps=2")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_checkpoint_is_awaited(tmp_path: Path, fails: bool) -> None:
+    with late_writes([0] if fails else []):
+        result = train_here(tmp_path, *NO_VALIDATION)
+        assert steps(tmp_path / "runs" / "a") == ([] if fails else [2])
+    assert result.code == fails, result.err
+    assert ("No space left" in result.err) == fails
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_the_last_checkpoint_is_written(tmp_path: Path, number: int) -> None:
+    with late_writes(first=lambda: os.kill(os.getpid(), number)):
+        result = train_here(tmp_path, *NO_VALIDATION)
+    assert "saving at the next step" in result.out and steps(tmp_path / "runs" / "a") == [2], result.err
+
+
+def test_a_run_stops_where_a_checkpoint_cannot_be_written(tmp_path: Path) -> None:
+    """At the next step, without waiting for the next checkpoint."""
+    step, seen = LitGPT.training_step, []
+
+    def slow(self, batch, batch_idx):
+        seen.append(self.global_step)
+        time.sleep(0.6 * (self.global_step == 5))
+        return step(self, batch, batch_idx)
+
+    with late_writes([0]), mock.patch.object(LitGPT, "training_step", slow):
+        result = train_here(tmp_path, *NO_VALIDATION[:2], "callbacks.checkpoints.every=5")
+    assert result.code == 1 and "No space left" in result.err and seen[-1] < 9  # it would save again then
+
+
+def test_weights_are_saved_though_those_before_could_not_be(tmp_path: Path) -> None:
+    with late_writes([0]), mock.patch.object(checkpoint.VerifiedCheckpointIO, "check"):  # not noticed before
+        result = train_here(tmp_path, *NO_VALIDATION, "callbacks.checkpoints.every=1")
+    assert result.code == 1 and "No space left" in result.err and "from step 2" in result.err
+    assert steps(tmp_path / "runs" / "a") == [2]
+
+
+def test_what_is_being_written_ends_before_a_run_that_failed_is_left(tmp_path: Path) -> None:
+    """Or another process might take the run over meanwhile."""
+
+    def broken(self, batch, batch_idx, step=LitGPT.training_step):
+        if self.global_step == 2:
+            raise OSError("a mistake")
+        return step(self, batch, batch_idx)
+
+    for name, fails, kept in (("a", [], [2]), ("b", [0], [])):
+        with late_writes(fails), mock.patch.object(LitGPT, "training_step", broken):
+            result = train_here(tmp_path, *NO_VALIDATION[:2], "callbacks.checkpoints.every=2", f"name={name}")
+            assert steps(tmp_path / "runs" / name) == kept
+        assert result.code == 1 and "a mistake" in result.err
+        assert ("could not be written: No space left" in result.err) == bool(fails)
