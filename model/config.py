@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from conf.values import UserError, number, one_of, shown, switch, whole
 from model.sparsity import PATTERNS
@@ -44,6 +44,12 @@ class GPTConfig:
     attn_dropout: float = 0.0
     loss_chunk: int = 0  # tokens whose logits exist at a time in the loss; 0: all
     fp32_residual: bool = True  # under autocast; False: the residual stream is of autocast's dtype
+
+    # What a resumed run, and one with init_from, may set to another value: no weight's shape depends on it.
+    FREE: ClassVar[frozenset[str]] = frozenset(
+        {"rope_base", "rope_scaling", "window", "softcap", "causal", "dropout", "attn_dropout"}
+        | {"loss_chunk", "fp32_residual"}  # no more than rounding
+    )
 
     def __post_init__(self) -> None:
         """UserError for a value that no model can have, wherever it comes from: conf/ or a checkpoint."""

@@ -50,7 +50,7 @@ def register_attention(
     bias_grad)` gives dq, dk, dv and dbias, made by `empty_as` of q, k and v and `torch.empty_like` of bias;
     without `bias_grad` dbias is `q.new_empty(0)`. Where there is a relative_bias, its gradient comes fifth,
     contiguous. Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels. `check(q, k, v,
-    options)` is asked where torch.compile traces a call: it has traced past the checks of
+    options)` runs in the fake implementation, because a call compiled by torch.compile skips the checks of
     `Attention.forward`.
     """
     _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -92,7 +92,8 @@ def register_cached_attention(
     name: str, forward: Callable[[Tensor, CacheView, AttentionOptions], tuple[Tensor, Tensor]]
 ) -> Callable[[Tensor, CacheView, AttentionOptions], tuple[Tensor, Tensor]]:
     """Registers tilegpt::`name`, attention of q to a CacheView, forward only; gives it as
-    `call(q, view, options)` with normalised AttentionOptions: band, scale, softcap and slopes of them."""
+    `call(q, view, options)` with normalised AttentionOptions, of which `forward` uses the band, scale,
+    softcap and ALiBi slopes."""
     _LIBRARY.define(
         f"{name}(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor? table, "
         f"Tensor lengths, {_OPTIONS}) -> (Tensor, Tensor)"
@@ -162,7 +163,7 @@ def _end_of_derivatives(qualified: str, backward_op: Any) -> type[torch.autograd
 
 
 def with_flat_options(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward function that takes the flat arguments of an op."""
+    """`forward` as a function of the flat arguments of an op."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Any:
         return forward(q, k, v, *gathered(flat))
@@ -171,7 +172,7 @@ def with_flat_options(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward_with_flat_options(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward function as the op of its arguments."""
+    """`backward` as a function of the flat arguments of an op; always with five gradients."""
 
     def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> Any:
         grads = backward(dout, q, k, v, out, lse, *gathered(flat[:-1]), flat[-1])

@@ -1,4 +1,4 @@
-"""The options of a call of attention: one form of them from the contract (attention/base.py) to the
+"""The options of an attention call, in the one form used from the contract (attention/base.py) to the
 kernels."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ MASK_BLOCK = 128  # queries and keys of a tile of `block_mask`
 
 
 class AttentionOptions(NamedTuple):
-    """What a call asks for beside q, k and v, as `Attention.forward` has it: what each means is said there.
+    """The options of a call besides q, k and v. `Attention.forward` documents each of them.
 
     Normalised, as implementations and kernels receive it, `scale` is a number above 0, `window` None or
     (left, right) with -1 for unbounded, and `document_ids` None or a pair."""
@@ -48,7 +48,7 @@ def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: li
 
 
 def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | None, list[int]]:
-    """The way back: (options, dropout_seed, tuning) of an op's arguments."""
+    """The inverse of `flattened`: (options, dropout_seed, tuning) from an op's arguments."""
     slopes, bias, q_ids, k_ids, lengths, blocks, relative, seed, *numbers, tuning = arguments
     scale, left, right, softcap, dropout_p = numbers
     causal = right == 0

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     from conf.command import key_values
-    from conf.resume import load_run
+    from conf.resume import load_run, require_causal
     from model.evaluation import score
     from scripts.generate import placement, require_finite
 
@@ -49,6 +49,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     stride, batch = (whole_number(key, options[key]) for key in ("stride", "batch"))
     device, dtype = placement(str(options["device"]), str(options["precision"]))
     net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
+    require_causal(net, f"ckpt={options['ckpt']}")
     require_finite(net, f"ckpt={options['ckpt']}")
     ids = tokenizer.encode(text)
     found = score(net.to(device, dtype).eval(), ids, stride, batch or 1, str(options["cache_dtype"]))

@@ -2,7 +2,7 @@
 
     python scripts/generate.py ckpt=last prompt="def main" max_new_tokens=200 temperature=0.8 top_k=50 seed=1
 
-The keys below are those of conf/generate.yaml. Every other override changes the run's config, as in train.py:
+The keys below are those of conf/generate.yaml. Of the run's config, only attention can be changed:
 attention=tiled uses another implementation, attention.decode=naive only for decoding. The text goes to
 stdout, everything else to stderr.
 """

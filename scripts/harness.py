@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(arguments: Sequence[str]) -> None:
     from conf.command import key_values
-    from conf.resume import load_run
+    from conf.resume import load_run, require_causal
     from scripts.evaluate import whole_number
     from scripts.generate import placement, require_finite
 
@@ -118,6 +118,7 @@ def run(arguments: Sequence[str]) -> None:
     limit = whole_number("limit", options["limit"])
     device, dtype = placement(str(options["device"]), str(options["precision"]))
     net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
+    require_causal(net, f"ckpt={options['ckpt']}")
     require_finite(net, f"ckpt={options['ckpt']}")
     model = harness_model(Answers(net.to(device, dtype), tokenizer))
     found = lm_eval.simple_evaluate(model=model, tasks=str(options["tasks"]).split(","), limit=limit)

@@ -7,22 +7,30 @@ stream is kept in fp32, so that 16-bit logits are nearer to exact ones than thos
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, AttentionOptions, CachedTensor
+from attention.base import Attention, AttentionOptions, CachedTensor, CacheView
 from conf.values import UserError
+from model.config import GPTConfig
 from model.generation.decode import Rows, Slots, compute_dtype
 from model.generation.paged_cache import PagedCache
 from model.gpt import GPT, MLP, Block, CausalSelfAttention
 from model.kv_cache import KVCache
 
-if TYPE_CHECKING:
-    from model.config import GPTConfig
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Options of a model that the kernels compute, or that change nothing here. With any other that is not at its
+# default, a new one too, a step is PyTorch's.
+KNOWN = {
+    "vocab_size", "seq_len", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "position",
+    "max_positions", "rope_base", "rope_scaling", "relative_buckets", "relative_distance", "norm",
+    "norm_eps", "mlp", "mlp_hidden", "qk_norm", "window", "sparsity", "sparsity_blocks", "softcap",
+    "causal", "tie_embeddings", "bias", "qkv_bias", "dropout", "attn_dropout", "loss_chunk",
+    "fp32_residual",
+}  # fmt: skip
 
 
 def unsupported_reasons(model: GPT, compute_dtype: torch.dtype) -> list[str]:
@@ -39,7 +47,9 @@ def unsupported_reasons(model: GPT, compute_dtype: torch.dtype) -> list[str]:
     products = [m for block in model.transformer.h for m in products_of(block)]
     if any(type(m) is not nn.Linear or type(m.weight.data) is not Tensor for m in products):
         reasons.append("its products are not plain linear layers")
-    return reasons
+    other = [each for each in fields(GPTConfig) if each.name not in KNOWN]
+    other = [each.name for each in other if getattr(model.config, each.name) != each.default]
+    return reasons + [f"the kernels do not compute model.{name}" for name in other]
 
 
 def wants_fused(model: GPT, fused: bool | None) -> bool:
@@ -63,8 +73,12 @@ def attends(config: GPTConfig, attention: Attention) -> bool:
     from ops.triton.step import MOST_GROUP, MOST_HEAD_DIM
 
     fits = config.n_head // config.kv_heads <= MOST_GROUP and config.head_size <= MOST_HEAD_DIM
-    plain = config.sparsity is None and config.position != "t5"
-    return attention.declaration.chooses == "implementations" and fits and plain
+    return attention.declaration.chooses == "implementations" and fits and plain(config)
+
+
+def plain(config: GPTConfig) -> bool:
+    """Whether no mask or bias of a model's own goes to attention."""
+    return config.sparsity is None and config.position != "t5"
 
 
 def unquantised(cache: KVCache) -> bool:
@@ -89,7 +103,9 @@ class FusedStep:
         self.x = torch.empty(batch, config.n_embd, device=weight.device)
         products = OwnProducts if batch <= step.MOST_ROWS else LibraryProducts
         self.products = products(self.x, model)
-        self.attend = None
+        self.attend = self.append = None
+        if not unquantised(cache) and plain(config) and config.head_size % 2 == 0:
+            self.append = step.Append(cache.lengths, config.n_head, cache.k[0], model.rope)
         if unquantised(cache) and attends(config, cache.attention):
             self.attend = step.Attend(
                 cache.lengths,
@@ -99,7 +115,8 @@ class FusedStep:
                 AttentionOptions(**config.attention_options, alibi_slopes=model.slopes),
             )
         self.choice = None
-        if self.attend is not None and rows.sampling.top_k is None and rows.sampling.top_p is None:
+        own = self.attend is not None or self.append is not None
+        if own and rows.sampling.top_k is None and rows.sampling.top_p is None:
             text = (rows.text, rows.lengths) if isinstance(rows, Rows) else (None, None)
             active = cache.active if isinstance(cache, PagedCache) else None
             state = rows.token, *text, cache.lengths, cache.next_lengths, active
@@ -124,7 +141,7 @@ class FusedStep:
     def attended(self, attn: CausalSelfAttention, qkv: Tensor, layer: int) -> Tensor:
         """Attention (B, C) of qkv (B, (H + 2 Hkv) D), whose keys and values go into the cache."""
         cache = self.cache
-        if self.attend is None:
+        if self.attend is None and self.append is None:
             rope = None if self.model.rope is None else self.model.rope[:, cache.positions]
             model = self.model
             of_all = rope, model.slopes, model.relative_bias(), None, model.block_mask(1, cache)
@@ -132,7 +149,12 @@ class FusedStep:
         norms = [
             as_norm(getattr(attn, name)) if attn.config.qk_norm else None for name in ("q_norm", "k_norm")
         ]
-        return self.attend(qkv, keys_of(cache.k[layer])[0], keys_of(cache.v[layer])[0], *norms)
+        k, v = cache.k[layer], cache.v[layer]
+        if self.append is None:
+            return self.attend(qkv, keys_of(k)[0], keys_of(v)[0], *norms)
+        q, options = self.append(qkv, k, v, *norms), self.model.config.attention_options
+        view = CacheView(k, v, cache.next_lengths)
+        return cache.attention(q, view, None, alibi_slopes=self.model.slopes, **options).flatten(1)
 
 
 def as_norm(module: nn.Module) -> Any:

@@ -72,7 +72,7 @@ def reads(q: Tensor, view: CacheView, options: AttentionOptions) -> bool:
         and q.shape[1] // k.shape[1] <= 8
         and scale.stride() == v.scale.stride()
         and scale.stride(3) == 1
-        and (table is None or k.shape[2] % 16 == 0)
+        and (table is None or (k.shape[2] % 16 == 0 and k.shape[0] * k.stride(0) < 2**36))
         and q.data_ptr() % 8 == 0
         and not any(n % 16 for n in of_16_bytes)
     )

@@ -86,12 +86,14 @@ def softmax_loss(
     vocab_size: int,
     ignore: int,
     gradients: bool,
-    block: int = BLOCK,
-    warps: int = WARPS,
+    block: int | None = None,
+    warps: int | None = None,
 ) -> Tensor:
     """The losses (n,) fp32 of logits (n, Vp), whose rows are contiguous; with `gradients` the logits become
     their gradients."""
     n, padded = logits.shape
+    block = block or min(BLOCK, triton.next_power_of_2(padded))  # a short row is the work of few warps
+    warps = warps or max(1, block * WARPS // BLOCK)
     losses = logits.new_empty(n, dtype=torch.float32)
     _tilegpt_cross_entropy[(n,)](
         logits, targets, losses, logits.stride(0), vocab_size, padded,

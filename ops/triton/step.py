@@ -12,11 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ops.cache_view import CACHE_DTYPES, CachedTensor
 from ops.options import AttentionOptions
 from ops.order import multiprocessors
 from ops.triton.decode import _tilegpt_decode_combine
 from ops.triton.interpret import INTERPRETED, mend
-from ops.triton.step_attention import _tilegpt_step_attention
+from ops.triton.step_attention import _tilegpt_step_append, _tilegpt_step_attention
 from ops.triton.step_choice import _tilegpt_step_finish, _tilegpt_step_race
 from ops.triton.step_linear import _tilegpt_step_embed, _tilegpt_step_linear, _tilegpt_step_norm
 
@@ -192,6 +193,35 @@ class Attend:
                 **_pdl(qkv),
             )  # fmt: skip
         return self.out
+
+
+class Append:
+    """Quantises the keys and values of one new token per row into a cache, QK-norm and rotary embedding done.
+
+    lengths (B,) int64: tokens in the cache before the new one. cache: a layer's keys, quantised, dense or in
+    blocks. rope (2, T, D/2) fp32, or None. The head dim is even."""
+
+    def __init__(self, lengths: Tensor, heads: int, cache: CachedTensor, rope: Tensor | None):
+        self.lengths, self.rope, self.heads = lengths, rope, heads
+        _, self.kv_heads, self.capacity, self.head_dim = cache.shape
+        self.page = 0 if cache.table is None else cache.data.shape[2]
+        self.columns = 0 if cache.table is None else cache.table.shape[1]
+        self.parts, self.largest = cache.scale.shape[2], CACHE_DTYPES[cache.dtype_name][1]
+
+    def __call__(
+        self, qkv: Tensor, k: CachedTensor, v: CachedTensor, q_norm: Norm | None, k_norm: Norm | None
+    ) -> Tensor:
+        """q (B, H, 1, D) of qkv (B, (H + 2 Hkv) D); keys and values go to a layer's k and v."""
+        batch, dim = len(qkv), self.head_dim
+        q = qkv.new_empty(batch, self.heads, 1, dim)
+        _tilegpt_step_append[(batch * (self.heads + 2 * self.kv_heads),)](
+            qkv, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, self.rope,
+            k.data, v.data, k.scale, v.scale, k.table, self.lengths, q, self.capacity, self.columns,
+            0 if self.rope is None else self.rope.shape[1], q_norm.eps if q_norm else 0.0, self.largest,
+            self.heads, self.heads // self.kv_heads, dim, max(16, triton.next_power_of_2(dim // 2)),
+            self.page, self.parts, not k.data.dtype.is_floating_point, num_warps=1, **_pdl(qkv),
+        )  # fmt: skip
+        return q
 
 
 def attention_tile(programs: int, group: int, capacity: int, block_d: int, sms: int) -> tuple[int, int, int]:

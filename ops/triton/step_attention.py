@@ -1,5 +1,5 @@
 """Attention of a decoding step with what stands around it: QK-norm, rotary embedding, the append to the
-cache, and the split keys' sums.
+cache, and the split keys' sums. To a quantised cache a kernel of its own appends, and attention reads it.
 
 Keys that are cached do not depend on the kernel before: a program asks for its first tile ahead of the wait.
 The newest key and value come from the projection and never pass through the cache. Query heads of a key head
@@ -170,3 +170,110 @@ def _tilegpt_step_attention(
             tl.store(out + at * D + d, result, mask=inside)
         else:
             tl.store(out + at * D + d, (result / whole).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def halves(x, norm, rope, position, rope_length, c, inside, eps, D: tl.constexpr):
+    """The two halves (D / 2,) of a head at pointer x, fp32, after QK-norm and rotary embedding, if any."""
+    half: tl.constexpr = D // 2
+    low = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + half + c, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / D + eps)
+        low *= scale * tl.load(norm + c, mask=inside, other=0.0).to(tl.float32)
+        high *= scale * tl.load(norm + half + c, mask=inside, other=0.0).to(tl.float32)
+    if rope is not None:
+        at = rope + position * half + c
+        cos = tl.load(at, mask=inside, other=0.0)
+        sin = tl.load(at + rope_length * half, mask=inside, other=0.0)
+        low, high = low * cos - high * sin, high * cos + low * sin
+    return low, high
+
+
+@triton.jit
+def quantised(x, of, largest, scale_at, WHOLE: tl.constexpr):
+    """x, whose largest magnitude is `of`, in multiples of a scale, which is stored: `quantise` of
+    ops/cache_view.py. With WHOLE whole numbers, halves to the even one."""
+    bits = tl.div_rn(of, largest).to(tl.int32, bitcast=True)
+    bits += 0x7FFF + ((bits >> 16) & 1)  # to bf16, the nearest: the interpreter's own conversion cuts off
+    scale = (bits >> 16 << 16).to(tl.float32, bitcast=True)
+    tl.store(scale_at, scale.to(scale_at.dtype.element_ty))
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    number = tl.minimum(tl.maximum(tl.div_rn(x, divisor), -largest), largest)
+    if WHOLE:
+        number = (number + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no bits behind the point
+    return number
+
+
+@triton.jit(do_not_specialize=["capacity", "columns", "rope_length"])
+def _tilegpt_step_append(
+    qkv,
+    q_norm,
+    k_norm,
+    rope,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    table,
+    lengths,
+    q,
+    capacity,
+    columns,
+    rope_length,
+    eps,
+    largest,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A head of the newest token of a row: of queries to q (B, H, D), of keys or values to the cache.
+
+    qkv (B, (H + 2 Hkv) D); caches and scales as in ops/cache_view.py, (B, Hkv, capacity, ...), or blocks of
+    PAGE tokens that table (B, columns) names; lengths (B,): tokens before this one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    KV: tl.constexpr = H // GROUP
+    half: tl.constexpr = D // 2
+    b, h = (tl.program_id(0) // (H + 2 * KV)).to(tl.int64), tl.program_id(0) % (H + 2 * KV)
+    c = tl.arange(0, BLOCK)
+    inside, position = c < half, tl.load(lengths + b).to(tl.int32)
+    x = qkv + (b * (H + 2 * KV) + h) * D
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    if h < H:
+        low, high = halves(x, q_norm, rope, position, rope_length, c, inside, eps, D)
+        q_to = q + (b * H + h) * D + c
+        tl.store(q_to, low.to(dtype), mask=inside)
+        tl.store(q_to + half, high.to(dtype), mask=inside)
+    else:
+        block, at, size = b, position, capacity
+        if PAGE > 0:
+            block = tl.load(table + b * columns + position // PAGE).to(tl.int64)
+            at, size = position % PAGE, PAGE
+        if h < H + KV:
+            low, high = halves(x, k_norm, rope, position, rope_length, c, inside, eps, D)
+            row = block * KV + h - H
+            to, scale = k_cache + (row * size + at) * (D // PARTS) + c, k_scale + row * PARTS * size + at
+        else:
+            low, high = halves(x, None, None, position, rope_length, c, inside, eps, D)
+            row = block * KV + h - H - KV
+            to, scale = v_cache + (row * size + at) * (D // PARTS) + c, v_scale + row * PARTS * size + at
+        low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+        of_low, of_high = tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)
+        if PARTS == 1:
+            of_low = tl.maximum(of_low, of_high)
+            of_high = of_low
+        low = quantised(low, of_low, largest, scale, WHOLE)
+        high = quantised(high, of_high, largest, scale + (PARTS - 1) * size, WHOLE)
+        if PARTS == 2:
+            packed = (low + 8).to(tl.uint8) | ((high + 8).to(tl.uint8) << 4)
+            tl.store(to, packed, mask=inside)
+        else:
+            tl.store(to, low.to(to.dtype.element_ty), mask=inside)
+            tl.store(to + half, high.to(to.dtype.element_ty), mask=inside)

@@ -1,8 +1,9 @@
 """The kernels of a decoding step compiled for Hopper without a GPU, by `python -m tests.ops.ahead_step`: a
-line of JSON for each, of GPT-2 124M and XL at batch 1, and of attention in groups."""
+line of JSON for each, of GPT-2 124M and XL at batch 1, of attention in groups, and of quantised caches."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -11,7 +12,9 @@ SHAPES = {"124M": (768, 12), "XL": (1600, 25)}  # width, heads
 SMS = 132
 POINTERS = {"x": "*fp32", "qkv": "*bf16", "weight": "*bf16", "bias": "*bf16", "norm_weight": "*bf16"}
 POINTERS |= {"norm_bias": "*bf16", "out": "*fp32", "statistics": "*fp32", "rope": "*fp32", "lengths": "*i64"}
-POINTERS |= {"k_cache": "*bf16", "v_cache": "*bf16", "table": "*i32"}
+POINTERS |= {"k_cache": "*bf16", "v_cache": "*bf16", "table": "*i32", "q": "*bf16", "q_norm": "*bf16"}
+POINTERS |= {"k_norm": "*bf16", "k_scale": "*bf16", "v_scale": "*bf16"}
+STORED = {"int8": ("*i8", 1, True), "int4": ("*u8", 2, True), "fp8": ("*fp8e4nv", 1, False)}  # parts, whole
 
 
 def products() -> dict[str, dict[str, Any]]:
@@ -29,8 +32,11 @@ def products() -> dict[str, dict[str, Any]]:
     return found
 
 
-def built(kernel: Any, constants: dict[str, Any], absent: set[str], warps: int) -> dict[str, Any]:
-    """Registers, spills, and the loads before the wait for the kernel ahead, and how many by 16 bytes."""
+def built(
+    kernel: Any, constants: dict[str, Any], absent: set[str], warps: int, stored: str = ""
+) -> dict[str, Any]:
+    """Registers, spills, and the loads before the wait for the kernel ahead, and how many by 16 bytes; the
+    caches of the type `stored`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -42,9 +48,10 @@ def built(kernel: Any, constants: dict[str, Any], absent: set[str], warps: int) 
         if name in constants or name in absent:
             signature[name], constexprs[(index,)] = "constexpr", constants.get(name)
         elif name in POINTERS or name == "slopes":
-            signature[name], attributes[(index,)] = POINTERS[name], [["tt.divisibility", 16]]
+            of = stored if stored and name in ("k_cache", "v_cache") else POINTERS[name]
+            signature[name], attributes[(index,)] = of, [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name in ("eps", "scale", "softcap") else "i32"
+            signature[name] = "fp32" if name in ("eps", "scale", "softcap", "largest") else "i32"
     source = ASTSource(kernel, signature, constexprs, attributes)
     options = {"num_warps": warps, "launch_pdl": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
@@ -56,7 +63,7 @@ def built(kernel: Any, constants: dict[str, Any], absent: set[str], warps: int) 
 
 def main() -> None:
     from ops.triton import step
-    from ops.triton.step_attention import _tilegpt_step_attention
+    from ops.triton.step_attention import _tilegpt_step_append, _tilegpt_step_attention
     from ops.triton.step_linear import _tilegpt_step_linear
 
     for what, constants in products().items():
@@ -79,6 +86,11 @@ def main() -> None:
         )
         loads = 2 * keys * dim // (256 * warps)
         print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
+    for (kind, (stored, parts, whole)), page in itertools.product(STORED.items(), (0, 16)):
+        constants = {"H": 32, "GROUP": 4, "D": 128, "BLOCK": 64, "PAGE": page, "PARTS": parts, "WHOLE": whole}
+        absent = set() if page else {"table"}
+        found = built(_tilegpt_step_append, constants | {"PDL": True}, absent, 1, stored)
+        print(json.dumps({"what": f"append, {kind}, blocks of {page}", "of_tile": 0} | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -43,17 +43,20 @@ def exact(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(
-    ("vocab", "padded", "block"), [(50, 64, 64), (65, 128, 64), (1000, 1024, 256), (1, 16, 16)]
+    ("vocab", "padded", "block"),
+    [(50, 64, 64), (65, 128, 64), (65, 128, None), (1000, 1024, 256), (1, 16, 16)],
 )
-def test_losses_and_gradients(vocab: int, padded: int, block: int, dtype: torch.dtype, device: str) -> None:
+def test_losses_and_gradients(
+    vocab: int, padded: int, block: int | None, dtype: torch.dtype, device: str
+) -> None:
     """One block and several, the last of them in part padding; the gradient is rounded once."""
     logits, targets = problem(11, vocab, padded, dtype, device)
     losses, gradient = exact(logits, targets, vocab)
     before = logits.clone()
-    found = softmax_loss(logits, targets, vocab, IGNORE, False, block, 4)
+    found = softmax_loss(logits, targets, vocab, IGNORE, False, block)
     torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=1e-6)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # without gradients it only reads
-    assert torch.equal(softmax_loss(logits, targets, vocab, IGNORE, True, block, 4), found)
+    assert torch.equal(softmax_loss(logits, targets, vocab, IGNORE, True, block), found)
     error = (logits[:, :vocab].double() - gradient).abs()
     assert (error <= ROUNDING[dtype] * gradient.abs() + 2e-7).all()
     assert not logits[:, vocab:].any() and not logits[::5].any()
@@ -67,7 +70,7 @@ def test_a_sure_model_has_a_gradient(device: str) -> None:
     logits[:, 7] = torch.tensor([12, 14, 3e4])
     targets = torch.full((3,), 7, device=device)
     losses, gradient = exact(logits, targets, 50)
-    found = softmax_loss(logits, targets, 50, IGNORE, True, 64, 4)
+    found = softmax_loss(logits, targets, 50, IGNORE, True)
     # a p near 1, and so its logarithm, is known to a few roundings of fp32
     torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=2**-22)
     torch.testing.assert_close(logits[:, :50].double(), gradient, rtol=0.01, atol=2**-22)

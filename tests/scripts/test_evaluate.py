@@ -71,6 +71,14 @@ def test_mistakes_are_one_message(
     assert out.startswith("error: ") and message in out and out.count("\n") == 1
 
 
+def test_a_model_that_sees_what_follows_gives_no_perplexity(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(folder, "name=both", "model.causal=false", "trainer.max_steps=1").code == 0
+    out = said(folder, capsys, "ckpt=both", "text=other.txt")
+    assert out.startswith("error: ckpt=both was trained with model.causal=false") and out.count("\n") == 1
+
+
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> harness.Answers:
     net, tokenizer, _ = load_run(str(folder / "runs/a/checkpoints/best.ckpt"), [])

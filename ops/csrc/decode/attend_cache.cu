@@ -20,6 +20,7 @@
 #define SIDE (KEYS * ROW)          // bytes of a tile of K, or of V
 #define SCALES (2 * KEYS)          // bytes of the scales of a part
 #define STAGE (2 * (SIDE + PARTS * SCALES))
+#define CHUNKS (ROW / 16)          // that a lane copies a row in
 #define STEPS (HEAD_DIM / 32)
 #define LARGEST_Q 32639.0f  // 127 * 256 + 127
 #define LARGEST_P 65535.0f
@@ -45,15 +46,17 @@ struct Launch {
 
 // The chunks of 16 bytes that a lane copies of each tile.
 struct Tiles {
-    const unsigned char *k, *v;
+    const unsigned char *k, *v;    // the lane's chunk of a row's first tile, or with a table of a block
     const unsigned short *scales;  // those of the lane's chunk of them
     const int *table;
-    long long n_stride, t_stride, scale_n;
-    int limit, block;  // `block`: of 16 tokens of the next tile, by lane
+    long long scale_n;
+    int limit, t_stride, block;  // `block`: of 16 tokens of the next tile, by lane
+    unsigned n_stride, at;       // `at`: where that block begins; both in 16 bytes
 
     __device__ __forceinline__ Tiles(const Launch &p, int b, int head, int keys) : limit(keys), block(b) {
-        const int part = threadIdx.x % 32 / (KEYS / 8);  // K's, then V's
-        k = p.k + head * p.k_h, v = p.v + head * p.k_h, n_stride = p.k_n, t_stride = p.k_t, scale_n = p.scale_n;
+        const int lane = threadIdx.x % 32, part = lane / (KEYS / 8);  // K's, then V's
+        const long long own = head * p.k_h + lane / CHUNKS * p.k_t + lane % CHUNKS * 16 + (PAGE ? 0 : b * p.k_n);
+        k = p.k + own, v = p.v + own, n_stride = (unsigned)(p.k_n / 16), t_stride = (int)p.k_t, scale_n = p.scale_n;
         scales = (part < PARTS ? p.k_scale : p.v_scale) + head * p.scale_h + part % PARTS * p.scale_p;
         table = PAGE ? p.table + b * p.table_b : nullptr;
     }
@@ -61,19 +64,20 @@ struct Tiles {
     // Looks up the blocks of a tile, which is then copied next.
     __device__ __forceinline__ void look_up(int tile) {
         const int j = tile * KEYS + threadIdx.x % (KEYS / 16) * 16;
-        if (PAGE) block = table[max_of(min_of(j, limit - 1), 0) / (PAGE ? PAGE : 1)];
+        if (PAGE) block = table[(unsigned)max_of(min_of(j, limit - 1), 0) / (PAGE ? PAGE : 1)], at = block * n_stride;
     }
 
     __device__ __forceinline__ void copy(int tile, unsigned to) const {
-        const int lane = threadIdx.x % 32, chunks = ROW / 16, rows = 32 / chunks, start = tile * KEYS;
+        const int lane = threadIdx.x % 32, start = tile * KEYS;
 #pragma unroll
-        for (int x = 0; x < KEYS; x += rows) {
-            const int row = x + lane / chunks, j = start + row;
-            const long long of = PAGE ? __shfl_sync(~0u, block, x / 16) : block;
-            const long long at = of * n_stride + (PAGE ? j % (PAGE ? PAGE : 1) : j) * t_stride + lane % chunks * 16;
-            const unsigned there = to + swizzled<ROW / 2>(row, lane % chunks);
-            copy_async(there, k + at, j < limit);
-            copy_async(there + SIDE, v + at, j < limit);
+        for (int x = 0; x < KEYS; x += 32 / CHUNKS) {  // as many rows lie in one block
+            const int row = x + lane / CHUNKS;
+            const long long begins = PAGE ? __shfl_sync(~0u, at, x / 16) * 16LL : 0;
+            const int token = PAGE ? (unsigned)(start + x) % (PAGE ? PAGE : 1) : start + x;
+            const long long from = begins + (long long)t_stride * token;
+            const unsigned there = to + swizzled<ROW / 2>(row, lane % CHUNKS);
+            copy_async(there, k + from, start + row < limit);
+            copy_async(there + SIDE, v + from, start + row < limit);
         }
 #pragma unroll
         for (int x = 0; x < 2 * PARTS * KEYS / 8; x += 32) {

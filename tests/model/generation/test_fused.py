@@ -1,16 +1,21 @@
 """The fused decoding step computes what GPT.forward and the choice do."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
 from attention.auto import AutoAttention
+from attention.base import CACHE_DTYPES, raw
 from attention.naive import NaiveAttention
 from conf.values import UserError
+from model.generation import fused
 from model.generation.decode import Decoder, Rows, Sampling, dense_cache
 from model.generation.engine import Pool
-from model.generation.fused import FusedStep
+from model.generation.fused import FusedStep, wants_fused
 from model.generation.generate import encode_all, generate
 from model.generation.serve import serve
+from model.generation.view_cache import cached_tensor, write
 from model.gpt import GPT, GPTConfig
 
 pytest.importorskip("triton")
@@ -131,14 +136,52 @@ def test_an_attention_that_is_asked_for_attends() -> None:
     assert Counting.calls == 2 * 2 * 4  # both ways, layers, tokens behind the prefill's
 
 
-def test_a_quantised_cache_is_read_between_the_kernels(recorded: list[torch.Tensor]) -> None:
-    both(make(**SHAPES["llama"]), [[1, 2, 3], list(range(9))], 5, top_k=VOCAB, cache_dtype="int8")
+@pytest.mark.parametrize(
+    ("shape", "kind"), [(x, "int8") for x in ("llama", "window", "gpt2")] + [("llama", "int4")]
+)
+def test_a_quantised_cache(shape: str, kind: str, recorded: list[torch.Tensor]) -> None:
+    both(make(**SHAPES[shape]), [[1, 2, 3], list(range(9))], 5, top_k=VOCAB, cache_dtype=kind)
     torch.testing.assert_close(torch.stack(recorded[5:]), torch.stack(recorded[:5]), rtol=1e-2, atol=1e-2)
+
+
+# fp8 on a GPU alone: the interpreter's conversion to it cuts off
+APPENDED = [("cpu", torch.float32, "int8"), ("cpu", torch.float32, "int4")] + [
+    pytest.param("cuda", torch.bfloat16, kind, marks=pytest.mark.gpu) for kind in CACHE_DTYPES
+]
+
+
+@pytest.mark.parametrize("block", [None, 4])
+@pytest.mark.parametrize(("device", "dtype", "kind"), APPENDED)
+def test_what_is_appended_is_what_quantise_gives(
+    device: str, dtype: torch.dtype, block: int | None, kind: str
+) -> None:
+    """Numbers and scales bit for bit; other tokens as they were; a head of zeros, and one of tiny numbers."""
+    from ops.triton import step
+
+    heads, kv_heads, dim, capacity = 4, 2, 24, 12
+    torch.manual_seed(0)
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    qkv[0, heads * dim : (heads + 1) * dim] = 0
+    qkv[1, heads * dim : (heads + 1) * dim] *= 1e-30
+    lengths = torch.tensor([5, 0, 11], device=device)
+    table = None if block is None else torch.randperm(9, device=device).view(3, 3).int()
+    shape = (3, kv_heads, capacity, dim) if block is None else (9, kv_heads, block, dim)
+    got, expected = ([cached_tensor(shape, kind, dtype, device, table) for _ in "kv"] for _ in range(2))
+    q = step.Append(lengths, heads, got[0], None)(qkv, *got, None, None)
+    parts = qkv.view(3, -1, 1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    torch.testing.assert_close(q, parts[0], rtol=0, atol=0)
+    at, rows = lengths.unsqueeze(1), torch.arange(3, device=device).unsqueeze(1)
+    places = (rows, at) if block is None else (table.long().gather(1, at // block), at % block)
+    for x, to in zip(parts[1:], expected, strict=True):
+        write(x, to, kind, *places)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(raw(mine.data), raw(theirs.data)) and torch.equal(mine.scale, theirs.scale)
+        assert theirs.scale.count_nonzero() > 0
 
 
 @pytest.mark.parametrize(("shape", "kind"), [("llama", "auto"), ("window", "auto"), ("llama", "int8")])
 def test_a_paged_cache(shape: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read by the step's own attention in tiles that cross blocks; a quantised one between the kernels."""
+    """Read by the step's own attention in tiles that cross blocks; a quantised one by another."""
     from ops.triton import step
 
     monkeypatch.setattr(step, "attention_tile", lambda *a: (4, 4, 2))
@@ -203,3 +246,13 @@ def stepped(model: GPT, prompts: list[list[int]], fused: bool) -> torch.Tensor:
             rows.token.copy_(token)
             decoder.advance()
     return torch.stack(logits).float()
+
+
+def test_an_option_that_the_kernels_do_not_know_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is new: at its default it is off."""
+    assert fused.KNOWN <= {each.name for each in fields(GPTConfig)}
+    monkeypatch.setattr(fused, "KNOWN", fused.KNOWN - {"softcap"})
+    without, capped = make(), make(softcap=5.0)
+    assert wants_fused(without, True)
+    with pytest.raises(UserError, match=r"the kernels do not compute model\.softcap"):
+        wants_fused(capped, True)
