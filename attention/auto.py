@@ -39,13 +39,13 @@ DEFAULT: dict[str, tuple[str, ...]] = {
 # which read the cache once, where SDPA's mask needs it copied first. GPT-2 124M on an H200, tokens/s: 1,892
 # against 1,706 at batch 1, 36,860 against 28,540 at 32. Longer caches want their keys split.
 COMPILED_DECODE: tuple[str, ...] = ("naive", "sdpa", "tiled")
-# After all that are measured, whatever their speed: PyTorch's own choice, which may be the unfused maths, and
-# what does every option, in O(T) memory before O(T^2).
+# Tried after all measured implementations: PyTorch's own choice, which may be its unfused math backend, then
+# the implementations that support every option, the one with O(T) memory before the one with O(T^2).
 LAST = ("sdpa", "tiled", "naive")
 # Two classes of lengths, as the winners differ: a short call is a few waves of tiles, whose launch and tail
 # count, a long one is its inner loop. More classes would give the same names on a GPU at hand.
 SHORT = 1024
-# Of these SDPA makes a mask of Tq x Tk entries, others skip what is hidden.
+# For these SDPA needs a mask of Tq x Tk entries; others skip masked tiles.
 MASKS = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
 MASKS |= {"relative_bias"}
 
@@ -60,7 +60,7 @@ def kind(call: AttentionCall) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Order:
-    """Names, fastest first, and where that is known from; `measured` of them have been measured."""
+    """Names, fastest first, and the source of this order; the first `measured` of them have been measured."""
 
     names: tuple[str, ...]
     source: str
@@ -161,7 +161,7 @@ class AutoAttention(Attention):
         else:
             why = f"the fastest on {where} {found.source}: {names}{more}"
         if refusals:
-            brief = (f"{other}: {', '.join(map(_brief, said))}" for other, said in refusals.items())
+            brief = (f"{other}: {', '.join(map(_without_remedy, said))}" for other, said in refusals.items())
             why += f"; passed over {'; '.join(brief)}"
         return name, why
 
@@ -194,7 +194,7 @@ class AutoAttention(Attention):
         return reasons or super().unsupported_reasons(call)
 
     @torch.compiler.assume_constant_result
-    def _pick(self, index: int | None, compiled: bool, facts: dict[str, Any]) -> str:
+    def _cached_choice(self, index: int | None, compiled: bool, facts: dict[str, Any]) -> str:
         """The choice by an AttentionCall's facts, which torch.compile evaluates once, while it traces."""
         key = (index, compiled, torch.are_deterministic_algorithms_enabled(), *facts.values())
         if key not in self._chosen:
@@ -215,15 +215,15 @@ class AutoAttention(Attention):
         return self._chosen_for(q, view_call_fields(q, view, options)).attend_view(q, view, options)
 
     def _chosen_for(self, q: Tensor, facts: dict[str, Any]) -> Attention:
-        # Lengths may be symbolic while compiling; all that a choice asks of them is one or more, short or
-        # long, and which is greater.
+        # Lengths may be symbolic while compiling. A choice depends only on whether they are 1, whether they
+        # are short or long, and which one is greater.
         tq, tk = facts["tq"], facts["tk"]
         short = 1 if tk == 1 else SHORT if tk <= SHORT else 2 * SHORT
         queries = short if tq == tk else short - 1 if tq < tk else short + 1
         facts |= {"batch": 1, "tq": 1 if tq == 1 else queries, "tk": short}
-        return self._built[self._pick(q.device.index, torch.compiler.is_compiling(), facts)]
+        return self._built[self._cached_choice(q.device.index, torch.compiler.is_compiling(), facts)]
 
 
-def _brief(reason: str) -> str:
+def _without_remedy(reason: str) -> str:
     """A refusal without its remedy."""
     return reason.partition(": needs ")[0].partition(" (")[0]

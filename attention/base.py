@@ -73,7 +73,7 @@ DocumentIds = Tensor | tuple[Tensor, Tensor]
 
 
 def must_be_deterministic() -> bool:
-    """Whether torch.use_deterministic_algorithms is on, and not to warn alone."""
+    """Whether torch.use_deterministic_algorithms is on, and raises errors instead of warnings."""
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warns
 
@@ -122,8 +122,8 @@ class Attention(nn.Module):
         return reasons
 
     def reasons_against_auto(self, call: AttentionCall) -> list[str]:
-        """Why a call that can run is not to be given to this implementation unless it is asked for by
-        name."""
+        """Why `auto` should not choose this implementation for a call that it can run; it can still be
+        requested by name."""
         return []
 
     def resolve(self, call: AttentionCall) -> Attention:

@@ -21,7 +21,7 @@ def arch_name(arch: tuple[int, int] | None) -> str:
 
 
 def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
-    """All that the verdict about a call depends on, hashable; no device is asked for any value."""
+    """A hashable key of everything that the checks of a call depend on; no value is read from a device."""
     settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
     asked = [option if type(option) in _PLAIN else _hashable(option) for option in options]
     return (*settings, _kind(q), _kind(k), _kind(v), *asked)

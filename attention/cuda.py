@@ -77,12 +77,12 @@ _DECLARATION = Declaration(
 )
 # How stage tiled multiplies in fp32.
 PRODUCTS = ("auto", "fma")
-# Shared memory that a block may use, by architecture; what is not named has the least of sm_80 and up.
+# Shared memory that a block may use, by architecture; all others have the minimum of sm_80 and newer.
 _SHARED_BYTES = {(7, 5): 65_536, (8, 0): 166_912, (8, 7): 166_912}
 _SHARED_BYTES |= dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), 232_448)
-_LEAST_SHARED_BYTES = 101_376
-# Of these, what rowwise uses for other things than scores.
-_ROWWISE_BYTES = 2_048
+_MIN_SHARED_BYTES = 101_376
+# Of these, the bytes that rowwise does not use for scores.
+_ROWWISE_OTHER_BYTES = 2_048
 
 
 # The modules of the kernels are imported at the first call.
@@ -158,7 +158,7 @@ def _best_on(device: int, dtype: torch.dtype, head_dim: int) -> str:
 
 def rowwise_keys(arch: tuple[int, int]) -> int:
     """The keys whose scores a block of `rowwise` has room for."""
-    return (_SHARED_BYTES.get(arch, _LEAST_SHARED_BYTES) - _ROWWISE_BYTES) // 4
+    return (_SHARED_BYTES.get(arch, _MIN_SHARED_BYTES) - _ROWWISE_OTHER_BYTES) // 4
 
 
 class CudaStage(Attention):
@@ -166,11 +166,11 @@ class CudaStage(Attention):
 
     Args:
         stage: plain, naive, rowwise, tiled, wmma, fa1, fa2 or fa3.
-        deterministic: of fa2 and fa3: a backward that gives the same bits each time, by a second pass for dQ
-            where there are atomics otherwise; torch.use_deterministic_algorithms has it too. The other stages
-            are.
-        products: of tiled in fp32: auto, on tensor cores where they pay, three products of fp16 for one of
-            fp32, or fma, on FMA units.
+        deterministic: for fa2 and fa3: a backward that gives the same bits each time, by computing dQ in a
+            second pass instead of by atomics; torch.use_deterministic_algorithms selects it too. The other
+            stages are always deterministic.
+        products: for tiled in fp32: auto uses tensor cores where they are faster, with three fp16 products
+            for each fp32 product; fma uses FMA units.
     """
 
     def __init__(
@@ -202,14 +202,16 @@ class CudaStage(Attention):
         return reasons + [fault for fault in [missing()] if fault]
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """naive: its scores are written, read, written and read. plain: read twice more; in the backward P
-        and dS are written, dS read twice and P once. All but naive: lse; in the backward the padded
-        statistics of rows, lse2 and delta. Of the others: dQ's accumulator where blocks of keys add to it by
-        atomics; else dQ has a pass of its own.
+        """naive: the scores are written, read, written and read. plain: they are read twice more; in the
+        backward, P and dS are written, dS is read twice and P once. All stages but naive keep lse, and in
+        the backward have the padded row statistics lse2 and delta. Stages other than naive and plain also
+        have an accumulator of dQ, where blocks of keys add to it by atomics; otherwise they compute dQ in a
+        separate pass.
 
-        tiled in fp32 splits q, k, v and dout into two numbers of fp16 each, rows padded to 32 columns, and
-        makes one product of three: where a number of 4 bytes would be read, it is read twice, written as two
-        and read as such; Q in the forward, which is split as it is read, is read twice."""
+        tiled in fp32 splits each number of q, k, v and dout into two fp16 numbers, with rows padded to 32
+        columns, and computes each product as three. Where a number of 4 bytes would be read once, it is read
+        twice, written as two fp16 numbers, and these are read. In the forward, Q is split when it is read,
+        and is read twice."""
         matrix = scores_bytes(call)
         if self.stage == "naive":
             return Costs(moved=(4 * matrix, 0), writes_scores=True)

@@ -1,5 +1,5 @@
-"""What an implementation says of itself beside its capabilities: whose it is, which kernels prove that it
-ran, and what a call costs. Measurements, estimates and reports go by this, and by no list of names."""
+"""What an implementation declares beside its capabilities: its origin, the kernels that prove that it ran,
+and what a call costs. Measurements, estimates and reports use these, not lists of names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kernels:
 
 MATRIX_PRODUCTS = Kernels("matrix products", r"(?i)gemm|gemv|gemmk|nvjet|splitkreduce|\bdot_kernel")
 MATRIX_PRODUCTS_CPU = Kernels("matrix products on the CPU", r"(?i)^aten::(b|m|badd|add)mm(_out)?$|^aten::mv$")
-# What naive attention in PyTorch runs. Beside a fused kernel they are a pass that fell back to it.
+# What naive attention in PyTorch runs. Seen beside a fused kernel, they mean that a pass fell back to it.
 PRODUCTS = (MATRIX_PRODUCTS, MATRIX_PRODUCTS_CPU)
 
 
@@ -38,18 +38,19 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What an implementation is.
+    """Properties of an implementation.
 
     origin: ours, PyTorch's or another library's;
-    kernels: those that it may run, and that prove that it ran;
-    writes_scores: whether all scores are in memory at once, usually (`Costs` says it of a call);
-    writes_masks: whether a mask beyond causal is a tensor of Tq x Tk, where others skip what it hides;
-    tensor_cores: whether products in 16 bits are made on tensor cores;
-    operands: what q, k and v are rounded to before they are multiplied; None: they are as they come. It is
-        judged by the formula on inputs so rounded (scripts/accuracy.py), and `auto` leaves it alone;
-    launches_each_tile: whether a tile is a launch or more, thousands of them at length;
-    chooses: what it chooses among, call by call: its kernels, or all the other implementations;
-    compilation: of kernels at a first call; None where they are ready."""
+    kernels: those that it may run, which also prove that it ran;
+    writes_scores: whether all scores are usually in memory at once (`Costs` has this for a single call);
+    writes_masks: whether masks other than causal are tensors of Tq x Tk; others skip masked tiles;
+    tensor_cores: whether 16-bit products are computed on tensor cores;
+    operands: the dtype to which q, k and v are rounded before the products; None: they are not rounded. With
+        a dtype, the error is measured against the formula on inputs rounded to it (scripts/accuracy.py), and
+        `auto` never chooses the implementation;
+    launches_each_tile: whether each tile takes one or more launches, thousands for long sequences;
+    chooses: what it chooses from for each call: its own kernels, or all other implementations;
+    compilation: when kernels are compiled; None if they are precompiled."""
 
     origin: Literal["ours", "PyTorch", "library"] = "ours"
     kernels: tuple[Kernels, ...] = ()
@@ -67,15 +68,16 @@ class Costs:
     """What a layer's call costs beyond its tensors: q, k, v, out and lse, and in the backward dout, dq, dk,
     dv.
 
-    kept: bytes kept for the backward beyond q, k, v and out; with all scores in memory, copies of q, k and
-    v in the place of these are among them;
-    transient: the most bytes during the backward beyond those kept and dq, dk, dv;
+    kept: bytes kept for the backward beyond q, k, v and out; with all scores in memory, this includes copies
+    that are kept instead of q, k and v;
+    transient: the largest number of bytes during the backward beyond those kept and dq, dk, dv;
     shared: bytes kept once for all layers;
-    moved: bytes to and from DRAM, forward and backward, beyond each tensor once;
-    writes_scores: whether all scores are in memory at once, and products take those of hidden keys too;
-    backward_products: matrix products over the scores in the backward: four with the probabilities at hand,
-    five where they are computed again, seven where that is done once for dQ and once for dK and dV;
-    split_products: of fp32, the products on tensor cores, of 16 bits, that one is made of; 0: none."""
+    moved: bytes read from and written to DRAM in (forward, backward), beyond each tensor once;
+    writes_scores: whether all scores are in memory at once, and the products include masked keys;
+    backward_products: matrix products over the scores in the backward: four if the probabilities were kept,
+    five if they are recomputed once, seven if they are recomputed both for dQ and for dK and dV;
+    split_products: how many 16-bit products on tensor cores replace each fp32 product; 0: fp32 is not split.
+    """
 
     kept: int = 0
     transient: int = 0
@@ -87,7 +89,7 @@ class Costs:
 
 
 class CostsNotDeclared(UserError):
-    """Nothing is predicted of an implementation that does not say what it costs."""
+    """Nothing can be predicted for an implementation that does not declare its costs."""
 
     def __init__(self, name: str, kind: type):
         super().__init__(

@@ -70,17 +70,17 @@ def documents(q_ids: Tensor, k_ids: Tensor) -> Documents:
 
 def _find(q_ids: Tensor, k_ids: Tensor) -> Documents:
     tq, tk, device = q_ids.shape[1], k_ids.shape[1], q_ids.device
-    keys = _keys(k_ids.cpu())
+    keys = _row_and_id(k_ids.cpu())
     queries, keyless = keys, None
     if q_ids is not k_ids:
-        queries = _keys(q_ids.cpu())
+        queries = _row_and_id(q_ids.cpu())
         lost = ~torch.isin(queries, keys)
         if lost.any():
             diagonal = (torch.arange(tq) + tk - tq).clamp(0, tk - 1)
             queries = torch.where(lost, keys[:, diagonal], queries)
             keyless = lost.to(device)
-    k_docs, k_counts = _runs(keys, "keys")
-    q_docs, q_counts = (k_docs, k_counts) if queries is keys else _runs(queries, "queries")
+    k_docs, k_counts = _packed_documents(keys, "keys")
+    q_docs, q_counts = (k_docs, k_counts) if queries is keys else _packed_documents(queries, "queries")
     order = k_docs.argsort()
     place = order[torch.searchsorted(k_docs[order], q_docs)]  # of each query document among those of the keys
     if (place.diff() < 0).any():
@@ -102,14 +102,14 @@ def _find(q_ids: Tensor, k_ids: Tensor) -> Documents:
     )
 
 
-def _keys(ids: Tensor) -> Tensor:
+def _row_and_id(ids: Tensor) -> Tensor:
     """The row in the upper 32 bits, the id in the lower: one number per document of the batch."""
     rows = torch.arange(ids.shape[0]).unsqueeze(1)
     return (rows << 32) + (ids.long() + 2**31)
 
 
-def _runs(keys: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """(documents, lengths) in the packed order (B * T)."""
+def _packed_documents(keys: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """(documents, lengths) in packed order (B * T)."""
     docs, counts = torch.unique_consecutive(keys.flatten(), return_counts=True)
     distinct, times = docs.unique(return_counts=True)
     if (times > 1).any():

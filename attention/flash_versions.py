@@ -144,7 +144,7 @@ def _forward2(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tupl
     forward = library._flash_attn_forward if o.documents is None else library._flash_attn_varlen_forward
     with _generator_at(o.dropout_seed, q.device):
         out, lse, *_ = forward(
-            q, k, v, **o.packing(), **o.common(), **o.band(), **_own2(o), return_softmax=False
+            q, k, v, **o.packing(), **o.common(), **o.band(), **_options_of_version2(o), return_softmax=False
         )
     return out, lse
 
@@ -156,11 +156,11 @@ def _backward2(library: Any, o: Options, **tensors: Tensor) -> None:
         rng_state[0].fill_(int(o.dropout_seed))
         rng_state[1].fill_(0)
     backward = library._flash_attn_backward if o.documents is None else library._flash_attn_varlen_backward
-    options = o.packing() | o.common() | o.band() | _own2(o)
+    options = o.packing() | o.common() | o.band() | _options_of_version2(o)
     backward(**tensors, **options, deterministic=o.deterministic, rng_state=rng_state)
 
 
-def _own2(o: Options) -> dict[str, Any]:
+def _options_of_version2(o: Options) -> dict[str, Any]:
     return {"dropout_p": o.call.dropout_p, "alibi_slopes": o.call.alibi_slopes}
 
 
@@ -196,7 +196,7 @@ def _with_cache(
 
 def _forward3(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if o.kv_lengths is not None:
-        return _with_cache(library, o, q, k, _blank(v, o.kv_lengths))
+        return _with_cache(library, o, q, k, _zero_v_beyond_lengths(v, o.kv_lengths))
     out, lse, *_ = library._flash_attn_forward(q, k, v, **o.packing(), **o.common(), **o.band())
     return out, lse
 
@@ -210,7 +210,7 @@ def _backward3(library: Any, o: Options, **tensors: Tensor) -> None:
 def _forward4(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     options = o.packing() | o.common() | o.band(unbounded=None)
     if o.kv_lengths is not None:
-        v, options["seqused_k"] = _blank(v, o.kv_lengths), o.kv_lengths.contiguous()
+        v, options["seqused_k"] = _zero_v_beyond_lengths(v, o.kv_lengths), o.kv_lengths.contiguous()
     out, lse, *_ = library._flash_attn_fwd(q, k, v, **options, return_lse=True)
     return out, lse
 
@@ -220,8 +220,8 @@ def _backward4(library: Any, o: Options, *, softmax_lse: Tensor, **tensors: Tens
     library._flash_attn_bwd(**tensors, lse=softmax_lse, **options, deterministic=o.deterministic)
 
 
-def _blank(v: Tensor, kv_lengths: Tensor) -> Tensor:
-    """v (B, Tk, Hkv, D), zero beyond: TMA brings whole tiles, and 0 * NaN is NaN. (Scores are masked.)"""
+def _zero_v_beyond_lengths(v: Tensor, kv_lengths: Tensor) -> Tensor:
+    """v (B, Tk, Hkv, D), zero beyond kv_lengths: TMA loads whole tiles, and 0 * NaN is NaN."""
     return zero_beyond_lengths(v.transpose(1, 2), kv_lengths).transpose(1, 2)
 
 

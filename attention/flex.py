@@ -152,9 +152,10 @@ _NAMES: dict[Any, str] = {}
 def _compile(sizes: Any, backend: str, dynamic: bool | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`flex`, to be compiled by itself.
 
-    torch.compile counts recompilations by code object and gives up after eight: each kind of call gets its
-    own. What once was dynamic stays so for all functions of a name and line. That serves lengths, but would
-    cost one query the decoding kernel, for a dynamic batch: `sizes`, which must not be, have a name.
+    torch.compile counts recompilations per code object and gives up after eight, so each kind of call gets
+    its own code object. A size that was once dynamic stays dynamic for all functions with the same name and
+    line. For lengths this is wanted, but with a dynamic batch a single query would not get the decoding
+    kernel. Therefore each value of `sizes`, which must stay static, gets a function name of its own.
     """
     name = _NAMES.setdefault(sizes, f"flex_{len(_NAMES)}")
     own = types.FunctionType(flex.__code__.replace(co_name=name), flex.__globals__, name)

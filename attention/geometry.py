@@ -67,8 +67,9 @@ def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
     return bias[..., cols.start : cols.stop] if bias.shape[3] > 1 else bias
 
 
-class _OfDistances(torch.autograd.Function):
-    """Indexing's own gradient would be summed in the dtype of the scores, one index for each of them."""
+class _RelativeBias(torch.autograd.Function):
+    """A lookup by distance. The gradient of plain indexing would be summed in the dtype of the scores,
+    score by score."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, rel: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,14 +87,14 @@ class _OfDistances(torch.autograd.Function):
 def relative_bias_of(relative_bias: Tensor, rel: Tensor, dtype: torch.dtype) -> Tensor:
     """relative_bias (Hq, 2 R + 1) at distances rel (B or 1, 1, r, c), as `relative_positions` has them:
     (B or 1, Hq, r, c) of `dtype`. Its gradient is summed in fp32, or fp64, in a definite order."""
-    return _OfDistances.apply(relative_bias, rel, dtype)
+    return _RelativeBias.apply(relative_bias, rel, dtype)
 
 
 def diagonal_sums(x: Tensor, first: Tensor, reach: int) -> Tensor:
-    """The gradient of what `relative_bias_of` does: x (B, Hq, r, c) summed up by its distances,
+    """The gradient of `relative_bias_of`: x (B, Hq, r, c) summed over all scores of each distance,
     (Hq, 2 reach + 1) in fp64. first: (B or 1, 1), the distance of the last row's first key, the least."""
     rows, cols = x.shape[2:]
-    # With each row a place further right than the one below it, a diagonal is a column.
+    # With each row shifted right by one relative to the row below, a diagonal becomes a column.
     skewed = F.pad(x.flip(2), (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, rows + cols - 1))
     sums = skewed.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)).double()  # (B, Hq, distances)
     distances = first + torch.arange(rows + cols - 1, device=x.device)

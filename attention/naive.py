@@ -132,16 +132,16 @@ class NaiveAttention(Attention):
         super().__init__(name)
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """M = 4 B H T^2, the scores in fp32. Kept are exp(s - max) and the probabilities, which the division
-        and P V keep, M each; q, k and v as the products take them, contiguous, fp32 and of all H heads; the
-        mask, T^2 bytes; sum and lse. In the backward dP and three of the division's products at once, when
-        the copy of v has gone; compiled, dP alone. What is compiled under autocast has its backward products
-        in 16 bits: of q, k and v as kept for them, and of P as exp(s - max) gives it again (after dropout as
-        kept in 16 bits). Compiled layers share a mask.
+        """M = 4 B H T^2, the bytes of the scores in fp32. Kept for the backward: exp(s - max) by the division
+        and the probabilities by P V, M each; the operands q, k and v, contiguous, in fp32 and for all H
+        heads; the mask, T^2 bytes; sum and lse. The backward has dP and three matrices of the division's
+        gradient at once, after the copy of v is freed; compiled, only dP. Compiled under autocast, the
+        backward products are in 16 bits: of the 16-bit q, k and v that were kept, and of P, recomputed from
+        exp(s - max) (with dropout, P is kept in 16 bits). Compiled layers share one mask.
 
-        Walks over the scores: Q K^T writes them; scale, mask, subtract, exp and divide read and write; max,
-        sum and P V read: 14. Backward: dV and dP 2, the division's products 12, the sum's 2, exp's 3, mask
-        and scale 4, dQ and dK 2: 25."""
+        Passes over the scores: Q K^T writes them; scale, mask, subtract, exp and divide read and write; max,
+        sum and P V read: 14. Backward: dV and dP 2, the division 12, the sum 2, exp 3, mask and scale 4, dQ
+        and dK 2: 25."""
         matrix, mask, sums = scores_bytes(call), call.tq * call.tk, 2 * lse_bytes(call)
         dropped = matrix // 4 if "dropout" in call.features else 0  # which probabilities were kept, as bool
         if "relative_bias" in call.features:

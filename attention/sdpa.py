@@ -50,33 +50,35 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_ON_A_CPU = Kernels("PyTorch's flash attention for CPUs", r"(?i)_scaled_dot_product_flash_attention_for_cpu")
+_CPU_KERNEL = Kernels(
+    "PyTorch's flash attention for CPUs", r"(?i)_scaled_dot_product_flash_attention_for_cpu"
+)
 _KERNELS = {
-    "flash": (Kernels("FlashAttention-2 in PyTorch", r"(?i)\bpytorch_flash::"), _ON_A_CPU),
+    "flash": (Kernels("FlashAttention-2 in PyTorch", r"(?i)\bpytorch_flash::"), _CPU_KERNEL),
     "efficient": (Kernels("memory-efficient attention", r"(?i)fmha_cutlass|PyTorchMemEffAttention"),),
     "cudnn": (Kernels("cuDNN", r"(?i)cudnn"),),
     "math": PRODUCTS,
 }
-# How the chooser of PyTorch introduces its reasons against each.
+# The headings of PyTorch's warnings on why it did not choose a backend.
 _HEADINGS = {"flash": "flash attention", "efficient": "memory efficient", "cudnn": "cudnn attention"}
 _ALL = frozenset(FEATURES) - {"softcap", "lse"}
-# These go through attn_mask; so does a causal rectangle with more than one query.
+# These need attn_mask, as does a causal mask with Tq different from Tk and more than one query.
 _MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
 _MASKED |= {"relative_bias"}
 
 
 def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch.dtype]) -> Capabilities:
-    # a mask without a gradient has none for what it is made of
+    # if a mask has no gradient, neither have the options that it is computed from
     constant = frozenset({"relative_bias"} if "bias_grad" not in features else ())
     return Capabilities(features=features, devices=frozenset({device}), dtypes=dtypes, no_gradient=constant)
 
 
 # By backend and device; `auto` and `math` run everything everywhere. Tried on torch 2.13 (CPU).
-_ABLE = {
+_SUPPORTED = {
     ("flash", "cpu"): _capabilities(_ALL - {"dropout", "bias_grad"}, "cpu", FLOATS),
     ("flash", "cuda"): _capabilities(_ALL - _MASKED, "cuda", LOW_PRECISION),
-    # In fp32 its products are of three TF32 parts: up to 2.6 times the error that DESIGN.md section 4 allows
-    # (one query on 239 keys, window, H200), so fp32 is left to the kernels that have it.
+    # In fp32 its products are sums of three TF32 products, with up to 2.6 times the allowed error (one query,
+    # 239 keys, window, H200), so fp32 is left to the other kernels.
     ("efficient", "cuda"): _capabilities(_ALL - {"gqa"}, "cuda", LOW_PRECISION),
     ("cudnn", "cuda"): _capabilities(_ALL - {"bias_grad"}, "cuda", LOW_PRECISION),
 }
@@ -151,18 +153,18 @@ class SDPAAttention(Attention):
     def _sdpa(self, q, k, v, mask, dropout_p, is_causal, scale, gqa) -> Tensor:
         forced = self._forced
         if forced is None and q.is_cuda and q.dtype == torch.float32:
-            forced = SDPBackend.MATH  # left alone it takes `efficient`, see _ABLE
+            forced = SDPBackend.MATH  # else PyTorch chooses `efficient`, see _SUPPORTED
         elif (
             forced is None
             and q.is_cuda
             and mask is not None
             and torch.is_grad_enabled()
-            and _half_a_tile(k.shape[2])
+            and _ends_in_half_a_tile(k.shape[2])
         ):
             forced = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         fused = _may_fuse(q) and forced != SDPBackend.MATH
         if fused:
-            q, k, v = _safe(q, k, v, mask)
+            q, k, v = _without_illegal_access(q, k, v, mask)
         with nullcontext() if forced is None else sdpa_kernel(forced):
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
         if fused and out.requires_grad and not torch.compiler.is_compiling():
@@ -170,16 +172,17 @@ class SDPAAttention(Attention):
         return out
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """M = 4 B H T^2, the scores in fp32. Left alone PyTorch takes its flash kernel, but the maths for
-        fp32 on CUDA and for dropout on a CPU. A window is a mask of T^2 values of the call's dtype, ALiBi H
-        of them, and with one the out of all rows is kept beside the one without those that see nothing.
+        """M = 4 B H T^2, the bytes of the scores in fp32. With backend auto, PyTorch chooses its flash
+        kernel, but the math backend for fp32 on CUDA and for dropout on a CPU. A window is a mask of T^2
+        values of the call's dtype, ALiBi is H such masks. With a mask, out is kept twice: before and after
+        rows that see no key are set to zero.
 
-        Fused: lse; in the backward the padded statistics of rows, delta and but for flash lse2, and dQ's
-        accumulator; flash writes dk and dv of GQA for each query head before it sums them.
+        Fused backends: lse is kept. The backward has the padded row statistics delta and, except for flash,
+        lse2, and the accumulator of dQ. With GQA, flash writes dk and dv per query head before it sums them.
 
-        Maths: the probabilities, and q, k, v scaled and copied, in fp32; in the backward dP and dS, on a GPU
-        one matrix more. Walks over the scores: Q K^T 1, mask 2, softmax 2, P V 1; dV and dP 2, softmax 3, dQ
-        and dK 2."""
+        Math backend: the probabilities, and scaled copies of q, k, v, in fp32; in the backward dP and dS, and
+        on a GPU one matrix more. Passes over the scores: Q K^T 1, mask 2, softmax 2, P V 1; dV and dP 2,
+        softmax 3, dQ and dK 2."""
         features, on_gpu = call.features, call.device == "cuda"
         mask = call.tq * call.tk * call.dtype.itemsize
         of_heads = features & {"alibi", "relative_bias"}
@@ -205,9 +208,9 @@ class SDPAAttention(Attention):
         reasons = super().unsupported_reasons(call)
         if self.backend in ("auto", "math"):
             return reasons
-        limits = _ABLE.get((self.backend, call.device))
+        limits = _SUPPORTED.get((self.backend, call.device))
         if limits is None:
-            devices = sorted(device for backend, device in _ABLE if backend == self.backend)
+            devices = sorted(device for backend, device in _SUPPORTED if backend == self.backend)
             return [
                 *reasons,
                 f"SDPA's {self.backend} kernel has no {call.device}: it runs on {', '.join(devices)}",
@@ -217,7 +220,7 @@ class SDPAAttention(Attention):
         masked = bool(call.features & _MASKED) or (call.causal and 1 < call.tq != call.tk)
         if masked and self.backend == "flash" and call.device == "cuda" and not call.features & _MASKED:
             reasons.append("no causal mask for fewer or more queries than keys: needs Tq = Tk or Tq = 1")
-        if self.backend == "cudnn" and masked and call.backward and _half_a_tile(call.tk):
+        if self.backend == "cudnn" and masked and call.backward and _ends_in_half_a_tile(call.tk):
             reasons.append(
                 f"no gradient for {call.tk} keys under a mask, where cuDNN's may be NaN: needs a multiple "
                 "of 128, or attention=sdpa"
@@ -227,7 +230,7 @@ class SDPAAttention(Attention):
         return reasons
 
 
-def _half_a_tile(tk: int) -> bool:
+def _ends_in_half_a_tile(tk: int) -> bool:
     return tk % 128 == 64
 
 
@@ -236,8 +239,10 @@ def _may_fuse(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in LOW_PRECISION and q.shape[-1] % 8 == 0
 
 
-def _safe(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as the CUDA kernels take them without an illegal access."""
+def _without_illegal_access(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in a form that the CUDA kernels read without an illegal access."""
     if not torch.compiler.is_compiling():  # Inductor copies odd strides itself; addresses are not known
         q, k, v = aligned(q), aligned(k), aligned(v)
     alone = not (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -249,10 +254,10 @@ def _safe(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor,
 
 
 def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: str = "cuda") -> list[str]:
-    """PyTorch's own words on why a CUDA kernel cannot run.
+    """PyTorch's own reasons why a CUDA kernel cannot run.
 
-    Its chooser says them as warnings before it gives up; torch.backends.cuda.can_use_* write them to stderr,
-    past Python.
+    The function that chooses the backend raises them as warnings before it fails; functions such as
+    torch.backends.cuda.can_use_flash_attention write them to stderr instead, where Python cannot read them.
     """
     group = call.heads // call.kv_heads  # one key head and its queries stand for all
     like = {"dtype": call.dtype, "device": device, "requires_grad": call.backward}
@@ -274,19 +279,21 @@ def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: st
         torch.set_grad_enabled(call.backward),
     ):
         warnings.simplefilter("always")
-        torch.set_warn_always(True)  # some words come once in a process, as that for one key (cuDNN)
+        torch.set_warn_always(True)  # some warnings come once per process, such as cuDNN's for one key
         try:
             torch._fused_sdp_choice(q, k, k, mask, dropout, is_causal, enable_gqa=group > 1)
             return []
         except RuntimeError as error:
-            words = _words(backend, [str(w.message) for w in said]) or [str(error).strip().split("\n")[0]]
+            words = _chooser_warnings(backend, [str(w.message) for w in said]) or [
+                str(error).strip().split("\n")[0]
+            ]
         finally:
             torch.set_warn_always(always)
     return [f"SDPA's {backend} kernel: {word}" for word in words]
 
 
-def _words(backend: str, said: list[str]) -> list[str]:
-    """Those of the chooser's warnings that come under the heading of `backend`."""
+def _chooser_warnings(backend: str, said: list[str]) -> list[str]:
+    """The warnings under the heading of `backend`."""
     words, ours = [], False
     for word in (text.split(" (Triggered internally")[0] for text in said):
         if word.endswith("kernel not used because:"):

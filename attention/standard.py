@@ -86,12 +86,12 @@ class StandardAttention(Attention):
             return standard_attention(q, k, v, options), None
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """M = 4 B H T^2, the scores in fp32. Kept are the probabilities, under autocast on a GPU in fp32, as
-        softmax gives them there, and in 16 bits for the product; q, k and v contiguous; the mask, T^2 bytes.
-        In the backward dP and dS, when the copy of v has gone, and the probabilities in 16 bits where there
-        are others; compiled, one of each in fp32, and a mask for all layers. Walks over the scores, in q's
-        precision: Q K^T 1, scale 2, mask 2, softmax 2, P V 1; dV and dP 2, softmax 3, mask 2, scale 2, dQ and
-        dK 2."""
+        """M = 4 B H T^2, the bytes of the scores in fp32. Kept for the backward: the probabilities (under
+        autocast on a GPU both in fp32, as softmax returns them, and in 16 bits, for P V); q, k and v,
+        contiguous; the mask, T^2 bytes. The backward has dP and dS, after the copy of v is freed and, where
+        there are two, the 16-bit probabilities; compiled, one fp32 matrix is kept and one is transient, and
+        all layers share a mask. Passes over the scores, in the precision of q: Q K^T 1, scale 2, mask 2,
+        softmax 2, P V 1; dV and dP 2, softmax 3, mask 2, scale 2, dQ and dK 2."""
         matrix, walk = scores_bytes(call), scores_bytes(call) * call.dtype.itemsize // 4
         copies, mask = 3 * q_bytes(call), call.tq * call.tk if call.causal else 0
         written = {"moved": (8 * walk, 11 * walk), "writes_scores": True, "backward_products": 4}

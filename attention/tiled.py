@@ -70,8 +70,8 @@ def online_softmax_step(
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """A call without q, k and v: which tiles to visit and how scores come about.
+class _TiledCall:
+    """What the loops over tiles share: which tiles are visible, and how their scores are computed.
 
     Matrices hold the queries of a key head's whole group, (B, Hkv, G * rows, ...), so that K and V are never
     repeated; masks and biases see them as (B, Hq, rows, ...).
@@ -92,24 +92,24 @@ class _Problem:
         options: AttentionOptions,
         seed: Tensor | None,
         blocks: list[int],
-    ) -> _Problem:
+    ) -> _TiledCall:
         return cls(q, k, options, options.document_ids or (None, None), seed, tuple(blocks))
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.promote_types(self.q.dtype, torch.float32)
 
-    def visits(self) -> list[tuple[range, range, bool]]:
-        """(rows, cols, masked) of each tile that somebody may see, row by row."""
+    def visible_tiles(self) -> list[tuple[range, range, bool]]:
+        """(rows, cols, masked) of each tile in which a query may see a key, row by row."""
         tq, tk = self.q.shape[2], self.k.shape[2]
         row_tiles, col_tiles = tiles(tq, self.blocks[0]), tiles(tk, self.blocks[1])
-        shared, kept = self._shared_documents(row_tiles, col_tiles), self._kept(row_tiles, col_tiles)
+        shared, kept = self._shared_documents(row_tiles, col_tiles), self._kept_tiles(row_tiles, col_tiles)
         found = []
         for r, rows in enumerate(row_tiles):
             for c, cols in enumerate(col_tiles):
                 if (shared is not None and not shared[r][c]) or (kept is not None and not kept[r][c]):
                     continue
-                # Shorter sequences have their diagonal further left: their future only grows.
+                # The diagonal of shorter sequences is further left: a future tile is one for them too.
                 kind = tile_kind(rows, cols, tk - tq, self.options.band)
                 if kind == "future" or (kind == "outside" and self.options.kv_lengths is None):
                     continue
@@ -135,7 +135,7 @@ class _Problem:
         )  # (row tiles, col tiles, B)
         return overlap.any(dim=-1).tolist()
 
-    def _kept(self, row_tiles: list[range], col_tiles: list[range]) -> list[list[bool]] | None:
+    def _kept_tiles(self, row_tiles: list[range], col_tiles: list[range]) -> list[list[bool]] | None:
         """For each tile, whether the block mask keeps some of it in any sequence and head."""
         mask = self.options.block_mask
         if mask is None or self.q.device.type != "cpu":
@@ -218,25 +218,25 @@ def tiled_forward(
     q: Tensor, k: Tensor | CachedTensor, v: Tensor | CachedTensor, *options
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D), lse (B, Hq, Tq); `options` as in ops/library.py, tuning = [block_q, block_k]."""
-    problem = _Problem.of(q, k, *options)
+    call = _TiledCall.of(q, k, *options)
     batch, heads, tq, _ = q.shape
-    out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=problem.dtype)
+    out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=call.dtype)
     by_rows: dict[range, list[tuple[range, bool]]] = {}
-    for rows, cols, masked in problem.visits():
+    for rows, cols, masked in call.visible_tiles():
         by_rows.setdefault(rows, []).append((cols, masked))
     with torch.autocast(q.device.type, enabled=False):
         for rows, seen in by_rows.items():
-            qs = problem.queries(q, rows) * problem.options.scale
+            qs = call.queries(q, rows) * call.options.scale
             acc = torch.zeros_like(qs)
             total = qs.new_zeros((*qs.shape[:3], 1))
             m = torch.full_like(total, -torch.inf)
             for cols, masked in seen:
-                scores, _ = problem.scores(qs, problem.keys(k, cols), rows, cols, masked)
-                weight = problem.dropout_weight(rows, cols)
-                m, total, acc = online_softmax_step(m, total, acc, scores, problem.keys(v, cols), weight)
+                scores, _ = call.scores(qs, call.keys(k, cols), rows, cols, masked)
+                weight = call.dropout_weight(rows, cols)
+                m, total, acc = online_softmax_step(m, total, acc, scores, call.keys(v, cols), weight)
             at = slice(rows.start, rows.stop)
-            out[:, :, at] = problem.per_head(acc / total.masked_fill(total == 0, 1), rows)
-            lse[:, :, at] = problem.per_head(m + total.log(), rows).squeeze(-1)
+            out[:, :, at] = call.per_head(acc / total.masked_fill(total == 0, 1), rows)
+            lse[:, :, at] = call.per_head(m + total.log(), rows).squeeze(-1)
     return out, lse
 
 
@@ -246,44 +246,44 @@ def tiled_backward(
     """dq, dk, dv, dbias, and drelative_bias where there is one: P from lse, dS = P * (dP - rowsum(dO * O))
     (FlashAttention, section B.2)."""
     *options, bias_grad = options
-    problem = _Problem.of(q, k, *options)
+    call = _TiledCall.of(q, k, *options)
     by_cols: dict[range, list[tuple[range, bool]]] = {}
-    for rows, cols, masked in problem.visits():
+    for rows, cols, masked in call.visible_tiles():
         by_cols.setdefault(cols, []).append((rows, masked))
-    dq = torch.zeros_like(q, dtype=problem.dtype)
+    dq = torch.zeros_like(q, dtype=call.dtype)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    bias, relative_bias = problem.options.bias, problem.options.relative_bias
-    dbias = torch.zeros_like(bias, dtype=problem.dtype) if bias_grad else None
+    bias, relative_bias = call.options.bias, call.options.relative_bias
+    dbias = torch.zeros_like(bias, dtype=call.dtype) if bias_grad else None
     drelative = None
     if relative_bias is not None:
-        drelative = relative_bias.new_zeros(relative_bias.shape, dtype=problem.dtype)
+        drelative = relative_bias.new_zeros(relative_bias.shape, dtype=call.dtype)
     # A row without keys has lse = -inf and only scores of -inf: exp(-inf - 0) = 0.
     lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
-    delta = (dout.to(problem.dtype) * out).sum(dim=-1, keepdim=True)  # (B, Hq, Tq, 1)
+    delta = (dout.to(call.dtype) * out).sum(dim=-1, keepdim=True)  # (B, Hq, Tq, 1)
     with torch.autocast(q.device.type, enabled=False):
         for cols, seen in by_cols.items():
-            ks, vs = problem.keys(k, cols), problem.keys(v, cols)
+            ks, vs = call.keys(k, cols), call.keys(v, cols)
             dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
             for rows, masked in seen:
-                qs, do = problem.queries(q, rows) * problem.options.scale, problem.queries(dout, rows)
-                scores, capped = problem.scores(qs, ks, rows, cols, masked)
-                p = (scores - problem.queries(lse, rows)).exp_()
+                qs, do = call.queries(q, rows) * call.options.scale, call.queries(dout, rows)
+                scores, capped = call.scores(qs, ks, rows, cols, masked)
+                p = (scores - call.queries(lse, rows)).exp_()
                 dp = do @ vs.transpose(-2, -1)
-                weight = problem.dropout_weight(rows, cols)
+                weight = call.dropout_weight(rows, cols)
                 if weight is not None:
                     dp = dp * weight
                 dvs += (p if weight is None else p * weight).transpose(-2, -1) @ do
-                ds = p * (dp - problem.queries(delta, rows))
+                ds = p * (dp - call.queries(delta, rows))
                 if bias_grad:
                     part = cut_bias(dbias, rows, cols)
-                    part += problem.per_head(ds, rows).sum_to_size(part.shape)
+                    part += call.per_head(ds, rows).sum_to_size(part.shape)
                 if drelative is not None:
-                    first = problem.places(rows, cols)[2][:, 0, -1:, 0]
-                    drelative += diagonal_sums(problem.per_head(ds, rows), first, drelative.shape[1] // 2)
+                    first = call.places(rows, cols)[2][:, 0, -1:, 0]
+                    drelative += diagonal_sums(call.per_head(ds, rows), first, drelative.shape[1] // 2)
                 if capped is not None:
                     ds = ds * (1 - capped.square())
                 dks += ds.transpose(-2, -1) @ qs
-                dq[:, :, rows.start : rows.stop] += problem.per_head(ds @ ks, rows) * problem.options.scale
+                dq[:, :, rows.start : rows.stop] += call.per_head(ds @ ks, rows) * call.options.scale
             dk[:, :, cols.start : cols.stop] = dks
             dv[:, :, cols.start : cols.stop] = dvs
     dbias = dbias.to(bias.dtype) if bias_grad else q.new_empty(0)

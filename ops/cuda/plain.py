@@ -46,10 +46,10 @@ class Tile:
         return 4 * self.rows * self.warps // (2 if backward else 1)
 
     def shared_bytes(self, head_dim: int, backward: bool) -> int:
-        padded, own, others = -(-head_dim // 32) * 32, self.tokens(backward), 8 * self.cols
+        padded, outer, inner = -(-head_dim // 32) * 32, self.tokens(backward), 8 * self.cols
         if backward:  # two tiles of each kind
-            return 8 * ((own + others) * padded + own * others)
-        return 4 * ((own + 2 * others) * padded + own * others)
+            return 8 * ((outer + inner) * padded + outer * inner)
+        return 4 * ((outer + 2 * inner) * padded + outer * inner)
 
 
 # By the largest head dim: the first that fits into a block's shared memory. One H200, fp32, 32 heads,

@@ -20,7 +20,7 @@ class Tile:
     bounds the registers, stages of tiles, and terms of a warp's own rows that stay in registers."""
 
     row_tiles: int
-    others: int
+    inner_tile: int
     at_once: int
     warps: int
     blocks: int = 1
@@ -41,8 +41,8 @@ class Tile:
         tile of two tensors and two numbers a row."""
         row = 2 * padded(head_dim)
         rest = 2 * (TERMS - self.own_terms) * self.own * row
-        traded = 4 * self.own * self.others
-        return rest + traded + self.stages * self.others * (2 * TERMS * row + 8)
+        traded = 4 * self.own * self.inner_tile
+        return rest + traded + self.stages * self.inner_tile * (2 * TERMS * row + 8)
 
 
 _SMALL = Tile(1, 32, 32, 4, blocks=2)

@@ -98,7 +98,7 @@ def test_the_fakes_can_fail(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(flash_versions.Options, "window", property(lambda o: (o.left, -1)))
         assert max(ratios(3, windowed).values()) > 1
     with monkeypatch.context() as patch:
-        patch.setattr(flash_versions, "_blank", lambda v, kv_lengths: v)
+        patch.setattr(flash_versions, "_zero_v_beyond_lengths", lambda v, kv_lengths: v)
         assert max(ratios(4, by_id["feature-113x203-d64-kv_lengths"]).values()) > 1
     with monkeypatch.context() as patch:
         patch.setattr(flash_lib, "_diagonal", lambda q, k, kv_lengths: 0)

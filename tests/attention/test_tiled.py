@@ -157,12 +157,12 @@ def test_many_small_tiles_equal_the_reference(band: dict) -> None:
 
 def test_other_documents_are_skipped() -> None:
     """Two documents of two tiles each: 3 tiles of the causal grid for either, 6 and not 10."""
-    from attention.tiled import _Problem
+    from attention.tiled import _TiledCall
 
     q = torch.randn(1, 1, 64, 8)
     ids = (torch.arange(64) // 32).to(torch.int32).view(1, -1)
-    problem = _Problem.of(q, q, AttentionOptions(scale=1.0, document_ids=(ids, ids)), None, [16, 16])
-    assert len(problem.visits()) == 6
+    problem = _TiledCall.of(q, q, AttentionOptions(scale=1.0, document_ids=(ids, ids)), None, [16, 16])
+    assert len(problem.visible_tiles()) == 6
 
 
 def test_no_second_derivative() -> None:

@@ -143,7 +143,7 @@ def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right:
         patch.setattr(torch.Tensor, "data_ptr", lambda _: 256)
         defines = Call(q, q, q, AttentionOptions(causal=bool(right), scale=1.0)).defines
     defines |= tile.defines(head_dim) | {"INT8": integers}
-    own = {"ALIGNED": 1, "SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PINGPONG": 1, "OVERLAP": 1}
+    own = {"ALIGNED": 1, "SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PINGPONG": 1 - integers, "OVERLAP": 1}
     of_fa3 = tuple((defines | own).items())
     made = compiled(
         Launch("ladder/fa3.cu", "tilegpt_fa3_forward", of_fa3, 384, tile.shared_bytes(head_dim)), (9, 0)

@@ -225,7 +225,7 @@ def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_missing_barriers_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     changes = {
-        "tiled.cu": ("__syncthreads();  // V and P are there", "// V and P are there"),
+        "tiled.cu": ("__syncthreads();  // V and P have arrived", "// V and P have arrived"),
         "tiled_backward.cu": ("__syncthreads();  // P is there for the other", "// P is there for the other"),
     }
     assert _races(tmp_path, monkeypatch, changes) == {"tilegpt_tiled_forward", "tilegpt_tiled_dkdv"}

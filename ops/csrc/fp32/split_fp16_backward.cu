@@ -84,23 +84,23 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
     const int real = min_of(OWN, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real > 0) range = query_range(p, j0, real, diagonal, OTHERS, documents_of(p, b, tile));
+    if (real > 0) range = query_range(p, j0, real, diagonal, INNER_TILE, documents_of(p, b, tile));
     if (real < OWN) range.full_lo = range.hi;  // every tile masks the keys that are not there
 
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
     const long long first_row = (long long)(b * p.heads + kv_head * GROUP) * p.tq;
-    const int n_rows = ceil_div(range.hi - range.lo, OTHERS) * OTHERS;
+    const int n_rows = ceil_div(range.hi - range.lo, INNER_TILE) * INNER_TILE;
     TwoLoader next((const operand *)p.q + first_row * ROW, range.lo);
     const long long apart = (const operand *)p.dout - (const operand *)p.q;
-    // The first OTHERS / 4 threads copy lse, the next OTHERS / 4 delta.
-    const float *statistic = (threadIdx.x < OTHERS / 4 ? p.lse2 : p.delta - OTHERS) + threadIdx.x * 4;
+    // The first INNER_TILE / 4 threads copy lse, the next INNER_TILE / 4 delta.
+    const float *statistic = (threadIdx.x < INNER_TILE / 4 ? p.lse2 : p.delta - INNER_TILE) + threadIdx.x * 4;
     auto load = [&](int stage, int g, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
         next.load(to, apart, p.tq - i);
-        if (threadIdx.x < OTHERS / 2)
+        if (threadIdx.x < INNER_TILE / 2)
             copy_async(to + 2 * TILE_BYTES + 16 * threadIdx.x,
                        statistic + (long long)(b * p.heads + kv_head * GROUP + g) * p.padded_tq + i, true);
-        if (GROUP > 1 && i + OTHERS >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
+        if (GROUP > 1 && i + INNER_TILE >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
     };
     const operand *k = (const operand *)p.k + (long long)head * p.tk * ROW;
     const operand *v = (const operand *)p.v + (long long)head * p.tk * ROW;
@@ -116,17 +116,17 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     Gradient sums;  // dV, of the second dK
     sums.clear();
     for (int g = 0, stage = 0; g < GROUP; g++)
-        for (int i0 = range.lo; i0 < range.hi; i0 += OTHERS) {
+        for (int i0 = range.lo; i0 < range.hi; i0 += INNER_TILE) {
             wait_for_all_but<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
-            const bool last_of_head = i0 + OTHERS >= range.hi, more = !last_of_head || g + 1 < GROUP;
-            if (STAGES == 2 && more) load(stage ^ 1, g + last_of_head, last_of_head ? range.lo : i0 + OTHERS);
+            const bool last_of_head = i0 + INNER_TILE >= range.hi, more = !last_of_head || g + 1 < GROUP;
+            if (STAGES == 2 && more) load(stage ^ 1, g + last_of_head, last_of_head ? range.lo : i0 + INNER_TILE);
             if (STAGES == 2) commit();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
             const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
-            const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + OTHERS > range.full_hi);
+            const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + INNER_TILE > range.full_hi);
 #pragma unroll 1
-            for (int part = 0; part < OTHERS; part += AT_ONCE) {
+            for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
                 Scores s, derived;
                 multiply_own(s, own, rows_first, columns_first, (second ? do_tile : q_tile) + part * ROW_BYTES);
                 float4 *to = traded + part * OWN_ROWS / 4;
@@ -138,14 +138,14 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
                 meet_in_pair(pair);
                 if (second) {
                     receive(to, derived);
-                    differentiate_transposed(p, s, derived, lse + OTHERS + part, of_delta);
+                    differentiate_transposed(p, s, derived, lse + INNER_TILE + part, of_delta);
                 }
                 add_split_product(sums, s, rows_first, (second ? q_tile : do_tile) + part * ROW_BYTES,
-                                  OTHERS * ROW_BYTES);
+                                  INNER_TILE * ROW_BYTES);
             }
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
-                if (more) load(0, g + last_of_head, last_of_head ? range.lo : i0 + OTHERS);
+                if (more) load(0, g + last_of_head, last_of_head ? range.lo : i0 + INNER_TILE);
                 commit();
             }
             stage ^= STAGES - 1;

@@ -5,7 +5,7 @@
 // ldmatrix takes it for as long as tensor cores take for three products, so a warp's own rows (K or V, Q or dO), which
 // are the same in all tiles, stay in registers as far as there is room, straight from global memory.
 //
-// The host defines ROW_TILES (of 16 rows of a pair), OTHERS (queries or keys of a tile), AT_ONCE (of them; a tile is
+// The host defines ROW_TILES (of 16 rows of a pair), INNER_TILE (queries or keys of a tile), AT_ONCE (of them; a tile is
 // walked in one part or two), WARPS, BLOCKS (that are to share a multiprocessor), STAGES (of tiles), OWN_TERMS (of the
 // own rows that stay in registers; the others are read from shared memory each time), EVEN (two numbers of a gradient
 // can be written at once).
@@ -19,11 +19,11 @@
 #define ROW (TERMS * PAD_D)          // numbers of a row
 #define OWN_BYTES (OWN * ROW_BYTES)  // of one term
 #define REST (TERMS - OWN_TERMS)     // terms of own rows in shared memory
-#define TILE_BYTES (TERMS * OTHERS * ROW_BYTES)
-#define STAGE_BYTES (2 * TILE_BYTES + 2 * OTHERS * 4)  // two tensors, lse, delta
-#define TRADED_BYTES (OWN_ROWS * OTHERS * 4)           // what a pair has for each other
+#define TILE_BYTES (TERMS * INNER_TILE * ROW_BYTES)
+#define STAGE_BYTES (2 * TILE_BYTES + 2 * INNER_TILE * 4)  // two tensors, lse, delta
+#define TRADED_BYTES (OWN_ROWS * INNER_TILE * 4)           // what a pair has for each other
 
-static_assert(WARPS % 2 == 0 && AT_ONCE % 16 == 0 && OTHERS % AT_ONCE == 0, "whole pairs and tiles");
+static_assert(WARPS % 2 == 0 && AT_ONCE % 16 == 0 && INNER_TILE % AT_ONCE == 0, "whole pairs and tiles");
 static_assert(WARPS / 2 < 16, "a named barrier for each pair");
 
 typedef Accumulator<ROW_TILES, PAIRS> Scores;
@@ -74,7 +74,7 @@ struct Own {
 
 // Loads the tiles of two tensors of one shape, the second `apart` numbers behind the first.
 struct TwoLoader {
-    TermLoader<OTHERS, THREADS> next;
+    TermLoader<INNER_TILE, THREADS> next;
     __device__ __forceinline__ TwoLoader(const operand *matrix, int first) : next(matrix, ROW, first) {}
     __device__ __forceinline__ void load(unsigned tile, long long apart, int limit) {
         next.load(tile, ROW, limit, 0);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const La
     for (int d = 0; d < D_STEPS; d++) {
         unsigned left[TERMS][ROW_TILES][4];
         own.get(left, rows_first, d);
-        add_split_step(s, rest, left, d, columns_first, b, OTHERS * ROW_BYTES);
+        add_split_step(s, rest, left, d, columns_first, b, INNER_TILE * ROW_BYTES);
     }
 }
 

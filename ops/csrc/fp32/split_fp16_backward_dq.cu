@@ -64,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     const bool second = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
-    const Range range = key_range(p, i0, min_of(OWN, p.tq - i0), keys, keys - p.tq, OTHERS, documents_of(p, b, tile));
+    const Range range =
+        key_range(p, i0, min_of(OWN, p.tq - i0), keys, keys - p.tq, INNER_TILE, documents_of(p, b, tile));
 
     const long long to_keys = (long long)(b * p.kv_heads + h / GROUP) * p.tk * ROW;
     TwoLoader next((const operand *)p.k + to_keys, range.lo);
@@ -84,16 +85,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;
     Gradient sums;
     sums.clear();
-    for (int start = range.lo, stage = 0; start < range.hi; start += OTHERS) {
+    for (int start = range.lo, stage = 0; start < range.hi; start += INNER_TILE) {
         wait_for_all_but<0>();
         __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
-        const bool more = start + OTHERS < range.hi;
-        if (STAGES == 2 && more) load(stage ^ 1, start + OTHERS);
+        const bool more = start + INNER_TILE < range.hi;
+        if (STAGES == 2 && more) load(stage ^ 1, start + INNER_TILE);
         if (STAGES == 2) commit();
         const unsigned k_tile = stages + stage * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
         const bool masked = ((HAS_LEFT || DOCUMENT_IDS) && start < range.full_lo) || start >= range.full_hi;
 #pragma unroll 1
-        for (int part = 0; part < OTHERS; part += AT_ONCE) {
+        for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
             const int mine = part + second * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
             Scores product;
             multiply_own(product, own, rows_first, columns_first, (second ? v_tile : k_tile) + part * ROW_BYTES);
@@ -106,11 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
                 s = kept, dp = got;
             weigh(p, s, lse, i_first, start + mine, keys, b, h, undo, masked);
             differentiate_rows(p, s, dp, delta, of_delta);
-            add_split_product(sums, s, rows_first, k_tile + mine * ROW_BYTES, OTHERS * ROW_BYTES);
+            add_split_product(sums, s, rows_first, k_tile + mine * ROW_BYTES, INNER_TILE * ROW_BYTES);
         }
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with K and V
-            if (more) load(0, start + OTHERS);
+            if (more) load(0, start + INNER_TILE);
             commit();
         }
         stage ^= STAGES - 1;

@@ -1,18 +1,22 @@
-// FlashAttention-1, forward (Dao et al. 2022, algorithm 1), in our own words.
+// FlashAttention-1, forward (Dao et al. 2022, algorithm 1), our own implementation.
 //
-// Idea. Keys and values in the outer loop, queries in the inner one. A block owns a head: it holds BC keys and values
-// in shared memory and walks the queries that see any of them, BR at a time. What a row has of the keys so far, output
-// O, maximum m and sum l, waits in HBM: every pair of tiles reads it, rescales it and writes it back, normalised each
-// time; the first finds nothing there, and the last writes out and lse instead. The four warps of a team split the keys
-// of a tile: each has S and P of all BR rows against a quarter of them, so a row's maxima and sums meet in shared
-// memory, and so do four partial sums of P V. Teams take query tiles in turn.
+// Idea. The outer loop is over keys and values, the inner loop over queries. A block computes a whole head: it holds BC
+// keys and values in shared memory and loops over the queries that see any of them, BR at a time. The running state of
+// a row (output O, maximum m and sum l over the keys so far) is kept in HBM. Every pair of tiles reads it, rescales it
+// and writes it back, with O normalised each time; the first pair reads nothing, and the last writes out and lse
+// instead. The four warps of a team split the keys of a tile: each computes S and P of all BR rows for a quarter of the
+// keys, so the maxima and sums of a row, and the four partial sums of P V, are reduced in shared memory. The teams take
+// query tiles in turn.
 // New since `tiled`. Tensor cores (16-bit products, fp32 sums); tiles swizzled, so that ldmatrix has no conflicts; P
-// goes from one product to the next in registers; the next Q comes by cp.async, 16 bytes a copy, during this one.
-// HBM traffic. K and V once for each query head; Q Tk / BC times, and O (fp32), m and l once less each way: some
-// (10 D + 16) Tq Tk / BC bytes a head, half of it causal. The L2 keeps O while all heads' fit: 50 MB on an H200.
+// goes from one product to the next in registers; cp.async copies the next Q, 16 bytes at a time, while this one is
+// used.
+// HBM traffic. K and V once for each query head; Q Tk / BC times, and reads and writes of O (fp32), m and l, one
+// fewer each: about (10 D + 16) Tq Tk / BC bytes per head, half of this if causal. O stays in the L2 if that of all
+// heads fits: 50 MB on an H200.
 // Limits. A grid over batch and heads only: with fewer of them than multiprocessors (132 on an H200) the others idle.
 // Partial sums through shared memory. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
-// Scratch, of N = B * Hq * padded_tq rows: O (N, PAD_D) in slabs of 16 rows, as registers lie (`slab`); m (N); l (N).
+// Scratch, of N = B * Hq * padded_tq rows: O (N, PAD_D), in blocks of 16 rows, in the order of the registers
+// (`output_fragment`); m (N); l (N).
 // The host also defines BR, BC, WARPS, BLOCKS, ALIGNED and SCALE_FIRST as for fa2.cu.
 #include "scores.cuh"
 
@@ -32,18 +36,18 @@ typedef Accumulator<TILES, KEYS / 16> Scores;
 typedef Loader<BR, TEAM * 32> QLoader;
 static_assert(WARPS % TEAM == 0 && OWN_TILES * TEAM == D_TILES && BR % QLoader::STEP == 0, "whole shares for all");
 
-// A barrier of one team. Teams go at their own pace: while one adds up, another multiplies.
+// A barrier of one team. Teams run independently: while one adds partial sums, another multiplies.
 __device__ __forceinline__ void team_barrier(int team) {
     asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * 32) : "memory");
 }
 
 // This lane's part of 16 rows of O in HBM: of C tile n at [n * 32], 512 bytes in a row for the warp.
-__device__ __forceinline__ float4 *slab(const Params &p, long long row) {
+__device__ __forceinline__ float4 *output_fragment(const Params &p, long long row) {
     return (float4 *)(p.scratch + row * PAD_D) + threadIdx.x % 32;
 }
 
 // A warp's share of 16 rows of O, zeros if no key has been seen. (One branch: `seen ? from[..] : 0` made one a load.)
-__device__ __forceinline__ void read_slab(float4 (&o)[OWN_TILES], const float4 *from, bool seen) {
+__device__ __forceinline__ void read_fragment(float4 (&o)[OWN_TILES], const float4 *from, bool seen) {
 #pragma unroll
     for (int n = 0; n < OWN_TILES; n++) o[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (seen)
@@ -69,8 +73,8 @@ __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int
         }
 }
 
-// s becomes exp2(c s - c m), where m follows the maxima and l, of the keys before, follows m; the warp's sums to sums
-// (BR, TEAM). The team's first warp writes m back.
+// Replaces s by exp2(c s - c m), where m is the new maximum, and rescales l, the sum over the previous keys, to it. The
+// warp's sums are stored in sums (BR, TEAM). The team's first warp writes m back.
 __device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[TILES][2], float (&l)[TILES][2],
                                                float *m_of_rows, const float *maxima, float *sums, int warp, float c) {
 #pragma unroll
@@ -109,7 +113,7 @@ __device__ __forceinline__ void share_parts(const float (&o)[D_TILES][4], float4
     }
 }
 
-// The team's parts of a share are added up, and go into what O was with the keys before: O is that, divided by l.
+// Adds the team's partial sums of this warp's share of O to the old O, both scaled: the new O is normalised by l.
 __device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4 (&old)[OWN_TILES], const float4 *parts,
                                           const float (&keep)[2], const float (&divide)[2], int warp) {
 #pragma unroll
@@ -179,7 +183,7 @@ __device__ __forceinline__ void read_statistics(float (&m_row)[TILES][2], float 
         }
 }
 
-// l of 16 rows goes on by the team's sums; by what O of the keys before, and what is new, are to be multiplied.
+// Adds the team's sums to l of 16 rows, and computes the factors of the old O (`keep`) and of the new P V (`divide`).
 __device__ __forceinline__ void add_sums(float (&l)[2], const float *sums, int t, float (&keep)[2],
                                          float (&divide)[2]) {
 #pragma unroll
@@ -205,7 +209,7 @@ __device__ __forceinline__ void update_output(const Params &p, const Team &team,
         float keep[2], divide[2];
         add_sums(l_row[t], team.sums, t, keep, divide);
         add_parts(sum, old, team.parts, keep, divide, team.warp);
-        if (t + 1 < TILES) read_slab(old, to + D_TILES * 32, j0);
+        if (t + 1 < TILES) read_fragment(old, to + D_TILES * 32, j0);
         if (last) {
             write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, c);
             continue;
@@ -236,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     const element *q = matrix_of(p.q, p.q_stride, b, h);
     const element *k = matrix_of(p.k, p.k_stride, b, h / GROUP);
     const element *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
-    // Rows by which a team's threads are further than a loader's should be.
+    // Loader derives rows from threadIdx.x, which makes the rows of this team's threads too large by `ahead`.
     const int ahead = team.number * QLoader::STEP;
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const float c = exponent_scale(p);
@@ -273,8 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             share_maxima(s, team.maxima, team.warp);
             team_barrier(team.number);  // maxima are whole, and all have read m
             online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, c);
-            float4 *to = slab(p, team.first_row + i0) + team.warp * OWN_TILES * 32, old[OWN_TILES];
-            read_slab(old, to, j0);
+            float4 *to = output_fragment(p, team.first_row + i0) + team.warp * OWN_TILES * 32, old[OWN_TILES];
+            read_fragment(old, to, j0);
             Accumulator<TILES, D_STEPS> o;
             o.clear();
             add_product(o, s, rows_first, team.v_tile + team.warp * KEYS * ROW_BYTES);  // P V of this warp's keys

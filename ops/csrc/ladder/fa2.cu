@@ -1,22 +1,23 @@
 // FlashAttention-2, forward (Dao 2023, algorithm 1), our own implementation.
 //
-// Idea. A block computes BR queries of one head. It loops over the keys that any of them sees, BC at a time. Each warp has
-// whole rows, so that the maximum and the sum of a row stay within four lanes, and warps share only K and V.
-// New since fa1. The grid also runs over the sequence. Warps split the queries, not the keys, so no partial sums are added
-// in shared memory. O, m and l stay in registers, and O is divided once, at the end. cp.async loads the next K and V while
-// the current tile is computed, with one barrier per tile. Tiles are swizzled, so that ldmatrix has no bank conflicts.
-// HBM traffic. Q and O once; K and V once per head as long as the heads in flight fit in the L2 (unswizzle), though they
-// are read Tq / BR times from the L2; lse. No Tq x Tk matrix.
+// Idea. A block computes BR queries of one head. It loops over the keys that any of them sees, BC at a time. Each
+// warp has whole rows, so that the maximum and the sum of a row stay within four lanes, and warps share only K and V.
+// New since fa1. The grid also runs over the sequence. Warps split the queries, not the keys, so no partial sums are
+// added in shared memory. O, m and l stay in registers, and O is divided once, at the end. cp.async loads the next K
+// and V while the current tile is computed, with one barrier per tile. Tiles are swizzled, so that ldmatrix has no
+// bank conflicts.
+// HBM traffic. Q and O once; K and V once per head as long as the heads in flight fit in the L2 (unswizzle), though
+// they are read Tq / BR times from the L2; lse. No Tq x Tk matrix.
 // Limits. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer.
-// The host also defines BR, BC, WARPS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether all rows begin
-// at multiples of 16 bytes), and SCALE_FIRST (with softcap, ALiBi, or a scale that is not positive: the scores are scaled
-// before their maximum is taken).
+// The host also defines BR, BC, WARPS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether all rows
+// begin at multiples of 16 bytes), and SCALE_FIRST (with softcap, ALiBi, or a scale that is not positive: the scores
+// are scaled before their maximum is taken).
 #include "softmax.cuh"
 
 #define THREADS (WARPS * 32)
 #define TILES (BR / WARPS / 16)  // of 16 rows in a warp
 #define TILE_BYTES (BC * ROW_BYTES)
-#define Q_IN_REGISTERS (PAD_D <= 64)  // in registers; at D = 128 there is no room, and it is read again for each tile
+#define Q_IN_REGISTERS (PAD_D <= 64)  // in registers; at D = 128 too few are left, and Q is read again for each tile
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, then two K and V
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
         next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
     };
-    if (range.lo < range.hi) {  // else Q would land, unwaited for, where O goes out
+    if (range.lo < range.hi) {  // else Q would arrive, without a wait, in the buffer from which O is stored
         const element *q = matrix_of(p.q, p.q_stride, b, h);
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
         load(range.lo, 0);
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #endif
     for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
         wait_for_all_but<0>();
-        __syncthreads();  // this tile has landed, and all warps are done with the other buffer
+        __syncthreads();  // this tile has arrived, and no warp still reads the other buffer
         if (start + BC < range.hi) load(start + BC, odd ^ 1);
         commit();
         Accumulator<TILES, BC / 16> s;
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         add_product(o, s, rows_first, v_tile + odd * TILE_BYTES);  // O += P V
     }
     finish_rows(p, o, rows, head, i_first);
-    // A warp's rows of Q are its own: O goes out over them.
+    // Only this warp reads its rows of Q, so O is staged in their place.
     element *out = matrix_of(p.out, p.out_stride, b, h) + (long long)i_first * p.out_stride.t;
     store_rows<TILES>(q_rows, out, p.out_stride.t, p.tq - i_first, o);
 }

@@ -1,14 +1,15 @@
-// FlashAttention-2, backward (Dao 2023, algorithm 2), in our own words.
+// FlashAttention-2, backward (Dao 2023, algorithm 2), our own implementation.
 //
-// Idea. P is computed again from lse; nothing of size Tq x Tk was kept. A block owns BC keys of one key head, holds
-// their dK and dV in registers and walks the queries, BR at a time, of every head of the group (grouped heads need no
-// copy and no sum). A tile takes five products: S = Q K^T and dP = dO V^T; then, with P and dS = P (dP - delta) passed
-// through shared memory, dV += P^T dO, dK += dS^T Q and dQ = dS K.
-// dQ. A tile of queries is met by many blocks: each adds its part to an fp32 accumulator in global memory (four numbers
-// at a time where the GPU can), laid out as the registers lie, so that a warp adds 512 bytes in a row; a last kernel
-// rounds it. Without ATOMIC, fa2_backward_dq.cu computes dQ in a pass of its own: seven products, and the same bits.
-// HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; with ATOMIC 4 bytes a number of dQ more,
-// written and read, and Tk / BC additions to each in the L2.
+// Idea. P is recomputed from lse; nothing of size Tq x Tk was kept. A block handles BC keys of one key head,
+// accumulates their dK and dV in registers, and loops over the queries of every head of the group, BR at a time (so
+// grouped heads need no copy and no sum afterwards). A tile takes five products: S = Q K^T and dP = dO V^T; then, with
+// P and dS = P (dP - delta) passed through shared memory, dV += P^T dO, dK += dS^T Q and dQ = dS K.
+// dQ. Many blocks contribute to a tile of queries. Each adds its part by atomics to an fp32 accumulator in global
+// memory (four numbers at a time where the GPU can), in the layout of the registers, so that a warp adds 512 contiguous
+// bytes; a last kernel rounds it. Without ATOMIC, fa2_backward_dq.cu computes dQ in a separate pass: seven products in
+// all, but the results are deterministic.
+// HBM traffic. Q and dO once per key tile, mostly from L2; K, V, dK, dV once; with ATOMIC also the fp32 dQ, written
+// and read, and Tk / BC additions to each of its numbers in the L2.
 // The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and how many
 // groups of warps share the rows of a product: ROWS_S (of S, dP), ROWS_KV (of dK, dV), ROWS_Q (of dQ).
 #include "scores.cuh"

@@ -1,9 +1,10 @@
-// FlashAttention-2, backward, dQ by itself: the deterministic way.
+// FlashAttention-2, backward, dQ in a kernel of its own, which is deterministic.
 //
-// Idea. As in the forward a block owns BR queries and each warp whole rows; it walks the keys, computes P and dS again,
-// and sums dQ += dS K in registers, where dS is at once the left operand. No atomics, and no accumulator in global
-// memory; for that S and dP are computed twice, here and for dK and dV (fa2_backward.cu without ATOMIC).
-// HBM traffic. Q, dO and dQ once, K and V once per query tile, from L2 mostly.
+// Idea. As in the forward, a block handles BR queries and each warp whole rows. It loops over the keys, recomputes P
+// and dS, and sums dQ += dS K in registers, where dS is already in the layout of the left operand. There are no
+// atomics and no accumulator in global memory, but S and dP are computed twice, here and for dK and dV
+// (fa2_backward.cu without ATOMIC).
+// HBM traffic. Q, dO and dQ once, K and V once per query tile, mostly from L2.
 // The host also defines BR, BC, WARPS, BLOCKS, ALIGNED, SCALE_FIRST as for fa2.cu.
 #include "scores.cuh"
 

@@ -1,30 +1,30 @@
-// FlashAttention-3, forward (Shah et al. 2024, algorithm 2), in our own words: for Hopper (sm_90a) alone.
+// FlashAttention-3, forward (Shah et al. 2024, algorithm 2), our own implementation; only for Hopper (sm_90a).
 //
-// Idea. Who copies does not compute. A warp group that gave its registers away keeps TMA busy; the others, of 64 queries
-// each, keep the tensor cores busy, whose products (wgmma) are asynchronous too: one thread's program is a schedule of
-// three engines, the copy engine, the tensor cores, and the units of the softmax.
+// Idea. Warp specialisation: copying and computing are done by different warp groups. The copying group releases most of
+// its registers and keeps TMA busy; the others, with 64 queries each, keep the tensor cores busy. The products (wgmma) are
+// asynchronous too, so the program schedules three units: the copy engine, the tensor cores, and those of the softmax.
 // New since fa2.
-//   - TMA: one thread asks for a whole tile, which arrives swizzled, padded with zeros, and announces itself at a mbarrier.
+//   - TMA: one thread starts the copy of a whole tile, which is swizzled and padded with zeros; an mbarrier signals its end.
 //   - wgmma: 64 x N x 16 by a warp group; K and V are read from shared memory once for 64 queries, where mma.sync reads
 //     them for every 32; P is its left operand straight from registers.
-//   - Overlap in a warp group: S of the next tile of keys is asked for before P V of this one, and its softmax runs beside
-//     P V.
-//   - Ping-pong: warp groups take turns with the tensor cores (named barriers), so that one's softmax runs beside the
-//     other's products.
-//   - Persistent: a block per multiprocessor takes tile after tile of queries from a counter, so that none waits for the
-//     longest, and loads the next one's Q, K and V while O goes out.
+//   - Overlap in a warp group: S of the next tile of keys is issued before P V of this one, so that its softmax overlaps
+//     with P V.
+//   - Ping-pong: warp groups take turns with the tensor cores (named barriers), so that the softmax of one overlaps with
+//     the products of the other.
+//   - Persistent: one block per multiprocessor takes tiles of queries from a counter until none are left, which balances
+//     the load, and loads Q, K and V of its next tile while it stores O.
 //
 //        copies   Q K0 K1 V0 K2 V1 ...                         Q' K0' ...
-//        group 1  [S0]........[S1 PV0]........[S2 PV1]........[PV2] O  [S0'] ...    [ ] its turn with the tensor cores
+//        group 1  [S0]........[S1 PV0]........[S2 PV1]........[PV2] O  [S0'] ...    [ ] products on the tensor cores
 //                     softmax0        softmax1        softmax2
 //        group 2          [S0]........[S1 PV0]........[S2 PV1]........[PV2] O  [S0'] ...
 //                             softmax0        softmax1        softmax2
 //
-// HBM traffic. As fa2: Q and O once, K and V once per head as long as the heads at work fit in the L2; lse.
+// HBM traffic. As fa2: Q and O once, K and V once per head as long as the heads in flight fit in the L2; lse.
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
 // The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), GROUPS (warp
 // groups that compute; a tile has BR = 64 GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles of Q that there is
-// room for), O_OVER_Q (O has no room of its own), COPY_REGISTERS and COMPUTE_REGISTERS of a thread, PINGPONG, OVERLAP,
+// space for), O_OVER_Q (O has no shared memory of its own), COPY_REGISTERS and COMPUTE_REGISTERS of a thread, PINGPONG, OVERLAP,
 // PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as for fa2.
 #include "fa3_consumer.cuh"
 #include "fa3_producer.cuh"
@@ -33,13 +33,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(con
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, K, V, and O unless it goes over Q
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
     static __shared__ int slots[Q_SLOTS * TILE_INTS];
-    const Room room(memory, barriers, slots);
+    const SharedLayout layout(memory, barriers, slots);
     if (threadIdx.x == 0) {
         for (int place = 0; place < BARRIERS; place++) {
-            // What is full one thread announces, what is empty each warp that read it.
+            // A full barrier expects one arrival (the copying thread's), an empty one an arrival of each reading warp.
             const bool empty = (place >= Q_EMPTY && place < K_FULL) || (place >= K_EMPTY && place < V_FULL) ||
                                place >= V_EMPTY;
-            mbarrier_init(room.barrier(place), empty ? 4 * GROUPS : 1);
+            mbarrier_init(layout.barrier(place), empty ? 4 * GROUPS : 1);
         }
         fence_mbarrier_init();
     }
@@ -47,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(con
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
         setmaxnreg_dec<COPY_REGISTERS>();
-        if (threadIdx.x < 32) producer(launch, room);
+        if (threadIdx.x < 32) producer(launch, layout);
     } else {
         setmaxnreg_inc<COMPUTE_REGISTERS>();
-        Consumer(launch, room, group - 1).run();
+        Consumer(launch, layout, group - 1).run();
     }
 }

@@ -1,18 +1,19 @@
-// FlashAttention-3, backward, in our own words: for Hopper (sm_90a) alone.
+// FlashAttention-3, backward, our own implementation; only for Hopper (sm_90a).
 //
-// Idea. As fa2_backward.cu a block owns BC keys and their dK and dV, and walks the queries; as in fa3.cu a warp group
-// copies by TMA and two compute by wgmma, 64 keys each, every product asynchronous.
+// Idea. As in fa2_backward.cu, a block computes dK and dV of BC keys and loops over the queries. As in fa3.cu, one warp
+// group copies by TMA and two compute by wgmma, with 64 keys each; every product is asynchronous.
 // New since fa2_backward.
 //   - Transposed: a warp group has S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO
-//     and dK += dS^T Q straight from registers. Only dS passes through shared memory, for dQ = dS K: a warp group has
-//     half of the queries (BR = 128) or of the columns, of which it computes dQ^T = K^T dS^T where BR = 80: a wgmma has 64
-//     rows.
+//     and dK += dS^T Q straight from registers. Only dS passes through shared memory, for dQ = dS K, of which each
+//     warp group computes half: half of the queries where BR = 128, else half of the columns. With BR = 80 it computes
+//     dQ^T = K^T dS^T, as a wgmma has 64 rows.
 //   - dQ leaves by the copy engine: a tile in shared memory, as the registers lie, is added to one in global memory
 //     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
 //   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV go out over dS and dQ.
-//   - P is computed while dP is multiplied, dS while dV is. With LATE_DQ dQ is a tile late, so that a warp group waits
-//     for what the other one shared a tile ago; with LATE_DK S of the next tile is asked for before dK of this one is there.
-//     With either, and with BR = 80, dS takes P as it was rounded, as registers lack for both.
+//   - P is computed while dP is multiplied, and dS while dV is. With LATE_DQ, dQ is computed one tile later, so that a
+//     warp group waits only for the dS that the other one shared a tile ago. With LATE_DK, S of the next tile is issued
+//     before dK of this one is complete. With either, and with BR = 80, dS is computed from the rounded P, as there are
+//     not enough registers to keep the exact P too.
 //
 //        copies       K Q0 V dO0 Q1 dO1 ...                        Q2 dO2 ...
 //        tensor       [S0 dP0       ][dV0      ][dQ0 dK0   ]       [S1 dP1 ...           LATE_DQ = 0
@@ -20,11 +21,11 @@
 //        group                  P          dS   share     dQ out
 //        adds                                                 += dQ, beside all that follows
 //
-// HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; 4 bytes a number of dQ, cleared, read,
-// and added to Tk / BC times in the L2.
-// Options. A mask, and the ids of documents, are looked at in the tiles that the ends of a block's queries cross; softcap,
-// ALiBi and dropout change P and dS in registers, where only dropout keeps anything: a bit a score.
-// D > 128: registers lack for dK and dV of 64 keys; see fa3_backward_wide.cuh.
+// HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; dQ in fp32 is cleared and read
+// once, and receives Tk / BC additions in the L2.
+// Options. Masks and document ids are applied only in tiles that a boundary of the visible queries crosses. Softcap,
+// ALiBi and dropout change P and dS in registers; only dropout keeps state, one bit per score.
+// D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), BLOCK_D (columns
 // of a block in shared memory), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many, unless D > 192), LATE_DQ,
@@ -36,12 +37,12 @@
 #include "fa3_backward_consumer.cuh"
 #endif
 
-// A warp, whose first thread asks for the copies, and takes the block's tiles from the counter. Q and dO of the next tile
-// are asked for before K and V, which wait until the last tile's are read.
-__device__ __forceinline__ void producer(const Launch &launch, const Room &room) {
+// The copying warp: its first thread starts the copies, and takes the block's tiles from the counter. Q and dO of the next
+// tile are requested before K and V, whose buffers are free only when K and V of the last tile have been read.
+__device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
     const int n = n_tiles(p);
-    const bool asking = threadIdx.x == 0;
+    const bool issues_copies = threadIdx.x == 0;
     Ring<STAGES> at;
 #if WIDE
     Ring<DO_STAGES> of_do;
@@ -52,10 +53,10 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
     Ring<1> kv;
     int taken = 0, index = blockIdx.x;
     while (true) {
-        mbarrier_wait(room.barrier(TILE_EMPTY + slot.at), slot.parity ^ 1);
-        if (asking) {
-            room.slots[slot.at] = index < n ? index : -1;
-            mbarrier_arrive(room.barrier(TILE_FULL + slot.at));
+        mbarrier_wait(layout.barrier(TILE_EMPTY + slot.at), slot.parity ^ 1);
+        if (issues_copies) {
+            layout.slots[slot.at] = index < n ? index : -1;
+            mbarrier_arrive(layout.barrier(TILE_FULL + slot.at));
         }
         slot.next();
         if (index >= n) return;
@@ -63,43 +64,43 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
         bool first = true;
         for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
             for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR) {
-                const unsigned q_full = room.barrier(Q_FULL + at.at), do_full = room.barrier(DO_FULL + of_do.at);
+                const unsigned q_full = layout.barrier(Q_FULL + at.at), do_full = layout.barrier(DO_FULL + of_do.at);
                 const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
-                mbarrier_wait(room.barrier(Q_EMPTY + at.at), at.parity ^ 1);
-                if (asking) {
+                mbarrier_wait(layout.barrier(Q_EMPTY + at.at), at.parity ^ 1);
+                if (issues_copies) {
                     mbarrier_arrive_expect_tx(q_full, Q_BYTES + ROWS_BYTES);
-                    load_tile<BR>(room.q + at.at * Q_BYTES, launch.q, q_full, i0, h, tile.b);
-                    bulk_load(room.lse2 + at.at * ROWS_BYTES, p.lse2 + row, ROWS_BYTES, q_full);
-                    if (WIDE) mbarrier_wait(room.barrier(DO_EMPTY + of_do.at), of_do.parity ^ 1);  // else as Q
+                    load_tile<BR>(layout.q + at.at * Q_BYTES, launch.q, q_full, i0, h, tile.b);
+                    bulk_load(layout.lse2 + at.at * ROWS_BYTES, p.lse2 + row, ROWS_BYTES, q_full);
+                    if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + of_do.at), of_do.parity ^ 1);  // else as Q
                     mbarrier_arrive_expect_tx(do_full, Q_BYTES + ROWS_BYTES);
-                    load_tile<BR>(room.dout + of_do.at * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
-                    bulk_load(room.delta + of_do.at * ROWS_BYTES, p.delta + row, ROWS_BYTES, do_full);
+                    load_tile<BR>(layout.dout + of_do.at * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
+                    bulk_load(layout.delta + of_do.at * ROWS_BYTES, p.delta + row, ROWS_BYTES, do_full);
                 }
                 at.next();
                 if (WIDE) of_do.next();
                 if (!first) continue;
                 first = false;
-                mbarrier_wait(room.barrier(KV_EMPTY), kv.parity ^ 1);
-                if (asking) {
-                    mbarrier_arrive_expect_tx(room.barrier(K_FULL), KV_BYTES);
-                    load_tile<BC>(room.k, launch.k, room.barrier(K_FULL), tile.j0, tile.kv_head, tile.b);
-                    mbarrier_arrive_expect_tx(room.barrier(V_FULL), KV_BYTES);
-                    load_tile<BC>(room.v, launch.v, room.barrier(V_FULL), tile.j0, tile.kv_head, tile.b);
+                mbarrier_wait(layout.barrier(KV_EMPTY), kv.parity ^ 1);
+                if (issues_copies) {
+                    mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
+                    load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, tile.kv_head, tile.b);
+                    mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
+                    load_tile<BC>(layout.v, launch.v, layout.barrier(V_FULL), tile.j0, tile.kv_head, tile.b);
                     taken = atomicAdd(launch.next_tile, 1);
                 }
                 kv.next();
             }
-        if (first && asking) taken = atomicAdd(launch.next_tile, 1);
+        if (first && issues_copies) taken = atomicAdd(launch.next_tile, 1);
         index = gridDim.x + __shfl_sync(~0u, taken, 0);
     }
 }
 
 // A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: round after round of a tile of
 // queries.
-__device__ __forceinline__ void add_dq(const Params &p, const Room &room, int group) {
+__device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layout, int group) {
     const bool all = ROWS_OF_DQ || TRANSPOSED_DQ || WIDE || USED_D == PAD_D;
     const unsigned bytes = all ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
-    Tiles tiles(room);
+    Tiles tiles(layout);
     Ring<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
         const Tile tile(p, index);
@@ -107,13 +108,13 @@ __device__ __forceinline__ void add_dq(const Params &p, const Room &room, int gr
             for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR)
                 for (int round = 0; round < DQ_ROUNDS; round++) {
                     const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
-                    mbarrier_wait(room.barrier(DQ_FULL + group), dq.parity);
+                    mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
                     if (threadIdx.x % 32 == 0) {
                         bulk_reduce_add(p.scratch + row * PAD_D + (2 * round + group) * (PART_BYTES / 4),
-                                        room.dq + group * PART_BYTES, bytes);
+                                        layout.dq + group * PART_BYTES, bytes);
                         bulk_commit_group();
                         bulk_wait_group_read<0>();
-                        mbarrier_arrive(room.barrier(DQ_EMPTY + group));
+                        mbarrier_arrive(layout.barrier(DQ_EMPTY + group));
                     }
                     __syncwarp();
                     dq.next();
@@ -126,9 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
     extern __shared__ __align__(1024) unsigned char memory[];
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
     static __shared__ int slots[2];
-    const Room room(memory, barriers, slots);
+    const SharedLayout layout(memory, barriers, slots);
     if (threadIdx.x == 0) {
-        for (int place = 0; place < BARRIERS; place++) mbarrier_init(room.barrier(place), arrivals(place));
+        for (int place = 0; place < BARRIERS; place++) mbarrier_init(layout.barrier(place), arrivals(place));
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -136,17 +137,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
     if (group == 0) {
         setmaxnreg_dec<24>();
         if (warp == 0)
-            producer(launch, room);
+            producer(launch, layout);
         else if (warp < 3)
-            add_dq(launch.p, room, warp - 1);
+            add_dq(launch.p, layout, warp - 1);
     } else {
         setmaxnreg_inc<240>();
-        Consumer(launch, room, group - 1).run();
+        Consumer(launch, layout, group - 1).run();
     }
 }
 
-// After: dQ from its accumulator. A block takes what a warp group had of a tile in a round; a thread 8 columns of 2 rows,
-// which of dQ^T are next to each other.
+// Runs last: rounds dQ from its accumulator. A block handles the part of a tile that one warp group left in one round;
+// a thread handles 8 columns of 2 rows, which are adjacent rows where dQ^T was computed.
 extern "C" __global__ void __launch_bounds__(PART_BYTES / 64) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
     const unsigned of = blockIdx.x / 2 / DQ_ROUNDS;
     const int chunks = ROUND_COLUMNS / 8, group = blockIdx.x % 2, round = blockIdx.x / 2 % DQ_ROUNDS;

@@ -3,17 +3,17 @@
 #include "fa3_backward_scores.cuh"
 
 // A computing warp group.
-struct Consumer : Weights {
+struct Consumer : ScoreTile {
     const Launch &launch;
-    const Room &room;
+    const SharedLayout &layout;
     Tiles tiles;
     Ring<STAGES> at;
     Ring<2> ds;
     Ring<1> kv, dq_slot;
     float dk[USED_D / 2], dv[USED_D / 2], dq[PART_BYTES / 512];
 
-    __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
-        : Weights(launch.p, group), launch(launch), room(room), tiles(room) {}
+    __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
+        : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
     // S^T = K Q^T, or dP^T = V dO^T, asked for.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
@@ -34,13 +34,13 @@ struct Consumer : Weights {
     // dQ = dS K, asked for: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a block.
     __device__ __forceinline__ void multiply_dq(int slot) {
 #if TRANSPOSED_DQ
-        const Matrix a(room.k + group * BC * BLOCK_ROW), b(room.ds + slot * DS_BYTES);
+        const Matrix a(layout.k + group * BC * BLOCK_ROW), b(layout.ds + slot * DS_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<BR>::ss<1, 0>(dq, a.at(step * 16 * BLOCK_ROW), b.at(step_bytes<BR>(step)), step > 0);
 #else
-        const Matrix a(room.ds + slot * DS_BYTES + (ROWS_OF_DQ ? group * 64 * 128 : 0));
-        const Matrix b(room.k + (ROWS_OF_DQ ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
+        const Matrix a(layout.ds + slot * DS_BYTES + (ROWS_OF_DQ ? group * 64 * 128 : 0));
+        const Matrix b(layout.k + (ROWS_OF_DQ ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.at(step_bytes<BR>(step)), b.at(step * 16 * BLOCK_ROW), step > 0);
@@ -48,27 +48,28 @@ struct Consumer : Weights {
         wgmma_commit_group();
     }
 
-    // dS^T to shared memory as dS: a block of 64 keys for each warp group, a row a query. Two tiles of dS are enough:
-    // who shares one has seen that the other group shared the tile before, and was done with the dQ before that.
+    // Stores dS^T to shared memory as dS: a block of 64 keys for each warp group, one row per query. Two buffers for dS
+    // are enough: before a group stores a tile, it has seen that the other group stored the previous tile, and that
+    // group had by then finished the product dQ of the tile before that.
     __device__ __forceinline__ void share_ds() const {
-        share(gradients, room.ds + ds.at * DS_BYTES + group * BR * 128);
-        if (lane == 0) mbarrier_arrive(room.barrier(DS_FULL + ds.at));
+        share(gradients, layout.ds + ds.at * DS_BYTES + group * BR * 128);
+        if (lane == 0) mbarrier_arrive(layout.barrier(DS_FULL + ds.at));
     }
     // Until both warp groups have shared the tile, with LATE_DQ the one before.
     __device__ __forceinline__ void await_ds() const {
         const int slot = LATE_DQ ? ds.at ^ 1 : ds.at;
-        mbarrier_wait(room.barrier(DS_FULL + slot), LATE_DQ && slot ? ds.parity ^ 1 : ds.parity);
+        mbarrier_wait(layout.barrier(DS_FULL + slot), LATE_DQ && slot ? ds.parity ^ 1 : ds.parity);
     }
     // dQ, as the registers lie, for the warp that adds it.
-    __device__ __forceinline__ void leave_dq() {
-        mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+    __device__ __forceinline__ void hand_over_dq() {
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
         dq_slot.next();
-        const unsigned to = room.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
+        const unsigned to = layout.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < PART_BYTES / 2048; n++) store_four(to + n * 2048, &dq[4 * n]);
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(room.barrier(DQ_FULL + group));
+        if (lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
     }
 
     // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
@@ -78,7 +79,7 @@ struct Consumer : Weights {
             wgmma_wait_group<1>();
             pin(dq), pin(dv);
             share_ds();
-            if (!first) leave_dq();
+            if (!first) hand_over_dq();
         } else {
             share_ds();
             await_ds();
@@ -87,47 +88,47 @@ struct Consumer : Weights {
             multiply_columns(dk, gradients, q_tile);
             wgmma_wait_group<1>();
             pin(dq), pin(dv);
-            leave_dq();
+            hand_over_dq();
         }
     }
 
-    // Until dK is there, behind which NEWER products were asked for; then the tile of Q, if there is one, may be overwritten.
+    // Waits for dK, while up to NEWER products issued after it stay in flight; then releases the buffer of Q, if `any`.
     template <int NEWER> __device__ __forceinline__ void finish_dk(bool any, int slot) {
         wgmma_wait_group<NEWER>();
         pin(dk), pin(dv);
-        if (any && lane == 0) mbarrier_arrive(room.barrier(Q_EMPTY + slot));
+        if (any && lane == 0) mbarrier_arrive(layout.barrier(Q_EMPTY + slot));
     }
     // All products of the tile's keys with the queries that see them.
-    __device__ __forceinline__ void walk() {
+    __device__ __forceinline__ void loop_over_queries() {
         int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
         bool first = true;
 #pragma unroll
         for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_head(h);
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
-        if (left > 0) await_keys(room, kv);
+        if (left > 0) await_keys(layout, kv);
         for (; left > 0; left--) {
-            const unsigned q_tile = room.q + at.at * Q_BYTES, do_tile = room.dout + at.at * Q_BYTES;
-            mbarrier_wait(room.barrier(Q_FULL + at.at), at.parity);
+            const unsigned q_tile = layout.q + at.at * Q_BYTES, do_tile = layout.dout + at.at * Q_BYTES;
+            mbarrier_wait(layout.barrier(Q_FULL + at.at), at.parity);
             wgmma_fence();
-            multiply_rows(s, room.k, q_tile);
+            multiply_rows(s, layout.k, q_tile);
             if (LATE_DK) finish_dk<1>(!first, (at.at + STAGES - 1) % STAGES);
-            mbarrier_wait(room.barrier(DO_FULL + at.at), at.parity);
+            mbarrier_wait(layout.barrier(DO_FULL + at.at), at.parity);
             wgmma_fence();
-            multiply_rows(dp, room.v, do_tile);
+            multiply_rows(dp, layout.v, do_tile);
             wgmma_wait_group<1>();
             pin(s);
-            weigh(i0, room.lse2 + at.at * ROWS_BYTES);
+            weigh(i0, layout.lse2 + at.at * ROWS_BYTES);
             wgmma_fence();
             multiply_columns(dv, weights, do_tile);
             if (LATE_DQ) {
                 if (!first) await_ds();
                 wgmma_fence();
-                multiply_dq(ds.at ^ 1);  // at first of whatever is there, and nobody looks at it: no branch is free
+                multiply_dq(ds.at ^ 1);  // for the first tile on unset data, its result unused: a branch costs more
             }
             wgmma_wait_group<LATE_DQ ? 2 : 1>();
             pin(dp);
-            differentiate(room.delta + at.at * ROWS_BYTES);
+            differentiate(layout.delta + at.at * ROWS_BYTES);
             wgmma_fence();
             add_ds(q_tile, first);
             if (!LATE_DK) finish_dk<0>(true, at.at);
@@ -147,9 +148,9 @@ struct Consumer : Weights {
             multiply_dq(ds.at ^ 1);
             wgmma_wait_group<0>();
             pin(dq);
-            leave_dq();
+            hand_over_dq();
         }
-        if (lane == 0) mbarrier_arrive(room.barrier(KV_EMPTY));
+        if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY));
     }
 
     // A block of 64 columns of dK or dV, of this group's keys, to `to` in shared memory.
@@ -165,10 +166,10 @@ struct Consumer : Weights {
     // dV goes out over this group's part of dS, and dK behind it or over its part of dQ, so that K and V of the next tile
     // are on their way.
     __device__ __forceinline__ void finish() const {
-        const unsigned of_ds = room.ds + group * BR * 128;
-        const unsigned of_dk = PAD_D == 64 ? of_ds + DS_BYTES : room.dq + group * PART_BYTES;
+        const unsigned of_ds = layout.ds + group * BR * 128;
+        const unsigned of_dk = PAD_D == 64 ? of_ds + DS_BYTES : layout.dq + group * PART_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read dS
-        mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
 #pragma unroll
         for (int block = 0; block < BLOCKS_D; block++) {
             stage(dv, block, DROPOUT ? p.keep_scale : 1.0f, of_ds + block * DS_BYTES);
@@ -191,7 +192,7 @@ struct Consumer : Weights {
     __device__ __forceinline__ void run() {
         for (int index = tiles.next(); index >= 0; index = tiles.next()) {
             tile = Tile(p, index);
-            walk();
+            loop_over_queries();
             finish();
         }
     }

@@ -1,6 +1,6 @@
-// What a warp group of fa3_backward.cu makes of its scores, in registers: S becomes P and dP becomes dS, with the options
-// of a call. What a tile needs beside its scores is worked out anew, not kept: with the counters that a loop could keep,
-// each option spilled 36 to 1,392 bytes a thread.
+// How a warp group of fa3_backward.cu computes P from S and dS from dP in registers, with the options of a call.
+// Indices and other values that a tile needs are recomputed for each tile: when the loop kept them in counters, each
+// option spilled 36 to 1,392 bytes per thread.
 #pragma once
 #include "fa3_backward_tiles.cuh"
 
@@ -13,8 +13,10 @@ __device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
     for (int e = 0; e < 4; e++) to[e] = pack(s[2 * e], s[2 * e + 1]);
 }
 
-// Bit 2 n + e of a thread's keys: whether it sees query 8 n + 2 c + e as far as `asked` says, which gets the query's place
-// in the tile and has a bit for each key. Not unrolled: with all ids or row keys at hand at once hundreds of bytes spill.
+// Evaluates the predicate `asked` for each query of a thread. `asked` gets the query's offset from the thread's first
+// query, and returns a bit for each of the thread's two keys; the bit for query 8 n + 2 c + e becomes bit 2 n + e of
+// bits[key].
+// Not fully unrolled: with all document ids or dropout keys in registers at once, hundreds of bytes spill.
 template <typename Asked> __device__ __forceinline__ void collect(unsigned (&bits)[2], const Asked &asked) {
     bits[0] = bits[1] = 0;
 #pragma unroll 2
@@ -25,7 +27,7 @@ template <typename Asked> __device__ __forceinline__ void collect(unsigned (&bit
 }
 
 // A warp group's part of a tile: 64 keys, OWN_QUERIES queries.
-struct Weights {
+struct ScoreTile {
     const Params &p;
     const int group, warp, lane;
     Tile tile;
@@ -35,7 +37,7 @@ struct Weights {
     unsigned head_rows;   // the head's key of dropout
     float slope;          // of ALiBi, in units of log2
 
-    __device__ __forceinline__ Weights(const Params &p, int group)
+    __device__ __forceinline__ ScoreTile(const Params &p, int group)
         : p(p), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), tile(p, 0) {}
 
     // What depends on the head.
@@ -75,14 +77,14 @@ struct Weights {
                 }
         }
     }
-    // P of a place is 0: with ROUNDED as it was rounded; and else, or with both, as it was not.
+    // Sets element x of P to 0: of the 16-bit P if `rounded`, of the fp32 P if `exact`.
     __device__ __forceinline__ void clear(int x, bool rounded, bool exact = true) {
         if (rounded) weights[x / 8][x % 8 / 2] &= x % 2 ? 0x0000ffffu : 0xffff0000u;
         if (exact) s[x] = 0.0f;
     }
 
-    // S becomes P, which is rounded too. With a softcap P is rounded ahead of the mask, and what stays of it in fp32 has
-    // the softcap's derivative as a factor, which only dS needs.
+    // Computes P from S, in fp32 and rounded to 16 bits. With a softcap, P is rounded before it is masked, and the fp32
+    // P is multiplied by the derivative of the softcap, which only dS needs.
     __device__ __forceinline__ void weigh(int i0, unsigned lse2) {
         const unsigned rows = lse2 + own_queries() * 4 + lane % 4 * 8;
         const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, capped = SOFTCAP ? p.scale / p.softcap : 0.0f;
@@ -153,12 +155,12 @@ struct Weights {
         __syncwarp();
     }
     // Until the tile's K and V are there.
-    __device__ __forceinline__ void await_keys(const Room &room, Ring<1> &kv) const {
-        mbarrier_wait(room.barrier(K_FULL), kv.parity), mbarrier_wait(room.barrier(V_FULL), kv.parity);
+    __device__ __forceinline__ void await_keys(const SharedLayout &layout, Ring<1> &kv) const {
+        mbarrier_wait(layout.barrier(K_FULL), kv.parity), mbarrier_wait(layout.barrier(V_FULL), kv.parity);
         kv.next();
 #if LENGTHS
         if (tile.real < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(room.k, tile.real), clear_rows<BC>(room.v, tile.real);
+            clear_rows<BC>(layout.k, tile.real), clear_rows<BC>(layout.v, tile.real);
             fence_proxy_async();
             bar_sync(BARRIER_ALL, 256);
         }

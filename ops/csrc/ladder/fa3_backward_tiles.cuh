@@ -15,7 +15,7 @@
 #define ROWS_OF_DQ (BR == 128)      // a warp group has half of dQ's rows, or half of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
 #define DQ_COLUMNS (ROWS_OF_DQ ? PAD_D : PAD_D / 2)
-#define DQ_ROUNDS (WIDE ? 2 : 1)    // in which dQ leaves, as shared memory has room for
+#define DQ_ROUNDS (WIDE ? 2 : 1)    // in which dQ leaves, as shared memory has space for
 #define ROUND_COLUMNS (DQ_COLUMNS / DQ_ROUNDS)
 #define PART_BYTES (BR * PAD_D * 2 / DQ_ROUNDS)  // of a warp group in a round
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
@@ -29,8 +29,8 @@ struct __align__(64) Launch {
     int *next_tile;  // a counter of the tiles beyond each block's first; 0 at the launch
 };
 
-// The mbarriers, by their place. What is full the thread that copies announces; what is empty, or shared, each warp that
-// is done with it.
+// The indices of the mbarriers. The copying thread arrives when a buffer that it loads is full, and one thread of the
+// warp that adds dQ when that buffer is empty. For the others, which warps fill (dQ, dS, P) or read, each warp arrives.
 enum { TILE_FULL, K_FULL = TILE_FULL + 2, V_FULL, Q_FULL, DO_FULL = Q_FULL + STAGES, DQ_EMPTY = DO_FULL + DO_STAGES,
        DQ_FULL = DQ_EMPTY + 2, DS_FULL = DQ_FULL + 2, P_FULL = DS_FULL + 2, KV_EMPTY = P_FULL + WIDE * 2,
        Q_EMPTY, DO_EMPTY = Q_EMPTY + STAGES, TILE_EMPTY = DO_EMPTY + WIDE * DO_STAGES, BARRIERS = TILE_EMPTY + 2 };
@@ -54,10 +54,10 @@ struct Tile {
 __device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
 
 // Where things are in shared memory.
-struct Room {
+struct SharedLayout {
     unsigned k, v, q, dout, ds, weights, dq, lse2, delta, barriers;  // weights: P, with WIDE
     volatile int *slots;  // of the tiles' indices
-    __device__ __forceinline__ Room(const void *memory, const void *barriers, int *slots)
+    __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
         ds = dout + DO_STAGES * Q_BYTES, weights = ds + 2 * DS_BYTES, dq = weights + (WIDE ? 2 * DS_BYTES : 0);
@@ -68,14 +68,14 @@ struct Room {
 
 // The block's tiles, one after the other, for all but who chooses them. Uniform, as are all loops over it.
 struct Tiles {
-    const Room &room;
+    const SharedLayout &layout;
     Ring<2> at;
-    __device__ __forceinline__ Tiles(const Room &room) : room(room) {}
+    __device__ __forceinline__ Tiles(const SharedLayout &layout) : layout(layout) {}
     // The index of the next; negative: there is none.
     __device__ __forceinline__ int next() {
-        mbarrier_wait(room.barrier(TILE_FULL + at.at), at.parity);
-        const int index = __shfl_sync(~0u, room.slots[at.at], 0);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(room.barrier(TILE_EMPTY + at.at));
+        mbarrier_wait(layout.barrier(TILE_FULL + at.at), at.parity);
+        const int index = __shfl_sync(~0u, layout.slots[at.at], 0);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(layout.barrier(TILE_EMPTY + at.at));
         at.next();
         return index;
     }

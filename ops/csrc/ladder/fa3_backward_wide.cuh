@@ -1,4 +1,4 @@
-// A warp group of fa3_backward.cu that computes, for D > 128: registers have no room for dK and dV of 64 keys, so two warp
+// A warp group of fa3_backward.cu that computes, for D > 128: registers do not hold dK and dV of 64 keys, so two warp
 // groups share them. Each has half of the queries of S and dP, and passes its P and dS through shared memory; then it has
 // half of the columns of dV, dK and dQ.
 //
@@ -11,21 +11,22 @@
 #define HALF_D (PAD_D / 2)
 #define HALF_BLOCKS (HALF_D / BLOCK_D)
 
-struct Consumer : Weights {
+struct Consumer : ScoreTile {
     const Launch &launch;
-    const Room &room;
+    const SharedLayout &layout;
     Tiles tiles;
     Ring<STAGES> at;
     Ring<DO_STAGES> of_do;
     Ring<2> shared;  // of P and dS
     Ring<1> kv, dq_slot;
-    float dk[HALF_D / 2], dv[HALF_D / 2], dq[HALF_D / 2], late[HALF_D / 4];  // late: what of dQ goes out a tile late
+    // delayed_dq: the part of dQ that is added one tile later.
+    float dk[HALF_D / 2], dv[HALF_D / 2], dq[HALF_D / 2], delayed_dq[HALF_D / 4];
 
-    __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
-        : Weights(launch.p, group), launch(launch), room(room), tiles(room) {}
+    __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
+        : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
     __device__ __forceinline__ void release(int empty) const {
-        if (lane == 0) mbarrier_arrive(room.barrier(empty));
+        if (lane == 0) mbarrier_arrive(layout.barrier(empty));
     }
     // S^T = K Q^T, or dP^T = V dO^T, asked for: all keys, half of the queries.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
@@ -45,7 +46,7 @@ struct Consumer : Weights {
     }
     // dQ = dS K, asked for: half of the columns.
     __device__ __forceinline__ void multiply_dq(unsigned scores) {
-        const Matrix a(scores, 16, 128), b(room.k + group * HALF_BLOCKS * BC * BLOCK_ROW, BC * BLOCK_ROW);
+        const Matrix a(scores, 16, 128), b(layout.k + group * HALF_BLOCKS * BC * BLOCK_ROW, BC * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<HALF_D>::ss<0, 1>(dq, a.at(step * 32), b.at(step * 16 * BLOCK_ROW), step > 0);
@@ -57,14 +58,14 @@ struct Consumer : Weights {
     __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full) const {
         share(x, to + group * OWN_QUERIES * 128);
         release(full + shared.at);
-        mbarrier_wait(room.barrier(full + shared.at), shared.parity);
+        mbarrier_wait(layout.barrier(full + shared.at), shared.parity);
         wgmma_fence();
     }
     // Half of dQ's columns, as the registers lie, for the warp that adds it.
-    __device__ __forceinline__ void leave_dq(const float *half) {
-        mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+    __device__ __forceinline__ void hand_over_dq(const float *half) {
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
         dq_slot.next();
-        const unsigned to = room.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
+        const unsigned to = layout.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < ROUND_COLUMNS / 8; n++) store_four(to + n * 2048, half + 4 * n);
         fence_proxy_async();
@@ -73,31 +74,31 @@ struct Consumer : Weights {
     }
 
     // All products of the tile's keys with the queries that see them.
-    __device__ __forceinline__ void walk() {
+    __device__ __forceinline__ void loop_over_queries() {
         int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
         bool first = true;
 #pragma unroll
         for (int x = 0; x < HALF_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_head(h);
-        if (left > 0) await_keys(room, kv);
+        if (left > 0) await_keys(layout, kv);
         for (; left > 0; left--) {
-            const unsigned q_tile = room.q + at.at * Q_BYTES, do_tile = room.dout + of_do.at * Q_BYTES;
-            const unsigned p_tile = room.weights + shared.at * DS_BYTES, ds_tile = room.ds + shared.at * DS_BYTES;
-            mbarrier_wait(room.barrier(Q_FULL + at.at), at.parity);
+            const unsigned q_tile = layout.q + at.at * Q_BYTES, do_tile = layout.dout + of_do.at * Q_BYTES;
+            const unsigned p_tile = layout.weights + shared.at * DS_BYTES, ds_tile = layout.ds + shared.at * DS_BYTES;
+            mbarrier_wait(layout.barrier(Q_FULL + at.at), at.parity);
             wgmma_fence();
-            multiply_rows(s, room.k, q_tile);
-            mbarrier_wait(room.barrier(DO_FULL + of_do.at), of_do.parity);
+            multiply_rows(s, layout.k, q_tile);
+            mbarrier_wait(layout.barrier(DO_FULL + of_do.at), of_do.parity);
             wgmma_fence();
-            multiply_rows(dp, room.v, do_tile);
-            if (!first) leave_dq(late);  // of the last tile
+            multiply_rows(dp, layout.v, do_tile);
+            if (!first) hand_over_dq(delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             pin(s);
-            weigh(i0, room.lse2 + at.at * ROWS_BYTES);
+            weigh(i0, layout.lse2 + at.at * ROWS_BYTES);
             exchange(weights, p_tile, P_FULL);
             multiply_columns(dv, p_tile, do_tile);
             wgmma_wait_group<1>();
             pin(dp);
-            differentiate(room.delta + of_do.at * ROWS_BYTES);
+            differentiate(layout.delta + of_do.at * ROWS_BYTES);
             exchange(gradients, ds_tile, DS_FULL);
             multiply_dq(ds_tile);
             multiply_columns(dk, ds_tile, q_tile);
@@ -106,10 +107,11 @@ struct Consumer : Weights {
             release(DO_EMPTY + of_do.at);
             wgmma_wait_group<1>();
             pin(dq);
-            leave_dq(dq);
-            // By an addition, as the compiler waits for all products where it thinks that one may still write these.
+            hand_over_dq(dq);
+            // Copied by an addition: otherwise the compiler assumes that a product may still write these registers, and
+            // waits for all products.
 #pragma unroll
-            for (int x = 0; x < HALF_D / 4; x++) late[x] = dq[HALF_D / 4 + x] + 0.0f;
+            for (int x = 0; x < HALF_D / 4; x++) delayed_dq[x] = dq[HALF_D / 4 + x] + 0.0f;
             wgmma_wait_group<0>();
             pin(dk);
             release(Q_EMPTY + at.at);
@@ -122,7 +124,7 @@ struct Consumer : Weights {
             }
         }
         if (first) return;
-        leave_dq(late);
+        hand_over_dq(delayed_dq);
         release(KV_EMPTY);
     }
 
@@ -139,9 +141,9 @@ struct Consumer : Weights {
     }
     // dV goes out over P and dS, dK over dQ, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
-        const unsigned of_dv = room.ds + group * 64 * HALF_D * 2, of_dk = room.dq + group * PART_BYTES;
+        const unsigned of_dv = layout.ds + group * 64 * HALF_D * 2, of_dk = layout.dq + group * PART_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read P and dS
-        mbarrier_wait(room.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
         stage(dv, DROPOUT ? p.keep_scale : 1.0f, of_dv);
         stage(dk, p.scale, of_dk);
         fence_proxy_async();
@@ -161,7 +163,7 @@ struct Consumer : Weights {
     __device__ __forceinline__ void run() {
         for (int index = tiles.next(); index >= 0; index = tiles.next()) {
             tile = Tile(p, index);
-            walk();
+            loop_over_queries();
             finish();
         }
     }

@@ -19,7 +19,7 @@ __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int
 struct Consumer {
     const Launch &launch;
     const Params &p;
-    const Room &room;
+    const SharedLayout &layout;
     const int group, warp, lane;
     float c, of_queries;  // the exponent's scale of a tile of keys; with FP8 its part that is the queries'
     Ring<Q_SLOTS> q;
@@ -31,17 +31,17 @@ struct Consumer {
     Output o;
     Rows<1> rows;
     float rescale[2];
-    bool grew;
+    bool needs_rescale;
     unsigned weights[BC / K_STEP][4];
 
-    __device__ __forceinline__ Consumer(const Launch &launch, const Room &room, int group)
-        : launch(launch), p(launch.p), room(room), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
+    __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
+        : launch(launch), p(launch.p), layout(layout), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
           c(exponent_scale(launch.p)), of_queries(0.0f), tile(launch.p, 0) {}
 
     __device__ __forceinline__ int first_row() const { return tile.i0 + group * 64 + warp * 16; }
 
     __device__ __forceinline__ void release(int empty) const {
-        if (lane == 0) mbarrier_arrive(room.barrier(empty));
+        if (lane == 0) mbarrier_arrive(layout.barrier(empty));
     }
 
     __device__ __forceinline__ void take_turn() const {
@@ -53,8 +53,8 @@ struct Consumer {
 
     // The next tile, once its Q is there; false if there is none.
     __device__ __forceinline__ bool await_tile() {
-        mbarrier_wait(room.barrier(Q_FULL + q.at), q.parity);
-        tile = Tile(room.slots + q.at * TILE_INTS), slot = q.at;
+        mbarrier_wait(layout.barrier(Q_FULL + q.at), q.parity);
+        tile = Tile(layout.slots + q.at * TILE_INTS), slot = q.at;
         q.next();
         const int i = min_of(tile.i0 + group * 64, p.tq - 1);
         own = tile.seen(p, i, 64);
@@ -76,7 +76,7 @@ struct Consumer {
         return scales.k[head * scales.k_blocks + start / BC];
     }
 
-    // Before the fence, as S of integers goes on from what is there.
+    // Initialises S; called before the wgmma fence, because the int8 product accumulates onto the initial value.
     __device__ __forceinline__ void begin_scores() {
 #if INT8
 #pragma unroll
@@ -86,7 +86,7 @@ struct Consumer {
     }
     // S = Q K^T, asked for.
     __device__ __forceinline__ void multiply_qk() {
-        const Matrix queries(room.q + (slot * GROUPS + group) * Q_BYTES), keys(room.k + k.at * KV_BYTES);
+        const Matrix queries(layout.q + (slot * GROUPS + group) * Q_BYTES), keys(layout.k + k.at * KV_BYTES);
 #pragma unroll
         for (int step = 0; step < USED_D / K_STEP; step++)
 #if INT8
@@ -99,9 +99,9 @@ struct Consumer {
     // O += P V, asked for.
     __device__ __forceinline__ void multiply_pv() {
 #if FP8
-        const Matrix values(room.v + v.at * KV_BYTES, 16, V_BLOCK);
+        const Matrix values(layout.v + v.at * KV_BYTES, 16, V_BLOCK);
 #else
-        const Matrix values(room.v + v.at * KV_BYTES, BC * BLOCK_ROW);
+        const Matrix values(layout.v + v.at * KV_BYTES, BC * BLOCK_ROW);
 #endif
 #pragma unroll
         for (int step = 0; step < BC / K_STEP; step++) {
@@ -112,10 +112,10 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void await_v(int valid) {
-        mbarrier_wait(room.barrier(V_FULL + v.at), v.parity);
+        mbarrier_wait(layout.barrier(V_FULL + v.at), v.parity);
 #if LENGTHS
         if (valid < BC) {  // rows of V beyond the last key may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(room.v + v.at * KV_BYTES, valid);
+            clear_rows<BC>(layout.v + v.at * KV_BYTES, valid);
             fence_proxy_async();
             bar_sync(BARRIER_OWN + group, 128);
         }
@@ -135,24 +135,25 @@ struct Consumer {
             finish_scores(p, s, i_first, start, tile.keys, tile.b, tile.h, DOCUMENT_IDS && masked);
         if (!DOCUMENT_IDS && masked) apply_interval_mask(p, s, i_first, start, tile.keys);
         rescale[0] = rescale[1] = 1.0f;
-        grew = ::online_softmax(s, rows, c, [&](int, int half, float factor) { rescale[half] = factor; });
+        needs_rescale = ::online_softmax(s, rows, c, [&](int, int half, float factor) { rescale[half] = factor; });
         if (DROPOUT) Dropout<1>(p, tile.b, tile.h, i_first).drop(p, s, start);
     }
 
-    // A tile of keys that only other warp groups of the block see. Every group takes one turn for each tile of keys of
-    // the block, so there is one token, and who holds it waits at most for V, whose slots others free without a turn.
+    // Skips a tile of keys that only other warp groups of the block see. Every group takes one turn for each tile of
+    // keys of the block, so there is exactly one token. The group that holds it waits at most for V, whose buffers the
+    // other groups release without needing a turn.
     __device__ __forceinline__ void skip() {
         take_turn();
         give_turn();
-        mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
+        mbarrier_wait(layout.barrier(K_FULL + k.at), k.parity);
         release(K_EMPTY + k.at), k.next();
-        mbarrier_wait(room.barrier(V_FULL + v.at), v.parity);
+        mbarrier_wait(layout.barrier(V_FULL + v.at), v.parity);
         done_with_v();
     }
 
-    // O goes out; then lse: stored before the proxy fence, the fence would wait for the store.
+    // Stores O, then lse: if lse were stored before the proxy fence, the fence would wait for that store.
     __device__ __forceinline__ void finish() {
-        const unsigned to = O_OVER_Q ? room.q + (slot * GROUPS + group) * Q_BYTES : room.o + group * O_BYTES;
+        const unsigned to = O_OVER_Q ? layout.q + (slot * GROUPS + group) * Q_BYTES : layout.o + group * O_BYTES;
         const bool storing = warp == 0 && lane == 0;
         const int barrier = BARRIER_OWN + group;
         float divided[2], scale = p.keep_scale;
@@ -188,8 +189,8 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         if (PINGPONG && group == GROUPS - 1) give_turn();
         while (await_tile()) {
-            // A group whose queries are all beyond the last computes nothing. (Not asked of two groups, of which
-            // it is one at most, and only where T % 128 is 1 to 64: registers of the copying warp spilled for it.)
+            // A group whose queries are all beyond the last computes nothing. (Two groups do not check this: it would
+            // be one of them at most, and only where T % 128 is 1 to 64, and the check spilled the copying warp's registers.)
             const bool beyond = GROUPS > 2 && tile.i0 + group * 64 >= p.tq;
             const int last = beyond ? tile.lo - BC : last_of(own.lo, own.hi);
             int start = last_of(tile.lo, tile.hi);
@@ -201,7 +202,7 @@ struct Consumer {
             rows.clear();
             o.clear();
             float scale = scale_of_keys(start);
-            mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
+            mbarrier_wait(layout.barrier(K_FULL + k.at), k.parity);
             take_turn();
             if (INT8) begin_scores();
             wgmma_fence();
@@ -209,19 +210,19 @@ struct Consumer {
             give_turn();
             wgmma_wait_group<0>();
             online_softmax(start, scale);
-            // The wait for P V begins the loop's body, and does not end it: the compiler would put it ahead of the
-            // exponentials, and nothing would run beside them.
+            // The wait for P V is at the start of the loop body. At the end of the body, the compiler would move it
+            // before the exponentials, and nothing would overlap with them.
             while (true) {
                 wgmma_wait_group<0>();
                 pin(flat(o));
                 if (start < last) done_with_v();
                 round_weights(weights, s);
-                if (grew) rescale_output(o, rescale);
+                if (needs_rescale) rescale_output(o, rescale);
                 if (start == own.lo) break;
                 const int valid = tile.keys - start;
                 start -= BC;
                 scale = scale_of_keys(start);
-                mbarrier_wait(room.barrier(K_FULL + k.at), k.parity);
+                mbarrier_wait(layout.barrier(K_FULL + k.at), k.parity);
                 take_turn();
                 begin_scores(), pin(flat(o));
                 wgmma_fence();

@@ -1,4 +1,4 @@
-// The warp of fa3.cu that copies: Q, K and V of tile after tile, by TMA, as far ahead as there is room.
+// The warp of fa3.cu that copies: Q, K and V of tile after tile, by TMA, as far ahead as shared memory allows.
 #pragma once
 #include "fa3_tiles.cuh"
 
@@ -13,18 +13,18 @@ __device__ __forceinline__ void write_zeros(const Params &p, const Tile &tile) {
 }
 
 // A warp, whose first thread asks for the copies.
-__device__ __forceinline__ void producer(const Launch &launch, const Room &room) {
+__device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
     const int n = n_tiles(p);
-    const bool asking = threadIdx.x == 0;
+    const bool issues_copies = threadIdx.x == 0;
     Ring<Q_SLOTS> q;
     Ring<STAGES> k, v;
     auto load = [&](const TensorMap &map, unsigned to, int full, int empty, Ring<STAGES> &ring, const Tile &tile,
                     int start) {
-        mbarrier_wait(room.barrier(empty + ring.at), ring.parity ^ 1);
-        if (asking) {
-            mbarrier_arrive_expect_tx(room.barrier(full + ring.at), KV_BYTES);
-            const unsigned at = to + ring.at * KV_BYTES, barrier = room.barrier(full + ring.at);
+        mbarrier_wait(layout.barrier(empty + ring.at), ring.parity ^ 1);
+        if (issues_copies) {
+            mbarrier_arrive_expect_tx(layout.barrier(full + ring.at), KV_BYTES);
+            const unsigned at = to + ring.at * KV_BYTES, barrier = layout.barrier(full + ring.at);
             if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PAD_D of them a block
                 for (int keys = 0; keys < BC; keys += V_BLOCK)
                     tma_load(at + keys * PAD_D, map, barrier, (start + keys) / 2, 0, tile.h / GROUP, tile.b);
@@ -38,29 +38,29 @@ __device__ __forceinline__ void producer(const Launch &launch, const Room &room)
         const Tile tile(p, index);
         if (tile.lo >= tile.hi) {
             write_zeros(p, tile);
-            if (asking) next = atomicAdd(launch.next_tile, 1);
+            if (issues_copies) next = atomicAdd(launch.next_tile, 1);
         } else {
-            const unsigned full = room.barrier(Q_FULL + q.at);
+            const unsigned full = layout.barrier(Q_FULL + q.at);
             const int last = last_of(tile.lo, tile.hi);
-            mbarrier_wait(room.barrier(Q_EMPTY + q.at), q.parity ^ 1);
-            if (asking) {
-                tile.publish(room.slots + q.at * TILE_INTS);
+            mbarrier_wait(layout.barrier(Q_EMPTY + q.at), q.parity ^ 1);
+            if (issues_copies) {
+                tile.publish(layout.slots + q.at * TILE_INTS);
                 mbarrier_arrive_expect_tx(full, GROUPS * Q_BYTES);
                 for (int group = 0; group < GROUPS; group++)
-                    load_tile<64>(room.q + (q.at * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
+                    load_tile<64>(layout.q + (q.at * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
                                   tile.h, tile.b);
             }
             q.next();
-            load(launch.k, room.k, K_FULL, K_EMPTY, k, tile, last);
-            if (asking) next = atomicAdd(launch.next_tile, 1);  // looked at behind the loads, by when it is there
+            load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, last);
+            if (issues_copies) next = atomicAdd(launch.next_tile, 1);  // used after the loads, when it has arrived
             for (int start = last; start >= tile.lo; start -= BC) {
-                if (start > tile.lo) load(launch.k, room.k, K_FULL, K_EMPTY, k, tile, start - BC);
-                load(launch.v, room.v, V_FULL, V_EMPTY, v, tile, start);
+                if (start > tile.lo) load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, start - BC);
+                load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, start);
             }
         }
     }
-    mbarrier_wait(room.barrier(Q_EMPTY + q.at), q.parity ^ 1);
-    if (!asking) return;
-    room.slots[q.at * TILE_INTS] = -1;  // of no batch row: the end
-    mbarrier_arrive(room.barrier(Q_FULL + q.at));
+    mbarrier_wait(layout.barrier(Q_EMPTY + q.at), q.parity ^ 1);
+    if (!issues_copies) return;
+    layout.slots[q.at * TILE_INTS] = -1;  // of no batch row: the end
+    mbarrier_arrive(layout.barrier(Q_FULL + q.at));
 }

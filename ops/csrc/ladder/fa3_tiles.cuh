@@ -72,10 +72,10 @@ __device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.b
 __device__ __forceinline__ int last_of(int lo, int hi) { return max_of(lo, (hi - 1) / BC * BC); }
 
 // Where the tiles are in shared memory.
-struct Room {
+struct SharedLayout {
     unsigned barriers, q, k, v, o;
     volatile int *slots;  // what tile is in each slot of Q
-    __device__ __forceinline__ Room(const void *memory, const void *barriers, int *slots)
+    __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         q = shared_address(memory), k = q + Q_SLOTS * GROUPS * Q_BYTES;
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;

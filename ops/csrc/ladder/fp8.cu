@@ -1,19 +1,21 @@
-// Attention in fp8 (Shah et al. 2024, section 3.3): what makes q, k and v of 16 bits e4m3 for fa3.cu with FP8, whose
-// products then have twice the rate, and half the bytes.
+// Attention in fp8 (Shah et al. 2024, section 3.3): these kernels convert q, k and v from 16 bits to 8 for fa3.cu
+// with FP8, whose products then run at twice the rate on half the bytes.
 //
-// Idea. e4m3 has 3 bits behind the point and ends at 448, so a scale goes with each block of tokens: 64 queries or a
-// tile of keys of a head share one, and V of a head has one. What is left is the error of outliers, beside which the
-// block's other numbers lose bits. With HADAMARD ("incoherent processing") q and k are first multiplied by the orthogonal matrix
-// H S / sqrt(D), Sylvester's H with signs S that stay the same: <q, k> does not change, and an outlier is spread over D
-// numbers. With INT8 q and k then are integers of 8 bits, not e4m3: with no outliers left, 255 even steps are finer.
-// V. wgmma takes operands of 8 bits along the reduction alone, which for P V is the keys: V is written transposed. And
-// a thread that holds S of keys 2c, 2c + 1, 2c + 8, 2c + 9 is to hold P of 4c .. 4c + 3: in V 16 keys lie in the order
-// that makes both the same, so that P stays in registers as it is.
+// Idea. e4m3 has 3 mantissa bits and a largest value of 448, so each block of tokens has a scale: 64 queries or a tile
+// of keys of a head share one, and V of a head has one. What remains is the error due to outliers, next to which the
+// block's other numbers lose precision. With HADAMARD ("incoherent processing") q and k are first multiplied by the
+// orthogonal matrix H S / sqrt(D), Sylvester's H with signs S that stay the same: <q, k> does not change, and an
+// outlier is spread over D numbers. With INT8 q and k then are integers of 8 bits, not e4m3: with no outliers left,
+// 255 even steps are finer.
+// V. wgmma reads 8-bit operands only along the dimension that is summed over, which for P V is the keys, so V is
+// written transposed. A thread holds S of keys 2c, 2c + 1, 2c + 8, 2c + 9, but must supply P of keys 4c .. 4c + 3.
+// Therefore each 16 keys of V are stored in the order that makes the two the same, so P stays in registers.
 //
-// HBM traffic. q and k read once and written in half the bytes; V read twice, written once.
-// Params: q, k and v in 8 bits, with PAD_D numbers a row, lie where a backward has dq, dk and dv. scratch: the scales,
-// of (B, Hq, queries / 64 in whole blocks), (B, Hkv, keys / BC), (B, Hkv) and, before the last is known, what
-// it is the largest of, (B, Hkv, keys / BC). With GIVEN the scales of q and k are there already.
+// HBM traffic. q and k read once and written in half the bytes; V read twice and written once in half the bytes.
+// Params: the 8-bit q, k and v, with PAD_D numbers per row, are written to the pointers dq, dk and dv of a backward.
+// scratch: the scales of q (B, Hq, queries / 64 in whole blocks), of k (B, Hkv, keys / BC) and of v (B, Hkv), then the
+// largest magnitudes in each BC keys of v (B, Hkv, keys / BC), from which the scale of v is computed. With GIVEN, the
+// scales of q and k are inputs.
 #include "fp8_scales.cuh"
 #include "hopper.cuh"
 
@@ -25,8 +27,9 @@
 #define VALUES 64  // keys that a block transposes
 #define E4M3_MOST 448.0f
 #define MOST (INT8 ? 127.0f : E4M3_MOST)  // of q and k
-// The largest number that a scale is made of is at least this: a score that a mask has made -inf is multiplied by the
-// scales of q and k, which must not be 0, nor their product; and 448 over that of V must not be inf.
+// Lower bounds of the largest magnitude that a scale is computed from. A masked score, -inf, is multiplied by the
+// scales of q and k, so neither these nor their product may be 0; and 448 divided by the largest magnitude of V must
+// not be inf.
 #define LEAST 1e-12f
 #define LEAST_OF_V 1e-30f
 
@@ -48,10 +51,10 @@ __device__ __forceinline__ void add_and_subtract(float &x, float &y) {
     y = x - y, x = sum;
 }
 
-// Rows of a warp as they lie in memory, and times S and H, as the product of H of 16, by mma, and one of PAD_D / 16 within a
-// thread. Column 32 j + 8 c + 4 i + 2 t + e is among the 16 bytes that lane 4 g + c has loaded. To mma it is column
-// 8 t + 2 c + e of A (mma.cuh), whose rows g and g + 8 are the halves: no lane needs another's. What is left is H of i, j
-// and, at D = 256, the halves.
+// Multiplies a warp's rows, as loaded from memory, by S and H. H is applied as the Kronecker product of H_16, by mma,
+// and H of order PAD_D / 16, within a thread. Column 32 j + 8 c + 4 i + 2 t + e is among the 16 bytes that lane 4 g + c
+// has loaded. For mma it is column 8 t + 2 c + e of A (mma.cuh), whose rows g and g + 8 are the two halves, so that
+// lanes exchange no data. What remains is H over i, j and, at D = 256, the halves.
 __device__ __forceinline__ void transform(float (&x)[2][4][8], const uint4 (&rows)[2][4]) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     const unsigned h = pack(__popc(2 * c & g) & 1 ? -1.0f : 1.0f, __popc((2 * c + 1) & g) & 1 ? -1.0f : 1.0f);

@@ -1,17 +1,18 @@
-// Stage 1, naive: softmax(Q K^T) V, a kernel for each of its three steps, with each number loaded for more than one use.
+// Stage 1, naive: softmax(Q K^T) V, one kernel for each of the three steps; each loaded number is used several
+// times.
 //
-// Idea: as `plain` has it, a matrix of scores S (Tq x Tk) in memory for every head; one kernel fills it, one turns its
-// rows into probabilities, one multiplies them with V. New: a thread owns a strip of STRIP queries, so that what it
-// loads of K or V serves STRIP multiplications instead of one; neighbouring threads store, and where they can load,
-// neighbouring addresses, and what the warps of a block read alike comes from the L1; a block has a row of the softmax.
-// Nothing is skipped: under a causal mask half of the scores are computed to be thrown away.
+// Idea: as in `plain`, every head has a matrix of scores S (Tq x Tk) in memory. One kernel computes S, one applies the
+// softmax to its rows, one multiplies the probabilities by V. New: each thread computes a strip of STRIP queries, so
+// that a value of K or V that it loads is used in STRIP multiplications instead of one. Stores are coalesced, and so
+// are loads where possible; data that several warps of a block read comes from L1. One block computes a row of the
+// softmax. Nothing is skipped: under a causal mask, half of the scores are computed and then discarded.
 //
 // HBM traffic: N = Tq = Tk. S is written, read and written again by the softmax (its further passes over a row hit the
-// L1), and read by the last step: 16 N^2 bytes a head, beside 8 N D to 16 N D bytes of Q, K, V and out. At N = 4096,
-// D = 128 that is 268 MB against 8 MB: the matrix is all of the traffic.
+// L1), and read by the last step: 16 N^2 bytes per head, and 8 N D to 16 N D bytes for Q, K, V and out. At N = 4096,
+// D = 128 these are 268 MB and 8 MB: nearly all of the traffic is that of the matrix.
 //
-// Limits: 4 N^2 bytes of memory a head: 8.6 GB for 32 heads at N = 8192. Any head dim. Causal or not, Tq different from
-// Tk, GQA, lse; forward only. scratch: S, (B, Hq, Tq, Tk) float.
+// Limits: 4 N^2 bytes of memory per head: 8.6 GB for 32 heads at N = 8192. Any head dim. Causal or not, Tq different
+// from Tk, GQA, lse; forward only. scratch: S, (B, Hq, Tq, Tk) float.
 #include "plain.cuh"
 
 #define THREADS 256
@@ -21,8 +22,8 @@
 #define STRIPS_AT_ONCE (THREADS / ROW_THREADS)
 
 // S = scale * Q K^T, -inf where a query does not see a key. Grid: B * Hq * tiles of 8 strips * n_tiles, where a tile is
-// 32 keys, one for each lane; every warp has a strip of queries of its own. Head after head, so that its K, which every
-// tile of queries reads again, stays in the L2.
+// 32 keys, one per lane; every warp has its own strip of queries. Heads are computed one after another, so that K of a
+// head, which every tile of queries reads again, stays in the L2.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const __grid_constant__ Params p) {
     const int query_tiles = ceil_div(p.tq, WARPS * STRIP), tile = blockIdx.x / p.n_tiles;
     const int head = tile / query_tiles, b = head / p.heads, h = head % p.heads;
@@ -33,9 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h + j * p.k_stride.t;
 
-    // Every lane walks along a key of its own, 16 bytes a step, so that a load touches 32 lines of memory; the next
-    // steps find them in the L1. The queries are the same for all lanes. Four sums, of every fourth product, round less
-    // than one.
+    // Every lane reads its own key, 16 bytes per step, so that a load touches 32 lines of memory, which are in the L1
+    // for the next steps. The queries are the same for all lanes. Four sums, of every fourth product each, have less
+    // rounding error than one.
     float4 sums[STRIP] = {};
     for (int d = 0; d < HEAD_DIM; d += 4) {
         const float4 x = load4(k, d);
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const
     }
 }
 
-// P = softmax(S) in its place, and lse. Grid: B * Hq * Tq, a block a row.
+// P = softmax(S), in place, and lse. Grid: B * Hq * Tq, one block per row.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_softmax(const __grid_constant__ Params p) {
     float *s = p.scratch + (long long)blockIdx.x * p.tk;
     float m = Max::identity;
@@ -69,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_softmax(cons
     if (threadIdx.x == 0) p.lse[blockIdx.x] = l > 0.0f ? m + logf(l) : -INFINITE;
 }
 
-// out = P V. Grid: B * Hq * tiles of STRIPS_AT_ONCE strips, head after head. Neighbouring threads own neighbouring
-// columns of V.
+// out = P V. Grid: B * Hq * tiles of STRIPS_AT_ONCE strips, one head after another. Neighbouring threads
+// compute neighbouring columns.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const __grid_constant__ Params p) {
     const int tiles = ceil_div(p.tq, STRIPS_AT_ONCE * STRIP);
     const int head = blockIdx.x / tiles, b = head / p.heads, h = head % p.heads;
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const
     const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
     const float *probs = p.scratch + ((long long)head * p.tq + i0) * p.tk;
 
-    // Sums of 32 keys each round less than one of all.
+    // Sums over 32 keys each have less rounding error than one sum over all.
     float4 sums[STRIP] = {};
     for (int first = 0; first < p.tk; first += 32) {
         float4 part[STRIP] = {};

@@ -1,15 +1,15 @@
-// Stage 0, plain: softmax(Q K^T) V and its gradients by their formulas, one thread for each element of each matrix.
+// Stage 0, plain: softmax(Q K^T) V and its gradients by their formulas, one thread per element of each matrix.
 //
-// Idea: a thread computes one element of S, O, dQ, dK or dV as a sum in a loop. Threads share nothing: there is no shared
-// memory, no value is loaded once for two products, and no load is wider than an element. Read this attention first;
-// every later stage is compared with it.
+// Idea: a thread computes one element of S, O, dQ, dK or dV as a sum in a loop. Threads share nothing: there is no
+// shared memory, no value is loaded once for two products, and no load is wider than an element. Read this attention
+// first; every later stage is compared with it.
 //
 // HBM traffic, with N = Tq = Tk: the first kernel writes S, the softmax reads it three times and writes it, the last
-// kernel reads it: at least 24 N^2 bytes per head. It is more because neighbouring threads of the softmax read addresses
-// that are N elements apart. The time goes into loads through the L1 cache: two for each multiplication.
+// kernel reads it: at least 24 N^2 bytes per head. The actual traffic is higher, as neighbouring threads of the
+// softmax read addresses that are N elements apart. The time goes into loads through the L1 cache: two for each multiplication.
 //
-// Limits: the forward allocates 4 N^2 bytes per head, the backward 8 N^2. Any head dim; with or without a causal mask, Tq
-// different from Tk, grouped heads, lse. scratch: in the forward S, then P; in the backward P, then dS: each
+// Limits: the forward allocates 4 N^2 bytes per head, the backward 8 N^2. Any head dim; with or without a causal
+// mask, Tq different from Tk, grouped heads, lse. scratch: in the forward S, then P; in the backward P, then dS: each
 // (B, Hq, Tq, Tk) float.
 #include "plain.cuh"
 
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_softmax(cons
     p.lse[at.n] = l > 0.0f ? m + logf(l) : -INFINITE;
 }
 
-// O = P V. A thread an element of O, column at.j.
+// O = P V. One thread per element of O, in column at.j.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const __grid_constant__ Params p) {
     const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const
 }
 
 // P again, from lse, and dS = P (dP - delta) * scale, with dP = dO V^T; delta, and lse2, which is lse, or inf for a row
-// that sees no key, are those of delta.cu. A thread a score.
+// that sees no key, are those of delta.cu. One thread per score.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(const __grid_constant__ Params p) {
     const Position at = own_position(p.heads, p.tq, p.tk);
     if (at.b >= p.batch) return;
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(cons
     p.scratch[(long long)p.batch * p.heads * p.tq * p.tk + at.n] = prob * (dprob - p.delta[row]) * p.scale;
 }
 
-// dQ = dS K. A thread an element of dQ.
+// dQ = dS K. One thread per element of dQ.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __grid_constant__ Params p) {
     const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
@@ -100,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __g
     row_of(p.dq, p.dq_stride, at.b, at.h, at.i)[at.j] = to_element(dq);
 }
 
-// dV = P^T dO and dK = dS^T Q, over the queries of all heads that share the key's. A thread an element of each.
-// Four blocks: left to itself the compiler takes 48 registers on sm_80, and spills.
+// dV = P^T dO and dK = dS^T Q, over the queries of all heads that share the key head. One thread per element.
+// At least four blocks per multiprocessor: without this bound, the compiler uses 48 registers on sm_80 and spills.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) tilegpt_plain_dkdv(const __grid_constant__ Params p) {
     const Position at = own_position(p.kv_heads, p.tk, HEAD_DIM);
     if (at.b >= p.batch) return;

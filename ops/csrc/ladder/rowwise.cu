@@ -1,14 +1,14 @@
-// Stage 2, rowwise: one kernel; a row of scores lives in shared memory and never reaches HBM.
+// Stage 2, rowwise: one kernel; a row of scores stays in shared memory and is not written to HBM.
 //
-// Idea: softmax and the product with V need one row of S at a time. A block owns one query: it fills the row's scores
-// in shared memory, takes their maximum and sum across the block, and adds up the values.
+// Idea: softmax and the product with V need one row of S at a time. A block handles one query: it stores the row's
+// scores in shared memory, reduces their maximum and sum over the block, and sums the weighted values.
 //
 // New since `naive`: fusion. The N x N matrix is gone, memory grows as N; keys beyond the diagonal are not computed;
-// K is loaded in neighbouring addresses, as the lanes of a warp share a key and add their parts up by shuffles.
+// loads of K are coalesced, as the lanes of a warp share a key and add their partial sums by shuffles.
 //
-// HBM traffic: Q, K, V and out once, 16 N D bytes a head, as long as K and V of the heads in flight fit into the L2.
-// But every block reads all of K and V: 8 N^2 D bytes a head come from L2, D / 2 times what `naive` moved. Two FLOPs
-// for a 4-byte load: that is what this stage waits for, and what tiles put right (tiled.cu).
+// HBM traffic: Q, K, V and out once, 16 N D bytes per head, as long as K and V of the heads in flight fit into the L2.
+// But every block reads all of K and V: 8 N^2 D bytes per head come from L2, D / 2 times what `naive` moved. Two FLOPs
+// per 4-byte load limit the speed of this stage; tiles improve this ratio (tiled.cu).
 //
 // Limits: the keys that a query may see have to fit into a block's shared memory, 4 bytes each: 57,600 on an H200. Any
 // head dim. Causal or not, Tq different from Tk, GQA, lse; forward only.
@@ -17,9 +17,9 @@
 #define THREADS 256
 #define WARPS (THREADS / 32)
 #define LANE_DIMS ((HEAD_DIM + 31) / 32)
-// Keys of a warp at a time: their loads and shuffles wait for memory side by side.
-#define AT_ONCE 4
-// Columns of V for a pass of the block, and how many threads share one, each with every PARTS-th key.
+// Keys of a warp at a time, whose loads and shuffles overlap.
+#define KEYS_AT_ONCE 4
+// Columns of V in one pass of the block, and the number of threads per column, each with every PARTS-th key.
 #define COLUMNS (HEAD_DIM < THREADS ? HEAD_DIM : THREADS)
 #define PARTS (THREADS / COLUMNS)
 
@@ -36,23 +36,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h + range.lo * p.k_stride.t;
     const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h + range.lo * p.v_stride.t;
 
-    // Scores: a warp a key, a lane every 32nd element.
+    // Scores: one key per warp, every 32nd element per lane.
     float query[LANE_DIMS];
 #pragma unroll
     for (int c = 0; c < LANE_DIMS; ++c) query[c] = lane + 32 * c < HEAD_DIM ? to_float(q[lane + 32 * c]) : 0.0f;
-    for (int first = warp * AT_ONCE; first < n; first += WARPS * AT_ONCE) {
-        float dots[AT_ONCE] = {};
+    for (int first = warp * KEYS_AT_ONCE; first < n; first += WARPS * KEYS_AT_ONCE) {
+        float dots[KEYS_AT_ONCE] = {};
 #pragma unroll
-        for (int a = 0; a < AT_ONCE; ++a) {
+        for (int a = 0; a < KEYS_AT_ONCE; ++a) {
             const element *row = k + min_of(first + a, n - 1) * p.k_stride.t;
 #pragma unroll
             for (int c = 0; c < LANE_DIMS; ++c)
                 if (lane + 32 * c < HEAD_DIM) dots[a] += query[c] * to_float(row[lane + 32 * c]);
         }
 #pragma unroll
-        for (int a = 0; a < AT_ONCE; ++a) dots[a] = reduce_warp<Sum>(dots[a]);
+        for (int a = 0; a < KEYS_AT_ONCE; ++a) dots[a] = reduce_warp<Sum>(dots[a]);
 #pragma unroll
-        for (int a = 0; a < AT_ONCE; ++a) {
+        for (int a = 0; a < KEYS_AT_ONCE; ++a) {
             float capped;
             const float score = score_of(p, dots[a], i, range.lo + first + a, diagonal, 0.0f, capped);
             if (lane == a && first + a < n) scores[first + a] = score;
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
     }
     __syncthreads();
 
-    // Softmax, unnormalised: the sum divides at the end, D numbers instead of n.
+    // Softmax, unnormalised: at the end, D numbers are divided by the sum instead of n.
     float m = Max::identity, l = 0.0f;
     for (int j = threadIdx.x; j < n; j += THREADS) m = fmaxf(m, scores[j]);
     m = reduce_block<Max, WARPS>(m);
@@ -68,9 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
         scores[j] = expf(scores[j] - m);
         l += scores[j];
     }
-    l = reduce_block<Sum, WARPS>(l);  // and every exponential is there
+    l = reduce_block<Sum, WARPS>(l);  // its barriers also wait for all exponentials
 
-    // Values: a thread a column, the keys dealt out to PARTS threads.
+    // Values: PARTS threads per column, which split the keys.
     const float inverse = l > 0.0f ? 1.0f / l : 0.0f;
     element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + i * p.out_stride.t;
     for (int d0 = 0; d0 < HEAD_DIM; d0 += COLUMNS) {
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
 #pragma unroll 8
             for (int j = part; j < n; j += PARTS) sum += scores[j] * to_float(v[j * p.v_stride.t + d]);
         }
-        __syncthreads();  // nobody still reads the last pass's
+        __syncthreads();  // no thread still reads the sums of the last pass
         sums[threadIdx.x] = sum;
         __syncthreads();
         if (part == 0 && d < HEAD_DIM) {

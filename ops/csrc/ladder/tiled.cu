@@ -1,21 +1,22 @@
 // Stage 3, tiled: FlashAttention in fp32. Tiles of queries and keys in shared memory, an online softmax, products in
 // registers; exact fp32 (FMA units, no TF32).
 //
-// Idea: a block owns QUERIES queries, WARP_ROWS a warp, and walks over the keys, a tile of OTHERS at a time. The
-// softmax of a row needs its maximum m and sum l only in the end; on the way, whenever a tile brings a larger maximum,
-// what is there is rescaled (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1):
+// Idea: a block computes QUERIES queries, WARP_ROWS per warp, in a loop over tiles of INNER_TILE keys. The softmax of
+// a row needs its final maximum m and sum l only at the end; until then, whenever a tile has a larger maximum, the
+// accumulated l and O are rescaled (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1):
 //     m' = max(m, rowmax S);  P = exp(S - m');  l = l e^(m - m') + rowsum P;  O = O e^(m - m') + P V
 //
-// New since `rowwise`: a tile of K or V serves all queries of the block, and a value in a register a whole column of a
-// thread's ROWS x COLS scores (tiles.cuh). Copies to shared memory run behind the products (cp.async): V arrives during
-// S = Q K^T, the next K during P V, with two barriers a tile. A warp owns whole rows, so that maxima need 8 lanes and P
-// no barrier. Tiles that the mask hides are skipped, and those that it does not cut are not masked.
+// New since `rowwise`: a tile of K or V is used by all queries of the block, and a value in a register is used for a
+// whole column of a thread's ROWS x COLS scores (tiles.cuh). Copies to shared memory overlap with the products
+// (cp.async): V is copied during S = Q K^T, and the next K during P V, with two barriers per tile. A warp computes
+// whole rows, so a row's maximum is reduced over 8 lanes, and P needs no barrier. Fully masked tiles are skipped; fully
+// visible tiles are not masked.
 //
-// HBM traffic: Q, K, V and out once. From L2 comes K and V for every tile of queries: 8 N^2 D / QUERIES bytes a head,
-// QUERIES times less than `rowwise`: QUERIES / 2 FLOPs a byte, and the FMA units are what is left to wait for.
+// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 8 N^2 D / QUERIES bytes per head,
+// QUERIES times less than `rowwise`. At QUERIES / 2 FLOPs per byte, the FMA units limit the speed.
 //
-// Limits: shared memory, 4 (QUERIES (PADDED + OTHERS) + 2 OTHERS PADDED) bytes, and registers, ROWS PADDED / 8 for O:
-// head dims to 128. Every option but a bias. Its backward: tiled_backward.cu.
+// Limits: shared memory, 4 (QUERIES (PADDED + INNER_TILE) + 2 INNER_TILE PADDED) bytes, and registers, ROWS PADDED /
+// 8 for O: head dims up to 128. All options except a bias. The backward is in tiled_backward.cu.
 #include "tiles.cuh"
 
 #define QUERIES (WARP_ROWS * WARPS)
@@ -37,11 +38,11 @@ __device__ __forceinline__ void mask(const Params &p, float (&s)[ROWS][COLS], in
         }
 }
 
-// out and lse. Grid: B * Hq * n_tiles; BLOCKS are to share a multiprocessor.
+// out and lse. Grid: B * Hq * n_tiles; BLOCKS: the minimum of resident blocks per multiprocessor.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forward(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
     float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + QUERIES * PADDED;
-    float *v_tile = k_tile + OTHERS * PADDED, *weights = v_tile + OTHERS * PADDED;
+    float *v_tile = k_tile + INNER_TILE * PADDED, *weights = v_tile + INNER_TILE * PADDED;
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * QUERIES;
@@ -57,17 +58,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);
 #endif
-    const Range range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, OTHERS, documents_of(p, b, tile));
+    const Range range =
+        key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, INNER_TILE, documents_of(p, b, tile));
 
-    // Of the rows that eight lanes share, a lane keeps the m and l of one: r = lane_col.
+    // Of the rows that eight lanes share, each lane keeps m and l of one: r = lane_col.
     float m = Max::identity, l = 0.0f;
     float4 o[ROWS][FLOAT4S] = {};
     load_tile<QUERIES, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
-    load_tile<OTHERS, BY_8>(k_tile, k, p.k_stride.t, range.lo, range.hi);
-    for (int start = range.lo; start < range.hi; start += OTHERS) {
+    load_tile<INNER_TILE, BY_8>(k_tile, k, p.k_stride.t, range.lo, range.hi);
+    for (int start = range.lo; start < range.hi; start += INNER_TILE) {
         wait_for_copies();
-        __syncthreads();  // K is there, and nobody still reads the last V
-        load_tile<OTHERS, 0>(v_tile, v, p.v_stride.t, start, range.hi);
+        __syncthreads();  // K has arrived, and no warp still reads the last V
+        load_tile<INNER_TILE, 0>(v_tile, v, p.v_stride.t, start, range.hi);
         float s[ROWS][COLS];
         product(s, q_tile, row, k_tile, col);
 #pragma unroll
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         float rescale[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            // m begins at the least number, not at -inf: exp(-inf - m) is 0, and never NaN.
+            // m begins at the most negative finite number, not at -inf, so that exp(-inf - m) is 0, not NaN.
             const float before = from_column(m, r);
             float largest = before, sum = 0.0f;
 #pragma unroll
@@ -104,10 +106,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         }
         store_weights(weights, row, col, s);
         wait_for_copies();
-        __syncthreads();  // V and P are there, and nobody still reads K
-        if (start + OTHERS < range.hi)
-            load_tile<OTHERS, BY_8>(k_tile, k, p.k_stride.t, start + OTHERS, range.hi);
-        // A sum for each tile takes no more instructions; one over 239 keys erred 2.4 times as much as PyTorch's.
+        __syncthreads();  // V and P have arrived, and no warp still reads K
+        if (start + INNER_TILE < range.hi)
+            load_tile<INNER_TILE, BY_8>(k_tile, k, p.k_stride.t, start + INNER_TILE, range.hi);
+        // Separate sums per tile take no more instructions; one sum over 239 keys had 2.4 times the error of PyTorch's.
         float4 of_tile[ROWS][FLOAT4S] = {};
         accumulate<ROWS, 0>(of_tile, weights, row, v_tile, col);
 #pragma unroll

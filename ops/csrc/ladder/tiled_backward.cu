@@ -1,24 +1,24 @@
-// Stage 3, tiled: the backward, in fp32 and with the same bits each time.
+// Stage 3, tiled: the backward, in fp32 and deterministic.
 //
-// Idea: nothing of size N x N was kept; S and P are computed again from Q, K and the log-sum-exp (Dao et al. 2022,
+// Idea: nothing of size N x N was kept; S and P are recomputed from Q, K and the log-sum-exp (Dao et al. 2022,
 // algorithm 4; 2023, section 3.1.2). With delta = rowsum(out * dout) (delta.cu):
 //     P = exp(S - lse);  dP = dout V^T;  dS = P * (dP - delta)
 //     dV = P^T dout;  dK = scale * dS^T Q;  dQ = scale * dS K
 //
-// New since the forward: sums along both sides of S. dK and dV are sums over queries, dQ is one over keys; one kernel
-// for both would add one of them up by atomics, in any order. Here are two, each with its sums in registers, that
-// recompute S and dP each: 7 products instead of 5. The queries of a whole group run past a tile of keys, so that GQA
-// needs no further sum.
-// The warps work in pairs on the same rows: one makes S and P, the other dP and then dS, which passes through shared
-// memory. So each holds one product at a time, and in dkdv one of dV and dK.
+// New since the forward: sums over both dimensions of S. dK and dV are sums over queries, dQ is a sum over keys. A
+// single kernel would have to accumulate one of them by atomics, in no fixed order. Here there are two kernels, which
+// accumulate in registers and both recompute S and dP: 7 products instead of 5. The loop for a tile of keys runs over
+// the queries of all heads of the group, so GQA needs no sum afterwards.
+// Two warps share the same rows: one computes S and P, the other dP and then dS; P and dS pass through shared memory.
+// So each warp holds only one product at a time in registers, and in dkdv only one of dV and dK.
 //
-// HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every PAIRED keys, and K and V for
-// every PAIRED queries.
+// HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every OUTER_TILE keys, and K and V
+// for every OUTER_TILE queries.
 //
-// Limits: as the forward; shared memory 8 ((PAIRED + OTHERS) PADDED + PAIRED OTHERS) bytes.
+// Limits: as the forward; shared memory 8 ((OUTER_TILE + INNER_TILE) PADDED + OUTER_TILE INNER_TILE) bytes.
 #include "tiles.cuh"
 
-#define PAIRED (WARP_ROWS * WARPS / 2)  // rows of a block
+#define OUTER_TILE (WARP_ROWS * WARPS / 2)  // rows of a block
 
 // The probability of one score: P, and P times the derivative of the softcap. s: <q_i, k_j>.
 struct Probability {
@@ -45,26 +45,26 @@ __device__ __forceinline__ float ds_of(const Params &p, float derived, float dp,
     return derived * ((keep ? dp * p.keep_scale : 0.0f) - delta);
 }
 
-// dK and dV of PAIRED keys of one key head. Rows are keys, columns queries. Grid: B * Hkv * n_tiles.
+// dK and dV of OUTER_TILE keys of one key head. Rows are keys, columns queries. Grid: B * Hkv * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
-    float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + PAIRED * PADDED;
-    float *q_tile = v_tile + PAIRED * PADDED, *dout_tile = q_tile + OTHERS * PADDED;
-    float *weights = dout_tile + OTHERS * PADDED, *derived = weights + PAIRED * OTHERS;
+    float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED;
+    float *q_tile = v_tile + OUTER_TILE * PADDED, *dout_tile = q_tile + INNER_TILE * PADDED;
+    float *weights = dout_tile + INNER_TILE * PADDED, *derived = weights + OUTER_TILE * INNER_TILE;
     int tile, kv_head;
     unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
-    const int b = kv_head / p.kv_heads, j0 = tile * PAIRED, warp = threadIdx.x / 32;
+    const int b = kv_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool second = warp % 2;  // dP, dS and dK; the first has S, P and dV
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
     const element *k = p.k + b * p.k_stride.b + kv_head % p.kv_heads * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + kv_head % p.kv_heads * p.v_stride.h;
-    Range range = query_range(p, j0, min_of(PAIRED, p.tk - j0), diagonal, OTHERS, documents_of(p, b, tile));
+    Range range = query_range(p, j0, min_of(OUTER_TILE, p.tk - j0), diagonal, INNER_TILE, documents_of(p, b, tile));
     if (j0 >= keys) range.hi = range.lo;
 
     float4 sums[ROWS][FLOAT4S] = {};
-    load_tile<PAIRED, BY_4>(k_tile, k, p.k_stride.t, j0, keys);
-    load_tile<PAIRED, BY_4>(v_tile, v, p.v_stride.t, j0, keys);
+    load_tile<OUTER_TILE, BY_4>(k_tile, k, p.k_stride.t, j0, keys);
+    load_tile<OUTER_TILE, BY_4>(v_tile, v, p.v_stride.t, j0, keys);
     for (int g = 0; g < GROUP; ++g) {
         const int h = kv_head % p.kv_heads * GROUP + g;
         const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
@@ -74,10 +74,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #if DROPOUT
         const unsigned dropout_key = head_key(p, b, h);
 #endif
-        for (int start = range.lo; start < range.hi; start += OTHERS) {
+        for (int start = range.lo; start < range.hi; start += INNER_TILE) {
             __syncthreads();  // nobody still reads the last tiles
-            load_tile<OTHERS, BY_8>(q_tile, q, p.q_stride.t, start, p.tq);
-            load_tile<OTHERS, BY_8>(dout_tile, dout, p.dout_stride.t, start, p.tq);
+            load_tile<INNER_TILE, BY_8>(q_tile, q, p.q_stride.t, start, p.tq);
+            load_tile<INNER_TILE, BY_8>(dout_tile, dout, p.dout_stride.t, start, p.tq);
             wait_for_copies();
             __syncthreads();
             const bool cut = start < range.full_lo || start >= range.full_hi;
@@ -147,15 +147,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     }
 }
 
-// dQ of PAIRED queries of one head. Rows are queries, columns keys. Grid: B * Hq * n_tiles.
+// dQ of OUTER_TILE queries of one head. Rows are queries, columns keys. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
-    float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + PAIRED * PADDED;
-    float *k_tile = dout_tile + PAIRED * PADDED, *v_tile = k_tile + OTHERS * PADDED;
-    float *derived = v_tile + OTHERS * PADDED;
+    float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + OUTER_TILE * PADDED;
+    float *k_tile = dout_tile + OUTER_TILE * PADDED, *v_tile = k_tile + INNER_TILE * PADDED;
+    float *derived = v_tile + INNER_TILE * PADDED;
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * PAIRED, warp = threadIdx.x / 32;
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool second = warp % 2;  // dP and dS; the first has S and P. Each has half of their rows of dQ.
     const int keys = keys_of(p, b), diagonal = keys - p.tq;
@@ -168,15 +168,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);
 #endif
-    const Range range = key_range(p, i0, min_of(PAIRED, p.tq - i0), keys, diagonal, OTHERS, documents_of(p, b, tile));
+    const Range range =
+        key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, diagonal, INNER_TILE, documents_of(p, b, tile));
 
     float4 sums[ROWS / 2][FLOAT4S] = {};
-    load_tile<PAIRED, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
-    load_tile<PAIRED, BY_4>(dout_tile, dout, p.dout_stride.t, i0, p.tq);
-    for (int start = range.lo; start < range.hi; start += OTHERS) {
+    load_tile<OUTER_TILE, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
+    load_tile<OUTER_TILE, BY_4>(dout_tile, dout, p.dout_stride.t, i0, p.tq);
+    for (int start = range.lo; start < range.hi; start += INNER_TILE) {
         __syncthreads();  // nobody still reads the last tiles
-        load_tile<OTHERS, BY_8>(k_tile, k, p.k_stride.t, start, range.hi);
-        load_tile<OTHERS, BY_8>(v_tile, v, p.v_stride.t, start, range.hi);
+        load_tile<INNER_TILE, BY_8>(k_tile, k, p.k_stride.t, start, range.hi);
+        load_tile<INNER_TILE, BY_8>(v_tile, v, p.v_stride.t, start, range.hi);
         wait_for_copies();
         __syncthreads();
         const bool cut = start < range.full_lo || start >= range.full_hi;

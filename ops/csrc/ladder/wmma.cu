@@ -1,22 +1,22 @@
-// WMMA: tensor cores by whole fragments of 16 x 16, which meet everything else in shared memory.
+// WMMA: tensor cores with fragments of 16 x 16, which are loaded from shared memory and stored there.
 //
-// Idea. The loops of `tiled`: a block owns QUERIES queries and walks over the keys, KEYS at a time. A warp has 16 of the
-// queries and multiplies 16 x 16 x 16 at a time. Which lane holds which element of a fragment is not said, so nothing
-// that works on rows can be done in one: S is stored to shared memory for the softmax, P is loaded from there, and O
-// lies there too, to be rescaled by rows, loaded as the sum that P V goes into, and stored.
+// Idea. The loops of `tiled`: a block computes QUERIES queries in a loop over tiles of KEYS keys. A warp handles 16 of
+// the queries and multiplies 16 x 16 x 16 at a time. CUDA does not say which lane holds which element of a fragment, so
+// operations on rows cannot work on fragments: S is stored to shared memory for the softmax, and P is loaded from
+// there. O is kept there too: it is rescaled by rows, loaded as the accumulator of P V, and stored again.
 //
-//     Q, K --fragments--> [ S ]  shared, fp32  --a row for two lanes--> [ P ]  shared, 16 bits
+//     Q, K --fragments--> [ S ]  shared, fp32  --two lanes per row---> [ P ]  shared, 16 bits
 //                                                                        |
 //                         [ O ]  shared, fp32  --load, + P V, store------+-- V
 //
 // New since `tiled`. Products of 16-bit numbers on tensor cores, summed in fp32. Rows in shared memory are 16 bytes
 // longer than the data, so that the rows of a fragment begin in different banks.
-// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 4 N^2 D / QUERIES bytes a head.
-// Limits. Shared memory: of each score 4 bytes out and 4 in, of each number of O the same for every tile of keys, and
-// both again for the softmax and the rescaling. Copies are awaited at once: K and V take turns in one place. 16-bit
-// inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
-// The host also defines WARPS, KEYS, BLOCKS (that are to share a multiprocessor), ALIGNED (whether rows begin at
-// multiples of 16 bytes) and VECTOR (plain.cuh).
+// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 4 N^2 D / QUERIES bytes per head.
+// Limits. Shared-memory traffic: each score is stored in 4 bytes, loaded by the softmax, and stored and loaded again as P
+// in 2; each number of O is loaded and stored for every tile of keys, and once more where it is rescaled. Copies are synchronous: K and V share one buffer
+// in turn. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
+// The host also defines WARPS, KEYS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether rows begin
+// at multiples of 16 bytes) and VECTOR (plain.cuh).
 #include "wmma.cuh"
 
 #include "plain.cuh"

@@ -12,7 +12,7 @@
 // What is multiplied: the elements, or of fp32 terms of fp16 (split_products.cuh).
 #if ELEMENT_KIND == float_ELEMENT
 typedef unsigned short operand;
-static_assert(HEAD_DIM <= 128, "wider rows have no room in shared memory");
+static_assert(HEAD_DIM <= 128, "wider rows do not fit into shared memory");
 #else
 typedef element operand;
 static_assert(HEAD_DIM % 8 == 0, "rows are copied in chunks of 8 elements");

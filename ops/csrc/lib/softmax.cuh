@@ -36,12 +36,13 @@ template <int TILES> struct Rows {
 // (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
 // multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes exp2(c (s -
 // m)), an instruction more, so that the largest is 1 and not 2 to the power of what m was rounded by.
-// Where m grew, rescale(t, half, factor) is called for what O has of the row so far; gives whether one of the warp's did.
+// Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
+// warp needed it.
 template <int TILES, int PAIRS, typename Rescale>
 __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Rows<TILES> &rows, float c,
                                                const Rescale &rescale) {
     float most[TILES][2];
-    bool grew = false;
+    bool needs_rescale = false;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -52,10 +53,10 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Row
             for (int n = 0; n < 2 * PAIRS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            grew |= ABOVE(x, rows.m[t][half]) > 8.0f;
+            needs_rescale |= ABOVE(x, rows.m[t][half]) > 8.0f;
         }
-    grew = __any_sync(~0u, grew);
-    if (grew) {
+    needs_rescale = __any_sync(~0u, needs_rescale);
+    if (needs_rescale) {
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -95,7 +96,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Row
             rows.l[t][half] += sum;
 #endif
         }
-    return grew;
+    return needs_rescale;
 }
 
 // The same, with o rescaled at once.

@@ -10,7 +10,7 @@
 
 #define THREADS (32 * WARPS)
 #define WARP_ROWS (4 * ROWS)
-#define OTHERS (8 * COLS)                   // columns of a product of two tiles
+#define INNER_TILE (8 * COLS)               // columns of a product of two tiles
 #define PADDED ((HEAD_DIM + 31) / 32 * 32)  // floats in a row of a tile of Q, K, V or dout
 #define FLOAT4S (PADDED / 32)               // of a row of out, dQ, dK or dV, a thread's
 
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_weights(float *weights, int row, int col, 
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4)
-            at<OTHERS, BY_4>(weights, row + 4 * r, (col * COLS + c) / 4) =
+            at<INNER_TILE, BY_4>(weights, row + 4 * r, (col * COLS + c) / 4) =
                 make_float4(s[r][c], s[r][c + 1], s[r][c + 2], s[r][c + 3]);
 }
 
@@ -132,7 +132,7 @@ __device__ __forceinline__ void load_weights(float *weights, int row, int col, f
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4) {
-            const float4 four = at<OTHERS, BY_4>(weights, row + 4 * r, (col * COLS + c) / 4);
+            const float4 four = at<INNER_TILE, BY_4>(weights, row + 4 * r, (col * COLS + c) / 4);
             s[r][c] = four.x, s[r][c + 1] = four.y, s[r][c + 2] = four.z, s[r][c + 3] = four.w;
         }
 }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void accumulate(float4 (&sums)[N][FLOAT4S], float *we
             float w[N][4];
 #pragma unroll
             for (int r = 0; r < N; ++r) {
-                const float4 four = at<OTHERS, BY_4>(weights, row + 4 * r, (t * COLS + c) / 4);
+                const float4 four = at<INNER_TILE, BY_4>(weights, row + 4 * r, (t * COLS + c) / 4);
                 w[r][0] = four.x, w[r][1] = four.y, w[r][2] = four.z, w[r][3] = four.w;
             }
 #pragma unroll
