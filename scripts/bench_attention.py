@@ -49,6 +49,7 @@ def arguments() -> argparse.Namespace:
     mask.add_argument("--causal", action="store_true", default=None, help="only causal (default: both)")
     mask.add_argument("--full", dest="causal", action="store_false", help="only without a mask")
     add("--window", type=positive, help="keys that a query sees to its left")
+    add("--documents", type=positive, metavar="N", help="rows of documents of N tokens each, by document_ids")
     add(
         "--sparsity",
         nargs="+",

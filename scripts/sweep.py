@@ -160,6 +160,7 @@ class Sweep:
         study = self.study
         words = [*point.overrides, f"--warm-up={study.warm_up}"]
         words += [f"--steps={study.steps}", f"--seconds={study.seconds}"]
+        words += [f"--piece={study.piece}", "--brief"] if study.piece else []
         return words + ([f"--peer={point.peer}"] if point.peer else [])
 
     def _note(self, row: Row) -> None:

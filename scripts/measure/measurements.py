@@ -10,6 +10,8 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 
+from conf.values import UserError
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -38,8 +40,17 @@ OTHERS = {
         (
             f"{BENCH} --attention {FA3} --head-dim 64 128 --seq-len 1024 2048 4096 8192 16384 "
             "--out results/hopper/<gpu>.jsonl",
+            *(
+                f"{BENCH} --attention {FA3}{more} --out results/hopper/<gpu>.jsonl"
+                for more in (
+                    " --head-dim 96 192 256 --seq-len 4096 16384",
+                    " --head-dim 128 --heads 32 --kv-heads 8 --seq-len 4096 16384",
+                    " flex --head-dim 64 128 --seq-len 16384 --causal --window 1024",
+                    " flex --head-dim 64 128 --seq-len 16384 --causal --documents 1024",
+                )
+            ),
         ),
-        150,
+        350,
     ),
     "cuda_ladder": Measurement(("python scripts/bench_ladder.py",), 120),
     "roofline": Measurement(("python scripts/roofline.py", "python scripts/roofline.py --tiles"), 300),
@@ -52,10 +63,13 @@ OTHERS = {
 
 
 def measurement(name: str) -> Measurement:
-    """Of a folder of results/. Raises ModuleNotFoundError for what nothing measures."""
+    """Of a folder of results/. Raises ModuleNotFoundError for what nothing measures, UserError for a study
+    that does not say what it takes."""
     if name in OTHERS:
         return OTHERS[name]
     study = importlib.import_module(f"scripts.measure.studies.{name}")
+    if not hasattr(study, "GPU_S"):
+        raise UserError(f"{study.__name__} has no GPU_S: its seconds on one H200, 0 if it needs no GPU.")
     return Measurement((f"python scripts/study.py {name}",), study.GPU_S, getattr(study, "ESTIMATED", False))
 
 

@@ -38,6 +38,7 @@ class Study:
     steps: int
     seconds: float
     timeout_s: float
+    piece: int = 0  # tokens in which the loss of the first batch is computed, too
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def study_of(overrides: list[str]) -> Study:
             raise UserError(f"{override}: the study gives {key} a value at each point; set {instead}.")
     common = tuple(override for override in overrides if not override.lstrip("+").startswith("sweep."))
     rest = {key: block[key] for key in ("micro_tokens", "warm_up", "steps", "seconds", "timeout_s")}
+    rest["piece"] = block.get("piece", 0)
     return Study(chosen["experiment"], common, grid, tuple(block["peers"]), **rest)
 
 

@@ -152,7 +152,7 @@ def train(request: dict[str, Any], ready: Callable[[], None]) -> Result:
     """train.py with these words, in that folder."""
     os.chdir(request["folder"])
     sys.argv = ["train.py", *request["words"]]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "train.py"), run_name="train")["main"]()  # as __main__ it ends the process
     return {"status": "ok", "reason": None}
 
 

@@ -155,16 +155,19 @@ def test_a_wrong_implementation_shows_in_its_error(tmp_path):
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("documents", [None, 4, 6])
 @pytest.mark.parametrize("window", [None, 3, 100])
-def test_flops_count_what_is_seen(causal, window):
-    shape = Shape(2, 4, 2, 16, 8, causal, "bf16", window=window)
+def test_flops_count_what_is_seen(causal, window, documents):
+    shape = Shape(2, 4, 2, 16, 8, causal, "bf16", window=window, documents=documents)
     from attention.naive import attention_scores
 
     options = shape.options("cpu")
+    if (ids := options.get("document_ids")) is not None:
+        options["document_ids"] = ids[:1], ids[:1]
     scores = attention_scores(torch.zeros(1, 1, 16, 8), torch.zeros(1, 1, 16, 8), AttentionOptions(**options))
     seen = int((scores == 0).sum())
-    if window is None:  # by convention half the square, without the diagonal's own half
-        seen = 128 if causal else 256
+    if window is None and causal:  # by convention half the square, without the diagonal's own half
+        seen -= 16 // 2
     assert shape.flops("forward") == 4 * 2 * 4 * 8 * seen
     assert shape.flops("both") == 3.5 * shape.flops("forward")
 
@@ -179,7 +182,7 @@ def test_decode_reads_keys_and_values_once():
 
 def usual(**given):
     names = ("seq_len", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "sparsity", "dtype")
-    names += ("relative_bias",)
+    names += ("relative_bias", "documents")
     options = dict.fromkeys(names) | {"short": False, "kv_lengths": False, "passes": ["forward"]}
     return argparse.Namespace(**options | given)
 

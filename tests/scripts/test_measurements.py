@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from conf.values import UserError
 from scripts import study
 from scripts.measure import runner
 from scripts.measure.measurements import Measurement, command_of, measurement, measurements
+from scripts.measure.rows import read
 from tests.running import ROOT
 
 
@@ -65,3 +67,22 @@ def test_all_runs_every_command_and_names_those_that_failed(monkeypatch, capsys)
 def test_what_nothing_measures_is_refused():
     with pytest.raises(ModuleNotFoundError):
         measurement("probe")
+
+
+def test_the_study_to_copy_is_one(tmp_path, monkeypatch, capsys):
+    """The file of docs/adding-a-study.md, as it stands there."""
+    text = (ROOT / "docs" / "adding-a-study.md").read_text(encoding="utf-8")
+    path, code = re.search(r"^```python\n# (\S+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE).groups()
+    module = ModuleType(path.removesuffix(".py").replace("/", "."))
+    exec(compile(code, path, "exec"), vars(module))
+    module.LENGTHS = (8, 16)
+    monkeypatch.setattr(sys, "argv", ["study.py", "--out", str(tmp_path / "cpu.jsonl")])
+    module.main()
+    said = capsys.readouterr().out
+    assert "mask_cost: 8 points" in said and "[8/8" in said and re.search(r"^sdpa +16 ", said, re.M)
+    assert len(list(read(tmp_path / "cpu.jsonl"))) == 8 and "naive" in (tmp_path / "cpu.svg").read_text()
+    monkeypatch.setattr("importlib.import_module", lambda name: module)
+    assert measurement("mask_cost") == Measurement(("python scripts/study.py mask_cost",), 5, True)
+    del module.GPU_S
+    with pytest.raises(UserError, match=r"studies\.mask_cost has no GPU_S: its seconds on"):
+        measurement("mask_cost")

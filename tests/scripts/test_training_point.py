@@ -114,6 +114,8 @@ def test_laps(monkeypatch):
     assert ran(2, 20, 2.5, 1.0).spread()["n"] == 3  # seconds, but three steps in any case
     assert ran(2, 20, 9.5, 1.0).spread()["n"] == 10
     assert ran(1, 20, 1.0, 25.0).spread()["n"] == 1  # unless they take very long
+    alone = ran(0, 1, 0.0, 25.0).result()  # without a warm-up the first counts
+    assert (alone["n"], alone["ms_median"], alone["first_step_s"]) == (1, 25e3, 25.0)
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ class Shape:
     decode: bool = False
     kv_lengths: bool = False
     window: int | None = None  # keys to the left of the diagonal
+    documents: int | None = None  # tokens of each, none of which sees another document
     relative_bias: int = 0  # distances to each side that have a learned bias
     sparsity: str = ""  # a pattern of model/sparsity.py and its blocks, "local:8"
     study: str = "attention"
@@ -45,6 +46,7 @@ class Shape:
     def point(self, implementation: str, passed: str) -> dict[str, Any]:
         """What identifies a row of results/<study>."""
         on = [f"window={self.window}"] * (self.window is not None) + ["kv_lengths"] * self.kv_lengths
+        on += [f"documents={self.documents}"] * (self.documents is not None)
         on += [f"sparsity={self.sparsity}"] * bool(self.sparsity)
         on += [f"relative_bias={self.relative_bias}"] * bool(self.relative_bias)
         return {
@@ -69,8 +71,12 @@ class Shape:
 
     @property
     def seen(self) -> float:
-        """Pairs of query and key, halved for causal as is usual; a window's are counted, and of a sparse
-        pattern the share of its tiles."""
+        """Pairs of query and key of each document, halved for causal as is usual; a window's are counted, and
+        of a sparse pattern the share of its tiles."""
+        if self.documents is not None:
+            whole, rest = divmod(self.tokens, self.documents)
+            of = [(whole, self.documents), (1, rest)]
+            return sum(n * replace(self, documents=None, tokens=tokens).seen for n, tokens in of)
         if self.sparsity:
             from model.sparsity import kept_share
 
@@ -108,6 +114,9 @@ class Shape:
         options: dict[str, Any] = {"causal": self.causal}
         if self.window is not None:
             options["window"] = (self.window, 0 if self.causal else -1)
+        if self.documents is not None:
+            ids = torch.arange(self.tokens, dtype=torch.int32, device=device) // self.documents
+            options["document_ids"] = ids.expand(self.batch, -1).contiguous()
         if self.sparsity:
             options["block_mask"] = self.kept.to(device)[None, None]
         if self.relative_bias:
@@ -142,6 +151,7 @@ class Shape:
         what = "cache" if self.decode else "T"
         mask = "" if self.decode else "causal " if self.causal else "full "
         more = f" window {self.window}" if self.window is not None else ""
+        more += f" documents of {self.documents}" if self.documents is not None else ""
         more += " kv_lengths" if self.kv_lengths else ""
         more += f" {self.sparsity}" if self.sparsity else ""
         more += " relative bias" if self.relative_bias else ""
@@ -167,7 +177,7 @@ def points(options: argparse.Namespace, cuda: bool) -> Iterator[tuple[Shape, lis
                 kv_heads = options.kv_heads or heads
                 for sparsity in options.sparsity or ("",):
                     more = {"window": window, "sparsity": "" if sparsity == "dense" else sparsity}
-                    more["relative_bias"] = options.relative_bias or 0
+                    more |= {"relative_bias": options.relative_bias or 0, "documents": options.documents}
                     yield Shape(batch, heads, kv_heads, t, d, causal, dtype, **more), square
     if "decode" in options.passes:
         heads = options.heads or 32

@@ -13,8 +13,11 @@ from typing import Any
 import lightning
 import torch
 
+from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token, peak_bf16_flops
+from model.evaluation import loss_in_pieces
+from model.gpt import IGNORE
 from scripts.measure.instruments.kernels import (
     PLAIN,
     PLAIN_CPU,
@@ -44,11 +47,11 @@ def resident_mib() -> float:
 
 class Laps:
     """Times steps: the first, which compiles and tunes; the rest of `warm_up`, which do not count either;
-    then up to `steps`, or as many as `seconds` have room for.
+    then up to `steps`, or as many as `seconds` have room for. Without a warm-up the first counts, too.
 
     On a GPU a step's time is that between two events at the ends of steps, as the host runs ahead; the peak
-    of memory is of all steps but the first. On a CPU it is that of the process, less what it had when this
-    was made.
+    of memory is of all steps but the first, unless that counts. On a CPU it is that of the process, less what
+    it had when this was made.
 
     ready: called when the first step has ended, and when times and peak are there, to wait for something;
     also between the `rounds` that share the steps."""
@@ -68,19 +71,21 @@ class Laps:
 
     def start(self, cuda: bool) -> None:
         self.cuda = cuda
-        self.began = time.perf_counter()
+        self.began = self.from_here = time.perf_counter()
         self.from_mark = self._mark()
 
     def ended(self) -> bool:
         """To be called at the end of each step; whether it was the last."""
-        if not self.marks:
+        end = self._mark()
+        self.marks.append((self.from_mark, end))
+        self.from_mark, done = end, len(self.marks)
+        if done == 1:
             synchronise()
             self.first_step_s = time.perf_counter() - self.began
             self.ready()
-            if self.cuda:
+            if self.cuda and self.warm_up:
                 torch.cuda.reset_peak_memory_stats()
-        self.marks.append((self.from_mark, self._mark()))
-        self.from_mark, done = self.marks[-1][1], len(self.marks)
+            self.from_mark = self._mark()
         if self.cuda and done > AHEAD:
             self.marks[-1 - AHEAD][1].synchronize()
         if done <= self.warm_up:
@@ -140,16 +145,43 @@ class Meter(lightning.Callback):
     """Times steps of a trainer by `laps`. After them come, unless it is to be `brief`, a step that is
     profiled and those of the memory split; then training ends, and `result` is there.
 
-    asked, ran: names of the attention, and of what it delegates to; dtype: what reaches it."""
+    asked, ran: names of the attention, and of what it delegates to; dtype: what reaches it; piece: tokens in
+    which the first batch's loss is computed a second time, before the steps; 0: it is not."""
 
-    def __init__(self, asked: str, ran: str, dtype: torch.dtype, laps: Laps, brief: bool = False):
+    def __init__(
+        self, asked: str, ran: str, dtype: torch.dtype, laps: Laps, brief: bool = False, piece: int = 0
+    ):
         self.asked, self.ran, self.dtype, self.laps, self.brief = asked, ran, dtype, laps, brief
+        self.piece, self.in_pieces = piece, {}
         self.losses: list[float] = []
         self.result: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, lit: Any) -> None:
         self.cuda = lit.device.type == "cuda"
         lit.listeners.append(lambda step, scalars: self.losses.append(scalars["train/loss"]))
+        self.laps.start(self.cuda)
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, lit: Any, batch: dict[str, torch.Tensor], index: int
+    ) -> None:
+        if not self.piece or self.in_pieces:
+            return
+        config = lit.net.config
+        if "document_ids" in batch or config.dropout or config.attn_dropout:
+            raise UserError("--piece: a loss in pieces has no document_ids and no dropout. Leave these out.")
+        synchronise()
+        began = time.perf_counter()
+        with trainer.precision_plugin.forward_context():
+            nats = loss_in_pieces(lit.net.eval(), batch["input_ids"], batch["targets"], self.piece)
+        lit.net.train()
+        self.in_pieces = {
+            "piece": self.piece,
+            "loss_in_pieces": nats / int((batch["targets"] != IGNORE).sum()),
+            "pieces_s": time.perf_counter() - began,
+        }
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         self.laps.start(self.cuda)
 
     def on_train_batch_end(
@@ -167,7 +199,8 @@ class Meter(lightning.Callback):
         losses, found = list(self.losses), self.laps.result()
         found |= rated(lit.net.config, batch["targets"].numel(), found)
         found["loss"] = {"first": losses[0], "last": losses[-1]}
-        found["learns"] = math.isfinite(losses[-1]) and losses[-1] < losses[0]
+        found["learns"] = math.isfinite(losses[-1]) and (len(losses) == 1 or losses[-1] < losses[0])
+        found |= self.in_pieces
         if self.brief:
             return found
         step_s = found["ms_median"] / 1e3

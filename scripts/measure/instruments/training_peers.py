@@ -17,23 +17,23 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
+from model.config import GPTConfig
 from model.pretrained.architectures import to_theirs
 
 if TYPE_CHECKING:
     import torch
 
-    from model.config import GPTConfig
     from scripts.measure.instruments.training_meter import Laps
 
 BATCHES = 16  # of random tokens, which take turns
-# What of a model's config is GPT-2's: nanoGPT is nothing else.
-GPT2 = {"n_kv_head": None, "position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
-GPT2 |= {"window": None, "softcap": None, "causal": True, "tie_embeddings": True, "dropout": 0.0}
+# nanoGPT is GPT-2, our default: all but these, which it has too or which change no function, has to be so.
+NANOGPT = {"vocab_size", "seq_len", "n_layer", "n_head", "n_embd", "bias", "loss_chunk", "fp32_residual"}
+GPT2 = {each.name: each.default for each in fields(GPTConfig) if each.name not in NANOGPT}
 
 
 @dataclass(frozen=True)

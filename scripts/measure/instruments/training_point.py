@@ -32,11 +32,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="of the config, as train.py takes them")
-    add("--warm-up", type=positive, default=3, help="steps before those that count (default: 3)")
+    add("--warm-up", type=int, default=3, help="steps before those that count (default: 3; 0: all count)")
     add("--steps", type=positive, default=20, help="steps that are timed, at most (default: 20)")
     add("--seconds", type=float, default=5, help="of timed steps; three in any case (default: 5)")
     add("--rounds", type=positive, default=1, help="share the steps, with pauses between (default: 1)")
     add("--brief", action="store_true", help="times and peak alone: no kernels, no memory split")
+    add("--piece", type=int, default=0, metavar="TOKENS",
+        help="first the loss of the first batch, so many tokens at a time; the predicted peak")  # fmt: skip
     add("--peer", metavar="NAME", help="nanogpt=MODEL.PY, transformers_eager or transformers_sdpa for ours")
     return parser.parse_intermixed_args(given)
 
@@ -69,7 +71,7 @@ def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str,
     precision = runtime.precision(cfg.precision, device)
     dtype = runtime.compute_dtype(precision)
     data, lit, ran = build(cfg, device, dtype)
-    meter = Meter(cfg.attention.name, ran, dtype, laps, options.brief)
+    meter = Meter(cfg.attention.name, ran, dtype, laps, options.brief, options.piece)
     trainer = lightning.Trainer(
         accelerator=device.type,
         devices=1,
@@ -85,7 +87,20 @@ def measure(options: argparse.Namespace, ready: Callable[[], None]) -> dict[str,
     trainer.fit(lit, datamodule=data)
     if meter.result is None:
         raise ArithmeticError((lit.fault or "training stopped early").split(". ")[0])
-    return {"status": "ok", "reason": None, **meter.result, "set_up_s": set_up_s}
+    found = {"status": "ok", "reason": None, **meter.result, "set_up_s": set_up_s}
+    return found | (predicted(cfg, lit, device, dtype) if options.piece else {})
+
+
+def predicted(cfg: Any, lit: Any, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """The peak of memory as model/costs/memory.py has it."""
+    from omegaconf import OmegaConf
+
+    from model.costs.memory import peak
+    from model.training.out_of_memory import training_run
+
+    config = OmegaConf.to_container(cfg, resolve=True)
+    run = training_run(config, device, dtype, lit.net.transformer.h[0].attn.attention)
+    return {"predicted_mib": peak(run).peak / 2**20}
 
 
 def data_of(cfg: Any) -> Any:
