@@ -25,8 +25,8 @@ def test_of_attention_the_fastest_and_the_fastest_of_ours_that_may_be_trusted() 
         *both("sdpa", 900, error_ratio=2.0),
     ]
     assert results_tables.attention(rows).found == (
-        "D = 128, T = 1,024, forward / backward: fastest flash4, 700 / 350 TFLOP/s; fastest of ours triton, "
-        "500 / 250 TFLOP/s."
+        "bf16, causal, D = 128, T = 1,024, forward / backward: fastest flash4, 700 / 350 TFLOP/s; fastest of "
+        "ours triton, 500 / 250 TFLOP/s."
     )
     assert results_tables.attention(both("flash4", 700)).found == ""
 
@@ -36,12 +36,14 @@ def test_of_the_ladder_only_stages_of_one_length_with_their_dtypes() -> None:
     rows = [
         {"point": point | {"implementation": name, "seq_len": n, "dtype": dtype},
          "result": {"status": status, "ms_median": ms * n, "tflops": 1.0}}
-        for name, dtype, ms in (("cuda_naive", "float32", 8), ("cuda_tiled", "float32", 4),
+        for name, dtype, ms in (("cuda_naive", "float32", 8), ("cuda_tiled_fma", "float32", 6),
+                                ("cuda_tiled", "float32", 4),
                                 ("cuda_fa2", "bfloat16", 2), ("sdpa_cudnn", "bfloat16", 1))
         for n, status in ((4, "ok"), (8, "oom" if name == "cuda_naive" else "ok"))
     ]  # fmt: skip
     assert results_tables.ladder(rows).found == (
-        "Forward at N = 4: naive 32 ms (fp32), tiled 16 ms (fp32), fa2 8 ms (bf16), cuDNN 4 ms (bf16)."
+        "Causal forward, N = 4, ms: naive 32, tiled 24 (fp32, FMA units); tiled 16 (fp32, tensor cores); "
+        "fa2 8, cuDNN 4 (bf16, tensor cores)."
     )
     assert results_tables.ladder(rows[2:]).found == ""
 

@@ -188,7 +188,10 @@ def test_pictures_from_rows(rows: list[Row]) -> None:
 
 def test_tables_from_rows(rows: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
     report = roofline_plot.report(rows)
-    assert report.found == "At T = 16,384 naive reads 90 GB of DRAM, fa2 0.44 GB."
+    assert report.found == (
+        "Causal, D = 128, T = 16,384, GB read from DRAM: naive 90.4 (fp32), tiled 0.886 (fp32), "
+        "fa2 0.443 (bf16)."
+    )
     naive = [row for row in rows if row["point"]["implementation"] != "cuda_fa2"]
     assert roofline_plot.report(naive).found == ""
     printed.say(report.tables, report.notes)

@@ -6,7 +6,7 @@ import pytest
 
 from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, NotMeasured
 from scripts.measure.claims.training import longer_contexts
-from scripts.measure.report.long_context_report import Measured, report
+from scripts.measure.report.long_context_report import Gain, Measured, report
 from scripts.measure.studies import long_context_quality as study
 from tests.scripts import studies
 from tests.scripts.studies import results
@@ -58,7 +58,8 @@ def test_the_report_says_what_the_rows_say():
         ["300", "1.5150 ± 0.0071", "1.3150 ± 0.0071"],
     ]
     said = " ".join(made.notes)
-    assert "the loss is lower by 0.0900 nats than with 128" in said and "differ by +0.0200" in said
+    assert "the loss is lower than with 128: by 0.0900 ± 0.0000 nats (95% interval by Student's t" in said
+    assert "differ by +0.0200" in said
     assert (
         "3 s with a context of 512, and 2 s with 128" in said
         and "T=1,024, loss, seed 1: oom, CUDA out of memory" in said
@@ -69,13 +70,21 @@ def test_the_report_says_what_the_rows_say():
 def test_a_difference_within_the_spread_is_none():
     rows = [row("loss", 128, seed, result((2.0, 1.5))) for seed in (1, 2)]
     rows += [row("loss", 512, seed, result((2.0, 1.5 + (seed - 1.4) / 10))) for seed in (1, 2)]
-    assert "not different beyond the spread of seeds" in report(rows).notes[0]
+    assert "not shown to differ from that with 128: +0.0050 ± 0.3178 nats" in report(rows).notes[0]
     one = report([row for row in rows if row["point"]["seed"] == 1])
-    assert "lower, with one seed, so that the spread is not known, than with 128" in one.notes[0]
+    assert "lower than with 128 by 0.0200 nats with one seed, so that the spread is not known" in one.notes[0]
     alone = Measured([row("loss", 128, 1, result((2.0, 1.5)))])
     assert alone.gain(128) is None
     failed = report([row("loss", 128, 1, {"status": "error", "reason": "killed"})])
     assert failed.tables == [] and "error, killed" in failed.notes[0]
+
+
+@pytest.mark.parametrize(("seeds", "clear"), [(0.0209, True), (0.0211, False)])
+def test_a_difference_is_clear_beyond_students_interval(seeds, clear):
+    """Of three seeds that is 4.30 standard errors, not two; of documents, which are many, it is two."""
+    gain = Gain(0.0522, seeds, 3, 0.005)
+    assert gain.interval == pytest.approx(2.483 * seeds, rel=1e-3) and gain.clear == clear
+    assert not Gain(0.0522, 0.0, 1, 0.005).clear and not Gain(0.0522, 0.0, 3, 0.0262).clear
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from scripts.measure.instruments.asked import ASKS, Ask, run
 from scripts.measure.instruments.exactness import Measurement, Setting, rounding, small
 from scripts.measure.instruments.stability import compared, errors, exact
 from scripts.measure.instruments.textbook import FORMULAS, Formula
+from scripts.measure.report import numerics_report
 from scripts.measure.rows import read
 from scripts.measure.studies import numerics
 from tests.grid import build
@@ -191,27 +192,32 @@ def test_report_and_claims_from_rows_alone(measured, tmp_path):
     tiles = [row["result"] for row in rows_of(measured, "tiles")]
     epsilons = [result["epsilons"] for result in tiles if result["status"] == "ok"]
     asked = [row for row in rows_of(measured, "asked") if row["point"]["wants"]]
-    calls = [row["result"]["as_asked"] for row in asked if row["result"]["status"] == "ok"]
-    said = f"{calls.count(False)} of {len(calls)} calls ran another kernel than requested."
-    assert (
-        report.found == f"Exact up to {max(epsilons):.1f} epsilons of rounding error; {said}"
-        and False in calls
+    ran = [row for row in asked if row["result"]["status"] == "ok" and "(" in row["point"]["implementation"]]
+    forced, hinted = (
+        [row["result"]["as_asked"] for row in ran if is_so(row["point"]["implementation"])]
+        for is_so in (numerics_report.forces, numerics_report.prefers)
     )
+    assert report.found == (
+        f"Exact up to {max(epsilons):.1f} epsilons of rounding error; another kernel ran for "
+        f"{forced.count(False)} of {len(forced)} calls that force one backend and {hinted.count(False)} of "
+        f"{len(hinted)} calls that state a preference."
+    )
+    assert False in hinted
     assert any("silently" in " ".join(line) for line in report.tables[-1].lines)
     assert numerics.report([]).found == ""
     assert numerics.report([]).tables == [] and numerics.report([]).pictures == {}
 
     results = claimed(tmp_path / "as measured", rows)
     assert claims.exact(results).verdict == HOLDS
-    assert claims.asked_and_run(results).verdict == IN_PART  # preferences alone were passed over
-    assert claims.stable(results).verdict == IN_PART and "naive" in claims.stable(results).why
+    assert claims.asked_and_run(results).verdict == FAILS  # preferences alone were passed over
+    assert claims.stable(results).verdict == HOLDS and "naive" in claims.stable(results).why
     for row in rows:
         if row["point"]["implementation"] == "tiled":  # a NaN of its own, and tiles that are no rounding
             row["result"] |= {"nan": 0.5, "epsilons": 100.0}
         if row["point"]["part"] == "asked":
-            row["result"]["as_asked"] = True
+            row["result"]["as_asked"] = False
     results = claimed(tmp_path / "spoilt", rows)
-    assert claims.stable(results).verdict == claims.asked_and_run(results).verdict == FAILS
+    assert claims.stable(results).verdict == FAILS and claims.asked_and_run(results).verdict == HOLDS
     assert claims.exact(results).verdict == IN_PART
     with pytest.raises(NotMeasured):
         claims.exact(claimed(tmp_path / "nothing", []))

@@ -272,8 +272,15 @@ def test_the_claim_in_part(tmp_path):
     fakes[1]["result"]["ms_median"] *= 10  # then the checkpointed one is the fastest, at half the speed
     found = claimed(tmp_path, fakes)
     assert found.verdict == IN_PART and found.figure.startswith("0.5 to 3.0x")
-    said = "Recomputing P is 0.5x (N = 1k) to 3.0x (N = 4k) as fast as storing it."
-    assert backward_report.report(fakes).found == said
+    said = (
+        "bf16, D = 64, causal: recomputing P is 0.5x (N = 1k) to 3.0x (N = 4k) as fast as storing it (cuBLAS)"
+    )
+    assert backward_report.report(fakes).found == f"{said}; in one unfused formula 0.50x to 0.50x."
+    alone = backward_report.report(
+        [row for row in faked(3.0, 1.0) if "check" not in row["point"]["implementation"]]
+    )
+    assert "recomputing P (fused) is 3.0x" in alone.found and alone.found.endswith("storing it (cuBLAS).")
+    assert not backward_report.is_fused("tiled") and backward_report.is_fused("triton")
     with pytest.raises(NotMeasured):
         recomputed(Results(tmp_path / "nothing"))
 

@@ -14,6 +14,7 @@ from scripts.measure.report import sweep_bars, sweep_report, training
 from scripts.measure.studies import (
     encoder_short,
     lora,
+    million_tokens,
     seqlen_scaling,
     speedup_end_to_end,
     step_memory,
@@ -90,13 +91,12 @@ def test_a_short_encoder():
     assert not any(row["point"]["causal"] for row in rows)
     report = encoder_short.report(rows)
     assert "not causal" in report.tables[0].title and len(report.tables[0].lines) == 1 + 12
-    assert report.notes[0].startswith("triton trains 2.58x as fast as naive attention, both without")
+    assert report.notes[0].startswith("triton trains 2.583x as fast as naive attention, both without")
     assert report.notes[1] == "Among the fused implementations, triton is 1.55x as fast as sdpa_efficient."
     assert (
-        report.notes[2].startswith("triton, compiled trains 1.80x")
-        and "with torch.compile" in report.notes[2]
+        report.notes[2].startswith("triton, compiled trains 1.80") and "with torch.compile" in report.notes[2]
     )
-    assert report.found == "Fused attention: 2.58x without torch.compile, 1.80x with torch.compile."
+    assert report.found == "Fused attention: 2.583x without torch.compile, 1.800x with torch.compile."
 
 
 def test_where_memory_ends_and_how_nanogpt_compares():
@@ -178,7 +178,22 @@ def test_our_attention_inside_transformers():
     assert (point["kv_heads"], point["head_dim"], point["seq_len"]) == (8, 64, 8192)
 
 
+def test_a_row_of_a_million_tokens():
+    (row,) = rows_of("experiment=million_tokens")
+    assert (row["point"]["seq_len"], row["point"]["checkpointing"]) == (2**20, True)
+    assert million_tokens.report([row | {"result": {"status": "oom", "reason": "out"}}]).found == ""
+    row["result"] |= {"ms_median": 150e3, "peak_mib": 81_920.0, "predicted_mib": 80_000.0, "piece": 32768}
+    row["result"] |= {"loss": {"first": 11.0, "last": 11.0}, "loss_in_pieces": 11.0 * (1 - 2e-5)}
+    report = million_tokens.report([row])
+    assert report.found == "A step on one row of 1,048,576 tokens takes 150 s and 80.0 GiB."
+    assert report.notes[0].endswith(
+        "pieces of 32,768 tokens with the same weights, 10.999780, 2.0e-05 of it away."
+    )
+    assert report.notes[1] == "The peak is 1.02x the predicted 78.1 GiB."
+
+
 STUDIES = [speedup_end_to_end, encoder_short, seqlen_scaling, step_memory, lora, transformers_llama]
+STUDIES.append(million_tokens)
 
 
 @pytest.mark.long

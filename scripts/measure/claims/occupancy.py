@@ -1,23 +1,22 @@
-"""Claims 32 to 37: where a layer's time goes, what bounds the threads at work, how much of the peak is used;
-from results/prefill_decode, roofline, backward_recompute and hopper."""
+"""Claims 32 to 36: where a layer's time goes, what bounds the threads at work, what a block holds and moves;
+from results/prefill_decode, roofline and backward_recompute."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from scripts.measure.claims import Figures, Results, Row, claim, listed, missing, name, of
+from scripts.measure.claims import Figures, Results, Row, claim, listed, missing, name
 from scripts.measure.claims.intensity import layer_of
-from scripts.measure.claims.ladder import best_of_fa2, share
-from scripts.measure.claims.roofline import counter
+from scripts.measure.claims.tiles import counter, size, speed, tile_rows, usage
 from scripts.measure.report.prefill_decode_report import BERT, layer_share, parts_of
 
 REGISTERS, SHARED_BYTES, MOST_WARPS = 65536, 228 << 10, 64  # of a multiprocessor, sm_90
+SAID = {"cuda_tiled": "cuda_tiled (FMA units)"}  # in these rows; as it comes it takes tensor cores
 
 
-def usage(row: Row) -> dict[str, Any]:
-    """Of the row's one kernel, by the compiler: registers, shared_bytes, threads, blocks_per_sm."""
-    (used,) = row["result"]["usage"].values()
-    return used
+def blocks_by_registers(used: dict[str, Any]) -> int:
+    """A warp gets its registers eight a thread at a time."""
+    return REGISTERS // (-(-used["registers"] // 8) * 8 * used["threads"])
 
 
 def stage(results: Results, implementation: str) -> dict[int, Row]:
@@ -40,15 +39,20 @@ def stage(results: Results, implementation: str) -> dict[int, Row]:
     figure="{time:.0%} of the time, {flops:.2%} of the FLOPs",
     why="""
         A layer of BERT-large's shape with standard attention, 8 rows of 512 tokens, its parts timed one by
-        one: softmax alone takes {softmax:.0%} of the time. With attention fused what is no product takes
-        {fused:.0%}. Ours counts 5 FLOPs for a score's softmax; their two figures differ by a factor of ten.
+        one: softmax alone takes {softmax:.0%} of the time. With a fused attention in the place of its three
+        parts what is no product takes {fused}. Ours counts 5 FLOPs for a score's softmax; their two figures
+        differ by a factor of ten.
         """,
 )
 def not_products(results: Results) -> Figures:
     row = layer_of(results, model=BERT)
     parts = parts_of(row)
     flops, time = layer_share(parts, "standard")
-    _, fused_time = layer_share(parts, "fused")
+    fused = [
+        (1 - layer_share(parts, part)[1], part.removeprefix("attention, "))
+        for part, found in parts.items()
+        if found["kind"] == "fused"
+    ]
     each = {
         part: found["times"] * found["ms_median"] for part, found in parts.items() if found["kind"] != "fused"
     }
@@ -57,7 +61,7 @@ def not_products(results: Results) -> Figures:
         time=1 - time,
         flops=1 - flops,
         softmax=each["softmax"] / sum(each.values()),
-        fused=1 - fused_time,
+        fused=listed("{:.0%} ({})", fused, " or ") or None,
     )
 
 
@@ -73,7 +77,8 @@ def not_products(results: Results) -> Figures:
     figure="{at_8192} of {most} blocks at N = 8,192",
     why="""
         The row-wise stage, a block a query: {said}. A row of fp32 scores takes 4 N bytes of shared memory;
-        while that is little, the threads of a multiprocessor are the limit.
+        while that is little, the limits are the threads of a multiprocessor ({by_threads} blocks) and its
+        registers ({by_registers} blocks).
         """,
 )
 def row_of_scores(results: Results) -> Figures:
@@ -83,12 +88,15 @@ def row_of_scores(results: Results) -> Figures:
     blocks = {n: usage(row)["blocks_per_sm"] for n, row in rows.items()}
     counted = {n: counter(row, "occupancy_percent") or 0.0 for n, row in rows.items()}
     each = [(blocks[n], counted[n], n) for n in rows]
+    used = usage(rows[min(rows)])
     return Figures(
         rows.values(),
         blocks=blocks,
         counted=counted,
         most=max(blocks.values()),
         at_8192=blocks[8192],
+        by_threads=32 * MOST_WARPS // used["threads"],
+        by_registers=blocks_by_registers(used),
         said=listed("{} blocks and {:.0f}% of the warps at N = {:,}", each),
     )
 
@@ -102,31 +110,28 @@ def row_of_scores(results: Results) -> Figures:
     holds=lambda f: f.by_registers < f.by_shared and f.occupancy <= 18.75,
     partly=lambda f: f.by_registers <= f.by_shared and f.occupancy <= 18.75,
     differ=("tile.blocks",),
-    apart=("implementation",),
+    apart=("implementation", "tile.br", "tile.bc", "tile.warps"),
     figure="{registers} registers, {occupancy:.1f}% of the warps",
     why="""
-        `cuda_tiled` (fp32, FMA units) has {registers} registers a thread: {by_registers} blocks of {threads}
+        `cuda_tiled` (FMA units, fp32) has {registers} registers a thread: {by_registers} blocks of {threads}
         threads, {counted:.1f}% of the warps by the counters at N = {longest:,}. Its tiles take {shared:.0f}
         KiB of shared memory, which leaves room for {by_shared}.
 
-        More occupancy is not faster by itself: a tile of fa2 of 128 x 64 and 8 warps in two blocks,
-        {fuller:.1f}% of the warps, has {slower:.0%} of its speed in one, {leaner:.1f}%, though for that its
-        threads keep {spilled:.0f} bytes in memory.
+        Whether more occupancy is faster is not decided. Compiled for more resident blocks, tiles of fa2 have
+        this multiple of their speed: {pairs}. The registers that this leaves a thread, and what it spills,
+        are part of it.
         """,
 )
 def registers(results: Results) -> Figures:
     rows = stage(results, "cuda_tiled")
     longest, row = max(rows.items())
     used, warps = usage(row), usage(row)["threads"] // 32
-    by_registers = REGISTERS // (-(-used["registers"] // 8) * 8 * used["threads"])
-    every = results.ok("roofline", implementation="cuda_fa2")
-    tiles = [row for row in every if "tile" in row["point"] and "usage" in row["result"]]
-    pair = [row for row in tiles if {**row["point"]["tile"], "blocks": 0} == SAME]
-    if len(pair) < 2:
-        raise missing("roofline", implementation="cuda_fa2", tile=SAME)
-    fuller, leaner = (pick(pair, key=lambda row: usage(row)["occupancy_percent"]) for pick in (max, min))
+    by_registers = blocks_by_registers(used)
+    pairs = of_more_blocks(results)
+    sentence = "{} with {} warps {:.2f}x ({:.1f}% of the warps for {:.1f}%, "
+    sentence += "{} registers a thread for {}, {:,} bytes spilled for {:,})"
     return Figures(
-        [row, fuller, leaner],
+        [row, *(row for pair in pairs for row in pair)],
         registers=used["registers"],
         threads=used["threads"],
         by_registers=by_registers,
@@ -135,14 +140,28 @@ def registers(results: Results) -> Figures:
         counted=counter(row, "occupancy_percent"),
         longest=longest,
         shared=used["shared_bytes"] / 1024,
-        fuller=usage(fuller)["occupancy_percent"],
-        leaner=usage(leaner)["occupancy_percent"],
-        slower=fuller["result"]["tflops"] / leaner["result"]["tflops"],
-        spilled=usage(fuller)["spilled_bytes"],
+        pairs=listed(sentence, [beside(*pair) for pair in pairs]) or None,
     )
 
 
-SAME = {"br": 128, "bc": 64, "warps": 8, "blocks": 0}  # whatever the blocks
+def of_more_blocks(results: Results) -> list[tuple[Row, Row]]:
+    """All pairs of rows of one tile of fa2 in one run whose resident blocks differ: fewer, more."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in tile_rows(results):
+        tile = row["point"]["tile"]
+        found.setdefault((tile["br"], tile["bc"], tile["warps"], row.get("run_id")), []).append(row)
+    pairs = []
+    for rows in found.values():
+        fewer, more = (pick(rows, key=lambda row: usage(row)["occupancy_percent"]) for pick in (min, max))
+        if usage(fewer)["occupancy_percent"] < usage(more)["occupancy_percent"]:
+            pairs.append((fewer, more))
+    return pairs
+
+
+def beside(fewer: Row, more: Row) -> tuple[Any, ...]:
+    factor, warps = speed(more) / speed(fewer), more["point"]["tile"]["warps"]
+    names = ("occupancy_percent", "registers", "spilled_bytes")
+    return size(more), warps, factor, *(usage(row)[each] for each in names for row in (more, fewer))
 
 
 @claim(
@@ -157,8 +176,9 @@ SAME = {"br": 128, "bc": 64, "warps": 8, "blocks": 0}  # whatever the blocks
     figure="{eager:.0f}x eager, {compiled:.0f}x compiled",
     why="""
         Bytes from and to DRAM in a forward, counted, 4 rows of 4,096 tokens, 16 heads of 64, causal: {said}.
-        At their N, 2,048, tiles of fp32 move {at_2048:.0f} times fewer than three kernels do (32 heads of
-        128). Their figures are worked out for one head, whose scores an L2 holds, and not measured.
+        At their N, 2,048, `cuda_tiled` (FMA units) moves {at_2048:.0f} times fewer than the three kernels of
+        naive do (32 heads of 128), which write and read what the mask hides, too. Their figures are worked
+        out for one head, whose scores an L2 holds, and not measured.
         """,
 )
 def bytes_moved(results: Results) -> Figures:
@@ -213,42 +233,8 @@ def payload(results: Results) -> Figures:
         rows,
         fp32=factors["cuda_tiled"],
         least=min(factors.values()),
-        said=listed("{} {:.0f} KiB, {:,.0f}x", [(each, held[each] / 1024, factors[each]) for each in held]),
-    )
-
-
-@claim(
-    37,
-    "Attention on tensor cores reaches 50 to 70% of the peak.",
-    theirs="50-70%",
-    # Of the peak of the instructions that each uses, both of them at least half.
-    holds=lambda f: min(f.mma, f.wgmma) >= 0.5,
-    partly=lambda f: max(f.mma, f.wgmma) >= 0.5,
-    differ=(),
-    apart=("implementation", "pass"),
-    figure="mma.sync {mma:.0%} of its rate, wgmma {wgmma:.0%} of cuBLAS' best",
-    why="""
-        Forwards at D = 128, the best of each: `cuda_fa2`, by mma.sync, {fa2:.0f} of the {mma_peak:.0f}
-        TFLOP/s that this instruction gives on this GPU; `cuda_fa3`, by wgmma, {fa3:.0f} of the
-        {wgmma_peak:.0f} of cuBLAS' best product, {of_sheet:.0%} of the datasheet's peak.
-        """,
-)
-def of_the_peak(results: Results) -> Figures:
-    peaks = {row["point"]["pass"]: row for row in results.ok("roofline", implementation="ceiling")}
-    if not {"tensor_mma", "tensor_cublas"} <= peaks.keys():
-        raise missing("roofline", implementation="ceiling")
-    mma, wgmma = (peaks[each]["result"]["value"] for each in ("tensor_mma", "tensor_cublas"))
-    fa2 = best_of_fa2(results)
-    hopper = results.ok("hopper", implementation="cuda_fa3", passed="forward", head_dim=128)
-    fa3 = max(hopper, key=lambda row: row["result"]["tflops"])
-    best = [row["result"]["tflops"] for row in (fa2, fa3)]
-    return Figures(
-        [fa2, fa3, of(peaks.values(), passed="tensor_mma"), of(peaks.values(), passed="tensor_cublas")],
-        mma=best[0] / mma,
-        wgmma=best[1] / wgmma,
-        of_sheet=share(fa3),
-        fa2=best[0],
-        fa3=best[1],
-        mma_peak=mma,
-        wgmma_peak=wgmma,
+        said=listed(
+            "{} {:.0f} KiB, {:,.0f}x",
+            [(SAID.get(each, each), size / 1024, factors[each]) for each, size in held.items()],
+        ),
     )

@@ -143,17 +143,18 @@ def report(rows: Sequence[Row]) -> Report:
         outcomes=outcomes,
         beaten=beaten,
         best={passed: best(every, passed) for passed in ("forward", "both")},
+        unmasked=best(every, "forward", causal=False),
         passes=PASSES,
         lengths=LENGTHS,
         doubts={words: list(dict.fromkeys(at)) for words, at in doubts.items()},
     )
 
 
-def best(rows: Sequence[Row], passed: str) -> dict[int, tuple[str, float]]:
+def best(rows: Sequence[Row], passed: str, causal: bool = True) -> dict[int, tuple[str, float]]:
     """N -> (the fastest that may be trusted, times as fast as standard attention), where it is another."""
     found = {}
     for n in LENGTHS:
-        of = pick(rows, passed=passed, **paper(n, 64, True))
+        of = pick(rows, passed=passed, **paper(n, 64, causal))
         standard, fast = timed(of.get("standard")), {name: r.ms_median for name, r in of.items() if r.trusted}
         name = min(fast, key=fast.get, default="standard")
         if standard and name != "standard":

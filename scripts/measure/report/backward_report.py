@@ -16,15 +16,17 @@ Panel = tuple[str, int]  # dtype, head dim
 
 def report(rows: list[Row]) -> Report:
     found, every = panels(rows), records(rows)
-    timed, ends = (
-        where(every, status="ok"),
-        next((both for mine in found.values() if (both := pairs(mine))), {}),
-    )
+    timed = where(every, status="ok")
+    of, first = next(((of, mine) for of, mine in found.items() if pairs(mine)), (None, []))
+    ends = pairs(first)
     return page(
         "backward_recompute",
         [table for of, mine in found.items() for table in tables(of, mine)],
         pictures(every),
         ends={n: gain(*ends[n]) for n in sorted({min(ends), max(ends)})} if ends else {},
+        kinds=[said_of({pair[which].implementation for pair in ends.values()}) for which in (0, 1)],
+        formula=[1 / time for time, _ in again(first).values()],
+        of=of,
         panels=found,
         gain=gain,
         pairs=pairs,
@@ -50,6 +52,22 @@ def fastest(found: list[Record], n: int, keeps: bool) -> Record | None:
     """At one length: the fastest that may be trusted of those that kept P, or of those that did not."""
     mine = where(found, seq_len=n, trusted=True, keeps=keeps)
     return min(mine, key=lambda r: r.ms_median, default=None)
+
+
+def said_of(names: set[str]) -> str:
+    """Whether these backwards are fused, or matrix products of cuBLAS, in parentheses; nothing where they are
+    both or none."""
+    fused = {is_fused(name) for name in names}
+    return {(True,): " (fused)", (False,): " (cuBLAS)"}.get(tuple(fused), "")
+
+
+def is_fused(name: str) -> bool:
+    from attention import registry
+
+    if name.endswith(("_compiled", "_checkpointed")):  # the formulas
+        return False
+    declared = registry.declaration(name)
+    return not declared.writes_scores and not declared.launches_each_tile
 
 
 def dram(result: dict[str, Any], passed: str = "backward") -> float | None:

@@ -8,6 +8,7 @@ from math import exp, sqrt
 from statistics import mean, stdev
 from typing import Any
 
+from scripts.measure.report import intervals
 from scripts.measure.report.figures import Line, label, panel, panels_of, svg, thousands
 from scripts.measure.report.pages import page
 from scripts.measure.report.tables import Record, listed, records
@@ -34,9 +35,14 @@ class Gain:
     documents: float
 
     @property
+    def interval(self) -> float:
+        """Half the 95% interval of the mean over seeds, by Student's t."""
+        return intervals.of_mean(self.seeds, self.runs)
+
+    @property
     def clear(self) -> bool:
-        """Beyond two standard errors, of the seeds, which takes two of them, and of the documents."""
-        return self.runs > 1 and abs(self.nats) > 2 * max(self.seeds / sqrt(self.runs), self.documents)
+        """Beyond the interval over seeds, which takes two of them, and two standard errors over documents."""
+        return self.runs > 1 and abs(self.nats) > max(self.interval, 2 * self.documents)
 
 
 class Measured:

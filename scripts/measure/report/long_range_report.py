@@ -25,17 +25,22 @@ from scripts.measure.studies import Report, Row, Table
 NAMES = {"listops": "ListOps", "matching": "Matching", "pathfinder": "Pathfinder"}
 
 
-def speed_ups(rows: Iterable[Row], compiled: bool) -> dict[str, dict[int, float]]:
-    """Implementation -> T -> step time of standard attention over its own, both eager or both compiled."""
-    timed = {
-        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"]["ms_median"]
+def timed(rows: Iterable[Row], compiled: bool) -> dict[tuple[str, int], dict[str, Any]]:
+    """(implementation, T) -> the result of its steps, eager or compiled."""
+    return {
+        (row["point"]["implementation"], row["point"]["seq_len"]): row["result"]
         for row in trusted(rows, "speed")
         if row["point"]["compile"] == compiled
     }
+
+
+def speed_ups(rows: Iterable[Row], compiled: bool) -> dict[str, dict[int, float]]:
+    """Implementation -> T -> step time of standard attention over its own, both eager or both compiled."""
+    of = timed(rows, compiled)
     found: dict[str, dict[int, float]] = {}
-    for (name, length), ms in sorted(timed.items(), key=lambda item: item[0][1]):
-        if name != STANDARD and (STANDARD, length) in timed:
-            found.setdefault(name, {})[length] = timed[STANDARD, length] / ms
+    for (name, length), result in sorted(of.items(), key=lambda item: item[0][1]):
+        if name != STANDARD and (STANDARD, length) in of:
+            found.setdefault(name, {})[length] = of[STANDARD, length]["ms_median"] / result["ms_median"]
     return found
 
 

@@ -11,6 +11,7 @@ from scripts.measure.report.pages import page
 from scripts.measure.report.tables import SHORT, Record, distinct, listed, records, where
 from scripts.measure.studies import Report, Row, Table
 
+MODEL = "GPT2Model("  # transformers', with a flag
 GRADIENTS = "_gradients"
 SIXTEEN = ("float16", "bfloat16")
 
@@ -43,12 +44,32 @@ def report(rows: list[Row]) -> Report:
         error=max(errors, default=0),
         wished=wished,
         others=[r for r in wished if not r.as_asked],
+        kinds=kinds(wished),
         refused=len(where(of["asked"], status="unsupported")),
         failed=sorted(
             {(r.implementation, r.part, r.reason) for r in records(rows) if r.status in ("error", "oom")}
         ),
         failures=sum(row["result"]["status"] in ("error", "oom") for row in rows),
     )
+
+
+def forces(call: str) -> bool:
+    """Whether a call leaves nothing else to run: not a list of backends, a flag or a formula to compile."""
+    return call.startswith(("sdpa_kernel(", MODEL)) and not call.startswith("sdpa_kernel([")
+
+
+def prefers(call: str) -> bool:
+    """Whether a call names a backend and leaves another to run."""
+    return call.startswith(("sdpa_kernel([", "enable_"))
+
+
+def kinds(wished: list[Record]) -> list[tuple[str, int, int]]:
+    """How many ran another kernel, of the calls that leave no other to run and of those that do."""
+    found = []
+    for what, is_so in (("force one backend", forces), ("state a preference", prefers)):
+        if mine := [r for r in wished if is_so(r.implementation)]:
+            found.append((what, sum(not r.as_asked for r in mine), len(mine)))
+    return found
 
 
 def at_16(found: list[Record], dtype: str) -> tuple[float | None, ...]:

@@ -72,10 +72,12 @@ def utilisation(parts: Parts) -> dict[str, tuple[float, float]]:
 
 
 def layer_share(parts: Parts, which: str) -> tuple[float, float]:
-    """Shares of FLOPs and of time that matrix products have in a layer with `which` attention: standard or a
-    fused one's name (its FLOPs are products)."""
-    one = {n: p for n, p in parts.items() if p["kind"] not in ("standard", "fused")}
-    one |= {n: p for n, p in parts.items() if n == which or p["kind"] == which}
+    """Shares of FLOPs and of time that matrix products have in a layer with `which` attention: "standard" or
+    the name of a fused one's part (its FLOPs are products): a layer has one. Raises KeyError for others."""
+    if which not in {"standard", *(n for n, p in parts.items() if p["kind"] == "fused")}:
+        raise KeyError(f"{which}: neither standard nor a fused part of this layer")
+    attention = ("standard", "fused")
+    one = {n: p for n, p in parts.items() if p["kind"] not in attention or which in (n, p["kind"])}
     flops, ms = ({n: p["times"] * p[key] for n, p in one.items()} for key in ("flops", "ms_median"))
     products = [n for n, p in one.items() if p["kind"] != "pointwise" and n != "softmax"]
     return tuple(sum(each[n] for n in products) / sum(each.values()) for each in (flops, ms))

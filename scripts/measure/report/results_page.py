@@ -27,7 +27,14 @@ ORDER += (
     "speedup_end_to_end",
     "memory_estimate",
 )
-ORDER += ("step_memory", "longest_context", "long_context_quality", "encoder_short", "long_range")
+ORDER += (
+    "step_memory",
+    "longest_context",
+    "million_tokens",
+    "long_context_quality",
+    "encoder_short",
+    "long_range",
+)
 ORDER += ("real_text", "parity", "shakespeare_char", "generate", "kv_cache", "prefill_decode")
 SHORT = 160  # characters of a sentence that a table can hold
 OPEN = 2  # tables of a study that are shown at once

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from scripts.measure.report.pages import page
 from scripts.measure.report.sweep_report import beside
@@ -49,57 +50,90 @@ def plain(lines: list[list[str]]) -> list[list[str]]:
 
 
 def ladder(rows: list[Row]) -> Report:
-    """The first, the tiled and the last stage, and cuDNN, at the longest N that all have."""
+    """The first, the tiled and the last stage, and cuDNN, at the longest N that all have; by the units that
+    their products are computed on."""
     from scripts import bench_ladder
 
-    names = {"cuda_naive": "naive", "cuda_tiled": "tiled", "cuda_fa2": "fa2", "sdpa_cudnn": "cuDNN"}
+    fma, cores = "FMA units", "tensor cores"
+    names = {"cuda_naive": ("naive", fma), bench_ladder.FMA: ("tiled", fma), "cuda_tiled": ("tiled", cores)}
+    names |= {"cuda_fa2": ("fa2", cores), "sdpa_cudnn": ("cuDNN", cores)}
     shape = {"heads": bench_ladder.HEADS[0], "head_dim": bench_ladder.HEAD_DIM, "causal": True}
     at = {
         (r.seq_len, r.implementation): r for r in where(records(rows), passed="forward", status="ok", **shape)
     }
     longest = max((n for n, _ in at if all((n, name) in at for name in names)), default=0)
+    stages: dict[tuple[str, str], dict[str, Record]] = {}
+    for name, (word, units) in names.items() if longest else ():
+        stages.setdefault((at[longest, name].dtype, units), {})[word] = at[longest, name]
     return page(
         "cuda_ladder",
         [Table(table.title, plain(table.lines)) for table in bench_ladder.tables(rows)],
-        stages={word: at[longest, name] for name, word in names.items() if longest},
+        stages=stages,
+        longest=longest,
     )
 
 
 def hopper(rows: list[Row]) -> Report:
-    """cuda_fa3 beside the fastest libraries, by pass, head dim and mask."""
-    tables, pictures, gains = [], {}, {}
+    """cuda_fa3 beside the fastest libraries, by pass, head dim and mask: squares of D = 64 and 128, which are
+    drawn, and what other shapes and masks there are."""
+    tables, pictures, gains, others = [], {}, {}, {}
     for passed in ("forward", "backward"):
         mine = [row for row in rows if row["point"]["pass"] == passed]
-        lines, gains[passed], pictures[passed] = _hopper(mine, passed)
+        drawn = _speeds([row for row in mine if _is_square(row["point"])])
+        lines, gains[passed] = _lines(drawn)
         tables.append(Table(f"TFLOP/s, {passed}", lines))
+        pictures[passed] = _hopper_picture(rows, drawn, passed)
+        if rest := _speeds([row for row in mine if not _is_square(row["point"])]):
+            lines, others[passed] = _lines(rest)
+            tables.append(Table(f"TFLOP/s, {passed}, other shapes and masks", lines))
     gains = {passed: of for passed, of in gains.items() if of}
     means = {passed: math.exp(sum(map(math.log, of)) / len(of)) for passed, of in gains.items()}
-    return page("hopper", tables, pictures, gains=gains, means=means)
+    return page("hopper", tables, pictures, gains=gains, means=means, others=others)
 
 
-def _hopper(rows: list[Row], passed: str) -> tuple[list[list[str]], list[float], str]:
-    """The table of a pass, our speed over the best of the others' by shape, and the picture."""
-    from scripts.measure.report.figures import Line, panel, panels_of, svg
+def _is_square(point: dict[str, Any]) -> bool:
+    plain = point["heads"] == point["kv_heads"] and not point["features"]
+    return plain and point["head_dim"] in (64, 128)
 
-    speeds: dict[tuple[int, bool], dict[str, dict[float, float]]] = {}
-    for r in sorted(where(records(rows), trusted=True), key=lambda r: (r.head_dim, r.seq_len)):
-        of = speeds.setdefault((r.head_dim, r.causal), {})
-        of.setdefault(r.implementation, {})[r.seq_len] = r.tflops
+
+Speeds = dict[str, dict[str, dict[float, float]]]  # by shape and mask, by name, by T
+
+
+def _speeds(rows: list[Row]) -> Speeds:
+    speeds: Speeds = {}
+    found = where(records(rows), trusted=True)
+    for r in sorted(found, key=lambda r: (r.features, r.kv_heads != r.heads, r.head_dim, r.seq_len)):
+        title = f"D = {r.head_dim}, {'causal' if r.causal else 'no mask'}"
+        title += f", {r.heads} / {r.kv_heads} heads" if r.kv_heads != r.heads else ""
+        title += f", {r.features}" if r.features else ""
+        speeds.setdefault(title, {}).setdefault(r.implementation, {})[r.seq_len] = r.tflops
+    return speeds
+
+
+def _lines(speeds: Speeds) -> tuple[list[list[str]], list[float]]:
+    """A table, and our speed over the best of the others', shape by shape."""
     lengths = sorted({t for of in speeds.values() for line in of.values() for t in line})
     lines, ratios = [["", *(f"T = {t:,}" for t in lengths)]], []
+    for title, of in speeds.items():
+        ours = of.get("cuda_fa3", {})
+        peers = {t: max(of[name].get(t, 0.0) for name in of if name != "cuda_fa3") for t in ours}
+        each = {t: ours[t] / peers[t] for t in ours if peers[t]}
+        for name, line in of.items():
+            lines.append([f"{title}: {name}", *(f"{line[t]:.0f}" if t in line else "" for t in lengths)])
+        lines.append([f"{title}: ours / best", *(f"{each[t]:.2f}" if t in each else "" for t in lengths)])
+        ratios += each.values()
+    return lines, ratios
+
+
+def _hopper_picture(rows: list[Row], speeds: Speeds, passed: str) -> str:
+    from scripts.measure.report.figures import Line, panel, panels_of, svg
+
     said = f"{passed.capitalize()} on Hopper, bf16, 16,384 tokens, width 2,048"
     figure, axes = panels_of(rows, said, len(speeds))
-    for axis, ((d, causal), of) in zip(axes, speeds.items(), strict=True):
-        title, ours = f"D = {d}, {'causal' if causal else 'no mask'}", of.get("cuda_fa3", {})
-        peers = {t: max(of[name].get(t, 0.0) for name in of if name != "cuda_fa3") for t in ours}
-        for name, line in of.items():
-            lines.append([f"{title}: {name}", *(f"{line.get(t, 0):.0f}" for t in lengths)])
-        each = [ours[t] / peers[t] for t in ours if peers[t]]
-        lines.append([f"{title}: ours / best", *(f"{ratio:.2f}" for ratio in each)])
-        ratios += each
+    for axis, (title, of) in zip(axes, speeds.items(), strict=True):
         drawn = [Line(name, line) for name, line in sorted(of.items())]
         panel(axis, drawn, title, "T, tokens", "TFLOP/s", log_y=False, bottom=0)
-    return lines, ratios, svg(figure, rows)
+    return svg(figure, rows)
 
 
 def training(rows: list[Row]) -> Report:

@@ -93,18 +93,20 @@ TILE = "Br x Bc x warps, blocks|T|ms|TFLOP/s|registers|spilled|shared, KiB|of an
 
 
 def facts(rows: list[Row]) -> dict[str, Any]:
-    """For templates/roofline.md.j2: bytes that the first and the last stage read, causal, D = 128, at the
-    longest T counted of both; what was measured against the model; what failed."""
+    """For templates/roofline.md.j2: bytes that the first stage, the tiled one and the last read, with their
+    dtypes, causal, D = 128, at the longest T counted of the first and the last; what was measured against the
+    model; what failed."""
     every = records(rows)
     read = {
-        (r.implementation, r.seq_len): r.counters[DRAM[0]] / 1e9
+        (r.implementation, r.seq_len): (r.dtype, r.counters[DRAM[0]] / 1e9)
         for r in where(every, causal=True, head_dim=128)
-        if r.get("counters")
+        if r.get("counters") and not r.get("tile")
     }
     longest = max((n for name, n in read if name == "cuda_naive" and ("cuda_fa2", n) in read), default=0)
+    stages = [name for name in ("cuda_naive", "cuda_tiled", "cuda_fa2") if (name, longest) in read]
     return {
         "longest": longest,
-        "read": [read[name, longest] for name in ("cuda_naive", "cuda_fa2") if longest],
+        "read": [(name.removeprefix("cuda_"), *read[name, longest]) for name in stages if longest],
         "held": list(bar(rows)),
         "bar": BAR,
         "failed": [r for r in every if r.status != "ok"],
