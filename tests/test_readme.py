@@ -203,7 +203,7 @@ def test_the_first_screen_says_what_was_measured() -> None:
         return f"{of[name, 65536, 1]['peak_mib'] / 1024:.1f}"
 
     assert f"Naive attention trains at {speed('naive', 1024)} nanoGPT's speed at T = 1k" in screen
-    assert "from 4k on in smaller micro-batches, and runs out of memory at 16k" in screen
+    assert "needs smaller micro-batches from 4k on, and runs out of memory at 16k" in screen
     naive = {point[1:]: result["status"] for point, result in of.items() if point[0] == "naive"}
     assert (naive[2048, 32], naive[4096, 16], naive[4096, 8], naive[8192, 2]) == ("ok", "oom", "ok", "ok")
     assert naive[16384, 1] == "oom"
