@@ -20,6 +20,10 @@ ARGS ?=
 WORKERS ?= $(shell $(PY) -c "import os; print(min(8, os.cpu_count()))")
 GPU_WORKERS ?= $(shell $(PY) -c "import os; print(max(1, min(14, os.cpu_count() - 2)))")
 
+# Tests start some hundred processes that import torch. From bytecode that takes 4 s each, without it 8: it is written,
+# whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: train test test-long test-all test-gpu test-slow test-mistakes test-fuzz lint clean
 .DELETE_ON_ERROR:
 
