@@ -181,7 +181,7 @@ def train(
         default_root_dir=str(run),
         logger=False,
         callbacks=[*(Profile() if node is True else instantiate(node) for node in callbacks), Peers()],
-        plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute(), resume_step)],
+        plugins=[VerifiedCheckpointIO(ckpt and ckpt.absolute(), resume_step), *runtime.alone(cfg.trainer)],
         **runtime.TRAINER,
     )
     runtime.require_processes(trainer)
@@ -226,12 +226,16 @@ def build(
     from model.training import fp8, graphs, runtime
     from model.training.checkpoint import read_data
     from model.training.checks import called
+    from model.training.imports import start_compilers
     from model.training.lit_gpt import LitGPT
 
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
     called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
     called("schedule", schedule, 0, cfg.trainer.max_steps)
 
+    compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile
+    if compiled and device.type == "cuda":
+        start_compilers()
     # what can be refused without the corpus is refused before it is downloaded and tokenised; attention does
     # not look at the vocabulary, which only the corpus knows
     data = instantiate(cfg.data)
@@ -261,7 +265,7 @@ def build(
         seed=cfg.seed,
         accumulate=data.accumulate,
         grad_clip=cfg.grad_clip,
-        compile=device.type == "cuda" if cfg.compile == "auto" else cfg.compile,
+        compile=compiled,
         cuda_graphs=as_graph,
         decode_attention=decoder,
         checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | adapters,

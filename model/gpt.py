@@ -22,6 +22,7 @@ from attention.base import MASK_BLOCK, Attention
 from conf.values import UserError
 from model.config import GPTConfig
 from model.context_parallel import ContextParallel
+from model.dropout import Dropout
 from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
 from model.relative import buckets_of_distances
@@ -88,7 +89,7 @@ class CausalSelfAttention(nn.Module):
         width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         self.c_attn = nn.Linear(config.n_embd, width + 2 * kv_width, bias=config.with_qkv_bias)
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_size, eps=config.eps("rmsnorm"))
             self.k_norm = RMSNorm(config.head_size, eps=config.eps("rmsnorm"))
@@ -166,7 +167,7 @@ class MLP(nn.Module):
         hidden = config.mlp_size
         self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.swiglu else hidden, bias=config.bias)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         # not of layers that others have put in their place, adapters say, which compute more
@@ -215,7 +216,7 @@ class GPT(nn.Module):
             modules["wpe"] = nn.Embedding(config.positions, config.n_embd)
         if config.position == "t5":
             modules["relative_attention_bias"] = nn.Embedding(config.relative_buckets, config.n_head)
-        modules["drop"] = nn.Dropout(config.dropout)
+        modules["drop"] = Dropout(config.dropout)
         modules["h"] = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
         modules["ln_f"] = make_norm(config, config.n_embd)
         self.transformer = nn.ModuleDict(modules)
@@ -353,6 +354,12 @@ class GPT(nn.Module):
         """From now on `forward` takes this rank's share of each sequence, and no cache."""
         for module in (self, *(block.attn for block in self.transformer.h)):
             module.context_parallel = context_parallel
+
+    def compile_blocks(self) -> None:
+        """torch.compile for the blocks, which share the code of the first: the time that takes does not grow
+        with their number."""
+        for block in self.transformer.h:
+            block.forward = torch.compile(block.forward, dynamic=False)
 
     def replace_attention(self, attention: Attention) -> None:
         """Compute with another implementation from now on: no weight depends on the choice."""

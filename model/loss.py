@@ -46,7 +46,7 @@ def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ch
     dtype = compute_dtype(x)
     x, targets = x.flatten(0, -2), targets.flatten()  # (B, T, C) -> (N, C), (B, T) -> (N,)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Summed.apply(x, weight, targets, vocab_size, chunk, dtype)
+        return torch.ops.tilegpt.summed_loss(x, weight, targets, vocab_size, chunk, dtype)
     return _head_loss(x.to(dtype), weight, targets, vocab_size, chunk, False)[0]
 
 
@@ -77,6 +77,14 @@ class _Summed(torch.autograd.Function):
             )
         dx, dweight = ctx.saved_tensors  # dx in x's own dtype before it is scaled: rounded once
         return dx.to(ctx.dtype, copy=True).mul_(dloss), dweight * dloss, None, None, None, None
+
+
+# An op, as torch.compile does not cache what it has traced where it meets a torch.autograd.Function.
+torch.library.define(
+    "tilegpt::summed_loss",
+    "(Tensor x, Tensor weight, Tensor targets, int vocab_size, int chunk, ScalarType dtype) -> Tensor",
+)
+torch.library.impl("tilegpt::summed_loss", "CompositeImplicitAutograd")(_Summed.apply)
 
 
 # One opaque node to torch.compile, which would unroll the loop: hundreds of chunks, minutes of compilation.

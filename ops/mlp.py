@@ -5,6 +5,9 @@
 
 On a GPU by cublasLt (ops/cublaslt.py); elsewhere, and where that is not found, by PyTorch's functions. GELU
 is the tanh form throughout. h is kept in 16 bits; GELU is of the product in fp32, where PyTorch's is of h.
+
+`gelu_mlp` is an op too, which torch.compile takes apart. Where it meets a torch.autograd.Function in Python,
+it does not cache what it has traced, and each start of a run traces that again.
 """
 
 from __future__ import annotations
@@ -71,6 +74,12 @@ class _GeluMLP(torch.autograd.Function):
         )
 
 
+torch.library.define(
+    "tilegpt::gelu_mlp", "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2) -> Tensor"
+)
+torch.library.impl("tilegpt::gelu_mlp", "CompositeImplicitAutograd")(_GeluMLP.apply)
+
+
 def missing() -> str | None:
     """What keeps a GPU from the fused products, and how to have them; None where nothing does."""
     if cublaslt.available():
@@ -89,5 +98,5 @@ def fuses(x: Tensor, hidden: int) -> bool:
 
 def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
     """linear(gelu(linear(x, w1, b1)), w2, b2) of x (..., C), all of one dtype; a GELU by tanh."""
-    out = _GeluMLP.apply(x.flatten(0, -2), w1, b1, w2, b2)  # (B, T, C) -> (B*T, C)
+    out = torch.ops.tilegpt.gelu_mlp(x.flatten(0, -2), w1, b1, w2, b2)  # (B, T, C) -> (B*T, C)
     return out.view(*x.shape[:-1], len(w2))  # (B*T, C) -> (B, T, C)

@@ -171,6 +171,8 @@ def training_step(cfg: DictConfig) -> Step:
     torch.manual_seed(cfg.seed)
     net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
     fp8.convert(net, cfg.precision, batch * config.seq_len)
+    if cfg.compile == "blocks":
+        raise UserError("compile=blocks: memory.py measures steps with compile=true or false.")
     compile = device.type == "cuda" if cfg.compile == "auto" else cfg.compile
     if compile:
         net.compile(dynamic=False)

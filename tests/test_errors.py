@@ -112,8 +112,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimiser": (("optim.lr=-1",), ("optim.lr=-1", "at least 0")),
     "no clipping is null": (("grad_clip=0",), ("grad_clip=0", "above 0, or null")),
     "clipping below 0": (("grad_clip=-1",), ("grad_clip=-1", "above 0, or null")),
-    "compile": (("compile=no",), ("compile=no: choose true, false or auto",)),
-    "compile as a number": (("compile=1",), ("compile=1: choose true, false or auto",)),
+    "compile": (("compile=no",), ("compile=no: choose true, false, auto or blocks",)),
+    "compile as a number": (("compile=1",), ("compile=1: choose true, false, auto or blocks",)),
     "a switch": (("checkpointing=no",), ("checkpointing=no: choose true or false",)),
     "gaps that a causal model is to fill": (
         ("data.mask_fraction=0.15",),

@@ -127,7 +127,9 @@ class Samples(L.Callback):
             return
         from model.generation.generate import generate
 
-        with lit.trainer.precision_plugin.forward_context():
+        # or blocks compiled to train would be compiled for each layer
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, lit.trainer.precision_plugin.forward_context():
             result = generate(
                 lit.net,
                 [self._start],

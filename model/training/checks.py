@@ -54,9 +54,10 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
         number(key, value, above=0, null="no clipping")
     for key, value in _found(config, SWITCHES):
         switch(key, value)
-    for key in ("compile", "cuda_graphs"):
-        if not isinstance(config[key], bool) and config[key] != "auto":
-            raise UserError(f"{key}={shown(config[key])}: choose true, false or auto.")
+    for key, others in (("compile", ("auto", "blocks")), ("cuda_graphs", ("auto",))):
+        if not isinstance(config[key], bool) and config[key] not in others:
+            *names, last = ("true", "false", *others)
+            raise UserError(f"{key}={shown(config[key])}: choose {', '.join(names)} or {last}.")
     if config["optim"].get("fused") is not True:
         raise UserError(
             f"optim.fused={shown(config['optim'].get('fused'))}: gradients are clipped, and bad ones "

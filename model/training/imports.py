@@ -1,10 +1,10 @@
-"""Imports without Python's garbage collector."""
+"""Imports without Python's garbage collector, and Inductor's processes started ahead."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -18,3 +18,12 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def start_compilers() -> None:
+    """Start the processes in which Inductor compiles Triton's kernels. It would start them with its first
+    compilation, and until they are there, seconds later, compile one kernel after another in this one."""
+    with uncollected(), suppress(ImportError):  # not a public name
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()

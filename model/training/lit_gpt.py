@@ -39,6 +39,7 @@ class LitGPT(L.LightningModule):
     or MuonAdamW
     schedule: (step, max_steps) -> factor of the learning rate
     accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
+    compile: whether the model is compiled; "blocks": one block of it, whose code all share
     cuda_graphs: whether a step is captured, on one CUDA device (training/graphs.py)
     decode_attention: the implementation that samples with a KV cache (None: the one that trains)
     checkpoint_metadata: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
@@ -53,7 +54,7 @@ class LitGPT(L.LightningModule):
         seed: int = 1337,
         accumulate: int = 1,
         grad_clip: float | None = 1.0,
-        compile: bool = False,
+        compile: bool | str = False,
         cuda_graphs: bool = False,
         decode_attention: Attention | None = None,
         checkpoint_metadata: dict[str, Any] | None = None,
@@ -93,7 +94,7 @@ class LitGPT(L.LightningModule):
             self.shards = shard(self.net, self.device_mesh, self.trainer.precision == "bf16-mixed")
         if self.compile_net:
             with uncollected():  # it imports Inductor
-                self.net.compile(dynamic=False)
+                self.net.compile_blocks() if self.compile_net == "blocks" else self.net.compile(dynamic=False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         whole = super().state_dict(*args, **kwargs)

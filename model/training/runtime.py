@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -77,6 +81,14 @@ def device(accelerator: str, devices: Any = 1) -> torch.device:
     raise UserError(
         f"trainer.accelerator={accelerator}: no such device is visible here. Use trainer.accelerator=cpu."
     )
+
+
+def alone(trainer: Any) -> list[LightningEnvironment]:
+    """The plugin that says that this process is the only one, where it is. Lightning looks around for what
+    else may have started processes, and imports MPI where that is installed, which takes 0.4 s."""
+    others = TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
+    single = trainer.devices in (1, "1") and trainer.num_nodes == 1
+    return [LightningEnvironment()] if single and not others else []
 
 
 def require_processes(trainer: Any) -> None:
