@@ -226,25 +226,21 @@ def build(
     from model.training import fp8, graphs, runtime
     from model.training.checkpoint import read_data
     from model.training.checks import called
-    from model.training.imports import start_compilers
     from model.training.lit_gpt import LitGPT
 
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
     called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
     called("schedule", schedule, 0, cfg.trainer.max_steps)
 
-    compiled = device.type == "cuda" if cfg.compile == "auto" else cfg.compile
-    if compiled and device.type == "cuda":
-        start_compilers()
-    # what can be refused without the corpus is refused before it is downloaded and tokenised; attention does
-    # not look at the vocabulary, which only the corpus knows
+    compiled = runtime.compiled(cfg.compile, device)  # now: it starts what takes seconds
+    # what can be refused without the corpus, which alone knows the vocabulary, is so before it is downloaded
     data = instantiate(cfg.data)
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
     devices = trainer.num_devices * trainer.num_nodes
     sequence_ranks = getattr(trainer.strategy, "sequence_ranks", 1)  # that share each sequence
     require_divisible(config, sequence_ranks, devices)
-    replicas = devices // sequence_ranks
-    data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, data.batch_size * cfg.seq_len, replicas))
+    micro_tokens = data.batch_size * cfg.seq_len
+    data.set_accumulation(runtime.accumulation(cfg.tokens_per_step, micro_tokens, devices // sequence_ranks))
     make = partial(build_attention, cfg)
     facts = {"device": device, "dtype": dtype, "sequence_ranks": sequence_ranks}
     attention, decoder, call = runtime.attentions(make, cfg.attention.decode, config, data, **facts)
@@ -256,7 +252,7 @@ def build(
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
     adapters = finetuned(cfg, net, run, initial, ckpt)
-    fp8.convert(net, cfg.precision, data.batch_size * cfg.seq_len // sequence_ranks)
+    fp8.convert(net, cfg.precision, micro_tokens // sequence_ranks)
     as_graph = graphs.wanted(cfg.cuda_graphs, device, devices, config, data.batch_size * data.accumulate)
     lit = LitGPT(
         net,

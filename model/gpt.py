@@ -355,11 +355,11 @@ class GPT(nn.Module):
         for module in (self, *(block.attn for block in self.transformer.h)):
             module.context_parallel = context_parallel
 
-    def compile_blocks(self) -> None:
-        """torch.compile for the blocks, which share the code of the first: the time that takes does not grow
-        with their number."""
+    def compile_blocks(self, **how: Any) -> None:
+        """torch.compile, as `how` says, for the blocks, which share the code of the first: the time does not
+        grow with their number."""
         for block in self.transformer.h:
-            block.forward = torch.compile(block.forward, dynamic=False)
+            block.forward = torch.compile(block.forward, **how)
 
     def replace_attention(self, attention: Attention) -> None:
         """Compute with another implementation from now on: no weight depends on the choice."""

@@ -113,7 +113,7 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
         value_bytes=2 if narrow else 4,
         device="cuda" if gpu else "cpu",
         arch=gpu.arch if gpu else None,
-        compiled=gpu is not None if cfg.compile == "auto" else bool(cfg.compile),
+        compiled=gpu is not None if cfg.compile in ("auto", "blocks") else cfg.compile,
         checkpointing=cfg.checkpointing,
         workspace_bytes=gpu.workspace_bytes if gpu else 0,
         **shared,

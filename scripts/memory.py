@@ -171,9 +171,9 @@ def training_step(cfg: DictConfig) -> Step:
     torch.manual_seed(cfg.seed)
     net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
     fp8.convert(net, cfg.precision, batch * config.seq_len)
-    if cfg.compile == "blocks":
+    compile = runtime.compiled(cfg.compile, device)
+    if compile == "blocks":
         raise UserError("compile=blocks: memory.py measures steps with compile=true or false.")
-    compile = device.type == "cuda" if cfg.compile == "auto" else cfg.compile
     if compile:
         net.compile(dynamic=False)
     lit = LitGPT(net, instantiate(cfg.optim), instantiate(cfg.schedule))

@@ -71,7 +71,7 @@ def training_run(
         value_bytes=2 if dtype == torch.bfloat16 else 4,
         device="cpu" if device.type == "cpu" else "cuda",
         arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        compiled=device.type == "cuda" if compiled == "auto" else bool(compiled),
+        compiled=device.type == "cuda" if compiled in ("auto", "blocks") else compiled,
         checkpointing=config["checkpointing"],
         **shared_by(config["trainer"], config["tokens_per_step"], data["batch_size"] * config["seq_len"]),
     )

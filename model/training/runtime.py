@@ -30,6 +30,7 @@ from model.costs.flops import flops_per_token, parameter_count, peak_bf16_flops
 from model.training import fp8
 from model.training.callbacks import Samples
 from model.training.checks import fits_objective
+from model.training.imports import start_compilers
 from model.training.runs import ckpt_of
 from model.training.saving import Checkpoints, Interrupt
 from ops import mlp
@@ -126,6 +127,16 @@ def precision(asked: str, on: torch.device) -> str:
     if asked == "fp8":
         fp8.require(on)
         return "bf16-mixed"
+    return asked
+
+
+def compiled(asked: bool | str, on: torch.device) -> bool | str:
+    """Whether the model is compiled, or "blocks", one for all; auto and blocks are for CUDA, for which the
+    processes that compile are started."""
+    if asked in ("auto", "blocks"):
+        asked = on.type == "cuda" and (asked == "auto" or asked)
+    if asked and on.type == "cuda":
+        start_compilers()
     return asked
 
 

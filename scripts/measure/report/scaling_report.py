@@ -110,4 +110,5 @@ def picture(rows: list[Row], groups: dict[tuple[str, int], list[Record]]) -> str
                     ends = f"out of memory at {out}" if out > max(points) and out < math.inf else ""
                     lines.append(Line(name(done[0]), dict(sorted(points.items())), len(lines), ends))
         panel(at, lines, title, "devices", "tokens/s relative to perfect scaling", log_y=False, bottom=0)
+        at.set_ylim(top=max(1.05, at.get_ylim()[1]))  # the points of one device whole
     return svg(figure, rows)

@@ -225,6 +225,34 @@ def test_what_compiling_imports_is_not_searched_for_garbage() -> None:
     assert seen == [False] and gc.isenabled()
 
 
+@pytest.mark.parametrize("asked", [True, "blocks"])
+@pytest.mark.parametrize("n_embd", [32, 576])
+def test_what_is_compiled_and_how(asked: bool | str, n_embd: int) -> None:
+    """Narrow models without Inductor's mixed-order reduction, as the whole and by blocks."""
+    config = GPTConfig(vocab_size=50, seq_len=16, n_layer=1, n_head=2, n_embd=n_embd)
+    lit, seen = LitGPT(GPT(config, NaiveAttention()), partial(torch.optim.AdamW), constant, compile=asked), []
+    method = "compile" if asked is True else "compile_blocks"
+    with (
+        mock.patch.object(LitGPT, "device_mesh", None),
+        mock.patch.object(lit.net, method, lambda **how: seen.append(how)),
+    ):
+        lit.configure_model()
+    options = {"triton.mix_order_reduction": False} if n_embd == 32 else None
+    assert seen == [{"dynamic": False, "options": options}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "cpu", "cuda"),
+    [(True, True, True), (False, False, False), ("auto", False, True), ("blocks", False, "blocks")],
+)
+def test_auto_and_blocks_compile_on_cuda(asked: bool | str, cpu: bool, cuda: bool | str) -> None:
+    """Where Inductor's processes are started, if anything is compiled."""
+    with mock.patch.object(runtime, "start_compilers") as start:
+        assert runtime.compiled(asked, torch.device("cpu")) is cpu and not start.called
+        assert runtime.compiled(asked, torch.device("cuda", 0)) == cuda
+        assert start.call_count == bool(cuda)
+
+
 def test_step_seed_is_pure_and_spreads() -> None:
     assert step_seed(1337, 5, 0) == step_seed(1337, 5, 0)
     seeds = {step_seed(s, step, rank) for s in (0, 1, 1337) for step in range(200) for rank in range(4)}
