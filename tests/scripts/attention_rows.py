@@ -12,11 +12,11 @@ from scripts.measure.studies import attention_memory
 from tests.scripts.studies import row_of
 
 GPU_MIB = 139 * 1024
-KNOWN = sorted(registry.contestants(), key=lambda name: (name != "standard", name))
+KNOWN = sorted(registry.implementations(), key=lambda name: (name != "standard", name))
 
 
 def _trains(name: str) -> bool:
-    return registry.declared(name).capabilities.backward
+    return registry.shared_instance(name).capabilities.backward
 
 
 def memory_rows(names: list[str] | None = None) -> list[dict[str, Any]]:

@@ -31,7 +31,8 @@ def test_asking_is_judged_by_calls_that_name_one_backend(wrong: int, verdict: st
     rows[-1]["result"] = {"status": "unsupported", "reason": "No available kernel."}
     answer = answered(results(tmp_path, *rows))[20]
     assert answer.verdict == verdict
-    assert answer.figure == f"another kernel ran for {wrong} of 4 calls that force one backend"
+    counted = f"{wrong} of 4 calls that force one backend, 2 of 2 that prefer one"
+    assert answer.figure == f"another kernel ran for {counted}"
     assert f"ran it in {4 - wrong} of 4 cases, and 1 more were refused" in answer.why
     assert (
         "2 of 2 were passed over without a word (sdpa_kernel([A, B]) (fp16, D = 64) ran cuDNN" in answer.why

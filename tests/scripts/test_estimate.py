@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from attention.base import UnsupportedAttention
-from attention.registry import declared
+from attention.registry import shared_instance
 from model.costs.gpus import GPUS, gpu_sheet
 from model.costs.memory import peak
 from model.costs.run import Run
@@ -76,7 +76,7 @@ def test_in_chunks_only_a_chunks_logits_are_there(capsys: pytest.CaptureFixture[
     (most,) = (float(row[0].replace(",", "")) for name, row in rows.items() if name.startswith("peak ("))
     config = GPTConfig(vocab_size=50257, seq_len=8192)
     whole = Run(
-        config, 4, declared("cuda_fa2"), 2, compiled=True, workspace_bytes=GPUS["h200"].workspace_bytes
+        config, 4, shared_instance("cuda_fa2"), 2, compiled=True, workspace_bytes=GPUS["h200"].workspace_bytes
     )
     chunk = replace(whole, config=replace(config, loss_chunk=2048))
     assert most == pytest.approx(peak(chunk).peak / 2**20, abs=0.01)
@@ -95,9 +95,9 @@ def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_naive_attention_at_length_does_not_fit() -> None:
     config = GPTConfig(vocab_size=50304, seq_len=8192)
-    said = verdict(Run(config, 4, declared("naive"), 2, compiled=True), GPUS["l4"])
+    said = verdict(Run(config, 4, shared_instance("naive"), 2, compiled=True), GPUS["l4"])
     assert said.startswith("does not fit: ") and "grows as T^2" in said
-    assert "fits: " in verdict(Run(config, 4, declared("triton"), 2, compiled=True), GPUS["h200"])
+    assert "fits: " in verdict(Run(config, 4, shared_instance("triton"), 2, compiled=True), GPUS["h200"])
 
 
 def test_the_table_puts_ratios_where_something_was_measured() -> None:
@@ -109,7 +109,7 @@ def test_the_table_puts_ratios_where_something_was_measured() -> None:
 def test_shared_memory_comes_from_the_kernels_tables() -> None:
     def of(name: str, gpu: str, narrow: bool = True) -> dict[str, int]:
         sheet, value_bytes = GPUS[gpu], 2 if narrow else 4
-        run = Run(GPTConfig(64, n_head=12), 1, declared(name), value_bytes, arch=sheet.arch)
+        run = Run(GPTConfig(64, n_head=12), 1, shared_instance(name), value_bytes, arch=sheet.arch)
         return run.attention.shared_memory(run.call, sheet.shared_bytes)
 
     # Q of 128 and two tiles each of K and V of 64, D = 64, 16 bits

@@ -91,7 +91,7 @@ def test_of_a_grid_of_16_tiles_10_are_computed():
 
 
 def test_points_of_speed():
-    names = registry.contestants()
+    names = registry.implementations()
     every = speed_points.asked(list(speed_points.PARTS), names, True)
     points = [(point.part, point.shape) for point in every]
     assert len(points) == len(set(points)) and "auto" not in names and "standard" in names

@@ -27,14 +27,16 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}
     partly=lambda f: f.wrong > 0,
     differ=(),  # each call by itself: what it asks for beside what ran
     apart=("implementation", "pass", "dtype", "head_dim", "causal", "features"),
-    figure="another kernel ran for {wrong} of {forced} calls that force one backend",
+    figure="another kernel ran for {wrong} of {forced} calls that force one backend, "
+    "{ignored} of {hinted} that prefer one",
     why="""
         Calls that name one backend alone ran it in {obeyed} of {forced} cases, and {refused} more were
         refused with a reason: PyTorch raises an error where the one backend cannot run. {ours}
         implementations here ran as named. That is one version of PyTorch and of transformers, on one GPU.
 
-        Preferences, which leave another backend open, are no such calls: {ignored} of {hinted} were passed
-        over without a word ({examples}). Left to itself, SDPA took {choices}, by the inputs.
+        Preferences, which leave another backend open, do not count as such calls; of them the claim is right:
+        {ignored} of {hinted} were passed over without a word ({examples}). Left to itself, SDPA took
+        {choices}, by the inputs. {rest}
 
         On this GPU transformers' GPT-2 with attn_implementation="flash_attention_2" ran {flag}.
         """,
@@ -47,7 +49,9 @@ def asked_and_run(results: Results) -> Figures:
     forced = [row for row in asked if numerics.forces(name(row))]
     hinted = [row for row in asked if numerics.prefers(name(row))]
     wrong, ignored = ([row for row in some if not row["result"]["as_asked"]] for some in (forced, hinted))
-    examples = [(call(row), " and ".join(row["result"]["ran"])) for row in ignored]
+    others = [row for row in asked if row not in (*ours, *forced, *hinted)]
+    rest = [(call(row), ran(row)) for row in others if not row["result"]["as_asked"]]
+    examples = [(call(row), ran(row)) for row in ignored]
     refused = [row for row in rows if row["result"]["status"] == "unsupported" and numerics.forces(name(row))]
     flags = {
         kernel for row in forced if name(row).startswith(numerics.MODEL) for kernel in row["result"]["ran"]
@@ -64,8 +68,13 @@ def asked_and_run(results: Results) -> Figures:
         ours=f"{sum(row['result']['as_asked'] for row in ours)} of {len(ours)}",
         examples=listed("{} ran {}", examples, "; ") or "none",
         choices=", ".join(sorted(choices)),
+        rest=listed("{} ran {}.", rest, " "),
         flag=" and ".join(sorted(flags)) or None,
     )
+
+
+def ran(row: Row) -> str:
+    return " and ".join(row["result"]["ran"])
 
 
 def call(row: Row) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attention import registry
-from attention.base import PRODUCTS
+from attention.base import MATMUL_KERNELS
 from scripts.measure.instruments.speed_points import HEADS, SHORT, TOKENS, WINDOWS, fused
 from scripts.measure.report.attention_report import ours_first
 from scripts.measure.report.figures import thousands
@@ -194,7 +194,7 @@ def writes_scores(name: str) -> bool:
 
 def is_eager(name: str) -> bool:
     """Writes the scores out in PyTorch's own matrix products."""
-    return writes_scores(name) and registry.declaration(name).kernels == PRODUCTS
+    return writes_scores(name) and registry.declaration(name).kernels == MATMUL_KERNELS
 
 
 def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tuple[str, float, str, float]]:
@@ -209,16 +209,17 @@ def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tu
     return found
 
 
-def beats(rows: list[Row], passed: str, many: bool, what: str, longest: int) -> list[str]:
-    """Kernels that write no scores, with the largest N up to `longest`, that the formula in eager PyTorch is
-    faster than by a tenth, as the host's times vary by less; what launches a kernel for each tile is left
-    out."""
+def beats(
+    rows: list[Row], passed: str, many: bool, what: str, longest: int, by: float = 1.1
+) -> list[str]:
+    """Kernels that write no scores, with the largest N up to `longest`, that take more than `by` times as
+    long as the formula in eager PyTorch; what launches a kernel for each tile is left out."""
     found: dict[str, int] = {}
     for n, of in at_short(rows, passed, many).items():
         us = {name: MEASURES[what](r) for name, r in of.items() if r.trusted}
         for name in us if n <= longest and "standard" in us else ():
             apart = writes_scores(name) or registry.declaration(name).launches_each_tile
-            if not apart and 1.1 * us["standard"] < us[name]:
+            if not apart and by * us["standard"] < us[name]:
                 found[name] = n
     return [f"{name} ({n:,})" for name, n in found.items()]
 

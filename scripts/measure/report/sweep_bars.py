@@ -18,10 +18,10 @@ def kind(name: str) -> str:
     if name.startswith(("transformers", "nanoGPT")):
         return "peer"
     from attention import registry
-    from attention.base import PRODUCTS
+    from attention.base import MATMUL_KERNELS
 
     declared = registry.declaration(name)
-    if declared.kernels == PRODUCTS:
+    if declared.kernels == MATMUL_KERNELS:
         return "standard"
     return "ours" if declared.origin == "ours" else "library"
 
