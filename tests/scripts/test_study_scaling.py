@@ -117,6 +117,41 @@ def test_two_processes_take_the_steps_of_one(trainer: str) -> None:
     assert (short["steps"], short["warm_up"], short["n"], short["profiled_steps"]) == (3, 1, 2, 1)
 
 
+MEASURED = {"status": "ok", "reason": None, "communication_ms": 1.0, "communication_share": 0.1}
+MEASURED |= {"tokens_per_s": 1.0, "peak_mib": 1000.0, "steps": 30, "losses": [1.0]}
+
+
+def test_rounds_take_the_points_in_turn_and_give_the_median_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = points("--model", "gpt2", "--trainer", "ddp", "--gpus", "2", devices=2)
+    times = iter([100.0, 110.0, 104.0, 108.0, 90.0, 99.0])  # one, two, one, two, ...
+    seen = []
+
+    def measured(point: dict[str, Any], options: Any, cuda: bool) -> dict[str, Any]:
+        seen.append(point["devices"])
+        ms = next(times)
+        return MEASURED | {"ms_median": ms, "tokens_per_s": 1e3 * point["tokens_per_step"] / ms}
+
+    monkeypatch.setattr(scaling, "measured", measured)
+    options = scaling.arguments(["--rounds", "3"])
+    found = scaling.in_turn([one, two], options, True)
+    assert seen == [1, 2, 1, 2, 1, 2]
+    assert [(r["ms_median"], r["ms_by_run"]) for r in found] == [
+        (100.0, [100.0, 104.0, 90.0]),
+        (108.0, [110.0, 108.0, 99.0]),
+    ]
+    group = scaling_report.records([row_of(one, found[0]), row_of(two, found[1])])
+    ratio = 100.0 / 110.0  # of 0.909, 0.963 and 0.909, of equal tokens a step
+    assert scaling_report.relative(group[1], group) == pytest.approx(0.5 * ratio)
+
+
+def test_a_point_that_fails_in_one_round_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter([MEASURED, {"status": "oom", "reason": "full"}, MEASURED])
+    monkeypatch.setattr(scaling, "measured", lambda *of: next(outcomes))
+    point = points()[0]
+    found = scaling.in_turn([point], scaling.arguments(["--rounds", "5"]), True)
+    assert found == [{"status": "oom", "reason": "full"}]
+
+
 def test_what_rows_say() -> None:
     rows = []
     for point in points(devices=4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -30,9 +31,13 @@ def start(r: Record, group: Sequence[Record]) -> Record:
 
 
 def relative(r: Record, group: Sequence[Record]) -> float:
-    """tokens/s a device, of those of the start."""
+    """tokens/s a device, of those of the start; of runs in turn the median."""
     base = start(r, group)
-    return (r.tokens_per_s / r.devices) / (base.tokens_per_s / base.devices)
+    mine, theirs = r.get("ms_by_run", []), base.get("ms_by_run", [])
+    if len(mine) != len(theirs) or not mine:
+        return (r.tokens_per_s / r.devices) / (base.tokens_per_s / base.devices)
+    tokens = (r.tokens_per_step / r.devices) / (base.tokens_per_step / base.devices)
+    return statistics.median(tokens * a / b for a, b in zip(theirs, mine, strict=True))
 
 
 def difference(r: Record, group: Sequence[Record]) -> float | None:

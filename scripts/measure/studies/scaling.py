@@ -13,6 +13,9 @@ Each point is a run of train.py. The first 5 steps do not count. 3 more steps ar
 trace come the time in which NCCL's kernels run, and the part of it in which no other kernel does, which is
 the share of communication in the step. A collective waits for the slowest rank, and its time includes that.
 
+--rounds 5 runs the points of a model and length in turn, five times: the result is that of the run of median
+speed, with the time of a step in each (ms_by_run), and the ratios are medians over the rounds.
+
 Without a GPU: a tiny model on 1, 2 and 4 processes with gloo (--gpus 1 2 4 8: 8 too), which share the cores.
 There communication is the time of gloo's operations, and the share the part of it in which the rank runs no
 operator of PyTorch.
@@ -28,10 +31,12 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +90,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--attention", default="auto", choices=choices("attention"), metavar="ATTENTION",
         help="a file of conf/attention (default: auto)")  # fmt: skip
     add("--steps", type=positive, default=30, help="of each point (default: 30)")
+    add("--rounds", type=positive, default=1, help="of runs, the points in turn (default: 1)")
     add("--limit-s", type=float, default=90, help="of the steps of a point; 3 in any case (default: 90)")
     add("--timeout-s", type=positive, default=1200, help="of a point (default: 1200)")
     options = made.parse_args(given)
@@ -182,7 +188,29 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     devices = torch.cuda.device_count() if cuda else max(options.gpus or [4])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its run
     left = run.left(points(options, cuda, devices), f"1 to 3 min each, on {devices} {run.device} device(s)")
-    run.each(left, lambda point: measured(point, options, cuda), said)
+    if options.rounds == 1:
+        run.each(left, lambda point: measured(point, options, cuda), said)
+        return
+    for _, group in groupby(left, lambda point: (point["model"], point["seq_len"])):
+        run.group(list(group), lambda mine: in_turn(mine, options, cuda), said)
+
+
+def in_turn(points: list[Point], options: argparse.Namespace, cuda: bool) -> list[Result]:
+    """Each point's run of median speed of `options.rounds`, or the first that failed."""
+    runs: list[list[Result]] = [[] for _ in points]
+    for at in range(options.rounds):
+        for point, found in zip(points, runs, strict=True):
+            if all(result["status"] == "ok" for result in found):
+                found.append(measured(point, options, cuda))
+                print(f"run {at + 1} of {options.rounds}: {said(point, found[-1])}", flush=True)
+    return [middle(found) for found in runs]
+
+
+def middle(runs: list[Result]) -> Result:
+    if failed := [result for result in runs if result["status"] != "ok"]:
+        return failed[0]
+    ms = [result["ms_median"] for result in runs]
+    return runs[ms.index(statistics.median_low(ms))] | {"ms_by_run": ms}
 
 
 def report(rows: list[Row]) -> Report:
