@@ -26,7 +26,7 @@ from attention.base import (
     Declaration,
     UnsupportedAttention,
 )
-from attention.call import call_fields, view_call_fields
+from attention.call import cached_call_fields, call_fields
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -50,7 +50,7 @@ MASKS = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_l
 MASKS |= {"relative_bias"}
 
 
-def kind(call: AttentionCall) -> tuple[str, str]:
+def table_key(call: AttentionCall) -> tuple[str, str]:
     """(purpose, mask) as in the table: training, forward or decode; causal, full or masked."""
     purpose = "training" if call.backward else "decode" if call.tq == 1 else "forward"
     if call.features & MASKS or (call.causal and 1 < call.tq != call.tk):
@@ -69,7 +69,7 @@ class Order:
 
 def order(call: AttentionCall, compiled: bool = False) -> Order:
     """Whom to try for `call`, in a compiled step or not."""
-    purpose, mask = kind(call)
+    purpose, mask = table_key(call)
     short_decode = call.device == "cuda" and compiled and (purpose, mask) == ("decode", "masked")
     purposes = (["compiled decode"] if short_decode else []) + [purpose]
     # Where no masked call has been measured, the order without a mask; SDPA, which writes it out, at the end.
@@ -136,7 +136,7 @@ class AutoAttention(Attention):
         attention = self._build(name)
         return [*attention.unsupported_reasons(call), *attention.reasons_against_auto(call)]
 
-    def _refusals(
+    def _first_capable(
         self, call: AttentionCall, names: tuple[str, ...] | None = None
     ) -> tuple[str | None, dict[str, list[str]]]:
         """The first capable implementation, if any, and why those before it were passed over."""
@@ -152,7 +152,7 @@ class AutoAttention(Attention):
         nothing can."""
         self.require(call)
         found = order(call, compiled)
-        name, refusals = self._refusals(call, found.names)
+        name, refusals = self._first_capable(call, found.names)
         where = arch_name(call.arch) or call.device
         names = " > ".join(found.names[: max(2, len(refusals) + 2)])
         more = " > ..." if len(found.names) > max(2, len(refusals) + 2) else ""
@@ -187,7 +187,7 @@ class AutoAttention(Attention):
         return self.predicted_choice(call).shared_memory(call, max_bytes)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
-        name, refusals = self._refusals(call)
+        name, refusals = self._first_capable(call)
         if name is not None:
             return []
         reasons = [f"{other}: {reason}" for other, said in refusals.items() for reason in said]
@@ -209,10 +209,10 @@ class AutoAttention(Attention):
         chosen = self._chosen_for(q, call_fields(q, k, v, options))
         return chosen.attend(q, k, v, options, chosen.draw_seed(options.dropout_p, q.device))
 
-    def attend_view(
+    def attend_cached(
         self, q: Tensor, view: CacheView, options: AttentionOptions
     ) -> tuple[Tensor, Tensor | None]:
-        return self._chosen_for(q, view_call_fields(q, view, options)).attend_view(q, view, options)
+        return self._chosen_for(q, cached_call_fields(q, view, options)).attend_cached(q, view, options)
 
     def _chosen_for(self, q: Tensor, facts: dict[str, Any]) -> Attention:
         # Lengths may be symbolic while compiling. A choice depends only on whether they are 1, whether they

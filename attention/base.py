@@ -26,9 +26,9 @@ from attention.call import (
     Capabilities,
     UnsupportedAttention,
 )
-from attention.checks import call_key, check_inputs, check_view, view_key
+from attention.checks import cached_call_key, call_key, check_cached, check_inputs
 from attention.declaration import (
-    PRODUCTS,
+    MATMUL_KERNELS,
     Compilation,
     Costs,
     CostsNotDeclared,
@@ -49,7 +49,7 @@ __all__ = [
     "FLOATS",
     "LOW_PRECISION",
     "MASK_BLOCK",
-    "PRODUCTS",
+    "MATMUL_KERNELS",
     "SCALE_DTYPE",
     "Attention",
     "AttentionCall",
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         """
         raise NotImplementedError
 
-    def attend_view(
+    def attend_cached(
         self, q: Tensor, view: CacheView, options: AttentionOptions
     ) -> tuple[Tensor, Tensor | None]:
         """The same against a cache of a kind that `capabilities.caches` names, forward only: `options` say
@@ -211,7 +211,7 @@ class Attention(nn.Module):
             return_lse=return_lse,
         )
         if type(k) is CacheView:
-            return self._forward_view(q, k, options)
+            return self._forward_cached(q, k, options)
         if not torch.compiler.is_compiling():
             self._check(q, k, v, options)
         if q.numel() == 0 or k.numel() == 0:
@@ -235,14 +235,14 @@ class Attention(nn.Module):
                 out, lse = self.attend(q, k, v, options, seed)
         return (out, lse.detach()) if return_lse else out
 
-    def _forward_view(
+    def _forward_cached(
         self, q: Tensor, view: CacheView, options: AttentionOptions
     ) -> Tensor | tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():
-            key = view_key(q, view, options)
+            key = cached_call_key(q, view, options)
             if key not in self._allowed:
-                check_view(q, view, options)
-                self.require(AttentionCall.of_view(q, view, options))
+                check_cached(q, view, options)
+                self.require(AttentionCall.of_cached(q, view, options))
                 self._allow(key)
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         options = options._replace(scale=scale, window=normalise_window(options.window))
@@ -250,7 +250,7 @@ class Attention(nn.Module):
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         else:
             with torch.autocast(q.device.type, enabled=False):
-                out, lse = self.attend_view(q, view, options)
+                out, lse = self.attend_cached(q, view, options)
         return (out, lse) if options.return_lse else out
 
     def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:

@@ -76,7 +76,7 @@ def call_fields(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> d
     }
 
 
-def view_call_fields(q: Tensor, view: CacheView, options: AttentionOptions) -> dict[str, Any]:
+def cached_call_fields(q: Tensor, view: CacheView, options: AttentionOptions) -> dict[str, Any]:
     """The same where `view` is read in place of k and v, which has no gradient."""
     _, kv_heads, capacity, _ = view.k.shape
     return {
@@ -163,10 +163,10 @@ class AttentionCall:
         return cls(purpose=purpose, arch=arch, **call_fields(q, k, v, options))
 
     @classmethod
-    def of_view(cls, q: Tensor, view: CacheView, options: AttentionOptions) -> AttentionCall:
-        """The call that `Attention.forward` of these would be."""
+    def of_cached(cls, q: Tensor, view: CacheView, options: AttentionOptions) -> AttentionCall:
+        """The same where `view` is read in place of k and v."""
         arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-        return cls(purpose="call", arch=arch, **view_call_fields(q, view, options))
+        return cls(purpose="call", arch=arch, **cached_call_fields(q, view, options))
 
     def __str__(self) -> str:
         kind = "the call" if self.purpose == "call" else f"the {self.purpose} call"

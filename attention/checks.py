@@ -24,12 +24,12 @@ def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tupl
     """A hashable key of everything that the checks of a call depend on; no value is read from a device."""
     settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
     asked = [option if type(option) in _PLAIN else _hashable(option) for option in options]
-    return (*settings, _kind(q), _kind(k), _kind(v), *asked)
+    return (*settings, _tensor_key(q), _tensor_key(k), _tensor_key(v), *asked)
 
 
-def view_key(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Any, ...]:
+def cached_call_key(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Any, ...]:
     """The same where `view` is read in place of k and v."""
-    return torch.is_grad_enabled(), _kind(q), *map(_hashable, (*view, *options))
+    return torch.is_grad_enabled(), _tensor_key(q), *map(_hashable, (*view, *options))
 
 
 _PLAIN = frozenset(
@@ -39,12 +39,12 @@ _PLAIN = frozenset(
 
 def _hashable(option: Any) -> Any:
     if isinstance(option, Tensor):
-        return _kind(option)
+        return _tensor_key(option)
     # A window from a config is a list, and document ids are a pair of tensors.
     return tuple(map(_hashable, option)) if isinstance(option, (list, tuple)) else option
 
 
-def _kind(t: Tensor) -> tuple[Any, ...]:
+def _tensor_key(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.dtype, t.device, t.requires_grad, t.stride()[-1:]
 
 
@@ -109,7 +109,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
         )
 
 
-def check_view(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
+def check_cached(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
     """Raises ValueError for a call on a CacheView that makes no sense for any implementation."""
     k, v = view.k, view.v
     slopes = options.alibi_slopes

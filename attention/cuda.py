@@ -35,7 +35,7 @@ from ops.library import register_attention
 from ops.nvrtc import missing
 
 _PLAIN = frozenset({"noncausal", "rectangular", "gqa", "lse"})
-_ALL = frozenset(FEATURES) - {"alibi_rows", "bias", "bias_grad", "block_mask", "relative_bias"}
+_SUPPORTED_FEATURES = frozenset(FEATURES) - {"alibi_rows", "bias", "bias_grad", "block_mask", "relative_bias"}
 _DTYPES = LOW_PRECISION | {torch.float32}
 _on_cuda = partial(Capabilities, devices=frozenset({"cuda"}), deterministic=True)
 
@@ -49,7 +49,7 @@ class Stage:
 
 
 _FORMULA = _on_cuda(features=_PLAIN, dtypes=_DTYPES, min_arch=(7, 5), backward=False)
-_TILED = _on_cuda(features=_ALL, dtypes=_DTYPES, min_arch=(7, 5), max_head_dim=128)
+_TILED = _on_cuda(features=_SUPPORTED_FEATURES, dtypes=_DTYPES, min_arch=(7, 5), max_head_dim=128)
 # Copies of 16 bytes: eight elements. Its dQ goes by atomics, unless asked otherwise.
 _TENSOR_CORES = replace(
     _TILED,
@@ -76,7 +76,7 @@ _DECLARATION = Declaration(
     compilation=Compilation(),
 )
 # How stage tiled multiplies in fp32.
-PRODUCTS = ("auto", "fma")
+PRODUCT_MODES = ("auto", "fma")
 # Shared memory that a block may use, by architecture; all others have the minimum of sm_80 and newer.
 _SHARED_BYTES = {(7, 5): 65_536, (8, 0): 166_912, (8, 7): 166_912}
 _SHARED_BYTES |= dict.fromkeys(((9, 0), (10, 0), (10, 3), (11, 0)), 232_448)
@@ -87,12 +87,12 @@ _ROWWISE_OTHER_BYTES = 2_048
 
 # The modules of the kernels are imported at the first call.
 def _forward(stage: str | None, q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    stage = stage or _best_on(q.device.index, q.dtype, q.shape[3])
+    stage = stage or _best_stage_on(q.device.index, q.dtype, q.shape[3])
     return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_forward")(q, *args)
 
 
 def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    stage = stage or _best_on(q.device.index, q.dtype, q.shape[3])
+    stage = stage or _best_stage_on(q.device.index, q.dtype, q.shape[3])
     # a compiled call is not asked before it runs
     if not STAGES[stage].capabilities.backward:
         raise UnsupportedAttention(
@@ -136,7 +136,7 @@ _OPS = {
 }
 
 
-def best(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str:
+def best_stage(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str:
     """The best stage with all features: fa3 on Hopper, fa2, or where neither can, tiled."""
     for stage in ("fa3", "fa2"):
         capabilities = STAGES[stage].capabilities
@@ -152,11 +152,11 @@ def best(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str
 
 
 @cache
-def _best_on(device: int, dtype: torch.dtype, head_dim: int) -> str:
-    return best(torch.cuda.get_device_capability(device), dtype, head_dim)
+def _best_stage_on(device: int, dtype: torch.dtype, head_dim: int) -> str:
+    return best_stage(torch.cuda.get_device_capability(device), dtype, head_dim)
 
 
-def rowwise_keys(arch: tuple[int, int]) -> int:
+def rowwise_max_keys(arch: tuple[int, int]) -> int:
     """The keys whose scores a block of `rowwise` has room for."""
     return (_SHARED_BYTES.get(arch, _MIN_SHARED_BYTES) - _ROWWISE_OTHER_BYTES) // 4
 
@@ -178,7 +178,7 @@ class CudaStage(Attention):
     ):
         if stage not in STAGES:
             raise UserError(f"stage is {stage!r}; the ladder has {', '.join(STAGES)}")
-        words = PRODUCTS if stage == "tiled" else PRODUCTS[:1]
+        words = PRODUCT_MODES if stage == "tiled" else PRODUCT_MODES[:1]
         if products not in words:
             raise UserError(f"products is {products!r}; stage {stage} has {', '.join(words)}")
         super().__init__(name or f"cuda_{stage}")
@@ -194,7 +194,7 @@ class CudaStage(Attention):
         reasons = super().unsupported_reasons(call)
         if call.backward and (self.deterministic or must_be_deterministic()):
             reasons += filter(None, [_not_deterministic(self.stage, call.head_dim)])
-        if self.stage == "rowwise" and call.arch and call.tk > (most := rowwise_keys(call.arch)):
+        if self.stage == "rowwise" and call.arch and call.tk > (most := rowwise_max_keys(call.arch)):
             reasons.append(
                 f"no {call.tk} keys: needs at most {most} on {arch_name(call.arch)}, whose scores fit into "
                 "shared memory (seq_len)"
@@ -214,7 +214,7 @@ class CudaStage(Attention):
         and is read twice."""
         matrix = scores_bytes(call)
         if self.stage == "naive":
-            return Costs(moved=(4 * matrix, 0), writes_scores=True)
+            return Costs(moved_bytes=(4 * matrix, 0), writes_scores=True)
         rows = 2 * row_bytes(call)
         if self.stage == "plain":
             moved = (6 * matrix, 5 * matrix)
@@ -251,12 +251,12 @@ class CudaStage(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        tuning = [int(self.deterministic), PRODUCTS.index(self.products)]
+        tuning = [int(self.deterministic), PRODUCT_MODES.index(self.products)]
         return _OPS[self.stage](q, k, v, options, dropout_seed, tuning)
 
 
 class CudaAttention(CudaStage):
-    """The best stage for each call, by the device, dtype and head dim (`best`).
+    """The best stage for each call, by the device, dtype and head dim (`best_stage`).
 
     Args:
         deterministic: see CudaStage.
@@ -272,19 +272,19 @@ class CudaAttention(CudaStage):
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         """fa3's where it is the best stage, as it takes wider heads than the others."""
-        wide = call.device == "cuda" and best(call.arch, call.dtype, call.head_dim) == "fa3"
+        wide = call.device == "cuda" and best_stage(call.arch, call.dtype, call.head_dim) == "fa3"
         return self.resolve(call).unsupported_reasons(call) if wide else super().unsupported_reasons(call)
 
     def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
         """(stage, why) of what will run `call`. Raises UnsupportedAttention where none can."""
         self.require(call)
-        name, why = f"cuda_{best(call.arch, call.dtype, call.head_dim)}", "the best stage"
+        name, why = f"cuda_{best_stage(call.arch, call.dtype, call.head_dim)}", "the best stage"
         if name == "cuda_tiled":
             why += f" but for cuda_fa2, {'; '.join(STAGES['fa2'].capabilities.reasons(call))}"
         return name, why
 
     def resolve(self, call: AttentionCall) -> Attention:
-        return CudaStage(best(call.arch, call.dtype, call.head_dim), self.deterministic)
+        return CudaStage(best_stage(call.arch, call.dtype, call.head_dim), self.deterministic)
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         return self.resolve(call).costs(call, compiled)

@@ -75,7 +75,7 @@ class CudaFp8(Attention):
     declaration = Declaration(
         kernels=(Kernels("our CUDA kernels", r"^tilegpt_"),),
         compilation=Compilation(),
-        operands=torch.float8_e4m3fn,
+        operand_dtype=torch.float8_e4m3fn,
     )
 
     def __init__(
@@ -98,7 +98,7 @@ class CudaFp8(Attention):
         from ops.cuda.fp8 import scratch_bytes
 
         copies = scratch_bytes(call.batch, call.heads, call.kv_heads, call.tq, call.tk, call.head_dim)
-        return Costs(lse_bytes(call), copies, moved=(2 * copies, 0))
+        return Costs(lse_bytes(call), copies, moved_bytes=(2 * copies, 0))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None

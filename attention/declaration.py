@@ -24,7 +24,7 @@ class Kernels:
 MATRIX_PRODUCTS = Kernels("matrix products", r"(?i)gemm|gemv|gemmk|nvjet|splitkreduce|\bdot_kernel")
 MATRIX_PRODUCTS_CPU = Kernels("matrix products on the CPU", r"(?i)^aten::(b|m|badd|add)mm(_out)?$|^aten::mv$")
 # What naive attention in PyTorch runs. Seen beside a fused kernel, they mean that a pass fell back to it.
-PRODUCTS = (MATRIX_PRODUCTS, MATRIX_PRODUCTS_CPU)
+MATMUL_KERNELS = (MATRIX_PRODUCTS, MATRIX_PRODUCTS_CPU)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Declaration:
     writes_scores: whether all scores are usually in memory at once (`Costs` has this for a single call);
     writes_masks: whether masks other than causal are tensors of Tq x Tk; others skip masked tiles;
     tensor_cores: whether 16-bit products are computed on tensor cores;
-    operands: the dtype to which q, k and v are rounded before the products; None: they are not rounded. With
-        a dtype, the error is measured against the formula on inputs rounded to it (scripts/accuracy.py), and
+    operand_dtype: to which q, k and v are rounded before the products; None: they are not rounded. With a
+        dtype, the error is measured against the formula on inputs rounded to it (scripts/accuracy.py), and
         `auto` never chooses the implementation;
     launches_each_tile: whether each tile takes one or more launches, thousands for long sequences;
     chooses: what it chooses from for each call: its own kernels, or all other implementations;
@@ -57,7 +57,7 @@ class Declaration:
     writes_scores: bool = False
     writes_masks: bool = False
     tensor_cores: bool = True
-    operands: torch.dtype | None = None
+    operand_dtype: torch.dtype | None = None
     launches_each_tile: bool = False
     chooses: Literal["", "kernels", "implementations"] = ""
     compilation: Compilation | None = None
@@ -68,21 +68,21 @@ class Costs:
     """What a layer's call costs beyond its tensors: q, k, v, out and lse, and in the backward dout, dq, dk,
     dv.
 
-    kept: bytes kept for the backward beyond q, k, v and out; with all scores in memory, this includes copies
+    kept_bytes: kept for the backward beyond q, k, v and out; with all scores in memory, this includes copies
     that are kept instead of q, k and v;
-    transient: the largest number of bytes during the backward beyond those kept and dq, dk, dv;
-    shared: bytes kept once for all layers;
-    moved: bytes read from and written to DRAM in (forward, backward), beyond each tensor once;
+    transient_bytes: the most during the backward beyond those kept and dq, dk, dv;
+    once_bytes: kept once for all layers;
+    moved_bytes: read from and written to DRAM in (forward, backward), beyond each tensor once;
     writes_scores: whether all scores are in memory at once, and the products include masked keys;
     backward_products: matrix products over the scores in the backward: four if the probabilities were kept,
     five if they are recomputed once, seven if they are recomputed both for dQ and for dK and dV;
     split_products: how many 16-bit products on tensor cores replace each fp32 product; 0: fp32 is not split.
     """
 
-    kept: int = 0
-    transient: int = 0
-    shared: int = 0
-    moved: tuple[int, int] = (0, 0)
+    kept_bytes: int = 0
+    transient_bytes: int = 0
+    once_bytes: int = 0
+    moved_bytes: tuple[int, int] = (0, 0)
     writes_scores: bool = False
     backward_products: int = 5
     split_products: int = 0

@@ -31,8 +31,8 @@ from attention.base import (
 )
 from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, q_bytes, row_bytes
 from attention.flash_documents import documents
-from attention.flash_versions import VERSIONS, Options
-from attention.geometry import aligned
+from attention.flash_versions import VERSIONS, LibraryCall
+from attention.geometry import align_to_16_bytes
 from conf.values import UserError
 from ops.library import register_attention
 
@@ -73,7 +73,9 @@ def _backward(
     return dq, dk, dv, q.new_empty(0)
 
 
-def _library_options(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> Options:
+def _library_options(
+    options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]
+) -> LibraryCall:
     """The op's options as flash_versions.py takes them. Raises UserError for document ids that do not fit."""
     found = None if options.document_ids is None else documents(*options.document_ids)
     left, right = options.band
@@ -84,13 +86,13 @@ def _library_options(options: AttentionOptions, dropout_seed: Tensor | None, tun
             "the flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys "
             "of each document up to its last query, or use attention=tiled"
         )
-    return Options(options, found, dropout_seed, bool(tuning[0]) or must_be_deterministic())
+    return LibraryCall(options, found, dropout_seed, bool(tuning[0]) or must_be_deterministic())
 
 
 def _to_library_layout(x: Tensor, packed: bool) -> Tensor:
     """(B, H, T, D) -> (B, T, H, D), or packed (B * T, H, D); a copy only where 16-byte reads need one."""
     x = x.transpose(1, 2)
-    return aligned(x.flatten(0, 1) if packed else x)
+    return align_to_16_bytes(x.flatten(0, 1) if packed else x)
 
 
 def _from_library_layout(x: Tensor, like: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ class FlashLibAttention(Attention):
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         library, reasons = VERSIONS[self.version], super().unsupported_reasons(call)
-        for features in map(sorted, library.apart):
+        for features in map(sorted, library.exclusive):
             if call.features.issuperset(features):
                 needs = ", or ".join(FEATURES[feature] for feature in features)
                 reasons.append(f"no {' with '.join(features)}: needs {needs}")

@@ -36,7 +36,7 @@ _SHARED = frozenset(
 
 
 @dataclass(frozen=True)
-class Options:
+class LibraryCall:
     """A call's options with what the library takes in another form."""
 
     call: AttentionOptions
@@ -94,7 +94,7 @@ class Version:
     kernels: Kernels
     compilation: Compilation | None = None
     # Features that it has, but not together.
-    apart: tuple[frozenset[str], ...] = ()
+    exclusive: tuple[frozenset[str], ...] = ()
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -129,7 +129,7 @@ def _parameters(function: Any) -> list[str] | None:
     return None if takes_all else list(parameters)
 
 
-def _forward2(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward2(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     tq, tk = q.shape[-3], k.shape[-3]
     if o.documents is not None:
         tq, tk = o.documents.max_seqlen_q, o.documents.max_seqlen_k
@@ -149,7 +149,7 @@ def _forward2(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tupl
     return out, lse
 
 
-def _backward2(library: Any, o: Options, **tensors: Tensor) -> None:
+def _backward2(library: Any, o: LibraryCall, **tensors: Tensor) -> None:
     # The forward drew from its generator at the seed and offset 0. Filled on the device, with no transfer.
     rng_state = torch.empty(2, dtype=torch.int64, device=tensors["q"].device)
     if o.dropout_seed is not None:
@@ -160,7 +160,7 @@ def _backward2(library: Any, o: Options, **tensors: Tensor) -> None:
     backward(**tensors, **options, deterministic=o.deterministic, rng_state=rng_state)
 
 
-def _options_of_version2(o: Options) -> dict[str, Any]:
+def _options_of_version2(o: LibraryCall) -> dict[str, Any]:
     return {"dropout_p": o.call.dropout_p, "alibi_slopes": o.call.alibi_slopes}
 
 
@@ -184,7 +184,7 @@ def _generator_at(seed: Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 def _with_cache(
-    library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor, **own: Any
+    library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor, **own: Any
 ) -> tuple[Tensor, Tensor]:
     """The decoding interface of versions 2 and 3, which splits the keys over the GPU; it has no backward."""
     lengths = {"cache_seqlens": o.kv_lengths.contiguous()}
@@ -194,20 +194,20 @@ def _with_cache(
     return out, lse
 
 
-def _forward3(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward3(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if o.kv_lengths is not None:
         return _with_cache(library, o, q, k, _zero_v_beyond_lengths(v, o.kv_lengths))
     out, lse, *_ = library._flash_attn_forward(q, k, v, **o.packing(), **o.common(), **o.band())
     return out, lse
 
 
-def _backward3(library: Any, o: Options, **tensors: Tensor) -> None:
+def _backward3(library: Any, o: LibraryCall, **tensors: Tensor) -> None:
     options = o.packing() | o.common() | o.band()
     options["is_causal"] = options.pop("causal")
     library._flash_attn_backward(**tensors, **options, deterministic=o.deterministic)
 
 
-def _forward4(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward4(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     options = o.packing() | o.common() | o.band(unbounded=None)
     if o.kv_lengths is not None:
         v, options["seqused_k"] = _zero_v_beyond_lengths(v, o.kv_lengths), o.kv_lengths.contiguous()
@@ -215,7 +215,7 @@ def _forward4(library: Any, o: Options, q: Tensor, k: Tensor, v: Tensor) -> tupl
     return out, lse
 
 
-def _backward4(library: Any, o: Options, *, softmax_lse: Tensor, **tensors: Tensor) -> None:
+def _backward4(library: Any, o: LibraryCall, *, softmax_lse: Tensor, **tensors: Tensor) -> None:
     options = o.packing() | o.common() | o.band(unbounded=None)
     library._flash_attn_bwd(**tensors, lse=softmax_lse, **options, deterministic=o.deterministic)
 
@@ -239,17 +239,17 @@ def _capabilities(features: frozenset[str], **limits: Any) -> Capabilities:
 
 
 _LENGTHS_OR_DOCUMENTS = frozenset({"document_ids", "kv_lengths"})
-_BAND = ("window_size_left", "window_size_right", "softcap")
+_WINDOW_AND_SOFTCAP = ("window_size_left", "window_size_right", "softcap")
 VERSIONS = {
     2: Version(
         number=2,
         module="flash_attn.flash_attn_interface",
         install="pip install flash-attn --no-build-isolation",
         needs={
-            "_flash_attn_forward": _BAND,
-            "_flash_attn_backward": _BAND,
-            "_flash_attn_varlen_forward": _BAND,
-            "_flash_attn_varlen_backward": _BAND,
+            "_flash_attn_forward": _WINDOW_AND_SOFTCAP,
+            "_flash_attn_backward": _WINDOW_AND_SOFTCAP,
+            "_flash_attn_varlen_forward": _WINDOW_AND_SOFTCAP,
+            "_flash_attn_varlen_backward": _WINDOW_AND_SOFTCAP,
             "flash_attn_with_kvcache": ("cache_seqlens", "softcap"),
         },
         capabilities=_capabilities(_SHARED | {"alibi", "dropout"}, min_arch=(8, 0)),
@@ -257,7 +257,7 @@ VERSIONS = {
         backward=_backward2,
         # Version 3's are in its namespace too.
         kernels=Kernels("FlashAttention-2", r"(?i)^(?!.*FlashAttn(Fwd|Bwd)).*\bflash::"),
-        apart=(
+        exclusive=(
             _LENGTHS_OR_DOCUMENTS,
             frozenset({"dropout", "softcap"}),
             frozenset({"dropout", "kv_lengths"}),
@@ -271,26 +271,29 @@ VERSIONS = {
         install="git clone https://github.com/Dao-AILab/flash-attention, cd flash-attention/hopper, "
         "python setup.py install",
         needs={
-            "_flash_attn_forward": _BAND,
-            "_flash_attn_backward": ("is_causal", *_BAND),
+            "_flash_attn_forward": _WINDOW_AND_SOFTCAP,
+            "_flash_attn_backward": ("is_causal", *_WINDOW_AND_SOFTCAP),
             "flash_attn_with_kvcache": ("cache_seqlens", "softcap"),
         },
         capabilities=_capabilities(_SHARED, min_arch=(9, 0), max_arch=(9, 0)),
         forward=_forward3,
         backward=_backward3,
         kernels=Kernels("FlashAttention-3", r"FlashAttn(Fwd|Bwd)"),
-        apart=(_LENGTHS_OR_DOCUMENTS,),
+        exclusive=(_LENGTHS_OR_DOCUMENTS,),
     ),
     4: Version(
         number=4,
         module="flash_attn.cute.interface",
         install="pip install flash-attn-4",
-        needs={"_flash_attn_fwd": (*_BAND, "seqused_k"), "_flash_attn_bwd": (*_BAND, "dq", "dk", "dv")},
+        needs={
+            "_flash_attn_fwd": (*_WINDOW_AND_SOFTCAP, "seqused_k"),
+            "_flash_attn_bwd": (*_WINDOW_AND_SOFTCAP, "dq", "dk", "dv"),
+        },
         capabilities=_capabilities(_SHARED, min_arch=(9, 0), max_arch=(11, 0)),
         forward=_forward4,
         backward=_backward4,
         kernels=Kernels("FlashAttention-4", r"(?i)kernel_cutlass.*flash|flash_?attn_?cute"),
         compilation=Compilation(on_disk=False),
-        apart=(_LENGTHS_OR_DOCUMENTS,),
+        exclusive=(_LENGTHS_OR_DOCUMENTS,),
     ),
 }

@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from attention.base import (
     FEATURES,
     LOW_PRECISION,
-    PRODUCTS,
+    MATMUL_KERNELS,
     Attention,
     AttentionCall,
     AttentionOptions,
@@ -61,7 +61,7 @@ def _mask_mod(
     """What PyTorch asks of partial tiles: does query i see key j? For a causal square just i >= j."""
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        queries, keys, left, right = limits.of(b)
+        queries, keys, left, right = limits.for_row(b)
         own = _plus(i, keys - queries)  # the key on the diagonal
         seen = []
         if isinstance(right, Tensor) or right != FAR:
@@ -93,7 +93,7 @@ def _score_mod(limits: Limits, options: AttentionOptions) -> Callable[..., Tenso
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
         if slopes is not None or table is not None:
-            queries, keys, _, _ = limits.of(b)
+            queries, keys, _, _ = limits.for_row(b)
             rel = j - _plus(i, keys - queries)
         if slopes is not None:
             s = s - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * rel.abs()
@@ -168,25 +168,25 @@ def _compiled(kind: tuple[Any, ...], backend: str) -> Callable[..., tuple[Tensor
     return _compile(kind[0], backend, None)
 
 
-def _kind(*arguments: Any) -> Any:
+def _guard_key(*arguments: Any) -> Any:
     """All that a compiled kernel depends on, but for sizes beyond one or many."""
     kinds = []
     for x in arguments:
         if isinstance(x, Tensor):
             order = sorted(range(x.ndim), key=x.stride)
             x = (*(min(n, 2) for n in x.shape), *order, x.dtype, x.device, x.requires_grad)
-        kinds.append(_kind(*x) if isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x) else x)
+        kinds.append(_guard_key(*x) if isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x) else x)
     return tuple(kinds)
 
 
-def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
+def _compile_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
     """The sizes and constants that no kernel shares, and the rest."""
     constants = options.scale, options.softcap, options.return_lse
     sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], constants)
-    return sizes, torch.is_grad_enabled(), _kind(q, k, v, *options)
+    return sizes, torch.is_grad_enabled(), _guard_key(q, k, v, *options)
 
 
-def _facts(x: Tensor | None) -> Any:
+def _layout_key(x: Tensor | None) -> Any:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
 
 
@@ -203,10 +203,10 @@ def _run_static(
     if tq < least or tk < 512 or tk % unit or (tq != 1 and tq % TILE):
         return None
     constants = options.scale, options.softcap, options.return_lse
-    tensors = tuple(map(_facts, (q, k, v, options.alibi_slopes, options.bias, options.relative_bias)))
+    tensors = tuple(map(_layout_key, (q, k, v, options.alibi_slopes, options.bias, options.relative_bias)))
     key = (tensors, limits, constants, torch.is_grad_enabled(), backend)
     if key not in _STATIC:
-        kind = (*_kind_of_call(q, k, v, options), backend)
+        kind = (*_compile_key(q, k, v, options), backend)
         if _STATIC_COUNT[kind] >= MAX_STATIC:
             return None
         _STATIC_COUNT[kind] += 1
@@ -245,7 +245,7 @@ def _run_dynamic(
     facts = (batch, tq, tk, limits.left, limits.right, *(t is None for t in given[:2]), q.device)
     tensors = [t for t in given if t is not None]
     data, lists = _RECENT.get(facts, tensors, make)
-    kind = (*_kind_of_call(q, k, v, options), lists[2] is None)
+    kind = (*_compile_key(q, k, v, options), lists[2] is None)
     return _compiled(kind, backend)(q, k, v, data, lists, options)
 
 
@@ -282,7 +282,7 @@ class FlexAttention(Attention):
     declaration: ClassVar[Declaration] = Declaration(
         origin="PyTorch",
         # Of flex on a CPU there is no kernel.
-        kernels=(Kernels("FlexAttention", r"(?i)^triton_.*flex_"), PRODUCTS[1]),
+        kernels=(Kernels("FlexAttention", r"(?i)^triton_.*flex_"), MATMUL_KERNELS[1]),
         compilation=Compilation(each="shape"),
     )
     backend: ClassVar[str] = "inductor"  # of torch.compile, for calls from outside of one

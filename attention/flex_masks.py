@@ -30,7 +30,7 @@ class Limits(NamedTuple):
     left: int | Tensor
     right: int | Tensor
 
-    def of(self, b: Tensor) -> Limits:
+    def for_row(self, b: Tensor) -> Limits:
         return Limits(*(n[b] if isinstance(n, Tensor) else n for n in self))
 
     def tensors(self, batch: int, device: torch.device) -> Limits:

@@ -3,9 +3,9 @@
     import attention.for_transformers
     model = AutoModelForCausalLM.from_pretrained("gpt2", attn_implementation="tilegpt-triton")
 
-Each name in conf/attention is registered under its `registered_name`. transformers calls `make_mask` once
+Each name in conf/attention is registered under its `registered_name`. transformers calls `encode_mask` once
 per forward pass, with the lengths, mask pattern, padding and cache, and `attend` in each layer, with the mask
-that `make_mask` returned. That mask is not a Tq x Tk matrix: it encodes the options of our contract that
+that `encode_mask` returned. That mask is not a Tq x Tk matrix: it encodes the options of our contract that
 padding, packed documents, sliding windows and caches correspond to. What they cannot express is refused.
 """
 
@@ -82,7 +82,7 @@ def pattern_of(mask_function: Callable[..., Any], name: str) -> Pattern:
 
 
 @torch.compiler.disable
-def make_mask(
+def encode_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -123,8 +123,8 @@ def make_mask(
 
 
 def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: str) -> AttentionOptions:
-    """The options that a mask of `make_mask` encodes. window: the layer's sliding window, in keys, including
-    the query's own; None for none."""
+    """The options that `encode_mask` has encoded. window: the layer's sliding window, in keys, including the
+    query's own; None for none."""
     if mask is None:
         known, row = CAUSAL, None
     else:
@@ -201,7 +201,7 @@ def register() -> None:
             continue
         known = registered_name(name)
         AttentionInterface.register(known, functools.partial(attend, attention=attention))
-        AttentionMaskInterface.register(known, functools.partial(make_mask, name=name))
+        AttentionMaskInterface.register(known, functools.partial(encode_mask, name=name))
 
 
 register()

@@ -59,7 +59,7 @@ def block_mask_of(block_mask: Tensor | None, i: Tensor, j: Tensor) -> Tensor | N
     return None if block_mask is None else block_mask[:, :, i // MASK_BLOCK][..., j // MASK_BLOCK]
 
 
-def cut_bias(bias: Tensor, rows: range, cols: range) -> Tensor:
+def bias_tile(bias: Tensor, rows: range, cols: range) -> Tensor:
     """The tile of a bias that broadcasts to (B, Hq, Tq, Tk): a view of four dimensions."""
     bias = bias.view((1,) * (4 - bias.ndim) + tuple(bias.shape))
     if bias.shape[2] > 1:
@@ -119,7 +119,7 @@ def zero_beyond_lengths(x: Tensor, kv_lengths: Tensor | None) -> Tensor:
     return x.masked_fill(j >= kv_lengths.view(-1, 1, 1, 1), 0)
 
 
-def aligned(x: Tensor) -> Tensor:
+def align_to_16_bytes(x: Tensor) -> Tensor:
     """x where every row begins at a multiple of 16 bytes, as kernels read, else a contiguous copy: they would
     fail with a misaligned address, which ends all work of the process on the GPU."""
     step = 16 // x.element_size()
@@ -141,17 +141,17 @@ def empty_attention(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> 
 def tile_kind(rows: range, cols: range, offset: int, band: tuple[int, int]) -> str:
     """What queries `rows` see of keys `cols`, for the diagonal rel = j - (i + offset) and a band around it.
 
-    past: every query sees every key, no mask needed; boundary: some do; future: none, the keys lie right of
-    the band; outside: none, they lie left of it (a sliding window has moved on).
+    full: every query sees every key, no mask needed; partial: some do; right_of_band: none, the keys are in
+    the future; left_of_band: none, a sliding window has moved on.
     """
     left, right = band
     first = cols.start - (rows.stop - 1 + offset)
     last = cols.stop - 1 - (rows.start + offset)
     if 0 <= right < first:
-        return "future"
+        return "right_of_band"
     if left >= 0 and last < -left:
-        return "outside"
-    return "past" if (right < 0 or last <= right) and (left < 0 or first >= -left) else "boundary"
+        return "left_of_band"
+    return "full" if (right < 0 or last <= right) and (left < 0 or first >= -left) else "partial"
 
 
 def tiles(length: int, block: int) -> list[range]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention.base import (
     CACHES,
     FEATURES,
-    PRODUCTS,
+    MATMUL_KERNELS,
     Attention,
     AttentionCall,
     AttentionOptions,
@@ -126,7 +126,9 @@ class NaiveAttention(Attention):
         caches=frozenset(CACHES),
     )
 
-    declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, writes_scores=True, writes_masks=True)
+    declaration: ClassVar[Declaration] = Declaration(
+        kernels=MATMUL_KERNELS, writes_scores=True, writes_masks=True
+    )
 
     def __init__(self, name: str = "naive"):
         super().__init__(name)
@@ -146,7 +148,7 @@ class NaiveAttention(Attention):
         dropped = matrix // 4 if "dropout" in call.features else 0  # which probabilities were kept, as bool
         if "relative_bias" in call.features:
             mask += 8 * call.tq * call.tk  # the distances, which the embedding keeps
-        written = {"moved": (14 * matrix, 25 * matrix), "writes_scores": True, "backward_products": 4}
+        written = {"moved_bytes": (14 * matrix, 25 * matrix), "writes_scores": True, "backward_products": 4}
         if compiled:
             matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropped
             return Costs(matrices + 3 * q_bytes(call) + sums, matrix, mask, **written)
@@ -158,5 +160,5 @@ class NaiveAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         return naive_attention(q, k, v, options, dropout_seed)
 
-    def attend_view(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    def attend_cached(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         return naive_attention(q, *view.tensors(), options._replace(kv_lengths=view.lengths))

@@ -20,7 +20,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def contestants() -> list[str]:
+def implementations() -> list[str]:
     """All but those that only choose among the others."""
     return [name for name in names() if declaration(name).chooses != "implementations"]
 
@@ -37,7 +37,7 @@ def build(name: str, **options: Any) -> Attention:
 
 
 @functools.cache
-def declared(name: str) -> Attention:
+def shared_instance(name: str) -> Attention:
     """One of each name, to be asked what it declares."""
     return build(name)
 
@@ -46,12 +46,12 @@ def declaration(name: str) -> Declaration:
     """What the implementation of a name declares; of a name that is none, as rows may have one, nothing."""
     from attention.base import Declaration
 
-    return declared(name).declaration if name in names() else Declaration()
+    return shared_instance(name).declaration if name in names() else Declaration()
 
 
 def supporting(call: AttentionCall) -> list[str]:
-    """The contestants that can run `call` here."""
-    return [name for name in contestants() if not declared(name).unsupported_reasons(call)]
+    """The implementations that can run `call` here."""
+    return [name for name in implementations() if not shared_instance(name).unsupported_reasons(call)]
 
 
 def _entry(name: str) -> tuple[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from attention.base import (
     FEATURES,
     FLOATS,
     LOW_PRECISION,
-    PRODUCTS,
+    MATMUL_KERNELS,
     Attention,
     AttentionCall,
     AttentionOptions,
@@ -34,7 +34,7 @@ from attention.base import (
 )
 from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, q_fp32_bytes, row_bytes, scores_bytes
 from attention.geometry import (
-    aligned,
+    align_to_16_bytes,
     block_mask_of,
     relative_bias_of,
     relative_positions,
@@ -57,11 +57,11 @@ _KERNELS = {
     "flash": (Kernels("FlashAttention-2 in PyTorch", r"(?i)\bpytorch_flash::"), _CPU_KERNEL),
     "efficient": (Kernels("memory-efficient attention", r"(?i)fmha_cutlass|PyTorchMemEffAttention"),),
     "cudnn": (Kernels("cuDNN", r"(?i)cudnn"),),
-    "math": PRODUCTS,
+    "math": MATMUL_KERNELS,
 }
 # The headings of PyTorch's warnings on why it did not choose a backend.
 _HEADINGS = {"flash": "flash attention", "efficient": "memory efficient", "cudnn": "cudnn attention"}
-_ALL = frozenset(FEATURES) - {"softcap", "lse"}
+_SUPPORTED_FEATURES = frozenset(FEATURES) - {"softcap", "lse"}
 # These need attn_mask, as does a causal mask with Tq different from Tk and more than one query.
 _MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
 _MASKED |= {"relative_bias"}
@@ -75,12 +75,12 @@ def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch
 
 # By backend and device; `auto` and `math` run everything everywhere. Tried on torch 2.13 (CPU).
 _SUPPORTED = {
-    ("flash", "cpu"): _capabilities(_ALL - {"dropout", "bias_grad"}, "cpu", FLOATS),
-    ("flash", "cuda"): _capabilities(_ALL - _MASKED, "cuda", LOW_PRECISION),
+    ("flash", "cpu"): _capabilities(_SUPPORTED_FEATURES - {"dropout", "bias_grad"}, "cpu", FLOATS),
+    ("flash", "cuda"): _capabilities(_SUPPORTED_FEATURES - _MASKED, "cuda", LOW_PRECISION),
     # In fp32 its products are sums of three TF32 products, with up to 2.6 times the allowed error (one query,
     # 239 keys, window, H200), so fp32 is left to the other kernels.
-    ("efficient", "cuda"): _capabilities(_ALL - {"gqa"}, "cuda", LOW_PRECISION),
-    ("cudnn", "cuda"): _capabilities(_ALL - {"bias_grad"}, "cuda", LOW_PRECISION),
+    ("efficient", "cuda"): _capabilities(_SUPPORTED_FEATURES - {"gqa"}, "cuda", LOW_PRECISION),
+    ("cudnn", "cuda"): _capabilities(_SUPPORTED_FEATURES - {"bias_grad"}, "cuda", LOW_PRECISION),
 }
 
 
@@ -92,7 +92,7 @@ class SDPAAttention(Attention):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=_ALL, devices=frozenset({"cpu", "cuda", "mps"}), deterministic_on_request=True
+        features=_SUPPORTED_FEATURES, devices=frozenset({"cpu", "cuda", "mps"}), deterministic_on_request=True
     )
     draws_seed: ClassVar[bool] = False
 
@@ -168,7 +168,7 @@ class SDPAAttention(Attention):
         with nullcontext() if forced is None else sdpa_kernel(forced):
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
         if fused and out.requires_grad and not torch.compiler.is_compiling():
-            out.register_hook(aligned)
+            out.register_hook(align_to_16_bytes)
         return out
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
@@ -244,7 +244,7 @@ def _without_illegal_access(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in a form that the CUDA kernels read without an illegal access."""
     if not torch.compiler.is_compiling():  # Inductor copies odd strides itself; addresses are not known
-        q, k, v = aligned(q), aligned(k), aligned(v)
+        q, k, v = align_to_16_bytes(q), align_to_16_bytes(k), align_to_16_bytes(v)
     alone = not (q.requires_grad or k.requires_grad or v.requires_grad)
     if mask is not None and mask.requires_grad and alone:
         # For a mask's gradient alone PyTorch up to 2.13 keeps no lse, and its backward reads one (its issue

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.base import (
-    PRODUCTS,
+    MATMUL_KERNELS,
     Attention,
     AttentionCall,
     AttentionOptions,
@@ -71,7 +71,9 @@ class StandardAttention(Attention):
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset({"noncausal"}), devices=frozenset({"cpu", "cuda", "mps"}), deterministic=True
     )
-    declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, writes_scores=True, writes_masks=True)
+    declaration: ClassVar[Declaration] = Declaration(
+        kernels=MATMUL_KERNELS, writes_scores=True, writes_masks=True
+    )
 
     def __init__(self, autocast: bool = True, name: str = "standard"):
         super().__init__(name)
@@ -94,7 +96,7 @@ class StandardAttention(Attention):
         softmax 2, P V 1; dV and dP 2, softmax 3, mask 2, scale 2, dQ and dK 2."""
         matrix, walk = scores_bytes(call), scores_bytes(call) * call.dtype.itemsize // 4
         copies, mask = 3 * q_bytes(call), call.tq * call.tk if call.causal else 0
-        written = {"moved": (8 * walk, 11 * walk), "writes_scores": True, "backward_products": 4}
+        written = {"moved_bytes": (8 * walk, 11 * walk), "writes_scores": True, "backward_products": 4}
         if compiled:
             return Costs(matrix + copies, matrix, mask, **written)
         twice = call.dtype.itemsize == 2 and call.device == "cuda" and self.autocast

@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.base import (
     CACHES,
     FEATURES,
-    PRODUCTS,
+    MATMUL_KERNELS,
     Attention,
     AttentionCall,
     AttentionOptions,
@@ -34,8 +34,8 @@ from attention.base import (
 )
 from attention.declaration import lse_bytes, q_fp32_bytes
 from attention.geometry import (
+    bias_tile,
     block_mask_of,
-    cut_bias,
     diagonal_sums,
     relative_bias_of,
     relative_positions,
@@ -109,14 +109,14 @@ class _TiledCall:
             for c, cols in enumerate(col_tiles):
                 if (shared is not None and not shared[r][c]) or (kept is not None and not kept[r][c]):
                     continue
-                # The diagonal of shorter sequences is further left: a future tile is one for them too.
+                # The diagonal of shorter sequences is further left: what is right of it is so for them too.
                 kind = tile_kind(rows, cols, tk - tq, self.options.band)
-                if kind == "future" or (kind == "outside" and self.options.kv_lengths is None):
+                if kind == "right_of_band" or (kind == "left_of_band" and self.options.kv_lengths is None):
                     continue
                 options = self.options
                 data_masks = options.kv_lengths is not None or options.block_mask is not None
                 data_masks |= self.document_ids[0] is not None
-                found.append((rows, cols, kind != "past" or data_masks))
+                found.append((rows, cols, kind != "full" or data_masks))
         return found
 
     def _shared_documents(self, row_tiles: list[range], col_tiles: list[range]) -> list[list[bool]] | None:
@@ -179,12 +179,12 @@ class _TiledCall:
         if not masked and all(bias is None for bias in biases):
             return s, capped
         heads = self.per_head(s, rows)
-        i, j, rel = self.places(rows, cols)
+        i, j, rel = self.positions(rows, cols)
         if self.options.alibi_slopes is not None:
             slopes = self.options.alibi_slopes.to(s.dtype).view(-1, heads.shape[1], 1, 1)
             heads = heads - slopes * rel.abs()
         if self.options.bias is not None:
-            heads = heads + cut_bias(self.options.bias, rows, cols).to(s.dtype)
+            heads = heads + bias_tile(self.options.bias, rows, cols).to(s.dtype)
         if self.options.relative_bias is not None:
             heads = heads + relative_bias_of(self.options.relative_bias, rel, s.dtype)
         if masked:
@@ -199,7 +199,7 @@ class _TiledCall:
             heads = heads.masked_fill(~seen, -torch.inf)
         return heads.reshape(s.shape), capped
 
-    def places(self, rows: range, cols: range) -> tuple[Tensor, Tensor, Tensor]:
+    def positions(self, rows: range, cols: range) -> tuple[Tensor, Tensor, Tensor]:
         """Queries i and keys j of a tile (1-d), and rel, their distances (B or 1, 1, rows, cols)."""
         i, j = (torch.arange(n.start, n.stop, device=self.q.device) for n in (rows, cols))
         tq, tk = self.q.shape[2], self.k.shape[2]
@@ -275,10 +275,10 @@ def tiled_backward(
                 dvs += (p if weight is None else p * weight).transpose(-2, -1) @ do
                 ds = p * (dp - call.queries(delta, rows))
                 if bias_grad:
-                    part = cut_bias(dbias, rows, cols)
+                    part = bias_tile(dbias, rows, cols)
                     part += call.per_head(ds, rows).sum_to_size(part.shape)
                 if drelative is not None:
-                    first = call.places(rows, cols)[2][:, 0, -1:, 0]
+                    first = call.positions(rows, cols)[2][:, 0, -1:, 0]
                     drelative += diagonal_sums(call.per_head(ds, rows), first, drelative.shape[1] // 2)
                 if capped is not None:
                     ds = ds * (1 - capped.square())
@@ -307,7 +307,7 @@ class TiledAttention(Attention):
         features=frozenset(FEATURES), deterministic=True, caches=frozenset(CACHES)
     )
 
-    declaration: ClassVar[Declaration] = Declaration(kernels=PRODUCTS, launches_each_tile=True)
+    declaration: ClassVar[Declaration] = Declaration(kernels=MATMUL_KERNELS, launches_each_tile=True)
 
     def __init__(self, block_q: int = 128, block_k: int = 128, name: str = "tiled"):
         super().__init__(name)
@@ -332,6 +332,6 @@ class TiledAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         return _tiled(q, k, v, options, dropout_seed, [self.block_q, self.block_k])
 
-    def attend_view(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    def attend_cached(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         options = options._replace(kv_lengths=view.lengths)
         return tiled_forward(q, view.k, view.v, options, None, [self.block_q, self.block_k])

@@ -140,5 +140,5 @@ class TritonAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         return _triton(q, k, v, options, dropout_seed, [int(self.autotune)])
 
-    def attend_view(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    def attend_cached(self, q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         return _triton_cached(q, view, options)

@@ -51,8 +51,8 @@ def no_option(key: str) -> str:
     near = difflib.get_close_matches(name, KINDS, 1)
     meant = f"; did you mean {near[0]}=...?" if near else "."
     return (
-        f"generate.py has no key {key}{meant} Keys are {', '.join(KINDS)} (--help explains them), attention and "
-        "attention.*; everything else is fixed by what was trained."
+        f"generate.py has no key {key}{meant} Keys are {', '.join(KINDS)} (--help explains them), attention "
+        "and attention.*; everything else is fixed by what was trained."
     )
 
 

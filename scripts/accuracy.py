@@ -142,7 +142,7 @@ def judge(
     if not got:
         return {}
     part = Part.of(problem, heads)
-    reference, plain = expected(part.of_problem(problem), operands=attention.declaration.operands)
+    reference, plain = expected(part.of_problem(problem), operand_dtype=attention.declaration.operand_dtype)
     return error_ratios({name: part.cut(name, x) for name, x in got.items()}, reference, plain, q.dtype)
 
 
@@ -186,13 +186,13 @@ def dropout_seed(device: torch.device) -> Tensor:
 
 
 def expected(
-    problem: Problem, at_once: int = AT_ONCE, operands: torch.dtype | None = None
+    problem: Problem, at_once: int = AT_ONCE, operand_dtype: torch.dtype | None = None
 ) -> tuple[Result, Result]:
     """(the reference in fp64, the plain formula in the inputs' own dtype), `at_once` scores in a piece; the
-    formula's q, k and v rounded to `operands`."""
+    formula's q, k and v rounded to `operand_dtype`."""
     plain = problem
-    if operands is not None:
-        plain = replace(problem, **{name: rounded(getattr(problem, name), operands) for name in "qkv"})
+    if operand_dtype is not None:
+        plain = replace(problem, **{name: rounded(getattr(problem, name), operand_dtype) for name in "qkv"})
     return (
         formula(problem, torch.float64, attention_probs, at_once),
         formula(plain, problem.q.dtype, plain_softmax, at_once),

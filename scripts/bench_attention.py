@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, run: Run) -> set[str]:
     """Measures what is missing; the keys of all points asked for."""
     from attention import registry
 
-    names = options.attention or registry.contestants()
+    names = options.attention or registry.implementations()
     asked = list(points(options, run.device == "cuda"))
     if uneven := [shape for shape, _ in asked if shape.heads % shape.kv_heads]:
         raise SystemExit(f"{uneven[0]}: the heads need to be a multiple of --kv-heads.")

@@ -181,7 +181,7 @@ def memory_rows(run: Run) -> list[Row]:
         ("naive attention's scores, one layer (fp32)", scores_bytes(call) / MIB, "MiB"),
         ("lse, one layer", lse_bytes(call) / MIB, "MiB"),
         ("kept by attention, one layer", attention_kept(run) / MIB, "MiB"),
-        ("temporary in attention's backward", run.costs.transient / MIB, "MiB"),
+        ("temporary in attention's backward", run.costs.transient_bytes / MIB, "MiB"),
     ]
     rows += [
         (f"kept by {name}, one layer", size / MIB, "MiB")

@@ -85,7 +85,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     if "capabilities" in parts:
         peaks = [row for found in by_gpu(root / "results" / "attention_memory").values() for row in found]
         memory = capabilities.memory([*rows, *peaks])
-        put(advised, "capabilities", capabilities.table(registry.contestants(), memory))
+        put(advised, "capabilities", capabilities.table(registry.implementations(), memory))
     if "results" in parts:
         # one picture and one table: of the GPU with the most rows
         gpu = max(measured, key=lambda name: len(measured[name]), default=None)

@@ -20,7 +20,7 @@ MINE = '''
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from attention.base import PRODUCTS, Attention, Capabilities, Costs, Declaration, Kernels
+from attention.base import MATMUL_KERNELS, Attention, Capabilities, Costs, Declaration, Kernels
 
 ROWS = 32
 
@@ -45,7 +45,7 @@ class MineAttention(Attention):
         return torch.cat(list(strips), dim=2), None
 
     def costs(self, call, compiled=False):
-        return Costs(transient=3 * 4 * call.batch * call.heads * ROWS * call.tk)
+        return Costs(transient_bytes=3 * 4 * call.batch * call.heads * ROWS * call.tk)
 '''
 YAML = """# A strip of queries at a time.
 _target_: attention.mine.MineAttention
@@ -91,7 +91,7 @@ def benched(place: Path) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copied(tmp_path_factory.mktemp("mine"), "PRODUCTS")
+    return copied(tmp_path_factory.mktemp("mine"), "MATMUL_KERNELS")
 
 
 def ranked(place: Path) -> bool:

@@ -220,7 +220,7 @@ def test_the_first_screen_says_what_was_measured() -> None:
     }
     whole = [steps[name] for name in ("naive", "sdpa_cudnn")]
     assert f"at T = 8k takes {whole[0]} naive attention, {whole[1]} cuDNN" in screen
-    exact = [name for name in registry.contestants() if registry.declaration(name).operands is None]
+    exact = [name for name in registry.implementations() if registry.declaration(name).operand_dtype is None]
     assert len(exact) > 20 and "over 20 implementations" in screen  # another one needs no edit here
 
 

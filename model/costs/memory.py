@@ -15,7 +15,7 @@ from model.costs.run import Run
 def attention_kept(run: Run) -> int:
     """Bytes that a layer's attention keeps for backward beyond q, k, v and out, its share of what layers
     share among them."""
-    return run.costs.kept + run.costs.shared // run.config.n_layer
+    return run.costs.kept_bytes + run.costs.once_bytes // run.config.n_layer
 
 
 def saved_by_layer(run: Run) -> dict[str, int]:
@@ -141,7 +141,7 @@ def memory_snapshots(run: Run) -> list[MemorySnapshot]:
     at("loss", 0, kept + last + loss_bytes(run), held)
     at("head", table, kept + last + head_bytes(run), held)
     d_stream = run.residual_bytes + (run.width_bytes if e == 2 else 0)
-    way = max(own.transient + run.whole_kv_bytes, 3 * run.whole_kv_bytes)
+    way = max(own.transient_bytes + run.whole_kv_bytes, 3 * run.whole_kv_bytes)
     mlp_way = run.hidden_bytes * (1 if config.mlp == "gelu" else 2)
     for index in range(L, 0, -1):
         kept, held = below(index - 1)

@@ -57,8 +57,8 @@ def attention_work(run: Run) -> tuple[Work, Work]:
     size, own = attention_size(run), run.costs
     shape = size.batch, size.heads, size.tq, size.tk, size.head_dim
     causal = run.config.causal and not own.writes_scores
-    read = size.compulsory_bytes + own.moved[0]
-    back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + own.moved[1]
+    read = size.compulsory_bytes + own.moved_bytes[0]
+    back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + own.moved_bytes[1]
     flops = attention_flops(*shape, causal=causal)
     flops_back = attention_flops(*shape, causal=causal, backward=not own.writes_scores)
     flops_back *= 2 if own.writes_scores else 1

@@ -15,7 +15,7 @@ from ops.cuda.hopper import _mappable, run_forward
 from ops.cuda.hopper_tiles import HopperTile
 
 QUERIES = 64  # that share a scale (fp8_scales.cuh), as the keys of a tile do
-VALUES = 64  # keys that a block transposes of v
+KEYS = 64  # keys that a block transposes of v
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def scratch_bytes(batch: int, heads: int, kv_heads: int, tq: int, tk: int, head_dim: int) -> int:
     """What a call needs beside its results: q, k and v in 8 bits, and their scales."""
-    rows = VALUES * math.ceil(tk / VALUES)
+    rows = KEYS * math.ceil(tk / KEYS)
     q_blocks, k_blocks = _TILES[padded_head_dim(head_dim)].scales(tq, tk)
     numbers = batch * (heads * tq + kv_heads * (tk + rows)) * padded_head_dim(head_dim)
     return numbers + 4 * batch * (heads * q_blocks + kv_heads * (2 * k_blocks + 1))
@@ -60,7 +60,7 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     hadamard, one_scale, integers = call.tuning or (1, 0, 1)
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     tile, width = _TILES[padded_head_dim(head_dim)], padded_head_dim(head_dim)
-    rows, (q_blocks, k_blocks) = VALUES * math.ceil(tk / VALUES), tile.scales(tq, tk)
+    rows, (q_blocks, k_blocks) = KEYS * math.ceil(tk / KEYS), tile.scales(tq, tk)
     of_q, of_k = batch * heads * q_blocks, batch * kv_heads * k_blocks
     scratch = q.new_empty(of_q + 2 * of_k + batch * kv_heads, dtype=torch.float32)
     # As TMA has them, pairs of numbers; these lie where a backward has dq, dk and dv.
@@ -80,7 +80,7 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
         for part in (scratch[:of_q], scratch[of_q : of_q + of_k]):
             part.copy_(part.max())
         launch("tilegpt_fp8_rows", blocks, threads, given=1)
-    launch("tilegpt_fp8_values", (rows // VALUES, kv_heads, batch), 256)
+    launch("tilegpt_fp8_values", (rows // KEYS, kv_heads, batch), 256)
     keys = 64 if tile.bc % 128 else 128  # of a block of v (V_BLOCK), which is pairs of numbers too
     operands = (q8, 64, 64), (k8, tile.bc, 64), (v8, width, keys // 2)
     # One H200, D = 128, T = 16k, TFLOP/s with and without ping-pong: no mask, int8 795 and 846, e4m3 883 and

@@ -183,7 +183,7 @@ def run_backward(
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
     kernel(name="tilegpt_fa3_backward").launch(grid, 384, launch, tile.shared_bytes(head_dim))
-    rounds = 2 if width > 128 else 1
-    threads = tile.br * width // (2 * rounds) // 16  # 16 numbers of a warp group's part each
-    kernel(name="tilegpt_fa3_backward_finish").launch(2 * rounds * batch * heads * tiles, threads, params)
+    chunks = 2 if width > 128 else 1  # DQ_CHUNKS
+    threads = tile.br * width // (2 * chunks) // 16  # 16 numbers of a warp group's part each
+    kernel(name="tilegpt_fa3_backward_finish").launch(2 * chunks * batch * heads * tiles, threads, params)
     return dq, dk, dv, q.new_empty(0)

@@ -12,7 +12,7 @@ _REGISTERS = {2: (24, 240), 3: (32, 160)}
 @dataclass(frozen=True)
 class HopperTile:
     """Warp groups that compute, of 64 queries each; keys of a tile; tiles of K and of V in flight; tiles of Q
-    that there is room for; whether O goes out over Q."""
+    that there is room for; whether O is staged in Q's buffer."""
 
     groups: int
     bc: int

@@ -72,5 +72,5 @@ def _needs(point: Point, sheet: GpuSheet) -> int:
     except (UnsupportedAttention, CostsNotDeclared):
         return 0
     peer, _ = training_peers.chosen(point.peer)
-    like = replace(run, compiled=point.fields["compile"], attention=registry.declared(peer.attention))
+    like = replace(run, compiled=point.fields["compile"], attention=registry.shared_instance(peer.attention))
     return int(PEER * peak(like).peak)

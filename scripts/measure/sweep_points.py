@@ -129,7 +129,7 @@ def study_of(overrides: list[str]) -> Study:
 
 def _values(key: str, value: Any) -> list[Any]:
     if value == "all":
-        return registry.contestants() if key == "attention" else choices(key)
+        return registry.implementations() if key == "attention" else choices(key)
     return value if isinstance(value, list) else [value]
 
 

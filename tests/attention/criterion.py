@@ -14,12 +14,12 @@ from tests.grid import Case, Inputs, make_inputs
 
 @lru_cache(maxsize=1024)
 def expected(
-    case: Case, device: str, dtype: torch.dtype, operands: torch.dtype | None
+    case: Case, device: str, dtype: torch.dtype, operand_dtype: torch.dtype | None
 ) -> tuple[Result, dict[str, float]]:
     """(the reference in fp64, the largest error that each of its tensors may have), shared by all
     implementations. In one piece, so that the specification alone says who sees whom."""
     inputs = make_inputs(case, device, dtype)
-    reference, plain = reference_and_plain(_problem(inputs, backward=True), 2**62, operands)
+    reference, plain = reference_and_plain(_problem(inputs, backward=True), 2**62, operand_dtype)
     return reference, {name: allowed(name, reference, plain, dtype) for name in reference}
 
 
@@ -44,7 +44,7 @@ def run_case(attention: Attention, case: Case, device: str, dtype: torch.dtype) 
         if case.group == "empty":
             assert all(not x.isnan().any() and not x[x.isfinite()].any() for x in got.values())
             return {}
-        return error_ratios(got, case, device, dtype, attention.declaration.operands)
+        return error_ratios(got, case, device, dtype, attention.declaration.operand_dtype)
     return None
 
 
@@ -58,8 +58,8 @@ def _assert_refuses(attention: Attention, inputs: Inputs) -> None:
 
 
 def error_ratios(
-    got: Result, case: Case, device: str, dtype: torch.dtype, operands: torch.dtype | None = None
+    got: Result, case: Case, device: str, dtype: torch.dtype, operand_dtype: torch.dtype | None = None
 ) -> dict[str, float]:
     """The error of each tensor over the largest that it may have."""
-    reference, most = expected(case, device, dtype, operands)
+    reference, most = expected(case, device, dtype, operand_dtype)
     return {name: error_ratio(x, reference[name], most[name]) for name, x in got.items()}

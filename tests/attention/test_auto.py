@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from attention import auto, registry
-from attention.auto import DEFAULT, LAST, AutoAttention, kind, order
+from attention.auto import DEFAULT, LAST, AutoAttention, order, table_key
 from attention.base import Attention, AttentionCall, Capabilities, UnsupportedAttention
 from attention.flash_lib import FlashLibAttention
 from attention.registry import build
@@ -57,7 +57,7 @@ def table(monkeypatch):
     ],
 )
 def test_kinds_of_calls(asked, expected):
-    assert kind(asked) == expected
+    assert table_key(asked) == expected
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_flash_attn_is_not_given_what_only_values_can_tell(monkeypatch):
     flash.unsupported_reasons = lambda call: []
     monkeypatch.setattr(registry, "build", lambda name: flash if name == "flash9" else build(name))
     monkeypatch.setattr(registry, "names", lambda: ["flash9", "naive", "sdpa", "tiled"])
-    monkeypatch.setattr(registry, "declared", registry.build)
+    monkeypatch.setattr(registry, "shared_instance", registry.build)
     assert AutoAttention().choice(call("window"))[0] == "flash9"
     name, why = AutoAttention().choice(call("window", tq=2048))
     assert name == "tiled" and "flash9: not every window for more queries than keys" in why

@@ -13,7 +13,7 @@ import torch
 
 from attention import cuda
 from attention.base import AttentionCall, UnsupportedAttention
-from attention.cuda import PRODUCTS, STAGES, CudaAttention, CudaStage, rowwise_keys
+from attention.cuda import PRODUCT_MODES, STAGES, CudaAttention, CudaStage, rowwise_max_keys
 from ops.options import AttentionOptions, flattened
 from tests.grid import Case, build, make_inputs
 
@@ -64,7 +64,12 @@ def test_what_the_stages_do(name: str, call: dict[str, Any], reason: str | None)
 
 def test_what_rowwise_has_room_for() -> None:
     """Where an architecture is not known, the least that there is from sm_80 up."""
-    assert rowwise_keys((7, 5)) < rowwise_keys((12, 0)) == rowwise_keys((8, 6)) < rowwise_keys((8, 0))
+    assert (
+        rowwise_max_keys((7, 5))
+        < rowwise_max_keys((12, 0))
+        == rowwise_max_keys((8, 6))
+        < rowwise_max_keys((8, 0))
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_products_are_chosen_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ops.cuda.tiled", kernels)
     monkeypatch.setitem(cuda._OPS, "tiled", lambda *call: cuda._forward("tiled", *call))
     q, asked = torch.zeros(1, 1, 8, 16), AttentionOptions(scale=1.0)
-    for products in PRODUCTS:
+    for products in PRODUCT_MODES:
         CudaStage("tiled", products=products).attend(q, q, q, asked, None)
     torch.use_deterministic_algorithms(True)
     try:

@@ -173,7 +173,7 @@ def test_a_repeated_call_makes_nothing(monkeypatch: pytest.MonkeyPatch, gradient
     forget()
     _, arguments = arguments_of(Case("again", 512, 512, **WHOLE))
     first = run(arguments)
-    for name in ("_lists", "_compile", "_kind"):
+    for name in ("_lists", "_compile", "_guard_key"):
         monkeypatch.setattr(flex, name, None)
     assert torch.equal(run(arguments), first) and graphs() == 1
 

@@ -150,7 +150,7 @@ def test_dropout_is_that_of_training() -> None:
 
 def chunked(attention: str) -> Any:
     mask = transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(B, dtype=torch.int64))
-    for_transformers.make_mask(B, T, T, mask_function=mask, name=attention)
+    for_transformers.encode_mask(B, T, T, mask_function=mask, name=attention)
 
 
 REFUSALS = {
@@ -179,7 +179,7 @@ def test_masks_of_other_patterns_are_refused() -> None:
     ):
         chunked("naive")
     with pytest.raises(UnsupportedAttention, match=r"attention=naive(.|\n)*<lambda>: needs causal"):
-        for_transformers.make_mask(B, T, T, mask_function=lambda b, h, q, k: q > k, name="naive")
+        for_transformers.encode_mask(B, T, T, mask_function=lambda b, h, q, k: q > k, name="naive")
     with pytest.raises(UnsupportedAttention, match=r"attention=standard(.|\n)*no document_ids"):
         model_of("gpt2", name_of("standard"))(tokens(), attention_mask=padded("left"))
 

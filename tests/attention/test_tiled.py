@@ -18,12 +18,12 @@ from ops.options import AttentionOptions, gathered
 
 
 def test_tiles_of_a_causal_grid() -> None:
-    """4 x 4 tiles: 6 past, 4 boundary, 6 future."""
+    """4 x 4 tiles: 6 full, 4 partial, 6 right of the band."""
     cut = tiles(64, 16)
     assert Counter(tile_kind(r, c, 0, (-1, 0)) for r in cut for c in cut) == {
-        "past": 6,
-        "boundary": 4,
-        "future": 6,
+        "full": 6,
+        "partial": 4,
+        "right_of_band": 6,
     }
 
 
@@ -42,10 +42,10 @@ def test_tile_kinds_equal_the_mask(tq: int, tk: int, bq: int, bk: int, left: int
             rel = [j - (i + tk - tq) for i in rows for j in cols]
             seen = [(right < 0 or r <= right) and (left < 0 or r >= -left) for r in rel]
             kind = tile_kind(rows, cols, tk - tq, (left, right))
-            if kind == "boundary":
+            if kind == "partial":
                 assert not all(seen)  # a mask for nothing
             else:
-                assert all(seen) if kind == "past" else not any(seen)
+                assert all(seen) if kind == "full" else not any(seen)
 
 
 def _start(rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -126,5 +126,5 @@ def test_the_estimate_knows_what_the_gradient_leaves() -> None:
         ]
         for position in ("t5", "none")
     )
-    more = [a.transient - b.transient for a, b in zip(with_bias, without, strict=True)]
+    more = [a.transient_bytes - b.transient_bytes for a, b in zip(with_bias, without, strict=True)]
     assert more == [4 * 4 * (n // 64) * 2 * (2 * (128 + 64 + 64) + 1) for n in (512, 1024)]

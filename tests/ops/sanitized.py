@@ -11,7 +11,7 @@ import sys
 import torch
 
 from attention.base import AttentionCall, AttentionOptions
-from attention.cuda import PRODUCTS, CudaStage
+from attention.cuda import PRODUCT_MODES, CudaStage
 from tests.grid import Case, make_inputs
 
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 
 def main(stage: str) -> None:
     ran = 0
-    ways = [{"products": products} for products in PRODUCTS] if stage == "tiled" else []
+    ways = [{"products": products} for products in PRODUCT_MODES] if stage == "tiled" else []
     for options in ways or [{"deterministic": False}, {"deterministic": True}]:
         attention = CudaStage(stage, **options)
         dtype = torch.float32 if stage in ("plain", "naive", "rowwise", "tiled") else torch.bfloat16

@@ -69,7 +69,7 @@ def test_values(
     q, k, v, _ = cpu.inputs(shape, heads, dtype=torch.bfloat16)
     problem, attention = Problem(q, k, v, options), CudaFp8(scores=scores)
     got = computed(attention, problem)
-    ratios = error_ratios(got, *expected(problem, operands=torch.float8_e4m3fn), q.dtype)
+    ratios = error_ratios(got, *expected(problem, operand_dtype=torch.float8_e4m3fn), q.dtype)
     assert ratios.keys() == {"out", "lse"} and max(ratios.values()) <= 1, ratios
 
 

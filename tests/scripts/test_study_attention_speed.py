@@ -83,7 +83,7 @@ def test_tiles_are_those_that_somebody_sees(causal, window, tile):
         return  # the studies have none
     band = (-1 if window is None else window, 0 if causal else -1)
     kinds = [tile_kind(r, c, 0, band) for r in ranges(50, tile[0]) for c in ranges(50, tile[1])]
-    assert tiles(shape, *tile) == (sum(kind in ("past", "boundary") for kind in kinds), len(kinds))
+    assert tiles(shape, *tile) == (sum(kind in ("full", "partial") for kind in kinds), len(kinds))
 
 
 def test_of_a_grid_of_16_tiles_10_are_computed():

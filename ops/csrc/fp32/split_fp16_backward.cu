@@ -13,10 +13,11 @@
 // The host defines what split_fp16_backward.cuh says.
 #include "split_fp16_backward.cuh"
 
-// s = <k_j, q_i>, a row for each key, becomes P, and `derived` what probability_of says. lse begins at query i_first.
-__device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Scores &derived, const float *lse,
-                                                 int i_first, int j_first, int keys, int b, int h, float undo,
-                                                 bool masked) {
+// s = <k_j, q_i>, a row for each key, becomes P, and p_dsoftcap what probability_of says. lse begins at query
+// i_first.
+__device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s, Scores &p_dsoftcap,
+                                                     const float *lse, int i_first, int j_first, int keys,
+                                                     int b, int h, float undo, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
@@ -33,7 +34,7 @@ __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Sco
                 for (int e = odd; e < 4; e += 2) {
                     const int j = j_first + t * 16 + e / 2 * 8 + row;
                     float &x = s.c[t][n][e];
-                    float &dx = derived.c[t][n][e];
+                    float &dx = p_dsoftcap.c[t][n][e];
                     x = probability_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, dx);
                 }
         }
@@ -53,13 +54,13 @@ __device__ __forceinline__ void weigh_transposed(const Params &p, Scores &s, Sco
 #pragma unroll
                 for (int e = odd; e < 4; e += 2)
                     if (!is_visible(p, i, j_first + t * 16 + e / 2 * 8 + row, keys, keys - p.tq, id, ids[t][e / 2]))
-                        s.c[t][n][e] = derived.c[t][n][e] = 0.0f;
+                        s.c[t][n][e] = p_dsoftcap.c[t][n][e] = 0.0f;
         }
 }
 
 // dp = <v_j, dout_i> becomes dS, but for its scale. delta begins at the first query.
-__device__ __forceinline__ void differentiate_transposed(const Params &p, Scores &dp, const Scores &derived,
-                                                         const float *delta, float factor) {
+__device__ __forceinline__ void compute_ds_transposed(const Params &p, Scores &dp, const Scores &p_dsoftcap,
+                                                      const float *delta, float factor) {
 #pragma unroll
     for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
@@ -67,7 +68,7 @@ __device__ __forceinline__ void differentiate_transposed(const Params &p, Scores
             const float mean = delta[n * 8 + threadIdx.x % 4 * 2 + e % 2] * factor;
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
-                dp.c[t][n][e] = ds_of(p, derived.c[t][n][e], dp.c[t][n][e], mean);
+                dp.c[t][n][e] = ds_of(p, p_dsoftcap.c[t][n][e], dp.c[t][n][e], mean);
         }
 }
 
@@ -127,18 +128,18 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
             const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + INNER_TILE > range.full_hi);
 #pragma unroll 1
             for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
-                Scores s, derived;
+                Scores s, p_dsoftcap;
                 multiply_own(s, own, rows_first, columns_first, (second ? do_tile : q_tile) + part * ROW_BYTES);
                 float4 *to = traded + part * OWN_ROWS / 4;
                 if (!second) {
-                    weigh_transposed(p, s, derived, lse + part, i0 + part, j_first, keys, b, kv_head * GROUP + g,
-                                     undo, masked);
-                    send(to, derived);
+                    compute_p_transposed(p, s, p_dsoftcap, lse + part, i0 + part, j_first, keys, b,
+                                         kv_head * GROUP + g, undo, masked);
+                    send(to, p_dsoftcap);
                 }
                 meet_in_pair(pair);
                 if (second) {
-                    receive(to, derived);
-                    differentiate_transposed(p, s, derived, lse + INNER_TILE + part, of_delta);
+                    receive(to, p_dsoftcap);
+                    compute_ds_transposed(p, s, p_dsoftcap, lse + INNER_TILE + part, of_delta);
                 }
                 add_split_product(sums, s, rows_first, (second ? q_tile : do_tile) + part * ROW_BYTES,
                                   INNER_TILE * ROW_BYTES);

@@ -172,17 +172,17 @@ struct Powers {
     __device__ __forceinline__ int of_ds() const { return SHIFT - v - dout; }
 };
 
-// P times P_FACTOR, of dot = <q_i, k_j>, before the mask. `derived`: P times the derivative of the softcap, for dS;
-// negative where dropout drops P. The exponent is s - lse before it is in units of log2, as both are large where P is
-// not small.
+// P times P_FACTOR, of dot = <q_i, k_j>, before the mask. p_dsoftcap: P times the derivative of the softcap,
+// for dS; negative where dropout drops P. The exponent is s - lse before it is in units of log2, as both are
+// large where P is not small.
 __device__ __forceinline__ float probability_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
-                                           float lse, unsigned row_key, float &derived) {
+                                           float lse, unsigned row_key, float &p_dsoftcap) {
     float capped = 0.0f;
     const float s = score_of(p, dot, i, j, diagonal, slope, capped), weight = exp2_of((s - lse) * LOG2E);
-    derived = SOFTCAP ? weight * (1.0f - capped * capped) : weight;
+    p_dsoftcap = SOFTCAP ? weight * (1.0f - capped * capped) : weight;
 #if DROPOUT
     if (!kept(row_key, j, p.threshold)) {
-        derived = -derived;
+        p_dsoftcap = -p_dsoftcap;
         return 0.0f;
     }
 #endif
@@ -190,11 +190,11 @@ __device__ __forceinline__ float probability_of(const Params &p, float dot, int 
 }
 
 // dS, but for its scale and keep_scale: of dp, and of delta as of_delta has it, by keep_scale.
-__device__ __forceinline__ float ds_of(const Params &p, float derived, float dp, float delta) {
+__device__ __forceinline__ float ds_of(const Params &p, float p_dsoftcap, float dp, float delta) {
 #if DROPOUT
-    return fabsf(derived) * ((signbit(derived) ? 0.0f : dp * (1.0f / (1 << SHIFT))) - delta);
+    return fabsf(p_dsoftcap) * ((signbit(p_dsoftcap) ? 0.0f : dp * (1.0f / (1 << SHIFT))) - delta);
 #else
-    return derived * (dp * (1.0f / (1 << SHIFT)) - delta);
+    return p_dsoftcap * (dp * (1.0f / (1 << SHIFT)) - delta);
 #endif
 }
 

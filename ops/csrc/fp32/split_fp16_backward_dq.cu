@@ -12,9 +12,11 @@
 static_assert(AT_ONCE % 32 == 0, "whole pairs of tiles for each warp of a pair");
 typedef Accumulator<ROW_TILES, PAIRS / 2> HalfScores;
 
-// s = <q_i, k_j> becomes what dS has in the place of P, `derived` of probability_of. lse begins at query i_first.
-__device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const float *lse, int i_first, int j_first,
-                                      int keys, int b, int h, float undo, bool masked) {
+// s = <q_i, k_j> becomes what dS has in the place of P, p_dsoftcap of probability_of. lse begins at query
+// i_first.
+__device__ __forceinline__ void compute_p_dsoftcap(const Params &p, HalfScores &s, const float *lse,
+                                                   int i_first, int j_first, int keys, int b, int h,
+                                                   float undo, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
@@ -30,17 +32,19 @@ __device__ __forceinline__ void weigh(const Params &p, HalfScores &s, const floa
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
-                    float &x = s.c[t][n][e], derived;
-                    probability_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, derived);
-                    x = derived;
+                    float &x = s.c[t][n][e], p_dsoftcap;
+                    probability_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key,
+                                   p_dsoftcap);
+                    x = p_dsoftcap;
                 }
         }
     if (masked) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
 }
 
-// s becomes dS, but for its scale, from `derived` in s and dp = <dout_i, v_j>. delta begins at the first query.
-__device__ __forceinline__ void differentiate_rows(const Params &p, HalfScores &s, const HalfScores &dp,
-                                                   const float *delta, float factor) {
+// s becomes dS, but for its scale, from p_dsoftcap in s and dp = <dout_i, v_j>. delta begins at the first
+// query.
+__device__ __forceinline__ void compute_ds_rows(const Params &p, HalfScores &s, const HalfScores &dp,
+                                                const float *delta, float factor) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -105,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
                 s = got, dp = kept;
             else
                 s = kept, dp = got;
-            weigh(p, s, lse, i_first, start + mine, keys, b, h, undo, masked);
-            differentiate_rows(p, s, dp, delta, of_delta);
+            compute_p_dsoftcap(p, s, lse, i_first, start + mine, keys, b, h, undo, masked);
+            compute_ds_rows(p, s, dp, delta, of_delta);
             add_split_product(sums, s, rows_first, k_tile + mine * ROW_BYTES, INNER_TILE * ROW_BYTES);
         }
         if (STAGES == 1) {

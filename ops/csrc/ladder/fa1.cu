@@ -1,4 +1,4 @@
-// FlashAttention-1, forward (Dao et al. 2022, algorithm 1), our own implementation.
+// Stage 5, fa1: FlashAttention-1, forward (Dao et al. 2022, algorithm 1), our own implementation.
 //
 // Idea. The outer loop is over keys and values, the inner loop over queries. A block computes a whole head: it holds BC
 // keys and values in shared memory and loops over the queries that see any of them, BR at a time. The running state of
@@ -21,24 +21,26 @@
 #include "scores.cuh"
 
 #define THREADS (WARPS * 32)
-#define TEAM 4  // warps that split the keys of a tile
-#define TEAMS (WARPS / TEAM)
+#define TEAM_WARPS 4  // that split the keys of a tile
+#define TEAMS (WARPS / TEAM_WARPS)
 #define TILES (BR / 16)
-#define KEYS (BC / TEAM)  // keys of a warp
+#define WARP_KEYS (BC / TEAM_WARPS)  // keys of a warp
 #define D_TILES (PAD_D / 8)  // tiles of 16 x 8 in 16 rows of O
-#define OWN_TILES (D_TILES / TEAM)  // of these, the ones whose partial sums a warp adds up
+#define OWN_TILES (D_TILES / TEAM_WARPS)  // of these, the ones whose partial sums a warp adds up
 #define Q_BYTES (BR * ROW_BYTES)
 #define KV_BYTES (BC * ROW_BYTES)
-#define PARTS_BYTES (TEAM * (TEAM - 1) * OWN_TILES * 512)
-#define TEAM_BYTES (2 * Q_BYTES + PARTS_BYTES + 2 * BR * TEAM * 4)  // two Q; parts of O, maxima and sums
+#define PARTS_BYTES (TEAM_WARPS * (TEAM_WARPS - 1) * OWN_TILES * 512)
+// two Q; parts of O, maxima and sums
+#define TEAM_BYTES (2 * Q_BYTES + PARTS_BYTES + 2 * BR * TEAM_WARPS * 4)
 
-typedef Accumulator<TILES, KEYS / 16> Scores;
-typedef Loader<BR, TEAM * 32> QLoader;
-static_assert(WARPS % TEAM == 0 && OWN_TILES * TEAM == D_TILES && BR % QLoader::STEP == 0, "whole shares for all");
+typedef Accumulator<TILES, WARP_KEYS / 16> Scores;
+typedef Loader<BR, TEAM_WARPS * 32> QLoader;
+static_assert(WARPS % TEAM_WARPS == 0 && OWN_TILES * TEAM_WARPS == D_TILES && BR % QLoader::STEP == 0,
+              "whole shares for all");
 
 // A barrier of one team. Teams run independently: while one adds partial sums, another multiplies.
 __device__ __forceinline__ void team_barrier(int team) {
-    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM * 32) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM_WARPS * 32) : "memory");
 }
 
 // This lane's part of 16 rows of O in HBM: of C tile n at [n * 32], 512 bytes in a row for the warp.
@@ -58,7 +60,7 @@ __device__ __forceinline__ void read_fragment(float4 (&o)[OWN_TILES], const floa
 // The row of a tile that c[t][..][2 * half] is of.
 __device__ __forceinline__ int row_of(int t, int half) { return t * 16 + half * 8 + threadIdx.x % 32 / 4; }
 
-// The maxima of the warp's scores to maxima (BR, TEAM).
+// The maxima of the warp's scores to maxima (BR, TEAM_WARPS).
 __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int warp) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
@@ -66,15 +68,16 @@ __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int
         for (int half = 0; half < 2; half++) {
             float x = -INFINITE;
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            for (int n = 0; n < WARP_KEYS / 8; n++)
+                x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            if (threadIdx.x % 4 == 0) maxima[row_of(t, half) * TEAM + warp] = x;
+            if (threadIdx.x % 4 == 0) maxima[row_of(t, half) * TEAM_WARPS + warp] = x;
         }
 }
 
 // Replaces s by exp2(c s - c m), where m is the new maximum, and rescales l, the sum over the previous keys, to it. The
-// warp's sums are stored in sums (BR, TEAM). The team's first warp writes m back.
+// warp's sums are stored in sums (BR, TEAM_WARPS). The team's first warp writes m back.
 __device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[TILES][2], float (&l)[TILES][2],
                                                float *m_of_rows, const float *maxima, float *sums, int warp, float c) {
 #pragma unroll
@@ -89,12 +92,12 @@ __device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[TILES
             l[t][half] *= exp2_of(m[t][half] * c - shift);
             float sum = 0.0f;
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
+            for (int n = 0; n < WARP_KEYS / 8; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) sum += s.c[t][n][e] = exp2_of(s.c[t][n][e] * c - shift);
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            if (threadIdx.x % 4 == 0) sums[row * TEAM + warp] = sum;
+            if (threadIdx.x % 4 == 0) sums[row * TEAM_WARPS + warp] = sum;
             if (threadIdx.x % 4 == 0 && warp == 0) m_of_rows[row] = most;
         }
 }
@@ -104,7 +107,8 @@ __device__ __forceinline__ void share_parts(const float (&o)[D_TILES][4], float4
                                             int warp) {
 #pragma unroll
     for (int x = 0; x < D_TILES; x++) {
-        const int owner = x / OWN_TILES, n = x % OWN_TILES, slot = owner * (TEAM - 1) + warp - (warp > owner);
+        const int owner = x / OWN_TILES, n = x % OWN_TILES;
+        const int slot = owner * (TEAM_WARPS - 1) + warp - (warp > owner);
         const float4 part = make_float4(o[x][0], o[x][1], o[x][2], o[x][3]);
         if (owner == warp)
             sum[n] = part;
@@ -120,8 +124,8 @@ __device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4
     for (int n = 0; n < OWN_TILES; n++) {
         float4 &x = sum[n], was = old[n];
 #pragma unroll
-        for (int from = 0; from < TEAM - 1; from++) {
-            const float4 part = parts[((warp * (TEAM - 1) + from) * OWN_TILES + n) * 32];
+        for (int from = 0; from < TEAM_WARPS - 1; from++) {
+            const float4 part = parts[((warp * (TEAM_WARPS - 1) + from) * OWN_TILES + n) * 32];
             x.x += part.x, x.y += part.y, x.z += part.z, x.w += part.w;
         }
         x = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
@@ -154,18 +158,18 @@ struct Team {
     int number, warp, b, h, keys;
     unsigned k_tile, v_tile, q_tile;  // the block's K and V, the team's two Q
     float4 *parts;                    // this lane's
-    float *maxima, *sums;             // (BR, TEAM)
+    float *maxima, *sums;             // (BR, TEAM_WARPS)
     long long first_row;
     float *m, *l;
 
     __device__ __forceinline__ Team(const Params &p, unsigned char *memory)
-        : number(threadIdx.x / 32 / TEAM), warp(threadIdx.x / 32 % TEAM), b(blockIdx.x / p.heads),
+        : number(threadIdx.x / 32 / TEAM_WARPS), warp(threadIdx.x / 32 % TEAM_WARPS), b(blockIdx.x / p.heads),
           h(blockIdx.x % p.heads), keys(keys_of(p, b)), k_tile(shared_address(memory)), v_tile(k_tile + KV_BYTES),
           q_tile(v_tile + KV_BYTES + number * TEAM_BYTES), first_row((long long)blockIdx.x * p.padded_tq) {
         const int lane = threadIdx.x % 32;
         const long long n_rows = (long long)p.batch * p.heads * p.padded_tq;
         parts = (float4 *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + lane;
-        maxima = (float *)(parts - lane) + PARTS_BYTES / 4, sums = maxima + BR * TEAM;
+        maxima = (float *)(parts - lane) + PARTS_BYTES / 4, sums = maxima + BR * TEAM_WARPS;
         m = p.scratch + n_rows * PAD_D + first_row, l = m + n_rows;
     }
 };
@@ -271,9 +275,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             Scores s;
             s.clear();
             multiply<D_STEPS, false, false>(s, rows_first, team.q_tile + odd * Q_BYTES, columns_first,
-                                            team.k_tile + team.warp * KEYS * ROW_BYTES);  // S = Q K^T
+                                            team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
-            if (SCALE_FIRST || masked) finish_scores(p, s, i0, j0 + team.warp * KEYS, keys, b, h, masked);
+            if (SCALE_FIRST || masked)
+                finish_scores(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);
             share_maxima(s, team.maxima, team.warp);
             team_barrier(team.number);  // maxima are whole, and all have read m
             online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, c);
@@ -281,7 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             read_fragment(old, to, j0);
             Accumulator<TILES, D_STEPS> o;
             o.clear();
-            add_product(o, s, rows_first, team.v_tile + team.warp * KEYS * ROW_BYTES);  // P V of this warp's keys
+            // P V of this warp's keys
+            add_product(o, s, rows_first, team.v_tile + team.warp * WARP_KEYS * ROW_BYTES);
             update_output(p, team, o, old, to, l_row, i0, j0, last, c);
         }
     }

@@ -1,4 +1,4 @@
-// FlashAttention-2, forward (Dao 2023, algorithm 1), our own implementation.
+// Stage 6, fa2: FlashAttention-2, forward (Dao 2023, algorithm 1), our own implementation.
 //
 // Idea. A block computes BR queries of one head. It loops over the keys that any of them sees, BC at a time. Each
 // warp has whole rows, so that the maximum and the sum of a row stay within four lanes, and warps share only K and V.

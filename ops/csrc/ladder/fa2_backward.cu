@@ -1,4 +1,4 @@
-// FlashAttention-2, backward (Dao 2023, algorithm 2), our own implementation.
+// Stage 6, fa2: FlashAttention-2, backward (Dao 2023, algorithm 2), our own implementation.
 //
 // Idea. P is recomputed from lse; nothing of size Tq x Tk was kept. A block handles BC keys of one key head,
 // accumulates their dK and dV in registers, and loops over the queries of every head of the group, BR at a time (so
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             multiply<D_STEPS, false, false>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
                                             v_tile + s_column * ROW_BYTES);
             const bool masked = real < BC || i0 < range.full_lo || i0 + BR > range.full_hi;
-            differentiate(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
+            compute_p_and_ds(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
             __syncthreads();  // P and dS are whole

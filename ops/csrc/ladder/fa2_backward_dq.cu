@@ -1,4 +1,4 @@
-// FlashAttention-2, backward, dQ in a kernel of its own, which is deterministic.
+// Stage 6, fa2: FlashAttention-2, backward, dQ in a kernel of its own, which is deterministic.
 //
 // Idea. As in the forward, a block handles BR queries and each warp whole rows. It loops over the keys, recomputes P
 // and dS, and sums dQ += dS K in registers, where dS is already in the layout of the left operand. There are no
@@ -50,7 +50,7 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         multiply<D_STEPS, false, false>(s, rows_first, q_tile + first_row, columns_first, k_tile + odd * TILE_BYTES);
         multiply<D_STEPS, false, false>(dp, rows_first, do_tile + first_row, columns_first, v_tile + odd * TILE_BYTES);
         const bool masked = start < range.full_lo || start >= range.full_hi;
-        differentiate(p, s, dp, p.lse2 + row, p.delta + row, i_first, start, keys, b, h, masked);
+        compute_p_and_ds(p, s, dp, p.lse2 + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, rows_first, k_tile + odd * TILE_BYTES);  // dQ += dS K
     }
 #pragma unroll

@@ -1,4 +1,5 @@
-// FlashAttention-3, forward (Shah et al. 2024, algorithm 2), our own implementation; only for Hopper (sm_90a).
+// Stage 7, fa3: FlashAttention-3, forward (Shah et al. 2024, algorithm 2), our own implementation; only for
+// Hopper (sm_90a).
 //
 // Idea. Warp specialisation: copying and computing are done by different warp groups. The copying group releases most of
 // its registers and keeps TMA busy; the others, with 64 queries each, keep the tensor cores busy. The products (wgmma) are

@@ -1,4 +1,4 @@
-// FlashAttention-3, backward, our own implementation; only for Hopper (sm_90a).
+// Stage 7, fa3: FlashAttention-3, backward, our own implementation; only for Hopper (sm_90a).
 //
 // Idea. As in fa2_backward.cu, a block computes dK and dV of BC keys and loops over the queries. As in fa3.cu, one warp
 // group copies by TMA and two compute by wgmma, with 64 keys each; every product is asynchronous.
@@ -9,7 +9,8 @@
 //     dQ^T = K^T dS^T, as a wgmma has 64 rows.
 //   - dQ leaves by the copy engine: a tile in shared memory, as the registers lie, is added to one in global memory
 //     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
-//   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV go out over dS and dQ.
+//   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV are
+//     staged in dS's and dQ's buffers.
 //   - P is computed while dP is multiplied, and dS while dV is. With LATE_DQ, dQ is computed one tile later, so that a
 //     warp group waits only for the dS that the other one shared a tile ago. With LATE_DK, S of the next tile is issued
 //     before dK of this one is complete. With either, and with BR = 80, dS is computed from the rounded P, as there are
@@ -38,7 +39,7 @@
 #endif
 
 // The copying warp: its first thread starts the copies, and takes the block's tiles from the counter. Q and dO of the next
-// tile are requested before K and V, whose buffers are free only when K and V of the last tile have been read.
+// tile are issued before K and V, whose buffers are free only when K and V of the last tile have been read.
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
     const int n = n_tiles(p);
@@ -95,10 +96,10 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     }
 }
 
-// A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: round after round of a tile of
-// queries.
+// A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: chunk after chunk
+// of a tile of queries.
 __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layout, int group) {
-    const bool all = ROWS_OF_DQ || TRANSPOSED_DQ || WIDE || USED_D == PAD_D;
+    const bool all = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PAD_D;
     const unsigned bytes = all ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     Tiles tiles(layout);
     Ring<1> dq;
@@ -106,11 +107,11 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
         const Tile tile(p, index);
         for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
             for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR)
-                for (int round = 0; round < DQ_ROUNDS; round++) {
+                for (int chunk = 0; chunk < DQ_CHUNKS; chunk++) {
                     const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                     mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
                     if (threadIdx.x % 32 == 0) {
-                        bulk_reduce_add(p.scratch + row * PAD_D + (2 * round + group) * (PART_BYTES / 4),
+                        bulk_reduce_add(p.scratch + row * PAD_D + (2 * chunk + group) * (PART_BYTES / 4),
                                         layout.dq + group * PART_BYTES, bytes);
                         bulk_commit_group();
                         bulk_wait_group_read<0>();
@@ -146,14 +147,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
     }
 }
 
-// Runs last: rounds dQ from its accumulator. A block handles the part of a tile that one warp group left in one round;
+// Runs last: rounds dQ from its accumulator. A block handles one chunk of a tile that one warp group left;
 // a thread handles 8 columns of 2 rows, which are adjacent rows where dQ^T was computed.
 extern "C" __global__ void __launch_bounds__(PART_BYTES / 64) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
-    const unsigned of = blockIdx.x / 2 / DQ_ROUNDS;
-    const int chunks = ROUND_COLUMNS / 8, group = blockIdx.x % 2, round = blockIdx.x / 2 % DQ_ROUNDS;
+    const unsigned of = blockIdx.x / 2 / DQ_CHUNKS;
+    const int row_threads = CHUNK_COLUMNS / 8, group = blockIdx.x % 2, chunk = blockIdx.x / 2 % DQ_CHUNKS;
     const int tiles = p.padded_tq / BR, tile = of % tiles, head = of / tiles, b = head / p.heads, h = head % p.heads;
-    const int n = threadIdx.x % chunks, row = threadIdx.x / chunks, between = TRANSPOSED_DQ ? 1 : 8;
-    const int d = (ROWS_OF_DQ ? 0 : group * DQ_COLUMNS) + round * ROUND_COLUMNS + n * 8;
+    const int n = threadIdx.x % row_threads, row = threadIdx.x / row_threads, between = TRANSPOSED_DQ ? 1 : 8;
+    const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * CHUNK_COLUMNS + n * 8;
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
 #if TRANSPOSED_DQ
@@ -166,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(PART_BYTES / 64) tilegpt_fa3_backwa
         lows[c] = pack(x.x * p.scale, y.x * p.scale), highs[c] = pack(x.y * p.scale, y.y * p.scale);
     }
 #else
-    const int g = row % 8, warp = row / 8, i = tile * BR + (ROWS_OF_DQ ? group * 64 : 0) + warp * 16 + g;
+    const int g = row % 8, warp = row / 8;
+    const int i = tile * BR + (DQ_SPLIT_BY_ROWS ? group * 64 : 0) + warp * 16 + g;
     const float4 *from = (const float4 *)p.scratch + blockIdx.x * (PART_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
 #pragma unroll
     for (int c = 0; c < 4; c++) {

@@ -15,7 +15,7 @@ struct Consumer : ScoreTile {
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
         : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
-    // S^T = K Q^T, or dP^T = V dO^T, asked for.
+    // S^T = K Q^T, or dP^T = V dO^T, issued.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
         const Matrix a(keys + group * 64 * BLOCK_ROW), b(queries);
 #pragma unroll
@@ -23,7 +23,7 @@ struct Consumer : ScoreTile {
             Wgmma<BR>::ss<0, 0>(to, a.at(step_bytes<BC>(step)), b.at(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
-    // dV += P^T dO, or dK += dS^T Q, asked for.
+    // dV += P^T dO, or dK += dS^T Q, issued.
     __device__ __forceinline__ void multiply_columns(float (&to)[USED_D / 2], const Rounded &a, unsigned queries) const {
         const Matrix b(queries, BR * BLOCK_ROW);
 #pragma unroll
@@ -31,7 +31,8 @@ struct Consumer : ScoreTile {
             Wgmma<USED_D>::rs<1>(to, a[step], b.at(step * 16 * BLOCK_ROW), 1);
         wgmma_commit_group();
     }
-    // dQ = dS K, asked for: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a block.
+    // dQ = dS K, issued: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a
+    // block.
     __device__ __forceinline__ void multiply_dq(int slot) {
 #if TRANSPOSED_DQ
         const Matrix a(layout.k + group * BC * BLOCK_ROW), b(layout.ds + slot * DS_BYTES);
@@ -39,8 +40,8 @@ struct Consumer : ScoreTile {
         for (int step = 0; step < BC / 16; step++)
             Wgmma<BR>::ss<1, 0>(dq, a.at(step * 16 * BLOCK_ROW), b.at(step_bytes<BR>(step)), step > 0);
 #else
-        const Matrix a(layout.ds + slot * DS_BYTES + (ROWS_OF_DQ ? group * 64 * 128 : 0));
-        const Matrix b(layout.k + (ROWS_OF_DQ ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
+        const Matrix a(layout.ds + slot * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
+        const Matrix b(layout.k + (DQ_SPLIT_BY_ROWS ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.at(step_bytes<BR>(step)), b.at(step * 16 * BLOCK_ROW), step > 0);
@@ -73,7 +74,7 @@ struct Consumer : ScoreTile {
     }
 
     // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
-    __device__ __forceinline__ void add_ds(unsigned q_tile, bool first) {
+    __device__ __forceinline__ void accumulate_dk_dq(unsigned q_tile, bool first) {
         if (LATE_DQ) {
             multiply_columns(dk, gradients, q_tile);
             wgmma_wait_group<1>();
@@ -118,7 +119,7 @@ struct Consumer : ScoreTile {
             multiply_rows(dp, layout.v, do_tile);
             wgmma_wait_group<1>();
             pin(s);
-            weigh(i0, layout.lse2 + at.at * ROWS_BYTES);
+            compute_p(i0, layout.lse2 + at.at * ROWS_BYTES);
             wgmma_fence();
             multiply_columns(dv, weights, do_tile);
             if (LATE_DQ) {
@@ -128,9 +129,9 @@ struct Consumer : ScoreTile {
             }
             wgmma_wait_group<LATE_DQ ? 2 : 1>();
             pin(dp);
-            differentiate(layout.delta + at.at * ROWS_BYTES);
+            compute_ds(layout.delta + at.at * ROWS_BYTES);
             wgmma_fence();
-            add_ds(q_tile, first);
+            accumulate_dk_dq(q_tile, first);
             if (!LATE_DK) finish_dk<0>(true, at.at);
             at.next(), ds.next();
             first = false;
@@ -154,7 +155,8 @@ struct Consumer : ScoreTile {
     }
 
     // A block of 64 columns of dK or dV, of this group's keys, to `to` in shared memory.
-    __device__ __forceinline__ void stage(const float (&x)[USED_D / 2], int block, float scale, unsigned to) const {
+    __device__ __forceinline__ void write_tile(const float (&x)[USED_D / 2], int block, float scale,
+                                               unsigned to) const {
 #pragma unroll
         for (int step = 0; step < 4 && 64 * block + 16 * step < USED_D; step++) {
             const float *y = x + 32 * block + 8 * step;
@@ -163,8 +165,8 @@ struct Consumer : ScoreTile {
                            pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
     }
-    // dV goes out over this group's part of dS, and dK behind it or over its part of dQ, so that K and V of the next tile
-    // are on their way.
+    // dV is staged in this group's part of dS's buffer, and dK behind it or in its part of dQ's, so that K
+    // and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
         const unsigned of_ds = layout.ds + group * BR * 128;
         const unsigned of_dk = PAD_D == 64 ? of_ds + DS_BYTES : layout.dq + group * PART_BYTES;
@@ -172,8 +174,8 @@ struct Consumer : ScoreTile {
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
 #pragma unroll
         for (int block = 0; block < BLOCKS_D; block++) {
-            stage(dv, block, DROPOUT ? p.keep_scale : 1.0f, of_ds + block * DS_BYTES);
-            stage(dk, block, p.scale, of_dk + block * 64 * BLOCK_ROW);
+            write_tile(dv, block, DROPOUT ? p.keep_scale : 1.0f, of_ds + block * DS_BYTES);
+            write_tile(dk, block, p.scale, of_dk + block * 64 * BLOCK_ROW);
         }
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);

@@ -13,15 +13,16 @@ __device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
     for (int e = 0; e < 4; e++) to[e] = pack(s[2 * e], s[2 * e + 1]);
 }
 
-// Evaluates the predicate `asked` for each query of a thread. `asked` gets the query's offset from the thread's first
-// query, and returns a bit for each of the thread's two keys; the bit for query 8 n + 2 c + e becomes bit 2 n + e of
+// Evaluates `predicate` for each query of a thread. It gets the query's offset from the thread's first query,
+// and returns a bit for each of the thread's two keys; the bit for query 8 n + 2 c + e becomes bit 2 n + e of
 // bits[key].
 // Not fully unrolled: with all document ids or dropout keys in registers at once, hundreds of bytes spill.
-template <typename Asked> __device__ __forceinline__ void collect(unsigned (&bits)[2], const Asked &asked) {
+template <typename Predicate>
+__device__ __forceinline__ void pack_bits(unsigned (&bits)[2], const Predicate &predicate) {
     bits[0] = bits[1] = 0;
 #pragma unroll 2
     for (int x = 0; x < OWN_QUERIES / 4; x++) {
-        const unsigned both = asked(x / 2 * 8 + x % 2);
+        const unsigned both = predicate(x / 2 * 8 + x % 2);
         bits[0] |= (both & 1) << x, bits[1] |= (both >> 1) << x;
     }
 }
@@ -33,7 +34,7 @@ struct ScoreTile {
     Tile tile;
     Scores s, dp;
     Rounded weights, gradients;
-    unsigned dropped[2];  // see `collect`
+    unsigned dropped[2];  // see `pack_bits`
     unsigned head_rows;   // the head's key of dropout
     float slope;          // of ALiBi, in units of log2
 
@@ -58,7 +59,7 @@ struct ScoreTile {
         unsigned same[2];
 #if DOCUMENT_IDS
         const int ids[2] = {id_of_key(p, tile.b, key), id_of_key(p, tile.b, key + 8)};
-        collect(same, [&](int place) {
+        pack_bits(same, [&](int place) {
             const int id = id_of_query(p, tile.b, i_first + place);
             return (id == ids[0] ? 1u : 0u) | (id == ids[1] ? 2u : 0u);
         });
@@ -85,7 +86,7 @@ struct ScoreTile {
 
     // Computes P from S, in fp32 and rounded to 16 bits. With a softcap, P is rounded before it is masked, and the fp32
     // P is multiplied by the derivative of the softcap, which only dS needs.
-    __device__ __forceinline__ void weigh(int i0, unsigned lse2) {
+    __device__ __forceinline__ void compute_p(int i0, unsigned lse2) {
         const unsigned rows = lse2 + own_queries() * 4 + lane % 4 * 8;
         const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, capped = SOFTCAP ? p.scale / p.softcap : 0.0f;
         const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - i0 - first_query()) : 0.0f;
@@ -117,7 +118,7 @@ struct ScoreTile {
         for (int step = 0; step < OWN_QUERIES / 16 && !SOFTCAP; step++) round_step(weights[step], s + 8 * step);
 #if DROPOUT
         const int key = first_key(), i_first = i0 + first_query();
-        collect(dropped, [&](int place) {
+        pack_bits(dropped, [&](int place) {
             const unsigned row = absorb(head_rows, (unsigned)(i_first + place));
             return (kept(row, key, p.threshold) ? 0u : 1u) | (kept(row, key + 8, p.threshold) ? 0u : 2u);
         });
@@ -129,7 +130,7 @@ struct ScoreTile {
     __device__ __forceinline__ bool is_dropped(int x) const { return dropped[x / 2 % 2] >> (x / 4 * 2 + x % 2) & 1; }
 
     // dP becomes dS, which is rounded too.
-    __device__ __forceinline__ void differentiate(unsigned deltas) {
+    __device__ __forceinline__ void compute_ds(unsigned deltas) {
         const unsigned rows = deltas + own_queries() * 4 + lane % 4 * 8;
 #pragma unroll
         for (int step = 0; step < OWN_QUERIES / 16; step++) {

@@ -12,12 +12,12 @@
 #define KV_BYTES (BC * PAD_D * 2)
 #define DS_BYTES (BR * BC * 2)
 #define ROWS_BYTES (BR * 4)          // of lse2 or delta
-#define ROWS_OF_DQ (BR == 128)      // a warp group has half of dQ's rows, or half of its columns
+#define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has half of dQ's rows, or half of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
-#define DQ_COLUMNS (ROWS_OF_DQ ? PAD_D : PAD_D / 2)
-#define DQ_ROUNDS (WIDE ? 2 : 1)    // in which dQ leaves, as shared memory has space for
-#define ROUND_COLUMNS (DQ_COLUMNS / DQ_ROUNDS)
-#define PART_BYTES (BR * PAD_D * 2 / DQ_ROUNDS)  // of a warp group in a round
+#define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PAD_D : PAD_D / 2)
+#define DQ_CHUNKS (WIDE ? 2 : 1)  // in which dQ leaves, as shared memory has space for
+#define CHUNK_COLUMNS (DQ_COLUMNS / DQ_CHUNKS)
+#define PART_BYTES (BR * PAD_D * 2 / DQ_CHUNKS)  // of a warp group's chunk
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 

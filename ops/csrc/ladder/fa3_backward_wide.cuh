@@ -28,7 +28,7 @@ struct Consumer : ScoreTile {
     __device__ __forceinline__ void release(int empty) const {
         if (lane == 0) mbarrier_arrive(layout.barrier(empty));
     }
-    // S^T = K Q^T, or dP^T = V dO^T, asked for: all keys, half of the queries.
+    // S^T = K Q^T, or dP^T = V dO^T, issued: all keys, half of the queries.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
         const Matrix a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW);
 #pragma unroll
@@ -36,7 +36,7 @@ struct Consumer : ScoreTile {
             Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.at(step_bytes<BC>(step)), b.at(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
-    // dV += P^T dO, or dK += dS^T Q, asked for: half of the columns.
+    // dV += P^T dO, or dK += dS^T Q, issued: half of the columns.
     __device__ __forceinline__ void multiply_columns(float (&to)[HALF_D / 2], unsigned scores, unsigned queries) const {
         const Matrix a(scores, 16, 128), b(queries + group * HALF_BLOCKS * BR * BLOCK_ROW, BR * BLOCK_ROW);
 #pragma unroll
@@ -44,7 +44,7 @@ struct Consumer : ScoreTile {
             Wgmma<HALF_D>::ss<1, 1>(to, a.at(step * 16 * 128), b.at(step * 16 * BLOCK_ROW), 1);
         wgmma_commit_group();
     }
-    // dQ = dS K, asked for: half of the columns.
+    // dQ = dS K, issued: half of the columns.
     __device__ __forceinline__ void multiply_dq(unsigned scores) {
         const Matrix a(scores, 16, 128), b(layout.k + group * HALF_BLOCKS * BC * BLOCK_ROW, BC * BLOCK_ROW);
 #pragma unroll
@@ -67,7 +67,7 @@ struct Consumer : ScoreTile {
         dq_slot.next();
         const unsigned to = layout.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
-        for (int n = 0; n < ROUND_COLUMNS / 8; n++) store_four(to + n * 2048, half + 4 * n);
+        for (int n = 0; n < CHUNK_COLUMNS / 8; n++) store_four(to + n * 2048, half + 4 * n);
         fence_proxy_async();
         __syncwarp();
         release(DQ_FULL + group);
@@ -93,12 +93,12 @@ struct Consumer : ScoreTile {
             if (!first) hand_over_dq(delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             pin(s);
-            weigh(i0, layout.lse2 + at.at * ROWS_BYTES);
+            compute_p(i0, layout.lse2 + at.at * ROWS_BYTES);
             exchange(weights, p_tile, P_FULL);
             multiply_columns(dv, p_tile, do_tile);
             wgmma_wait_group<1>();
             pin(dp);
-            differentiate(layout.delta + of_do.at * ROWS_BYTES);
+            compute_ds(layout.delta + of_do.at * ROWS_BYTES);
             exchange(gradients, ds_tile, DS_FULL);
             multiply_dq(ds_tile);
             multiply_columns(dk, ds_tile, q_tile);
@@ -129,7 +129,7 @@ struct Consumer : ScoreTile {
     }
 
     // Its columns of dK or dV to `to` in shared memory.
-    __device__ __forceinline__ void stage(const float (&x)[HALF_D / 2], float scale, unsigned to) const {
+    __device__ __forceinline__ void write_tile(const float (&x)[HALF_D / 2], float scale, unsigned to) const {
 #pragma unroll
         for (int step = 0; step < HALF_D / 16; step++) {
             const float *y = x + 8 * step;
@@ -139,13 +139,13 @@ struct Consumer : ScoreTile {
                            pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
     }
-    // dV goes out over P and dS, dK over dQ, so that K and V of the next tile are on their way.
+    // dV is staged in P's and dS's buffers, dK in dQ's, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
         const unsigned of_dv = layout.ds + group * 64 * HALF_D * 2, of_dk = layout.dq + group * PART_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read P and dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
-        stage(dv, DROPOUT ? p.keep_scale : 1.0f, of_dv);
-        stage(dk, p.scale, of_dk);
+        write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, of_dv);
+        write_tile(dk, p.scale, of_dk);
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {

@@ -68,7 +68,7 @@ struct Consumer {
         return tile.b >= 0;
     }
 
-    // The scale of the keys from `start` on; asked for ahead of the products that it is for.
+    // The scale of the keys from `start` on; loaded ahead of the products that it is for.
     __device__ __forceinline__ float scale_of_keys(int start) const {
         if (!FP8) return 1.0f;
         const Fp8Scales scales(p);
@@ -84,7 +84,7 @@ struct Consumer {
 #endif
         pin(flat(s));
     }
-    // S = Q K^T, asked for.
+    // S = Q K^T, issued.
     __device__ __forceinline__ void multiply_qk() {
         const Matrix queries(layout.q + (slot * GROUPS + group) * Q_BYTES), keys(layout.k + k.at * KV_BYTES);
 #pragma unroll
@@ -96,7 +96,7 @@ struct Consumer {
 #endif
         wgmma_commit_group();
     }
-    // O += P V, asked for.
+    // O += P V, issued.
     __device__ __forceinline__ void multiply_pv() {
 #if FP8
         const Matrix values(layout.v + v.at * KV_BYTES, 16, V_BLOCK);

@@ -1,4 +1,4 @@
-// Attention in fp8 (Shah et al. 2024, section 3.3): these kernels convert q, k and v from 16 bits to 8 for fa3.cu
+// Stage 8, fp8 (Shah et al. 2024, section 3.3): these kernels convert q, k and v from 16 bits to 8 for fa3.cu
 // with FP8, whose products then run at twice the rate on half the bytes.
 //
 // Idea. e4m3 has 3 mantissa bits and a largest value of 448, so each block of tokens has a scale: 64 queries or a tile
@@ -24,17 +24,17 @@
 #define ROW_OF(half) (PAD_D == 128 ? 8 * (half) : 0)
 #define COLUMN_OF(half) (PAD_D == 128 ? 0 : 128 * (half))
 #define WARPS (BC / ROWS_EACH)
-#define VALUES 64  // keys that a block transposes
-#define E4M3_MOST 448.0f
-#define MOST (INT8 ? 127.0f : E4M3_MOST)  // of q and k
+#define KEYS 64  // keys that a block transposes
+#define E4M3_MAX 448.0f
+#define QK_MAX (INT8 ? 127.0f : E4M3_MAX)  // of q and k
 // Lower bounds of the largest magnitude that a scale is computed from. A masked score, -inf, is multiplied by the
 // scales of q and k, so neither these nor their product may be 0; and 448 divided by the largest magnitude of V must
 // not be inf.
-#define LEAST 1e-12f
-#define LEAST_OF_V 1e-30f
+#define MIN_AMAX 1e-12f
+#define MIN_AMAX_V 1e-30f
 
 // Four numbers of q or k in 8 bits, the first lowest.
-__device__ __forceinline__ unsigned round_four(const float *x, float factor) {
+__device__ __forceinline__ unsigned quantise_four(const float *x, float factor) {
 #if INT8
     unsigned packed = 0;
 #pragma unroll
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
     const long long stride = of_q ? p.q_stride.t : of_v ? p.v_stride.t : p.k_stride.t;
     const int token = first + warp * ROWS_EACH + lane / 4;
     uint4 rows[2][4];
-    float values[2][4][8], most = 0.0f;
+    float values[2][4][8], amax = 0.0f;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -153,29 +153,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
 #pragma unroll
     for (int j = 0; j < 8; j++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(values[j / 4][j % 4][e]));
+        for (int e = 0; e < 8; e++) amax = fmaxf(amax, fabsf(values[j / 4][j % 4][e]));
 #pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-    if (lane == 0) largest[warp] = most;
+    for (int lanes = 16; lanes; lanes /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lanes));
+    if (lane == 0) largest[warp] = amax;
     __syncthreads();
     const int warps = (of_q ? FP8_QUERIES : BC) / ROWS_EACH, from = warp / warps * warps;  // that share a scale
-    for (int other = from; other < from + warps; other++) most = fmaxf(most, largest[other]);
+    for (int other = from; other < from + warps; other++) amax = fmaxf(amax, largest[other]);
     const int head = b * heads + h;
     const Fp8Scales scales(p);
     if (of_v) {
-        if (threadIdx.x == 0) scales.largest_v(p, head)[blockIdx.x] = most;
+        if (threadIdx.x == 0) scales.amax_v(p, head)[blockIdx.x] = amax;
         return;
     }
-    most = fmaxf(most, LEAST);
+    amax = fmaxf(amax, MIN_AMAX);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
     const float norm = HADAMARD ? 1.0f / sqrtf((float)PAD_D) : 1.0f;
     float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + (first + from * ROWS_EACH) / FP8_QUERIES
                         : scales.k + (long long)head * scales.k_blocks + blockIdx.x;
     if (GIVEN)
-        most = *scale / norm * MOST;
+        amax = *scale / norm * QK_MAX;
     else if (lane == 0 && warp == from)
-        *scale = most * norm / MOST;
-    const float inverse = MOST / most;
+        *scale = amax * norm / QK_MAX;
+    const float inverse = QK_MAX / amax;
     unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PAD_D / 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -185,32 +185,32 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
         for (int j = 0; j < 4; j++) {
             const int column = COLUMN_OF(half) + 32 * j + lane % 4 * 8;
             *(uint2 *)(to + ((long long)at * PAD_D + column) / 4) =
-                uint2{round_four(values[half][j], inverse), round_four(values[half][j] + 4, inverse)};
+                uint2{quantise_four(values[half][j], inverse), quantise_four(values[half][j] + 4, inverse)};
         }
     }
 }
 
-// VALUES keys of a head of V, transposed: (B, Hkv, PAD_D, Tk rounded up to VALUES).
+// KEYS keys of a head of V, transposed: (B, Hkv, PAD_D, Tk rounded up to KEYS).
 extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __grid_constant__ Params p) {
-    static __shared__ unsigned turned[PAD_D][VALUES / 4 + 2];  // a row's 8th follower is 16 banks on
+    static __shared__ unsigned transposed[PAD_D][KEYS / 4 + 2];  // a row's 8th follower is 16 banks on
     static __shared__ float largest[8];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * VALUES;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * KEYS;
     const int head = blockIdx.z * p.kv_heads + blockIdx.y;
     const Fp8Scales scales(p);
-    float most = 0.0f;
+    float amax = 0.0f;
     for (int block = threadIdx.x; block < scales.k_blocks; block += 256)
-        most = fmaxf(most, scales.largest_v(p, head)[block]);
+        amax = fmaxf(amax, scales.amax_v(p, head)[block]);
 #pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-    if (lane == 0) largest[warp] = most;
+    for (int lanes = 16; lanes; lanes /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lanes));
+    if (lane == 0) largest[warp] = amax;
     __syncthreads();
-    for (int other = 0; other < 8; other++) most = fmaxf(most, largest[other]);
-    most = fmaxf(most, LEAST_OF_V);
-    if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[head] = most / E4M3_MOST;
-    const float inverse = E4M3_MOST / most;
+    for (int other = 0; other < 8; other++) amax = fmaxf(amax, largest[other]);
+    amax = fmaxf(amax, MIN_AMAX_V);
+    if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[head] = amax / E4M3_MAX;
+    const float inverse = E4M3_MAX / amax;
     const element *v = matrix_of(p.v, p.v_stride, blockIdx.z, blockIdx.y);
-    for (int x = threadIdx.x; x < PAD_D / 8 * (VALUES / 4); x += 256) {
-        const int word = x % (VALUES / 4), part = x / (VALUES / 4), token = first + word / 4 * 16 + word % 4 * 2;
+    for (int x = threadIdx.x; x < PAD_D / 8 * (KEYS / 4); x += 256) {
+        const int word = x % (KEYS / 4), part = x / (KEYS / 4), token = first + word / 4 * 16 + word % 4 * 2;
         float four[4][8];  // of the keys whose places are 4 word and on
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -219,12 +219,12 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
         }
 #pragma unroll
         for (int e = 0; e < 8; e++)
-            turned[part * 8 + e][word] =
+            transposed[part * 8 + e][word] =
                 pack_e4m3(four[0][e] * inverse, four[1][e] * inverse, four[2][e] * inverse, four[3][e] * inverse);
     }
     __syncthreads();
-    const long long row = ceil_div(p.tk, VALUES) * (VALUES / 4);  // in words
+    const long long row = ceil_div(p.tk, KEYS) * (KEYS / 4);  // in words
     unsigned *to = (unsigned *)p.dv + head * PAD_D * row + first / 4;
-    for (int x = threadIdx.x; x < PAD_D * (VALUES / 4); x += 256)
-        to[x / (VALUES / 4) * row + x % (VALUES / 4)] = turned[x / (VALUES / 4)][x % (VALUES / 4)];
+    for (int x = threadIdx.x; x < PAD_D * (KEYS / 4); x += 256)
+        to[x / (KEYS / 4) * row + x % (KEYS / 4)] = transposed[x / (KEYS / 4)][x % (KEYS / 4)];
 }

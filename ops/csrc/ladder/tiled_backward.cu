@@ -20,9 +20,9 @@
 
 #define OUTER_TILE (WARP_ROWS * WARPS / 2)  // rows of a block
 
-// The probability of one score: P, and P times the derivative of the softcap. s: <q_i, k_j>.
+// The probability of one score: P, and P times the derivative of the softcap, p_dsoftcap. s: <q_i, k_j>.
 struct Probability {
-    float p, derived;
+    float p, p_dsoftcap;
 };
 
 __device__ __forceinline__ Probability probability_of(const Params &p, float s, int b, int i, int j, int keys,
@@ -40,9 +40,9 @@ __device__ __forceinline__ Probability probability_of(const Params &p, float s, 
     return both;
 }
 
-// dS from derived, dP and delta.
-__device__ __forceinline__ float ds_of(const Params &p, float derived, float dp, float delta, bool keep) {
-    return derived * ((keep ? dp * p.keep_scale : 0.0f) - delta);
+// dS from p_dsoftcap, dP and delta.
+__device__ __forceinline__ float ds_of(const Params &p, float p_dsoftcap, float dp, float delta, bool keep) {
+    return p_dsoftcap * ((keep ? dp * p.keep_scale : 0.0f) - delta);
 }
 
 // dK and dV of OUTER_TILE keys of one key head. Rows are keys, columns queries. Grid: B * Hkv * n_tiles.
@@ -50,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     extern __shared__ float4 shared[];
     float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED;
     float *q_tile = v_tile + OUTER_TILE * PADDED, *dout_tile = q_tile + INNER_TILE * PADDED;
-    float *weights = dout_tile + INNER_TILE * PADDED, *derived = weights + OUTER_TILE * INNER_TILE;
+    float *weights = dout_tile + INNER_TILE * PADDED;
+    float *ds_tile = weights + OUTER_TILE * INNER_TILE;  // p_dsoftcap, then dS
     int tile, kv_head;
     unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
     const int b = kv_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
@@ -96,19 +97,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                     for (int r = 0; r < ROWS; ++r) {
                         const int j = j0 + row + 4 * r;
                         const Probability weight = probability_of(p, s[r][c], b, i, j, keys, diagonal, slope, lse, cut);
-                        s[r][c] = weight.p, factors[r][c] = weight.derived;
+                        s[r][c] = weight.p, factors[r][c] = weight.p_dsoftcap;
 #if DROPOUT
                         if (!kept(row_key, j, p.threshold)) s[r][c] = 0.0f;
 #endif
                     }
                 }
                 store_weights(weights, row, col, s);
-                store_weights(derived, row, col, factors);
+                store_weights(ds_tile, row, col, factors);
             }
             __syncthreads();  // P is there for the other warp of the pair
             if (second) {
                 float factors[ROWS][COLS];
-                load_weights(derived, row, col, factors);
+                load_weights(ds_tile, row, col, factors);
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
                     const int i = start + col + 8 * c;
@@ -125,10 +126,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                         s[r][c] = ds_of(p, factors[r][c], s[r][c], delta, keep);
                     }
                 }
-                store_weights(derived, row, col, s);
+                store_weights(ds_tile, row, col, s);
             }
             __syncwarp();  // what a warp's product reads from here on it has written itself
-            accumulate<ROWS, BY_8>(sums, second ? derived : weights, row, second ? q_tile : dout_tile, col);
+            accumulate<ROWS, BY_8>(sums, second ? ds_tile : weights, row, second ? q_tile : dout_tile, col);
         }
     }
     wait_for_copies();
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     extern __shared__ float4 shared[];
     float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + OUTER_TILE * PADDED;
     float *k_tile = dout_tile + OUTER_TILE * PADDED, *v_tile = k_tile + INNER_TILE * PADDED;
-    float *derived = v_tile + INNER_TILE * PADDED;
+    float *ds_tile = v_tile + INNER_TILE * PADDED;  // p_dsoftcap, then dS
     int tile, head;
     unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
@@ -190,12 +191,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
                 for (int c = 0; c < COLS; ++c)
                     s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, diagonal, slope,
                                         statistic[4 * r], cut)
-                                  .derived;
-            store_weights(derived, row, col, s);
+                                  .p_dsoftcap;
+            store_weights(ds_tile, row, col, s);
         }
         __syncthreads();  // P is there
         if (second) {
-            load_weights(derived, row, col, factors);
+            load_weights(ds_tile, row, col, factors);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #if DROPOUT
@@ -210,10 +211,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
                     s[r][c] = ds_of(p, factors[r][c], s[r][c], statistic[4 * r], keep);
                 }
             }
-            store_weights(derived, row, col, s);
+            store_weights(ds_tile, row, col, s);
         }
         __syncthreads();  // dS is there
-        accumulate<ROWS / 2, BY_8>(sums, derived, row + WARP_ROWS / 2 * second, k_tile, col);
+        accumulate<ROWS / 2, BY_8>(sums, ds_tile, row + WARP_ROWS / 2 * second, k_tile, col);
     }
     wait_for_copies();
 

@@ -1,4 +1,4 @@
-// WMMA: tensor cores with fragments of 16 x 16, which are loaded from shared memory and stored there.
+// Stage 4, wmma: tensor cores with fragments of 16 x 16, loaded from shared memory and stored there.
 //
 // Idea. The loops of `tiled`: a block computes QUERIES queries in a loop over tiles of KEYS keys. A warp handles 16 of
 // the queries and multiplies 16 x 16 x 16 at a time. CUDA does not say which lane holds which element of a fragment, so

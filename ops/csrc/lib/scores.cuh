@@ -68,9 +68,10 @@ __device__ __forceinline__ void finish_scores(const Params &p, Accumulator<TILES
 // passes, so that the mask is a branch of its own: within one, the compiler made selections of it that every tile paid.
 // Dropout is drawn ahead, into a bit for each column: kept as signs of P, it spilled 300 to 664 bytes a thread.
 template <int TILES, int PAIRS>
-__device__ __forceinline__ void differentiate(const Params &p, Accumulator<TILES, PAIRS> &s,
-                                              Accumulator<TILES, PAIRS> &dp, const float *lse2, const float *delta,
-                                              int i_first, int j_first, int keys, int b, int h, bool masked) {
+__device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TILES, PAIRS> &s,
+                                                 Accumulator<TILES, PAIRS> &dp, const float *lse2,
+                                                 const float *delta, int i_first, int j_first, int keys,
+                                                 int b, int h, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float c = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT

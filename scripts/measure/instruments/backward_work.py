@@ -55,7 +55,7 @@ def contestants(names: list[str]) -> dict[str, Attention]:
 
 
 @functools.cache
-def declared(name: str) -> Attention:
+def shared_instance(name: str) -> Attention:
     """One of each name, to be asked what it declares."""
     return contestants([name])[name]
 
@@ -67,8 +67,8 @@ def kind_of(name: str, shape: Shape) -> Kind:
     it: not P V."""
     from scripts.measure.instruments.contestants import call_of
 
-    costs = declared(name).costs(call_of(shape, "cuda"))
-    keeps = costs.writes_scores and costs.kept > 0
+    costs = shared_instance(name).costs(call_of(shape, "cuda"))
+    keeps = costs.writes_scores and costs.kept_bytes > 0
     return Kind(keeps, costs.backward_products, skips=not costs.writes_scores)
 
 
@@ -87,7 +87,7 @@ def model_bytes(name: str, shape: Shape) -> float | None:
     from model.costs.run import Run
     from scripts.measure.instruments.textbook import Compiled
 
-    if isinstance(declared(name), Compiled):
+    if isinstance(shared_instance(name), Compiled):
         return None
     config = GPTConfig(
         vocab_size=1,
@@ -96,7 +96,7 @@ def model_bytes(name: str, shape: Shape) -> float | None:
         n_embd=shape.heads * shape.head_dim,
         causal=shape.causal,
     )
-    run = Run(config, shape.batch, declared(name), 4 if shape.dtype == "fp32" else 2)
+    run = Run(config, shape.batch, shared_instance(name), 4 if shape.dtype == "fp32" else 2)
     return attention_work(run)[1].bytes
 
 

@@ -38,8 +38,8 @@ def usual(shape: Shape, cuda: bool, backward: bool = True) -> list[str]:
     if cuda and torch.cuda.is_available():
         return registry.supporting(replace(call, arch=torch.cuda.get_device_capability()))
     if cuda:
-        every = registry.contestants()
-        return [name for name in every if not registry.declared(name).capabilities.reasons(call)]
+        every = registry.implementations()
+        return [name for name in every if not registry.shared_instance(name).capabilities.reasons(call)]
     return [name for name in registry.supporting(call) if registry.declaration(name).compilation is None]
 
 
@@ -52,7 +52,7 @@ class Field:
         self.options = shape.options(device)
         q, k, v, self.dout = shape.tensors(device)
         self.sets: list[tuple[Tensor, Tensor, Tensor]] = [(q, k, v)]
-        self._expected: dict[torch.dtype | None, tuple[Result, Result]] = {}  # by the operands
+        self._expected: dict[torch.dtype | None, tuple[Result, Result]] = {}  # by operand_dtype
         if shape.decode:
             cold = COLD * torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
             number = min(MOST_SETS, max(2, -(-cold // shape.kv_bytes)))
@@ -121,11 +121,13 @@ class Field:
         whole = s.batch * s.heads * s.tokens * max(s.tq, s.head_dim) <= JUDGED_WHOLE
         problem = Problem(q, k, v, self.options, self.dout)
         part = Part.of(problem, None if whole else 2)
-        operands = attention.declaration.operands
-        known = self._expected.get(operands)
+        operand_dtype = attention.declaration.operand_dtype
+        known = self._expected.get(operand_dtype)
         if known is None or (gradients and "dq" not in known[0]):
             judged = problem if gradients else Problem(q, k, v, self.options)
-            known = self._expected[operands] = expected(part.of_problem(judged), operands=operands)
+            known = self._expected[operand_dtype] = expected(
+                part.of_problem(judged), operand_dtype=operand_dtype
+            )
         got = computed(attention, problem if gradients else Problem(q, k, v, self.options))
         return error_ratios({name: part.cut(name, x) for name, x in got.items()}, *known, q.dtype)
 

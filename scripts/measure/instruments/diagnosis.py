@@ -45,16 +45,16 @@ def examine(names: list[str], attentions: list[Attention], problem: Problem, mos
     reference, plain = expected(part.of_problem(problem))
     limits = {name: allowed(name, reference, plain, problem.q.dtype) for name in reference}
     all_limits = {None: limits}
-    for operands in {each.declaration.operands for each in attentions} - {None}:
-        rounded = expected(part.of_problem(problem), operands=operands)
-        all_limits[operands] = {name: allowed(name, *rounded, problem.q.dtype) for name in reference}
+    for operand_dtype in {each.declaration.operand_dtype for each in attentions} - {None}:
+        rounded = expected(part.of_problem(problem), operand_dtype=operand_dtype)
+        all_limits[operand_dtype] = {name: allowed(name, *rounded, problem.q.dtype) for name in reference}
     findings = [
         Finding("plain formula", name, *errors(plain[name], x), error_ratio(plain[name], x, limits[name]))
         for name, x in reference.items()
     ]
     for name, attention in zip(names, attentions, strict=True):
         first, second = computed(attention, problem), computed(attention, problem)
-        limits = all_limits[attention.declaration.operands]
+        limits = all_limits[attention.declaration.operand_dtype]
         for tensor, whole in first.items():
             got, exact = part.cut(tensor, whole), reference[tensor]
             ratio = error_ratio(got, exact, limits[tensor])

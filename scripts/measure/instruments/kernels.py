@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention import registry
-from attention.base import PRODUCTS, Declaration
+from attention.base import MATMUL_KERNELS, Declaration
 
-PLAIN, PLAIN_CPU = (kernels.label for kernels in PRODUCTS)
+PLAIN, PLAIN_CPU = (kernels.label for kernels in MATMUL_KERNELS)
 
 # Operators that allocate or look at a tensor otherwise, and compute nothing.
 MOVES_NOTHING = r"^aten::(empty|as_strided|_?(unsafe_)?view|_?reshape|expand|transpose|permute|slice|select|"
@@ -61,8 +61,8 @@ def families() -> dict[str, str]:
     """Label -> pattern of all kernels that an implementation declares. Matrix products come last: kernels of
     their own have names that speak of products too."""
     every = [kernels for name in registry.names() for kernels in registry.declaration(name).kernels]
-    own = [kernels for kernels in every if kernels not in PRODUCTS]
-    return {kernels.label: kernels.pattern for kernels in (*own, *PRODUCTS)}
+    own = [kernels for kernels in every if kernels not in MATMUL_KERNELS]
+    return {kernels.label: kernels.pattern for kernels in (*own, *MATMUL_KERNELS)}
 
 
 def family(name: str) -> str | None:

@@ -36,15 +36,21 @@ class Course:
     def __init__(self, steps: int, until: float, evaluate: Callable[[], Scores]):
         self.steps, self.until, self.evaluate = steps, until, evaluate
         self.losses: list[float] = []
-        self.held_out: dict[int, Scores] = {0: evaluate()}
+        self.began = time.perf_counter()
+        self.held_out: dict[int, Scores] = {0: self.scores()}
         self.every = max(1, steps // EVALUATIONS)
 
     def after(self, step: int) -> bool:
         """Whether the run is over with this step."""
         over = step >= self.steps or time.time() > self.until
         if over or step % self.every == 0:
-            self.held_out[step] = self.evaluate()
+            self.held_out[step] = self.scores()
         return over
+
+    def scores(self) -> Scores:
+        """With the seconds since the start."""
+        found = self.evaluate()  # waits for the device
+        return found | {"s": round(time.perf_counter() - self.began, 3)}
 
     def result(self) -> dict[str, Any]:
         done = max(self.held_out)

@@ -209,9 +209,7 @@ def winners(rows: list[Row], passed: str, many: bool, what: str) -> dict[int, tu
     return found
 
 
-def beats(
-    rows: list[Row], passed: str, many: bool, what: str, longest: int, by: float = 1.1
-) -> list[str]:
+def beats(rows: list[Row], passed: str, many: bool, what: str, longest: int, by: float = 1.1) -> list[str]:
     """Kernels that write no scores, with the largest N up to `longest`, that take more than `by` times as
     long as the formula in eager PyTorch; what launches a kernel for each tile is left out."""
     found: dict[str, int] = {}

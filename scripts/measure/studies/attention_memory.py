@@ -97,7 +97,7 @@ def contestants(cuda: bool) -> list[str]:
     """Who takes part where nobody is named: all, on a CPU those that can run there."""
     from scripts.measure.instruments.contestants import usual
 
-    return registry.contestants() if cuda else usual(curve(64, cuda), cuda)
+    return registry.implementations() if cuda else usual(curve(64, cuda), cuda)
 
 
 def tasks(names: list[str], lengths: list[int], cuda: bool, claims: bool = True) -> list[Task]:

@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     from scripts.measure.instruments.speed_bench import SpeedBench
 
     cuda = run.device == "cuda"
-    names = options.attention or (registry.contestants() if cuda else on_cpu())
+    names = options.attention or (registry.implementations() if cuda else on_cpu())
     points = asked(options.part, names, cuda, options.longest)
     left = [(point, wanted) for point in points if (wanted := point.shape.lacking(point.passes, run.kept))]
     takes = "about 340 s of an H200, flash-attn and all," if cuda else "a minute"

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from attention import registry
-from scripts.measure.instruments.backward_work import FORMULAS, declared
+from scripts.measure.instruments.backward_work import FORMULAS, shared_instance
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached, is_slow_to_compile
 from scripts.measure.rows import Kept, append, key_of, positive, read
@@ -101,7 +101,7 @@ def work(options: argparse.Namespace, cuda: bool) -> Work:
                 shape = Shape(max(1, tokens // n), heads, heads, n, head_dim, True, dtype, study=STUDY)
                 mine = options.attention or usual_names(shape, cuda)
                 if not options.attention and n > MOST_LAUNCHES:
-                    mine = [name for name in mine if not declared(name).declaration.launches_each_tile]
+                    mine = [name for name in mine if not shared_instance(name).declaration.launches_each_tile]
                 found.append((shape, list(mine)))
     return found
 
@@ -128,7 +128,7 @@ def to_compile(lacking: Work) -> list[Task]:
     for each."""
     found: dict[tuple[str, str, int], Shape] = {}
     for shape, names in sorted(lacking, key=lambda each: each[0].tokens):
-        for name in (name for name in names if is_cached(declared(name).declaration)):
+        for name in (name for name in names if is_cached(shared_instance(name).declaration)):
             found.setdefault((name, shape.dtype, shape.head_dim), shape)
     return [(name, [(shape, "both")]) for (name, _, _), shape in found.items()]
 
@@ -167,7 +167,7 @@ def count(asked: Work, lengths: Sequence[int], out: Path) -> None:
         for name in names if wanted else ():
             row = rows.get(key_of(shape.point(name, "backward")))
             fresh = row and row["result"].get("counters_from") == NOT_YET
-            if fresh and not declared(name).declaration.launches_each_tile:
+            if fresh and not shared_instance(name).declaration.launches_each_tile:
                 points[name, shape] = row["result"]
     if not points:
         return

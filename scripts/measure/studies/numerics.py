@@ -72,7 +72,7 @@ def measurements(options: argparse.Namespace, device: str) -> list[Measurement]:
     from scripts.measure.instruments.stability import stability
 
     batch, heads, tokens = SIZES[device]
-    every = registry.contestants()
+    every = registry.implementations()
     usual = [name for name in every if not is_slow_to_compile(registry.declaration(name))]
     built = {name: registry.build(name) for name in options.attention or usual}
     setting = Setting(device, batch, heads, options.tokens or tokens, built)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention.base import Attention, CostsNotDeclared, scores_bytes
-from attention.registry import contestants, declaration, declared
+from attention.registry import declaration, implementations, shared_instance
 from attention.tiled import TiledAttention
 from model.costs.gpus import GPUS, gpu_sheet
 from model.costs.memory import (
@@ -44,7 +44,7 @@ WIDER = {**LLAMA, "head_dim": 40, "mlp_hidden": 96, "qkv_bias": True}
 def test_a_block_of_gpt2_keeps_36_bytes_a_value_under_autocast() -> None:
     """Residual stream twice in fp32 (8), then in bf16 q, k, v (6), three inputs (6), the hidden layer twice
     (16); and 16 bytes a token of statistics."""
-    parts = saved_by_layer(Run(GPT2, 64, declared("triton"), 2))
+    parts = saved_by_layer(Run(GPT2, 64, shared_instance("triton"), 2))
     N = 64 * 1024
     assert sum(parts.values()) == N * (36 * 768 + 16)
     assert parts == {
@@ -63,11 +63,11 @@ def test_a_block_of_gpt2_keeps_36_bytes_a_value_under_autocast() -> None:
 def test_what_a_block_keeps_is_what_autograd_saves(extra: dict[str, Any], narrow: bool) -> None:
     kept = [_saved(GPTConfig(**SMALL, n_layer=n, **extra), narrow) for n in (1, 2)]
     config = GPTConfig(**SMALL, n_layer=1, **extra)
-    run = Run(config, 3, declared("tiled"), 2 if narrow else 4, "cpu")
+    run = Run(config, 3, shared_instance("tiled"), 2 if narrow else 4, "cpu")
     expected = sum(saved_by_layer(run).values()) + attention_kept(run)
     if narrow:
         one, two = (
-            cast_weight_bytes(Run(replace(config, n_layer=n), 3, declared("tiled"), 2)) for n in (1, 2)
+            cast_weight_bytes(Run(replace(config, n_layer=n), 3, shared_instance("tiled"), 2)) for n in (1, 2)
         )
         expected += two - one
     # biases and gains, cast too, are no activations to speak of
@@ -97,7 +97,12 @@ def test_gpt2_on_an_h200_peaks_where_it_did() -> None:
     config = replace(GPT2, seq_len=row["point"]["seq_len"])
     workspace = GPUS["h200"].workspace_bytes
     run = Run(
-        config, row["point"]["micro_batch"], declared("auto"), 2, compiled=True, workspace_bytes=workspace
+        config,
+        row["point"]["micro_batch"],
+        shared_instance("auto"),
+        2,
+        compiled=True,
+        workspace_bytes=workspace,
     )
     assert peak(run).peak / MIB == pytest.approx(row["result"]["peak_mib"], rel=0.05)
 
@@ -107,7 +112,9 @@ def test_a_fused_loss_in_chunks_peaks_on_an_h200_where_it_did(fp32_residual: boo
     """GPT-2 124M, 64 rows of 1,024 tokens, attention=cuda, measured on 2026-11-23."""
     config = replace(GPT2, loss_chunk=16384, fp32_residual=fp32_residual)
     workspace = GPUS["h200"].workspace_bytes
-    run = Run(config, 64, declared("cuda_fa3"), 2, arch=(9, 0), compiled=True, workspace_bytes=workspace)
+    run = Run(
+        config, 64, shared_instance("cuda_fa3"), 2, arch=(9, 0), compiled=True, workspace_bytes=workspace
+    )
     assert peak(run).peak / 2**30 == pytest.approx(gib, rel=0.01)
 
 
@@ -123,8 +130,8 @@ def test_attentions_backward_takes_on_an_h200_what_it_took(name: str) -> None:
     for point, result in ((row["point"], row["result"]) for row in rows):
         width, T = point["heads"] * point["head_dim"], point["seq_len"]
         config = GPTConfig(100, T, 1, point["heads"], width, point["kv_heads"])
-        run = Run(config, point["batch"], declared(name), 4 if point["dtype"] == "float32" else 2)
-        own = run.costs.transient + (0 if run.costs.writes_scores else run.qkv_bytes)
+        run = Run(config, point["batch"], shared_instance(name), 4 if point["dtype"] == "float32" else 2)
+        own = run.costs.transient_bytes + (0 if run.costs.writes_scores else run.qkv_bytes)
         assert own / MIB == pytest.approx(result["peak_mib"], rel=0.06), point
 
 
@@ -136,9 +143,9 @@ def _causal_backward(row: dict[str, Any], name: str) -> bool:
 
 def test_scores_grow_as_the_square_and_statistics_do_not() -> None:
     def kept(name: str, T: int) -> int:
-        return attention_kept(Run(replace(GPT2, seq_len=T), 1, declared(name), 2))
+        return attention_kept(Run(replace(GPT2, seq_len=T), 1, shared_instance(name), 2))
 
-    assert scores_bytes(Run(GPT2, 2, declared("naive")).call) == 4 * 2 * 12 * 1024**2
+    assert scores_bytes(Run(GPT2, 2, shared_instance("naive")).call) == 4 * 2 * 12 * 1024**2
     assert 3.9 < kept("naive", 32768) / kept("naive", 16384) < 4
     assert kept("triton", 32768) == 2 * kept("triton", 16384) == 4 * 12 * 32768
 
@@ -155,24 +162,24 @@ def test_scores_grow_as_the_square_and_statistics_do_not() -> None:
     ],
 )
 def test_who_writes_the_scores_out(name: str, device: str, narrow: bool, quadratic: bool) -> None:
-    assert Run(GPT2, 1, declared(name), 2 if narrow else 4, device).costs.writes_scores == quadratic
+    assert Run(GPT2, 1, shared_instance(name), 2 if narrow else 4, device).costs.writes_scores == quadratic
 
 
 def test_auto_in_fp32_splits_as_cuda_tiled_does() -> None:
     names = ("auto", "cuda", "triton")
-    own = [Run(GPT2, 1, declared(name), 4, "cuda", arch=(9, 0)).costs for name in names]
+    own = [Run(GPT2, 1, shared_instance(name), 4, "cuda", arch=(9, 0)).costs for name in names]
     assert own[0] == own[1]
     # q, k, v and dout, 1,024 tokens of 768, each as two numbers of 2 bytes
-    assert own[0].transient - own[2].transient == 4 * 1024 * 768 * 4
+    assert own[0].transient_bytes - own[2].transient_bytes == 4 * 1024 * 768 * 4
 
 
 def test_dropout_sends_a_cpus_sdpa_to_the_maths() -> None:
-    assert Run(replace(GPT2, attn_dropout=0.1), 1, declared("sdpa"), 4, "cpu").costs.writes_scores
+    assert Run(replace(GPT2, attn_dropout=0.1), 1, shared_instance("sdpa"), 4, "cpu").costs.writes_scores
 
 
-@pytest.mark.parametrize("name", contestants())
+@pytest.mark.parametrize("name", implementations())
 def test_every_implementation_says_what_it_costs(name: str) -> None:
-    attention = declared(name)
+    attention = shared_instance(name)
     costs = Run(GPT2, 2, attention, 2).costs
     assert declaration(name).kernels
     assert costs.writes_scores == declaration(name).writes_scores
@@ -180,7 +187,7 @@ def test_every_implementation_says_what_it_costs(name: str) -> None:
         wide = Run(replace(GPT2, seq_len=2048), 2, attention, 2).costs
         growth = 4 if costs.writes_scores else 2
         # scores are kept, or made again in the backward
-        held = [each.kept + each.transient * each.writes_scores for each in (costs, wide)]
+        held = [each.kept_bytes + each.transient_bytes * each.writes_scores for each in (costs, wide)]
         assert held[1] / held[0] == pytest.approx(growth, rel=0.1)
 
 
@@ -209,12 +216,12 @@ def test_the_baseline_peaks_on_an_h200_where_it_did(study: str, implementation: 
         sizes = {"n_layer": layers[model], "n_head": point["heads"], "n_embd": width}
         config = GPTConfig(vocab_size=50257, seq_len=point["seq_len"], **sizes)
         batch, how = point["micro_batch"], {"compiled": point["compile"], "workspace_bytes": workspace}
-        predicted = peak(Run(config, batch, declared(implementation), 2, **how)).peak
+        predicted = peak(Run(config, batch, shared_instance(implementation), 2, **how)).peak
         assert predicted / MIB == pytest.approx(result["peak_mib"], rel=0.05), point
 
 
 def test_checkpointing_keeps_a_blocks_input_alone() -> None:
-    run = Run(GPT2, 64, declared("triton"), 2)
+    run = Run(GPT2, 64, shared_instance("triton"), 2)
     less = peak(replace(run, checkpointing=True))
     whole, own = sum(saved_by_layer(run).values()), attention_kept(run)
     of_loss = {each.name: each for each in memory_snapshots(run)}["loss"].peak
@@ -226,18 +233,20 @@ def test_checkpointing_keeps_a_blocks_input_alone() -> None:
 
 
 def test_accumulated_gradients_are_there_at_every_moment() -> None:
-    run = Run(GPT2, 4, declared("triton"), 2, accumulates=True)
+    run = Run(GPT2, 4, shared_instance("triton"), 2, accumulates=True)
     assert all(each.gradients == each.parameters for each in memory_snapshots(run))
 
 
 def test_a_step_with_few_tokens_peaks_at_its_weights() -> None:
-    few = peak(Run(replace(GPT2, seq_len=16), 1, declared("sdpa")))
+    few = peak(Run(replace(GPT2, seq_len=16), 1, shared_instance("sdpa")))
     assert few.name == "embedding" and few.gradients == few.parameters
     assert few.optimizer == 2 * few.parameters
 
 
 def test_logits_are_of_the_padded_vocabulary() -> None:
-    assert logits_bytes(Run(replace(GPT2, vocab_size=50257), 1, declared("sdpa"), 2)) == 1024 * 50304 * 2
+    assert (
+        logits_bytes(Run(replace(GPT2, vocab_size=50257), 1, shared_instance("sdpa"), 2)) == 1024 * 50304 * 2
+    )
 
 
 def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> None:
@@ -245,7 +254,7 @@ def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> 
     the output embedding's gradient in fp32 and its copy in bf16, 6 Vp C; bf16 logits, twice in fp32, 10 Vp a
     token of the chunk. On a GPU the logits alone, in chunks or not; there in fp32 the logits twice."""
     N, chunked = 65536, replace(GPT2, seq_len=65536, loss_chunk=2048)
-    run = Run(chunked, 1, declared("triton"), 2)
+    run = Run(chunked, 1, shared_instance("triton"), 2)
     assert logits_bytes(run) == 2048 * 50304 * 2
     held = N * 768 * 8 + 50304 * 768 * 6
     assert loss_bytes(replace(run, device="cpu")) == held + 2048 * 50304 * 10
@@ -262,11 +271,11 @@ def test_the_loss_in_chunks_takes_a_chunks_logits_and_the_outputs_gradient() -> 
 
 
 def test_the_longest_context_fits_and_the_next_does_not() -> None:
-    run, able = Run(GPT2, 1, declared("triton"), 2, compiled=True), GPUS["h200"].usable_bytes
+    run, able = Run(GPT2, 1, shared_instance("triton"), 2, compiled=True), GPUS["h200"].usable_bytes
     T = longest_context(run, able)
     fits = [peak(replace(run, config=replace(GPT2, seq_len=n))).peak <= able for n in (T, T + 64)]
     assert T % 64 == 0 and fits == [True, False]
-    assert longest_context(replace(run, attention=declared("naive")), able) < T / 10
+    assert longest_context(replace(run, attention=shared_instance("naive")), able) < T / 10
     assert longest_context(run, 2**20) == 0
 
 
@@ -275,7 +284,7 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
 )
 def test_a_run_that_makes_no_sense_is_refused(changes: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Run(**({"config": GPT2, "batch": 1, "attention": declared("sdpa")} | changes))
+        Run(**({"config": GPT2, "batch": 1, "attention": shared_instance("sdpa")} | changes))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +323,7 @@ def test_a_compiled_step_that_writes_scores_out_peaks_on_an_h200_where_it_did() 
     (row,) = (row for row in rows if row["point"]["config"] == config)
     workspace = GPUS["h200"].workspace_bytes
     gpt2 = replace(GPT2, vocab_size=50257, bias=True)
-    most = peak(Run(gpt2, 8, declared("naive"), 2, compiled=True, workspace_bytes=workspace))
+    most = peak(Run(gpt2, 8, shared_instance("naive"), 2, compiled=True, workspace_bytes=workspace))
     assert most.peak / MIB == pytest.approx(row["result"]["memory_split"]["peak"], rel=0.02)
 
 
@@ -348,7 +357,7 @@ def test_what_compiled_scores_keep_is_what_the_partitioner_saves(
     net, tokens = GPT(config, NaiveAttention()).train(), torch.zeros(1, 128, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
         torch.compile(net, backend=backend, dynamic=False)(tokens, targets=tokens)
-    run = Run(config, 1, declared("naive"), 2 if narrow else 4, "cpu", compiled=True)
+    run = Run(config, 1, shared_instance("naive"), 2 if narrow else 4, "cpu", compiled=True)
     squares = sum(x.nbytes for x in kept if x.shape[-2:] == (128, 128))
     assert squares == pytest.approx(matrices * scores_bytes(run.call), rel=0.3)  # masks of a byte beside them
     assert attention_kept(run) > matrices * scores_bytes(run.call)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from attention.registry import declared
+from attention.registry import shared_instance
 from model.costs.gpus import GPUS
 from model.costs.roofline import Work, attention_work, step_work
 from model.costs.run import Run
 from model.gpt import GPTConfig
 
 GPT2 = GPTConfig(vocab_size=50304, seq_len=1024, bias=False)
-RUN = Run(GPT2, 2, declared("triton"), 2)
+RUN = Run(GPT2, 2, shared_instance("triton"), 2)
 
 
 def test_fused_attention_moves_its_tensors_once() -> None:
@@ -26,7 +26,7 @@ def test_fused_attention_moves_its_tensors_once() -> None:
 
 
 def test_unfused_attention_walks_the_scores_and_skips_nothing() -> None:
-    forward, backward = attention_work(replace(RUN, attention=declared("naive")))
+    forward, backward = attention_work(replace(RUN, attention=shared_instance("naive")))
     matrix = 4 * 2 * 12 * 1024**2
     assert forward.bytes - attention_work(RUN)[0].bytes == 14 * matrix
     assert backward.bytes - attention_work(RUN)[1].bytes == 25 * matrix
@@ -57,11 +57,11 @@ def test_fp32_attention_of_ours_is_under_the_roof_of_tensor_cores() -> None:
     """In three products of 16 bits, Triton's in six; what else a step multiplies is under FMA's."""
     sheet, long = GPUS["h200"], replace(RUN, config=replace(GPT2, seq_len=65536), value_bytes=4)
     for name, flops in {"cuda": 989e12 / 3, "auto": 989e12 / 3, "triton": 989e12 / 6, "sdpa": 67e12}.items():
-        run = replace(long, attention=declared(name), arch=(9, 0))
+        run = replace(long, attention=shared_instance(name), arch=(9, 0))
         forward, _ = attention_work(run)
         assert forward.compute_seconds(sheet, 4) == pytest.approx(forward.flops / flops)
     step, attention = step_work(run), 12 * (attention_work(run)[0].flops + attention_work(run)[1].flops)
-    ours = step_work(replace(run, attention=declared("cuda")))
-    fused = 12 * sum(work.flops for work in attention_work(replace(run, attention=declared("cuda"))))
+    ours = step_work(replace(run, attention=shared_instance("cuda")))
+    fused = 12 * sum(work.flops for work in attention_work(replace(run, attention=shared_instance("cuda"))))
     dense = step.flops - attention
     assert ours.compute_seconds(sheet, 4) == pytest.approx(dense / 67e12 + fused / (989e12 / 3))

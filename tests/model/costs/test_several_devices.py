@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from attention.registry import declared
+from attention.registry import shared_instance
 from attention.tiled import TiledAttention
 from model.context_parallel import ContextParallel
 from model.costs.memory import attention_kept, memory_snapshots, peak, saved_by_layer
@@ -84,7 +84,7 @@ def allocated(run: Run) -> int:
 def test_a_device_of_several_holds_what_is_predicted(
     config: GPTConfig, how: dict[str, Any], bytes_: int
 ) -> None:
-    run = Run(config, 2, declared("tiled"), bytes_, "cpu", **how)
+    run = Run(config, 2, shared_instance("tiled"), bytes_, "cpu", **how)
     assert peak(run).peak == pytest.approx(allocated(run), rel=0.05)
     alone = replace(run, shards=1, sequence_ranks=1)
     assert peak(alone).peak > 1.15 * peak(run).peak
@@ -109,7 +109,7 @@ def test_what_a_block_keeps_of_shared_sequences_is_what_autograd_saves(position:
         return sum(storage.nbytes() for address, storage in found.items() if address not in parameters)
 
     config = replace(LONG, position=position, n_kv_head=2)
-    run = Run(replace(config, n_layer=1), 2, declared("tiled"), 4, "cpu", sequence_ranks=4)
+    run = Run(replace(config, n_layer=1), 2, shared_instance("tiled"), 4, "cpu", sequence_ranks=4)
     with group(4):
         kept = saved(2) - saved(1)
     assert kept == pytest.approx(sum(saved_by_layer(run).values()) + attention_kept(run), rel=0.005)
@@ -117,7 +117,7 @@ def test_what_a_block_keeps_of_shared_sequences_is_what_autograd_saves(position:
 
 
 def test_devices_share_the_work_of_a_sequence_equally() -> None:
-    run = Run(LONG, 2, declared("tiled"), 2, shards=4, sequence_ranks=4)
+    run = Run(LONG, 2, shared_instance("tiled"), 2, shards=4, sequence_ranks=4)
     alone = replace(run, shards=1, sequence_ranks=1)
     assert 4 * attention_work(run)[1].flops == attention_work(alone)[1].flops
     assert 4 * step_work(run).flops == pytest.approx(step_work(alone).flops)
@@ -146,6 +146,9 @@ def test_what_devices_share_is_read_from_the_config(
 
 def test_ddp_has_all_gradients_at_any_moment() -> None:
     run = Run(
-        LONG, 2, declared("tiled"), **shared_by({"devices": 2, "num_nodes": 1, "strategy": "auto"}, None, 1)
+        LONG,
+        2,
+        shared_instance("tiled"),
+        **shared_by({"devices": 2, "num_nodes": 1, "strategy": "auto"}, None, 1),
     )
     assert len({snapshot.gradients for snapshot in memory_snapshots(run)}) == 1

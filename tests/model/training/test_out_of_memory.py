@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from attention.registry import declared
+from attention.registry import shared_instance
 from model.config import GPTConfig
 from model.costs.memory import peak
 from model.costs.run import Run
@@ -40,9 +40,9 @@ def test_what_is_out_of_memory(error: Exception, is_memory: bool) -> None:
 
 
 def test_what_to_lower_is_predicted() -> None:
-    run = Run(GPTConfig(50304, 2048), 12, declared("naive"), value_bytes=4)
+    run = Run(GPTConfig(50304, 2048), 12, shared_instance("naive"), value_bytes=4)
     asked = peak(run).peak
-    found = remedies(run, asked // 3, other=declared("auto"))
+    found = remedies(run, asked // 3, other=shared_instance("auto"))
     batch = "data.batch_size=3 tokens_per_step=24576"
     others = ["attention=auto", "checkpointing=true", "model.loss_chunk=2048", "seq_len=1024"]
     assert list(found) == [batch, *others]
@@ -51,7 +51,7 @@ def test_what_to_lower_is_predicted() -> None:
     assert all(peak(other).peak < 0.95 * asked for other in found.values())
     assert next(iter(remedies(run, capacity=0))).startswith("data.batch_size=1 ")
     assert next(iter(remedies(run, 0, 2**20))) == f"data.batch_size=1 tokens_per_step={2**20}"
-    frugal = Run(GPTConfig(64, 1, loss_chunk=1), 1, declared("tiled"), checkpointing=True)
+    frugal = Run(GPTConfig(64, 1, loss_chunk=1), 1, shared_instance("tiled"), checkpointing=True)
     assert remedies(frugal, capacity=0) == {}
 
 
