@@ -1,0 +1,105 @@
+"""What the rows of studies/muon.py say: Muon's held-out loss beside AdamW's, by tokens and by seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, stdev
+
+from scripts.measure.report.figures import Line, canvas, panel, svg
+from scripts.measure.report.intervals import of_mean
+from scripts.measure.report.pages import page
+from scripts.measure.report.tables import Record, distinct, listed, records, where
+from scripts.measure.studies import Report, Row, Table
+
+NAMES = {"adamw": "AdamW", "muon": "Muon"}
+HEAD = "|learning rate|steps|tokens|seeds|held-out loss|less AdamW's|95%|ms per step"
+
+
+def last(r: Record) -> float:
+    return r.held_out[-1]["loss"]
+
+
+def ms_per_step(r: Record) -> float:
+    """From the first evaluation within the run to the last, evaluations included: without compiling."""
+    first, end = r.held_out[min(1, len(r.held_out) - 2)], r.held_out[-1]
+    return 1e3 * (end["s"] - first["s"]) / (end["step"] - first["step"])
+
+
+def compared(runs: Sequence[Record]) -> dict[tuple[str, float], list[Record]]:
+    """Runs by optimiser and share, of the learning rate at which the optimiser has the most seeds."""
+    found: dict[tuple[str, float], list[Record]] = {}
+    for name in NAMES:
+        mine = where(runs, optimizer=name)
+        lrs = distinct(mine, "lr")
+        lr = max(lrs, key=lambda lr: len(where(mine, lr=lr)), default=None)
+        for share in sorted(distinct(where(mine, lr=lr), "share")):
+            found[name, share] = sorted(where(mine, lr=lr, share=share), key=lambda r: r.seed)
+    return found
+
+
+def difference(mine: Sequence[Record], adamw: Sequence[Record]) -> tuple[float, float] | None:
+    """Of the held-out losses, the mean over the seeds of both, and half its interval; None for fewer than
+    two."""
+    theirs = {r.seed: last(r) for r in adamw}
+    pairs = [last(r) - theirs[r.seed] for r in mine if r.seed in theirs]
+    return (mean(pairs), of_mean(stdev(pairs), len(pairs))) if len(pairs) > 1 else None
+
+
+def report(rows: list[Row]) -> Report:
+    found = records(rows)
+    newest = [r for r in found if r.text == found[-1].text]
+    runs = [r for r in newest if r.status == "ok" and r.ended_by == "steps"]
+    groups = compared(runs)
+    adamw = groups.get(("adamw", 1.0), [])
+    apart = {
+        share: gap
+        for (name, share), mine in groups.items()
+        if name == "muon" and (gap := difference(mine, adamw))
+    }
+    reached = [share for share, (gap, half) in apart.items() if gap + half <= 0]
+    times = {name: mean(map(ms_per_step, mine)) for (name, share), mine in groups.items() if share == 1.0}
+    return page(
+        "muon",
+        [table(groups, adamw)],
+        {"": picture(rows, groups)} if adamw else {},
+        apart=apart,
+        reached=max(reached, default=None),
+        slower=times["muon"] / times["adamw"] if len(times) == 2 else None,
+        tokens=adamw[0].steps * adamw[0].tokens_per_step if adamw else 0,
+        tried=[
+            (NAMES[name], r.lr, last(r))
+            for name in NAMES
+            for r in where(runs, optimizer=name, share=1.0, seed=min(distinct(runs, "seed")))
+        ],
+        failed=[r for r in newest if r not in runs],
+    )
+
+
+def table(groups: dict[tuple[str, float], list[Record]], adamw: Sequence[Record]) -> Table:
+    def line(item: tuple[tuple[str, float], list[Record]]) -> list[str]:
+        (name, _), mine = item
+        r = mine[0]
+        gap = difference(mine, adamw) if name == "muon" else None
+        apart = [f"{gap[0]:+.4f}", f"{gap[1]:.4f}"] if gap else ["", ""]
+        cells = [NAMES[name], f"{r.lr:g}", f"{r.steps:,}", f"{r.steps * r.tokens_per_step:,}", f"{len(mine)}"]
+        return [*cells, f"{mean(map(last, mine)):.4f}", *apart, f"{mean(map(ms_per_step, mine)):.2f}"]
+
+    return listed("Loss of held-out packages, nats per token", HEAD, list(groups.items()), line)
+
+
+def picture(rows: list[Row], groups: dict[tuple[str, float], list[Record]]) -> str:
+    """Means over the seeds of the runs on all tokens."""
+    figure, axes = canvas(rows, "Muon and AdamW", 2)
+    by_tokens, by_time = [], []
+    for at, name in enumerate(NAMES):
+        if not (mine := groups.get((name, 1.0), [])):
+            continue
+        steps = sorted({e["step"] for e in mine[0].held_out} - {0})
+        losses = {at: mean(e["loss"] for r in mine for e in r.held_out if e["step"] == at) for at in steps}
+        millions, s = mine[0].tokens_per_step / 1e6, mean(map(ms_per_step, mine)) / 1e3
+        by_tokens.append(Line(NAMES[name], {step * millions: one for step, one in losses.items()}, at))
+        by_time.append(Line(NAMES[name], {step * s: one for step, one in losses.items()}, at))
+    linear = {"log_x": False, "log_y": False}
+    panel(axes[0, 0], by_tokens, "held-out loss by tokens", "million tokens", "nats per token", **linear)
+    panel(axes[0, 1], by_time, "by time, compilation apart", "seconds", "nats per token", **linear)
+    return svg(figure, rows)

@@ -1,0 +1,104 @@
+"""The study of Muon: its points, the learning rates that it goes on with, and what its rows say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.measure import sweep_points
+from scripts.measure.rows import key_of, read
+from scripts.measure.runner import Run
+from scripts.measure.studies import muon, real_text
+from tests.scripts.studies import row_of
+
+PARTS = {"files": 3, "bytes": 10**6, "sha256": "a"}
+
+
+@pytest.fixture(autouse=True)
+def text(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = {"training": PARTS, "held_out": PARTS}
+    monkeypatch.setattr(real_text, "gathered", lambda options: (Path("text"), corpus))
+
+
+def result(loss: float, ms: float = 10.0, steps: int = 1000, **more: Any) -> dict[str, Any]:
+    held_out = [{"step": n, "loss": 9.0, "s": 5.0 + n * ms / 1e3} for n in (0, steps // 10)]
+    held_out.append({"step": steps, "loss": loss, "s": 5.0 + steps * ms / 1e3})
+    return {"status": "ok", "reason": None, "ended_by": "steps", "held_out": held_out} | more
+
+
+def test_points_are_runs_of_train_py() -> None:
+    plan = muon.Plan(muon.arguments(["--seeds", "2"]), "cuda")
+    choice, compared = plan.choice(), plan.comparison({"adamw": 2e-3, "muon": 4e-3})
+    assert len({key_of(point) for point in [*choice, *compared]}) == 6 + 2 + 8 - 2  # two are of both
+    assert [point["steps"] for point in compared][2:6] == [1000, 909, 800, 666]
+    for point in compared:
+        cfg, chosen = sweep_points.composed(plan.words(point))
+        assert chosen["optim"] == point["optimizer"] and cfg.optim.lr == point["lr"]
+        assert (cfg.seed, cfg.trainer.max_steps) == (point["seed"], point["steps"])
+        assert cfg.data.batch_size * cfg.seq_len == 32768 and cfg.compile is True
+    assert point["text"] and "data.path" not in point["settings"]
+
+
+def test_it_goes_on_with_the_learning_rate_of_the_lowest_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Worker:
+        def __init__(self, child: str, timeout_s: float) -> None: ...
+
+        def __enter__(self) -> Worker:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+            words = dict(word.split("=", 1) for word in request["words"])
+            asked.append(words)
+            lr = float(words["optim.lr"])
+            if lr == 8e-3:
+                return {"status": "error", "reason": "diverged"}
+            return result(3.0 + abs(lr - {"adamw": 1e-3, "muon": 2e-3}[words["optim"]]))
+
+    monkeypatch.setattr("scripts.measure.worker.Worker", Worker)
+    out = tmp_path / "rows.jsonl"
+    given = ["--seeds", "2", "--steps", "30", "--out", str(out), "--lrs", "1e-3", "2e-3", "8e-3"]
+    options = muon.arguments(given)
+    muon.measure(options, Run("muon", options))
+    assert len(asked) == 6 + 1 + 7
+    assert {(w["optim"], w["optim.lr"]) for w in asked[6:]} == {("adamw", "0.001"), ("muon", "0.002")}
+    assert len(read(out)) == 14
+
+
+def report(losses: dict[tuple[str, float], list[float]]) -> Any:
+    plan = muon.Plan(muon.arguments([]), "cuda")
+    rows = []
+    for (name, share), each in losses.items():
+        for i, loss in enumerate(each):
+            point = plan.point(name, 2e-3, muon.SEED + i, share)
+            ms = 12.0 if name == "muon" else 10.0
+            rows.append(row_of(point, result(loss, ms, point["steps"])))
+    rows.append(row_of(plan.point("adamw", 8e-3, muon.SEED), {"status": "error", "reason": "diverged"}))
+    return muon.report(rows)
+
+
+def test_what_rows_say() -> None:
+    losses = {("adamw", 1.0): [3.00, 3.02, 3.01], ("muon", 1.0): [2.90, 2.92, 2.91]}
+    losses |= {("muon", 1.1): [2.95, 2.96, 2.97], ("muon", 1.25): [2.99, 3.00, 3.01]}
+    losses |= {("muon", 1.5): [3.05, 3.06, 3.07]}
+    found = report(losses)
+    assert found.found == "With 1.1x fewer tokens than AdamW, Muon reaches its held-out loss."
+    assert found.notes[0].startswith("Muon on as many tokens as AdamW (32.8 million)")
+    assert "-0.1000 ± 0.0000" in found.notes[0] and "-0.0100 ± 0.0248" in found.notes[2]
+    assert found.notes[4] == "A step of Muon takes 1.20x the time of AdamW's."
+    assert found.notes[5].endswith("AdamW 0.002 3.0000, Muon 0.002 2.9000.")
+    assert found.notes[6] == "adamw, lr 0.008, seed 1337, 1,000 steps: diverged."
+    assert found.tables[0].lines[3][1:] == [
+        *["0.002", "909", "29,786,112", "3", "2.9600"],
+        *["-0.0500", "0.0248", "12.00"],
+    ]
+    assert found.pictures[""].startswith("<?xml")
+    worse = report(losses | {("muon", share): [3.1, 3.0, 3.0] for share in muon.SHARES})
+    assert worse.found.startswith("Muon is not shown to reach")
