@@ -105,8 +105,7 @@ def _of_run(given: str, runs: Path) -> Initial | None:
     trained = fields.pop("seq_len")
     if fields["position"] in ("learned", "rope") and fields["max_positions"] is None:
         fields["max_positions"] = trained
-    # of the training, not of the weights
-    for key in ("dropout", "attn_dropout", "loss_chunk", "fp32_residual"):
+    for key in GPTConfig.TRAINING:
         del fields[key]
 
     def copy(net: GPT) -> None:

@@ -47,9 +47,11 @@ class GPTConfig:
 
     # What a resumed run, and one with init_from, may set to another value: no weight's shape depends on it.
     FREE: ClassVar[frozenset[str]] = frozenset(
-        {"rope_base", "rope_scaling", "window", "softcap", "causal", "dropout", "attn_dropout"}
-        | {"loss_chunk", "fp32_residual"}  # no more than rounding
+        {"rope_base", "rope_scaling", "window", "softcap", "causal"}
+        | {"dropout", "attn_dropout", "loss_chunk", "fp32_residual"}
     )
+    # Of these, what belongs to the training: with init_from, the new run's own is used.
+    TRAINING: ClassVar[frozenset[str]] = frozenset({"dropout", "attn_dropout", "loss_chunk", "fp32_residual"})
 
     def __post_init__(self) -> None:
         """UserError for a value that no model can have, wherever it comes from: conf/ or a checkpoint."""

@@ -62,6 +62,9 @@ ELSEWHERE = {
     "fp32_residual", "position", "norm", "mlp", "bias", "qkv_bias", "qk_norm", "window",
     "relative_buckets", "relative_distance", "sparsity_blocks",
 }  # fmt: skip
+# GPT-2's own, in place of what a preset or an experiment sets.
+OF_THE_RUN = {"vocab_size", "seq_len", *GPTConfig.TRAINING}
+DEFAULTS: Values = {each.name: each.default for each in fields(GPTConfig) if each.name not in OF_THE_RUN}
 EVERY = {each.name: each.default for each in fields(GPTConfig) if each.name not in ELSEWHERE}
 GPT2 = EVERY | {
     "position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "window": False,
@@ -171,15 +174,7 @@ def from_theirs(theirs: Any) -> tuple[Architecture, Values]:
         value = theirs.get(key, first)
         if not any(type(value) is type(able) and value == able for able in (first, *others)):
             raise UserError(f"its {key} is {_said(value)}, and our model can only be {_said(first)} there")
-    fields: Values = {
-        "position": "learned",
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "qk_norm": False,
-        "bias": True,
-    }
-    fields |= {"n_kv_head": None, "head_dim": None, "qkv_bias": None, "window": None}
-    fields |= {"rope_base": 10_000.0, "rope_scaling": None, "softcap": None, "causal": True}
+    fields = dict(DEFAULTS)
     for ours, (key, default) in architecture.keys.items():
         fields[ours] = theirs.get(key, default)
         if fields[ours] is NEEDED:

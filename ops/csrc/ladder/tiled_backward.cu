@@ -50,8 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     extern __shared__ float4 shared[];
     float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED;
     float *q_tile = v_tile + OUTER_TILE * PADDED, *dout_tile = q_tile + INNER_TILE * PADDED;
-    float *weights = dout_tile + INNER_TILE * PADDED;
-    float *ds_tile = weights + OUTER_TILE * INNER_TILE;  // p_dsoftcap, then dS
+    float *weights = dout_tile + INNER_TILE * PADDED, *ds_tile = weights + OUTER_TILE * INNER_TILE;
     int tile, kv_head;
     unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
     const int b = kv_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;

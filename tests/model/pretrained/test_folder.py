@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from attention.naive import NaiveAttention
 from model.generation.generate import generate
 from model.gpt import GPT, GPTConfig
+from model.pretrained.architectures import from_theirs
 from model.pretrained.folder import download, read_pretrained
 from tests.pretrained import KINDS, VOCABULARY, make_folder, make_model, tokens
 
@@ -275,3 +277,11 @@ def test_what_is_downloaded_is_no_pickle(monkeypatch: pytest.MonkeyPatch, tmp_pa
     names += ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "consolidated.00.pth"]
     taken = [name for name in names if any(fnmatch(name, pattern) for pattern in asked["allow_patterns"])]
     assert taken == [names[1], names[4], *names[5:7]]
+
+
+def test_every_option_of_the_model_comes_with_the_weights() -> None:
+    """Whatever a preset or an experiment sets, but for what belongs to the training."""
+    theirs = {"model_type": "gpt2", "vocab_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 4}
+    _, found = from_theirs(theirs)
+    assert set(found) == {field.name for field in fields(GPTConfig)} - {"seq_len", *GPTConfig.TRAINING}
+    assert found["sparsity"] is None and found["max_positions"] == 4
