@@ -208,8 +208,9 @@ def skipped_tiles(results: Results) -> Figures:
         which is the host's where that is longer: {outcomes}.
 
         Up to N = 256 it is faster than some others (the largest such N): by the device's time, by a tenth at
-        least, {beaten}; in a stream of calls, by 1.4x at least, as the host's times differ by 10 to 40%
-        between lengths where they should not, {by_stream}. Without a mask short N were not measured.
+        least, {beaten}; in a stream of calls, by 1.4x at least, as the host's times differ between lengths
+        where they should not (by 10 to 40%, at N = 128 by up to 2x), {by_stream}. Without a mask short N were
+        not measured.
         """,
 )
 def short_sequences(results: Results) -> Figures:
