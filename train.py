@@ -232,7 +232,7 @@ def build(
     called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
     called("schedule", schedule, 0, cfg.trainer.max_steps)
 
-    compiled = runtime.compiled(cfg.compile, device)  # now: it starts what takes seconds
+    compiled = runtime.begin_compiling(cfg.compile, device)  # now: it starts what takes seconds
     # what can be refused without the corpus, which alone knows the vocabulary, is so before it is downloaded
     data = instantiate(cfg.data)
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)

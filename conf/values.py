@@ -70,3 +70,11 @@ def switch(key: str, value: Any) -> None:
 def _refuse(key: str, value: Any, needs: str, null: str) -> None:
     also = f", or null for {null}" if null else ""
     raise UserError(f"{key}={shown(value)}: it needs to be {needs}{also}.")
+
+
+def compiled(asked: bool | str, device: str) -> bool | str:
+    """What compile= of conf/config.yaml means on a kind of device: whether the model is compiled, or
+    "blocks", one for all; auto and blocks compile on CUDA alone."""
+    if asked in ("auto", "blocks"):
+        return device == "cuda" and (asked == "auto" or asked)
+    return asked

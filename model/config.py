@@ -45,13 +45,10 @@ class GPTConfig:
     loss_chunk: int = 0  # tokens whose logits exist at a time in the loss; 0: all
     fp32_residual: bool = True  # under autocast; False: the residual stream is of autocast's dtype
 
-    # What a resumed run, and one with init_from, may set to another value: no weight's shape depends on it.
-    FREE: ClassVar[frozenset[str]] = frozenset(
-        {"rope_base", "rope_scaling", "window", "softcap", "causal"}
-        | {"dropout", "attn_dropout", "loss_chunk", "fp32_residual"}
-    )
-    # Of these, what belongs to the training: with init_from, the new run's own is used.
+    # What belongs to the training and not to the weights: with init_from, the new run's own is used.
     TRAINING: ClassVar[frozenset[str]] = frozenset({"dropout", "attn_dropout", "loss_chunk", "fp32_residual"})
+    # What a resumed run, and one with init_from, may set to another value: no weight's shape depends on it.
+    FREE: ClassVar[frozenset[str]] = TRAINING | {"rope_base", "rope_scaling", "window", "softcap", "causal"}
 
     def __post_init__(self) -> None:
         """UserError for a value that no model can have, wherever it comes from: conf/ or a checkpoint."""

@@ -1,8 +1,8 @@
 """Dropout whose mask a compiled step hashes from the position.
 
-PyTorch's generator (Philox) takes about 100 integer instructions an element, and Inductor runs it again in
-the backward: dropout takes 0.85 of the 5.4 ms of the character model's step on an H100. murmur3's finaliser
-fmix32 in wrapping 32-bit arithmetic, as in attention's mask (ops/dropout.py), takes about 25:
+PyTorch's generator (Philox) takes about 100 integer instructions an element. murmur3's finaliser fmix32 in
+wrapping 32-bit arithmetic, as in attention's mask (ops/dropout.py), takes about 25: the norms with dropout
+take 0.20 ms of the character model's step on an H100 instead of 0.39, and the step 5.16 instead of 5.36.
 
     bits = fmix32(fmix32(seed + C * row) + C * column)          C = 0x9E3779B9 (2**32 / golden ratio, odd)
     keep = bits >= round(p * 2**32)                             kept values are scaled by 1 / (1 - p)

@@ -23,7 +23,7 @@ if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: s
     import _checkout  # noqa: F401
 
 
-from conf.values import UserError
+from conf.values import UserError, compiled
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -113,7 +113,7 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
         value_bytes=2 if narrow else 4,
         device="cuda" if gpu else "cpu",
         arch=gpu.arch if gpu else None,
-        compiled=gpu is not None if cfg.compile in ("auto", "blocks") else cfg.compile,
+        compiled=bool(compiled(cfg.compile, "cuda" if gpu else "cpu")),
         checkpointing=cfg.checkpointing,
         workspace_bytes=gpu.workspace_bytes if gpu else 0,
         **shared,

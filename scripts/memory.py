@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-from conf.values import UserError
+from conf.values import UserError, compiled
 from scripts.measure.instruments.allocations import PARTS, Event, Ledger, Step, peak_of, recorder_of, storages
 from scripts.measure.instruments.memory_alone import alone, attention_alone, owned  # noqa: F401
 from scripts.measure.machine import ROOT
@@ -171,7 +171,7 @@ def training_step(cfg: DictConfig) -> Step:
     torch.manual_seed(cfg.seed)
     net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
     fp8.convert(net, cfg.precision, batch * config.seq_len)
-    compile = runtime.compiled(cfg.compile, device)
+    compile = compiled(cfg.compile, device.type)
     if compile == "blocks":
         raise UserError("compile=blocks: memory.py measures steps with compile=true or false.")
     if compile:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attention.base import Attention, CostsNotDeclared
-from conf.values import UserError
+from conf.values import UserError, compiled
 from model.config import GPTConfig
 from model.costs.memory import peak
 from model.costs.run import Run, shared_by
@@ -63,7 +63,6 @@ def training_run(
     spec = {"kind": spec} if isinstance(spec, str) else spec or {"kind": None, **data["corpus"]}
     known = {"bpe": spec.get("vocab_size"), "gpt2": 50257, None: spec.get("vocab_size")}
     vocabulary = known.get(spec["kind"]) or 257
-    compiled = config["compile"]
     return Run(
         GPTConfig(vocab_size=vocabulary, seq_len=config["seq_len"], **config["model"]),
         data["batch_size"],
@@ -71,7 +70,7 @@ def training_run(
         value_bytes=2 if dtype == torch.bfloat16 else 4,
         device="cpu" if device.type == "cpu" else "cuda",
         arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        compiled=device.type == "cuda" if compiled in ("auto", "blocks") else compiled,
+        compiled=bool(compiled(config["compile"], device.type)),
         checkpointing=config["checkpointing"],
         **shared_by(config["trainer"], config["tokens_per_step"], data["batch_size"] * config["seq_len"]),
     )

@@ -22,7 +22,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
-from conf.values import UserError
+from conf.values import UserError, compiled
 from model import loss
 from model.calls import attention_calls, require
 from model.config import GPTConfig
@@ -130,14 +130,13 @@ def precision(asked: str, on: torch.device) -> str:
     return asked
 
 
-def compiled(asked: bool | str, on: torch.device) -> bool | str:
-    """Whether the model is compiled, or "blocks", one for all; auto and blocks are for CUDA, for which the
-    processes that compile are started."""
-    if asked in ("auto", "blocks"):
-        asked = on.type == "cuda" and (asked == "auto" or asked)
-    if asked and on.type == "cuda":
+def begin_compiling(asked: bool | str, on: torch.device) -> bool | str:
+    """Whether the model is compiled, or "blocks" (see conf.values.compiled); for a CUDA device, the processes
+    that compile are started."""
+    how = compiled(asked, on.type)
+    if how and on.type == "cuda":
         start_compilers()
-    return asked
+    return how
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 from attention import registry
 from conf import renames
 from conf.compose import CONF, choices_of
-from conf.values import UserError
+from conf.values import UserError, compiled
 from scripts.measure.instruments import training_peers
 from scripts.measure.rows import choices
 
@@ -210,7 +210,7 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
         "causal": cfg.model.causal,
         "features": ", ".join(features),
         "dtype": usual if cfg.precision == "auto" else cfg.precision,
-        "compile": device == "cuda" if cfg.compile == "auto" else cfg.compile,
+        "compile": compiled(cfg.compile, device),
         "checkpointing": cfg.checkpointing,
         "seed": cfg.seed,
     }

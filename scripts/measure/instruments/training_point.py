@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from conf.values import UserError
+from conf.values import UserError, compiled
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
         seed=cfg.seed,
         accumulate=data.accumulate,
         grad_clip=cfg.grad_clip,
-        compile=device.type == "cuda" if cfg.compile == "auto" else cfg.compile,
+        compile=compiled(cfg.compile, device.type),
     )
     return data, lit, attention.resolve(call).name
 

@@ -6,6 +6,7 @@ import gc
 import traceback
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -248,8 +249,8 @@ def test_what_is_compiled_and_how(asked: bool | str, n_embd: int) -> None:
 def test_auto_and_blocks_compile_on_cuda(asked: bool | str, cpu: bool, cuda: bool | str) -> None:
     """Where Inductor's processes are started, if anything is compiled."""
     with mock.patch.object(runtime, "start_compilers") as start:
-        assert runtime.compiled(asked, torch.device("cpu")) is cpu and not start.called
-        assert runtime.compiled(asked, torch.device("cuda", 0)) == cuda
+        assert runtime.begin_compiling(asked, torch.device("cpu")) is cpu and not start.called
+        assert runtime.begin_compiling(asked, torch.device("cuda", 0)) == cuda
         assert start.call_count == bool(cuda)
 
 
@@ -328,3 +329,16 @@ def test_a_run_that_meets_a_nan_ends_with_good_weights(tmp_path: Path) -> None:
     saved = read_checkpoint(tmp_path / "runs/a/checkpoints/step-00000020.ckpt")["optimizer_states"][0]
     assert [group["weight_decay"] for group in saved["param_groups"]] == [0.3, 0.0]
     assert {tuple(group["betas"]) for group in saved["param_groups"]} == {(0.8, 0.9)}
+
+
+def test_a_single_process_is_told_to_lightning_and_those_of_torchrun_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    one, two = (SimpleNamespace(devices=n, num_nodes=1) for n in (1, 2))
+    assert [type(each).__name__ for each in runtime.alone(one)] == ["LightningEnvironment"]
+    assert runtime.alone(two) == runtime.alone(SimpleNamespace(devices=1, num_nodes=2)) == []
+    for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "0")
+    assert runtime.alone(one) == []
