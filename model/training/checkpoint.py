@@ -229,18 +229,27 @@ def _newest_whole(run: Path) -> Path:
     )
 
 
-def on_host(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def on_host(checkpoint: dict[str, Any], spare: list[torch.UntypedStorage] | None = None) -> dict[str, Any]:
     """A copy that training does not change. Plain tensors are copied to the CPU, those that share a storage
-    still do; what else there is, is copied as copy.deepcopy has it."""
+    still do; what else there is, is copied as copy.deepcopy has it.
+
+    spare: of the copy before, which nobody reads any more; this one takes the storages that fit, and leaves
+    its own there. Copying into fresh memory takes many times as long, as each page has to be provided."""
+    fitting: dict[int, list[torch.UntypedStorage]] = {}
+    for storage in spare or ():
+        fitting.setdefault(storage.nbytes(), []).append(storage)
     storages: dict[int, torch.UntypedStorage] = {}
     copies: dict[int, Any] = {}
     for tensor in filter(_is_plain, tree_leaves(checkpoint)):
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:  # the key by which torch.save tells storages apart
-            storages[storage._cdata] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+            found, size = fitting.get(storage.nbytes()), storage.nbytes()
+            storages[storage._cdata] = (found.pop() if found else torch.UntypedStorage(size)).copy_(storage)
         shape = tensor.storage_offset(), tensor.size(), tensor.stride()
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         copies[id(tensor)] = empty.set_(storages[storage._cdata], *shape)
+    if spare is not None:
+        spare[:] = storages.values()
     return copy.deepcopy(checkpoint, copies)
 
 
@@ -260,6 +269,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         self.verified, self.step = verified, step
         self.writer = ThreadPoolExecutor(1, "checkpoints")
         self.writing: Future[None] | None = None
+        self.spare: list[torch.UntypedStorage] = []  # of the copy that was written last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         try:
@@ -270,7 +280,7 @@ class VerifiedCheckpointIO(CheckpointIO):
         if sum(x.nbytes for x in filter(torch.is_tensor, tree_leaves(checkpoint))) > IN_BACKGROUND:
             write_checkpoint(checkpoint, Path(path))
         else:
-            self.then(write_checkpoint, on_host(checkpoint), Path(path))
+            self.then(write_checkpoint, on_host(checkpoint, self.spare), Path(path))
 
     def then(self, function: Callable[..., None], *args: Any) -> None:
         """Call it when all is written, unless that fails."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,3 +28,14 @@ def start_compilers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
+        atexit.register(_leave_compilers)
+
+
+def _leave_compilers() -> None:
+    """Inductor would wait a second at exit until its processes have ended, which they do by themselves as
+    soon as their pipe is closed."""
+    with suppress(ImportError):
+        from torch._inductor.async_compile import _pool_set
+
+        for pool in _pool_set:
+            pool.running = False

@@ -295,6 +295,20 @@ def test_what_is_written_in_the_background_is_of_the_step_that_was_saved(tmp_pat
     assert torch.equal(read["head"], read["tied"]) and torch.equal(read["column"], read["tied"][:, 1])
 
 
+def test_the_memory_of_one_copy_serves_the_next(tmp_path: Path) -> None:
+    """Also where a tensor has another size, or none, by then."""
+    writer, saved, seen = VerifiedCheckpointIO(), training_state(), []
+    for step in range(3):
+        saved["state_dict"]["tied"].add_(1)
+        saved["state_dict"]["other"] = torch.full((step,), 7.0)
+        writer.save_checkpoint(saved, tmp_path / f"{step}.ckpt")
+        writer.teardown()
+        write_checkpoint(saved, tmp_path / "expected.ckpt")
+        assert (tmp_path / f"{step}.ckpt").read_bytes() == (tmp_path / "expected.ckpt").read_bytes()
+        seen.append({storage.data_ptr() for storage in writer.spare})
+    assert len(seen[1] & seen[2]) == len(saved["state_dict"]) - 3  # three share one; `other` grows
+
+
 @pytest.mark.parametrize("in_background", [0, 1 << 30])
 def test_what_cannot_be_written_is_an_error_and_nothing_follows(tmp_path: Path, in_background: int) -> None:
     writer, done = VerifiedCheckpointIO(), []
