@@ -32,12 +32,12 @@ def test_points_are_runs_of_train_py() -> None:
     plan = muon.Plan(muon.arguments(["--seeds", "2"]), "cuda")
     choice, compared = plan.choice(), plan.comparison({"adamw": 2e-3, "muon": 4e-3})
     assert len({key_of(point) for point in [*choice, *compared]}) == 6 + 2 + 8 - 2  # two are of both
-    assert [point["steps"] for point in compared][2:6] == [1000, 909, 800, 666]
+    assert [point["steps"] for point in compared] == [1000] * 2 + [666, 666, 800, 800, 909, 909, 1000, 1000]
     for point in compared:
         cfg, chosen = sweep_points.composed(plan.words(point))
         assert chosen["optim"] == point["optimizer"] and cfg.optim.lr == point["lr"]
         assert (cfg.seed, cfg.trainer.max_steps) == (point["seed"], point["steps"])
-        assert cfg.data.batch_size * cfg.seq_len == 32768 and cfg.compile is True
+        assert cfg.data.batch_size * cfg.seq_len == 32768 and cfg.compile == "blocks"
     assert point["text"] and "data.path" not in point["settings"]
 
 
@@ -84,6 +84,21 @@ def report(losses: dict[tuple[str, float], list[float]]) -> Any:
     return muon.report(rows)
 
 
+def falling(*losses: float) -> dict[str, Any]:
+    """A run evaluated with these losses, the last at step 1,000, a hundred steps apart."""
+    first = 1000 - 100 * (len(losses) - 1)
+    held_out = [{"step": first + 100 * i, "loss": loss, "s": 5.0 + i} for i, loss in enumerate(losses)]
+    return result(losses[-1]) | {"held_out": [{"step": 0, "loss": 9.0, "s": 1.0}, *held_out]}
+
+
+ONE_SEED = {
+    ("adamw", 1e-3, muon.SEED): falling(3.2, 3.1),
+    ("adamw", 2e-3, muon.SEED): falling(3.1, 3.0),
+    ("muon", 1e-3, muon.SEED): falling(3.1, 3.05),
+    ("muon", 4e-3, muon.SEED): falling(3.3, 2.99, 2.95, 2.92, 2.9),
+}
+
+
 def test_what_rows_say() -> None:
     losses = {("adamw", 1.0): [3.00, 3.02, 3.01], ("muon", 1.0): [2.90, 2.92, 2.91]}
     losses |= {("muon", 1.1): [2.95, 2.96, 2.97], ("muon", 1.25): [2.99, 3.00, 3.01]}
@@ -100,5 +115,15 @@ def test_what_rows_say() -> None:
         *["-0.0500", "0.0248", "12.00"],
     ]
     assert found.pictures[""].startswith("<?xml")
+    first = report({("adamw", 1.0): [3.0], ("muon", 1.0): [2.9]})
+    assert not first.found
+    rows = [row_of(muon.Plan(muon.arguments([]), "cuda").point(*at), got) for at, got in ONE_SEED.items()]
+    first = muon.report(rows)
+    assert first.found == "Muon reaches AdamW's held-out loss with 1.43x fewer tokens, in 1 seed."
+    assert first.notes[0].startswith(
+        "Seed 1337: of the evaluations during Muon's run on as many tokens, that"
+    )
+    assert "after step 700 is the first at or below AdamW's loss after step 1,000." in first.notes[0]
+    assert [line[1] for line in first.tables[0].lines[1:]] == ["0.002", "0.004"]
     worse = report(losses | {("muon", share): [3.1, 3.0, 3.0] for share in muon.SHARES})
     assert worse.found.startswith("Muon is not shown to reach")

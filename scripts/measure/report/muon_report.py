@@ -26,12 +26,14 @@ def ms_per_step(r: Record) -> float:
 
 
 def compared(runs: Sequence[Record]) -> dict[tuple[str, float], list[Record]]:
-    """Runs by optimiser and share, of the learning rate at which the optimiser has the most seeds."""
+    """Runs by optimiser and share, of the learning rate at which the optimiser has the most seeds, and among
+    these of that with the lowest loss."""
     found: dict[tuple[str, float], list[Record]] = {}
     for name in NAMES:
         mine = where(runs, optimizer=name)
         lrs = distinct(mine, "lr")
-        lr = max(lrs, key=lambda lr: len(where(mine, lr=lr)), default=None)
+        lowest = {lr: min(map(last, where(mine, lr=lr))) for lr in lrs}
+        lr = max(lrs, key=lambda lr: (len(distinct(where(mine, lr=lr), "seed")), -lowest[lr]), default=None)
         for share in sorted(distinct(where(mine, lr=lr), "share")):
             found[name, share] = sorted(where(mine, lr=lr, share=share), key=lambda r: r.seed)
     return found
@@ -43,6 +45,17 @@ def difference(mine: Sequence[Record], adamw: Sequence[Record]) -> tuple[float, 
     theirs = {r.seed: last(r) for r in adamw}
     pairs = [last(r) - theirs[r.seed] for r in mine if r.seed in theirs]
     return (mean(pairs), of_mean(stdev(pairs), len(pairs))) if len(pairs) > 1 else None
+
+
+def earlier(muon: Sequence[Record], adamw: Sequence[Record]) -> dict[int, int]:
+    """By seed, the step before the last at which Muon was first evaluated at AdamW's last loss or below it."""
+    theirs = {r.seed: last(r) for r in adamw}
+    reached = {
+        r.seed: [e["step"] for e in r.held_out[:-1] if e["loss"] <= theirs[r.seed]]
+        for r in muon
+        if r.seed in theirs
+    }
+    return {seed: min(steps) for seed, steps in reached.items() if steps}
 
 
 def report(rows: list[Row]) -> Report:
@@ -64,6 +77,8 @@ def report(rows: list[Row]) -> Report:
         {"": picture(rows, groups)} if adamw else {},
         apart=apart,
         reached=max(reached, default=None),
+        earlier=earlier(groups.get(("muon", 1.0), []), adamw),
+        steps=adamw[0].steps if adamw else 0,
         slower=times["muon"] / times["adamw"] if len(times) == 2 else None,
         tokens=adamw[0].steps * adamw[0].tokens_per_step if adamw else 0,
         tried=[
