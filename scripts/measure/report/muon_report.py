@@ -48,7 +48,7 @@ def difference(mine: Sequence[Record], adamw: Sequence[Record]) -> tuple[float, 
 
 
 def earlier(muon: Sequence[Record], adamw: Sequence[Record]) -> dict[int, int]:
-    """By seed, the step before the last at which Muon was first evaluated at AdamW's last loss or below it."""
+    """By seed, the step before the last at which Muon was first evaluated at AdamW's last loss or below."""
     theirs = {r.seed: last(r) for r in adamw}
     reached = {
         r.seed: [e["step"] for e in r.held_out[:-1] if e["loss"] <= theirs[r.seed]]
