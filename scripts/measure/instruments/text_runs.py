@@ -48,9 +48,13 @@ class Course:
         return over
 
     def scores(self) -> Scores:
-        """With the seconds since the start."""
+        """With the seconds since the start, and those that the evaluation took of them."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        asked = time.perf_counter()
         found = self.evaluate()  # waits for the device
-        return found | {"s": round(time.perf_counter() - self.began, 3)}
+        now = time.perf_counter()
+        return found | {"s": round(now - self.began, 3), "took": round(now - asked, 3)}
 
     def result(self) -> dict[str, Any]:
         done = max(self.held_out)
@@ -73,7 +77,7 @@ class Watch(lightning.Callback):
 def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
     """For measure/worker.py. words: of the config; until: see Course; held_out: a folder; nanogpt: its
     model.py, None: ours."""
-    from model.training import runtime
+    from model.training import graphs, runtime
 
     runtime.quiet()
     cfg, _ = composed(request["words"])
@@ -81,6 +85,8 @@ def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     precision = runtime.precision(cfg.precision, device)
     data, lit, _ = training_point.build(cfg, device, runtime.compute_dtype(precision))
+    rows = data.batch_size * data.accumulate
+    lit.cuda_graphs = graphs.wanted(cfg.cuda_graphs, device, 1, lit.net.config, rows)
     texts = [path.read_text(encoding="utf-8-sig") for path in sorted(Path(request["held_out"]).iterdir())]
     tokens = evaluation_tokens(texts, data.tokenizer, cfg.seq_len, DOCUMENTS)
     masking = data.mask_fraction and Masking(data.mask_fraction, data.vocab_size - 1, cfg.seed)
