@@ -167,6 +167,7 @@ class Attention(nn.Module):
         relative_bias: Tensor | None = None,
         dropout_p: float = 0.0,
         return_lse: bool = False,
+        packed: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention: out (B, Hq, Tq, D) in q's dtype, or (out, lse), lse (B, Hq, Tq) fp32, natural log.
 
@@ -189,6 +190,8 @@ class Attention(nn.Module):
                 as R: relative_bias[h, R + min(max(rel, -R), R)] (T5, Raffel et al. 2020), with a gradient.
             dropout_p: of the probabilities, in [0, 1); the seed comes from torch's default generator.
             return_lse: also the log of the softmax's denominator; it carries no gradient.
+            packed: (B, T, (Hq + 2 Hkv) D), of which q, k and v are the views, in this order: then the
+                gradient may come as one tensor instead of three that are copied into it.
 
         A row that sees no key gives 0 and lse = -inf. fp64 inputs are computed, and give an lse, in fp64.
 
@@ -209,6 +212,7 @@ class Attention(nn.Module):
             relative_bias=relative_bias,
             dropout_p=dropout_p,
             return_lse=return_lse,
+            packed=packed,
         )
         if type(k) is CacheView:
             return self._forward_cached(q, k, options)
@@ -223,6 +227,7 @@ class Attention(nn.Module):
             elif scale <= 0:  # kernels that scale behind the mask, or the maximum, need more than 0
                 # For 0 a small one: the gradient that is multiplied by 0 must not be an infinity of fp16.
                 q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 2.0**-10
+                options = options._replace(packed=None)
             if isinstance(document_ids, Tensor):
                 document_ids = document_ids, document_ids
             window = normalise_window(window)

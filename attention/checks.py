@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ops.cache_view import CacheView
+from ops.library import unpacked
 from ops.options import MASK_BLOCK, AttentionOptions
 
 
@@ -107,6 +108,23 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
             f"relative_bias is {shape}; it needs a number for each query head and distance from -R to R, "
             f"({heads}, 2 R + 1) with R at least 1",
         )
+    if options.packed is not None:
+        _check_packed(options.packed, q, k, v)
+
+
+def _check_packed(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    (batch, heads, tokens, head_dim), kv_heads = q.shape, k.shape[1]
+    shape = batch, tokens, (heads + 2 * kv_heads) * head_dim
+    needs = f"it needs (B, T, (Hq + 2 Hkv) D) = {shape} of which q, k and v are the views, in this order"
+    _need(packed.shape == shape, f"packed is {tuple(packed.shape)}; {needs}")
+    views = zip((q, k, v), unpacked(packed, heads, kv_heads), strict=True)
+    _need(all(_same_place(x, view) for x, view in views), f"q, k or v is no view of packed; {needs}")
+
+
+def _same_place(x: Tensor, y: Tensor) -> bool:
+    strides = zip(x.shape, x.stride(), y.stride(), strict=True)
+    same = x.shape == y.shape and x.dtype == y.dtype and x.data_ptr() == y.data_ptr()
+    return same and all(a == b for n, a, b in strides if n > 1)
 
 
 def check_cached(q: Tensor, view: CacheView, options: AttentionOptions) -> None:

@@ -136,13 +136,15 @@ class CausalSelfAttention(nn.Module):
         q, k = q.to(v.dtype), k.to(v.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D): views
 
-        kv_lengths, attention = None, self.attention
+        kv_lengths, attention, packed = None, self.attention, None
         if cache is not None:
             kv_lengths = cache.kv_lengths
             k, v = cache.update(layer, k, v)
             attention = cache.attention if cache.decoding else attention
         elif self.context_parallel is not None:
             attention = partial(self.context_parallel.attend, attention)
+        elif rope is None and not self.config.qk_norm and qkv.requires_grad and torch.is_grad_enabled():
+            packed = qkv  # with one gradient of its own
         out = attention(
             q,
             k,
@@ -153,6 +155,7 @@ class CausalSelfAttention(nn.Module):
             block_mask=block_mask,
             relative_bias=relative_bias,
             dropout_p=self.config.attn_dropout if self.training else 0.0,
+            packed=packed,
             **self.config.attention_options,
         )
         return out.transpose(1, 2).reshape(B, T, H * D)  # (B, H, T, D) -> (B, T, H, D) -> (B, T, H*D)
@@ -306,16 +309,7 @@ class GPT(nn.Module):
                 x = block(x, *of_all, cache, i)
         if cache is not None:
             cache.advance()
-        x = self.transformer.ln_f(x)
-        if last is not None:
-            rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-            x = x[rows, last.view(x.shape[0], -1)]  # (B, T, C) -> (B, 1 or n, C)
-        chunk = self.config.loss_chunk
-        if targets is not None and (chunk or fuses_loss(x)):
-            chunk = chunk or targets.numel()
-            return chunked_loss(x, self.lm_head.weight, targets, self.config.vocab_size, chunk)
-        logits = self.lm_head(x)
-        return logits if targets is None else self.summed_loss(logits, targets)
+        return self.head(x, targets, last)
 
     def embed(self, input_ids: Tensor, positions: Tensor | None) -> Tensor:
         """What goes into the first block, (B, T, C), for tokens (B, T) at `positions`, (B, 1) or (T,); None
@@ -343,6 +337,19 @@ class GPT(nn.Module):
         rows = self.kept_tiles[0, 0, cache.positions[:, 0] // MASK_BLOCK]  # (B, T / 128)
         return rows[:, None, None, : -(-cache.capacity // MASK_BLOCK)]
 
+    def head(self, x: Tensor, targets: Tensor | None, last: Tensor | None) -> Tensor:
+        """Of the last block's output (B, T, C) what `forward` returns."""
+        x = self.transformer.ln_f(x)
+        if last is not None:
+            rows = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+            x = x[rows, last.view(x.shape[0], -1)]  # (B, T, C) -> (B, 1 or n, C)
+        chunk = self.config.loss_chunk
+        if targets is not None and (chunk or fuses_loss(x)):
+            chunk = chunk or targets.numel()
+            return chunked_loss(x, self.lm_head.weight, targets, self.config.vocab_size, chunk)
+        logits = self.lm_head(x)
+        return logits if targets is None else self.summed_loss(logits, targets)
+
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in fp32 over the real vocabulary (the padding is not counted), in nats, summed over
         the targets (B, T) that are not IGNORE. A sum, because only the caller knows how many tokens a step
@@ -356,10 +363,12 @@ class GPT(nn.Module):
             module.context_parallel = context_parallel
 
     def compile_blocks(self, **how: Any) -> None:
-        """torch.compile, as `how` says, for the blocks, which share the code of the first: the time does not
-        grow with their number."""
+        """torch.compile, as `how` says, for the blocks, which share the code of the first, and for what comes
+        before and after them: the time does not grow with the number of blocks."""
         for block in self.transformer.h:
             block.forward = torch.compile(block.forward, **how)
+        self.embed = torch.compile(self.embed, **how)
+        self.head = torch.compile(self.head, **how)
 
     def replace_attention(self, attention: Attention) -> None:
         """Compute with another implementation from now on: no weight depends on the choice."""

@@ -6,6 +6,13 @@ All share one schema, so that schema, fakes and autograd are written once, here:
     tilegpt::<name>_backward(dout, q, k, v, out, lse, <options>, tuning)
         -> (dq, dk, dv, dbias, drelative_bias)
 
+and the same for q, k and v that are views of one tensor, qkv (B, T, (Hq + 2 Hkv) D), whose gradient is
+written as one, where three would be copied into it:
+
+    tilegpt::<name>_packed(qkv, <options>, tuning, heads, kv_heads) -> (out, lse)
+    tilegpt::<name>_packed_backward(dout, qkv, out, lse, <options>, tuning, heads, kv_heads)
+        -> (dqkv, dbias, drelative_bias)
+
 torch.compile sees each as one opaque node. Registered with `Library.define` and `impl`, which costs 9 us a
 call where `torch.library.custom_op` costs 17 us.
 """
@@ -29,7 +36,6 @@ _OPTIONS = (
     "Tensor? block_mask, Tensor? relative_bias, Tensor? dropout_seed, float scale, int window_left, "
     "int window_right, float softcap, float dropout_p, int[] tuning"
 )
-_N_OPTIONS = _OPTIONS.count(",") + 1
 _N_TENSORS = _OPTIONS.count("Tensor?")
 _BIAS, _RELATIVE_BIAS = 1, 6  # among the options
 _LIBRARY = torch.library.Library("tilegpt", "FRAGMENT")
@@ -42,38 +48,27 @@ def register_attention(
     key: str = "CompositeExplicitAutograd",
     check: Callable[..., None] | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers tilegpt::`name` and tilegpt::`name`_backward; gives the forward op as
-    `call(q, k, v, options, dropout_seed, tuning)`, with normalised AttentionOptions.
+    """Registers tilegpt::`name`, tilegpt::`name`_packed and their backward ops; gives the forward op that
+    fits as `call(q, k, v, options, dropout_seed, tuning)`, with normalised AttentionOptions.
 
     `forward(q, k, v, options, dropout_seed, tuning)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq),
     contiguous, fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, options, dropout_seed, tuning,
-    bias_grad)` gives dq, dk, dv and dbias, made by `empty_as` of q, k and v and `torch.empty_like` of bias;
+    bias_grad)` gives dq, dk, dv and dbias, made by `gradients` or `empty_as` and `torch.empty_like` of bias;
     without `bias_grad` dbias is `q.new_empty(0)`. Where there is a relative_bias, its gradient comes fifth,
     contiguous. Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels. `check(q, k, v,
     options)` runs in the fake implementation, because a call compiled by torch.compile skips the checks of
     `Attention.forward`.
     """
-    _LIBRARY.define(f"{name}(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
-    _LIBRARY.define(
-        f"{name}_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS}, "
-        "bool bias_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    )
-    _LIBRARY.impl(name, with_flat_options(forward), key)
-    _LIBRARY.impl(f"{name}_backward", backward_with_flat_options(backward), key)
-    qualified = f"tilegpt::{name}"
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
         if check is not None:
             check(q, k, v, gathered(flat)[0])
         return _fake_forward(q, k, v)
 
-    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    torch.library.register_fake(f"{qualified}_backward", _fake_backward, lib=_LIBRARY)
-    forward_op = getattr(torch.ops.tilegpt, name).default
-    backward_op = getattr(torch.ops.tilegpt, f"{name}_backward").default
-
-    _differentiate(name, forward_op, _derivative(forward_op, backward_op))
-    _differentiate(f"{name}_backward", backward_op, _end_of_derivatives(qualified, backward_op))
+    forward, backward_op = with_flat_options(forward), backward_with_flat_options(backward)
+    plain = _register(name, _Q_K_V, (forward, backward_op), (fake, _fake_backward), key)
+    of_packed = _of_packed(forward), packed_backward(backward)
+    packed = _register(f"{name}_packed", _PACKED, of_packed, (_of_packed(fake), _fake_packed_backward), key)
 
     def call(
         q: Tensor,
@@ -83,9 +78,41 @@ def register_attention(
         dropout_seed: Tensor | None,
         tuning: list[int],
     ) -> tuple[Tensor, Tensor]:
-        return forward_op(q, k, v, *flattened(options, dropout_seed, tuning))
+        flat = flattened(options, dropout_seed, tuning)
+        if options.packed is None:
+            return plain(q, k, v, *flat)
+        return packed(options.packed, *flat, q.shape[1], k.shape[1])
 
     return call
+
+
+_Q_K_V = ("q", "k", "v"), _OPTIONS
+_PACKED = ("qkv",), f"{_OPTIONS}, int heads, int kv_heads"
+
+
+def _register(
+    name: str,
+    signature: tuple[tuple[str, ...], str],
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    fakes: tuple[Callable[..., Any], Callable[..., Any]],
+    key: str,
+) -> Any:
+    """The ops `name` and `name`_backward of inputs and options as `signature` names them, by one of
+    `functions` each; gives the first."""
+    inputs, options = signature
+    taken = ", ".join(f"Tensor {x}" for x in inputs)
+    grads = ", ".join("Tensor" for _ in range(len(inputs) + 2))
+    _LIBRARY.define(f"{name}({taken}, {options}) -> (Tensor, Tensor)")
+    saved = f"Tensor dout, {taken}, Tensor out, Tensor lse"
+    _LIBRARY.define(f"{name}_backward({saved}, {options}, bool bias_grad) -> ({grads})")
+    qualified, names = f"tilegpt::{name}", (name, f"{name}_backward")
+    for each, function, fake in zip(names, functions, fakes, strict=True):
+        _LIBRARY.impl(each, function, key)
+        torch.library.register_fake(f"tilegpt::{each}", fake, lib=_LIBRARY)
+    forward_op, backward_op = (getattr(torch.ops.tilegpt, each).default for each in names)
+    _differentiate(name, forward_op, _derivative(forward_op, backward_op, len(inputs)))
+    _differentiate(f"{name}_backward", backward_op, _end_of_derivatives(qualified, backward_op))
+    return forward_op
 
 
 def register_cached_attention(
@@ -118,30 +145,30 @@ def register_cached_attention(
     return call
 
 
-def _derivative(forward_op: Any, backward_op: Any) -> type[torch.autograd.Function]:
+def _derivative(forward_op: Any, backward_op: Any, inputs: int) -> type[torch.autograd.Function]:
+    """Of an op whose first `inputs` arguments are q, k and v, or one that holds them."""
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
             out, lse = _below_autograd(forward_op, args)
-            q, k, v, *options = args
+            options = args[inputs:]
             ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)  # lse has none: zeros for it would be filled in each backward
             tensors, ctx.plain = options[:_N_TENSORS], options[_N_TENSORS:]
-            ctx.bias_grad = ctx.needs_input_grad[3 + _BIAS]
-            ctx.save_for_backward(q, k, v, out, lse, *tensors)
+            ctx.bias_grad = ctx.needs_input_grad[inputs + _BIAS]
+            ctx.save_for_backward(*args[:inputs], out, lse, *tensors)
             return out, lse
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
+            of_options = _N_TENSORS + len(ctx.plain)
             if dout is None:
-                return (None,) * (3 + _N_OPTIONS)
-            q, k, v, out, lse, *tensors = ctx.saved_tensors
-            *dqkv, dbias, drelative_bias = backward_op(
-                dout, q, k, v, out, lse, *tensors, *ctx.plain, ctx.bias_grad
-            )
-            grads = [None] * _N_OPTIONS
+                return (None,) * (inputs + of_options)
+            *dqkv, dbias, drelative_bias = backward_op(dout, *ctx.saved_tensors, *ctx.plain, ctx.bias_grad)
+            grads = [None] * of_options
             grads[_BIAS] = dbias if ctx.bias_grad else None
-            grads[_RELATIVE_BIAS] = drelative_bias if ctx.needs_input_grad[3 + _RELATIVE_BIAS] else None
+            grads[_RELATIVE_BIAS] = drelative_bias if ctx.needs_input_grad[inputs + _RELATIVE_BIAS] else None
             return *dqkv, *grads
 
     return Differentiable
@@ -175,8 +202,54 @@ def backward_with_flat_options(backward: Callable[..., Any]) -> Callable[..., An
     """`backward` as a function of the flat arguments of an op; always with five gradients."""
 
     def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> Any:
-        grads = backward(dout, q, k, v, out, lse, *gathered(flat[:-1]), flat[-1])
-        return grads if len(grads) == 5 else (*grads, q.new_empty(0))
+        return _five(backward(dout, q, k, v, out, lse, *gathered(flat[:-1]), flat[-1]))
+
+    return run
+
+
+def _five(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return grads if len(grads) == 5 else (*grads, grads[0].new_empty(0))
+
+
+def unpacked(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, Hq, T, D), k and v (B, Hkv, T, D), views of qkv (B, T, (Hq + 2 Hkv) D)."""
+    by_head = qkv.unflatten(2, (heads + 2 * kv_heads, -1)).transpose(1, 2)
+    return by_head.split((heads, kv_heads, kv_heads), dim=1)
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised dq, dk and dv: views of `options.packed`, or each as `empty_as` has it."""
+    if options.packed is not None:
+        return unpacked(options.packed, q.shape[1], k.shape[1])
+    return empty_as(q), empty_as(k), empty_as(v)
+
+
+def _of_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward(q, k, v, *flat)` as a function of the arguments of the packed op."""
+
+    def run(qkv: Tensor, *flat: Any) -> Any:
+        *flat, heads, kv_heads = flat
+        return forward(*unpacked(qkv, heads, kv_heads), *flat)
+
+    return run
+
+
+def packed_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """What `backward` does not write into the views that it is given is copied there."""
+
+    def run(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+        *flat, heads, kv_heads, bias_grad = flat
+        options, seed, tuning = gathered(flat)
+        options = options._replace(packed=torch.empty_like(qkv))
+        views = unpacked(options.packed, heads, kv_heads)
+        q, k, v = unpacked(qkv, heads, kv_heads)
+        *grads, dbias, drelative_bias = _five(
+            backward(dout, q, k, v, out, lse, options, seed, tuning, bias_grad)
+        )
+        for view, grad in zip(views, grads, strict=True):
+            if grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+        return options.packed, dbias, drelative_bias
 
     return run
 
@@ -214,7 +287,18 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
+    return empty_as(q), empty_as(k), empty_as(v), *_fake_learned(q, options)
+
+
+def _fake_packed_backward(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    return torch.empty_like(qkv), *_fake_learned(qkv, options)
+
+
+def _fake_learned(x: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The gradients of a bias and of a relative bias, made of x where there are none."""
     bias, relative_bias, bias_grad = options[_BIAS], options[_RELATIVE_BIAS], options[-1]
-    dbias = torch.empty_like(bias) if bias_grad else q.new_empty(0)
-    drelative_bias = q.new_empty(0) if relative_bias is None else relative_bias.new_empty(relative_bias.shape)
-    return empty_as(q), empty_as(k), empty_as(v), dbias, drelative_bias
+    dbias = torch.empty_like(bias) if bias_grad else x.new_empty(0)
+    drelative_bias = x.new_empty(0) if relative_bias is None else relative_bias.new_empty(relative_bias.shape)
+    return dbias, drelative_bias

@@ -28,6 +28,7 @@ class AttentionOptions(NamedTuple):
     relative_bias: Tensor | None = None
     dropout_p: float = 0.0
     return_lse: bool = False
+    packed: Tensor | None = None  # in a backward: what dq, dk and dv are to be views of
 
     @property
     def band(self) -> tuple[int, int]:

@@ -89,6 +89,7 @@ class Call:
         seed: Tensor | None = None,
         tuning: Sequence[int] = (),
     ):
+        self.options = options
         slopes, kv_lengths, dropout_p = options.alibi_slopes, options.kv_lengths, options.dropout_p
         (left, right), softcap, self.tuning = options.band, options.softcap or 0.0, tuning
         q_ids, k_ids = options.document_ids or (None, None)

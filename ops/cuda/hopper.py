@@ -26,7 +26,7 @@ from ops.cuda.hopper_tiles import (
 )
 from ops.cuda.plain import document_ranges
 from ops.cuda.tensor_cores import fa2_backward, prepare_backward
-from ops.library import empty_as
+from ops.library import empty_as, gradients
 from ops.order import multiprocessors
 
 _MAP_BYTES = 128
@@ -162,7 +162,7 @@ def run_backward(
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     # out.sum() sends one number, expanded
     dout = _mappable(dout if dout.stride(3) == 1 else empty_as(out).copy_(dout))
-    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    dq, dk, dv = gradients(q, k, v, call.options)
     tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
     n_rows = batch * heads * tiles * tile.br
     scratch = q.new_empty((2 + width) * n_rows + 1, dtype=torch.float32)

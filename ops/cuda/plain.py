@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.cuda.call import PADDED_TO, Call, Params
-from ops.library import empty_as
+from ops.library import empty_as, gradients
 
 # Where kernels come from; tests put the CPU in its place.
 _kernel: Callable[..., Any] = nvrtc.kernel
@@ -112,7 +112,7 @@ def plain_backward(
     call = Call(q, k, v, *of_call)
     if dout.stride(3) != 1:
         dout = empty_as(out).copy_(dout)
-    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    dq, dk, dv = gradients(q, k, v, call.options)
     statistics = delta(call, dout, out, lse, natural=True)
     scratch = q.new_empty((2, *lse.shape, k.shape[2]), dtype=torch.float32)
     call.params.bind(dq=dq, dk=dk, dv=dv, scratch=scratch)
@@ -186,7 +186,7 @@ def tiled_backward(
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)
-    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    dq, dk, dv = gradients(q, k, v, call.options)
     statistics = delta(call, dout, out, lse, natural=True)
     params = call.params.bind(dq=dq, dk=dk, dv=dv)
     defines = call.defines | _vector(q, k, v, dout, dq, dk, dv) | choice.defines

@@ -10,7 +10,7 @@ from torch import Tensor
 from ops.cuda import plain
 from ops.cuda.call import Call, padded
 from ops.cuda.split_fp16 import TERMS, even, first_that_fits, largest, shared_bytes_of, split
-from ops.library import empty_as
+from ops.library import empty_as, gradients
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def run_backward(
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)
-    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    dq, dk, dv = gradients(q, k, v, call.options)
     statistics = plain.delta(call, dout, out, lse, natural=True)
     found = largest(call, q, k, v, dout)
     terms = {name: split(name, x, found, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from ops import nvrtc
 from ops.cuda.call import PADDED_TO, Call, padded
 from ops.cuda.plain import document_ranges
-from ops.library import empty_as
+from ops.library import empty_as, gradients
 
 _PREPARE_THREADS = 256
 _FINISH_ROWS = 128  # of a block
@@ -197,7 +197,7 @@ def run_backward(
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)
-    dq, dk, dv = empty_as(q), empty_as(k), empty_as(v)
+    dq, dk, dv = gradients(q, k, v, call.options)
     padded_tq = math.ceil(tq / PADDED_TO) * PADDED_TO
     n_rows = batch * heads * padded_tq
     numbers = 2 if deterministic else 2 + padded(head_dim)

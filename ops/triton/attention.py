@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.dropout import threshold
-from ops.library import empty_as
+from ops.library import empty_as, gradients
 from ops.options import MASK_BLOCK, AttentionOptions
 from ops.order import multiprocessors, order
 from ops.triton import configs
@@ -86,6 +86,7 @@ class _Call:
         seed: Tensor | None = None,
         tuning: Sequence[int] = (),
     ):
+        self.options = options
         self.bias, self.seed, table = options.bias, seed, options.relative_bias
         (left, right), softcap = options.band, options.softcap or 0.0
         scale, dropout_p = options.scale, options.dropout_p
@@ -328,7 +329,7 @@ def run_dkdv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, call: _Call, tile: Tile
 ) -> tuple[Tensor, Tensor]:
     tq, (batch, kv_heads, tk, _) = q.shape[2], k.shape
-    dk, dv = empty_as(k), empty_as(v)
+    _, dk, dv = gradients(q, k, v, call.options)
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tk, tile.n)
     blocks, block_strides = call.kept_blocks(tq, tk, transposed=True)
@@ -357,7 +358,8 @@ def run_dq(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dq, and what adds up to the gradients of `learned`, a bias, and of a relative bias: see the kernel."""
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
-    dq, dbias, by_distance = empty_as(q), None, None
+    dq, _, _ = gradients(q, k, v, call.options)
+    dbias = by_distance = None
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tq, tile.m)
     rows = cols = False

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention.base import FEATURES, Attention, AttentionCall, AttentionOptions, UnsupportedAttention
+from ops.library import unpacked
 from tests.attention.criterion import error_ratios, run_case
 from tests.grid import CASES, CROSSED, NAMES, Case, build, make_inputs
 
@@ -62,6 +63,27 @@ def test_undeclared_features_are_refused_all_at_once(name: str) -> None:
 def test_unknown_devices_are_refused(name: str) -> None:
     call = AttentionCall("training", "abacus", None, torch.float32, 1, 4, 4, 8, 8, 64)
     assert build(name).unsupported_reasons(call)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 64), ((3, 3), 128), ((2, 1), 24)])
+def test_the_gradient_of_packed_inputs(name: str, device: str, heads: tuple[int, int], head_dim: int) -> None:
+    """Written in one piece or not, it is that of q, k and v; but for dQ, which some sum up in any order."""
+    attention, dtype = capable(name, Case("packed", 200, 200, head_dim, 2, *heads), device)
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, 200, (heads[0] + 2 * heads[1]) * head_dim
+    qkv = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    def run(packed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out = attention(*unpacked(qkv, *heads), packed=packed)
+        return out, *torch.autograd.grad(out, qkv, torch.ones_like(out))
+
+    for ours, expected in zip(run(qkv), run(None), strict=True):
+        torch.testing.assert_close(ours, expected)
+    for other in (qkv.detach().clone(), qkv[:, :100]):
+        with pytest.raises(ValueError, match="packed"):
+            build(name)(*unpacked(qkv, *heads), packed=other)
 
 
 @pytest.mark.parametrize("device", DEVICES)

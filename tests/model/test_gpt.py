@@ -210,6 +210,20 @@ def test_one_dtype_reaches_attention_under_autocast() -> None:
     assert {spy.calls[0][name].dtype for name in "qkv"} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    ("changes", "packed"),
+    [({}, True), ({"n_kv_head": 2}, True), ({"position": "rope"}, False), ({"qk_norm": True}, False)],
+)
+def test_queries_keys_and_values_have_one_gradient_where_nothing_lies_between(
+    changes: dict[str, Any], packed: bool
+) -> None:
+    net, spy = build(**changes)
+    net(torch.arange(16).view(2, 8))
+    with torch.no_grad():
+        net(torch.arange(16).view(2, 8))
+    assert [call["packed"] is not None for call in spy.calls] == [packed] * 2 + [False] * 2
+
+
 def test_heads_and_mlp_may_have_widths_of_their_own() -> None:
     net, spy = build(n_layer=1, head_dim=12, n_kv_head=2, mlp_hidden=40, bias=False, qkv_bias=True)
     block = {

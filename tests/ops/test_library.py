@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention.base import AttentionCall
+from ops.library import unpacked
 from tests.grid import build
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -86,6 +87,28 @@ def test_backward_op(name: str, which: str, device: str) -> None:
     args = (torch.randn_like(out), *tensors, out, lse, *options, which == "bias_grad")
     results = torch.library.opcheck(backward, args)
     assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "which"), OPTIONS)
+def test_packed_ops(name: str, which: str, device: str) -> None:
+    """The gradient of qkv, in one tensor, is that of q, k and v side by side, to the last bit."""
+    available(name, device)
+    qkv = torch.randn(BATCH, TK, (HEADS + 2 * KV_HEADS) * D, device=device).requires_grad_()
+    options, counts = option_sets(name, device, TK)[which], (HEADS, KV_HEADS)
+    learned = [x for x in options if isinstance(x, Tensor) and x.requires_grad]
+    op, packed = (getattr(torch.ops.tilegpt, n).default for n in (name, f"{name}_packed"))
+    outs = op(*unpacked(qkv, *counts), *options), packed(qkv, *options, *counts)
+    dout = torch.randn_like(outs[0][0])
+    plain, ours = (torch.autograd.grad(out, [qkv, *learned], dout) for out, _ in outs)
+    for ours_of, plain_of in zip((*ours, *outs[1]), (*plain, *outs[0]), strict=True):
+        assert torch.equal(ours_of, plain_of) and ours_of.stride() == plain_of.stride()
+    assert set(torch.library.opcheck(packed, (qkv, *options, *counts)).values()) == {"SUCCESS"}
+    options = [x.detach() if isinstance(x, Tensor) else x for x in options]
+    out, lse = (x.detach() for x in outs[1])
+    args = (dout, qkv.detach(), out, lse, *options, *counts, which == "bias_grad")
+    backward = getattr(torch.ops.tilegpt, f"{name}_packed_backward").default
+    assert set(torch.library.opcheck(backward, args).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
