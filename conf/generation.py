@@ -12,7 +12,7 @@ from conf.values import UserError
 CONFIG = Path(__file__).parent / "generate.yaml"
 KINDS: dict[str, Any] = {
     **dict.fromkeys(("ckpt", "runs_dir", "prompt", "prompt_file", "device", "precision"), str),
-    **dict.fromkeys(("cache", "cache_dtype", "speculate"), str),
+    **dict.fromkeys(("cache", "cache_dtype", "weight_dtype", "speculate"), str),
     **dict.fromkeys(("num_samples", "max_new_tokens", "top_k", "seed"), int),
     **dict.fromkeys(("block", "pool_tokens", "slots", "chunk", "draft_tokens"), int),
     **dict.fromkeys(("temperature", "top_p"), float),

@@ -36,6 +36,7 @@ def arguments() -> argparse.Namespace:
     add("--prompt", type=positive, default=128, help="tokens of the prompt")
     add("--new", type=positive, default=512, help="tokens to generate")
     add("--seq-len", type=positive, default=1024, help="context of the model")
+    add("--weight-dtype", choices=("auto", "int8"), default="auto", help="as of scripts/generate.py")
     add("--no-cache", action="store_true", help="compute the whole context for every token")
     add("--compile", action="store_true", help="a decoding step of torch.compile, not of fused kernels")
     add("--no-fused", action="store_true", help="decode with PyTorch's own kernels (still one graph)")
@@ -84,7 +85,7 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
     few = functools.partial(
         generate, net, prompts, options.new, on_token=lambda row, token: next(said) > 2 * batch, **how
     )
-    found = profile(few, net.lm_head.weight.device.type, warm_up=0)
+    found = profile(few, net.transformer.wte.weight.device.type, warm_up=0)
     timed = runs[1:]
     return {
         "status": "ok",
@@ -100,11 +101,12 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def points(options: argparse.Namespace, cuda: bool) -> list[dict[str, Any]]:
+    weights = [] if options.weight_dtype == "auto" else [f"weight_dtype={options.weight_dtype}"]
     point = {
         "study": STUDY,
         "implementation": options.attention,
         "pass": "generate",
-        "model": " ".join([options.model, *options.set]),
+        "model": " ".join([options.model, *options.set, *weights]),
         "seq_len": options.seq_len,
         "prompt": options.prompt,
         "new_tokens": options.new,
@@ -128,12 +130,14 @@ def said(point: dict[str, Any], result: dict[str, Any]) -> str:
 
 def main() -> None:
     options = arguments()
+    from model.generation.weights import quantise_weights
     from scripts.measure.runner import Run
 
     run = Run(STUDY, options)
     left = run.left(points(options, run.device == "cuda"), f"{options.model}, attention={options.attention}")
     if left:
         net = build(options.model, options.attention, options.seq_len, options.set)
+        quantise_weights(net, options.weight_dtype)
         run.each(left, lambda point: measure(net, point["batch"], options), said)
 
 

@@ -6,8 +6,8 @@ A window of the trained context length moves over the text by stride= tokens at 
 context length). Each token is counted once, in the window where it has the most preceding context, so a
 smaller stride is slower and gives a lower perplexity. ckpt= as for train.py; batch=: windows per batch;
 device= and precision= as for scripts/generate.py; attention=... uses another implementation.
-cache_dtype=fp8, int8 or int4 measures decoding with a KV cache of that dtype. Evaluate on text that was not
-used for training.
+cache_dtype=fp8, int8 or int4 measures decoding with a KV cache of that dtype, weight_dtype=int8 with weights
+of 8 bits. Evaluate on text that was not used for training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from conf.values import UserError
 
 KEYS = {
     "ckpt": "last", "text": "", "stride": None, "batch": "8", "device": "auto", "precision": "auto",
-    "runs_dir": None, "cache_dtype": "auto",
+    "runs_dir": None, "cache_dtype": "auto", "weight_dtype": "auto",
 }  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     from conf.command import key_values
     from conf.resume import load_run, require_causal
     from model.evaluation import score
+    from model.generation.weights import quantise_weights
     from scripts.generate import placement, require_finite
 
     overrides = [argument for argument in arguments if argument.split("=")[0].split(".")[0] == "attention"]
@@ -51,8 +52,9 @@ def evaluate(arguments: Sequence[str]) -> None:
     net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
     require_causal(net, f"ckpt={options['ckpt']}")
     require_finite(net, f"ckpt={options['ckpt']}")
-    ids = tokenizer.encode(text)
-    found = score(net.to(device, dtype).eval(), ids, stride, batch or 1, str(options["cache_dtype"]))
+    ids, net = tokenizer.encode(text), net.to(device, dtype).eval()
+    quantise_weights(net, str(options["weight_dtype"]))
+    found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]))
     counted = len(text.encode()) - len(tokenizer.decode(ids[:1]).encode())
     bits = found.nats / math.log(2) / max(1, counted)
     print(

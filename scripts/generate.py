@@ -74,7 +74,7 @@ def decoding_attention(
     from model.calls import attention_call
     from model.generation.fused import attends
 
-    own, weight = model.transformer.h[0].attn.attention, model.lm_head.weight
+    own, weight = model.transformer.h[0].attn.attention, model.transformer.wte.weight
     call = attention_call(
         model.config,
         "decode",
@@ -221,7 +221,7 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
             f"{asked} was trained with another tokenizer than ckpt={options['ckpt']}: give a run with the "
             "same one, or speculate=ngram."
         )
-    return draft.to(model.lm_head.weight.device, model.lm_head.weight.dtype)
+    return draft.to(model.transformer.wte.weight.device, model.transformer.wte.weight.dtype)
 
 
 def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:
@@ -237,7 +237,7 @@ def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool
         raise UserError(f"cache={cache}: choose auto, dense or paged.")
     if cache == "paged" and not options["kv_cache"]:
         raise UserError("cache=paged and kv_cache=false: a cache needs kv_cache=true.")
-    weight, kinds = model.lm_head.weight, paged_kinds(model, options["cache_dtype"])
+    weight, kinds = model.transformer.wte.weight, paged_kinds(model, options["cache_dtype"])
     if cache != "auto" or not options["prompt_file"] or not options["kv_cache"]:
         return cache == "paged"
     how = {"batch": options["slots"], "tokens": tokens, "device": weight.device, "dtype": weight.dtype}
@@ -260,6 +260,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def write(arguments: Sequence[str]) -> None:
     from conf.resume import load_run
+    from model.generation.weights import quantise_weights
 
     options, overrides = parse(arguments)
     device, dtype = placement(options["device"], options["precision"])
@@ -267,6 +268,7 @@ def write(arguments: Sequence[str]) -> None:
     require_finite(model, f"ckpt={options['ckpt']}")
     model = model.to(device, dtype)
     require_finite(model, f"precision={options['precision']}")
+    quantise_weights(model, options["weight_dtype"])
     run(model, tokenizer, cfg, options)
 
 

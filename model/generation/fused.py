@@ -18,6 +18,7 @@ from conf.values import UserError
 from model.config import GPTConfig
 from model.generation.decode import Rows, Slots, compute_dtype
 from model.generation.paged_cache import PagedCache
+from model.generation.weights import Int8Linear
 from model.gpt import GPT, MLP, Block, CausalSelfAttention
 from model.kv_cache import KVCache
 
@@ -35,7 +36,7 @@ KNOWN = {
 
 def unsupported_reasons(model: GPT, compute_dtype: torch.dtype) -> list[str]:
     """Why these kernels cannot do a step of `model`; empty where they can."""
-    reasons, weight = [], model.lm_head.weight
+    reasons, weight = [], model.transformer.wte.weight
     if importlib.util.find_spec("triton") is None:
         return ["triton is not installed"]
     from ops.triton.interpret import INTERPRETED
@@ -45,7 +46,7 @@ def unsupported_reasons(model: GPT, compute_dtype: torch.dtype) -> list[str]:
     if weight.dtype != compute_dtype or weight.dtype not in DTYPES:
         reasons.append(f"weights in {weight.dtype} computed in {compute_dtype}")
     products = [m for block in model.transformer.h for m in products_of(block)]
-    if any(type(m) is not nn.Linear or type(m.weight.data) is not Tensor for m in products):
+    if not all(map(is_plain, products)):
         reasons.append("its products are not plain linear layers")
     other = [each for each in fields(GPTConfig) if each.name not in KNOWN]
     other = [each.name for each in other if getattr(model.config, each.name) != each.default]
@@ -55,7 +56,7 @@ def unsupported_reasons(model: GPT, compute_dtype: torch.dtype) -> list[str]:
 def wants_fused(model: GPT, fused: bool | None) -> bool:
     """Whether a step is one of fused kernels: as asked, by default on a GPU where they can. Raises UserError
     where they are asked for and cannot."""
-    if fused is False or (fused is None and model.lm_head.weight.device.type != "cuda"):
+    if fused is False or (fused is None and model.transformer.wte.weight.device.type != "cuda"):
         return False
     reasons = unsupported_reasons(model, compute_dtype(model))
     if fused and reasons:
@@ -65,6 +66,12 @@ def wants_fused(model: GPT, fused: bool | None) -> bool:
 
 def products_of(block: Block) -> tuple[nn.Module, ...]:
     return block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+
+
+def is_plain(product: nn.Module) -> bool:
+    """Whether the kernels can read the weight of a product."""
+    whole = type(product) is nn.Linear and type(product.weight.data) is Tensor
+    return whole or type(product) is Int8Linear
 
 
 def attends(config: GPTConfig, attention: Attention) -> bool:
@@ -97,11 +104,13 @@ class FusedStep:
     def __init__(self, model: GPT, cache: KVCache, rows: Slots):
         from ops.triton import step
 
-        config, weight = model.config, model.lm_head.weight
+        config, weight = model.config, model.transformer.wte.weight
         self.model, self.cache, self.rows, self.step = model, cache, rows, step
         batch = len(rows.index)
         self.x = torch.empty(batch, config.n_embd, device=weight.device)
-        products = OwnProducts if batch <= step.MOST_ROWS else LibraryProducts
+        int8 = type(model.lm_head) is Int8Linear
+        most = step.MOST_ROWS_INT8 if int8 else step.MOST_ROWS
+        products = OwnProducts if batch <= most else LibraryProducts
         self.products = products(self.x, model)
         self.attend = self.append = None
         if not unquantised(cache) and plain(config) and config.head_size % 2 == 0:
@@ -157,12 +166,13 @@ class FusedStep:
         return cache.attention(q, view, None, alibi_slopes=self.model.slopes, **options).flatten(1)
 
 
-def as_norm(module: nn.Module) -> Any:
-    """As ops/triton/step.py takes it."""
+def as_norm(module: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """As ops/triton/step.py takes it; dtype: of its weight and bias, if another."""
     from ops.triton.step import Norm
 
     kind = "layernorm" if isinstance(module, nn.LayerNorm) else "rmsnorm"
-    return Norm(kind, module.weight, getattr(module, "bias", None), module.eps)
+    both = module.weight, getattr(module, "bias", None)
+    return Norm(kind, *(x if x is None or dtype is None else x.to(dtype) for x in both), module.eps)
 
 
 class OwnProducts:
@@ -171,18 +181,29 @@ class OwnProducts:
     def __init__(self, x: Tensor, model: GPT):
         from ops.triton import step
 
-        self.x, self.step = x, step
+        self.x, self.step, self.dtype = x, step, model.transformer.wte.weight.dtype
+        # Beside weights in 8 bits the norms' are read as fp32: by as many numbers at once as x.
+        dtype = torch.float32 if type(model.lm_head) is Int8Linear else None
+        norms = [norm for block in model.transformer.h for norm in (block.ln_1, block.ln_2)]
+        self.norms = {norm: as_norm(norm, dtype) for norm in (*norms, model.transformer.ln_f)}
 
-    def norm_linear(self, norm: nn.Module, linear: nn.Linear, mlp: MLP | None = None) -> Tensor:
+    def norm_linear(self, norm: nn.Module, linear: nn.Module, mlp: MLP | None = None) -> Tensor:
         """linear(norm(x)), and the activation of `mlp`."""
         activation = None if mlp is None else "swiglu" if mlp.swiglu else "gelu"
         width = linear.out_features // (2 if activation == "swiglu" else 1)
-        weight, out = linear.weight, self.x.new_empty(len(self.x), width, dtype=linear.weight.dtype)
-        return self.step.norm_linear(self.x, as_norm(norm), weight, linear.bias, out, activation)
+        out = self.x.new_empty(len(self.x), width, dtype=self.dtype)
+        weight, scale = weight_of(linear)
+        return self.step.norm_linear(self.x, self.norms[norm], weight, linear.bias, out, activation, scale)
 
-    def add(self, linear: nn.Linear, x: Tensor) -> None:
+    def add(self, linear: nn.Module, x: Tensor) -> None:
         """The residual stream += linear(x)."""
-        self.step.add_linear(x, linear.weight, linear.bias, self.x)
+        weight, scale = weight_of(linear)
+        self.step.add_linear(x, weight, linear.bias, self.x, scale)
+
+
+def weight_of(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The weight and its scale as the kernels of ops/triton/step.py take them."""
+    return (linear.words, linear.scale) if type(linear) is Int8Linear else (linear.weight, None)
 
 
 class LibraryProducts:
@@ -191,7 +212,7 @@ class LibraryProducts:
     def __init__(self, x: Tensor, model: GPT):
         from ops.triton import step
 
-        self.x, self.dtype, self.step = x, model.lm_head.weight.dtype, step
+        self.x, self.dtype, self.step = x, model.transformer.wte.weight.dtype, step
         self.delta: Tensor | None = None  # of the residual stream, until the next norm reads it
 
     def _norm(self, norm: nn.Module) -> Tensor:

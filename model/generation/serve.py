@@ -68,10 +68,10 @@ def serve(
     require_all(model, attention, pool.slots, config.seq_len, config.seq_len, kinds)
     blocks = made_blocks(rows, config.seq_len, pool)
     step = FusedStep if not compile and wants_fused(model, fused) else None
-    training, device = model.training, model.lm_head.weight.device
+    training, device = model.training, model.transformer.wte.weight.device
     model.eval()
     try:
-        with torch.cuda.device_of(model.lm_head.weight):
+        with torch.cuda.device_of(model.transformer.wte.weight):
             began = clock(device)
             cache = paged_cache(model, min(pool.slots, len(rows)), blocks, attention, cache_dtype)
             slots = Slots(len(cache.rows), model, sampling, seed)

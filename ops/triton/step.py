@@ -29,8 +29,8 @@ ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2}
 # Query heads of a key head, and head dims, that a program of attention has registers for.
 MOST_GROUP, MOST_HEAD_DIM = 8, 256
 # Rows that a product takes one after another; beyond them libraries are faster (GPT-2 124M on an H200, us a
-# step: 4 rows 341, by cuBLAS 422; 8 rows 583 and 457).
-MOST_ROWS = 4
+# step: 4 rows 341, by cuBLAS 422; 8 rows 583 and 457). Weights in 8 bits have to be made 16 for a library.
+MOST_ROWS, MOST_ROWS_INT8 = 4, 8
 _SHORT = 1024  # keys up to which many rows and heads are not split: combining would cost more than it saves
 _CHOICES = 1024  # logits that one program looks at
 
@@ -51,13 +51,13 @@ def _pdl(x: Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if hopper else {"PDL": False}
 
 
-def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int, int]:
+def linear_tile(n: int, k: int, sms: int, batch: int = 1) -> tuple[int, int, int, int]:
     """(rows of the weight in a tile, their padded length, warps, programs): a thread holds 32 numbers of each
-    of two rows. Where one warp reads a row, a program a tile, of four rows where that gives a multiprocessor
-    more than 16 programs (the interpreter needs few); else 16 warps a multiprocessor take one tile after
-    another."""
+    of two rows; for more than 4 rows of x, which it holds too, 16. Where one warp reads a row, a program a
+    tile, of four rows where that gives a multiprocessor more than 16 programs (the interpreter needs few);
+    else 16 warps a multiprocessor take one tile after another."""
     block_k = max(16, triton.next_power_of_2(k))
-    warps = min(8, max(1, block_k // 1024))
+    warps = min(8, max(1, block_k // (1024 if batch <= MOST_ROWS else 512)))
     if warps == 1:
         rows = 64 if INTERPRETED else 2 if n <= 32 * sms else 4
         return rows, block_k, 1, triton.cdiv(n, rows)
@@ -65,13 +65,19 @@ def linear_tile(n: int, k: int, sms: int) -> tuple[int, int, int, int]:
 
 
 def _linear(
-    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, out: Tensor, **flags: Any
+    x: Tensor,
+    norm: Norm | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    **flags: Any,
 ) -> Tensor:
-    (batch, n), k = out.shape, weight.shape[1]
+    (batch, n), k = out.shape, x.shape[1]
     flags = {"ACTIVATION": 0, "ADD": False} | flags
-    block_n, block_k, warps, programs = linear_tile(n, k, multiprocessors(weight.device))
+    block_n, block_k, warps, programs = linear_tile(n, k, multiprocessors(weight.device), batch)
     _tilegpt_step_linear[(programs,)](
-        x, norm.weight if norm else None, norm.bias if norm else None, weight, bias, out,
+        x, norm.weight if norm else None, norm.bias if norm else None, weight, scale, bias, out,
         norm.eps if norm else 0.0, N=n, K=k, B=batch, NORM=NORMS[norm.kind] if norm else 0,
         BLOCK_N=block_n, BLOCK_K=block_k, TURNS=triton.cdiv(n, block_n * programs), num_warps=warps,
         **flags, **_pdl(weight),
@@ -80,16 +86,25 @@ def _linear(
 
 
 def norm_linear(
-    x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str | None = None
+    x: Tensor,
+    norm: Norm,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    activation: str | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """out (B, N) = activation(norm(x) weight^T + bias) for x (B, K) fp32 and weight (N, K); for swiglu (2N,
-    K)."""
-    return _linear(x, norm, weight, bias, out, ACTIVATION=ACTIVATIONS[activation])
+    K). With scale (N,) the weight is in 8 bits, (N, K / 4) int32: the words of an Int8Linear
+    (model/generation/weights.py)."""
+    return _linear(x, norm, weight, scale, bias, out, ACTIVATION=ACTIVATIONS[activation])
 
 
-def add_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual (B, N) fp32 += x weight^T + bias for x (B, K)."""
-    return _linear(x, None, weight, bias, residual, ADD=True)
+def add_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """residual (B, N) fp32 += x weight^T + bias for x (B, K); weight and scale as for `norm_linear`."""
+    return _linear(x, None, weight, scale, bias, residual, ADD=True)
 
 
 def embed(token: Tensor, lengths: Tensor, wte: Tensor, wpe: Tensor | None, x: Tensor) -> None:

@@ -13,7 +13,8 @@ SMS = 132
 POINTERS = {"x": "*fp32", "qkv": "*bf16", "weight": "*bf16", "bias": "*bf16", "norm_weight": "*bf16"}
 POINTERS |= {"norm_bias": "*bf16", "out": "*fp32", "statistics": "*fp32", "rope": "*fp32", "lengths": "*i64"}
 POINTERS |= {"k_cache": "*bf16", "v_cache": "*bf16", "table": "*i32", "q": "*bf16", "q_norm": "*bf16"}
-POINTERS |= {"k_norm": "*bf16", "k_scale": "*bf16", "v_scale": "*bf16"}
+POINTERS |= {"k_norm": "*bf16", "k_scale": "*bf16", "v_scale": "*bf16", "weight_scale": "*bf16"}
+INT8 = {"weight": "*i32", "norm_weight": "*fp32", "norm_bias": "*fp32"}  # beside weights in 8 bits
 STORED = {"int8": ("*i8", 1, True), "int4": ("*u8", 2, True), "fp8": ("*fp8e4nv", 1, False)}  # parts, whole
 
 
@@ -33,10 +34,14 @@ def products() -> dict[str, dict[str, Any]]:
 
 
 def built(
-    kernel: Any, constants: dict[str, Any], absent: set[str], warps: int, stored: str = ""
+    kernel: Any,
+    constants: dict[str, Any],
+    absent: set[str],
+    warps: int,
+    types: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Registers, spills, and the loads before the wait for the kernel ahead, and how many by 16 bytes; the
-    caches of the type `stored`."""
+    """Registers, spills, and the loads before the wait for the kernel ahead, and how many by 16 bytes; types:
+    of pointers, if others."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -48,8 +53,8 @@ def built(
         if name in constants or name in absent:
             signature[name], constexprs[(index,)] = "constexpr", constants.get(name)
         elif name in POINTERS or name == "slopes":
-            of = stored if stored and name in ("k_cache", "v_cache") else POINTERS[name]
-            signature[name], attributes[(index,)] = of, [["tt.divisibility", 16]]
+            signature[name] = (types or {}).get(name) or POINTERS[name]
+            attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in ("eps", "scale", "softcap", "largest") else "i32"
     source = ASTSource(kernel, signature, constexprs, attributes)
@@ -66,13 +71,15 @@ def main() -> None:
     from ops.triton.step_attention import _tilegpt_step_append, _tilegpt_step_attention
     from ops.triton.step_linear import _tilegpt_step_linear
 
-    for what, constants in products().items():
+    for int8, (what, constants) in itertools.product((False, True), products().items()):
         block_n, block_k, warps, programs = step.linear_tile(constants["N"], constants["K"], SMS)
         absent = set() if constants["NORM"] else {"norm_weight", "norm_bias"}
+        absent |= set() if int8 else {"weight_scale"}
         tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": True}
         tile["TURNS"] = -(-constants["N"] // (block_n * programs))
-        found = built(_tilegpt_step_linear, constants | tile, absent, warps)
-        loads = block_n * block_k // (256 * warps)  # of 8 numbers a thread
+        found = built(_tilegpt_step_linear, constants | tile, absent, warps, INT8 if int8 else None)
+        loads = block_n * block_k // ((512 if int8 else 256) * warps)  # of 16 or 8 numbers a thread
+        what += ", int8" * int8
         print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
     shapes = ((12, 1, 640, 64, 0), (384, 1, 640, 64, 0), (192, 1, 2176, 64, 16), (8, 4, 32_768, 128, 0))
     for programs, group, capacity, dim, page in shapes:
@@ -89,7 +96,8 @@ def main() -> None:
     for (kind, (stored, parts, whole)), page in itertools.product(STORED.items(), (0, 16)):
         constants = {"H": 32, "GROUP": 4, "D": 128, "BLOCK": 64, "PAGE": page, "PARTS": parts, "WHOLE": whole}
         absent = set() if page else {"table"}
-        found = built(_tilegpt_step_append, constants | {"PDL": True}, absent, 1, stored)
+        caches = {"k_cache": stored, "v_cache": stored}
+        found = built(_tilegpt_step_append, constants | {"PDL": True}, absent, 1, caches)
         print(json.dumps({"what": f"append, {kind}, blocks of {page}", "of_tile": 0} | found), flush=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 from conf.resume import load_run
 from model.evaluation import score
 from model.generation.generate import generate
+from model.generation.weights import quantise_weights
 from scripts import evaluate, harness
 from tests.running import train_here
 
@@ -47,6 +48,17 @@ def test_the_figures_are_those_of_the_score(folder: Path, capsys: pytest.Capture
     assert 1 < found.perplexity < 257
 
 
+def test_weights_in_8_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net, tokenizer, _ = load_run(str(folder / "runs/a/checkpoints/best.ckpt"), [])
+    ids = tokenizer.encode((folder / "other.txt").read_text(encoding="utf-8"))
+    before = score(net.eval(), ids).nats
+    quantise_weights(net, "int8")
+    found = score(net, ids)
+    out = said(folder, capsys, "ckpt=a", "text=other.txt", "weight_dtype=int8")
+    assert f"perplexity {found.perplexity:.4f}," in out
+    assert found.nats != before and found.nats == pytest.approx(before, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -58,6 +70,7 @@ def test_the_figures_are_those_of_the_score(folder: Path, capsys: pytest.Capture
             ("ckpt=a", "text=other.txt", "stride=17"),
             "stride=17: it needs to be a whole number, at least 1 and at",
         ),
+        (("ckpt=a", "text=other.txt", "weight_dtype=int4"), "weight_dtype=int4: choose one of auto, int8."),
         (("ckpt=a", "text=empty.txt"), "the text has 0 tokens, and needs 2 or more"),
         (("ckpt=a", "text=other.txt", "strid=4"), "There is no key strid; did you mean stride?"),
     ],

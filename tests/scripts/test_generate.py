@@ -17,7 +17,10 @@ from attention.auto import AutoAttention
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from conf.generation import convert, parse
+from conf.resume import load_run
 from data.tokenizers import ByteTokenizer
+from model.generation.generate import generate
+from model.generation.weights import Int8Linear, quantise_weights
 from model.gpt import GPT, GPTConfig
 from scripts.generate import decoding_attention, main, placement, run
 from scripts.measure.instruments.streaming import TextStream
@@ -172,6 +175,8 @@ def trained(tmp_path_factory):
         (["prompt"], "prompt has no value: write prompt=..."),
         (["prompt_file="], "prompt_file= has no value: write prompt_file=..."),
         (["attention.decode="], "attention.decode= has no value"),
+        (["weight_dtype=int4"], "weight_dtype=int4: choose one of auto, int8."),
+        (["weight_dtype=null"], "weight_dtype=null: it needs a value"),
         (["ckpt=nan.ckpt"], "ckpt=nan.ckpt: 1 of "),
         (["ckpt=big.ckpt", "precision=fp16"], "precision=fp16: 1 of "),
     ],
@@ -249,6 +254,21 @@ def test_drafts_by_a_run_or_by_ngrams(trained, monkeypatch, capsys):
         texts.append(out)
     assert texts[0] == texts[1] == texts[2]
     assert "6 of 6 drafted tokens accepted, 3 calls" in err
+
+
+def test_weights_in_8_bits(trained, monkeypatch, capsys):
+    """The text that the model has with them."""
+    monkeypatch.chdir(trained)
+    asked = ["ckpt=a", "prompt=the theory", "max_new_tokens=9", "temperature=0"]
+    model, tokenizer, _ = load_run("a", [])
+    quantise_weights(model, "int8")
+    expected = generate(model, [tokenizer.encode("the theory")], 9, temperature=0.0).tokens[0]
+    products, forward = [], Int8Linear.forward
+    monkeypatch.setattr(Int8Linear, "forward", lambda *a: products.append(1) or forward(*a))
+    for how in ([], ["cache=paged"], ["speculate=ngram"]):
+        products.clear()
+        main([*asked, "weight_dtype=int8", *how])
+        assert products and capsys.readouterr().out == "the theory" + tokenizer.decode(expected) + "\n"
 
 
 def test_what_cannot_be_paged_is_generated_densely(model, capsys, tmp_path):
