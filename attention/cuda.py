@@ -59,6 +59,7 @@ _TENSOR_CORES = replace(
     deterministic=False,
     deterministic_on_request=True,
 )
+_FA2 = replace(_TENSOR_CORES, features=_SUPPORTED_FEATURES | {"block_mask"})
 _HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
 _FIRST_TENSOR_CORES = replace(_TENSOR_CORES, features=_PLAIN, backward=False, deterministic=True)
 STAGES = {
@@ -68,7 +69,7 @@ STAGES = {
     "tiled": Stage("ops.cuda.tiled", _TILED),
     "wmma": Stage("ops.cuda.wmma", _FIRST_TENSOR_CORES),
     "fa1": Stage("ops.cuda.tensor_cores", _FIRST_TENSOR_CORES),
-    "fa2": Stage("ops.cuda.tensor_cores", _TENSOR_CORES),
+    "fa2": Stage("ops.cuda.tensor_cores", _FA2),
     "fa3": Stage("ops.cuda.hopper", _HOPPER),
 }
 _DECLARATION = Declaration(
@@ -87,12 +88,12 @@ _ROWWISE_OTHER_BYTES = 2_048
 
 # The modules of the kernels are imported at the first call.
 def _forward(stage: str | None, q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    stage = stage or _best_stage_on(q.device.index, q.dtype, q.shape[3])
+    stage = stage or _best_stage_for(q, args[2])
     return getattr(importlib.import_module(STAGES[stage].module), f"{stage}_forward")(q, *args)
 
 
 def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    stage = stage or _best_stage_on(q.device.index, q.dtype, q.shape[3])
+    stage = stage or _best_stage_for(q, args[4])
     # a compiled call is not asked before it runs
     if not STAGES[stage].capabilities.backward:
         raise UnsupportedAttention(
@@ -136,8 +137,13 @@ _OPS = {
 }
 
 
-def best_stage(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> str:
-    """The best stage with all features: fa3 on Hopper, fa2, or where neither can, tiled."""
+def best_stage(
+    arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, block_mask: bool = False
+) -> str:
+    """The best stage with all features: fa3 on Hopper, fa2, or where neither can, tiled; with a block mask
+    fa2, the only one that has it."""
+    if block_mask:
+        return "fa2"
     for stage in ("fa3", "fa2"):
         capabilities = STAGES[stage].capabilities
         fits = head_dim <= capabilities.max_head_dim and head_dim % capabilities.head_dim_multiple == 0
@@ -151,9 +157,17 @@ def best_stage(arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) 
     return "tiled"
 
 
+def _best_stage_for(q: Tensor, options: AttentionOptions) -> str:
+    return _best_stage_on(q.device.index, q.dtype, q.shape[3], options.block_mask is not None)
+
+
 @cache
-def _best_stage_on(device: int, dtype: torch.dtype, head_dim: int) -> str:
-    return best_stage(torch.cuda.get_device_capability(device), dtype, head_dim)
+def _best_stage_on(device: int, dtype: torch.dtype, head_dim: int, block_mask: bool) -> str:
+    return best_stage(torch.cuda.get_device_capability(device), dtype, head_dim, block_mask)
+
+
+def _best(call: AttentionCall) -> str:
+    return best_stage(call.arch, call.dtype, call.head_dim, "block_mask" in call.features)
 
 
 def rowwise_max_keys(arch: tuple[int, int]) -> int:
@@ -256,7 +270,8 @@ class CudaStage(Attention):
 
 
 class CudaAttention(CudaStage):
-    """The best stage for each call, by the device, dtype and head dim (`best_stage`).
+    """The best stage for each call, by the device, dtype, head dim and whether there is a block mask
+    (`best_stage`).
 
     Args:
         deterministic: see CudaStage.
@@ -265,26 +280,32 @@ class CudaAttention(CudaStage):
     def __init__(self, deterministic: bool = False, name: str = "cuda"):
         super().__init__("tiled", deterministic, name=name)
         self.capabilities = replace(
-            self.capabilities, deterministic=deterministic, deterministic_on_request=True
+            self.capabilities,
+            features=_FA2.features,
+            deterministic=deterministic,
+            deterministic_on_request=True,
         )
         self.declaration = replace(self.declaration, chooses="kernels")
         self.stage = None
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
-        """fa3's where it is the best stage, as it takes wider heads than the others."""
-        wide = call.device == "cuda" and best_stage(call.arch, call.dtype, call.head_dim) == "fa3"
-        return self.resolve(call).unsupported_reasons(call) if wide else super().unsupported_reasons(call)
+        """fa3's where it is the best stage, as it takes wider heads than the others, and fa2's with a block
+        mask, which no other has."""
+        wide = call.device == "cuda" and _best(call) == "fa3"
+        alone = wide or "block_mask" in call.features
+        return self.resolve(call).unsupported_reasons(call) if alone else super().unsupported_reasons(call)
 
     def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
         """(stage, why) of what will run `call`. Raises UnsupportedAttention where none can."""
         self.require(call)
-        name, why = f"cuda_{best_stage(call.arch, call.dtype, call.head_dim)}", "the best stage"
+        only = "block_mask" in call.features
+        name, why = f"cuda_{_best(call)}", "the only stage with a block mask" if only else "the best stage"
         if name == "cuda_tiled":
             why += f" but for cuda_fa2, {'; '.join(STAGES['fa2'].capabilities.reasons(call))}"
         return name, why
 
     def resolve(self, call: AttentionCall) -> Attention:
-        return CudaStage(best_stage(call.arch, call.dtype, call.head_dim), self.deterministic)
+        return CudaStage(_best(call), self.deterministic)
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         return self.resolve(call).costs(call, compiled)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.dropout import threshold
 from ops.options import AttentionOptions
-from ops.order import order
+from ops.order import lead, order
 
 # Rows of lse2, delta and what else a backward keeps are padded to the largest tile of queries.
 PADDED_TO = 128
@@ -28,9 +28,9 @@ class Strides(ctypes.Structure):
 
 _POINTERS = (
     "q k v out lse dout dq dk dv lse2 delta scratch "
-    "alibi_slopes q_document_ids k_document_ids ranges kv_lengths seed"
+    "alibi_slopes q_document_ids k_document_ids ranges kv_lengths seed block_mask kept"
 )
-_STRIDED = "q k v out dout dq dk dv"
+_STRIDED = "q k v out dout dq dk dv block_mask kept"
 _INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped tail window_left window_right"
 _FLOATS = "scale softcap keep_scale"
 _STRIDES = {name: f"{name}_stride" for name in _STRIDED.split()}  # the field that holds a tensor's strides
@@ -45,6 +45,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in _INTEGERS.split()),
         *((name, ctypes.c_float) for name in _FLOATS.split()),
         ("threshold", ctypes.c_uint),
+        ("lead", ctypes.c_int),
     ]
 
     def bind(self, **tensors: Tensor | None) -> Params:
@@ -97,8 +98,9 @@ class Call:
             raise ValueError("attention=cuda takes no bias; attention=triton, flex, tiled and naive do")
         check(q, k, v)
         # the kernels step through these by one
-        contiguous = (None if x is None else x.contiguous() for x in (slopes, q_ids, k_ids, kv_lengths))
-        slopes, q_ids, k_ids, kv_lengths = contiguous
+        stepped = slopes, q_ids, k_ids, kv_lengths, options.block_mask
+        contiguous = (None if x is None else x.contiguous() for x in stepped)
+        slopes, q_ids, k_ids, kv_lengths, self.block_mask = contiguous
         slopes = None if slopes is None else slopes.float()
         self.tensors = (q, k, v, slopes, q_ids, k_ids, kv_lengths, seed)
         (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
@@ -137,6 +139,7 @@ class Call:
             "DOCUMENT_IDS": int(q_ids is not None),
             "LENGTHS": int(kv_lengths is not None),
             "DROPOUT": int(dropout_p > 0),
+            "BLOCK_MASK": int(self.block_mask is not None),
         }
 
     @property
@@ -150,4 +153,6 @@ class Call:
         uneven = bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])
         self.params.n_tiles = n_tiles
         self.params.grouped, self.params.tail = order(x, n_heads, n_tiles, uneven, **how)
+        if self.defines["BLOCK_MASK"]:
+            self.params.lead = min(n_tiles - self.params.tail, lead(x, n_heads))
         return n_tiles * n_heads

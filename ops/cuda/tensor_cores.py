@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.cuda.call import PADDED_TO, Call, padded
+from ops.cuda.kept_tiles import kept_tiles
 from ops.cuda.plain import document_ranges
 from ops.library import empty_as, gradients
 
@@ -166,6 +167,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     ranges = document_ranges(call, tile.br)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
+    kept = kept_tiles(call, tile.br, tile.bc)  # lives until the launch, as `ranges` does
+    params.bind(kept=kept)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     kernel = nvrtc.kernel("ladder/fa2.cu", "tilegpt_fa2_forward", _defines(call, tile, q, k, v), q.device)
     kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
@@ -206,6 +209,8 @@ def run_backward(
     ranges = document_ranges(call, tile.bc, transposed=True)
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
     params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
+    kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
+    params.bind(kept=kept)
     params.padded_tq = padded_tq
     # The accumulator of dQ takes as many bytes as Q and dO: 7% at D = 128, T = 16k, causal, where it counts.
     over = heads // kv_heads * (1 if deterministic else 2)
@@ -242,6 +247,8 @@ def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:
     tile = _DQ[padded(head_dim)]
     ranges = document_ranges(call, tile.br)
     params.bind(ranges=ranges)
+    kept = kept_tiles(call, tile.br, tile.bc)
+    params.bind(kept=kept)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
     defines = _defines(call, tile, q, k, v, dout)
     kernel = nvrtc.kernel("ladder/fa2_backward_dq.cu", "tilegpt_fa2_backward_dq", defines, q.device)

@@ -52,6 +52,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fa2", {"head_dim": 60}, "no head dim 60: needs at most 128, a multiple of 8"),
         ("fa2", {"dtype": torch.float32}, "no float32: "),
         ("fa2", {"device": "cpu", "arch": None}, "no cpu: "),
+        ("fa2", {"features": frozenset({"block_mask", "kv_lengths"}), "kv_heads": 2}, None),
+        ("fa3", {"features": frozenset({"block_mask"})}, "no block_mask: needs model.sparsity=null"),
+        ("tiled", {"features": frozenset({"block_mask"})}, "no block_mask: "),
         ("fa3", {"arch": (10, 0)}, "no sm_100: needs a GPU from sm_90 to sm_90"),
         ("fa3", {"head_dim": 256}, None),
         ("fa3", {"head_dim": 264}, "no head dim 264: needs at most 256"),
@@ -81,6 +84,7 @@ def test_what_rowwise_has_room_for() -> None:
         ({"dtype": torch.float32}, "tiled", "but for cuda_fa2, no float32: "),
         ({"head_dim": 59}, "tiled", "but for cuda_fa2, no head dim 59: "),
         ({"head_dim": 256}, "fa3", "the best stage"),
+        ({"features": frozenset({"block_mask"})}, "fa2", "the only stage with a block mask"),
     ],
 )
 def test_the_best_stage(call: dict[str, Any], stage: str, why: str) -> None:
@@ -89,6 +93,17 @@ def test_the_best_stage(call: dict[str, Any], stage: str, why: str) -> None:
     assert name == f"cuda_{stage}" and why in said
     chosen = attention.resolve(asked)
     assert (chosen.stage, chosen.name) == (stage, name) and chosen.unsupported_reasons(asked) == []
+
+
+def test_what_a_block_mask_is_refused_with() -> None:
+    """By what fa2 lacks, the only stage that has one."""
+    for change, said in (
+        ({"head_dim": 256}, "no head dim 256: needs at most 128"),
+        ({"dtype": torch.float32}, "no float32: "),
+    ):
+        call = replace(CALL, features=frozenset({"block_mask"}), **change)
+        (reason,) = build("cuda").unsupported_reasons(call)
+        assert said in reason
 
 
 def test_what_no_stage_does_is_refused() -> None:
@@ -211,6 +226,8 @@ def test_what_has_no_backward_says_so(stage: str) -> None:
         ("fa2", {"dtype": torch.float32}, "no float32: "),
         ("fa2", {"head_dim": 100}, "no head dim 100: "),
         (None, {"head_dim": 256}, "no head dim 256: "),
+        (None, {"head_dim": 59, "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}, "no head dim 59: "),
+        ("fa3", {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}, "no block_mask: "),
         ("fa2", {"kv_lengths": torch.tensor([8])}, "kv_lengths is torch.int64; it needs torch.int32"),
         ("fa2", {"v_tokens": 9}, "k and v need the same shape"),
     ],
@@ -225,7 +242,8 @@ def test_a_compiled_call_is_checked_as_it_is_traced(
         for n in (8, 8, options.get("v_tokens", 8))
     )
     window = (options["left"], -1) if "left" in options else None
-    asked = AttentionOptions(True, 0.125, window, kv_lengths=options.get("kv_lengths"))
+    tensors = {name: options.get(name) for name in ("kv_lengths", "block_mask")}
+    asked = AttentionOptions(True, 0.125, window, **tensors)
     with pytest.raises(ValueError, match=said):
         cuda._check(stage, q, k, v, asked)
 
@@ -242,7 +260,9 @@ EVERYTHING = ("window", "softcap", "alibi", "document_ids", "kv_lengths", "dropo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("features", [(), EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "features", [(), EVERYTHING, (*EVERYTHING, "block_mask")], ids=["plain", "everything", "block_mask"]
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_ops_are_as_pytorch_wants_them(
     stage: str, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

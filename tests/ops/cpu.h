@@ -221,6 +221,7 @@ static inline bool __any_sync(unsigned, bool x) {
     return any;
 }
 static inline unsigned __activemask() { return ~0u; }  // warps part as a whole
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline void atomicAdd(float *to, float x) {
     float old, sum;
     __atomic_load(to, &old, __ATOMIC_RELAXED);

@@ -23,6 +23,8 @@ CASES = [
     Case("strides", 113, 203, 64, batch=1, layout="sliced"),
     Case("no_key", 300, 70, 64, batch=1),  # whole tiles that see no key
     Case("no_key", 300, 70, 128, batch=1),
+    Case("blocks", 300, 400, 64, kv_heads=2, features=frozenset({"block_mask"})),
+    Case("blocks", 300, 300, 128, batch=1, features=frozenset({"block_mask", "noncausal", "kv_lengths"})),
 ]
 
 

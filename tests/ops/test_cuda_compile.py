@@ -79,6 +79,7 @@ BUDGETS = {
     "tilegpt_split_fp16_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=64, spilled_with_options=256),
     "tilegpt_delta": Budget(registers=64, blocks=4),
     "tilegpt_document_ranges": Budget(registers=64, blocks=4),
+    "tilegpt_kept_tiles": Budget(registers=64, blocks=4),
     "tilegpt_wmma_forward": Budget(blocks=1, has=("HMMA", "LDSM"), has_not=()),
     # Where its rows begin, read once a step. (Less is spilled, 0 to 64 bytes, where a step's loads are
     # predicated by hand or O is written out in a pass of its own: both up to 10% slower.)
@@ -108,7 +109,10 @@ OPTIONS = ("HAS_LEFT", "SOFTCAP", "ALIBI", "DOCUMENT_IDS", "LENGTHS", "DROPOUT")
 EVERYTHING = frozenset({"window", "softcap", "alibi", "document_ids", "kv_lengths", "dropout", "noncausal"})
 # What models have, causal, and the most that a stage does; the covering list is slow.
 USUAL = [((9, 0), (64,)), ((9, 0), (128,)), ((8, 9), (32, 128)), ((8, 0), (64,))]
-HEAVY = [Case("heavy", 113, 203, 128, kv_heads=2, features=EVERYTHING)]
+HEAVY = [
+    Case("heavy", 113, 203, 128, kv_heads=2, features=features)
+    for features in (EVERYTHING, EVERYTHING | {"block_mask"})
+]
 
 
 def able(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) -> bool:
@@ -188,6 +192,14 @@ def test_fits_and_does_as_meant(
             found = set(sass(each.cubin, each.launch.name))
             assert found.issuperset(budget.has), f"{each}: has {sorted(found)}, {budget}"
             assert not found & set(budget.has_not), f"{each}: has {sorted(found)}, {budget}"
+
+
+@pytest.mark.parametrize(("arch", "head_dims"), long_but(USUAL, 0))
+def test_fits_with_a_block_mask(arch: tuple[int, int], head_dims: tuple[int, ...]) -> None:
+    """Within what is allowed without options."""
+    sparse = frozenset({"block_mask"})
+    cases = [Case("usual", 128, 128, d, kv_heads=kv, features=sparse) for d in head_dims for kv in (4, 2)]
+    assert any(each.launch.name == "tilegpt_kept_tiles" for each in check("fa2", cases, torch.bfloat16, arch))
 
 
 @pytest.mark.long

@@ -98,6 +98,64 @@ CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def _kept(*shape: int, empty: tuple[int, ...] = ()) -> Tensor:
+    """A block mask (B or 1, H or 1, rows, columns) that keeps half; of heads that are `empty` nothing."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.5
+    mask[:, list(empty)] = False
+    return mask
+
+
+_ONE_COLUMN = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 0]], dtype=torch.bool)[None, None]
+SPARSE_CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((300, 380, 64), {"heads": (4, 2)}, {"block_mask": _kept(1, 4, 3, 3)}),
+    ((300, 300, 128), {"heads": (2, 2)}, {"block_mask": _ONE_COLUMN}),
+    ((260, 300, 128), {"heads": (2, 1)}, {"causal": False, "block_mask": _kept(1, 1, 3, 3)}),
+    ((150, 290, 64), {"heads": (4, 1)}, {"causal": False, "block_mask": _kept(1, 4, 2, 3, empty=(0, 2))}),
+    ((140, 200, 64), {"heads": (3, 1)}, {"block_mask": _kept(1, 3, 2, 2, empty=(1, 2))}),
+    ((140, 200, 32), {"heads": (2, 2)}, {"block_mask": _kept(1, 2, 2, 2, empty=(0, 1))}),
+    ((150, 300, 96), {"batch": 2, "lengths": [300, 140]}, {"block_mask": _kept(2, 1, 2, 3)}),
+    (
+        (1, 300, 64),
+        {"batch": 3, "lengths": [0, 100, 300], "heads": (2, 1)},
+        {"block_mask": _kept(3, 1, 1, 3)},
+    ),
+    (
+        (300, 340, 32),
+        {"heads": (2, 1)},
+        {
+            "block_mask": _kept(1, 2, 3, 3),
+            "document_ids": (documents(150, 150), documents(200, 140)),
+            "window": (140, 0),
+            "dropout_p": 0.1,
+        },
+    ),
+    (
+        (260, 340, 40),
+        {"cut": 1},
+        {"causal": False, "block_mask": _kept(1, 1, 3, 3), "window": (90, 150), "softcap": 1.5},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"),
+    long_but(SPARSE_CASES, 0, 1, 3, 7),
+    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in SPARSE_CASES],
+)
+@pytest.mark.parametrize("shared_bytes", [232_448, pytest.param(101_376, marks=pytest.mark.long)])
+def test_values_with_a_block_mask(
+    shape: tuple[int, int, int],
+    made: dict[str, Any],
+    options: dict[str, Any],
+    shared_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lists of several tiles, of one and of none, of heads of a group that each have their own; where a block
+    has less shared memory, one stage of Q and dO."""
+    monkeypatch.setattr(tensor_cores, "_shared_bytes", lambda _: shared_bytes)
+    test_values(shape, made, options)
+
+
 @pytest.mark.parametrize(
     ("shape", "made", "options"),
     long_but(CASES, 1, 2, 3, 7, 8, 9, 10, 12),
@@ -111,20 +169,22 @@ def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict
     assert max(ratios.values()) <= 1, ratios
 
 
-def _bits(shape: tuple[int, int, int], **made: Any) -> list[Tensor]:
+def _bits(shape: tuple[int, int, int], block_mask: Tensor | None, **made: Any) -> list[Tensor]:
     """out and the gradients of a causal call."""
     q, k, v, dout = (x.requires_grad_() for x in _inputs(shape, **made))
-    out = _OnCPU(deterministic=True)(q, k, v)
+    out = _OnCPU(deterministic=True)(q, k, v, block_mask=block_mask)
     return [out, *torch.autograd.grad(out, (q, k, v), dout.detach())]
 
 
 @pytest.mark.long
-def test_in_any_order(request: pytest.FixtureRequest) -> None:
-    """Heads in groups, and with the shortest tiles of all at the end, give the same bits."""
+@pytest.mark.parametrize("block_mask", [None, _kept(1, 6, 3, 3)], ids=["", "block_mask"])
+def test_in_any_order(request: pytest.FixtureRequest, block_mask: Tensor | None) -> None:
+    """Heads in groups, and with the shortest tiles of all at the end, or the first at the beginning, give the
+    same bits."""
     shape, heads = (270, 300, 32), {"heads": (6, 6)}  # three tiles of queries and of keys
-    before = _bits(shape, **heads)
+    before = _bits(shape, block_mask, **heads)
     request.getfixturevalue("small_groups")
-    assert all(torch.equal(a, b) for a, b in zip(before, _bits(shape, **heads), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, _bits(shape, block_mask, **heads), strict=True))
 
 
 @pytest.mark.long
@@ -236,9 +296,11 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     batch, kv_heads, group, head_dim = map(
         draw.choice, ([1, 2], [1, 2], [1, 2, 3], [32, 40, 64, 96, 104, 128])
     )
+    mask_heads = draw.choice([1, group * kv_heads])
     tq, tk, sides = draw.choice([1, 17, 64, 129, 260]), draw.choice([3, 65, 128, 270]), [-1, 1, 7, 40]
     ids = tuple(torch.randint(3, (batch, t), generator=g).int().sort().values for t in (tq, tk))
     lengths = draw.choice([None, None, [draw.choice([0, tk // 2, tk]) for _ in range(batch)]])
+    tiles = -(-tq // 128), -(-tk // 128)
     options = {
         "causal": draw.random() < 0.5,
         "scale": draw.choice([None, None, -0.1, 0.3]),
@@ -248,6 +310,7 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         "alibi_slopes": draw.choice([None, None, torch.rand(group * kv_heads, generator=g)]),
         "document_ids": draw.choice([None, None, ids]),
         "kv_lengths": None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
+        "block_mask": draw.choice([None, torch.rand(1, mask_heads, *tiles, generator=g) < 0.5]),
     }
     shape, heads, unaligned = (tq, tk, head_dim), (group * kv_heads, kv_heads), draw.random() < 0.3
     q, k, v, dout = _inputs(shape, heads, batch, lengths, cut=int(unaligned))

@@ -12,6 +12,7 @@
 // The host also defines BR, BC, WARPS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether all rows
 // begin at multiples of 16 bytes), and SCALE_FIRST (with softcap, ALiBi, or a scale that is not positive: the scores
 // are scaled before their maximum is taken).
+#include "kept_tiles.cuh"
 #include "softmax.cuh"
 
 #define THREADS (WARPS * 32)
@@ -30,16 +31,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, documents_of(p, b, tile));
     const float c = exponent_scale(p);
     const Dropout<TILES> dropout(p, b, h, i_first);
-    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);
-    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, range.lo);
+#if BLOCK_MASK
+    KeptTiles<1> kept(p, b, h, tile);
+#endif
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, ORIGIN);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, ORIGIN);
     auto load = [&](int start, int odd) {
-        next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
-        next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
+        next_k.load_next(k_tile + odd * TILE_BYTES, p.k_stride.t, start, keys);
+        next_v.load_next(v_tile + odd * TILE_BYTES, p.v_stride.t, start, keys);
     };
-    if (range.lo < range.hi) {  // else Q would arrive, without a wait, in the buffer from which O is stored
+    if (ANY_TILE) {  // else Q would arrive, without a wait, in the buffer from which O is stored
         const element *q = matrix_of(p.q, p.q_stride, b, h);
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
-        load(range.lo, 0);
+        load(FIRST_TILE, 0);
     }
     commit();
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
@@ -56,11 +60,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #pragma unroll
         for (int d = 0; d < D_STEPS; d++) load_matrices(q[t][d], rows_first(q_rows, t * 16, d));
 #endif
-    for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
+    for (int start = BEGIN, odd = 0; IS_TILE(start); GO_ON(start, BC), odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has arrived, and no warp still reads the other buffer
-        if (start + BC < range.hi) load(start + BC, odd ^ 1);
+        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), odd ^ 1);
         commit();
+        READ_AHEAD;
         Accumulator<TILES, BC / 16> s;
         s.clear();
 #if Q_IN_REGISTERS
@@ -68,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #else
         multiply<D_STEPS, false, false>(s, rows_first, q_rows, columns_first, k_tile + odd * TILE_BYTES);
 #endif
-        const bool masked = start < range.full_lo || start >= range.full_hi;
+        const bool masked = IS_MASKED(start < range.full_lo || start >= range.full_hi);
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
         online_softmax(s, o, rows, c);
         dropout.drop(p, s, start);

@@ -12,6 +12,7 @@
 // and read, and Tk / BC additions to each of its numbers in the L2.
 // The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and how many
 // groups of warps share the rows of a product: ROWS_S (of S, dP), ROWS_KV (of dK, dV), ROWS_Q (of dQ).
+#include "kept_tiles.cuh"
 #include "scores.cuh"
 
 #define THREADS (WARPS * 32)
@@ -83,16 +84,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
         .load(v_tile, p.v_stride.t, keys - j0);
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
     const int first_head = kv_head * GROUP, n_rows = ceil_div(range.hi - range.lo, BR) * BR;
-    Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, range.lo);
-    Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, range.lo);
-    const float *next_lse2 = p.lse2 + (long long)(b * p.heads + first_head) * p.padded_tq + range.lo + threadIdx.x * 4;
+#if BLOCK_MASK
+    KeptTiles<GROUP> kept(p, b, first_head, tile);
+#endif
+    Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, ORIGIN);
+    Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, ORIGIN);
+    const float *next_lse2 = p.lse2 + (long long)(b * p.heads + first_head) * p.padded_tq + ORIGIN + threadIdx.x * 4;
     const long long to_delta = p.delta - p.lse2 - BR;
     auto load = [&](int stage, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
-        next_q.load(to, p.q_stride.t, p.tq - i);
-        next_do.load(to + Q_BYTES, p.dout_stride.t, p.tq - i);
+        next_q.load_next(to, p.q_stride.t, i, p.tq, HEADS_ON(p.q_stride.h));
+        next_do.load_next(to + Q_BYTES, p.dout_stride.t, i, p.tq, HEADS_ON(p.dout_stride.h));
+        const float *lse2 = next_lse2 + ROWS_ON(p.padded_tq, i);
         if (threadIdx.x < BR / 2)
-            copy_async(to + 2 * Q_BYTES + 16 * threadIdx.x, next_lse2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
+            copy_async(to + 2 * Q_BYTES + 16 * threadIdx.x, lse2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
+        if (BLOCK_MASK) return;
         next_lse2 += BR;
         if (GROUP > 1 && i + BR >= range.hi) {
             next_q.from += p.q_stride.h - n_rows * p.q_stride.t;
@@ -100,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             next_lse2 += p.padded_tq - n_rows;
         }
     };
-    if (range.lo < range.hi) load(0, range.lo);
+    if (ANY_TILE) load(0, FIRST_TILE);
     commit();
 
     const int s_row = warp % ROWS_S * S_TILES * 16, s_column = warp / ROWS_S * S_COLUMNS;
@@ -111,13 +117,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < GROUP; g++)
-        for (int i0 = range.lo; i0 < range.hi; i0 += BR) {
+        for (int i0 = BEGIN_HEAD(g); IS_TILE_OF(i0, g); GO_ON(i0, BR)) {
             const int h = kv_head * GROUP + g;
             wait_for_all_but<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other, with P and with dS
-            const bool last_of_head = i0 + BR >= range.hi, more = !last_of_head || g + 1 < GROUP;
-            if (STAGES == 2 && more) load(stage ^ 1, last_of_head ? range.lo : i0 + BR);
+            const bool last_of_head = IS_LAST(i0, BR), more = HAS_NEXT_OF_GROUP(g);
+            if (STAGES == 2 && more) load(stage ^ 1, NEXT_OF_GROUP(i0, BR));
             if (STAGES == 2) commit();
+            READ_AHEAD;
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES;
             const float *lse2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
             Scores s, dp;
@@ -126,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                                             k_tile + s_column * ROW_BYTES);
             multiply<D_STEPS, false, false>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
                                             v_tile + s_column * ROW_BYTES);
-            const bool masked = real < BC || i0 < range.full_lo || i0 + BR > range.full_hi;
+            const bool masked = IS_MASKED(real < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
             compute_p_and_ds(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
@@ -146,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             multiply<BR / 16, true, true>(dk, transposed, ds_tile, of_kv, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
-                if (more) load(0, last_of_head ? range.lo : i0 + BR);
+                if (more) load(0, NEXT_OF_GROUP(i0, BR));
                 commit();
             }
             stage ^= STAGES - 1;

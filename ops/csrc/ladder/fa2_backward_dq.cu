@@ -6,6 +6,7 @@
 // (fa2_backward.cu without ATOMIC).
 // HBM traffic. Q, dO and dQ once, K and V once per query tile, mostly from L2.
 // The host also defines BR, BC, WARPS, BLOCKS, ALIGNED, SCALE_FIRST as for fa2.cu.
+#include "kept_tiles.cuh"
 #include "scores.cuh"
 
 #define THREADS (WARPS * 32)
@@ -23,33 +24,37 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     const unsigned k_tile = do_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
     const unsigned first_row = warp * TILES * 16 * ROW_BYTES;
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, documents_of(p, b, tile));
-    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, range.lo);
-    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, range.lo);
+#if BLOCK_MASK
+    KeptTiles<1> kept(p, b, h, tile);
+#endif
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, ORIGIN);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, ORIGIN);
     auto load = [&](int start, int odd) {
-        next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
-        next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
+        next_k.load_next(k_tile + odd * TILE_BYTES, p.k_stride.t, start, keys);
+        next_v.load_next(v_tile + odd * TILE_BYTES, p.v_stride.t, start, keys);
     };
-    if (range.lo < range.hi) {  // else Q would land, unwaited for, where dQ goes out
+    if (ANY_TILE) {  // else Q would land, unwaited for, where dQ goes out
         const element *q = matrix_of(p.q, p.q_stride, b, h), *dout = matrix_of(p.dout, p.dout_stride, b, h);
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
         Loader<BR, THREADS>(dout, p.dout_stride.t, i0).load(do_tile, p.dout_stride.t, p.tq - i0);
-        load(range.lo, 0);
+        load(FIRST_TILE, 0);
     }
     commit();
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
     const long long row = (long long)head * p.padded_tq + i_first;
     Accumulator<TILES, D_STEPS> dq;
     dq.clear();
-    for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
+    for (int start = BEGIN, odd = 0; IS_TILE(start); GO_ON(start, BC), odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
-        if (start + BC < range.hi) load(start + BC, odd ^ 1);
+        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), odd ^ 1);
         commit();
+        READ_AHEAD;
         Accumulator<TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
         multiply<D_STEPS, false, false>(s, rows_first, q_tile + first_row, columns_first, k_tile + odd * TILE_BYTES);
         multiply<D_STEPS, false, false>(dp, rows_first, do_tile + first_row, columns_first, v_tile + odd * TILE_BYTES);
-        const bool masked = start < range.full_lo || start >= range.full_hi;
+        const bool masked = IS_MASKED(start < range.full_lo || start >= range.full_hi);
         compute_p_and_ds(p, s, dp, p.lse2 + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, rows_first, k_tile + odd * TILE_BYTES);  // dQ += dS K
     }

@@ -5,7 +5,7 @@
 //   HEAD_DIM    D, as the caller has it; kernels pad it as they need
 //   GROUP       query heads that share a key head (1: MHA)
 //   HAS_LEFT, HAS_RIGHT    a bound on either side of the diagonal (causal: HAS_RIGHT with window_right = 0)
-//   SOFTCAP, ALIBI, DOCUMENT_IDS, LENGTHS, DROPOUT    0 or 1; what is 0 costs nothing
+//   SOFTCAP, ALIBI, DOCUMENT_IDS, LENGTHS, DROPOUT, BLOCK_MASK    0 or 1; what is 0 costs nothing
 // and what the stage adds (tile sizes). Only attention.cuh, the .cuh files beside it, cuda_bf16.h and cuda_fp16.h
 // are ever included. All stages also compile as C++ for the CPU (tests/ops/cpu.h).
 #pragma once
@@ -52,7 +52,10 @@ struct Params {
     const int *ranges;                        // (B, tiles, 3): see document_ranges.cu
     const int *kv_lengths;                    // (B,)
     const long long *seed;                    // ()
+    const unsigned char *block_mask;          // (B or 1, Hq or 1, Tq / 128, Tk / 128), for kept_tiles.cu
+    const int *kept;                          // (B, Hq, n_tiles, entries): see kept_tiles.cu
     Strides q_stride, k_stride, v_stride, out_stride, dout_stride, dq_stride, dk_stride, dv_stride;
+    Strides block_mask_stride, kept_stride;   // 0 where all batch rows or heads share
     int batch, heads, kv_heads, tq, tk, padded_tq;
     int n_tiles;                              // tiles of one head along the grid's split dimension
     int grouped;                              // heads that run side by side, so that their K and V share the L2
@@ -60,6 +63,7 @@ struct Params {
     int window_left, window_right;            // read with HAS_LEFT, HAS_RIGHT
     float scale, softcap, keep_scale;         // keep_scale = 1 / (1 - dropout_p)
     unsigned threshold;                       // a probability is kept where its bits are >= threshold
+    int lead;                                 // with BLOCK_MASK: tiles of a head that come before those of any group
 };
 
 static_assert(sizeof(Params) == PARAMS_BYTES, "ops/cuda/call.py and struct Params differ");
@@ -218,15 +222,21 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
 
 // The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and
 // within them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST; `tail` tiles
-// of all heads come in the end (ops/order.py).
+// of all heads come in the end, and with BLOCK_MASK `lead` of all heads at the beginning (ops/order.py).
 __device__ __forceinline__ void unswizzle(const Params &p, int index, int n_heads, bool last_first, int &tile,
                                           int &head) {
-    int ahead = p.n_tiles - p.tail, first = 0, width = n_heads, within = index;
+    int ahead = p.n_tiles - p.tail, first = 0, width = n_heads, within = index, lead = 0;
+#if BLOCK_MASK
+    if (index < p.lead * n_heads)
+        ahead = 0;
+    else
+        lead = p.lead, ahead -= lead, within = index -= lead * n_heads;
+#endif
     if (index < ahead * n_heads) {
         first = index / (p.grouped * ahead) * p.grouped;
         width = min_of(p.grouped, n_heads - first), within = index - first * ahead;
     }
-    tile = within / width;  // of all heads the tail's come behind `ahead` others
+    tile = lead + within / width;  // of all heads the tail's come behind `ahead` others
     head = first + within % width;
     if (last_first) tile = p.n_tiles - 1 - tile;
 }

@@ -181,6 +181,19 @@ template <int ROWS, int THREADS> struct Loader {
         }
         from += advance * stride;
     }
+
+    // The next tile that a block visits (kept_tiles.cuh), which begins at row `start` of `rows`; with BLOCK_MASK `from` is
+    // of row 0 of a first head, and `to_head` elements away from that of the tile.
+    __device__ __forceinline__ void load_next(unsigned tile, long long stride, int start, int rows,
+                                              long long to_head = 0) {
+#if BLOCK_MASK
+        Loader there = *this;
+        there.from += to_head + start * stride;
+        there.load(tile, stride, rows - start);
+#else
+        load(tile, stride, rows - start);  // where the last one ended
+#endif
+    }
 };
 
 // sums += A B over STEPS of 16: A as it lies, or TRANSPOSED; B's columns are its rows, or with ACROSS its columns.

@@ -1,0 +1,52 @@
+// For a block mask: which tiles of keys a tile of queries visits, as a list, so that nothing else is looked at.
+//
+// Per tile of OWN queries the tiles of OTHER keys that are in a kept block of MASK_BLOCK x MASK_BLOCK and that some of
+// the queries see by all other masks (key_range), in order: where each begins, plus NEEDS_MASK where a mask cuts it; then
+// END_OF_LIST. (B or 1, H or 1, n_tiles, 1 + Tk / OTHER) integers, Hq / H heads of a call sharing a list. TRANSPOSED:
+// for tiles of OWN keys the tiles of OTHER queries, as dK and dV have them.
+//
+// HBM traffic: a byte a block of the mask; 4 bytes an entry, written here and read once by each head (T = 16k, tiles of
+// 128 x 64: 131 KB where all entries are kept). Grid: a block a list.
+#include "kept_tiles.cuh"
+
+#define THREADS 256
+
+static_assert(MASK_BLOCK % OWN == 0 && MASK_BLOCK % OTHER == 0 && OTHER % 2 == 0, "whole tiles; a bit for NEEDS_MASK");
+
+extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const __grid_constant__ Params p) {
+    static __shared__ unsigned kept_lanes[THREADS / 32];
+    const int tile = blockIdx.x % p.n_tiles, head = blockIdx.x / p.n_tiles, b = head / p.heads, h = head % p.heads;
+    const int keys = keys_of(p, b), own = tile * OWN, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Documents documents = documents_of(p, b, tile);
+#if TRANSPOSED
+    const int real = min_of(OWN, keys - own);
+    Range range = {0, 0, 0, 0};
+    if (real > 0) range = query_range(p, own, real, keys - p.tq, OTHER, documents);
+    const bool cut = real < OWN;
+#else
+    const Range range = key_range(p, own, min_of(OWN, p.tq - own), keys, keys - p.tq, OTHER, documents);
+    const bool cut = false;
+#endif
+    const unsigned char *mask = matrix_of(p.block_mask, p.block_mask_stride, b, h);
+    int *list = const_cast<int *>(matrix_of(p.kept, p.kept_stride, b, h)) + tile * p.kept_stride.t;
+    for (int first = range.lo; first < range.hi; first += THREADS * OTHER) {
+        const int start = first + threadIdx.x * OTHER;
+        const int row = (TRANSPOSED ? start : own) / MASK_BLOCK, column = (TRANSPOSED ? own : start) / MASK_BLOCK;
+        const bool kept = start < range.hi && mask[row * p.block_mask_stride.t + column];
+        unsigned lanes = kept ? 1u << lane : 0;
+        for (int other = 16; other > 0; other /= 2) lanes |= __shfl_xor_sync(0xffffffffu, lanes, other);
+        __syncthreads();  // nobody still reads those of the last round
+        if (lane == 0) kept_lanes[warp] = lanes;
+        __syncthreads();
+        int before = __popc(lanes & ((1u << lane) - 1)), all = 0;
+        for (int other = 0; other < THREADS / 32; ++other) {
+            const int count = __popc(kept_lanes[other]);
+            all += count;
+            if (other < warp) before += count;
+        }
+        const bool masked = cut || start < range.full_lo || start >= range.full_hi;
+        if (kept) list[before] = start + (masked ? NEEDS_MASK : 0);
+        list += all;
+    }
+    if (threadIdx.x == 0) *list = END_OF_LIST;
+}
