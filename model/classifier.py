@@ -56,6 +56,10 @@ class Classifier(GPT):
         super().__init__(config, attention, checkpointing)
         self.lm_head = Head(config.n_embd, n_classes, sequences)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, n_classes) of (B * S, 1, C): what changes the logits of tokens does not change these."""
+        return self.lm_head(x)
+
     def forward(
         self, input_ids: Tensor, *, targets: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:

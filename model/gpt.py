@@ -347,8 +347,12 @@ class GPT(nn.Module):
         if targets is not None and (chunk or fuses_loss(x)):
             chunk = chunk or targets.numel()
             return chunked_loss(x, self.lm_head.weight, targets, self.config.vocab_size, chunk)
-        logits = self.lm_head(x)
+        logits = self.logits(x)
         return logits if targets is None else self.summed_loss(logits, targets)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, T, V padded) of what `ln_f` gives, (B, T, C)."""
+        return self.lm_head(x)
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in fp32 over the real vocabulary (the padding is not counted), in nats, summed over

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ def remedies(
     if not run.checkpointing:
         found["checkpointing=true"] = replace(run, checkpointing=True)
     if not run.config.loss_chunk:
-        found["model.loss_chunk=2048"] = replace(run, config=replace(run.config, loss_chunk=2048))
+        with suppress(UserError):  # of a model that refuses it
+            found["model.loss_chunk=2048"] = replace(run, config=replace(run.config, loss_chunk=2048))
     if run.config.seq_len > 1:
         half = run.config.seq_len // 2
         found[f"seq_len={half}"] = replace(run, config=replace(run.config, seq_len=half))
