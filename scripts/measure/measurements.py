@@ -59,7 +59,7 @@ OTHERS = {
     "generate": Measurement(("python scripts/bench_generate.py --batch 1 32",), 120),
     "serve": Measurement(("python scripts/bench_serve.py",), 120),
     "shakespeare_char": Measurement(
-        ("python train.py experiment=shakespeare_char compile=true",), 58, estimated=False
+        ("python train.py experiment=shakespeare_char",), 58, estimated=False
     ),
 }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import mean, median
 from typing import Any
 
 from scripts.measure.report.pages import page
 from scripts.measure.report.sweep_report import beside
-from scripts.measure.report.tables import Record, listed, records, where
+from scripts.measure.report.tables import Record, distinct, listed, records, where
 from scripts.measure.rows import trusted
 from scripts.measure.studies import Report, Row, Table
 
@@ -209,14 +210,17 @@ def characters(rows: list[Row]) -> Report:
     found = records(rows)
 
     def line(r: Record) -> str:
-        losses = f"{r.implementation}|{r.seed}|{r.best_val_loss:.4f}|{r.last_val_loss:.4f}"
+        how = f"{r.implementation}|{str(r.compile).lower()}|{r.seed}"
+        losses = f"{how}|{r.best_val_loss:.4f}|{r.last_val_loss:.4f}"
         return f"{losses}|{r.ms_median:.2f}|{r.caches}|{r.wall_s:,.0f}|{r.peak_mib:,.0f}"
 
-    head = "attention|seed|best loss|last loss|ms per step|caches|seconds in total|peak MiB"
+    head = "attention|compile|seed|best loss|last loss|ms per step|caches|seconds in total|peak MiB"
     table = listed("Validation loss, nats per character", head, found, line)
-    cold = sorted((r for r in found if r.caches == "cold"), key=lambda r: r.wall_s)
-    mean = sum(r.best_val_loss for r in cold) / len(cold)
-    return page("shakespeare_char", [table], mean=mean, wall_s=cold[len(cold) // 2].wall_s, seeds=len(cold))
+    seeds = [mean(r.best_val_loss for r in where(found, seed=seed)) for seed in distinct(found, "seed")]
+    times = {
+        caches: median(r.wall_s for r in where(found, caches=caches)) for caches in distinct(found, "caches")
+    }
+    return page("shakespeare_char", [table], mean=mean(seeds), seeds=len(seeds), times=times)
 
 
 REPORTS: dict[str, Callable[[list[Row]], Report]] = {
