@@ -58,9 +58,7 @@ OTHERS = {
     "parity": Measurement(("python scripts/parity.py",), 600),
     "generate": Measurement(("python scripts/bench_generate.py --batch 1 32",), 120),
     "serve": Measurement(("python scripts/bench_serve.py",), 120),
-    "shakespeare_char": Measurement(
-        ("python train.py experiment=shakespeare_char",), 58, estimated=False
-    ),
+    "shakespeare_char": Measurement(("python train.py experiment=shakespeare_char",), 58, estimated=False),
 }
 
 
