@@ -46,7 +46,7 @@ from attention.geometry import (
 )
 from conf.values import UserError
 from ops.dropout import keep_tile
-from ops.library import register_attention
+from ops.library import gradients, register_attention
 from ops.options import MASK_BLOCK
 
 
@@ -250,8 +250,9 @@ def tiled_backward(
     by_cols: dict[range, list[tuple[range, bool]]] = {}
     for rows, cols, masked in call.visible_tiles():
         by_cols.setdefault(cols, []).append((rows, masked))
-    dq = torch.zeros_like(q, dtype=call.dtype)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = (grad.zero_() for grad in gradients(q, k, v, call.options))
+    if call.dtype != q.dtype:  # what is summed up
+        dq = torch.zeros_like(q, dtype=call.dtype)
     bias, relative_bias = call.options.bias, call.options.relative_bias
     dbias = torch.zeros_like(bias, dtype=call.dtype) if bias_grad else None
     drelative = None

@@ -222,7 +222,6 @@ static inline float2 load_pair(unsigned from) {
     memcpy(&x, cpu::at(from), 8);
     return x;
 }
-static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline unsigned pack_e4m3(float a, float b, float c, float d) {
     return cpu::e4m3_of(a) | cpu::e4m3_of(b) << 8 | cpu::e4m3_of(c) << 16 | (unsigned)cpu::e4m3_of(d) << 24;
 }

@@ -85,7 +85,7 @@ def recorded(attention: Attention) -> Iterator[list[Problem]]:
 
     def keep(module: Any, args: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
         layer = len(problems)
-        problems.append(Problem(*(x.detach() for x in args), options))
+        problems.append(Problem(*(x.detach() for x in args), options | {"packed": None}))  # no view any more
 
         def with_gradient(dout: Tensor) -> None:
             problems[layer] = replace(problems[layer], dout=dout)

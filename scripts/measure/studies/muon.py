@@ -27,7 +27,7 @@ from scripts.measure.runner import Result, Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, real_text
 
 STUDY, SEED = "muon", 1337
-GPU_S, ESTIMATED = 1300, True
+GPU_S, ESTIMATED = 1320, True
 OPTIMIZERS = ("adamw", "muon")
 SHARES = (1.0, 1.1, 1.25, 1.5)
 WORDS = ["experiment=long_context_quality", "seq_len=512", "data.batch_size=64", "schedule.warmup_steps=100"]
