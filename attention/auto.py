@@ -215,8 +215,9 @@ class AutoAttention(Attention):
         return self._chosen_for(q, cached_call_fields(q, view, options)).attend_cached(q, view, options)
 
     def _chosen_for(self, q: Tensor, facts: dict[str, Any]) -> Attention:
-        # Lengths may be symbolic while compiling. A choice depends only on whether they are 1, whether they
-        # are short or long, and which one is greater.
+        # Lengths may be symbolic while compiling, so others stand for them. The order depends only on whether
+        # they are 1, whether they are short or long, and which one is greater. A refusal of a certain length
+        # (sdpa_cudnn's, and flex's where nothing is compiled) is not seen here.
         tq, tk = facts["tq"], facts["tk"]
         short = 1 if tk == 1 else SHORT if tk <= SHORT else 2 * SHORT
         queries = short if tq == tk else short - 1 if tq < tk else short + 1

@@ -115,8 +115,8 @@ class Attention(nn.Module):
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         """All reasons why this implementation cannot run `call`; empty when it can."""
         reasons = self.capabilities.reasons(call)
-        # PyTorch holds its own operators to this; what others do not say of theirs would train on without a
-        # word.
+        # PyTorch raises for its own operators; a library's nondeterministic backward would otherwise run
+        # silently.
         if call.backward and must_be_deterministic() and not self.capabilities.can_be_deterministic:
             reasons.append("no deterministic backward: needs deterministic=false")
         return reasons

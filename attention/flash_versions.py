@@ -66,7 +66,8 @@ class LibraryCall:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Beside `causal`, which bounds the right itself; a single query then gets the decoding kernels."""
+        """(left, right) beside `causal`, -1 for no bound: with `causal`, which bounds the right side itself,
+        right is -1, so that a single query gets the decoding kernels."""
         return self.left, -1 if self.causal else self.right
 
     def packing(self) -> dict[str, Any]:
@@ -134,7 +135,8 @@ def _forward2(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> 
     if o.documents is not None:
         tq, tk = o.documents.max_seqlen_q, o.documents.max_seqlen_k
     if tq > tk and (o.right >= tk or tk > o.left >= 0 > o.right):
-        # It takes a right bound >= Tk for none, and none beside a left one for Tk: right where Tq <= Tk.
+        # flash2 treats window_right >= Tk as unbounded, and an unbounded right side beside a left bound as
+        # Tk; both are correct only if Tq <= Tk.
         raise UnsupportedAttention(
             "flash2",
             [f"no window {o.left, o.right} for {tq} queries on {tk} keys: needs a right bound below {tk}"],

@@ -118,8 +118,8 @@ def flex(
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) by PyTorch's flex_attention; of the options, causal and window are in `limits`.
 
-    `lists` without full tiles say that every query sees every key. A kernel visits the tiles of `lists`
-    alone, and needs no `block_mask` beside them; what PyTorch does uncompiled does.
+    `lists` without full tiles say that every query sees every key. A compiled kernel visits only the tiles in
+    `lists`, and so needs no `block_mask` in addition. Uncompiled, PyTorch computes all scores, and needs it.
     """
     if options.kv_lengths is not None:
         # Q K^T is masked, but 0 * NaN would reach P V, and in the backward dS K.
@@ -301,14 +301,14 @@ class FlexAttention(Attention):
         if call.device == "cpu" and call.backward:
             reasons.append("no backward on a CPU: PyTorch's FlexAttention has none (trainer.accelerator)")
         if call.dtype == torch.float32 and call.device == "cuda":
-            # The generated kernels, without TF32, miss what DESIGN.md section 4 allows: 1.82 times the error
+            # The generated kernels, without TF32, miss what scripts/accuracy.py allows: 1.82 times the error
             # for one query on 239 keys (kv_lengths, head dim 128; window 1.09, bias 1.34), 1.32 for 1023 on
             # 1024 (ALiBi, head dim 64) and 1.11 there for the gradient of a bias (H200, torch 2.11).
             reasons.append(
                 "no float32 on cuda: needs float16 or bfloat16 (precision), or attention=tiled or triton"
             )
         elif "lse" in call.features and call.dtype == torch.float32:
-            # PyTorch keeps it in base 2 and converts twice: 1.08 times the error that DESIGN.md section 4
+            # PyTorch keeps it in base 2 and converts twice: 1.08 times the error that scripts/accuracy.py
             # allows (one query on 239 keys, on a CPU).
             reasons.append("no lse in float32: needs 16 bits (precision), or return_lse=False")
         if call.device == "cpu" or torch._dynamo.config.disable:

@@ -23,7 +23,8 @@ Lists = tuple[Tensor | None, ...]
 
 class Limits(NamedTuple):
     """What query i sees: keys j < keys with -left <= rel <= right, rel = j - (i + keys - queries). Numbers
-    become constants of a kernel, FAR and `keys` not even that; tensors, (B,) int32, are read by it."""
+    become constants of a kernel, but where left or right is FAR, or `keys` is a number (Tk, which PyTorch
+    checks), there is no comparison at all; tensors, (B,) int32, are read by the kernel."""
 
     queries: int | Tensor
     keys: int | Tensor
@@ -83,8 +84,9 @@ def tile_lists(
 def unmasked_lists(tq: int, tk: int, device: torch.device) -> Lists:
     """The tiles where every query sees every key: no list of full ones, so that the kernel has one loop.
 
-    One tile of FAR x FAR, as PyTorch makes for no mask, by a dozen kernels in each call. For one query the
-    tiles of its keys, since newer versions divide keys among the splits of the decoding kernel by tiles.
+    One tile of FAR x FAR, the same that PyTorch makes where it is given no mask, but PyTorch runs a dozen
+    kernels for it in each call. For one query the tiles of its keys, since newer versions divide keys among
+    the splits of the decoding kernel by tiles.
     """
     like = {"dtype": torch.int32, "device": device}
     tiles = (tk + TILE - 1) // TILE if tq == 1 else 1

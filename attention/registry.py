@@ -38,12 +38,12 @@ def build(name: str, **options: Any) -> Attention:
 
 @functools.cache
 def shared_instance(name: str) -> Attention:
-    """One of each name, to be asked what it declares."""
+    """The one instance of each name that is asked what it declares and supports."""
     return build(name)
 
 
 def declaration(name: str) -> Declaration:
-    """What the implementation of a name declares; of a name that is none, as rows may have one, nothing."""
+    """An implementation's declaration; an empty one for an unknown name, as rows of results may have."""
     from attention.base import Declaration
 
     return shared_instance(name).declaration if name in names() else Declaration()

@@ -63,9 +63,8 @@ class StandardAttention(Attention):
     key ask it for documents and a cache too (scripts/measure/instruments/textbook.py).
 
     Args:
-        autocast: whether autocast has a say in it, which on a GPU has the softmax in fp32; without it all is
-        in
-            the precision of q.
+        autocast: whether autocast applies, which computes the softmax in fp32 on a GPU; without it, all is
+            computed in the dtype of q.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(

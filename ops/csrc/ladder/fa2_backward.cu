@@ -12,6 +12,7 @@
 // and read, and Tk / BC additions to each of its numbers in the L2.
 // The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and how many
 // groups of warps share the rows of a product: ROWS_S (of S, dP), ROWS_KV (of dK, dV), ROWS_Q (of dQ).
+// The macros of the loops (BEGIN, IS_TILE, GO_ON and so on), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 

@@ -15,7 +15,7 @@
 #define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has half of dQ's rows, or half of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
 #define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PAD_D : PAD_D / 2)
-#define DQ_CHUNKS (WIDE ? 2 : 1)  // in which dQ leaves, as shared memory has space for
+#define DQ_CHUNKS (WIDE ? 2 : 1)  // parts in which dQ is written, as shared memory has no space for all of it
 #define CHUNK_COLUMNS (DQ_COLUMNS / DQ_CHUNKS)
 #define PART_BYTES (BR * PAD_D * 2 / DQ_CHUNKS)  // of a warp group's chunk
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself

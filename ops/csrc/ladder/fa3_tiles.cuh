@@ -9,14 +9,14 @@
 #define THREADS ((GROUPS + 1) * 128)
 #define KV_BYTES (BC * PAD_D * OPERAND_BYTES)
 #define Q_BYTES (64 * PAD_D * OPERAND_BYTES)  // of a warp group
-#define V_BLOCK (BC % 128 ? 64 : 128)  // keys, as many bytes, of a row of V in 8 bits, transposed
+#define V_BLOCK (BC % 128 ? 64 : 128)  // keys in a row of transposed 8-bit V, one byte each
 #define O_BYTES (64 * PAD_D * 2)
 #define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
 #define BARRIER_OWN (BARRIER_TURN + GROUPS)
 
 static_assert(BARRIER_OWN + GROUPS <= 16, "there are 16 named barriers");
 static_assert(!FP8 || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
-static_assert(64 * (GROUPS - 1) <= BC, "what a group sees begins at most one tile of keys from where the block's ends");
+static_assert(64 * (GROUPS - 1) <= BC, "the last key tile that a group sees is at most one before the block's last");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, out;

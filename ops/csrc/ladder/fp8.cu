@@ -38,7 +38,7 @@ __device__ __forceinline__ unsigned quantise_four(const float *x, float factor) 
 #if INT8
     unsigned packed = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++)  // the sum rounds to whole numbers, whose low bits are the last of its own
+    for (int i = 0; i < 4; i++)  // the sum is rounded to an integer, whose low 8 bits are those of its bit pattern
         packed |= ((unsigned)__float_as_int(fmaf(x[i], factor, INT8_ORIGIN)) & 255) << 8 * i;
     return packed;
 #else
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
 
 // KEYS keys of a head of V, transposed: (B, Hkv, PAD_D, Tk rounded up to KEYS).
 extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __grid_constant__ Params p) {
-    static __shared__ unsigned transposed[PAD_D][KEYS / 4 + 2];  // a row's 8th follower is 16 banks on
+    static __shared__ unsigned transposed[PAD_D][KEYS / 4 + 2];  // rows r and r + 8 begin 16 banks apart
     static __shared__ float largest[8];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * KEYS;
     const int head = blockIdx.z * p.kv_heads + blockIdx.y;

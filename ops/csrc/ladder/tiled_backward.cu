@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                 }
                 store_weights(ds_tile, row, col, s);
             }
-            __syncwarp();  // what a warp's product reads from here on it has written itself
+            __syncwarp();  // from here, a warp reads only weights that it wrote itself
             accumulate<ROWS, BY_8>(sums, second ? ds_tile : weights, row, second ? q_tile : dout_tile, col);
         }
     }

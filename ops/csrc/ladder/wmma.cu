@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_wmma_forwa
         add_values(o_tile + warp_row * O_PITCH, p_tile + warp_row * P_PITCH, kv_tile);
         __syncwarp();  // O is stored
     }
-    __syncwarp();  // of a tile that sees no key, the zeros are
+    __syncwarp();  // if the tile sees no key, the loop did not run: the zeros of O are stored
 
     element *out = matrix_of(p.out, p.out_stride, b, h);
     for (int r = 0; r < 16; ++r) {
