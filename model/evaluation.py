@@ -63,7 +63,7 @@ def score(
     whole("stride", stride, 1, context)
     if len(ids) < 2:
         raise UserError(f"the text has {len(ids)} tokens, and needs 2 or more")
-    device, text, nats = net.lm_head.weight.device, torch.tensor(ids), 0.0
+    device, text, nats = net.device, torch.tensor(ids), 0.0
     cache = None if cache_dtype == "auto" else made_cache(net, batch, cache_dtype)
     alike = itertools.groupby(windows(len(ids) - 1, context, stride), key=lambda w: w.stop - w.start)
     for _, group in alike:
@@ -81,7 +81,7 @@ def score(
 def made_cache(net: GPT, batch: int, cache_dtype: str) -> PagedCache:
     """Blocks for `batch` rows of the whole context. Raises UnsupportedAttention where the model's attention
     cannot read them."""
-    attention, device, tokens = net.transformer.h[0].attn.attention, net.lm_head.weight.device, 16
+    attention, device, tokens = net.transformer.h[0].attn.attention, net.device, 16
     width = -(-net.config.seq_len // tokens)
     how = {"batch": batch, "tokens": net.config.seq_len, "device": device, "dtype": compute_dtype(net)}
     require(attention, [attention_call(net.config, "decode", **how, cache=paged_kinds(net, cache_dtype))])
@@ -97,7 +97,7 @@ class Prefix(KVCache):
     def __init__(self, net: GPT, batch: int, tokens: int) -> None:
         config, attention = net.config, net.transformer.h[0].attn.attention
         shape = config.n_layer, batch, config.kv_heads, tokens, config.head_size
-        device = net.lm_head.weight.device
+        device = net.device
         super().__init__(*shape, attention=attention, dtype=compute_dtype(net), device=device)
         self.piece = slice(0, 0)
 
@@ -148,7 +148,7 @@ def continuation(net: GPT, context: Sequence[int], answer: Sequence[int]) -> tup
     if not context:
         raise UserError("an answer needs a context of one token or more")
     ids = [*context, *answer][-(net.config.seq_len + 1) :]
-    x = torch.tensor([ids[:-1]], device=net.lm_head.weight.device)
+    x = torch.tensor([ids[:-1]], device=net.device)
     logits = net(x)[0, -len(answer) :, : net.config.vocab_size].float()  # (T, Vp) -> (answer, V)
     targets: Tensor = torch.tensor(list(answer), device=x.device)
     likely = logits.log_softmax(-1).gather(-1, targets[:, None]).sum()

@@ -252,6 +252,15 @@ class GPT(nn.Module):
             self.slopes = alibi_slopes(self.config.n_head).to(self.slopes.device)
         return self
 
+    @property
+    def device(self) -> torch.device:
+        return self.transformer.wte.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, those apart that are quantised (generation/weights.py)."""
+        return self.transformer.wte.weight.dtype
+
     def _rope_table(self) -> Tensor:
         config = self.config
         return rope_table(config.seq_len, config.head_size, config.rope_base, config.rope_scaling)

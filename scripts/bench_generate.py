@@ -85,7 +85,7 @@ def measure(net: Any, batch: int, options: argparse.Namespace) -> dict[str, Any]
     few = functools.partial(
         generate, net, prompts, options.new, on_token=lambda row, token: next(said) > 2 * batch, **how
     )
-    found = profile(few, net.transformer.wte.weight.device.type, warm_up=0)
+    found = profile(few, net.device.type, warm_up=0)
     timed = runs[1:]
     return {
         "status": "ok",

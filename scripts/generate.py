@@ -221,7 +221,7 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
             f"{asked} was trained with another tokenizer than ckpt={options['ckpt']}: give a run with the "
             "same one, or speculate=ngram."
         )
-    return draft.to(model.transformer.wte.weight.device, model.transformer.wte.weight.dtype)
+    return draft.to(model.device, model.dtype)
 
 
 def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:

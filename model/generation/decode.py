@@ -67,7 +67,7 @@ class Slots:
 
     def __init__(self, batch: int, model: GPT, sampling: Sampling, seed: int | None):
         self.vocab_size, self.sampling = model.config.vocab_size, sampling
-        device = model.transformer.wte.weight.device
+        device = model.device
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # the newest
         self.index = torch.arange(batch, device=device)
         # Its own generator: text drawn in the middle of a training run must not change the run.
@@ -104,7 +104,7 @@ class Rows(Slots):
     def __init__(
         self, prompts: list[list[int]], max_new_tokens: int, model: GPT, sampling: Sampling, seed: int | None
     ):
-        device = model.transformer.wte.weight.device
+        device = model.device
         batch, longest = len(prompts), max(map(len, prompts))
         self.prompts = to_device([p + [0] * (longest - len(p)) for p in prompts], device)  # (B, longest)
         self.prompt_lengths = to_device([len(p) for p in prompts], device)
@@ -174,7 +174,7 @@ def encode(
 
 def dense_cache(model: GPT, rows: int, capacity: int, attention: Attention, cache_dtype: str) -> KVCache:
     """What decoding fills: `rows` of up to `capacity` tokens, in the model's dtype or quantised."""
-    config, device = model.config, model.transformer.wte.weight.device
+    config, device = model.config, model.device
     shape = config.n_layer, rows, config.kv_heads, capacity, config.head_size
     if cache_dtype == "auto":
         return KVCache(*shape, attention=attention, dtype=compute_dtype(model), device=device)
@@ -196,7 +196,7 @@ class Decoder:
         compile: bool = False,
         make_step: Callable[[GPT, KVCache, Rows], Callable[[], None]] | None = None,
     ):
-        device = model.transformer.wte.weight.device
+        device = model.device
         self.model, self.rows, self.cache = model, rows, cache
         step = compiled_decode_step() if compile else decode_step
         make_step = make_step or functools.partial(functools.partial, step)

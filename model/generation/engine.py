@@ -92,7 +92,7 @@ class Engine:
     def __init__(self, model: GPT, decoder: Decoder, pool: BlockPool, reader: Reader, chunk: int):
         self.model, self.decoder, self.pool, self.reader, self.chunk = model, decoder, pool, reader, chunk
         self.cache, self.slots = decoder.cache, decoder.rows
-        self.device, self.seq_len = model.transformer.wte.weight.device, model.config.seq_len
+        self.device, self.seq_len = model.device, model.config.seq_len
         self.window = model.config.window
         self.waiting: deque[Row] = deque()
         self.filling: list[Row] = []

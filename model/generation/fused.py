@@ -56,7 +56,7 @@ def unsupported_reasons(model: GPT, compute_dtype: torch.dtype) -> list[str]:
 def wants_fused(model: GPT, fused: bool | None) -> bool:
     """Whether a step is one of fused kernels: as asked, by default on a GPU where they can. Raises UserError
     where they are asked for and cannot."""
-    if fused is False or (fused is None and model.transformer.wte.weight.device.type != "cuda"):
+    if fused is False or (fused is None and model.device.type != "cuda"):
         return False
     reasons = unsupported_reasons(model, compute_dtype(model))
     if fused and reasons:
@@ -181,7 +181,7 @@ class OwnProducts:
     def __init__(self, x: Tensor, model: GPT):
         from ops.triton import step
 
-        self.x, self.step, self.dtype = x, step, model.transformer.wte.weight.dtype
+        self.x, self.step, self.dtype = x, step, model.dtype
         # Beside weights in 8 bits the norms' are read as fp32: by as many numbers at once as x.
         dtype = torch.float32 if type(model.lm_head) is Int8Linear else None
         norms = [norm for block in model.transformer.h for norm in (block.ln_1, block.ln_2)]
@@ -212,7 +212,7 @@ class LibraryProducts:
     def __init__(self, x: Tensor, model: GPT):
         from ops.triton import step
 
-        self.x, self.dtype, self.step = x, model.transformer.wte.weight.dtype, step
+        self.x, self.dtype, self.step = x, model.dtype, step
         self.delta: Tensor | None = None  # of the residual stream, until the next norm reads it
 
     def _norm(self, norm: nn.Module) -> Tensor:

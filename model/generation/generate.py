@@ -164,7 +164,7 @@ def require_all(
 ) -> None:
     """Refuse at start-up what the model's attention, or the one that decodes and reads a cache of `kinds`,
     cannot do."""
-    own, device = model.transformer.h[0].attn.attention, model.transformer.wte.weight.device
+    own, device = model.transformer.h[0].attn.attention, model.device
     call = functools.partial(
         attention_call, model.config, batch=batch, device=device, dtype=compute_dtype(model)
     )
@@ -213,7 +213,7 @@ def generate(
         GPU, where they can; True: or raise UserError. Without effect beside `compile`.
 
     Device and dtype are the model's. Raises UserError, and UnsupportedAttention before anything runs."""
-    config, device = model.config, model.transformer.wte.weight.device
+    config, device = model.config, model.device
     sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
     lengths, kinds = [len(prompt) for prompt in prompts], cache_kinds(cache_dtype, config.head_size)
     # The last token is chosen, but never fed. 128: whole tiles, masks aligned to 16 bytes, few compilations.

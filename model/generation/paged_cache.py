@@ -124,7 +124,7 @@ def paged_cache(
         attention=attention,
         kind=cache_dtype,
         dtype=compute_dtype(model),
-        device=model.transformer.wte.weight.device,
+        device=model.device,
     )
 
 

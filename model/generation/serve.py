@@ -68,7 +68,7 @@ def serve(
     require_all(model, attention, pool.slots, config.seq_len, config.seq_len, kinds)
     blocks = made_blocks(rows, config.seq_len, pool)
     step = FusedStep if not compile and wants_fused(model, fused) else None
-    training, device = model.training, model.transformer.wte.weight.device
+    training, device = model.training, model.device
     model.eval()
     try:
         with torch.cuda.device_of(model.transformer.wte.weight):

@@ -246,7 +246,7 @@ def speculate(
     of the text so far. Raises UserError, and UnsupportedAttention before anything runs."""
     sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
     require_drafts(model, draft, draft_tokens)
-    device, contexts, training = model.transformer.wte.weight.device, [], model.training
+    device, contexts, training = model.device, [], model.training
     times = [clock(device)]
     for each in (model,) if draft is None else (model, draft.eval()):
         attention = decode_attention or each.transformer.h[0].attn.attention

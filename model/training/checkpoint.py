@@ -233,7 +233,7 @@ def on_host(checkpoint: dict[str, Any], spare: list[torch.UntypedStorage] | None
     """A copy that training does not change. Plain tensors are copied to the CPU, those that share a storage
     still do; what else there is, is copied as copy.deepcopy has it.
 
-    spare: of the copy before, which nobody reads any more; this one takes the storages that fit, and leaves
+    spare: of the copy before, which is no longer read; this one takes the storages that fit, and leaves
     its own there. Copying into fresh memory takes many times as long, as each page has to be provided."""
     fitting: dict[int, list[torch.UntypedStorage]] = {}
     for storage in spare or ():

@@ -92,7 +92,7 @@ def test_backward_op(name: str, which: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "which"), OPTIONS)
 def test_packed_ops(name: str, which: str, device: str) -> None:
-    """The gradient of qkv, in one tensor, is that of q, k and v side by side, to the last bit."""
+    """The gradient of qkv, in one tensor, is bitwise that of q, k and v side by side."""
     available(name, device)
     qkv = torch.randn(BATCH, TK, (HEADS + 2 * KV_HEADS) * D, device=device).requires_grad_()
     options, counts = option_sets(name, device, TK)[which], (HEADS, KV_HEADS)

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const _
         const bool kept = start < range.hi && mask[row * p.block_mask_stride.t + column];
         unsigned lanes = kept ? 1u << lane : 0;
         for (int other = 16; other > 0; other /= 2) lanes |= __shfl_xor_sync(0xffffffffu, lanes, other);
-        __syncthreads();  // nobody still reads those of the last round
+        __syncthreads();  // all threads have read those of the last round
         if (lane == 0) kept_lanes[warp] = lanes;
         __syncthreads();
         int before = __popc(lanes & ((1u << lane) - 1)), all = 0;

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attention.registry import shared_instance
+from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.memory import peak
 from model.costs.run import Run
@@ -53,6 +54,18 @@ def test_what_to_lower_is_predicted() -> None:
     assert next(iter(remedies(run, 0, 2**20))) == f"data.batch_size=1 tokens_per_step={2**20}"
     frugal = Run(GPTConfig(64, 1, loss_chunk=1), 1, shared_instance("tiled"), checkpointing=True)
     assert remedies(frugal, capacity=0) == {}
+
+
+def test_what_a_model_refuses_is_not_proposed() -> None:
+    class Unchunked(GPTConfig):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.loss_chunk:
+                raise UserError("model.loss_chunk: not with this option.")
+
+    of = {kind: Run(kind(50304, 2048), 12, shared_instance("naive")) for kind in (GPTConfig, Unchunked)}
+    plain, refusing = (set(remedies(run, 0)) for run in of.values())
+    assert plain - refusing == {"model.loss_chunk=2048"} and refusing
 
 
 def test_on_a_gpu(tmp_path: Path) -> None:
