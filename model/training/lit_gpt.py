@@ -7,6 +7,7 @@ seen.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
@@ -99,6 +100,11 @@ class LitGPT(L.LightningModule):
             options = {"triton.mix_order_reduction": False} if narrow else None
             compile = self.net.compile_blocks if self.compile_net == "blocks" else self.net.compile
             with uncollected():  # it imports Inductor
+                from torch._dynamo import config
+
+                # DDP's buckets would cut the compiled model: on two H100s a step of GPT-2 124M took 116.9 ms,
+                # whole 111.6. Its gradients are then summed after the backward (1.8 ms over NVLink).
+                config.optimize_ddp = False
                 compile(dynamic=False, options=options)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -206,6 +212,10 @@ class LitGPT(L.LightningModule):
             for listener in self.listeners:
                 listener(step, {"train/loss": loss, "train/grad_norm": norm})
 
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        if not gc.get_freeze_count():  # the first step has imported and compiled: no clean-up need look there
+            gc.freeze()
+
     def flush(self) -> None:
         """Wait for the scalars still under way."""
         self._deliver(self.late.take())
@@ -228,6 +238,7 @@ class LitGPT(L.LightningModule):
         self.flush()
 
     def on_train_end(self) -> None:
+        gc.unfreeze()
         self.flush()
 
     def _micro_batches(self, batch: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
