@@ -226,6 +226,14 @@ def test_what_compiling_imports_is_not_searched_for_garbage() -> None:
     assert seen == [False] and gc.isenabled()
 
 
+def test_garbage_is_not_searched_for_in_what_the_first_step_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.unfreeze()
+    seen, update = [], LitGPT._update
+    monkeypatch.setattr(LitGPT, "_update", lambda lit: (seen.append(gc.get_freeze_count()), update(lit))[1])
+    train(make_net(), [make_batch()] * 3)
+    assert seen[0] == 0 and min(seen[1:]) > 10_000 and gc.get_freeze_count() == 0
+
+
 @pytest.mark.parametrize("asked", [True, "blocks"])
 @pytest.mark.parametrize("n_embd", [32, 576])
 def test_what_is_compiled_and_how(asked: bool | str, n_embd: int) -> None:
@@ -240,6 +248,7 @@ def test_what_is_compiled_and_how(asked: bool | str, n_embd: int) -> None:
         lit.configure_model()
     options = {"triton.mix_order_reduction": False} if n_embd == 32 else None
     assert seen == [{"dynamic": False, "options": options}]
+    assert not torch._dynamo.config.optimize_ddp  # DDP's buckets do not cut it
 
 
 @pytest.mark.parametrize(
