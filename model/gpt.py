@@ -360,7 +360,7 @@ class GPT(nn.Module):
         return logits if targets is None else self.summed_loss(logits, targets)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(B, T, V padded) of what `ln_f` gives, (B, T, C)."""
+        """(B, T, V padded) of what `ln_f` gives, (B, T, C), in any floating dtype."""
         return self.lm_head(x)
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:

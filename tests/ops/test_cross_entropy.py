@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.compilers import pinned
+from tests.running import ROOT
 
 pytest.importorskip("triton")
 from ops.triton.cross_entropy import softmax_loss
@@ -75,3 +82,23 @@ def test_a_sure_model_has_a_gradient(device: str) -> None:
     torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=2**-22)
     torch.testing.assert_close(logits[:, :50].double(), gradient, rtol=0.01, atol=2**-22)
     assert (logits[:2, 7] < 0).all()
+
+
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ops.triton.cross_entropy import BLOCK, WARPS, _tilegpt_cross_entropy
+
+constants = {"IGNORE": -1, "GRADIENTS": True, "BLOCK": BLOCK}
+types = {"logits_ptr": "*bf16", "targets_ptr": "*i64", "losses_ptr": "*fp32"}
+types |= dict.fromkeys(("stride", "vocab_size", "padded"), "i32") | dict.fromkeys(constants, "constexpr")
+source = ASTSource(_tilegpt_cross_entropy, types, constants)
+compile(source, GPUTarget("cuda", 90, 32), {"num_warps": WARPS})
+"""
+
+
+@pinned("triton")
+def test_the_compiler_takes_what_the_interpreter_runs() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, check=True)
