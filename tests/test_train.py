@@ -17,7 +17,7 @@ from conf.values import UserError
 from data.datamodule import text_datamodule
 from model.gpt import GPT, GPTConfig
 from model.training.checkpoint import read_checkpoint
-from model.training.sweeps import suffix
+from model.training.sweeps import Sweep, suffix
 from tests.running import TINY, rows, train_here, write_book
 
 WITH_SAMPLES = (*(o for o in TINY if o != "callbacks.samples=null"), "callbacks.samples.tokens=8")
@@ -121,13 +121,17 @@ def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
         assert float(line[2]) == pytest.approx(float(table_rows[3]["val/loss"]), abs=5e-5)
 
 
+def test_a_job_begins_with_nothing_frozen_by_one_that_failed() -> None:
+    gc.freeze()
+    with Sweep().job(["seed=1"]):
+        assert gc.get_freeze_count() == 0
+
+
 def test_two_sweeps_of_one_second(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     sweep = ("seed=1,2", "trainer.max_steps=1", f"--config-dir={tmp_path / 'more'}", "-m")
-    gc.freeze()  # as a job that failed in the midst of its training leaves it
     with mock.patch("model.training.sweeps.time.strftime", return_value="now"):
         assert [train_here(tmp_path, *sweep).code for _ in range(2)] == [0, 0]
-    assert gc.get_freeze_count() == 0
     names = {"now-0-seed-1", "now-1-seed-2"}
     names |= {f"{name}-2" for name in names}
     assert {path.name for path in (tmp_path / "runs").iterdir()} == names
