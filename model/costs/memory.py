@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from model.config import GPTConfig
 from model.costs.flops import parameter_count
 from model.costs.memory_loss import head_bytes, loss_bytes, output_bytes, with_gradients
 from model.costs.run import Run
+
+WHOLE_BYTES = 2**30  # of fp32 parameters; FSDP2 gathers larger models block by block
+
+
+def gathered_whole(config: GPTConfig) -> bool:
+    """Whether FSDP2 gathers all parameters at the start of a step and keeps them until its backward ends."""
+    return 4 * sum(parameter_count(config).values()) <= WHOLE_BYTES
 
 
 def attention_kept(run: Run) -> int:
@@ -64,13 +72,14 @@ def saved_by_layer(run: Run) -> dict[str, int]:
 
 
 def cast_weight_bytes(run: Run) -> int:
-    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step, under FSDP2 of the
-    output embedding alone; the loss in chunks lets go of the output embedding's."""
+    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step, where FSDP2 gathers
+    block by block of the output embedding alone; the loss in chunks lets go of the output embedding's."""
     if run.value_bytes == 4:
         return 0
     parts = parameter_count(run.config)
     output = 0 if with_gradients(run) else output_bytes(run) // 2
-    return (2 * (parts["attention"] + parts["mlp"]) if run.shards == 1 else 0) + output
+    copied = run.shards == 1 or gathered_whole(run.config)
+    return (2 * (parts["attention"] + parts["mlp"]) if copied else 0) + output
 
 
 def table_bytes(run: Run) -> int:
@@ -161,7 +170,10 @@ def memory_snapshots(run: Run) -> list[MemorySnapshot]:
 
 def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnapshot]:
     """The moments of a step of which each of n devices holds a part of the state (FSDP2): of the parameters,
-    their gradients and both of Adam's moments; and besides, with g the matrices of a block in e bytes:
+    their gradients and both of Adam's moments; and besides, where all is gathered at once, all parameters
+    until the end of the backward, in the forward a second time, as they came from the other devices; all
+    gradients, and a copy of these on their way there (reduction).
+    Else, with g the matrices of a block in e bytes:
 
     - until the end of the backward all that is in no block, gathered, and the gradient of the embedding;
     - block l: its g, the g of the block before, gathered meanwhile, its own gradients in e bytes, and the
@@ -171,12 +183,20 @@ def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnaps
     parameters, block = 4 * sum(counts.values()), 4 * (counts["attention"] + counts["mlp"]) // L
     root, g, table = parameters - L * block, block * run.value_bytes // 4, output_bytes(run)
     held = root if run.accumulates else table  # gradients of what is in no block
-    found = []
+    whole, found = gathered_whole(run.config), []
+    if whole:
+        snapshots = [*snapshots, replace(snapshots[-1], name="reduction")]
     for snapshot in snapshots:
         moment, _, number = snapshot.name.partition(" ")
         index = int(number or 0)
         gathered, gradients = root, parameters if run.accumulates else snapshot.gradients
-        if index:
+        if moment == "update":
+            gathered, gradients = 0, parameters // n
+        elif moment == "reduction":
+            gathered, gradients = 0, 2 * parameters
+        elif whole:
+            gathered = parameters * (2 if moment == "loss" else 1)
+        elif index:
             done = L - index
             left = index * block if run.accumulates else 0
             gathered += g * (1 + (index > 1))
@@ -185,8 +205,6 @@ def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnaps
             gradients = held + left + done * block // n + own * run.value_bytes // 4 + moving
         elif moment == "embedding":
             gradients = L * block // n + 2 * root
-        elif moment == "update":
-            gathered, gradients = 0, parameters // n
         state = {"parameters": parameters // n + gathered, "optimizer": 2 * parameters // n}
         found.append(replace(snapshot, gradients=gradients, **state))
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.values import UserError, shown
 from model.context_parallel import ContextParallel
+from model.costs.memory import gathered_whole
 from model.gpt import GPT
 from model.training.checkpoint import read_checkpoint
 from model.training.untrusted import require_fit
@@ -24,21 +25,27 @@ def shard(net: GPT, mesh: DeviceMesh, bf16: bool) -> DeviceMesh:
     """Shard `net` over all ranks of `mesh` (data_parallel, tensor_parallel), and spread sequences over
     those of its second dimension; returns all ranks as a mesh of one dimension.
 
-    bf16: the matrices of the blocks, which autocast would cast, are gathered in bf16, half the bytes; their
-    gradients are summed over micro-batches and ranks in fp32, and all else stays in fp32."""
+    Small models are gathered at once, in fp32, so that compiled they are one graph: on two H200s a step of
+    GPT-2 124M takes 106.2 ms; with a group a block 108.5, in the form of large models 113.1. Two or three
+    groups, which move data while others compute, take as long as one.
+
+    Large ones are gathered block by block. bf16: the matrices of the blocks, which autocast would cast, are
+    gathered in bf16, half the bytes; their gradients are summed over micro-batches and ranks in fp32, and all
+    else stays in fp32."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     ranks = init_device_mesh(mesh.device_type, (mesh.size(),))
-    policy = MixedPrecisionPolicy()
-    if bf16:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    # The norms, whose gains autocast leaves in fp32, are small: they are gathered once, with the embeddings.
-    for block in net.transformer.h:
-        fully_shard([block.attn, block.mlp], mesh=ranks, mp_policy=policy)
+    if not gathered_whole(net.config):
+        policy = MixedPrecisionPolicy()
+        if bf16:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        # The norms, whose gains autocast leaves in fp32, are small: gathered once, with the embeddings.
+        for block in net.transformer.h:
+            fully_shard([block.attn, block.mlp], mesh=ranks, mp_policy=policy)
+        for block, following in pairwise(net.transformer.h):
+            block.attn.set_modules_to_forward_prefetch([following.attn])
     fully_shard(net, mesh=ranks)
-    for block, following in pairwise(net.transformer.h):
-        block.attn.set_modules_to_forward_prefetch([following.attn])
     sequence = mesh["tensor_parallel"]
     if sequence.size() > 1:
         net.share_sequences(ContextParallel(sequence.get_group()))

@@ -122,26 +122,30 @@ MEASURED |= {"tokens_per_s": 1.0, "peak_mib": 1000.0, "steps": 30, "losses": [1.
 
 
 def test_rounds_take_the_points_in_turn_and_give_the_median_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = points("--model", "gpt2", "--trainer", "ddp", "--gpus", "2", devices=2)
-    times = iter([100.0, 110.0, 104.0, 108.0, 90.0, 99.0])  # one, two, one, two, ...
+    """One device with the tokens of two has its losses from one run."""
+    one, for_losses, two = points("--model", "gpt2", "--trainer", "ddp", "--gpus", "1", "2", devices=2)
+    times = iter([100.0, 208.0, 110.0, 104.0, 108.0, 90.0, 99.0])  # one, for_losses, two, one, two, ...
     seen = []
 
     def measured(point: dict[str, Any], options: Any, cuda: bool) -> dict[str, Any]:
-        seen.append(point["devices"])
+        seen.append(point)
         ms = next(times)
         return MEASURED | {"ms_median": ms, "tokens_per_s": 1e3 * point["tokens_per_step"] / ms}
 
     monkeypatch.setattr(scaling, "measured", measured)
     options = scaling.arguments(["--rounds", "3"])
-    found = scaling.in_turn([one, two], options, True)
-    assert seen == [1, 2, 1, 2, 1, 2]
+    found = scaling.in_turn([one, for_losses, two], options, True)
+    assert seen == [one, for_losses, two, one, two, one, two]
     assert [(r["ms_median"], r["ms_by_run"]) for r in found] == [
         (100.0, [100.0, 104.0, 90.0]),
+        (208.0, [208.0]),
         (108.0, [110.0, 108.0, 99.0]),
     ]
-    group = scaling_report.records([row_of(one, found[0]), row_of(two, found[1])])
-    ratio = 100.0 / 110.0  # of 0.909, 0.963 and 0.909, of equal tokens a step
-    assert scaling_report.relative(group[1], group) == pytest.approx(0.5 * ratio)
+    rows = [row_of(*each) for each in zip((one, for_losses, two), found, strict=True)]
+    group = scaling_report.records(rows)
+    ratio = 100.0 / 110.0  # of 0.909, 0.963 and 0.909, of equal tokens a device
+    assert scaling_report.relative(group[2], group) == pytest.approx(ratio)
+    assert scaling_report.relative(group[1], group) == pytest.approx(200 / 208)
 
 
 def test_a_point_that_fails_in_one_round_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ trace come the time in which NCCL's kernels run, and the part of it in which no 
 the share of communication in the step. A collective waits for the slowest rank, and its time includes that.
 
 --rounds 5 runs the points of a model and length in turn, five times: the result is that of the run of median
-speed, with the time of a step in each (ms_by_run), and the ratios are medians over the rounds.
+speed, with the time of a step in each (ms_by_run), and the ratios are medians over the rounds. One GPU with
+the tokens of several, for their losses, runs once.
 
 Without a GPU: a tiny model on 1, 2 and 4 processes with gloo (--gpus 1 2 4 8: 8 too), which share the cores.
 There communication is the time of gloo's operations, and the share the part of it in which the rank runs no
@@ -196,11 +197,14 @@ def measure(options: argparse.Namespace, run: Run) -> None:
 
 
 def in_turn(points: list[Point], options: argparse.Namespace, cuda: bool) -> list[Result]:
-    """Each point's run of median speed of `options.rounds`, or the first that failed."""
+    """Each point's run of median speed of `options.rounds`, or the first that failed; one run of one GPU with
+    the tokens of several, of which only the losses serve."""
     runs: list[list[Result]] = [[] for _ in points]
+    alone = min((point["tokens_per_step"] for point in points if point["devices"] == 1), default=0)
     for at in range(options.rounds):
         for point, found in zip(points, runs, strict=True):
-            if all(result["status"] == "ok" for result in found):
+            again = at == 0 or point["devices"] > 1 or point["tokens_per_step"] == alone
+            if again and all(result["status"] == "ok" for result in found):
                 found.append(measured(point, options, cuda))
                 print(f"run {at + 1} of {options.rounds}: {said(point, found[-1])}", flush=True)
     return [middle(found) for found in runs]

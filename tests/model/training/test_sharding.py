@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.naive import NaiveAttention
+from model.costs import memory
 from model.gpt import GPT, GPTConfig
 from model.training.sharding import shard
 
@@ -37,10 +38,15 @@ def losses_and_gradients(net: GPT, bf16: bool, sharded: bool) -> tuple[Tensor, d
     return torch.stack(losses), {name: full(p.grad) for name, p in net.named_parameters()}
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_sharded_step_is_the_step(bf16: bool, checkpointing: bool, mesh: dist.DeviceMesh) -> None:
-    """The same bits, and what is gathered in 16 bits is what autocast would cast."""
+def test_a_sharded_step_is_the_step(
+    bf16: bool, checkpointing: bool, at_once: bool, mesh: dist.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, and what is gathered in 16 bits, block by block, is what autocast would cast."""
+    if not at_once:
+        monkeypatch.setattr(memory, "WHOLE_BYTES", 0)
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=60, seq_len=16, n_layer=2, n_head=2, n_embd=16)
     plain = GPT(config, NaiveAttention("naive"), checkpointing=checkpointing)
@@ -57,5 +63,5 @@ def test_a_sharded_step_is_the_step(bf16: bool, checkpointing: bool, mesh: dist.
         assert gradients[name].dtype == torch.float32
         assert torch.equal(gradients[name], gradient), name
     gathered = {name.rpartition(".")[2] for name, dtype in seen.items() if dtype == torch.bfloat16}
-    assert gathered == ({"c_attn", "c_proj", "c_fc"} if bf16 else set())
+    assert gathered == ({"c_attn", "c_proj", "c_fc"} if bf16 and not at_once else set())
     assert {"ln_1", "ln_2", "ln_f", "wte"} <= {name.rpartition(".")[2] for name in seen} - gathered
