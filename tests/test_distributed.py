@@ -22,9 +22,9 @@ STEPS = 30
 BAD = 14  # the step that POISON makes a NaN in
 POISON = """
 import train
-from model.costs import memory
+from model.costs import flops
 from model.training.lit_gpt import LitGPT
-memory.WHOLE_BYTES = 0
+flops.WHOLE_BYTES = 0
 update = LitGPT._update
 def poisoned(self):
     if self.global_step == 14 - 1:

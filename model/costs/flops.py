@@ -26,6 +26,8 @@ PEAK_BF16_FLOPS = {
     "RTX 3090": 71e12,
 }
 
+WHOLE_BYTES = 2**30  # of fp32 parameters; FSDP2 gathers larger models block by block
+
 
 def peak_bf16_flops(gpu_name: str) -> float | None:
     """Dense bf16 peak of the named GPU in FLOP/s, or None where it is not known."""
@@ -56,6 +58,11 @@ def parameter_count(config: GPTConfig) -> dict[str, int]:
         "norms": (2 * config.n_layer + 1) * norm,
         "lm_head": 0 if config.tie_embeddings else config.padded_vocab_size * C,
     }
+
+
+def gathered_whole(config: GPTConfig) -> bool:
+    """Whether FSDP2 gathers all parameters at the start of a step and keeps them until its backward ends."""
+    return 4 * sum(parameter_count(config).values()) <= WHOLE_BYTES
 
 
 def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> float:

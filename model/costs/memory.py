@@ -7,17 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from model.config import GPTConfig
-from model.costs.flops import parameter_count
+from model.costs.flops import gathered_whole, parameter_count
 from model.costs.memory_loss import head_bytes, loss_bytes, output_bytes, with_gradients
 from model.costs.run import Run
-
-WHOLE_BYTES = 2**30  # of fp32 parameters; FSDP2 gathers larger models block by block
-
-
-def gathered_whole(config: GPTConfig) -> bool:
-    """Whether FSDP2 gathers all parameters at the start of a step and keeps them until its backward ends."""
-    return 4 * sum(parameter_count(config).values()) <= WHOLE_BYTES
 
 
 def attention_kept(run: Run) -> int:

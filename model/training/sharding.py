@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conf.values import UserError, shown
 from model.context_parallel import ContextParallel
-from model.costs.memory import gathered_whole
+from model.costs.flops import gathered_whole
 from model.gpt import GPT
 from model.training.checkpoint import read_checkpoint
 from model.training.untrusted import require_fit

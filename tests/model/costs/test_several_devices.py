@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from attention.registry import shared_instance
 from attention.tiled import TiledAttention
 from model.context_parallel import ContextParallel
-from model.costs import memory
+from model.costs import flops
 from model.costs.memory import attention_kept, memory_snapshots, peak, saved_by_layer
 from model.costs.roofline import attention_work, step_work
 from model.costs.run import Run, shared_by
@@ -87,7 +87,7 @@ def test_a_device_of_several_holds_what_is_predicted(
     config: GPTConfig, how: dict[str, Any], bytes_: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(memory, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(flops, "WHOLE_BYTES", 0)
     run = Run(config, 2, shared_instance("tiled"), bytes_, "cpu", **how)
     assert peak(run).peak == pytest.approx(allocated(run), rel=0.05)
     alone = replace(run, shards=1, sequence_ranks=1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.naive import NaiveAttention
-from model.costs import memory
+from model.costs import flops
 from model.gpt import GPT, GPTConfig
 from model.training.sharding import shard
 
@@ -46,7 +46,7 @@ def test_a_sharded_step_is_the_step(
 ) -> None:
     """The same bits, and what is gathered in 16 bits, block by block, is what autocast would cast."""
     if not at_once:
-        monkeypatch.setattr(memory, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(flops, "WHOLE_BYTES", 0)
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=60, seq_len=16, n_layer=2, n_head=2, n_embd=16)
     plain = GPT(config, NaiveAttention("naive"), checkpointing=checkpointing)
