@@ -34,7 +34,7 @@ from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
 
-_PLAIN = frozenset({"noncausal", "rectangular", "gqa", "lse"})
+_FIRST_STAGES = frozenset({"noncausal", "rectangular", "gqa", "lse"})
 _SUPPORTED_FEATURES = frozenset(FEATURES) - {"alibi_rows", "bias", "bias_grad", "block_mask", "relative_bias"}
 _DTYPES = LOW_PRECISION | {torch.float32}
 _on_cuda = partial(Capabilities, devices=frozenset({"cuda"}), deterministic=True)
@@ -48,7 +48,7 @@ class Stage:
     capabilities: Capabilities
 
 
-_FORMULA = _on_cuda(features=_PLAIN, dtypes=_DTYPES, min_arch=(7, 5), backward=False)
+_FORMULA = _on_cuda(features=_FIRST_STAGES, dtypes=_DTYPES, min_arch=(7, 5), backward=False)
 _TILED = _on_cuda(features=_SUPPORTED_FEATURES, dtypes=_DTYPES, min_arch=(7, 5), max_head_dim=128)
 # Copies of 16 bytes: eight elements. Its dQ goes by atomics, unless asked otherwise.
 _TENSOR_CORES = replace(
@@ -61,7 +61,7 @@ _TENSOR_CORES = replace(
 )
 _FA2 = replace(_TENSOR_CORES, features=_SUPPORTED_FEATURES | {"block_mask"})
 _HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
-_FIRST_TENSOR_CORES = replace(_TENSOR_CORES, features=_PLAIN, backward=False, deterministic=True)
+_FIRST_TENSOR_CORES = replace(_TENSOR_CORES, features=_FIRST_STAGES, backward=False, deterministic=True)
 STAGES = {
     "plain": Stage("ops.cuda.plain", replace(_FORMULA, backward=True)),
     "naive": Stage("ops.cuda.plain", _FORMULA),
@@ -199,9 +199,9 @@ class CudaStage(Attention):
         self.deterministic, self.products = deterministic, products
         capabilities = STAGES[stage].capabilities
         self.capabilities = replace(capabilities, deterministic=deterministic or capabilities.deterministic)
-        narrow = STAGES[stage].module not in ("ops.cuda.plain", "ops.cuda.tiled")
+        tensor_cores = STAGES[stage].module not in ("ops.cuda.plain", "ops.cuda.tiled")
         scores = stage in ("plain", "naive")
-        self.declaration = replace(_DECLARATION, writes_scores=scores, tensor_cores=narrow)
+        self.declaration = replace(_DECLARATION, writes_scores=scores, tensor_cores=tensor_cores)
         self.stage: str | None = stage
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
@@ -218,7 +218,7 @@ class CudaStage(Attention):
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """naive: the scores are written, read, written and read. plain: they are read twice more; in the
         backward, P and dS are written, dS is read twice and P once. All stages but naive keep lse, and in
-        the backward have the padded row statistics lse2 and delta. Stages other than naive and plain also
+        the backward have the padded row statistics lse_log2 and delta. Stages other than naive and plain also
         have an accumulator of dQ, where blocks of keys add to it by atomics; otherwise they compute dQ in a
         separate pass.
 

@@ -39,10 +39,10 @@ from ops.library import register_attention
 
 def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     library, o = VERSIONS[version], _library_options(*options)
-    packed = o.documents is not None
-    out, lse = library.forward(library.load(), o, *(_to_library_layout(x, packed) for x in (q, k, v)))
+    varlen = o.documents is not None
+    out, lse = library.forward(library.load(), o, *(_to_library_layout(x, varlen) for x in (q, k, v)))
     out = _from_library_layout(out, q)
-    if packed:
+    if varlen:
         lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)  # (H, B * Tq) -> (B, H, Tq)
         if o.documents.keyless is not None:
             keyless = o.documents.keyless.unsqueeze(1)  # (B, 1, Tq)
@@ -55,17 +55,17 @@ def _backward(
     version: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library, o = VERSIONS[version], _library_options(*options[:-1])
-    packed = o.documents is not None
-    if packed:
+    varlen = o.documents is not None
+    if varlen:
         lse = lse.transpose(0, 1).flatten(1).contiguous()  # (B, H, Tq) -> (H, B * Tq)
         if o.documents.keyless is not None:
             dout = dout.masked_fill(o.documents.keyless[:, None, :, None], 0)
     inputs = {"q": q, "k": k, "v": v}
-    tensors = {name: _to_library_layout(x, packed) for name, x in inputs.items()}
+    tensors = {name: _to_library_layout(x, varlen) for name, x in inputs.items()}
     grads = {f"d{name}": torch.empty_like(x) for name, x in tensors.items()}
     tensors |= {
-        "dout": _to_library_layout(dout, packed),
-        "out": _to_library_layout(out, packed),
+        "dout": _to_library_layout(dout, varlen),
+        "out": _to_library_layout(out, varlen),
         "softmax_lse": lse,
     }
     library.backward(library.load(), o, **tensors, **grads)
@@ -89,10 +89,10 @@ def _library_options(
     return LibraryCall(options, found, dropout_seed, bool(tuning[0]) or must_be_deterministic())
 
 
-def _to_library_layout(x: Tensor, packed: bool) -> Tensor:
+def _to_library_layout(x: Tensor, varlen: bool) -> Tensor:
     """(B, H, T, D) -> (B, T, H, D), or packed (B * T, H, D); a copy only where 16-byte reads need one."""
     x = x.transpose(1, 2)
-    return align_to_16_bytes(x.flatten(0, 1) if packed else x)
+    return align_to_16_bytes(x.flatten(0, 1) if varlen else x)
 
 
 def _from_library_layout(x: Tensor, like: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class FlashLibAttention(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """lse; in the backward dQ's accumulator, and the padded statistics of rows: delta, from version 3 on
-        lse2 too. With GQA version 2 writes dk and dv for each query head before it sums them, 3 and 4 in
+        lse_log2 too. With GQA version 2 writes dk and dv for each query head before it sums them, 3 and 4 in
         fp32."""
         grouped, rows = call.kv_heads < call.heads, row_bytes(call)
         if self.version == 2:

@@ -178,7 +178,8 @@ class SDPAAttention(Attention):
         rows that see no key are set to zero.
 
         Fused backends: lse is kept. The backward has the padded row statistics delta and, except for flash,
-        lse2, and the accumulator of dQ. With GQA, flash writes dk and dv per query head before it sums them.
+        lse_log2, and the accumulator of dQ. With GQA, flash writes dk and dv per query head before it sums
+        them.
 
         Math backend: the probabilities, and scaled copies of q, k, v, in fp32; in the backward dP and dS, and
         on a GPU one matrix more. Passes over the scores: Q K^T 1, mask 2, softmax 2, P V 1; dV and dP 2,

@@ -90,8 +90,8 @@ class TritonAttention(Attention):
         self.autotune = autotune
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """lse; in the backward the padded statistics of rows, lse2 and delta. dQ has a pass of its own. An
-        fp32 product is made of six of 16 bits (docs/kernels.md). A relative bias, taken to be T5's of 128
+        """lse; in the backward the padded statistics of rows, lse_log2 and delta. dQ has a pass of its own.
+        An fp32 product is made of six of 16 bits (docs/kernels.md). A relative bias, taken to be T5's of 128
         distances to each side, has its gradient left by each tile of queries."""
         split = 6 if call.dtype == torch.float32 and call.device == "cuda" else 0
         transient = 2 * row_bytes(call)

@@ -92,8 +92,8 @@ def missing() -> str | None:
 def fuses(x: Tensor, hidden: int) -> bool:
     """Whether `gelu_mlp` is for this input, x (..., C) in the dtype of the product: on a GPU, where a
     backward is to follow, in 16 bits and rows of whole 16 bytes."""
-    narrow = x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == hidden % 8 == 0
-    return x.is_cuda and narrow and torch.is_grad_enabled()
+    supported = x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == hidden % 8 == 0
+    return x.is_cuda and supported and torch.is_grad_enabled()
 
 
 def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:

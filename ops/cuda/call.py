@@ -12,7 +12,7 @@ from ops.dropout import threshold
 from ops.options import AttentionOptions
 from ops.order import lead, order
 
-# Rows of lse2, delta and what else a backward keeps are padded to the largest tile of queries.
+# Rows of lse_log2, delta and what else a backward keeps are padded to the largest tile of queries.
 PADDED_TO = 128
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -27,7 +27,7 @@ class Strides(ctypes.Structure):
 
 
 _POINTERS = (
-    "q k v out lse dout dq dk dv lse2 delta scratch "
+    "q k v out lse dout dq dk dv lse_log2 delta scratch "
     "alibi_slopes q_document_ids k_document_ids ranges kv_lengths seed block_mask kept"
 )
 _STRIDED = "q k v out dout dq dk dv block_mask kept"

@@ -166,8 +166,10 @@ def run_backward(
     tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
     n_rows = batch * heads * tiles * tile.br
     scratch = q.new_empty((2 + width) * n_rows + 1, dtype=torch.float32)
-    lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
-    params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
+    lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
+    params = call.params.bind(
+        dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse_log2=lse_log2, delta=delta
+    )
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
     params.bind(scratch=accumulator, ranges=ranges)
     params.padded_tq = tiles * tile.br

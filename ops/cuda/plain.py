@@ -208,11 +208,11 @@ def tiled_backward(
 
 
 def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> Tensor:
-    """(lse2, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/lib/delta.cu."""
+    """(lse_log2, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/lib/delta.cu."""
     batch, heads, tq, _ = out.shape
     padded = math.ceil(tq / PADDED_TO) * PADDED_TO
     statistics = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
-    params = call.params.bind(dout=dout, out=out, lse=lse, lse2=statistics[0], delta=statistics[1])
+    params = call.params.bind(dout=dout, out=out, lse=lse, lse_log2=statistics[0], delta=statistics[1])
     params.padded_tq = padded
     defines = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
     defines |= {"NATURAL": int(natural), "VECTOR": 0}

@@ -205,9 +205,11 @@ def run_backward(
     n_rows = batch * heads * padded_tq
     numbers = 2 if deterministic else 2 + padded(head_dim)
     scratch = q.new_empty(numbers * n_rows, dtype=torch.float32)
-    lse2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
+    lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     ranges = document_ranges(call, tile.bc, transposed=True)
-    params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse2=lse2, delta=delta)
+    params = call.params.bind(
+        dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse_log2=lse_log2, delta=delta
+    )
     params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
     kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
     params.bind(kept=kept)
@@ -231,8 +233,8 @@ def run_backward(
 def prepare_backward(
     call: Call, out: Tensor, dout: Tensor, width: int, clear: bool, counter: bool = False
 ) -> None:
-    """lse2 and delta to where `call.params` has them; with `clear` zeros of `width` for each row of dQ, with
-    `counter` one behind them: see csrc/lib/prepare.cu."""
+    """lse_log2 and delta to where `call.params` has them; with `clear` zeros of `width` for each row of dQ,
+    with `counter` one behind them: see csrc/lib/prepare.cu."""
     params, lanes = call.params, next(n for n in (4, 8, 16, 32) if width <= 8 * n)
     shared = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
     own = {"PAD_D": width, "ALIGNED": int(_aligned(out, dout)), "CLEAR": int(clear), "COUNTER": int(counter)}

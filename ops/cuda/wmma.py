@@ -20,8 +20,8 @@ QUERIES = 16 * _WARPS
 def shared_bytes(head_dim: int) -> int:
     """Q, one tile of K or V, and P in 16 bits, S and O in 32; rows are 16 bytes longer than their data."""
     row = padded(head_dim)
-    narrow = (QUERIES + KEYS) * (row + 8) + QUERIES * (KEYS + 8)
-    return 2 * narrow + 4 * QUERIES * (KEYS + 4 + row + 4)
+    in_16_bits = (QUERIES + KEYS) * (row + 8) + QUERIES * (KEYS + 8)
+    return 2 * in_16_bits + 4 * QUERIES * (KEYS + 4 + row + 4)
 
 
 def wmma_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

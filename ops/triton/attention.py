@@ -303,16 +303,16 @@ def backward(
 
 
 def run_delta(dout: Tensor, out: Tensor, lse: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """(lse2, delta), (B, Hq, Tq padded) fp32 each: see the kernel."""
+    """(lse_log2, delta), (B, Hq, Tq padded) fp32 each: see the kernel."""
     batch, heads, tq, head_dim = out.shape
     padded = triton.cdiv(tq, _PAD) * _PAD
-    lse2, delta = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
+    lse_log2, delta = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
     block = 64
     _tilegpt_attention_delta[(padded // block * batch * heads,)](
-        out, dout, lse, delta, lse2, *out.stride()[:3], *dout.stride()[:3], heads, tq, padded,
+        out, dout, lse, delta, lse_log2, *out.stride()[:3], *dout.stride()[:3], heads, tq, padded,
         head_dim, call.block_d, block, call.exact or call.biased,
     )  # fmt: skip
-    return lse2, delta
+    return lse_log2, delta
 
 
 def _inputs(
@@ -326,7 +326,7 @@ def _inputs(
 
 
 def run_dkdv(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse2: Tensor, delta: Tensor, call: _Call, tile: Tile
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_log2: Tensor, delta: Tensor, call: _Call, tile: Tile
 ) -> tuple[Tensor, Tensor]:
     tq, (batch, kv_heads, tk, _) = q.shape[2], k.shape
     _, dk, dv = gradients(q, k, v, call.options)
@@ -334,10 +334,10 @@ def run_dkdv(
     n_tiles = triton.cdiv(tk, tile.n)
     blocks, block_strides = call.kept_blocks(tq, tk, transposed=True)
     _tilegpt_attention_backward_dkdv[(n_tiles * batch * kv_heads,)](
-        *args, lse2, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True), blocks),
+        *args, lse_log2, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
         *dv.stride()[:3], *call.bias_strides, *block_strides,
-        kv_heads, tq, tk, lse2.shape[2], n_tiles, batch * kv_heads,
+        kv_heads, tq, tk, lse_log2.shape[2], n_tiles, batch * kv_heads,
         *order(q, batch * kv_heads, n_tiles, call.uneven, over=call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, DESC=desc, MASK_BLOCK=MASK_BLOCK,
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
@@ -350,7 +350,7 @@ def run_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse2: Tensor,
+    lse_log2: Tensor,
     delta: Tensor,
     call: _Call,
     tile: Tile,
@@ -367,15 +367,15 @@ def run_dq(
         _, _, rows, cols = (n > 1 for n in _four(learned))
         whole = learned.shape == (batch, heads, tq, tk)
         shape = batch, heads, tq if rows else n_tiles, tk if cols else 1
-        dbias = lse2.new_zeros(shape, dtype=learned.dtype if whole else torch.float32)
+        dbias = lse_log2.new_zeros(shape, dtype=learned.dtype if whole else torch.float32)
     if call.relative_bias is not None:
         shape = configs.by_distance_shape(tile, tq, call.reach)
-        by_distance = lse2.new_zeros(batch, heads, *shape)
+        by_distance = lse_log2.new_zeros(batch, heads, *shape)
     blocks, block_strides = call.kept_blocks(tq, tk)
     _tilegpt_attention_backward_dq[(n_tiles * batch * heads,)](
-        *args, lse2, delta, dq, dbias, by_distance, *call.tensors(call.ranges(tile.m), blocks),
+        *args, lse_log2, delta, dq, dbias, by_distance, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-        *call.bias_strides, *block_strides, heads, tq, tk, lse2.shape[2], n_tiles, batch * heads,
+        *call.bias_strides, *block_strides, heads, tq, tk, lse_log2.shape[2], n_tiles, batch * heads,
         *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         BIAS_ROWS=rows, BIAS_COLS=cols,

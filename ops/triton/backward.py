@@ -26,10 +26,10 @@ from ops.triton.common import (
     product,
     relative_scores,
     row_keys,
+    scheduled_tile,
     scores,
     store_parts,
     tile_start,
-    unswizzle,
     visible,
     zeros,
 )
@@ -41,7 +41,7 @@ def _tilegpt_attention_delta(
     dout,
     lse,
     delta,
-    lse2,
+    lse_log2,
     out_b,
     out_h,
     out_t,
@@ -56,10 +56,10 @@ def _tilegpt_attention_delta(
     BLOCK_M: tl.constexpr,
     NATURAL: tl.constexpr,
 ):
-    """delta = rowsum(out * dout), lse2 = lse * log2(e), or with NATURAL lse: (B, H, padded) fp32.
+    """delta = rowsum(out * dout), lse_log2 = lse * log2(e), or with NATURAL lse: (B, H, padded) fp32.
 
-    A row that sees no key, or lies beyond Tq, gets lse2 = inf: exp2(s - inf) = 0 for any s. So does one whose
-    keys are all hidden by a bias of the least finite number: its lse is none to subtract.
+    A row that sees no key, or lies beyond Tq, gets lse_log2 = inf: exp2(s - inf) = 0 for any s. So does one
+    whose keys are all hidden by a bias of the least finite number: its lse is none to subtract.
     """
     blocks = padded // BLOCK_M
     head = tl.program_id(0) // blocks
@@ -74,7 +74,7 @@ def _tilegpt_attention_delta(
     row_lse = tl.where(row_lse < -2e38, float("inf"), row_lse if NATURAL else row_lse * LOG2E)
     at = head.to(tl.int64) * padded + i
     tl.store(delta + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=i < padded)
-    tl.store(lse2 + at, row_lse, mask=i < padded)
+    tl.store(lse_log2 + at, row_lse, mask=i < padded)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def weights(
     s,
     i,
     j,
-    lse2,
+    lse_log2,
     offset,
     limit,
     tq,
@@ -131,11 +131,11 @@ def weights(
             )  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
     if EXACT:
-        p = exp_natural(s - lse2)
+        p = exp_natural(s - lse_log2)
     elif bias is not None or relative_bias is not None:  # see exp_difference
-        p = tl.exp2((s - lse2) * LOG2E)
+        p = tl.exp2((s - lse_log2) * LOG2E)
     else:
-        p = tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse2)
+        p = tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse_log2)
     return p, capped
 
 
@@ -186,7 +186,7 @@ def _tilegpt_attention_backward_dkdv(
     k,
     v,
     dout,
-    lse2,
+    lse_log2,
     delta,
     dk,
     dv,
@@ -260,7 +260,7 @@ def _tilegpt_attention_backward_dkdv(
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     BLOCKS: tl.constexpr = blocks is not None
-    tile, kv_row = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, False)
+    tile, kv_row = scheduled_tile(tl.program_id(0), n_tiles, n_heads, grouped, tail, False)
     b, kv_head = kv_row // kv_heads, kv_row % kv_heads
     b64 = b.to(tl.int64)
     if SLOPES_B:
@@ -311,10 +311,10 @@ def _tilegpt_attention_backward_dkdv(
             st = product(k_tile, q_tile)
             q_ids = tl.load(q_document_ids + i, mask=i < tq, other=-1)[None, :] if DOCUMENT_IDS else 0
             pt, capped = weights(
-                st, i[None, :], j[:, None], tl.load(lse2 + row + i)[None, :], offset, limit, tq, bias_head,
-                bias_i, bias_j, table, start, j0, slope, q_ids, k_ids, window_left, window_right, scale,
-                softcap, (start < full_lo) | (start >= full_hi), BLOCK_M, BLOCK_N, REACH, MASKED, HAS_LEFT,
-                HAS_RIGHT, ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
+                st, i[None, :], j[:, None], tl.load(lse_log2 + row + i)[None, :], offset, limit, tq,
+                bias_head, bias_i, bias_j, table, start, j0, slope, q_ids, k_ids, window_left, window_right,
+                scale, softcap, (start < full_lo) | (start >= full_hi), BLOCK_M, BLOCK_N, REACH, MASKED,
+                HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
             )  # fmt: skip
             do_tile = load_parts(dout_head, b, h, start, tq, dout_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
             dpt = product(v_tile, do_tile)
@@ -329,7 +329,7 @@ def _tilegpt_attention_backward_dkdv(
             if SOFTCAP:
                 dst *= 1.0 - capped * capped
             dk_acc = accumulate(dst, q_tile, dk_acc)
-    # Beyond the length k is zero, p is not: exp2(0 - lse2).
+    # Beyond the length k is zero, p is not: exp2(0 - lse_log2).
     real = j < limit if LENGTHS else None
     dk += b64 * dk_b + kv_head.to(tl.int64) * dk_h
     dv += b64 * dv_b + kv_head.to(tl.int64) * dv_h

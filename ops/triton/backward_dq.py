@@ -18,10 +18,10 @@ from ops.triton.common import (
     near,
     product,
     row_keys,
+    scheduled_tile,
     store_diagonals,
     store_parts,
     tile_start,
-    unswizzle,
     zeros,
 )
 from ops.triton.forward import key_range
@@ -33,7 +33,7 @@ def _tilegpt_attention_backward_dq(
     k,
     v,
     dout,
-    lse2,
+    lse_log2,
     delta,
     dq,
     dbias,
@@ -111,7 +111,7 @@ def _tilegpt_attention_backward_dq(
     LENGTHS: tl.constexpr = kv_lengths is not None
     BLOCKS: tl.constexpr = blocks is not None
     RELATIVE: tl.constexpr = relative_bias is not None
-    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
+    tile, head = scheduled_tile(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
     i0 = tile * BLOCK_M
@@ -151,7 +151,7 @@ def _tilegpt_attention_backward_dq(
     q_tile = load_parts(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
     do_tile = load_parts(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
     row = head.to(tl.int64) * padded
-    row_lse2 = tl.load(lse2 + row + i)[:, None]
+    row_lse_log2 = tl.load(lse_log2 + row + i)[:, None]
     row_delta = tl.load(delta + row + i)[:, None]
     acc = zeros(BLOCK_M, BLOCK_D, PART)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
@@ -167,8 +167,8 @@ def _tilegpt_attention_backward_dq(
         dp = product(do_tile, v_tile)
         k_ids = tl.load(k_document_ids + j, mask=j < limit, other=-1)[None, :] if DOCUMENT_IDS else 0
         p, capped = weights(
-            s, i[:, None], j[None, :], row_lse2, offset, limit, tq, bias, bias_i, bias_j, relative_bias, i0,
-            start, slope, q_ids, k_ids, window_left, window_right, scale, softcap,
+            s, i[:, None], j[None, :], row_lse_log2, offset, limit, tq, bias, bias_i, bias_j, relative_bias,
+            i0, start, slope, q_ids, k_ids, window_left, window_right, scale, softcap,
             (start < full_lo) | (start >= full_hi), BLOCK_M, BLOCK_N, REACH, MASKED, HAS_LEFT, HAS_RIGHT,
             ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
         )  # fmt: skip

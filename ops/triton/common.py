@@ -358,7 +358,7 @@ def kept(keys, j, threshold):
 
 
 @triton.jit
-def unswizzle(pid, n_tiles, n_heads, grouped, tail, LAST_FIRST: tl.constexpr):
+def scheduled_tile(pid, n_tiles, n_heads, grouped, tail, LAST_FIRST: tl.constexpr):
     """(tile, head) of program `pid`: `grouped` heads side by side, so that their K and V stay in L2, and
     within them tile after tile, with LAST_FIRST from the last, which is the longest under a causal mask;
     `tail` tiles of all heads come in the end (ops/order.py)."""

@@ -21,10 +21,10 @@ from ops.triton.common import (
     product,
     relative_scores,
     row_keys,
+    scheduled_tile,
     scores,
     store_parts,
     tile_start,
-    unswizzle,
     visible,
     zeros,
 )
@@ -146,7 +146,7 @@ def _tilegpt_attention_forward(
     BLOCKS: tl.constexpr = blocks is not None
     RELATIVE: tl.constexpr = relative_bias is not None
     BIASED: tl.constexpr = bias is not None or RELATIVE
-    tile, head = unswizzle(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
+    tile, head = scheduled_tile(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
     i0 = tile * BLOCK_M

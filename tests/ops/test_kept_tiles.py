@@ -20,7 +20,7 @@ from tests.ops import cpu
 from tests.ops.cpu import documents
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
-END, NEEDS_MASK = -1, 1
+END, MASK_FLAG = -1, 1
 LENGTHS = torch.tensor([300, 0, 129], dtype=torch.int32)
 OPTIONS = [
     (500, 500, {}),
@@ -55,14 +55,14 @@ def _lists(kept: Tensor) -> list[list[int]]:
 
 def _expected(seen: Tensor, mask: Tensor, own: int, other: int, transposed: bool) -> list[list[int]]:
     """seen (Tq, Tk), mask (tiles, tiles): of each tile of `own` the tiles of `other` that are kept and of
-    which anything is seen, plus NEEDS_MASK where not all is; keys that do not exist are not seen."""
+    which anything is seen, plus MASK_FLAG where not all is; keys that do not exist are not seen."""
     seen = F.pad(seen, (0, -seen.shape[1] % 128))
     seen, mask = (seen.T, mask.T) if transposed else (seen, mask)
     lists = []
     for row in range(0, seen.shape[0], own):
         tiles = [(at, seen[row : row + own, at : at + other]) for at in range(0, seen.shape[1], other)]
         kept = [(at, part) for at, part in tiles if part.any() and mask[row // MASK_BLOCK, at // MASK_BLOCK]]
-        lists.append([at + (0 if part.all() else NEEDS_MASK) for at, part in kept])
+        lists.append([at + (0 if part.all() else MASK_FLAG) for at, part in kept])
     return lists
 
 

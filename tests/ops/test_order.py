@@ -10,7 +10,7 @@ from ops.order import order, tail
 
 
 def blocks(n_tiles: int, n_heads: int, grouped: int, left: int) -> list[tuple[int, int]]:
-    """(length, head) of the blocks as unswizzle of the kernels puts them, the longest of a head n_tiles."""
+    """(length, head) of the blocks in the order of `scheduled_tile`, the longest of a head n_tiles."""
     ahead = n_tiles - left
     found = []
     for first in range(0, n_heads, grouped):

@@ -7,7 +7,7 @@
 // dP^T = V dO^T, gets P^T through shared memory, as the registers lie, and sums dK += dS^T Q. The queries of a whole
 // group run past a tile of keys, so that GQA needs no further sum.
 //
-// q, k, v and dout are terms, (B, H, T, 2, PAD_D) fp16, contiguous (split_fp16.cu); lse2 is natural (delta.cu).
+// q, k, v and dout are terms, (B, H, T, 2, PAD_D) fp16, contiguous (split_fp16.cu); lse_log2 is natural (delta.cu).
 // HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dK and dV once.
 // From L2: Q and dO for every OWN keys.
 // The host defines what split_fp16_backward.cuh says.
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of K and V, what is traded, then the stages
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
     const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OWN, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), keys = keys_of(p, b), diagonal = keys - p.tq, j_first = j0 + pair * OWN_ROWS;
     const bool second = warp >= WARPS / 2;
@@ -94,7 +94,7 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     TwoLoader next((const operand *)p.q + first_row * ROW, range.lo);
     const long long apart = (const operand *)p.dout - (const operand *)p.q;
     // The first INNER_TILE / 4 threads copy lse, the next INNER_TILE / 4 delta.
-    const float *statistic = (threadIdx.x < INNER_TILE / 4 ? p.lse2 : p.delta - INNER_TILE) + threadIdx.x * 4;
+    const float *statistic = (threadIdx.x < INNER_TILE / 4 ? p.lse_log2 : p.delta - INNER_TILE) + threadIdx.x * 4;
     auto load = [&](int stage, int g, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
         next.load(to, apart, p.tq - i);

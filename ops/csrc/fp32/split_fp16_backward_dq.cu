@@ -62,7 +62,7 @@ __device__ __forceinline__ void compute_ds_rows(const Params &p, HalfScores &s, 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of Q and dO, what is traded, then the stages
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * OWN, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), keys = keys_of(p, b), i_first = i0 + pair * OWN_ROWS;
     const bool second = warp >= WARPS / 2;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
 
     const Own own(second ? dout : q, i_first, p.tq, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
     const LaneRows<PAD_D> rows_first(true), columns_first(false);
-    const float *lse = p.lse2 + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.lse2);
+    const float *lse = p.lse_log2 + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.lse_log2);
     const Powers powers(p, b, h / GROUP);
     const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;
     Gradient sums;

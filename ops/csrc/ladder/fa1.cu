@@ -274,8 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             load(i0 + TEAMS * BR, odd ^ 1);
             Scores s;
             s.clear();
-            multiply<D_STEPS, false, false>(s, rows_first, team.q_tile + odd * Q_BYTES, columns_first,
-                                            team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
+            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, team.q_tile + odd * Q_BYTES, columns_first,
+                                                 team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
             if (SCALE_FIRST || masked)
                 finish_scores(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);

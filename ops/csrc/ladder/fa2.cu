@@ -6,13 +6,13 @@
 // added in shared memory. O, m and l stay in registers, and O is divided once, at the end. cp.async loads the next K
 // and V while the current tile is computed, with one barrier per tile. Tiles are swizzled, so that ldmatrix has no
 // bank conflicts.
-// HBM traffic. Q and O once; K and V once per head as long as the heads in flight fit in the L2 (unswizzle), though
-// they are read Tq / BR times from the L2; lse. No Tq x Tk matrix.
+// HBM traffic. Q and O once; K and V once per head as long as the heads in flight fit in the L2 (scheduled_tile),
+// though they are read Tq / BR times from the L2; lse. No Tq x Tk matrix.
 // Limits. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer.
 // The host also defines BR, BC, WARPS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether all rows
 // begin at multiples of 16 bytes), and SCALE_FIRST (with softcap, ALiBi, or a scale that is not positive: the scores
 // are scaled before their maximum is taken).
-// The macros of the loops (BEGIN, IS_TILE, GO_ON and so on), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
+// The macros of the loops (BEGIN_TILES, IS_TILE, ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "softmax.cuh"
 
@@ -24,7 +24,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, then two K and V
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
     const unsigned q_tile = shared_address(memory), k_tile = q_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
@@ -35,13 +35,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #if BLOCK_MASK
     KeptTiles<1> kept(p, b, h, tile);
 #endif
-    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, ORIGIN);
-    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, ORIGIN);
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, LOADER_ORIGIN);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, LOADER_ORIGIN);
     auto load = [&](int start, int odd) {
         next_k.load_next(k_tile + odd * TILE_BYTES, p.k_stride.t, start, keys);
         next_v.load_next(v_tile + odd * TILE_BYTES, p.v_stride.t, start, keys);
     };
-    if (ANY_TILE) {  // else Q would arrive, without a wait, in the buffer from which O is stored
+    if (HAS_TILES) {  // else Q would arrive, without a wait, in the buffer from which O is stored
         const element *q = matrix_of(p.q, p.q_stride, b, h);
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
         load(FIRST_TILE, 0);
@@ -61,20 +61,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #pragma unroll
         for (int d = 0; d < D_STEPS; d++) load_matrices(q[t][d], rows_first(q_rows, t * 16, d));
 #endif
-    for (int start = BEGIN, odd = 0; IS_TILE(start); GO_ON(start, BC), odd ^= 1) {
+    for (int start = BEGIN_TILES, odd = 0; IS_TILE(start); ADVANCE(start, BC), odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has arrived, and no warp still reads the other buffer
         if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), odd ^ 1);
         commit();
-        READ_AHEAD;
+        PREFETCH_ENTRY;
         Accumulator<TILES, BC / 16> s;
         s.clear();
 #if Q_IN_REGISTERS
         multiply(s, q, columns_first, k_tile + odd * TILE_BYTES);  // S = Q K^T
 #else
-        multiply<D_STEPS, false, false>(s, rows_first, q_rows, columns_first, k_tile + odd * TILE_BYTES);
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, q_rows, columns_first, k_tile + odd * TILE_BYTES);
 #endif
-        const bool masked = IS_MASKED(start < range.full_lo || start >= range.full_hi);
+        const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
         online_softmax(s, o, rows, c);
         dropout.drop(p, s, start);

@@ -12,7 +12,7 @@
 // and read, and Tk / BC additions to each of its numbers in the L2.
 // The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and how many
 // groups of warps share the rows of a product: ROWS_S (of S, dP), ROWS_KV (of dK, dV), ROWS_Q (of dQ).
-// The macros of the loops (BEGIN, IS_TILE, GO_ON and so on), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
+// The macros of the loops (BEGIN_TILES, IS_TILE, ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
@@ -26,7 +26,7 @@
 #define Q_BYTES (BR * ROW_BYTES)
 #define KV_BYTES (BC * ROW_BYTES)
 #define SCORE_BYTES (BR * BC * 2)
-#define STAGE_BYTES (2 * Q_BYTES + 2 * BR * 4)  // Q, dO, lse2, delta
+#define STAGE_BYTES (2 * Q_BYTES + 2 * BR * 4)  // Q, dO, lse_log2, delta
 
 static_assert(S_TILES * 16 * ROWS_S == BR && KV_TILES * 16 * ROWS_KV == BC && Q_TILES * 16 * ROWS_Q == BR &&
                   S_COLUMNS % 16 == 0 && KV_COLUMNS % 16 == 0 && Q_COLUMNS % 16 == 0,
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_gradient(const Accumulator<KV_TILES, KV_CO
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // K, V, P, dS, then the stages
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
     const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), diagonal = keys - p.tq, lane = threadIdx.x % 32;
     const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
@@ -88,26 +88,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
 #if BLOCK_MASK
     KeptTiles<GROUP> kept(p, b, first_head, tile);
 #endif
-    Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, ORIGIN);
-    Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, ORIGIN);
-    const float *next_lse2 = p.lse2 + (long long)(b * p.heads + first_head) * p.padded_tq + ORIGIN + threadIdx.x * 4;
-    const long long to_delta = p.delta - p.lse2 - BR;
+    Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, LOADER_ORIGIN);
+    Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, LOADER_ORIGIN);
+    const long long first_row = (long long)(b * p.heads + first_head) * p.padded_tq + LOADER_ORIGIN;
+    const float *next_lse_log2 = p.lse_log2 + first_row + threadIdx.x * 4;
+    const long long to_delta = p.delta - p.lse_log2 - BR;
     auto load = [&](int stage, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
-        next_q.load_next(to, p.q_stride.t, i, p.tq, HEADS_ON(p.q_stride.h));
-        next_do.load_next(to + Q_BYTES, p.dout_stride.t, i, p.tq, HEADS_ON(p.dout_stride.h));
-        const float *lse2 = next_lse2 + ROWS_ON(p.padded_tq, i);
+        next_q.load_next(to, p.q_stride.t, i, p.tq, HEAD_OFFSET(p.q_stride.h));
+        next_do.load_next(to + Q_BYTES, p.dout_stride.t, i, p.tq, HEAD_OFFSET(p.dout_stride.h));
+        const float *lse_log2 = next_lse_log2 + ROW_OFFSET(p.padded_tq, i);
         if (threadIdx.x < BR / 2)
-            copy_async(to + 2 * Q_BYTES + 16 * threadIdx.x, lse2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
+            copy_async(to + 2 * Q_BYTES + 16 * threadIdx.x, lse_log2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
         if (BLOCK_MASK) return;
-        next_lse2 += BR;
+        next_lse_log2 += BR;
         if (GROUP > 1 && i + BR >= range.hi) {
             next_q.from += p.q_stride.h - n_rows * p.q_stride.t;
             next_do.from += p.dout_stride.h - n_rows * p.dout_stride.t;
-            next_lse2 += p.padded_tq - n_rows;
+            next_lse_log2 += p.padded_tq - n_rows;
         }
     };
-    if (ANY_TILE) load(0, FIRST_TILE);
+    if (HAS_TILES) load(0, FIRST_TILE);
     commit();
 
     const int s_row = warp % ROWS_S * S_TILES * 16, s_column = warp / ROWS_S * S_COLUMNS;
@@ -118,32 +119,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < GROUP; g++)
-        for (int i0 = BEGIN_HEAD(g); IS_TILE_OF(i0, g); GO_ON(i0, BR)) {
+        for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
             const int h = kv_head * GROUP + g;
             wait_for_all_but<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other, with P and with dS
-            const bool last_of_head = IS_LAST(i0, BR), more = HAS_NEXT_OF_GROUP(g);
+            const bool last_of_head = IS_LAST_OF_HEAD(i0, BR), more = HAS_NEXT_OF_GROUP(g);
             if (STAGES == 2 && more) load(stage ^ 1, NEXT_OF_GROUP(i0, BR));
             if (STAGES == 2) commit();
-            READ_AHEAD;
+            PREFETCH_ENTRY;
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES;
-            const float *lse2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
+            const float *lse_log2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
             Scores s, dp;
             s.clear(), dp.clear();
-            multiply<D_STEPS, false, false>(s, rows_first, q_tile + s_row * ROW_BYTES, columns_first,
-                                            k_tile + s_column * ROW_BYTES);
-            multiply<D_STEPS, false, false>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
-                                            v_tile + s_column * ROW_BYTES);
-            const bool masked = IS_MASKED(real < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
-            compute_p_and_ds(p, s, dp, lse2, lse2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
+            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, q_tile + s_row * ROW_BYTES, columns_first,
+                                                 k_tile + s_column * ROW_BYTES);
+            multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
+                                                 v_tile + s_column * ROW_BYTES);
+            const bool masked = NEEDS_MASKING(real < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
+            compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
             __syncthreads();  // P and dS are whole
-            multiply<BR / 16, true, true>(dv, transposed, p_tile, of_kv, do_tile);
+            multiply<BR / 16, TRANSPOSED, AS_STORED>(dv, transposed, p_tile, of_kv, do_tile);
 #if ATOMIC
             Accumulator<Q_TILES, Q_COLUMNS / 16> dq;
             dq.clear();
-            multiply<BC / 16, false, true>(dq, scores_first, ds_tile + q_row * BC * 2, of_q, k_tile);
+            multiply<BC / 16, AS_STORED, AS_STORED>(dq, scores_first, ds_tile + q_row * BC * 2, of_q, k_tile);
             float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PAD_D + lane * 4;
 #pragma unroll
             for (int t = 0; t < Q_TILES; t++)
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                 for (int n = 0; n < Q_COLUMNS / 8; n++)
                     add_four(to + (t * 2 * D_STEPS + q_column / 8 + n) * 128, &dq.c[t][n][0], &dq.c[t][n][2]);
 #endif
-            multiply<BR / 16, true, true>(dk, transposed, ds_tile, of_kv, q_tile);
+            multiply<BR / 16, TRANSPOSED, AS_STORED>(dk, transposed, ds_tile, of_kv, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
                 if (more) load(0, NEXT_OF_GROUP(i0, BR));

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, dO, then two K and V
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), i_first = i0 + warp * TILES * 16;
     const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES;
@@ -27,13 +27,13 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
 #if BLOCK_MASK
     KeptTiles<1> kept(p, b, h, tile);
 #endif
-    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, ORIGIN);
-    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, ORIGIN);
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, LOADER_ORIGIN);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, LOADER_ORIGIN);
     auto load = [&](int start, int odd) {
         next_k.load_next(k_tile + odd * TILE_BYTES, p.k_stride.t, start, keys);
         next_v.load_next(v_tile + odd * TILE_BYTES, p.v_stride.t, start, keys);
     };
-    if (ANY_TILE) {  // else Q would land, unwaited for, where dQ goes out
+    if (HAS_TILES) {  // else Q would land, unwaited for, where dQ goes out
         const element *q = matrix_of(p.q, p.q_stride, b, h), *dout = matrix_of(p.dout, p.dout_stride, b, h);
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
         Loader<BR, THREADS>(dout, p.dout_stride.t, i0).load(do_tile, p.dout_stride.t, p.tq - i0);
@@ -44,18 +44,20 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     const long long row = (long long)head * p.padded_tq + i_first;
     Accumulator<TILES, D_STEPS> dq;
     dq.clear();
-    for (int start = BEGIN, odd = 0; IS_TILE(start); GO_ON(start, BC), odd ^= 1) {
+    for (int start = BEGIN_TILES, odd = 0; IS_TILE(start); ADVANCE(start, BC), odd ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
         if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), odd ^ 1);
         commit();
-        READ_AHEAD;
+        PREFETCH_ENTRY;
         Accumulator<TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
-        multiply<D_STEPS, false, false>(s, rows_first, q_tile + first_row, columns_first, k_tile + odd * TILE_BYTES);
-        multiply<D_STEPS, false, false>(dp, rows_first, do_tile + first_row, columns_first, v_tile + odd * TILE_BYTES);
-        const bool masked = IS_MASKED(start < range.full_lo || start >= range.full_hi);
-        compute_p_and_ds(p, s, dp, p.lse2 + row, p.delta + row, i_first, start, keys, b, h, masked);
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, q_tile + first_row, columns_first,
+                                                 k_tile + odd * TILE_BYTES);
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, rows_first, do_tile + first_row, columns_first,
+                                                 v_tile + odd * TILE_BYTES);
+        const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
+        compute_p_and_ds(p, s, dp, p.lse_log2 + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, rows_first, k_tile + odd * TILE_BYTES);  // dQ += dS K
     }
 #pragma unroll

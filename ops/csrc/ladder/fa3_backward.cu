@@ -44,20 +44,20 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     const Params &p = launch.p;
     const int n = n_tiles(p);
     const bool issues_copies = threadIdx.x == 0;
-    Ring<STAGES> at;
+    Ring<STAGES> stage;
 #if WIDE
     Ring<DO_STAGES> of_do;
 #else
-    Ring<STAGES> &of_do = at;  // which has as many buffers
+    Ring<STAGES> &of_do = stage;  // which has as many buffers
 #endif
     Ring<2> slot;
     Ring<1> kv;
     int taken = 0, index = blockIdx.x;
     while (true) {
-        mbarrier_wait(layout.barrier(TILE_EMPTY + slot.at), slot.parity ^ 1);
+        mbarrier_wait(layout.barrier(TILE_EMPTY + slot.index), slot.parity ^ 1);
         if (issues_copies) {
-            layout.slots[slot.at] = index < n ? index : -1;
-            mbarrier_arrive(layout.barrier(TILE_FULL + slot.at));
+            layout.slots[slot.index] = index < n ? index : -1;
+            mbarrier_arrive(layout.barrier(TILE_FULL + slot.index));
         }
         slot.next();
         if (index >= n) return;
@@ -65,19 +65,21 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         bool first = true;
         for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
             for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR) {
-                const unsigned q_full = layout.barrier(Q_FULL + at.at), do_full = layout.barrier(DO_FULL + of_do.at);
+                const unsigned q_full = layout.barrier(Q_FULL + stage.index);
+                const unsigned do_full = layout.barrier(DO_FULL + of_do.index);
                 const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
-                mbarrier_wait(layout.barrier(Q_EMPTY + at.at), at.parity ^ 1);
+                mbarrier_wait(layout.barrier(Q_EMPTY + stage.index), stage.parity ^ 1);
                 if (issues_copies) {
-                    mbarrier_arrive_expect_tx(q_full, Q_BYTES + ROWS_BYTES);
-                    load_tile<BR>(layout.q + at.at * Q_BYTES, launch.q, q_full, i0, h, tile.b);
-                    bulk_load(layout.lse2 + at.at * ROWS_BYTES, p.lse2 + row, ROWS_BYTES, q_full);
-                    if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + of_do.at), of_do.parity ^ 1);  // else as Q
-                    mbarrier_arrive_expect_tx(do_full, Q_BYTES + ROWS_BYTES);
-                    load_tile<BR>(layout.dout + of_do.at * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
-                    bulk_load(layout.delta + of_do.at * ROWS_BYTES, p.delta + row, ROWS_BYTES, do_full);
+                    mbarrier_arrive_expect_tx(q_full, Q_BYTES + STATISTIC_BYTES);
+                    load_tile<BR>(layout.q + stage.index * Q_BYTES, launch.q, q_full, i0, h, tile.b);
+                    bulk_load(layout.lse_log2 + stage.index * STATISTIC_BYTES, p.lse_log2 + row, STATISTIC_BYTES,
+                              q_full);
+                    if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + of_do.index), of_do.parity ^ 1);  // else as Q
+                    mbarrier_arrive_expect_tx(do_full, Q_BYTES + STATISTIC_BYTES);
+                    load_tile<BR>(layout.dout + of_do.index * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
+                    bulk_load(layout.delta + of_do.index * STATISTIC_BYTES, p.delta + row, STATISTIC_BYTES, do_full);
                 }
-                at.next();
+                stage.next();
                 if (WIDE) of_do.next();
                 if (!first) continue;
                 first = false;

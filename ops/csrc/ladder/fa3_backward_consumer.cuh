@@ -7,7 +7,7 @@ struct Consumer : ScoreTile {
     const Launch &launch;
     const SharedLayout &layout;
     Tiles tiles;
-    Ring<STAGES> at;
+    Ring<STAGES> stage;
     Ring<2> ds;
     Ring<1> kv, dq_slot;
     float dk[USED_D / 2], dv[USED_D / 2], dq[PART_BYTES / 512];
@@ -53,12 +53,12 @@ struct Consumer : ScoreTile {
     // are enough: before a group stores a tile, it has seen that the other group stored the previous tile, and that
     // group had by then finished the product dQ of the tile before that.
     __device__ __forceinline__ void share_ds() const {
-        share(gradients, layout.ds + ds.at * DS_BYTES + group * BR * 128);
-        if (lane == 0) mbarrier_arrive(layout.barrier(DS_FULL + ds.at));
+        share(gradients, layout.ds + ds.index * DS_BYTES + group * BR * 128);
+        if (lane == 0) mbarrier_arrive(layout.barrier(DS_FULL + ds.index));
     }
     // Until both warp groups have shared the tile, with LATE_DQ the one before.
     __device__ __forceinline__ void await_ds() const {
-        const int slot = LATE_DQ ? ds.at ^ 1 : ds.at;
+        const int slot = LATE_DQ ? ds.index ^ 1 : ds.index;
         mbarrier_wait(layout.barrier(DS_FULL + slot), LATE_DQ && slot ? ds.parity ^ 1 : ds.parity);
     }
     // dQ, as the registers lie, for the warp that adds it.
@@ -85,7 +85,7 @@ struct Consumer : ScoreTile {
             share_ds();
             await_ds();
             wgmma_fence();
-            multiply_dq(ds.at);
+            multiply_dq(ds.index);
             multiply_columns(dk, gradients, q_tile);
             wgmma_wait_group<1>();
             pin(dq), pin(dv);
@@ -109,31 +109,31 @@ struct Consumer : ScoreTile {
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
         if (left > 0) await_keys(layout, kv);
         for (; left > 0; left--) {
-            const unsigned q_tile = layout.q + at.at * Q_BYTES, do_tile = layout.dout + at.at * Q_BYTES;
-            mbarrier_wait(layout.barrier(Q_FULL + at.at), at.parity);
+            const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + stage.index * Q_BYTES;
+            mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             wgmma_fence();
             multiply_rows(s, layout.k, q_tile);
-            if (LATE_DK) finish_dk<1>(!first, (at.at + STAGES - 1) % STAGES);
-            mbarrier_wait(layout.barrier(DO_FULL + at.at), at.parity);
+            if (LATE_DK) finish_dk<1>(!first, (stage.index + STAGES - 1) % STAGES);
+            mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);
             wgmma_fence();
             multiply_rows(dp, layout.v, do_tile);
             wgmma_wait_group<1>();
             pin(s);
-            compute_p(i0, layout.lse2 + at.at * ROWS_BYTES);
+            compute_p(i0, layout.lse_log2 + stage.index * STATISTIC_BYTES);
             wgmma_fence();
             multiply_columns(dv, weights, do_tile);
             if (LATE_DQ) {
                 if (!first) await_ds();
                 wgmma_fence();
-                multiply_dq(ds.at ^ 1);  // for the first tile on unset data, its result unused: a branch costs more
+                multiply_dq(ds.index ^ 1);  // for the first tile on unset data, its result unused: a branch costs more
             }
             wgmma_wait_group<LATE_DQ ? 2 : 1>();
             pin(dp);
-            compute_ds(layout.delta + at.at * ROWS_BYTES);
+            compute_ds(layout.delta + stage.index * STATISTIC_BYTES);
             wgmma_fence();
             accumulate_dk_dq(q_tile, first);
-            if (!LATE_DK) finish_dk<0>(true, at.at);
-            at.next(), ds.next();
+            if (!LATE_DK) finish_dk<0>(true, stage.index);
+            stage.next(), ds.next();
             first = false;
             i0 += BR;
             if (i0 >= tile.range.hi) {
@@ -141,12 +141,12 @@ struct Consumer : ScoreTile {
                 if (GROUP > 1 && left > 1) begin_head(++h);
             }
         }
-        if (LATE_DK) finish_dk<0>(!first, (at.at + STAGES - 1) % STAGES);
+        if (LATE_DK) finish_dk<0>(!first, (stage.index + STAGES - 1) % STAGES);
         if (first) return;
         if (LATE_DQ) {
             await_ds();
             wgmma_fence();
-            multiply_dq(ds.at ^ 1);
+            multiply_dq(ds.index ^ 1);
             wgmma_wait_group<0>();
             pin(dq);
             hand_over_dq();

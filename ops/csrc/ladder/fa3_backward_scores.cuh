@@ -86,8 +86,8 @@ struct ScoreTile {
 
     // Computes P from S, in fp32 and rounded to 16 bits. With a softcap, P is rounded before it is masked, and the fp32
     // P is multiplied by the derivative of the softcap, which only dS needs.
-    __device__ __forceinline__ void compute_p(int i0, unsigned lse2) {
-        const unsigned rows = lse2 + own_queries() * 4 + lane % 4 * 8;
+    __device__ __forceinline__ void compute_p(int i0, unsigned lse_log2) {
+        const unsigned rows = lse_log2 + own_queries() * 4 + lane % 4 * 8;
         const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, capped = SOFTCAP ? p.scale / p.softcap : 0.0f;
         const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - i0 - first_query()) : 0.0f;
 #pragma unroll

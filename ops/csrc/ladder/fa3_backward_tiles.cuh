@@ -11,7 +11,7 @@
 #define Q_BYTES (BR * PAD_D * 2)
 #define KV_BYTES (BC * PAD_D * 2)
 #define DS_BYTES (BR * BC * 2)
-#define ROWS_BYTES (BR * 4)          // of lse2 or delta
+#define STATISTIC_BYTES (BR * 4)          // of lse_log2 or delta
 #define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has half of dQ's rows, or half of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
 #define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PAD_D : PAD_D / 2)
@@ -44,7 +44,7 @@ struct Tile {
     Range range;
     __device__ __forceinline__ Tile(const Params &p, int index) {
         int tile, head;
-        unswizzle(p, index, p.batch * p.kv_heads, false, tile, head);
+        scheduled_tile(p, index, p.batch * p.kv_heads, false, tile, head);
         b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
         real = min_of(BC, keys - j0);
         range.lo = range.full_lo = range.full_hi = range.hi = 0;
@@ -55,13 +55,13 @@ __device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.b
 
 // Where things are in shared memory.
 struct SharedLayout {
-    unsigned k, v, q, dout, ds, weights, dq, lse2, delta, barriers;  // weights: P, with WIDE
+    unsigned k, v, q, dout, ds, weights, dq, lse_log2, delta, barriers;  // weights: P, with WIDE
     volatile int *slots;  // of the tiles' indices
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
         ds = dout + DO_STAGES * Q_BYTES, weights = ds + 2 * DS_BYTES, dq = weights + (WIDE ? 2 * DS_BYTES : 0);
-        lse2 = dq + 2 * PART_BYTES, delta = lse2 + STAGES * ROWS_BYTES;
+        lse_log2 = dq + 2 * PART_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
 };
@@ -69,14 +69,14 @@ struct SharedLayout {
 // The block's tiles, one after the other, for all but who chooses them. Uniform, as are all loops over it.
 struct Tiles {
     const SharedLayout &layout;
-    Ring<2> at;
+    Ring<2> slot;
     __device__ __forceinline__ Tiles(const SharedLayout &layout) : layout(layout) {}
     // The index of the next; negative: there is none.
     __device__ __forceinline__ int next() {
-        mbarrier_wait(layout.barrier(TILE_FULL + at.at), at.parity);
-        const int index = __shfl_sync(~0u, layout.slots[at.at], 0);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(layout.barrier(TILE_EMPTY + at.at));
-        at.next();
+        mbarrier_wait(layout.barrier(TILE_FULL + slot.index), slot.parity);
+        const int index = __shfl_sync(~0u, layout.slots[slot.index], 0);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(layout.barrier(TILE_EMPTY + slot.index));
+        slot.next();
         return index;
     }
 };

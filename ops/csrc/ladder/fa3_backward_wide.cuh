@@ -15,7 +15,7 @@ struct Consumer : ScoreTile {
     const Launch &launch;
     const SharedLayout &layout;
     Tiles tiles;
-    Ring<STAGES> at;
+    Ring<STAGES> stage;
     Ring<DO_STAGES> of_do;
     Ring<2> shared;  // of P and dS
     Ring<1> kv, dq_slot;
@@ -57,8 +57,8 @@ struct Consumer : ScoreTile {
     // one has seen that the other group shared the tile before, and was done with all products before that.
     __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full) const {
         share(x, to + group * OWN_QUERIES * 128);
-        release(full + shared.at);
-        mbarrier_wait(layout.barrier(full + shared.at), shared.parity);
+        release(full + shared.index);
+        mbarrier_wait(layout.barrier(full + shared.index), shared.parity);
         wgmma_fence();
     }
     // Half of dQ's columns, as the registers lie, for the warp that adds it.
@@ -82,29 +82,30 @@ struct Consumer : ScoreTile {
         begin_head(h);
         if (left > 0) await_keys(layout, kv);
         for (; left > 0; left--) {
-            const unsigned q_tile = layout.q + at.at * Q_BYTES, do_tile = layout.dout + of_do.at * Q_BYTES;
-            const unsigned p_tile = layout.weights + shared.at * DS_BYTES, ds_tile = layout.ds + shared.at * DS_BYTES;
-            mbarrier_wait(layout.barrier(Q_FULL + at.at), at.parity);
+            const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + of_do.index * Q_BYTES;
+            const unsigned p_tile = layout.weights + shared.index * DS_BYTES;
+            const unsigned ds_tile = layout.ds + shared.index * DS_BYTES;
+            mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             wgmma_fence();
             multiply_rows(s, layout.k, q_tile);
-            mbarrier_wait(layout.barrier(DO_FULL + of_do.at), of_do.parity);
+            mbarrier_wait(layout.barrier(DO_FULL + of_do.index), of_do.parity);
             wgmma_fence();
             multiply_rows(dp, layout.v, do_tile);
             if (!first) hand_over_dq(delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             pin(s);
-            compute_p(i0, layout.lse2 + at.at * ROWS_BYTES);
+            compute_p(i0, layout.lse_log2 + stage.index * STATISTIC_BYTES);
             exchange(weights, p_tile, P_FULL);
             multiply_columns(dv, p_tile, do_tile);
             wgmma_wait_group<1>();
             pin(dp);
-            compute_ds(layout.delta + of_do.at * ROWS_BYTES);
+            compute_ds(layout.delta + of_do.index * STATISTIC_BYTES);
             exchange(gradients, ds_tile, DS_FULL);
             multiply_dq(ds_tile);
             multiply_columns(dk, ds_tile, q_tile);
             wgmma_wait_group<2>();
             pin(dv);
-            release(DO_EMPTY + of_do.at);
+            release(DO_EMPTY + of_do.index);
             wgmma_wait_group<1>();
             pin(dq);
             hand_over_dq(dq);
@@ -114,8 +115,8 @@ struct Consumer : ScoreTile {
             for (int x = 0; x < HALF_D / 4; x++) delayed_dq[x] = dq[HALF_D / 4 + x] + 0.0f;
             wgmma_wait_group<0>();
             pin(dk);
-            release(Q_EMPTY + at.at);
-            at.next(), of_do.next(), shared.next();
+            release(Q_EMPTY + stage.index);
+            stage.next(), of_do.next(), shared.next();
             first = false;
             i0 += BR;
             if (i0 >= tile.range.hi) {

@@ -53,8 +53,8 @@ struct Consumer {
 
     // The next tile, once its Q is there; false if there is none.
     __device__ __forceinline__ bool await_tile() {
-        mbarrier_wait(layout.barrier(Q_FULL + q.at), q.parity);
-        tile = Tile(layout.slots + q.at * TILE_INTS), slot = q.at;
+        mbarrier_wait(layout.barrier(Q_FULL + q.index), q.parity);
+        tile = Tile(layout.slots + q.index * TILE_INTS), slot = q.index;
         q.next();
         const int i = min_of(tile.i0 + group * 64, p.tq - 1);
         own = tile.seen(p, i, 64);
@@ -86,7 +86,7 @@ struct Consumer {
     }
     // S = Q K^T, issued.
     __device__ __forceinline__ void multiply_qk() {
-        const Matrix queries(layout.q + (slot * GROUPS + group) * Q_BYTES), keys(layout.k + k.at * KV_BYTES);
+        const Matrix queries(layout.q + (slot * GROUPS + group) * Q_BYTES), keys(layout.k + k.index * KV_BYTES);
 #pragma unroll
         for (int step = 0; step < USED_D / K_STEP; step++)
 #if INT8
@@ -99,9 +99,9 @@ struct Consumer {
     // O += P V, issued.
     __device__ __forceinline__ void multiply_pv() {
 #if FP8
-        const Matrix values(layout.v + v.at * KV_BYTES, 16, V_BLOCK);
+        const Matrix values(layout.v + v.index * KV_BYTES, 16, V_BLOCK);
 #else
-        const Matrix values(layout.v + v.at * KV_BYTES, BC * BLOCK_ROW);
+        const Matrix values(layout.v + v.index * KV_BYTES, BC * BLOCK_ROW);
 #endif
 #pragma unroll
         for (int step = 0; step < BC / K_STEP; step++) {
@@ -112,22 +112,22 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void await_v(int valid) {
-        mbarrier_wait(layout.barrier(V_FULL + v.at), v.parity);
+        mbarrier_wait(layout.barrier(V_FULL + v.index), v.parity);
 #if LENGTHS
         if (valid < BC) {  // rows of V beyond the last key may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(layout.v + v.at * KV_BYTES, valid);
+            clear_rows<BC>(layout.v + v.index * KV_BYTES, valid);
             fence_proxy_async();
             bar_sync(BARRIER_OWN + group, 128);
         }
 #endif
     }
-    __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.at), v.next(); }
+    __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.index), v.next(); }
 
     // The scores of the keys from `start` on, which are there, become weights.
     __device__ __forceinline__ void online_softmax(int start, float scale) {
         pin(flat(s));
         if (FP8) c = of_queries * scale;
-        release(K_EMPTY + k.at), k.next();
+        release(K_EMPTY + k.index), k.next();
         if (!O_OVER_Q && start == own.lo) release(Q_EMPTY + slot);
         const bool masked = start < own.full_lo || start >= own.full_hi;
         const int i_first = first_row();
@@ -145,9 +145,9 @@ struct Consumer {
     __device__ __forceinline__ void skip() {
         take_turn();
         give_turn();
-        mbarrier_wait(layout.barrier(K_FULL + k.at), k.parity);
-        release(K_EMPTY + k.at), k.next();
-        mbarrier_wait(layout.barrier(V_FULL + v.at), v.parity);
+        mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
+        release(K_EMPTY + k.index), k.next();
+        mbarrier_wait(layout.barrier(V_FULL + v.index), v.parity);
         done_with_v();
     }
 
@@ -202,7 +202,7 @@ struct Consumer {
             rows.clear();
             o.clear();
             float scale = scale_of_keys(start);
-            mbarrier_wait(layout.barrier(K_FULL + k.at), k.parity);
+            mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
             take_turn();
             if (INT8) begin_scores();
             wgmma_fence();
@@ -222,7 +222,7 @@ struct Consumer {
                 const int valid = tile.keys - start;
                 start -= BC;
                 scale = scale_of_keys(start);
-                mbarrier_wait(layout.barrier(K_FULL + k.at), k.parity);
+                mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
                 take_turn();
                 begin_scores(), pin(flat(o));
                 wgmma_fence();

@@ -21,10 +21,10 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     Ring<STAGES> k, v;
     auto load = [&](const TensorMap &map, unsigned to, int full, int empty, Ring<STAGES> &ring, const Tile &tile,
                     int start) {
-        mbarrier_wait(layout.barrier(empty + ring.at), ring.parity ^ 1);
+        mbarrier_wait(layout.barrier(empty + ring.index), ring.parity ^ 1);
         if (issues_copies) {
-            mbarrier_arrive_expect_tx(layout.barrier(full + ring.at), KV_BYTES);
-            const unsigned at = to + ring.at * KV_BYTES, barrier = layout.barrier(full + ring.at);
+            mbarrier_arrive_expect_tx(layout.barrier(full + ring.index), KV_BYTES);
+            const unsigned at = to + ring.index * KV_BYTES, barrier = layout.barrier(full + ring.index);
             if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PAD_D of them a block
                 for (int keys = 0; keys < BC; keys += V_BLOCK)
                     tma_load(at + keys * PAD_D, map, barrier, (start + keys) / 2, 0, tile.h / GROUP, tile.b);
@@ -40,14 +40,14 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
             write_zeros(p, tile);
             if (issues_copies) next = atomicAdd(launch.next_tile, 1);
         } else {
-            const unsigned full = layout.barrier(Q_FULL + q.at);
+            const unsigned full = layout.barrier(Q_FULL + q.index);
             const int last = last_of(tile.lo, tile.hi);
-            mbarrier_wait(layout.barrier(Q_EMPTY + q.at), q.parity ^ 1);
+            mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
             if (issues_copies) {
-                tile.publish(layout.slots + q.at * TILE_INTS);
+                tile.publish(layout.slots + q.index * TILE_INTS);
                 mbarrier_arrive_expect_tx(full, GROUPS * Q_BYTES);
                 for (int group = 0; group < GROUPS; group++)
-                    load_tile<64>(layout.q + (q.at * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
+                    load_tile<64>(layout.q + (q.index * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
                                   tile.h, tile.b);
             }
             q.next();
@@ -59,8 +59,8 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
             }
         }
     }
-    mbarrier_wait(layout.barrier(Q_EMPTY + q.at), q.parity ^ 1);
+    mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
     if (!issues_copies) return;
-    layout.slots[q.at * TILE_INTS] = -1;  // of no batch row: the end
-    mbarrier_arrive(layout.barrier(Q_FULL + q.at));
+    layout.slots[q.index * TILE_INTS] = -1;  // of no batch row: the end
+    mbarrier_arrive(layout.barrier(Q_FULL + q.index));
 }

@@ -39,7 +39,7 @@ struct Tile {
     // the others: it takes divisions.
     __device__ __forceinline__ Tile(const Params &p, int index) {
         int tile = 0, head = 0;
-        unswizzle(p, index, p.batch * p.heads, HAS_RIGHT, tile, head);
+        scheduled_tile(p, index, p.batch * p.heads, HAS_RIGHT, tile, head);
         b = head / p.heads, h = head % p.heads, i0 = tile * BR, keys = keys_of(p, b);
 #if DOCUMENT_IDS
         documents = documents_of(p, b, tile);

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
     float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + QUERIES * PADDED;
     float *v_tile = k_tile + INNER_TILE * PADDED, *weights = v_tile + INNER_TILE * PADDED;
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * QUERIES;
     const int row = threadIdx.x / 32 * WARP_ROWS + lane_row(), col = lane_col();  // this thread's first of each
     const int keys = keys_of(p, b), diagonal = keys - p.tq;

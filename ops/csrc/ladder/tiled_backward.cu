@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     float *q_tile = v_tile + OUTER_TILE * PADDED, *dout_tile = q_tile + INNER_TILE * PADDED;
     float *weights = dout_tile + INNER_TILE * PADDED, *ds_tile = weights + OUTER_TILE * INNER_TILE;
     int tile, kv_head;
-    unswizzle(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
     const int b = kv_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool second = warp % 2;  // dP, dS and dK; the first has S, P and dV
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
         const int h = kv_head % p.kv_heads * GROUP + g;
         const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
         const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
-        const float *statistic = (second ? p.delta : p.lse2) + ((long long)b * p.heads + h) * p.padded_tq;
+        const float *statistic = (second ? p.delta : p.lse_log2) + ((long long)b * p.heads + h) * p.padded_tq;
         const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
         const unsigned dropout_key = head_key(p, b, h);
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     float *k_tile = dout_tile + OUTER_TILE * PADDED, *v_tile = k_tile + INNER_TILE * PADDED;
     float *ds_tile = v_tile + INNER_TILE * PADDED;  // p_dsoftcap, then dS
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool second = warp % 2;  // dP and dS; the first has S and P. Each has half of their rows of dQ.
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
     const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
-    const float *statistic = (second ? p.delta : p.lse2) + (long long)head * p.padded_tq + i0 + row;
+    const float *statistic = (second ? p.delta : p.lse_log2) + (long long)head * p.padded_tq + i0 + row;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
     const unsigned dropout_key = head_key(p, b, h);

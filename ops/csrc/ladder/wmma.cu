@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_wmma_forwa
     element *q_tile = (element *)memory, *kv_tile = q_tile + QUERIES * PITCH, *p_tile = kv_tile + KEYS * PITCH;
     float *s_tile = (float *)(p_tile + QUERIES * P_PITCH), *o_tile = s_tile + QUERIES * S_PITCH;
     int tile, head;
-    unswizzle(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * 16, row = warp_row + lane / 2;  // the warp's first, and the lane's
     const int i0 = tile * QUERIES, keys = keys_of(p, b);

@@ -45,7 +45,7 @@ struct Params {
     float *lse;                               // (B, Hq, Tq), natural logarithm
     const element *dout;                      // (B, Hq, Tq, D)
     element *dq, *dk, *dv;                    // as q, k, v
-    float *lse2, *delta;                      // (B, Hq, padded_tq): lse * log2(e), rowsum(out * dout); backward only
+    float *lse_log2, *delta;                  // (B, Hq, padded_tq): lse * log2(e), rowsum(out * dout); backward only
     float *scratch;                           // the stage's own: see its .cu
     const float *alibi_slopes;                // (Hq,)
     const int *q_document_ids, *k_document_ids;  // (B, Tq), (B, Tk)
@@ -223,7 +223,7 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
 // The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and
 // within them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST; `tail` tiles
 // of all heads come in the end, and with BLOCK_MASK `lead` of all heads at the beginning (ops/order.py).
-__device__ __forceinline__ void unswizzle(const Params &p, int index, int n_heads, bool last_first, int &tile,
+__device__ __forceinline__ void scheduled_tile(const Params &p, int index, int n_heads, bool last_first, int &tile,
                                           int &head) {
     int ahead = p.n_tiles - p.tail, first = 0, width = n_heads, within = index, lead = 0;
 #if BLOCK_MASK

@@ -70,11 +70,11 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 
 // Where a ring of buffers is, and the parity of the phase in which this one is filled.
 template <int BUFFERS> struct Ring {
-    int at;
+    int index;
     unsigned parity;
-    __device__ __forceinline__ Ring() : at(0), parity(0) {}
+    __device__ __forceinline__ Ring() : index(0), parity(0) {}
     __device__ __forceinline__ void next() {
-        if (++at == BUFFERS) at = 0, parity ^= 1;
+        if (++index == BUFFERS) index = 0, parity ^= 1;
     }
 };
 

@@ -1,7 +1,7 @@
 // For a block mask: which tiles of keys a tile of queries visits, as a list, so that nothing else is looked at.
 //
 // Per tile of OWN queries the tiles of OTHER keys that are in a kept block of MASK_BLOCK x MASK_BLOCK and that some of
-// the queries see by all other masks (key_range), in order: where each begins, plus NEEDS_MASK where a mask cuts it; then
+// the queries see by all other masks (key_range), in order: where each begins, plus MASK_FLAG where a mask cuts it; then
 // END_OF_LIST. (B or 1, H or 1, n_tiles, 1 + Tk / OTHER) integers, Hq / H heads of a call sharing a list. TRANSPOSED:
 // for tiles of OWN keys the tiles of OTHER queries, as dK and dV have them.
 //
@@ -11,7 +11,7 @@
 
 #define THREADS 256
 
-static_assert(MASK_BLOCK % OWN == 0 && MASK_BLOCK % OTHER == 0 && OTHER % 2 == 0, "whole tiles; a bit for NEEDS_MASK");
+static_assert(MASK_BLOCK % OWN == 0 && MASK_BLOCK % OTHER == 0 && OTHER % 2 == 0, "whole tiles; a bit for MASK_FLAG");
 
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const __grid_constant__ Params p) {
     static __shared__ unsigned kept_lanes[THREADS / 32];
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const _
             if (other < warp) before += count;
         }
         const bool masked = cut || start < range.full_lo || start >= range.full_hi;
-        if (kept) list[before] = start + (masked ? NEEDS_MASK : 0);
+        if (kept) list[before] = start + (masked ? MASK_FLAG : 0);
         list += all;
     }
     if (threadIdx.x == 0) *list = END_OF_LIST;

@@ -7,7 +7,7 @@
 #if BLOCK_MASK
 
 #define END_OF_LIST (-1)
-#define NEEDS_MASK 1  // in an entry, beside where the tile begins, which is an even number
+#define MASK_FLAG 1  // in an entry, beside where the tile begins, which is an even number
 
 // An entry is read while the tile two before it is computed, so that where the next tile begins is known by the time its
 // copies start. The lists of HEADS query heads follow each other, and any of them may be empty.
@@ -22,10 +22,10 @@ template <int HEADS> struct KeptTiles {
         : p(p), next(END_OF_LIST), next_head(0) {
         list = entry = matrix_of(p.kept, p.kept_stride, b, h) + tile * p.kept_stride.t;
         after = *entry;
-        go_on();
+        advance();
     }
-    __device__ __forceinline__ void read_ahead() { after = next < 0 ? END_OF_LIST : *++entry; }
-    __device__ __forceinline__ int go_on() {
+    __device__ __forceinline__ void prefetch_entry() { after = next < 0 ? END_OF_LIST : *++entry; }
+    __device__ __forceinline__ int advance() {
         here = next, head = next_head, next = after;
         if (HEADS > 1)
             while (next < 0 && next_head + 1 < HEADS) {
@@ -36,54 +36,63 @@ template <int HEADS> struct KeptTiles {
     }
     // To the first tile, whose copies have been started.
     __device__ __forceinline__ int begin() {
-        read_ahead();
-        return go_on();
+        prefetch_entry();
+        return advance();
     }
-    __device__ __forceinline__ int start() const { return here & ~NEEDS_MASK; }
-    __device__ __forceinline__ int next_start() const { return next & ~NEEDS_MASK; }
+    __device__ __forceinline__ int start() const { return here & ~MASK_FLAG; }
+    __device__ __forceinline__ int next_start() const { return next & ~MASK_FLAG; }
     __device__ __forceinline__ bool is_in(int of_head) const { return here >= 0 && (HEADS == 1 || head == of_head); }
 };
 
-// The expressions of the loops, here of a KeptTiles `kept`. They are macros, as with functions in their place ptxas gave
-// the kernels without BLOCK_MASK other registers, and the backward spilled.
-#define ORIGIN 0                              // the row from which Loaders count
-#define ANY_TILE (kept.next >= 0)             // before the loop
-#define FIRST_TILE kept.next_start()          // whose copies start before the loop
-#define BEGIN kept.begin()                    // the first tile of the loop
+// The expressions of a kernel's loop over tiles, the copies of the next under way while one is computed:
+//
+//     if (HAS_TILES) load(FIRST_TILE);
+//     for (int start = BEGIN_TILES; IS_TILE(start); ADVANCE(start, BC)) {
+//         if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC));
+//         PREFETCH_ENTRY;
+//         ...
+//     }
+//
+// Here they are those of a KeptTiles `kept`. They are macros, as with functions in their place ptxas gave the kernels
+// without BLOCK_MASK other registers, and the backward spilled.
+#define LOADER_ORIGIN 0                                // the row from which Loaders count
+#define HAS_TILES (kept.next >= 0)                     // before the loop
+#define FIRST_TILE kept.next_start()                   // whose copies start before the loop
+#define BEGIN_TILES kept.begin()                       // the first tile of the loop
 #define IS_TILE(start) (kept.here >= 0)
 #define HAS_NEXT(start, step) (kept.next >= 0)
 #define NEXT_TILE(start, step) kept.next_start()
-#define READ_AHEAD kept.read_ahead()          // once the copies of the next tile have started
-#define GO_ON(start, step) start = kept.go_on()
-#define IS_MASKED(by_range) (kept.here & NEEDS_MASK)
+#define PREFETCH_ENTRY kept.prefetch_entry()           // once the copies of the next tile have started
+#define ADVANCE(start, step) start = kept.advance()
+#define NEEDS_MASKING(by_range) (kept.here & MASK_FLAG)
 // Of a group of heads, of which number g is the turn:
-#define BEGIN_HEAD(g) (g == 0 ? kept.begin() : kept.start())
+#define BEGIN_TILES_OF(g) (g == 0 ? kept.begin() : kept.start())
 #define IS_TILE_OF(start, g) kept.is_in(g)
-#define IS_LAST(start, step) false  // of its head; nobody asks
+#define IS_LAST_OF_HEAD(start, step) false
 #define HAS_NEXT_OF_GROUP(g) (kept.next >= 0)
 #define NEXT_OF_GROUP(start, step) kept.next_start()
-#define HEADS_ON(stride) (kept.next_head * stride)  // from the group's first head to that of the next tile
-#define ROWS_ON(stride, row) (kept.next_head * stride + row)
+#define HEAD_OFFSET(stride) (kept.next_head * stride)  // from the group's first head to that of the next tile
+#define ROW_OFFSET(stride, row) (kept.next_head * stride + row)
 
 #else
 
 // The same of a Range `range`.
-#define ORIGIN range.lo
-#define ANY_TILE (range.lo < range.hi)
+#define LOADER_ORIGIN range.lo
+#define HAS_TILES (range.lo < range.hi)
 #define FIRST_TILE range.lo
-#define BEGIN range.lo
+#define BEGIN_TILES range.lo
 #define IS_TILE(start) (start < range.hi)
 #define HAS_NEXT(start, step) (start + step < range.hi)
 #define NEXT_TILE(start, step) (start + step)
-#define READ_AHEAD
-#define GO_ON(start, step) start += step
-#define IS_MASKED(by_range) (by_range)
-#define BEGIN_HEAD(g) range.lo
+#define PREFETCH_ENTRY
+#define ADVANCE(start, step) start += step
+#define NEEDS_MASKING(by_range) (by_range)
+#define BEGIN_TILES_OF(g) range.lo
 #define IS_TILE_OF(start, g) (start < range.hi)
-#define IS_LAST(start, step) (start + step >= range.hi)
+#define IS_LAST_OF_HEAD(start, step) (start + step >= range.hi)
 #define HAS_NEXT_OF_GROUP(g) (!last_of_head || g + 1 < GROUP)
 #define NEXT_OF_GROUP(start, step) (last_of_head ? range.lo : start + step)
-#define HEADS_ON(stride) 0
-#define ROWS_ON(stride, row) 0
+#define HEAD_OFFSET(stride) 0
+#define ROW_OFFSET(stride, row) 0
 
 #endif

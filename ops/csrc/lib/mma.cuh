@@ -196,8 +196,9 @@ template <int ROWS, int THREADS> struct Loader {
     }
 };
 
-// sums += A B over STEPS of 16: A as it lies, or TRANSPOSED; B's columns are its rows, or with ACROSS its columns.
-template <int STEPS, bool TRANSPOSED, bool ACROSS, int TILES, int PAIRS, int COLUMNS>
+// sums += A B over STEPS of 16, where `a` and `b` hold A and B as they are, or transposed.
+enum Operand { AS_STORED, TRANSPOSED };
+template <int STEPS, Operand A, Operand B, int TILES, int PAIRS, int COLUMNS>
 __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const LaneRows<COLUMNS> &a_lanes, unsigned a,
                                          const LaneRows<PAD_D> &b_lanes, unsigned b) {
 #pragma unroll
@@ -205,16 +206,16 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
         unsigned left[TILES][4], right[4];
 #pragma unroll
         for (int t = 0; t < TILES; t++)
-            if (TRANSPOSED)
+            if (A == TRANSPOSED)
                 load_transposed(left[t], a_lanes(a, step * 16, t));
             else
                 load_matrices(left[t], a_lanes(a, t * 16, step));
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
-            if (ACROSS)
-                load_transposed(right, b_lanes(b, step * 16, n));
-            else
+            if (B == TRANSPOSED)
                 load_matrices(right, b_lanes(b, n * 16, step));
+            else
+                load_transposed(right, b_lanes(b, step * 16, n));
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 mma(sums.c[t][2 * n], left[t], right[0], right[1]);

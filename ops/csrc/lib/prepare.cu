@@ -1,6 +1,6 @@
-// The first kernel of a backward on tensor cores: delta = rowsum(dout * out) and lse2 = lse * log2(e), infinite where the
-// row sees no key or does not exist, so that its P is 0 (delta.cu tells why); and with CLEAR the accumulator of dQ, PAD_D
-// floats a row, is cleared, and with COUNTER a counter behind it. All for (B, Hq, padded_tq) rows.
+// The first kernel of a backward on tensor cores: delta = rowsum(dout * out) and lse_log2 = lse * log2(e), infinite
+// where the row sees no key or does not exist, so that its P is 0 (delta.cu tells why); and with CLEAR the accumulator
+// of dQ, PAD_D floats a row, is cleared, and with COUNTER a counter behind it. All for (B, Hq, padded_tq) rows.
 //
 // HBM traffic: out and dout once, the accumulator once. A block takes THREADS / LANES rows.
 #include "mma.cuh"
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(c
     for (int lanes = LANES / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(__activemask(), sum, lanes);
     if (part == 0) {
         const float lse = i < p.tq ? p.lse[(long long)head * p.tq + i] : -INFINITE;
-        p.lse2[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        p.lse_log2[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
         p.delta[row] = sum;
         if (COUNTER && row == 0) *(int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PAD_D) = 0;
     }

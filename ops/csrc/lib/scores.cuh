@@ -64,12 +64,12 @@ __device__ __forceinline__ void finish_scores(const Params &p, Accumulator<TILES
     if (masked) apply_mask(p, s, -INFINITE, i_first, j_first, keys, b);
 }
 
-// s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse2 and delta begin at row i_first. In three
-// passes, so that the mask is a branch of its own: within one, the compiler made selections of it that every tile paid.
-// Dropout is drawn ahead, into a bit for each column: kept as signs of P, it spilled 300 to 664 bytes a thread.
+// s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse_log2 and delta begin at row i_first. In
+// three passes, so that the mask is a branch of its own: within one, the compiler made selections of it that every tile
+// paid. Dropout is drawn ahead, into a bit for each column: kept as signs of P, it spilled 300 to 664 bytes.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TILES, PAIRS> &s,
-                                                 Accumulator<TILES, PAIRS> &dp, const float *lse2,
+                                                 Accumulator<TILES, PAIRS> &dp, const float *lse_log2,
                                                  const float *delta, int i_first, int j_first, int keys,
                                                  int b, int h, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TI
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int at = t * 16 + half * 8 + row;
-            const float shift = lse2[at], mean = delta[at];
+            const float shift = lse_log2[at], mean = delta[at];
 #if DROPOUT
             const unsigned row_key = absorb(head_key(p, b, h), (unsigned)(i_first + at));
             dropped[t][half] = 0;
