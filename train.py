@@ -203,7 +203,12 @@ def train(
     with explained():
         if ckpt is None:
             trainer.validate(lit, datamodule=data, verbose=False)
-        trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt.absolute()) if ckpt else None, weights_only=True)
+        try:
+            trainer.fit(
+                lit, datamodule=data, ckpt_path=str(ckpt.absolute()) if ckpt else None, weights_only=True
+            )
+        finally:
+            lit.unfreeze()
     runtime.finish(trainer, lit, run)
 
 

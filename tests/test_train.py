@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +16,7 @@ from conf.values import UserError
 from data.datamodule import text_datamodule
 from model.gpt import GPT, GPTConfig
 from model.training.checkpoint import read_checkpoint
-from model.training.sweeps import Sweep, suffix
+from model.training.sweeps import suffix
 from tests.running import TINY, rows, train_here, write_book
 
 WITH_SAMPLES = (*(o for o in TINY if o != "callbacks.samples=null"), "callbacks.samples.tokens=8")
@@ -119,12 +118,6 @@ def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
         assert line[1] == name and line[-1] == "done" and int(line[3].replace(",", "")) > 0
         assert line[0] == f"s-{table.index(line)}-{name.replace('=', '-')}"
         assert float(line[2]) == pytest.approx(float(table_rows[3]["val/loss"]), abs=5e-5)
-
-
-def test_a_job_begins_with_nothing_frozen_by_one_that_failed() -> None:
-    gc.freeze()
-    with Sweep().job(["seed=1"]):
-        assert gc.get_freeze_count() == 0
 
 
 def test_two_sweeps_of_one_second(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class LitGPT(L.LightningModule):
         self.compile_net = compile
         self.cuda_graphs = cuda_graphs
         self.step_graph: StepGraph | None = None
+        self.frozen = False  # for the garbage collector, by this run
         self.shards: Any = None  # under FSDP2 the mesh of the ranks that share the parameters
         self.decode_attention = decode_attention
         self.checkpoint_metadata = checkpoint_metadata or {}
@@ -153,7 +154,7 @@ class LitGPT(L.LightningModule):
                         f"optim.{key} is another than the checkpoint's: its state goes on only as it began."
                     )
             group.update(settings)
-        self.frozen = False
+        self.freezes = not gc.get_freeze_count()  # what others have frozen stays theirs
         if self.cuda_graphs:
             self.step_graph = StepGraph(self._on_device, self.optimizers().optimizer)
 
@@ -214,7 +215,8 @@ class LitGPT(L.LightningModule):
                 listener(step, {"train/loss": loss, "train/grad_norm": norm})
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
-        if not self.frozen:  # the first step has imported and compiled: no clean-up need look there
+        # The first step has imported and compiled: there is no garbage to look for.
+        if self.freezes and not self.frozen:
             gc.freeze()
             self.frozen = True
 
@@ -240,8 +242,14 @@ class LitGPT(L.LightningModule):
         self.flush()
 
     def on_train_end(self) -> None:
-        gc.unfreeze()
+        self.unfreeze()
         self.flush()
+
+    def unfreeze(self) -> None:
+        """What the run froze is garbage to look for again; for who calls `fit`, if that failed."""
+        if self.frozen:
+            gc.unfreeze()
+            self.frozen = False
 
     def _micro_batches(self, batch: dict[str, Tensor]) -> Iterable[dict[str, Tensor]]:
         parts = {key: value.chunk(self.accumulate) for key, value in batch.items()}  # (A*B, T) -> A of (B, T)

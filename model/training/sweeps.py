@@ -53,7 +53,6 @@ class Sweep:
         name = self.jobs[0].name if self.jobs else time.strftime("%Y%m%d-%H%M%S")
         job = Job(overrides, name, suffix(len(self.jobs), overrides))
         self.jobs.append(job)
-        gc.unfreeze()  # where the job before failed in the midst of its training
         gc.collect()  # the job before, whose trainer and model refer to each other, gives its memory back
         try:
             yield job

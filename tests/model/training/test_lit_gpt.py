@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,15 +227,44 @@ def test_what_compiling_imports_is_not_searched_for_garbage() -> None:
     assert seen == [False] and gc.isenabled()
 
 
-def test_garbage_is_not_searched_for_in_what_the_first_step_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once: to count what is frozen takes 37 ms, to freeze it again would keep what later steps made."""
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
     gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_garbage_is_not_searched_for_in_what_the_first_step_made(
+    monkeypatch: pytest.MonkeyPatch, nothing_frozen: None
+) -> None:
+    """Once: to count what is frozen takes 37 ms, to freeze it again would keep what later steps made."""
     seen, update = [], LitGPT._update
     monkeypatch.setattr(LitGPT, "_update", lambda lit: (seen.append(gc.get_freeze_count()), update(lit))[1])
     with mock.patch.object(gc, "freeze", wraps=gc.freeze) as freeze:
         train(make_net(), [make_batch()] * 3)
     assert seen[0] == 0 and min(seen[1:]) > 10_000 and gc.get_freeze_count() == 0
     assert freeze.call_count == 1
+
+
+def test_a_run_that_fails_leaves_nothing_frozen(tmp_path: Path, nothing_frozen: None) -> None:
+    counts = []
+
+    def broken(lit: LitGPT, update: Any = LitGPT._update) -> Tensor:
+        counts.append(gc.get_freeze_count())
+        if len(counts) == 2:
+            raise OSError("a mistake")
+        return update(lit)
+
+    with mock.patch.object(LitGPT, "_update", broken):
+        assert train_here(tmp_path, "trainer.max_steps=3").code == 1
+    assert counts[0] == 0 and counts[1] > 10_000 and gc.get_freeze_count() == 0
+
+
+def test_what_others_froze_stays_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    train(make_net(), [make_batch()] * 3)
+    assert gc.get_freeze_count() >= 0.99 * before > 10_000
 
 
 @pytest.mark.parametrize("asked", [True, "blocks"])
