@@ -201,14 +201,7 @@ def train(
 
     runtime.say(runtime.summary(lit, data, trainer, precision, call, run), flush=True)
     with explained():
-        if ckpt is None:
-            trainer.validate(lit, datamodule=data, verbose=False)
-        try:
-            trainer.fit(
-                lit, datamodule=data, ckpt_path=str(ckpt.absolute()) if ckpt else None, weights_only=True
-            )
-        finally:
-            lit.unfreeze()
+        runtime.fit(trainer, lit, data, ckpt)
     runtime.finish(trainer, lit, run)
 
 

@@ -246,6 +246,16 @@ def device_name(kind: str) -> str:
     return torch.cuda.get_device_name() if kind == "cuda" else kind.upper()
 
 
+def fit(trainer: Any, lit: Any, data: Any, ckpt: Path | None) -> None:
+    """Train from the beginning, which is validated first, or from a checkpoint."""
+    if ckpt is None:
+        trainer.validate(lit, datamodule=data, verbose=False)
+    try:
+        trainer.fit(lit, datamodule=data, ckpt_path=str(ckpt.absolute()) if ckpt else None, weights_only=True)
+    finally:
+        lit.unfreeze()
+
+
 def finish(trainer: Any, lit: Any, run: Path) -> None:
     """The last words of a run: its result, where things lie, what to do next; exit code 1 after a fault, 128
     + the signal's number after one."""

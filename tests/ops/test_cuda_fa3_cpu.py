@@ -92,8 +92,8 @@ def test_values_of_fewer_columns_or_more_queries(head_dim: int, causal: bool) ->
 
 _WAITS = {
     "of dQ's space": "mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);\n        dq_slot",
-    "for dO": "mbarrier_wait(layout.barrier(DO_FULL + at.at), at.parity);",
-    "for both groups' dS": "await_ds();\n            wgmma_fence();\n            multiply_dq(ds.at);",
+    "for dO": "mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);",
+    "for both groups' dS": "await_ds();\n            wgmma_fence();\n            multiply_dq(ds.index);",
 }
 
 
