@@ -50,3 +50,4 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # for 700 allocations: 4% less time
