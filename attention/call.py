@@ -36,8 +36,10 @@ FEATURES: dict[str, str] = {
 }
 # Caches that are read in place of k and v (ops/cache_view.py), and what to change to do without one.
 CACHES: dict[str, str] = {"paged": "cache=dense", **dict.fromkeys(CACHE_DTYPES, "cache_dtype=auto")}
-# What no cache can be read with in place of k and v.
-NOT_CACHED = frozenset({"alibi_rows", "bias", "document_ids", "block_mask", "relative_bias", "dropout"})
+# Features that no implementation has where a cache is read in place of k and v.
+UNSUPPORTED_WITH_CACHE = frozenset(
+    {"alibi_rows", "bias", "document_ids", "block_mask", "relative_bias", "dropout"}
+)
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 FLOATS = LOW_PRECISION | {torch.float32, torch.float64}
 
@@ -212,7 +214,7 @@ class Capabilities:
             kinds, remedies = ", ".join(sorted(call.cache)), sorted({CACHES[kind] for kind in call.cache})
             reasons += [
                 f"no {f} with a cache that is {kinds}: needs {' and '.join(remedies)}"
-                for f in sorted(call.features & NOT_CACHED)
+                for f in sorted(call.features & UNSUPPORTED_WITH_CACHE)
             ]
         if call.device not in self.devices:
             reasons.append(

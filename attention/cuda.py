@@ -34,7 +34,7 @@ from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
 
-_FIRST_STAGES = frozenset({"noncausal", "rectangular", "gqa", "lse"})
+_BASIC_FEATURES = frozenset({"noncausal", "rectangular", "gqa", "lse"})
 _SUPPORTED_FEATURES = frozenset(FEATURES) - {"alibi_rows", "bias", "bias_grad", "block_mask", "relative_bias"}
 _DTYPES = LOW_PRECISION | {torch.float32}
 _on_cuda = partial(Capabilities, devices=frozenset({"cuda"}), deterministic=True)
@@ -48,7 +48,7 @@ class Stage:
     capabilities: Capabilities
 
 
-_FORMULA = _on_cuda(features=_FIRST_STAGES, dtypes=_DTYPES, min_arch=(7, 5), backward=False)
+_FORMULA = _on_cuda(features=_BASIC_FEATURES, dtypes=_DTYPES, min_arch=(7, 5), backward=False)
 _TILED = _on_cuda(features=_SUPPORTED_FEATURES, dtypes=_DTYPES, min_arch=(7, 5), max_head_dim=128)
 # Copies of 16 bytes: eight elements. Its dQ goes by atomics, unless asked otherwise.
 _TENSOR_CORES = replace(
@@ -61,14 +61,14 @@ _TENSOR_CORES = replace(
 )
 _FA2 = replace(_TENSOR_CORES, features=_SUPPORTED_FEATURES | {"block_mask"})
 _HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
-_FIRST_TENSOR_CORES = replace(_TENSOR_CORES, features=_FIRST_STAGES, backward=False, deterministic=True)
+_FORWARD_TENSOR_CORES = replace(_TENSOR_CORES, features=_BASIC_FEATURES, backward=False, deterministic=True)
 STAGES = {
     "plain": Stage("ops.cuda.plain", replace(_FORMULA, backward=True)),
     "naive": Stage("ops.cuda.plain", _FORMULA),
     "rowwise": Stage("ops.cuda.plain", _FORMULA),
     "tiled": Stage("ops.cuda.tiled", _TILED),
-    "wmma": Stage("ops.cuda.wmma", _FIRST_TENSOR_CORES),
-    "fa1": Stage("ops.cuda.tensor_cores", _FIRST_TENSOR_CORES),
+    "wmma": Stage("ops.cuda.wmma", _FORWARD_TENSOR_CORES),
+    "fa1": Stage("ops.cuda.tensor_cores", _FORWARD_TENSOR_CORES),
     "fa2": Stage("ops.cuda.tensor_cores", _FA2),
     "fa3": Stage("ops.cuda.hopper", _HOPPER),
 }

@@ -34,7 +34,7 @@ class Documents:
     # Each document ends on the diagonal of the whole, so that its own bottom-right corner lies there too.
     aligned: bool
 
-    def packing(self) -> dict[str, Tensor | int]:
+    def varlen_arguments(self) -> dict[str, Tensor | int]:
         """As all versions name them."""
         return {
             "cu_seqlens_q": self.cu_seqlens_q,

@@ -39,26 +39,26 @@ _SHARED = frozenset(
 class LibraryCall:
     """A call's options with what the library takes in another form."""
 
-    call: AttentionOptions
+    options: AttentionOptions
     documents: Documents | None
     dropout_seed: Tensor | None
     deterministic: bool
 
     @property
     def kv_lengths(self) -> Tensor | None:
-        return self.call.kv_lengths
+        return self.options.kv_lengths
 
     @property
     def softcap(self) -> float:  # 0 is off
-        return self.call.softcap or 0.0
+        return self.options.softcap or 0.0
 
     @property
     def left(self) -> int:
-        return self.call.band[0]
+        return self.options.band[0]
 
     @property
     def right(self) -> int:
-        return self.call.band[1]
+        return self.options.band[1]
 
     @property
     def causal(self) -> bool:
@@ -70,13 +70,13 @@ class LibraryCall:
         right is -1, so that a single query gets the decoding kernels."""
         return self.left, -1 if self.causal else self.right
 
-    def packing(self) -> dict[str, Any]:
-        return {} if self.documents is None else self.documents.packing()
+    def varlen_arguments(self) -> dict[str, Any]:
+        return {} if self.documents is None else self.documents.varlen_arguments()
 
     def common(self) -> dict[str, Any]:
-        return {"softmax_scale": self.call.scale, "causal": self.causal, "softcap": self.softcap}
+        return {"softmax_scale": self.options.scale, "causal": self.causal, "softcap": self.softcap}
 
-    def band(self, unbounded: int | None = -1) -> dict[str, int | None]:
+    def window_arguments(self, unbounded: int | None = -1) -> dict[str, int | None]:
         left, right = (unbounded if side < 0 else side for side in self.window)
         return {"window_size_left": left, "window_size_right": right}
 
@@ -142,11 +142,18 @@ def _forward2(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> 
             [f"no window {o.left, o.right} for {tq} queries on {tk} keys: needs a right bound below {tk}"],
         )
     if o.kv_lengths is not None:
-        return _with_cache(library, o, q, k, v, alibi_slopes=o.call.alibi_slopes)
+        return _with_cache(library, o, q, k, v, alibi_slopes=o.options.alibi_slopes)
     forward = library._flash_attn_forward if o.documents is None else library._flash_attn_varlen_forward
     with _generator_at(o.dropout_seed, q.device):
         out, lse, *_ = forward(
-            q, k, v, **o.packing(), **o.common(), **o.band(), **_options_of_version2(o), return_softmax=False
+            q,
+            k,
+            v,
+            **o.varlen_arguments(),
+            **o.common(),
+            **o.window_arguments(),
+            **_options_of_version2(o),
+            return_softmax=False,
         )
     return out, lse
 
@@ -158,12 +165,12 @@ def _backward2(library: Any, o: LibraryCall, **tensors: Tensor) -> None:
         rng_state[0].fill_(int(o.dropout_seed))
         rng_state[1].fill_(0)
     backward = library._flash_attn_backward if o.documents is None else library._flash_attn_varlen_backward
-    options = o.packing() | o.common() | o.band() | _options_of_version2(o)
+    options = o.varlen_arguments() | o.common() | o.window_arguments() | _options_of_version2(o)
     backward(**tensors, **options, deterministic=o.deterministic, rng_state=rng_state)
 
 
 def _options_of_version2(o: LibraryCall) -> dict[str, Any]:
-    return {"dropout_p": o.call.dropout_p, "alibi_slopes": o.call.alibi_slopes}
+    return {"dropout_p": o.options.dropout_p, "alibi_slopes": o.options.alibi_slopes}
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
@@ -199,18 +206,20 @@ def _with_cache(
 def _forward3(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if o.kv_lengths is not None:
         return _with_cache(library, o, q, k, _zero_v_beyond_lengths(v, o.kv_lengths))
-    out, lse, *_ = library._flash_attn_forward(q, k, v, **o.packing(), **o.common(), **o.band())
+    out, lse, *_ = library._flash_attn_forward(
+        q, k, v, **o.varlen_arguments(), **o.common(), **o.window_arguments()
+    )
     return out, lse
 
 
 def _backward3(library: Any, o: LibraryCall, **tensors: Tensor) -> None:
-    options = o.packing() | o.common() | o.band()
+    options = o.varlen_arguments() | o.common() | o.window_arguments()
     options["is_causal"] = options.pop("causal")
     library._flash_attn_backward(**tensors, **options, deterministic=o.deterministic)
 
 
 def _forward4(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    options = o.packing() | o.common() | o.band(unbounded=None)
+    options = o.varlen_arguments() | o.common() | o.window_arguments(unbounded=None)
     if o.kv_lengths is not None:
         v, options["seqused_k"] = _zero_v_beyond_lengths(v, o.kv_lengths), o.kv_lengths.contiguous()
     out, lse, *_ = library._flash_attn_fwd(q, k, v, **options, return_lse=True)
@@ -218,7 +227,7 @@ def _forward4(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def _backward4(library: Any, o: LibraryCall, *, softmax_lse: Tensor, **tensors: Tensor) -> None:
-    options = o.packing() | o.common() | o.band(unbounded=None)
+    options = o.varlen_arguments() | o.common() | o.window_arguments(unbounded=None)
     library._flash_attn_bwd(**tensors, lse=softmax_lse, **options, deterministic=o.deterministic)
 
 

@@ -136,8 +136,8 @@ class SDPAAttention(Attention):
         blind = ~mask.any(dim=-1, keepdim=True)
         mask = mask | blind
         # For cuDNN PyTorch 2.11 makes -65504 of a bool mask's False, and scores of a large q differ by more.
-        bounded = q.is_cuda and q.dtype in LOW_PRECISION
-        if any(x is not None for x in (alibi_slopes, bias, relative_bias)) or bounded:
+        needs_float_mask = q.is_cuda and q.dtype in LOW_PRECISION
+        if any(x is not None for x in (alibi_slopes, bias, relative_bias)) or needs_float_mask:
             added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
             if alibi_slopes is not None:
                 wide = torch.promote_types(q.dtype, torch.float32)
@@ -189,8 +189,8 @@ class SDPAAttention(Attention):
         of_heads = features & {"alibi", "relative_bias"}
         masks = mask * call.heads if of_heads else mask if "window" in features else 0
         masks += q_bytes(call) if masks else 0
-        left_alone = self.backend == "auto" and on_gpu and call.dtype == torch.float32
-        if self.backend == "math" or left_alone or (not on_gpu and "dropout" in features):
+        auto_takes_math = self.backend == "auto" and on_gpu and call.dtype == torch.float32
+        if self.backend == "math" or auto_takes_math or (not on_gpu and "dropout" in features):
             matrix = scores_bytes(call)
             dropped = matrix + (matrix // 4 if on_gpu else matrix) if "dropout" in features else 0
             kept = matrix + 3 * q_fp32_bytes(call) + masks + dropped

@@ -119,7 +119,13 @@ def cell(r: Record) -> str:
 def claimed() -> str:
     """The table that is often quoted, and what each figure would need of an A100."""
     full = Shape(1, HEADS[0], HEADS[0], LENGTHS[-1], HEAD_DIM, False, "fp32").flops("forward")
-    lines = [["time claimed for an A100", *(f"N = {n:,}" for n in LENGTHS), "FLOP/s needed at N = 8,192"]]
+    lines = [
+        [
+            "time that a tutorial claims for an A100",
+            *(f"N = {n:,}" for n in LENGTHS),
+            "FLOP/s needed at N = 8,192",
+        ]
+    ]
     for name, times in CLAIMED.items():
         tflops, peak = full / times[-1] / 1e9, A100_TFLOPS["float32" if name in PLAIN else "bfloat16"]
         part = f"{tflops:.0f} TFLOP/s, {tflops / peak:.0%} of the peak of {peak:g}"

@@ -20,7 +20,7 @@ __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s,
                                                      int b, int h, float undo, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
-    const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
+    const unsigned key = DROPOUT ? dropout_head_key(p, b, h) : 0;
 #pragma unroll
     for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
@@ -83,10 +83,10 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     const bool second = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
-    const int real = min_of(OWN, keys - j0);  // of the keys
+    const int real_keys = min_of(OWN, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real > 0) range = query_range(p, j0, real, diagonal, INNER_TILE, documents_of(p, b, tile));
-    if (real < OWN) range.full_lo = range.hi;  // every tile masks the keys that are not there
+    if (real_keys > 0) range = query_range(p, j0, real_keys, diagonal, INNER_TILE, documents_of(p, b, tile));
+    if (real_keys < OWN) range.full_lo = range.hi;  // every tile masks the keys that are not there
 
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
     const long long first_row = (long long)(b * p.heads + kv_head * GROUP) * p.tq;
@@ -111,7 +111,7 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     commit();
 
     const Own own(second ? v : k, j_first, keys, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
-    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
     const Powers powers(p, b, kv_head);
     const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;
     Gradient sums;  // dV, of the second dK

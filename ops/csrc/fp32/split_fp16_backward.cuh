@@ -58,7 +58,7 @@ struct Own {
                     }
     }
 
-    __device__ __forceinline__ void get(unsigned (&left)[TERMS][ROW_TILES][4], const LaneRows<PAD_D> &rows_first,
+    __device__ __forceinline__ void get(unsigned (&left)[TERMS][ROW_TILES][4], const LdmatrixLanes<PAD_D> &rows_first,
                                         int d) const {
 #pragma unroll
         for (int term = 0; term < TERMS; term++)
@@ -93,8 +93,8 @@ __device__ __forceinline__ void load_rest(const operand *matrix, int first, int 
 }
 
 // s = A B^T over D: A is the warp's own, B's rows those of the split tile at `b`.
-__device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const LaneRows<PAD_D> &rows_first,
-                                             const LaneRows<PAD_D> &columns_first, unsigned b) {
+__device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const LdmatrixLanes<PAD_D> &rows_first,
+                                             const LdmatrixLanes<PAD_D> &columns_first, unsigned b) {
     Scores rest;
     s.clear(), rest.clear();
 #pragma unroll
@@ -181,7 +181,7 @@ __device__ __forceinline__ float probability_of(const Params &p, float dot, int 
     const float s = score_of(p, dot, i, j, diagonal, slope, capped), weight = exp2_of((s - lse) * LOG2E);
     p_dsoftcap = SOFTCAP ? weight * (1.0f - capped * capped) : weight;
 #if DROPOUT
-    if (!kept(row_key, j, p.threshold)) {
+    if (!dropout_keeps(row_key, j, p.threshold)) {
         p_dsoftcap = -p_dsoftcap;
         return 0.0f;
     }

@@ -19,7 +19,7 @@ __device__ __forceinline__ void compute_p_dsoftcap(const Params &p, HalfScores &
                                                    float undo, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
-    const unsigned key = DROPOUT ? head_key(p, b, h) : 0;
+    const unsigned key = DROPOUT ? dropout_head_key(p, b, h) : 0;
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     commit();
 
     const Own own(second ? dout : q, i_first, p.tq, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
-    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
     const float *lse = p.lse_log2 + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.lse_log2);
     const Powers powers(p, b, h / GROUP);
     const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;

@@ -123,7 +123,7 @@ __device__ __forceinline__ void finish_part(Accumulator<TILES, BESIDE> &part, co
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, Accumulator<TILES, PAIRS> &rest,
                                                const unsigned (&a)[TERMS][TILES][4], int d,
-                                               const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_term) {
+                                               const LdmatrixLanes<PAD_D> &columns_first, unsigned b, unsigned b_term) {
     const int BESIDE = Beside<TILES, PAIRS>::N;
 #pragma unroll
     for (int n = 0; n < PAIRS; n += BESIDE) {
@@ -146,8 +146,8 @@ __device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, 
 template <int STAY, int TILES, int PAIRS>
 __device__ __forceinline__ void multiply_split(Accumulator<TILES, PAIRS> &sums,
                                                const unsigned (&held)[D_STEPS][STAY ? STAY : 1][TILES][4],
-                                               const LaneRows<PAD_D> &rows_first, unsigned a, unsigned a_term,
-                                               const LaneRows<PAD_D> &columns_first, unsigned b, unsigned b_term) {
+                                               const LdmatrixLanes<PAD_D> &rows_first, unsigned a, unsigned a_term,
+                                               const LdmatrixLanes<PAD_D> &columns_first, unsigned b, unsigned b_term) {
     Accumulator<TILES, PAIRS> rest;
     sums.clear(), rest.clear();
 #pragma unroll
@@ -169,7 +169,7 @@ __device__ __forceinline__ void multiply_split(Accumulator<TILES, PAIRS> &sums,
 // sums += W B: W are the warp's own sums, split here, and B is the split tile at `b`, (16 * PAIRS) x D.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void add_split_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
-                                                  const LaneRows<PAD_D> &rows_first, unsigned b, unsigned b_term) {
+                                                  const LdmatrixLanes<PAD_D> &rows_first, unsigned b, unsigned b_term) {
     const int BESIDE = Beside<TILES, D_STEPS>::N;
     unsigned left[PAIRS][TERMS][TILES][4];
 #pragma unroll

@@ -100,8 +100,8 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     commit();
     unsigned q[D_STEPS][HELD ? HELD : 1][TILES][4];
     split_q(p, q, q_rows, matrix_of(p.q, p.q_stride, b, h), i_first, power_of_two(of_q));
-    const LaneRows<PAD_D> rows_first(true), columns_first(false);
-    Rows<TILES> rows;
+    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
+    SoftmaxState<TILES> rows;
     rows.clear();
     Accumulator<TILES, D_STEPS> o;
     o.clear();

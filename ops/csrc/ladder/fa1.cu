@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     const element *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
     // Loader derives rows from threadIdx.x, which makes the rows of this team's threads too large by `ahead`.
     const int ahead = team.number * QLoader::STEP;
-    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
     const float c = exponent_scale(p);
     for (int j0 = 0; j0 < keys; j0 += BC) {
         const Range range = query_range(p, j0, BC, keys - p.tq, BR, {});

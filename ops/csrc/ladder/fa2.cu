@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         load(FIRST_TILE, 0);
     }
     commit();
-    const LaneRows<PAD_D> rows_first(true), columns_first(false);
-    Rows<TILES> rows;
+    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
+    SoftmaxState<TILES> rows;
     rows.clear();
     Accumulator<TILES, D_STEPS> o;
     o.clear();

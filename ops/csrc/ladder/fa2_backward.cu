@@ -75,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int keys = keys_of(p, b), diagonal = keys - p.tq, lane = threadIdx.x % 32;
     const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
     const unsigned p_tile = v_tile + KV_BYTES, ds_tile = p_tile + SCORE_BYTES, stages = ds_tile + SCORE_BYTES;
-    const int real = min_of(BC, keys - j0);  // of the keys
+    const int real_keys = min_of(BC, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real > 0) range = query_range(p, j0, real, diagonal, BR, documents_of(p, b, tile));
+    if (real_keys > 0) range = query_range(p, j0, real_keys, diagonal, BR, documents_of(p, b, tile));
 
     Loader<BC, THREADS>(matrix_of(p.k, p.k_stride, b, kv_head), p.k_stride.t, j0)
         .load(k_tile, p.k_stride.t, keys - j0);
@@ -114,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int s_row = warp % ROWS_S * S_TILES * 16, s_column = warp / ROWS_S * S_COLUMNS;
     const int kv_row = warp % ROWS_KV * KV_TILES * 16, kv_column = warp / ROWS_KV * KV_COLUMNS;
     const int q_row = warp % ROWS_Q * Q_TILES * 16, q_column = warp / ROWS_Q * Q_COLUMNS;
-    const LaneRows<PAD_D> rows_first(true), columns_first(false), of_kv(true, kv_column), of_q(true, q_column);
-    const LaneRows<BC> transposed(false, kv_row), scores_first(true);
+    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false), of_kv(true, kv_column), of_q(true, q_column);
+    const LdmatrixLanes<BC> transposed(false, kv_row), scores_first(true);
     Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < GROUP; g++)
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                                                  k_tile + s_column * ROW_BYTES);
             multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
                                                  v_tile + s_column * ROW_BYTES);
-            const bool masked = NEEDS_MASKING(real < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
+            const bool masked = NEEDS_MASKING(real_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
             compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);

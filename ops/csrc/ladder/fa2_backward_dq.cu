@@ -40,7 +40,7 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         load(FIRST_TILE, 0);
     }
     commit();
-    const LaneRows<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
     const long long row = (long long)head * p.padded_tq + i_first;
     Accumulator<TILES, D_STEPS> dq;
     dq.clear();

@@ -42,7 +42,7 @@
 // tile are issued before K and V, whose buffers are free only when K and V of the last tile have been read.
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
-    const int n = n_tiles(p);
+    const int n = total_tiles(p);
     const bool issues_copies = threadIdx.x == 0;
     Ring<STAGES> stage;
 #if WIDE

@@ -17,34 +17,34 @@ struct Consumer : ScoreTile {
 
     // S^T = K Q^T, or dP^T = V dO^T, issued.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
-        const Matrix a(keys + group * 64 * BLOCK_ROW), b(queries);
+        const SmemDescriptor a(keys + group * 64 * BLOCK_ROW), b(queries);
 #pragma unroll
         for (int step = 0; step < USED_D / 16; step++)
-            Wgmma<BR>::ss<0, 0>(to, a.at(step_bytes<BC>(step)), b.at(step_bytes<BR>(step)), step > 0);
+            Wgmma<BR>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
     // dV += P^T dO, or dK += dS^T Q, issued.
     __device__ __forceinline__ void multiply_columns(float (&to)[USED_D / 2], const Rounded &a, unsigned queries) const {
-        const Matrix b(queries, BR * BLOCK_ROW);
+        const SmemDescriptor b(queries, BR * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<USED_D>::rs<1>(to, a[step], b.at(step * 16 * BLOCK_ROW), 1);
+            Wgmma<USED_D>::rs<1>(to, a[step], b.offset(step * 16 * BLOCK_ROW), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a
     // block.
     __device__ __forceinline__ void multiply_dq(int slot) {
 #if TRANSPOSED_DQ
-        const Matrix a(layout.k + group * BC * BLOCK_ROW), b(layout.ds + slot * DS_BYTES);
+        const SmemDescriptor a(layout.k + group * BC * BLOCK_ROW), b(layout.ds + slot * DS_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<BR>::ss<1, 0>(dq, a.at(step * 16 * BLOCK_ROW), b.at(step_bytes<BR>(step)), step > 0);
+            Wgmma<BR>::ss<1, 0>(dq, a.offset(step * 16 * BLOCK_ROW), b.offset(step_bytes<BR>(step)), step > 0);
 #else
-        const Matrix a(layout.ds + slot * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
-        const Matrix b(layout.k + (DQ_SPLIT_BY_ROWS ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
+        const SmemDescriptor a(layout.ds + slot * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
+        const SmemDescriptor b(layout.k + (DQ_SPLIT_BY_ROWS ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.at(step_bytes<BR>(step)), b.at(step * 16 * BLOCK_ROW), step > 0);
+            Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BLOCK_ROW), step > 0);
 #endif
         wgmma_commit_group();
     }

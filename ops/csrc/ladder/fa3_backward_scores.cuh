@@ -35,7 +35,7 @@ struct ScoreTile {
     Scores s, dp;
     Rounded weights, gradients;
     unsigned dropped[2];  // see `pack_bits`
-    unsigned head_rows;   // the head's key of dropout
+    unsigned dropout_head;   // the head's key of dropout
     float slope;          // of ALiBi, in units of log2
 
     __device__ __forceinline__ ScoreTile(const Params &p, int group)
@@ -43,7 +43,7 @@ struct ScoreTile {
 
     // What depends on the head.
     __device__ __forceinline__ void begin_head(int h) {
-        if (DROPOUT) head_rows = head_key(p, tile.b, h);
+        if (DROPOUT) dropout_head = dropout_head_key(p, tile.b, h);
         if (ALIBI) slope = p.alibi_slopes[h] * LOG2E;
     }
     // A thread's first key, and the place of its first query.
@@ -88,7 +88,7 @@ struct ScoreTile {
     // P is multiplied by the derivative of the softcap, which only dS needs.
     __device__ __forceinline__ void compute_p(int i0, unsigned lse_log2) {
         const unsigned rows = lse_log2 + own_queries() * 4 + lane % 4 * 8;
-        const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, capped = SOFTCAP ? p.scale / p.softcap : 0.0f;
+        const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, softcap_scale = SOFTCAP ? p.scale / p.softcap : 0.0f;
         const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - i0 - first_query()) : 0.0f;
 #pragma unroll
         for (int n = 0; n < OWN_QUERIES / 8; n++) {
@@ -100,7 +100,7 @@ struct ScoreTile {
             for (int e = 0; e < 4; e++) {
                 float &x = s[4 * n + e];
 #if SOFTCAP
-                x = tanh_of(x * capped), factor[e] = 1.0f - x * x;
+                x = tanh_of(x * softcap_scale), factor[e] = 1.0f - x * x;
 #endif
                 float exponent = x * c - (e % 2 ? shift.y : shift.x);
                 if (ALIBI) exponent -= slope * fabsf(ahead + (float)(e / 2 * 8 - n * 8 - e % 2));
@@ -113,14 +113,15 @@ struct ScoreTile {
             for (int e = 0; e < 4; e++) s[4 * n + e] *= factor[e];
 #endif
         }
-        if (tile.real < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi) apply_mask(i0);
+        if (tile.real_keys < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi) apply_mask(i0);
 #pragma unroll
         for (int step = 0; step < OWN_QUERIES / 16 && !SOFTCAP; step++) round_step(weights[step], s + 8 * step);
 #if DROPOUT
         const int key = first_key(), i_first = i0 + first_query();
         pack_bits(dropped, [&](int place) {
-            const unsigned row = absorb(head_rows, (unsigned)(i_first + place));
-            return (kept(row, key, p.threshold) ? 0u : 1u) | (kept(row, key + 8, p.threshold) ? 0u : 2u);
+            const unsigned row = absorb(dropout_head, (unsigned)(i_first + place));
+            return (dropout_keeps(row, key, p.threshold) ? 0u : 1u) |
+                   (dropout_keeps(row, key + 8, p.threshold) ? 0u : 2u);
         });
 #pragma unroll
         for (int x = 0; x < OWN_QUERIES / 2; x++)
@@ -160,8 +161,8 @@ struct ScoreTile {
         mbarrier_wait(layout.barrier(K_FULL), kv.parity), mbarrier_wait(layout.barrier(V_FULL), kv.parity);
         kv.next();
 #if LENGTHS
-        if (tile.real < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(layout.k, tile.real), clear_rows<BC>(layout.v, tile.real);
+        if (tile.real_keys < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
+            clear_rows<BC>(layout.k, tile.real_keys), clear_rows<BC>(layout.v, tile.real_keys);
             fence_proxy_async();
             bar_sync(BARRIER_ALL, 256);
         }

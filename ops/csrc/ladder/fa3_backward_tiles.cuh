@@ -40,18 +40,18 @@ __device__ __forceinline__ int arrivals(int place) {
 
 // Keys of a key head, and the queries that see them.
 struct Tile {
-    int b, kv_head, j0, keys, real;
+    int b, kv_head, j0, keys, real_keys;
     Range range;
     __device__ __forceinline__ Tile(const Params &p, int index) {
         int tile, head;
         scheduled_tile(p, index, p.batch * p.kv_heads, false, tile, head);
         b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
-        real = min_of(BC, keys - j0);
+        real_keys = min_of(BC, keys - j0);
         range.lo = range.full_lo = range.full_hi = range.hi = 0;
-        if (real > 0) range = query_range(p, j0, real, keys - p.tq, BR, documents_of(p, b, tile));
+        if (real_keys > 0) range = query_range(p, j0, real_keys, keys - p.tq, BR, documents_of(p, b, tile));
     }
 };
-__device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
+__device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
 
 // Where things are in shared memory.
 struct SharedLayout {

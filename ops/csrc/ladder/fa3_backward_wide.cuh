@@ -30,26 +30,26 @@ struct Consumer : ScoreTile {
     }
     // S^T = K Q^T, or dP^T = V dO^T, issued: all keys, half of the queries.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
-        const Matrix a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW);
+        const SmemDescriptor a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < PAD_D / 16; step++)
-            Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.at(step_bytes<BC>(step)), b.at(step_bytes<BR>(step)), step > 0);
+            Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
     // dV += P^T dO, or dK += dS^T Q, issued: half of the columns.
     __device__ __forceinline__ void multiply_columns(float (&to)[HALF_D / 2], unsigned scores, unsigned queries) const {
-        const Matrix a(scores, 16, 128), b(queries + group * HALF_BLOCKS * BR * BLOCK_ROW, BR * BLOCK_ROW);
+        const SmemDescriptor a(scores, 16, 128), b(queries + group * HALF_BLOCKS * BR * BLOCK_ROW, BR * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<HALF_D>::ss<1, 1>(to, a.at(step * 16 * 128), b.at(step * 16 * BLOCK_ROW), 1);
+            Wgmma<HALF_D>::ss<1, 1>(to, a.offset(step * 16 * 128), b.offset(step * 16 * BLOCK_ROW), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the columns.
     __device__ __forceinline__ void multiply_dq(unsigned scores) {
-        const Matrix a(scores, 16, 128), b(layout.k + group * HALF_BLOCKS * BC * BLOCK_ROW, BC * BLOCK_ROW);
+        const SmemDescriptor a(scores, 16, 128), b(layout.k + group * HALF_BLOCKS * BC * BLOCK_ROW, BC * BLOCK_ROW);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<HALF_D>::ss<0, 1>(dq, a.at(step * 32), b.at(step * 16 * BLOCK_ROW), step > 0);
+            Wgmma<HALF_D>::ss<0, 1>(dq, a.offset(step * 32), b.offset(step * 16 * BLOCK_ROW), step > 0);
         wgmma_commit_group();
     }
 

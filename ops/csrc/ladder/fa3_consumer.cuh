@@ -29,10 +29,10 @@ struct Consumer {
     int slot;   // of its Q
     Scores s;
     Output o;
-    Rows<1> rows;
+    SoftmaxState<1> rows;
     float rescale[2];
     bool needs_rescale;
-    unsigned weights[BC / K_STEP][4];
+    unsigned weights[BC / WGMMA_K][4];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
         : launch(launch), p(launch.p), layout(layout), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
@@ -86,27 +86,28 @@ struct Consumer {
     }
     // S = Q K^T, issued.
     __device__ __forceinline__ void multiply_qk() {
-        const Matrix queries(layout.q + (slot * GROUPS + group) * Q_BYTES), keys(layout.k + k.index * KV_BYTES);
+        const SmemDescriptor queries(layout.q + (slot * GROUPS + group) * Q_BYTES), keys(layout.k + k.index * KV_BYTES);
 #pragma unroll
-        for (int step = 0; step < USED_D / K_STEP; step++)
+        for (int step = 0; step < USED_D / WGMMA_K; step++)
 #if INT8
-            wgmma_int8(flat(s), queries.at(step_bytes<64>(step)), keys.at(step_bytes<BC>(step)));
+            wgmma_int8(flat(s), queries.offset(step_bytes<64>(step)), keys.offset(step_bytes<BC>(step)));
 #else
-            Wgmma<BC>::ss<0, 0>(flat(s), queries.at(step_bytes<64>(step)), keys.at(step_bytes<BC>(step)), step > 0);
+            Wgmma<BC>::ss<0, 0>(flat(s), queries.offset(step_bytes<64>(step)), keys.offset(step_bytes<BC>(step)),
+                                step > 0);
 #endif
         wgmma_commit_group();
     }
     // O += P V, issued.
     __device__ __forceinline__ void multiply_pv() {
 #if FP8
-        const Matrix values(layout.v + v.index * KV_BYTES, 16, V_BLOCK);
+        const SmemDescriptor values(layout.v + v.index * KV_BYTES, 16, V_BLOCK);
 #else
-        const Matrix values(layout.v + v.index * KV_BYTES, BC * BLOCK_ROW);
+        const SmemDescriptor values(layout.v + v.index * KV_BYTES, BC * BLOCK_ROW);
 #endif
 #pragma unroll
-        for (int step = 0; step < BC / K_STEP; step++) {
-            const int key = step * K_STEP, of_fp8 = key / V_BLOCK * V_BLOCK * PAD_D + key % V_BLOCK;
-            Wgmma<USED_D>::rs<!FP8>(flat(o), weights[step], values.at(FP8 ? of_fp8 : key * BLOCK_ROW), 1);
+        for (int step = 0; step < BC / WGMMA_K; step++) {
+            const int key = step * WGMMA_K, of_fp8 = key / V_BLOCK * V_BLOCK * PAD_D + key % V_BLOCK;
+            Wgmma<USED_D>::rs<!FP8>(flat(o), weights[step], values.offset(FP8 ? of_fp8 : key * BLOCK_ROW), 1);
         }
         wgmma_commit_group();
     }
@@ -156,16 +157,16 @@ struct Consumer {
         const unsigned to = O_OVER_Q ? layout.q + (slot * GROUPS + group) * Q_BYTES : layout.o + group * O_BYTES;
         const bool storing = warp == 0 && lane == 0;
         const int barrier = BARRIER_OWN + group;
-        float divided[2], scale = p.keep_scale;
+        float inverse_l[2], scale = p.keep_scale;
         if (FP8) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / GROUP];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float &l = rows.l[0][half];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
-            divided[half] = l == 0.0f ? 0.0f : scale / l;
+            inverse_l[half] = l == 0.0f ? 0.0f : scale / l;
         }
-        rescale_output(o, divided);
+        rescale_output(o, inverse_l);
         if (storing) bulk_wait_group_read<0>();  // what was there has left
         bar_sync(barrier, 128);
         stage_output(to, o, warp, lane);

@@ -15,7 +15,7 @@ __device__ __forceinline__ void write_zeros(const Params &p, const Tile &tile) {
 // A warp, whose first thread issues the copies.
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
-    const int n = n_tiles(p);
+    const int n = total_tiles(p);
     const bool issues_copies = threadIdx.x == 0;
     Ring<Q_SLOTS> q;
     Ring<STAGES> k, v;

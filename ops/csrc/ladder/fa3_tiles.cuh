@@ -68,7 +68,7 @@ struct Tile {
 };
 #define TILE_INTS ((int)(sizeof(Tile) / sizeof(int)))
 
-__device__ __forceinline__ int n_tiles(const Params &p) { return p.n_tiles * p.batch * p.heads; }
+__device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.heads; }
 __device__ __forceinline__ int last_of(int lo, int hi) { return max_of(lo, (hi - 1) / BC * BC); }
 
 // Where the tiles are in shared memory.

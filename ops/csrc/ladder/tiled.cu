@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
     slope = p.alibi_slopes[h];
 #endif
 #if DROPOUT
-    const unsigned dropout_key = head_key(p, b, h);
+    const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
     const Range range =
         key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, diagonal, INNER_TILE, documents_of(p, b, tile));
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
                 s[r][c] = expf(s[r][c] - largest);
                 sum += s[r][c];
 #if DROPOUT
-                if (!kept(row_key, start + col + 8 * c, p.threshold)) s[r][c] = 0.0f;
+                if (!dropout_keeps(row_key, start + col + 8 * c, p.threshold)) s[r][c] = 0.0f;
 #endif
             }
             sum = reduce_row<Sum>(sum);

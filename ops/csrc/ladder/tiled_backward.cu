@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
         const float *statistic = (second ? p.delta : p.lse_log2) + ((long long)b * p.heads + h) * p.padded_tq;
         const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
-        const unsigned dropout_key = head_key(p, b, h);
+        const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
         for (int start = range.lo; start < range.hi; start += INNER_TILE) {
             __syncthreads();  // nobody still reads the last tiles
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                         const Probability weight = probability_of(p, s[r][c], b, i, j, keys, diagonal, slope, lse, cut);
                         s[r][c] = weight.p, factors[r][c] = weight.p_dsoftcap;
 #if DROPOUT
-                        if (!kept(row_key, j, p.threshold)) s[r][c] = 0.0f;
+                        if (!dropout_keeps(row_key, j, p.threshold)) s[r][c] = 0.0f;
 #endif
                     }
                 }
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                     for (int r = 0; r < ROWS; ++r) {
                         bool keep = true;
 #if DROPOUT
-                        keep = kept(row_key, j0 + row + 4 * r, p.threshold);
+                        keep = dropout_keeps(row_key, j0 + row + 4 * r, p.threshold);
 #endif
                         s[r][c] = ds_of(p, factors[r][c], s[r][c], delta, keep);
                     }
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     const float *statistic = (second ? p.delta : p.lse_log2) + (long long)head * p.padded_tq + i0 + row;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
-    const unsigned dropout_key = head_key(p, b, h);
+    const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
     const Range range =
         key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, diagonal, INNER_TILE, documents_of(p, b, tile));
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
                 for (int c = 0; c < COLS; ++c) {
                     bool keep = true;
 #if DROPOUT
-                    keep = kept(row_key, start + col + 8 * c, p.threshold);
+                    keep = dropout_keeps(row_key, start + col + 8 * c, p.threshold);
 #endif
                     s[r][c] = ds_of(p, factors[r][c], s[r][c], statistic[4 * r], keep);
                 }

@@ -125,7 +125,8 @@ __device__ __forceinline__ bool is_visible(const Params &p, int i, int j, int ke
     return seen;
 }
 
-// What of the others a tile has to do with: lo .. hi, and in the tiles within full_lo .. full_hi no mask is needed.
+// The keys that a tile of queries has to visit, or the queries that a tile of keys has: lo .. hi; in the tiles within
+// full_lo .. full_hi no mask is needed.
 struct Range {
     int lo, full_lo, full_hi, hi;
 };
@@ -250,11 +251,11 @@ __device__ __forceinline__ unsigned fmix32(unsigned x) {
 __device__ __forceinline__ unsigned absorb(unsigned key, unsigned x) { return fmix32((key ^ x) + 0x9E3779B9u); }
 
 // The key of the head's rows: one `absorb` more gives row i's.
-__device__ __forceinline__ unsigned head_key(const Params &p, int b, int h) {
+__device__ __forceinline__ unsigned dropout_head_key(const Params &p, int b, int h) {
     unsigned long long seed = (unsigned long long)*p.seed;
     return absorb(absorb(absorb(absorb(0u, (unsigned)seed), (unsigned)(seed >> 32)), (unsigned)b), (unsigned)h);
 }
 
-__device__ __forceinline__ bool kept(unsigned row_key, int j, unsigned threshold) {
+__device__ __forceinline__ bool dropout_keeps(unsigned row_key, int j, unsigned threshold) {
     return fmix32(row_key + 0x9E3779B9u * (unsigned)j) >= threshold;
 }

@@ -28,7 +28,7 @@
 #define INT8_ORIGIN 12582912.0f  // 1.5 * 2^23
 #define OPERAND_BYTES (FP8 ? 1 : 2)
 #define OPERAND_BLOCKS (FP8 ? BLOCKS_D / 2 : BLOCKS_D)
-#define K_STEP (FP8 ? 32 : 16)  // of the reduction, in a wgmma
+#define WGMMA_K (FP8 ? 32 : 16)  // of the reduction, in a wgmma
 
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
 struct __align__(64) TensorMap {
@@ -189,7 +189,7 @@ __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d
     return packed;
 }
 
-// --- wgmma: D (64 x N, fp32, in registers) += A (64 x K_STEP) B (K_STEP x N)
+// --- wgmma: D (64 x N, fp32, in registers) += A (64 x WGMMA_K) B (WGMMA_K x N)
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -206,13 +206,13 @@ template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
 
 // A tile as wgmma is told of it. The reduction runs along its rows (K-major: Q, and K as K^T), groups of 8 rows one
 // after the other; or along its columns (MN-major: V), whose blocks lie `block_bytes` apart.
-struct Matrix {
+struct SmemDescriptor {
     unsigned low, high;
-    __device__ __forceinline__ Matrix(unsigned tile, unsigned block_bytes = 16, unsigned row_bytes = BLOCK_ROW)
+    __device__ __forceinline__ SmemDescriptor(unsigned tile, unsigned block_bytes = 16, unsigned row_bytes = BLOCK_ROW)
         : low((tile & 0x3ffff) >> 4 | block_bytes >> 4 << 16),
           high((row_bytes == 128 ? 1u : 2u) << 30 | 8 * row_bytes >> 4) {}
     // The descriptor of what begins `bytes` further.
-    __device__ __forceinline__ unsigned long long at(unsigned bytes) const {
+    __device__ __forceinline__ unsigned long long offset(unsigned bytes) const {
         return (unsigned long long)high << 32 | (low + (bytes >> 4));
     }
 };

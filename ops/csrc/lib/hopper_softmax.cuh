@@ -28,9 +28,9 @@ __device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, 
     }
 }
 
-__device__ __forceinline__ void round_weights(unsigned (&weights)[BC / K_STEP][4], const Scores &s) {
+__device__ __forceinline__ void round_weights(unsigned (&weights)[BC / WGMMA_K][4], const Scores &s) {
 #pragma unroll
-    for (int step = 0; step < BC / K_STEP; step++)
+    for (int step = 0; step < BC / WGMMA_K; step++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int half = e % 2 * 2;

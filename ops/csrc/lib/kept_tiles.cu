@@ -19,10 +19,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const _
     const int keys = keys_of(p, b), own = tile * OWN, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Documents documents = documents_of(p, b, tile);
 #if TRANSPOSED
-    const int real = min_of(OWN, keys - own);
+    const int real_keys = min_of(OWN, keys - own);
     Range range = {0, 0, 0, 0};
-    if (real > 0) range = query_range(p, own, real, keys - p.tq, OTHER, documents);
-    const bool cut = real < OWN;
+    if (real_keys > 0) range = query_range(p, own, real_keys, keys - p.tq, OTHER, documents);
+    const bool cut = real_keys < OWN;
 #else
     const Range range = key_range(p, own, min_of(OWN, p.tq - own), keys, keys - p.tq, OTHER, documents);
     const bool cut = false;

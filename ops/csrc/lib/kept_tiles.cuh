@@ -9,8 +9,8 @@
 #define END_OF_LIST (-1)
 #define MASK_FLAG 1  // in an entry, beside where the tile begins, which is an even number
 
-// An entry is read while the tile two before it is computed, so that where the next tile begins is known by the time its
-// copies start. The lists of HEADS query heads follow each other, and any of them may be empty.
+// Each entry is read two tiles ahead, so that where the next tile begins is known by the time its copies start. The
+// lists of HEADS query heads follow each other, and any of them may be empty.
 template <int HEADS> struct KeptTiles {
     const Params &p;
     const int *list, *entry;  // of the head of the next tile, and how far that list has been read

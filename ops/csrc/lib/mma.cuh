@@ -31,15 +31,14 @@ template <int COLUMNS> __device__ __forceinline__ unsigned swizzled(int row, int
     return row * COLUMNS * 2 + ((chunk ^ (COLUMNS % 64 ? (row >> 1) & 3 : row & 7)) << 4);
 }
 
-// A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. PERIOD steps along the columns
-// differ in bits of their own, so that one address serves them, and a period further, like 16 rows further, is a
-// constant away.
-template <int COLUMNS> struct LaneRows {
+// A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. The swizzle lets one base
+// address serve PERIOD steps along the columns by XOR; one period or 16 rows further adds a constant.
+template <int COLUMNS> struct LdmatrixLanes {
     static const int PERIOD = COLUMNS % 64 ? 2 : 4;
     static const int BASES = COLUMNS == 96 ? PERIOD : 1;  // of 96 a warp may have 48, and begin within a period
     unsigned at[BASES];
     // Rows first: left operands as they lie, right operands through .trans. Columns first: the other way round.
-    __device__ __forceinline__ LaneRows(bool rows_first, int first = 0) {
+    __device__ __forceinline__ LdmatrixLanes(bool rows_first, int first = 0) {
         const int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
         const int row = low + 8 * (rows_first ? second : third), chunk = first / 8 + (rows_first ? third : second);
 #pragma unroll
@@ -199,8 +198,8 @@ template <int ROWS, int THREADS> struct Loader {
 // sums += A B over STEPS of 16, where `a` and `b` hold A and B as they are, or transposed.
 enum Operand { AS_STORED, TRANSPOSED };
 template <int STEPS, Operand A, Operand B, int TILES, int PAIRS, int COLUMNS>
-__device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const LaneRows<COLUMNS> &a_lanes, unsigned a,
-                                         const LaneRows<PAD_D> &b_lanes, unsigned b) {
+__device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
+                                         unsigned a, const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         unsigned left[TILES][4], right[4];
@@ -228,7 +227,7 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
 // sums += A B, where A is in registers, and B's columns are the rows of tile `b`.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const unsigned (&a)[TILES][D_STEPS][4],
-                                         const LaneRows<PAD_D> &columns_first, unsigned b) {
+                                         const LdmatrixLanes<PAD_D> &columns_first, unsigned b) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned right[4];
@@ -247,7 +246,7 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
 // sums += W B, where W are the warp's own sums, rounded to 16 bits, and B is the tile at `b`, (16 * PAIRS) x D.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void add_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
-                                            const LaneRows<PAD_D> &rows_first, unsigned b) {
+                                            const LdmatrixLanes<PAD_D> &rows_first, unsigned b) {
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
         unsigned left[TILES][4], right[4];

@@ -85,13 +85,13 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TI
             const int at = t * 16 + half * 8 + row;
             const float shift = lse_log2[at], mean = delta[at];
 #if DROPOUT
-            const unsigned row_key = absorb(head_key(p, b, h), (unsigned)(i_first + at));
+            const unsigned row_key = absorb(dropout_head_key(p, b, h), (unsigned)(i_first + at));
             dropped[t][half] = 0;
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const bool keep = kept(row_key, j_first + n * 8 + column + e, p.threshold);
+                    const bool keep = dropout_keeps(row_key, j_first + n * 8 + column + e, p.threshold);
                     float &gradient = dp.c[t][n][2 * half + e];
                     gradient = keep ? gradient * p.keep_scale : 0.0f;
                     if (!keep) dropped[t][half] |= 1u << (2 * n + e);

@@ -4,7 +4,7 @@
 
 // Of rows g and g + 8: the shift, in units of log2 (in fp32: of the scores), and the sum, of which each lane has its
 // own part.
-template <int TILES> struct Rows {
+template <int TILES> struct SoftmaxState {
     float m[TILES][2], l[TILES][2];
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -39,15 +39,15 @@ template <int TILES> struct Rows {
 // Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
 // warp needed it.
 template <int TILES, int PAIRS, typename Rescale>
-__device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Rows<TILES> &rows, float c,
+__device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, SoftmaxState<TILES> &rows, float c,
                                                const Rescale &rescale) {
-    float most[TILES][2];
+    float row_max[TILES][2];
     bool needs_rescale = false;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float &x = most[t][half];
+            float &x = row_max[t][half];
             x = -INFINITE;
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
@@ -62,12 +62,12 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Row
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 // Row by row: a row's bits depend on no other row.
-                if (!(ABOVE(most[t][half], rows.m[t][half]) > 8.0f)) continue;
+                if (!(ABOVE(row_max[t][half], rows.m[t][half]) > 8.0f)) continue;
 #if ELEMENT_KIND == float_ELEMENT
-                const float m = most[t][half], factor = exp2_of((rows.m[t][half] - m) * c);
+                const float m = row_max[t][half], factor = exp2_of((rows.m[t][half] - m) * c);
 #else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
-                const float m = SHIFT_OF(__fmul_rn(FROM_ORIGIN(most[t][half]), c));
+                const float m = SHIFT_OF(__fmul_rn(FROM_ORIGIN(row_max[t][half]), c));
                 const float factor = exp2_of(rows.m[t][half] - m);
 #endif
                 rows.m[t][half] = m, rows.l[t][half] *= factor;
@@ -102,7 +102,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Row
 // The same, with o rescaled at once.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void online_softmax(Accumulator<TILES, PAIRS> &s, Accumulator<TILES, D_STEPS> &o,
-                                               Rows<TILES> &rows, float c) {
+                                               SoftmaxState<TILES> &rows, float c) {
     online_softmax(s, rows, c, [&](int t, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= factor, o.c[t][n][2 * half + 1] *= factor;
@@ -116,7 +116,7 @@ template <int TILES> struct Dropout {
 #endif
     __device__ __forceinline__ Dropout(const Params &p, int b, int h, int i_first) {
 #if DROPOUT
-        const unsigned of_head = head_key(p, b, h);
+        const unsigned of_head = dropout_head_key(p, b, h);
 #pragma unroll
         for (int t = 0; t < TILES; t++)
             for (int half = 0; half < 2; half++)
@@ -131,7 +131,7 @@ template <int TILES> struct Dropout {
             for (int n = 0; n < 2 * PAIRS; n++)
                 for (int e = 0; e < 4; e++) {
                     const int j = j_first + n * 8 + threadIdx.x % 4 * 2 + e % 2;
-                    if (!kept(row_key[t][e / 2], j, p.threshold)) s.c[t][n][e] = 0.0f;
+                    if (!dropout_keeps(row_key[t][e / 2], j, p.threshold)) s.c[t][n][e] = 0.0f;
                 }
 #endif
     }
@@ -140,8 +140,8 @@ template <int TILES> struct Dropout {
 // Divides o by the sums, and writes lse of the rows from i_first on. scale: of fp32, what the shift is to be multiplied
 // by.
 template <int TILES>
-__device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, D_STEPS> &o, const Rows<TILES> &rows,
-                                            int head, int i_first, float scale = 1.0f) {
+__device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, D_STEPS> &o,
+                                            const SoftmaxState<TILES> &rows, int head, int i_first, float scale = 1.0f) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < TILES; t++)
@@ -150,7 +150,7 @@ __device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, 
             float l = rows.l[t][half];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
-            const float divided = l == 0.0f ? 0.0f : p.keep_scale / l;
+            const float inverse_l = l == 0.0f ? 0.0f : p.keep_scale / l;
             const int i = i_first + t * 16 + half * 8 + lane / 4;
 #if ELEMENT_KIND == float_ELEMENT
             const float lse = rows.m[t][half] * scale + logf(l * (1.0f / FACTOR));
@@ -159,6 +159,6 @@ __device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, 
 #endif
             if (lane % 4 == 0 && i < p.tq) p.lse[(long long)head * p.tq + i] = l == 0.0f ? -INFINITE : lse;
 #pragma unroll
-            for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= divided, o.c[t][n][2 * half + 1] *= divided;
+            for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= inverse_l, o.c[t][n][2 * half + 1] *= inverse_l;
         }
 }
