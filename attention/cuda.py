@@ -60,7 +60,7 @@ _TENSOR_CORES = replace(
     deterministic_on_request=True,
 )
 _FA2 = replace(_TENSOR_CORES, features=_SUPPORTED_FEATURES | {"block_mask"})
-_HOPPER = replace(_TENSOR_CORES, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
+_HOPPER = replace(_FA2, min_arch=(9, 0), max_arch=(9, 0), max_head_dim=256)
 _FORWARD_TENSOR_CORES = replace(_TENSOR_CORES, features=_BASIC_FEATURES, backward=False, deterministic=True)
 STAGES = {
     "plain": Stage("ops.cuda.plain", replace(_FORMULA, backward=True)),
@@ -140,10 +140,8 @@ _OPS = {
 def best_stage(
     arch: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, block_mask: bool = False
 ) -> str:
-    """The best stage with all features: fa3 on Hopper, fa2, or where neither can, tiled; with a block mask
-    fa2, the only one that has it."""
-    if block_mask:
-        return "fa2"
+    """The best stage: fa3 on Hopper, fa2, or where neither can, tiled; but with a block mask, which that does
+    not have, fa2."""
     for stage in ("fa3", "fa2"):
         capabilities = STAGES[stage].capabilities
         fits = head_dim <= capabilities.max_head_dim and head_dim % capabilities.head_dim_multiple == 0
@@ -154,7 +152,7 @@ def best_stage(
         )
         if fits and runs and dtype in capabilities.dtypes:
             return stage
-    return "tiled"
+    return "fa2" if block_mask else "tiled"
 
 
 def _best_stage_for(q: Tensor, options: AttentionOptions) -> str:
@@ -290,7 +288,7 @@ class CudaAttention(CudaStage):
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         """fa3's where it is the best stage, as it takes wider heads than the others, and fa2's with a block
-        mask, which no other has."""
+        mask, which tiled does not have."""
         wide = call.device == "cuda" and _best(call) == "fa3"
         alone = wide or "block_mask" in call.features
         return self.resolve(call).unsupported_reasons(call) if alone else super().unsupported_reasons(call)
@@ -298,8 +296,7 @@ class CudaAttention(CudaStage):
     def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
         """(stage, why) of what will run `call`. Raises UnsupportedAttention where none can."""
         self.require(call)
-        only = "block_mask" in call.features
-        name, why = f"cuda_{_best(call)}", "the only stage with a block mask" if only else "the best stage"
+        name, why = f"cuda_{_best(call)}", "the best stage"
         if name == "cuda_tiled":
             why += f" but for cuda_fa2, {'; '.join(STAGES['fa2'].capabilities.reasons(call))}"
         return name, why

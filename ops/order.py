@@ -50,11 +50,11 @@ def order(
     return grouped, tail(n_tiles, n_heads, grouped, slots) if uneven else 0
 
 
-def lead(x: Tensor, n_heads: int) -> int:
+def lead(x: Tensor, n_heads: int, blocks: int | None = None) -> int:
     """How many tiles of each head come before those of any group, where a block mask may make the first many
     times as long as the others (column 0, which all queries see): as many as run at a time. In the last group
     it would begin late, and most multiprocessors would wait for it."""
-    return math.ceil(_BLOCKS * multiprocessors(x.device) / n_heads)
+    return math.ceil((blocks or _BLOCKS) * multiprocessors(x.device) / n_heads)
 
 
 def tail(n_tiles: int, n_heads: int, grouped: int, slots: int) -> int:

@@ -154,5 +154,8 @@ class Call:
         self.params.n_tiles = n_tiles
         self.params.grouped, self.params.tail = order(x, n_heads, n_tiles, uneven, **how)
         if self.defines["BLOCK_MASK"]:
-            self.params.lead = min(n_tiles - self.params.tail, lead(x, n_heads))
+            first = lead(x, n_heads, how.get("blocks"))
+            if uneven:
+                self.params.tail = max(self.params.tail, min(n_tiles, first))
+            self.params.lead = min(n_tiles - self.params.tail, first)
         return n_tiles * n_heads

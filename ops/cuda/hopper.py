@@ -24,6 +24,7 @@ from ops.cuda.hopper_tiles import (
     backward_tile,
     forward_tile,
 )
+from ops.cuda.kept_tiles import kept_tiles
 from ops.cuda.plain import document_ranges
 from ops.cuda.tensor_cores import fa2_backward, prepare_backward
 from ops.library import empty_as, gradients
@@ -110,11 +111,13 @@ def run_forward(
     # from call to call would lie in whatever memory pool or graph it was first asked for in.
     ranges, counter = document_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
+    kept = kept_tiles(call, rows, tile.bc)  # lives until the launch
+    params.bind(kept=kept)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
     own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
-    specialised = call.defines | tile.defines(head_dim) | own | {"PINGPONG": 1, "OVERLAP": 1} | defines
+    specialised = call.defines | tile.defines(head_dim) | own | {"OVERLAP": 1} | defines
     columns = 32 if specialised["PAD_D"] % 64 else 64  # of a block (hopper.cuh)
     boxes = operands or ((q_mapped, 64, columns), (k, tile.bc, columns), (v, tile.bc, columns))
     maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
@@ -172,6 +175,8 @@ def run_backward(
     )
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
     params.bind(scratch=accumulator, ranges=ranges)
+    kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
+    params.bind(kept=kept)
     params.padded_tq = tiles * tile.br
     over = 2 * heads // kv_heads  # with the accumulator of dQ
     blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over, blocks=1)

@@ -1,4 +1,4 @@
-"""Launches csrc/lib/kept_tiles.cu, which lists the tiles that a block mask keeps, for stage fa2."""
+"""Launches csrc/lib/kept_tiles.cu, which lists the tiles that a block mask keeps, for stages fa2 and fa3."""
 
 from __future__ import annotations
 

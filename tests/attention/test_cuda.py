@@ -53,8 +53,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fa2", {"dtype": torch.float32}, "no float32: "),
         ("fa2", {"device": "cpu", "arch": None}, "no cpu: "),
         ("fa2", {"features": frozenset({"block_mask", "kv_lengths"}), "kv_heads": 2}, None),
-        ("fa3", {"features": frozenset({"block_mask"})}, "no block_mask: needs model.sparsity=null"),
-        ("tiled", {"features": frozenset({"block_mask"})}, "no block_mask: "),
+        ("fa3", {"features": frozenset({"block_mask", "kv_lengths"}), "head_dim": 256}, None),
+        ("tiled", {"features": frozenset({"block_mask"})}, "no block_mask: needs model.sparsity=null"),
         ("fa3", {"arch": (10, 0)}, "no sm_100: needs a GPU from sm_90 to sm_90"),
         ("fa3", {"head_dim": 256}, None),
         ("fa3", {"head_dim": 264}, "no head dim 264: needs at most 256"),
@@ -84,7 +84,8 @@ def test_what_rowwise_has_room_for() -> None:
         ({"dtype": torch.float32}, "tiled", "but for cuda_fa2, no float32: "),
         ({"head_dim": 59}, "tiled", "but for cuda_fa2, no head dim 59: "),
         ({"head_dim": 256}, "fa3", "the best stage"),
-        ({"features": frozenset({"block_mask"})}, "fa2", "the only stage with a block mask"),
+        ({"features": frozenset({"block_mask"})}, "fa3", "the best stage"),
+        ({"features": frozenset({"block_mask"}), "arch": (8, 9)}, "fa2", "the best stage"),
     ],
 )
 def test_the_best_stage(call: dict[str, Any], stage: str, why: str) -> None:
@@ -96,9 +97,10 @@ def test_the_best_stage(call: dict[str, Any], stage: str, why: str) -> None:
 
 
 def test_what_a_block_mask_is_refused_with() -> None:
-    """By what fa2 lacks, the only stage that has one."""
+    """By what fa2 lacks, the only stage that has one on any GPU."""
     for change, said in (
-        ({"head_dim": 256}, "no head dim 256: needs at most 128"),
+        ({"head_dim": 256, "arch": (8, 0)}, "no head dim 256: needs at most 128"),
+        ({"head_dim": 264}, "no head dim 264: needs at most "),
         ({"dtype": torch.float32}, "no float32: "),
     ):
         call = replace(CALL, features=frozenset({"block_mask"}), **change)
@@ -227,7 +229,7 @@ def test_what_has_no_backward_says_so(stage: str) -> None:
         ("fa2", {"head_dim": 100}, "no head dim 100: "),
         (None, {"head_dim": 256}, "no head dim 256: "),
         (None, {"head_dim": 59, "block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}, "no head dim 59: "),
-        ("fa3", {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}, "no block_mask: "),
+        ("tiled", {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}, "no block_mask: "),
         ("fa2", {"kv_lengths": torch.tensor([8])}, "kv_lengths is torch.int64; it needs torch.int32"),
         ("fa2", {"v_tokens": 9}, "k and v need the same shape"),
     ],

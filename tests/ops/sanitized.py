@@ -24,7 +24,7 @@ CASES = [
     Case("no_key", 300, 70, 64, batch=1),  # whole tiles that see no key
     Case("no_key", 300, 70, 128, batch=1),
     Case("blocks", 300, 400, 64, kv_heads=2, features=frozenset({"block_mask"})),
-    Case("blocks", 300, 300, 128, batch=1, features=frozenset({"block_mask", "noncausal", "kv_lengths"})),
+    Case("blocks", 300, 300, 128, features=frozenset({"block_mask", "noncausal", "kv_lengths"})),
 ]
 
 

@@ -194,12 +194,15 @@ def test_fits_and_does_as_meant(
             assert not found & set(budget.has_not), f"{each}: has {sorted(found)}, {budget}"
 
 
-@pytest.mark.parametrize(("arch", "head_dims"), long_but(USUAL, 0))
-def test_fits_with_a_block_mask(arch: tuple[int, int], head_dims: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "arch", "head_dims"),
+    long_but([("fa2", *each) for each in USUAL] + [("fa3", (9, 0), (64, 96, 128))], 0, len(USUAL)),
+)
+def test_fits_with_a_block_mask(stage: str, arch: tuple[int, int], head_dims: tuple[int, ...]) -> None:
     """Within what is allowed without options."""
     sparse = frozenset({"block_mask"})
     cases = [Case("usual", 128, 128, d, kv_heads=kv, features=sparse) for d in head_dims for kv in (4, 2)]
-    assert any(each.launch.name == "tilegpt_kept_tiles" for each in check("fa2", cases, torch.bfloat16, arch))
+    assert any(each.launch.name == "tilegpt_kept_tiles" for each in check(stage, cases, torch.bfloat16, arch))
 
 
 @pytest.mark.long

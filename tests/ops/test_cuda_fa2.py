@@ -98,7 +98,7 @@ CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def _kept(*shape: int, empty: tuple[int, ...] = ()) -> Tensor:
+def kept(*shape: int, empty: tuple[int, ...] = ()) -> Tensor:
     """A block mask (B or 1, H or 1, rows, columns) that keeps half; of heads that are `empty` nothing."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.5
     mask[:, list(empty)] = False
@@ -107,23 +107,23 @@ def _kept(*shape: int, empty: tuple[int, ...] = ()) -> Tensor:
 
 _ONE_COLUMN = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 0]], dtype=torch.bool)[None, None]
 SPARSE_CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
-    ((300, 380, 64), {"heads": (4, 2)}, {"block_mask": _kept(1, 4, 3, 3)}),
+    ((300, 380, 64), {"heads": (4, 2)}, {"block_mask": kept(1, 4, 3, 3)}),
     ((300, 300, 128), {"heads": (2, 2)}, {"block_mask": _ONE_COLUMN}),
-    ((260, 300, 128), {"heads": (2, 1)}, {"causal": False, "block_mask": _kept(1, 1, 3, 3)}),
-    ((150, 290, 64), {"heads": (4, 1)}, {"causal": False, "block_mask": _kept(1, 4, 2, 3, empty=(0, 2))}),
-    ((140, 200, 64), {"heads": (3, 1)}, {"block_mask": _kept(1, 3, 2, 2, empty=(1, 2))}),
-    ((140, 200, 32), {"heads": (2, 2)}, {"block_mask": _kept(1, 2, 2, 2, empty=(0, 1))}),
-    ((150, 300, 96), {"batch": 2, "lengths": [300, 140]}, {"block_mask": _kept(2, 1, 2, 3)}),
+    ((260, 300, 128), {"heads": (2, 1)}, {"causal": False, "block_mask": kept(1, 1, 3, 3)}),
+    ((150, 290, 64), {"heads": (4, 1)}, {"causal": False, "block_mask": kept(1, 4, 2, 3, empty=(0, 2))}),
+    ((140, 200, 64), {"heads": (3, 1)}, {"block_mask": kept(1, 3, 2, 2, empty=(1, 2))}),
+    ((140, 200, 32), {"heads": (2, 2)}, {"block_mask": kept(1, 2, 2, 2, empty=(0, 1))}),
+    ((150, 300, 96), {"batch": 2, "lengths": [300, 140]}, {"block_mask": kept(2, 1, 2, 3)}),
     (
         (1, 300, 64),
         {"batch": 3, "lengths": [0, 100, 300], "heads": (2, 1)},
-        {"block_mask": _kept(3, 1, 1, 3)},
+        {"block_mask": kept(3, 1, 1, 3)},
     ),
     (
         (300, 340, 32),
         {"heads": (2, 1)},
         {
-            "block_mask": _kept(1, 2, 3, 3),
+            "block_mask": kept(1, 2, 3, 3),
             "document_ids": (documents(150, 150), documents(200, 140)),
             "window": (140, 0),
             "dropout_p": 0.1,
@@ -132,7 +132,7 @@ SPARSE_CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] 
     (
         (260, 340, 40),
         {"cut": 1},
-        {"causal": False, "block_mask": _kept(1, 1, 3, 3), "window": (90, 150), "softcap": 1.5},
+        {"causal": False, "block_mask": kept(1, 1, 3, 3), "window": (90, 150), "softcap": 1.5},
     ),
 ]
 
@@ -177,7 +177,7 @@ def _bits(shape: tuple[int, int, int], block_mask: Tensor | None, **made: Any) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block_mask", [None, _kept(1, 6, 3, 3)], ids=["", "block_mask"])
+@pytest.mark.parametrize("block_mask", [None, kept(1, 6, 3, 3)], ids=["", "block_mask"])
 def test_in_any_order(request: pytest.FixtureRequest, block_mask: Tensor | None) -> None:
     """Heads in groups, and with the shortest tiles of all at the end, or the first at the beginning, give the
     same bits."""

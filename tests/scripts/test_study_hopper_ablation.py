@@ -14,7 +14,8 @@ from scripts.measure.studies import hopper_ablation as study
 
 @pytest.mark.parametrize("shape", study.shapes()[::3], ids=str)
 def test_late_products_are_left_out_where_there_are_any(shape: study.Shape) -> None:
-    defines = dict.fromkeys(("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS"), 0)
+    options = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS", "BLOCK_MASK")
+    defines = dict.fromkeys(options, 0)
     tile = backward_tile(shape.head_dim, defines | {"HAS_RIGHT": int(shape.causal), "ELEMENT": "bf16"})
     named = {point["without"] for point in study.points(shape)["backward"]}
     assert (study.LATE in named) == (tile.late_dq or tile.late_dk)

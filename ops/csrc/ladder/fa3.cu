@@ -33,7 +33,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, K, V, and O unless it goes over Q
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
-    static __shared__ int slots[Q_SLOTS * TILE_INTS];
+    static __shared__ int slots[Q_SLOTS * TILE_INTS + BLOCK_MASK * STAGES];
     const SharedLayout layout(memory, barriers, slots);
     if (threadIdx.x == 0) {
         for (int place = 0; place < BARRIERS; place++) {

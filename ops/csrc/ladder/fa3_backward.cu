@@ -38,6 +38,29 @@
 #include "fa3_backward_consumer.cuh"
 #endif
 
+// Q and dO of a tile of head h, with what their rows need; issued.
+__device__ __forceinline__ void load_queries(const Launch &launch, const SharedLayout &layout, int stage, int of_do,
+                                             int do_parity, int b, int h, int i0) {
+    const Params &p = launch.p;
+    const unsigned q_full = layout.barrier(Q_FULL + stage), do_full = layout.barrier(DO_FULL + of_do);
+    const long long row = (long long)(b * p.heads + h) * p.padded_tq + i0;
+    mbarrier_arrive_expect_tx(q_full, Q_BYTES + STATISTIC_BYTES);
+    load_tile<BR>(layout.q + stage * Q_BYTES, launch.q, q_full, i0, h, b);
+    bulk_load(layout.lse_log2 + stage * STATISTIC_BYTES, p.lse_log2 + row, STATISTIC_BYTES, q_full);
+    if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + of_do), do_parity ^ 1);  // else dO is released as Q is
+    mbarrier_arrive_expect_tx(do_full, Q_BYTES + STATISTIC_BYTES);
+    load_tile<BR>(layout.dout + of_do * Q_BYTES, launch.dout, do_full, i0, h, b);
+    bulk_load(layout.delta + of_do * STATISTIC_BYTES, p.delta + row, STATISTIC_BYTES, do_full);
+}
+
+// K and V of a tile; issued.
+__device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, const Tile &tile) {
+    mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
+    load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, tile.kv_head, tile.b);
+    mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
+    load_tile<BC>(layout.v, launch.v, layout.barrier(V_FULL), tile.j0, tile.kv_head, tile.b);
+}
+
 // The copying warp: its first thread starts the copies, and takes the block's tiles from the counter. Q and dO of the next
 // tile are issued before K and V, whose buffers are free only when K and V of the last tile have been read.
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
@@ -54,41 +77,44 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     Ring<1> kv;
     int taken = 0, index = blockIdx.x;
     while (true) {
+#if BLOCK_MASK
+        const Tile tile(p, min_of(index, n - 1));
+        KeptTiles<GROUP> kept(p, tile.b, tile.kv_head * GROUP, tile.j0 / BC);
+        const int flag = HAS_TILES ? 0 : NO_QUERIES;
+#else
+        const int flag = 0;
+#endif
         mbarrier_wait(layout.barrier(TILE_EMPTY + slot.index), slot.parity ^ 1);
         if (issues_copies) {
-            layout.slots[slot.index] = index < n ? index : -1;
+            layout.slots[slot.index] = index < n ? index | flag : -1;
             mbarrier_arrive(layout.barrier(TILE_FULL + slot.index));
         }
         slot.next();
         if (index >= n) return;
+#if !BLOCK_MASK
         const Tile tile(p, index);
+#endif
+        const Range &range = tile.range;
         bool first = true;
-        for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
-            for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR) {
-                const unsigned q_full = layout.barrier(Q_FULL + stage.index);
-                const unsigned do_full = layout.barrier(DO_FULL + of_do.index);
-                const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
+        for (int g = 0; g < GROUP; g++)
+            for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
+                const int h = tile.kv_head * GROUP + g;
                 mbarrier_wait(layout.barrier(Q_EMPTY + stage.index), stage.parity ^ 1);
                 if (issues_copies) {
-                    mbarrier_arrive_expect_tx(q_full, Q_BYTES + STATISTIC_BYTES);
-                    load_tile<BR>(layout.q + stage.index * Q_BYTES, launch.q, q_full, i0, h, tile.b);
-                    bulk_load(layout.lse_log2 + stage.index * STATISTIC_BYTES, p.lse_log2 + row, STATISTIC_BYTES,
-                              q_full);
-                    if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + of_do.index), of_do.parity ^ 1);  // else as Q
-                    mbarrier_arrive_expect_tx(do_full, Q_BYTES + STATISTIC_BYTES);
-                    load_tile<BR>(layout.dout + of_do.index * Q_BYTES, launch.dout, do_full, i0, h, tile.b);
-                    bulk_load(layout.delta + of_do.index * STATISTIC_BYTES, p.delta + row, STATISTIC_BYTES, do_full);
+#if BLOCK_MASK
+                    volatile int *slot = layout.stage_slots(stage.index);
+                    slot[0] = kept.here | (kept.next < 0 ? LAST_FLAG : 0), slot[1] = h;
+#endif
+                    load_queries(launch, layout, stage.index, of_do.index, of_do.parity, tile.b, h, i0);
                 }
                 stage.next();
                 if (WIDE) of_do.next();
+                PREFETCH_ENTRY;
                 if (!first) continue;
                 first = false;
                 mbarrier_wait(layout.barrier(KV_EMPTY), kv.parity ^ 1);
                 if (issues_copies) {
-                    mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
-                    load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, tile.kv_head, tile.b);
-                    mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
-                    load_tile<BC>(layout.v, launch.v, layout.barrier(V_FULL), tile.j0, tile.kv_head, tile.b);
+                    load_keys(launch, layout, tile);
                     taken = atomicAdd(launch.next_tile, 1);
                 }
                 kv.next();
@@ -107,8 +133,14 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
     Ring<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
         const Tile tile(p, index);
-        for (int h = tile.kv_head * GROUP; h < (tile.kv_head + 1) * GROUP; h++)
-            for (int i0 = tile.range.lo; i0 < tile.range.hi; i0 += BR)
+        const Range &range = tile.range;
+#if BLOCK_MASK
+        KeptTiles<GROUP> kept(p, tile.b, tile.kv_head * GROUP, tile.j0 / BC);
+#endif
+        for (int g = 0; g < GROUP; g++)
+            for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
+                PREFETCH_ENTRY;
+                const int h = tile.kv_head * GROUP + g;
                 for (int chunk = 0; chunk < DQ_CHUNKS; chunk++) {
                     const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                     mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
@@ -122,6 +154,7 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
                     __syncwarp();
                     dq.next();
                 }
+            }
     }
     if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
 }
@@ -129,7 +162,7 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(1024) unsigned char memory[];
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
-    static __shared__ int slots[2];
+    static __shared__ int slots[2 + BLOCK_MASK * 2 * STAGES];
     const SharedLayout layout(memory, barriers, slots);
     if (threadIdx.x == 0) {
         for (int place = 0; place < BARRIERS; place++) mbarrier_init(layout.barrier(place), arrivals(place));

@@ -101,16 +101,16 @@ struct Consumer : ScoreTile {
     }
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void loop_over_queries() {
-        int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
         bool first = true;
 #pragma unroll
         for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
-        begin_head(h);
+        begin_queries();
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
         if (left > 0) await_keys(layout, kv);
-        for (; left > 0; left--) {
+        while (left > 0) {
             const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + stage.index * Q_BYTES;
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
+            read_queries(layout, stage.index);
             wgmma_fence();
             multiply_rows(s, layout.k, q_tile);
             if (LATE_DK) finish_dk<1>(!first, (stage.index + STAGES - 1) % STAGES);
@@ -119,7 +119,7 @@ struct Consumer : ScoreTile {
             multiply_rows(dp, layout.v, do_tile);
             wgmma_wait_group<1>();
             pin(s);
-            compute_p(i0, layout.lse_log2 + stage.index * STATISTIC_BYTES);
+            compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
             wgmma_fence();
             multiply_columns(dv, weights, do_tile);
             if (LATE_DQ) {
@@ -135,11 +135,7 @@ struct Consumer : ScoreTile {
             if (!LATE_DK) finish_dk<0>(true, stage.index);
             stage.next(), ds.next();
             first = false;
-            i0 += BR;
-            if (i0 >= tile.range.hi) {
-                i0 = tile.range.lo;  // of the group's next head
-                if (GROUP > 1 && left > 1) begin_head(++h);
-            }
+            next_queries();
         }
         if (LATE_DK) finish_dk<0>(!first, (stage.index + STAGES - 1) % STAGES);
         if (first) return;

@@ -32,6 +32,7 @@ struct ScoreTile {
     const Params &p;
     const int group, warp, lane;
     Tile tile;
+    int i0, h, left;  // of the tile of queries: the first, their head; how many tiles are left, this one included
     Scores s, dp;
     Rounded weights, gradients;
     unsigned dropped[2];  // see `pack_bits`
@@ -46,16 +47,54 @@ struct ScoreTile {
         if (DROPOUT) dropout_head = dropout_head_key(p, tile.b, h);
         if (ALIBI) slope = p.alibi_slopes[h] * LOG2E;
     }
-    // A thread's first key, and the place of its first query.
+    // The tiles of queries, one after the other, of all heads of the group: `left` of them. With BLOCK_MASK each is
+    // published with its Q, and `left` says whether another follows.
+    __device__ __forceinline__ void begin_queries() {
+#if BLOCK_MASK
+        left = tile.has_queries;
+#else
+        i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
+        begin_head(h);
+#endif
+    }
+    __device__ __forceinline__ void read_queries(const SharedLayout &layout, int stage) {
+#if BLOCK_MASK
+        volatile int *slot = layout.stage_slots(stage);
+        i0 = __shfl_sync(~0u, slot[0], 0);
+        if (DROPOUT || ALIBI) begin_head(__shfl_sync(~0u, slot[1], 0));
+#endif
+    }
+    __device__ __forceinline__ void next_queries() {
+#if BLOCK_MASK
+        left = !(i0 & LAST_FLAG);
+#else
+        left--, i0 += BR;
+        if (i0 >= tile.range.hi) {
+            i0 = tile.range.lo;  // of the group's next head
+            if (GROUP > 1 && left > 0) begin_head(++h);
+        }
+#endif
+    }
+    __device__ __forceinline__ bool needs_masking() const {
+#if BLOCK_MASK
+        return i0 & MASK_FLAG;
+#else
+        return tile.real_keys < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi;
+#endif
+    }
+
+    // A thread's first key, and its first query.
     __device__ __forceinline__ int first_key() const {
         return tile.j0 + (WIDE ? 0 : group * 64) + warp * 16 + lane / 4;
     }
-    __device__ __forceinline__ int first_query() const { return own_queries() + threadIdx.x % 4 * 2; }
+    __device__ __forceinline__ int first_query() const {
+        return START_OF(i0) + own_queries() + threadIdx.x % 4 * 2;
+    }
     __device__ __forceinline__ int own_queries() const { return WIDE ? group * OWN_QUERIES : 0; }
 
     // 0 in the place of P where it is not seen.
-    __device__ __forceinline__ void apply_mask(int i0) {
-        const int key = first_key(), i_first = i0 + first_query(), keys = tile.keys;
+    __device__ __forceinline__ void apply_mask() {
+        const int key = first_key(), i_first = first_query(), keys = tile.keys;
         unsigned same[2];
 #if DOCUMENT_IDS
         const int ids[2] = {id_of_key(p, tile.b, key), id_of_key(p, tile.b, key + 8)};
@@ -86,10 +125,10 @@ struct ScoreTile {
 
     // Computes P from S, in fp32 and rounded to 16 bits. With a softcap, P is rounded before it is masked, and the fp32
     // P is multiplied by the derivative of the softcap, which only dS needs.
-    __device__ __forceinline__ void compute_p(int i0, unsigned lse_log2) {
+    __device__ __forceinline__ void compute_p(unsigned lse_log2) {
         const unsigned rows = lse_log2 + own_queries() * 4 + lane % 4 * 8;
         const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, softcap_scale = SOFTCAP ? p.scale / p.softcap : 0.0f;
-        const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - i0 - first_query()) : 0.0f;
+        const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - first_query()) : 0.0f;
 #pragma unroll
         for (int n = 0; n < OWN_QUERIES / 8; n++) {
             const float2 shift = load_pair(rows + n * 32);
@@ -113,11 +152,11 @@ struct ScoreTile {
             for (int e = 0; e < 4; e++) s[4 * n + e] *= factor[e];
 #endif
         }
-        if (tile.real_keys < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi) apply_mask(i0);
+        if (needs_masking()) apply_mask();
 #pragma unroll
         for (int step = 0; step < OWN_QUERIES / 16 && !SOFTCAP; step++) round_step(weights[step], s + 8 * step);
 #if DROPOUT
-        const int key = first_key(), i_first = i0 + first_query();
+        const int key = first_key(), i_first = first_query();
         pack_bits(dropped, [&](int place) {
             const unsigned row = absorb(dropout_head, (unsigned)(i_first + place));
             return (dropout_keeps(row, key, p.threshold) ? 0u : 1u) |

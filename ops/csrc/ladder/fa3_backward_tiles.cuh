@@ -2,6 +2,7 @@
 // of a block.
 #pragma once
 #include "hopper.cuh"
+#include "kept_tiles.cuh"
 #include "scores.cuh"
 
 #define WIDE (PAD_D > 128)  // the warp groups share a block's 64 keys (fa3_backward_wide.cuh); else each has 64 of 128
@@ -21,6 +22,7 @@
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 
+static_assert(!BLOCK_MASK || BR % 64 == 0, "flags beside where a tile begins");
 static_assert(BR == 64 || BR == 128 || (BR == 80 && PAD_D == 128), "a warp group has 64 rows or columns of dQ");
 
 struct __align__(64) Launch {
@@ -38,12 +40,18 @@ __device__ __forceinline__ int arrivals(int place) {
     return place < DQ_FULL ? 1 : place < DS_FULL ? 4 : place < TILE_EMPTY ? 8 : 10;
 }
 
-// Keys of a key head, and the queries that see them.
+#define NO_QUERIES (1 << 30)  // with BLOCK_MASK, in a tile's index: the lists of its keys are empty
+
+// Keys of a key head, and the queries that see them. (With BLOCK_MASK lists have these, not the range.)
 struct Tile {
     int b, kv_head, j0, keys, real_keys;
+    bool has_queries;  // known with BLOCK_MASK
     Range range;
     __device__ __forceinline__ Tile(const Params &p, int index) {
         int tile, head;
+#if BLOCK_MASK
+        has_queries = !(index & NO_QUERIES), index &= ~NO_QUERIES;
+#endif
         scheduled_tile(p, index, p.batch * p.kv_heads, false, tile, head);
         b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
         real_keys = min_of(BC, keys - j0);
@@ -56,7 +64,7 @@ __device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles *
 // Where things are in shared memory.
 struct SharedLayout {
     unsigned k, v, q, dout, ds, weights, dq, lse_log2, delta, barriers;  // weights: P, with WIDE
-    volatile int *slots;  // of the tiles' indices
+    volatile int *slots;  // of the tiles' indices; with BLOCK_MASK also of each stage's entry and head
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
@@ -64,6 +72,7 @@ struct SharedLayout {
         lse_log2 = dq + 2 * PART_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
+    __device__ __forceinline__ volatile int *stage_slots(int stage) const { return slots + 2 + 2 * stage; }
 };
 
 // The block's tiles, one after the other, for all but who chooses them. Uniform, as are all loops over it.

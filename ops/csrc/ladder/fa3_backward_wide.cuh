@@ -75,17 +75,17 @@ struct Consumer : ScoreTile {
 
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void loop_over_queries() {
-        int i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
         bool first = true;
 #pragma unroll
         for (int x = 0; x < HALF_D / 2; x++) dk[x] = dv[x] = 0.0f;
-        begin_head(h);
+        begin_queries();
         if (left > 0) await_keys(layout, kv);
-        for (; left > 0; left--) {
+        while (left > 0) {
             const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + of_do.index * Q_BYTES;
             const unsigned p_tile = layout.weights + shared.index * DS_BYTES;
             const unsigned ds_tile = layout.ds + shared.index * DS_BYTES;
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
+            read_queries(layout, stage.index);
             wgmma_fence();
             multiply_rows(s, layout.k, q_tile);
             mbarrier_wait(layout.barrier(DO_FULL + of_do.index), of_do.parity);
@@ -94,7 +94,7 @@ struct Consumer : ScoreTile {
             if (!first) hand_over_dq(delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             pin(s);
-            compute_p(i0, layout.lse_log2 + stage.index * STATISTIC_BYTES);
+            compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
             exchange(weights, p_tile, P_FULL);
             multiply_columns(dv, p_tile, do_tile);
             wgmma_wait_group<1>();
@@ -118,11 +118,7 @@ struct Consumer : ScoreTile {
             release(Q_EMPTY + stage.index);
             stage.next(), of_do.next(), shared.next();
             first = false;
-            i0 += BR;
-            if (i0 >= tile.range.hi) {
-                i0 = tile.range.lo;  // of the group's next head
-                if (GROUP > 1 && left > 1) begin_head(++h);
-            }
+            next_queries();
         }
         if (first) return;
         hand_over_dq(delayed_dq);

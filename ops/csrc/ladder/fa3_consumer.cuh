@@ -3,6 +3,17 @@
 #include "fa3_tiles.cuh"
 #include "hopper_softmax.cuh"
 
+// Of a tile of keys: whether it is not the first of this warp group, whether it is its last, and whether it is masked.
+#if BLOCK_MASK
+#define IS_LATER(start) (!(start & FIRST_FLAG))
+#define IS_LAST(start) (start & LAST_FLAG)
+#define IS_MASKED(start) (start & MASK_FLAG)
+#else
+#define IS_LATER(start) (start < last)
+#define IS_LAST(start) (start == own.lo)
+#define IS_MASKED(start) (start < own.full_lo || start >= own.full_hi)
+#endif
+
 // O of a warp to a tile in shared memory, 16 rows of 64.
 __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int warp, int lane) {
     const int row = warp * 16 + lane % 16, half = lane / 16;
@@ -57,15 +68,23 @@ struct Consumer {
         tile = Tile(layout.slots + q.index * TILE_INTS), slot = q.index;
         q.next();
         const int i = min_of(tile.i0 + group * 64, p.tq - 1);
+#if !BLOCK_MASK
         own = tile.seen(p, i, 64);
         // A group that sees no key computes one tile of keys, all masked, so that l and O are 0.
         own.lo = min_of(own.lo, last_of(tile.lo, tile.hi));
+#endif
         if (FP8 && tile.b >= 0) {
             const Fp8Scales scales(p);
             const int head = tile.b * p.heads + tile.h;
             of_queries = exponent_scale(p) * scales.q[(long long)head * scales.q_blocks + i / FP8_QUERIES];
         }
         return tile.b >= 0;
+    }
+
+    // Until the next tile of keys is there; with BLOCK_MASK sets `start`, which is known before without.
+    __device__ __forceinline__ void await_k(int &start) const {
+        mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
+        if (BLOCK_MASK) start = __shfl_sync(~0u, layout.key_tile(k.index), 0);
     }
 
     // The scale of the keys from `start` on; loaded ahead of the products that it is for.
@@ -129,15 +148,31 @@ struct Consumer {
         pin(flat(s));
         if (FP8) c = of_queries * scale;
         release(K_EMPTY + k.index), k.next();
-        if (!O_OVER_Q && start == own.lo) release(Q_EMPTY + slot);
-        const bool masked = start < own.full_lo || start >= own.full_hi;
+        if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + slot);
+        const bool masked = IS_MASKED(start);
         const int i_first = first_row();
+        start = START_OF(start);
         if (SCALE_FIRST || (DOCUMENT_IDS && masked))
             finish_scores(p, s, i_first, start, tile.keys, tile.b, tile.h, DOCUMENT_IDS && masked);
         if (!DOCUMENT_IDS && masked) apply_interval_mask(p, s, i_first, start, tile.keys);
         rescale[0] = rescale[1] = 1.0f;
         needs_rescale = ::online_softmax(s, rows, c, [&](int, int half, float factor) { rescale[half] = factor; });
         if (DROPOUT) Dropout<1>(p, tile.b, tile.h, i_first).drop(p, s, start);
+    }
+
+    // The first tile of keys: its scores, and nothing that overlaps with them.
+    __device__ __forceinline__ void begin(int &start) {
+        rows.clear();
+        o.clear();
+        const float scale = scale_of_keys(start);
+        await_k(start);
+        take_turn();
+        if (INT8) begin_scores();
+        wgmma_fence();
+        multiply_qk();
+        give_turn();
+        wgmma_wait_group<0>();
+        online_softmax(start, scale);
     }
 
     // Skips a tile of keys that only other warp groups of the block see. Every group takes one turn for each tile of
@@ -193,37 +228,31 @@ struct Consumer {
             // A group whose queries are all beyond the last computes nothing. (Two groups do not check this: it would
             // be one of them at most, and only where T % 128 is 1 to 64, and the check spilled the copying warp's registers.)
             const bool beyond = GROUPS > 2 && tile.i0 + group * 64 >= p.tq;
+#if BLOCK_MASK
+            int start = 0;
+#else
             const int last = beyond ? tile.lo - BC : last_of(own.lo, own.hi);
             int start = last_of(tile.lo, tile.hi);
             for (; start > last; start -= BC) skip();
+#endif
             if (beyond) {
                 release(Q_EMPTY + slot);
                 continue;
             }
-            rows.clear();
-            o.clear();
-            float scale = scale_of_keys(start);
-            mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
-            take_turn();
-            if (INT8) begin_scores();
-            wgmma_fence();
-            multiply_qk();
-            give_turn();
-            wgmma_wait_group<0>();
-            online_softmax(start, scale);
+            begin(start);
             // The wait for P V is at the start of the loop body. At the end of the body, the compiler would move it
             // before the exponentials, and nothing would overlap with them.
             while (true) {
                 wgmma_wait_group<0>();
                 pin(flat(o));
-                if (start < last) done_with_v();
+                if (IS_LATER(start)) done_with_v();
                 round_weights(weights, s);
                 if (needs_rescale) rescale_output(o, rescale);
-                if (start == own.lo) break;
-                const int valid = tile.keys - start;
+                if (IS_LAST(start)) break;
+                const int valid = tile.keys - START_OF(start);
                 start -= BC;
-                scale = scale_of_keys(start);
-                mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
+                const float scale = scale_of_keys(start);
+                await_k(start);
                 take_turn();
                 begin_scores(), pin(flat(o));
                 wgmma_fence();
@@ -235,14 +264,16 @@ struct Consumer {
                 wgmma_wait_group<OVERLAP>();
                 online_softmax(start, scale);
             }
-            await_v(tile.keys - start);
+            await_v(tile.keys - START_OF(start));
             pin(flat(o));
             wgmma_fence();
             multiply_pv();
             wgmma_wait_group<0>();
             pin(flat(o));
             done_with_v();
+#if !BLOCK_MASK
             for (start -= BC; start >= tile.lo; start -= BC) skip();
+#endif
             finish();
         }
         if (warp == 0 && lane == 0) bulk_wait_group_read<0>();

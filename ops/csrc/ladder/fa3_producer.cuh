@@ -12,10 +12,23 @@ __device__ __forceinline__ void write_zeros(const Params &p, const Tile &tile) {
     }
 }
 
+// Q of all groups to the next slot, and what tile it is.
+__device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout, Ring<Q_SLOTS> &q, const Tile &tile) {
+    const unsigned full = layout.barrier(Q_FULL + q.index);
+    mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
+    if (threadIdx.x == 0) {
+        tile.publish(layout.slots + q.index * TILE_INTS);
+        mbarrier_arrive_expect_tx(full, GROUPS * Q_BYTES);
+        for (int group = 0; group < GROUPS; group++)
+            load_tile<64>(layout.q + (q.index * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64, tile.h,
+                          tile.b);
+    }
+    q.next();
+}
+
 // A warp, whose first thread issues the copies.
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
-    const int n = total_tiles(p);
     const bool issues_copies = threadIdx.x == 0;
     Ring<Q_SLOTS> q;
     Ring<STAGES> k, v;
@@ -23,6 +36,8 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
                     int start) {
         mbarrier_wait(layout.barrier(empty + ring.index), ring.parity ^ 1);
         if (issues_copies) {
+            if (BLOCK_MASK && full == K_FULL) layout.key_tile(ring.index) = start;
+            start = START_OF(start);
             mbarrier_arrive_expect_tx(layout.barrier(full + ring.index), KV_BYTES);
             const unsigned at = to + ring.index * KV_BYTES, barrier = layout.barrier(full + ring.index);
             if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PAD_D of them a block
@@ -33,31 +48,39 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         }
         ring.next();
     };
-    int next = 0;
-    for (int index = blockIdx.x; index < n; index = gridDim.x + __shfl_sync(~0u, next, 0)) {
+    int next = 0;  // asked for after K's first tile, used when it has arrived
+    for (int index = blockIdx.x; index < total_tiles(p); index = gridDim.x + __shfl_sync(~0u, next, 0)) {
         const Tile tile(p, index);
-        if (tile.lo >= tile.hi) {
+#if BLOCK_MASK
+        KeptTiles<1> kept(p, tile.b, tile.h, tile.i0 / BR);
+#else
+        const Tile &range = tile;
+#endif
+        if (!HAS_TILES) {
             write_zeros(p, tile);
             if (issues_copies) next = atomicAdd(launch.next_tile, 1);
-        } else {
-            const unsigned full = layout.barrier(Q_FULL + q.index);
-            const int last = last_of(tile.lo, tile.hi);
-            mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
-            if (issues_copies) {
-                tile.publish(layout.slots + q.index * TILE_INTS);
-                mbarrier_arrive_expect_tx(full, GROUPS * Q_BYTES);
-                for (int group = 0; group < GROUPS; group++)
-                    load_tile<64>(layout.q + (q.index * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
-                                  tile.h, tile.b);
-            }
-            q.next();
-            load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, last);
-            if (issues_copies) next = atomicAdd(launch.next_tile, 1);  // used after the loads, when it has arrived
-            for (int start = last; start >= tile.lo; start -= BC) {
-                if (start > tile.lo) load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, start - BC);
-                load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, start);
-            }
+            continue;
         }
+        load_q(launch, layout, q, tile);
+#if BLOCK_MASK
+        if (issues_copies) next = atomicAdd(launch.next_tile, 1);
+        int before = 0;  // the tile whose V is next
+        for (int start = BEGIN_TILES, flags = FIRST_FLAG; IS_TILE(start); ADVANCE(start, BC), flags = 0) {
+            load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, kept.here | flags | (kept.next < 0 ? LAST_FLAG : 0));
+            if (!flags) load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, before);
+            before = start;
+            PREFETCH_ENTRY;
+        }
+        load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, before);
+#else
+        const int last = last_of(tile.lo, tile.hi);
+        load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, last);
+        if (issues_copies) next = atomicAdd(launch.next_tile, 1);
+        for (int start = last; start >= tile.lo; start -= BC) {
+            if (start > tile.lo) load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, start - BC);
+            load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, start);
+        }
+#endif
     }
     mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
     if (!issues_copies) return;

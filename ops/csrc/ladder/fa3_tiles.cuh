@@ -3,6 +3,7 @@
 #pragma once
 #include "fp8_scales.cuh"
 #include "hopper.cuh"
+#include "kept_tiles.cuh"
 #include "scores.cuh"
 
 #define BR (GROUPS * 64)
@@ -17,6 +18,7 @@
 static_assert(BARRIER_OWN + GROUPS <= 16, "there are 16 named barriers");
 static_assert(!FP8 || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
 static_assert(64 * (GROUPS - 1) <= BC, "the last key tile that a group sees is at most one before the block's last");
+static_assert(!BLOCK_MASK || BC % 64 == 0, "flags beside where a tile begins");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, out;
@@ -28,7 +30,7 @@ struct __align__(64) Launch {
 enum { Q_FULL, Q_EMPTY = Q_FULL + Q_SLOTS, K_FULL = Q_EMPTY + Q_SLOTS, K_EMPTY = K_FULL + STAGES,
        V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, BARRIERS = V_EMPTY + STAGES };
 
-// Queries i0 .. i0 + BR of a head, whose keys lie in lo .. hi.
+// Queries i0 .. i0 + BR of a head, whose keys lie in lo .. hi. (With BLOCK_MASK a list has them, not lo and hi.)
 struct Tile {
     int b, h, i0, keys, lo, hi;
 #if DOCUMENT_IDS
@@ -74,11 +76,12 @@ __device__ __forceinline__ int last_of(int lo, int hi) { return max_of(lo, (hi -
 // Where the tiles are in shared memory.
 struct SharedLayout {
     unsigned barriers, q, k, v, o;
-    volatile int *slots;  // what tile is in each slot of Q
+    volatile int *slots;  // what tile is in each slot of Q, and with BLOCK_MASK in each stage of K
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         q = shared_address(memory), k = q + Q_SLOTS * GROUPS * Q_BYTES;
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
+    __device__ __forceinline__ volatile int &key_tile(int stage) const { return slots[Q_SLOTS * TILE_INTS + stage]; }
 };

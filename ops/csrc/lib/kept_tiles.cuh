@@ -8,6 +8,11 @@
 
 #define END_OF_LIST (-1)
 #define MASK_FLAG 1  // in an entry, beside where the tile begins, which is an even number
+// In fa3 only the warps that copy, or add to dQ, read lists. The one that copies publishes each entry with its tile, for
+// those that compute, with these flags; fa3's tiles begin at multiples of 64.
+#define FIRST_FLAG 2
+#define LAST_FLAG 4
+#define START_OF(entry) ((entry) & -64)
 
 // Each entry is read two tiles ahead, so that where the next tile begins is known by the time its copies start. The
 // lists of HEADS query heads follow each other, and any of them may be empty.
@@ -94,5 +99,6 @@ template <int HEADS> struct KeptTiles {
 #define NEXT_OF_GROUP(start, step) (last_of_head ? range.lo : start + step)
 #define HEAD_OFFSET(stride) 0
 #define ROW_OFFSET(stride, row) 0
+#define START_OF(start) (start)
 
 #endif
