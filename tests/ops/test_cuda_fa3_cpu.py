@@ -19,6 +19,7 @@ from ops.library import register_attention
 from scripts.accuracy import Problem, computed, error_ratios, expected
 from tests.grid import long_but
 from tests.ops import cpu
+from tests.ops.cpu import documents
 from tests.ops.test_cuda_fa2 import CASES, SPARSE_CASES, kept
 
 pytestmark = pytest.mark.skipif(cpu.GXX is None, reason="no g++, which compiles the kernels for the CPU")
@@ -38,6 +39,12 @@ WIDE: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((90, 150, 160), {"batch": 2, "lengths": [150, 77]}, {"causal": False}),
     ((140, 150, 256), {}, {"softcap": 2.0, "dropout_p": 0.1}),
     ((300, 70, 200), {}, {}),  # whole tiles of queries that see no key
+]
+_TILES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((1100, 1100, 64), {"heads": (2, 1)}, {}),
+    ((700, 900, 128), {"heads": (2, 1)}, {"causal": False}),
+    ((700, 700, 64), {"heads": (2, 2)}, {"window": (150, 0)}),
+    ((800, 600, 96), {}, {"causal": False, "document_ids": (documents(300, 1, 499), documents(200, 400))}),
 ]
 WIDE_SPARSE: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((300, 300, 192), {"heads": (2, 1)}, {"block_mask": kept(1, 2, 3, 3)}),
@@ -112,6 +119,23 @@ def test_values_with_a_block_mask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forward and backward."""
+    monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
+    test_values(shape, made, options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"),
+    long_but(CASES + WIDE + _TILES, 1, 7, 11, len(CASES + WIDE), len(CASES + WIDE) + 1),
+    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in CASES + WIDE + _TILES],
+)
+def test_values_of_both(
+    shape: tuple[int, int, int],
+    made: dict[str, Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward and backward, where a block has several tiles of queries: those that follow at once, and those
+    between which keys are skipped."""
     monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
     test_values(shape, made, options)
 
