@@ -85,7 +85,7 @@ def test_refused_where_it_is_not_known() -> None:
         config, "training", batch=1, tokens=TOKENS, device=torch.device("cpu"), dtype=torch.float32
     )
     with pytest.raises(UnsupportedAttention, match=r"no block_mask: needs model\.sparsity=null"):
-        build("cuda_fa3").require(call)
+        build("cuda_tiled").require(call)
     with pytest.raises(UserError, match=r"model\.sparsity=holes: choose one of local"):
         GPTConfig(64, TOKENS, sparsity="holes")
     with pytest.raises(UserError, match="sparsity_blocks"):
