@@ -53,7 +53,7 @@ def order(
 def lead(x: Tensor, n_heads: int, blocks: int | None = None) -> int:
     """How many tiles of each head come before those of any group, where a block mask may make the first many
     times as long as the others (column 0, which all queries see): as many as run at a time. In the last group
-    it would begin late, and most multiprocessors would wait for it."""
+    it would begin late, and most multiprocessors would wait for it. `blocks`: see `order`."""
     return math.ceil((blocks or _BLOCKS) * multiprocessors(x.device) / n_heads)
 
 

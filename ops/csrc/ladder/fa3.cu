@@ -22,6 +22,7 @@
 //                             softmax0        softmax1        softmax2
 //
 // HBM traffic. As fa2: Q and O once, K and V once per head as long as the heads in flight fit in the L2; lse.
+// With BLOCK_MASK the copying warp reads a list of tiles and publishes each with its K (kept_tiles.cuh has the macros).
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
 // The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), GROUPS (warp
 // groups that compute; a tile has BR = 64 GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles of Q that there is

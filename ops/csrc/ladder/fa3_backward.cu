@@ -26,6 +26,7 @@
 // once, and receives Tk / BC additions in the L2.
 // Options. Masks and document ids are applied only in tiles that a boundary of the visible queries crosses. Softcap,
 // ALiBi and dropout change P and dS in registers; only dropout keeps state, one bit per score.
+// With BLOCK_MASK the copying warp, and those that add dQ, read lists of tiles (kept_tiles.cuh has the macros).
 // D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), BLOCK_D (columns
@@ -102,8 +103,8 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
                 mbarrier_wait(layout.barrier(Q_EMPTY + stage.index), stage.parity ^ 1);
                 if (issues_copies) {
 #if BLOCK_MASK
-                    volatile int *slot = layout.stage_slots(stage.index);
-                    slot[0] = kept.here | (kept.next < 0 ? LAST_FLAG : 0), slot[1] = h;
+                    volatile int *published = layout.stage_slots(stage.index);
+                    published[0] = kept.here | (kept.next < 0 ? LAST_FLAG : 0), published[1] = h;
 #endif
                     load_queries(launch, layout, stage.index, of_do.index, of_do.parity, tile.b, h, i0);
                 }
