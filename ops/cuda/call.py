@@ -155,7 +155,7 @@ class Call:
         self.params.grouped, self.params.tail = order(x, n_heads, n_tiles, uneven, **how)
         if self.defines["BLOCK_MASK"]:
             first = lead(x, n_heads, how.get("blocks"))
-            if uneven:  # the shortest of all heads fill what is left: 0.5 to 2% where 12% of the tiles are kept
+            if uneven:  # the shortest of all heads at the end: 0.5 to 2%, with 12% of the tiles
                 self.params.tail = max(self.params.tail, min(n_tiles, first))
             self.params.lead = min(n_tiles - self.params.tail, first)
         return n_tiles * n_heads
