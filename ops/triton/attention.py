@@ -86,7 +86,6 @@ class _Call:
         seed: Tensor | None = None,
         tuning: Sequence[int] = (),
     ):
-        self.options = options
         self.bias, self.seed, table = options.bias, seed, options.relative_bias
         (left, right), softcap = options.band, options.softcap or 0.0
         scale, dropout_p = options.scale, options.dropout_p
@@ -291,11 +290,12 @@ def backward(
         dout = empty_as(out).copy_(dout)
     statistics = run_delta(dout, out, lse, call)
     problem = (dout, q, k, v, *statistics, call)
-    dk, dv = run_dkdv(*problem, call.tile("dkdv", lambda tile: run_dkdv(*problem, tile)))
+    dq, dk, dv = gradients(q, k, v, options[0])
+    run_dkdv(*problem, dk, dv, call.tile("dkdv", lambda tile: run_dkdv(*problem, dk, dv, tile)))
     learned = options[0].bias if bias_grad else None
     name = "relative_bias" if call.relative_bias is not None else "bias" if bias_grad else ""
-    tile = call.tile("dq", lambda tile: run_dq(*problem, tile, learned), name)
-    dq, dbias, by_distance = run_dq(*problem, tile, learned)
+    tile = call.tile("dq", lambda tile: run_dq(*problem, dq, tile, learned), name)
+    dbias, by_distance = run_dq(*problem, dq, tile, learned)
     grads = dq, dk, dv, q.new_empty(0) if dbias is None else _of_bias(dbias, learned)
     if by_distance is None:
         return grads
@@ -326,10 +326,19 @@ def _inputs(
 
 
 def run_dkdv(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse_log2: Tensor, delta: Tensor, call: _Call, tile: Tile
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse_log2: Tensor,
+    delta: Tensor,
+    call: _Call,
+    dk: Tensor,
+    dv: Tensor,
+    tile: Tile,
+) -> None:
+    """dk and dv, written."""
     tq, (batch, kv_heads, tk, _) = q.shape[2], k.shape
-    _, dk, dv = gradients(q, k, v, call.options)
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tk, tile.n)
     blocks, block_strides = call.kept_blocks(tq, tk, transposed=True)
@@ -342,7 +351,6 @@ def run_dkdv(
         **call.flags, SCALE_LATE=call.scale_late, DESC=desc, MASK_BLOCK=MASK_BLOCK,
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return dk, dv
 
 
 def run_dq(
@@ -353,12 +361,13 @@ def run_dq(
     lse_log2: Tensor,
     delta: Tensor,
     call: _Call,
+    dq: Tensor,
     tile: Tile,
     learned: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dq, and what adds up to the gradients of `learned`, a bias, and of a relative bias: see the kernel."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """dq, written, and what adds up to the gradients of `learned`, a bias, and of a relative bias: see the
+    kernel."""
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
-    dq, _, _ = gradients(q, k, v, call.options)
     dbias = by_distance = None
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tq, tile.m)
@@ -381,7 +390,7 @@ def run_dq(
         BIAS_ROWS=rows, BIAS_COLS=cols,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return dq, dbias, by_distance
+    return dbias, by_distance
 
 
 def _four(bias: Tensor) -> tuple[int, ...]:
