@@ -119,13 +119,20 @@ CROSSED = (
 
 
 def _featured(group: str, features: tuple[str, ...], tq: int, tk: int, head_dim: int) -> Case:
-    kv_heads = 2 if "gqa" in features else 4
-    return Case(group, tq, tk, head_dim, kv_heads=kv_heads, features=frozenset(features) - {"gqa"})
+    kv_heads, batch = 2 if "gqa" in features else 4, _batch(tq, tk)
+    return Case(group, tq, tk, head_dim, batch, kv_heads=kv_heads, features=frozenset(features) - {"gqa"})
+
+
+def _batch(tq: int, tk: int) -> int:
+    """Two rows; more of one query, as the largest error of 8 numbers of the lse is a matter of luck: on an H200
+    PyTorch's came out so near (documents, fp32) that a sum over D in order, as cuda_tiled has it, had 1.2x of
+    twice that."""
+    return 16 if tq == 1 < tk else 2
 
 
 def _cases() -> list[Case]:
     square, rectangle = (128, 128), (113, 203)
-    cases = [Case("shape", *shape) for shape in SHAPES]
+    cases = [Case("shape", *shape, batch=_batch(*shape)) for shape in SHAPES]
     cases += [Case("head_dim", *shape, d) for d in HEAD_DIMS for shape in (square, rectangle)]
     cases += [Case("heads", *shape, kv_heads=kv) for kv in (2, 1) for shape in (square, rectangle)]
     for feature, shape, d in itertools.product(
@@ -252,7 +259,7 @@ def _options(case: Case, g: torch.Generator, device: str, dtype: torch.dtype) ->
         pair = tuple(ids.to(device, torch.int32) for ids in (q_ids, k_ids))
         options["document_ids"] = pair[1] if tq == tk else pair
     if "kv_lengths" in on:
-        lengths = [0 if case.blind else tk, max(1, tk * 2 // 3)]
+        lengths = [0 if case.blind else tk, max(1, tk * 2 // 3)] * (b // 2)
         options["kv_lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if "window" in on and case.blind:
         options |= {"causal": False, "window": (3, 3)}
