@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-Order = tuple[tuple[int | None, int | None, str], ...]
+Ranking = tuple[tuple[int | None, int | None, str], ...]
 # (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)
-MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {
+MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
     ((9, 0), 16, "training", "causal"): (
         (
             64,

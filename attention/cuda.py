@@ -110,10 +110,13 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
 
 def _not_deterministic(stage: str | None, head_dim: int) -> str | None:
     """Why fa3 has no deterministic backward at this head dim, if so: it takes fa2's."""
-    most = STAGES["fa2"].capabilities.max_head_dim
-    if stage != "fa3" or not most < head_dim <= STAGES["fa3"].capabilities.max_head_dim:
+    fa2_max_head_dim = STAGES["fa2"].capabilities.max_head_dim
+    if stage != "fa3" or not fa2_max_head_dim < head_dim <= STAGES["fa3"].capabilities.max_head_dim:
         return None
-    return f"no deterministic backward at head dim {head_dim}: needs at most {most} (attention.deterministic)"
+    return (
+        f"no deterministic backward at head dim {head_dim}: needs at most {fa2_max_head_dim} "
+        "(attention.deterministic)"
+    )
 
 
 def _check(stage: str | None, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:

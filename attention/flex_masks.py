@@ -60,8 +60,9 @@ def tile_lists(
     queries, keys, left, right = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in limits)
     i = TILE * torch.arange((tq + TILE - 1) // TILE + spare, device=device).view(1, 1, -1, 1)
     j = TILE * torch.arange((tk + TILE - 1) // TILE + spare, device=device).view(1, 1, 1, -1)
-    diagonal = keys - queries
-    first, last = j - (i + TILE - 1) - diagonal, j + TILE - 1 - i - diagonal  # the least and most rel
+    causal_offset = keys - queries
+    # the least and most rel
+    first, last = j - (i + TILE - 1) - causal_offset, j + TILE - 1 - i - causal_offset
     some = (first <= right) & (last >= -left) & (j < keys) & (i < tq)
     full = (first >= -left) & (last <= right) & (j + TILE <= keys) & (i + TILE <= tq)
     if document_ids is not None:

@@ -201,8 +201,8 @@ class SDPAAttention(Attention):
         if not on_gpu:
             return Costs(kept)
         if self.backend in ("auto", "flash"):
-            grouped = 2 * q_bytes(call) if call.kv_heads < call.heads else 0
-            return Costs(kept, rows + accumulator_bytes(call) + grouped)
+            gqa_bytes = 2 * q_bytes(call) if call.kv_heads < call.heads else 0
+            return Costs(kept, rows + accumulator_bytes(call) + gqa_bytes)
         return Costs(kept, 2 * rows + accumulator_bytes(call))
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
@@ -260,9 +260,9 @@ def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: st
     The function that chooses the backend raises them as warnings before it fails; functions such as
     torch.backends.cuda.can_use_flash_attention write them to stderr instead, where Python cannot read them.
     """
-    group = call.heads // call.kv_heads  # one key head and its queries stand for all
+    heads_per_kv = call.heads // call.kv_heads  # one key head and its queries stand for all
     like = {"dtype": call.dtype, "device": device, "requires_grad": call.backward}
-    q = torch.empty(1, group, call.tq, call.head_dim, **like)
+    q = torch.empty(1, heads_per_kv, call.tq, call.head_dim, **like)
     k = torch.empty(1, 1, call.tk, call.head_dim, **like)
     mask = None
     if masked:
@@ -270,7 +270,7 @@ def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: st
         added = bool(call.features & {"bias", "bias_grad", "alibi", "relative_bias"})
         row = torch.empty(call.tk, dtype=call.dtype if added else torch.bool, device=device)
         row.requires_grad_(call.backward and bool(call.features & {"bias_grad", "relative_bias"}))
-        mask = row.expand(1, group if added else 1, call.tq, call.tk)
+        mask = row.expand(1, heads_per_kv if added else 1, call.tq, call.tk)
     is_causal = call.causal and call.tq > 1 and not masked
     dropout = 0.1 if "dropout" in call.features else 0.0
     always = torch.is_warn_always_enabled()
@@ -282,7 +282,7 @@ def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: st
         warnings.simplefilter("always")
         torch.set_warn_always(True)  # some warnings come once per process, such as cuDNN's for one key
         try:
-            torch._fused_sdp_choice(q, k, k, mask, dropout, is_causal, enable_gqa=group > 1)
+            torch._fused_sdp_choice(q, k, k, mask, dropout, is_causal, enable_gqa=heads_per_kv > 1)
             return []
         except RuntimeError as error:
             words = _chooser_warnings(backend, [str(w.message) for w in said]) or [

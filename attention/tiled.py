@@ -82,7 +82,7 @@ class _TiledCall:
     options: AttentionOptions
     document_ids: tuple[Tensor | None, Tensor | None]
     dropout_seed: Tensor | None
-    blocks: tuple[int, int]
+    tile_sizes: tuple[int, int]
 
     @classmethod
     def of(
@@ -91,9 +91,9 @@ class _TiledCall:
         k: Tensor | CachedTensor,
         options: AttentionOptions,
         seed: Tensor | None,
-        blocks: list[int],
+        tile_sizes: list[int],
     ) -> _TiledCall:
-        return cls(q, k, options, options.document_ids or (None, None), seed, tuple(blocks))
+        return cls(q, k, options, options.document_ids or (None, None), seed, tuple(tile_sizes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +102,7 @@ class _TiledCall:
     def visible_tiles(self) -> list[tuple[range, range, bool]]:
         """(rows, cols, masked) of each tile in which a query may see a key, row by row."""
         tq, tk = self.q.shape[2], self.k.shape[2]
-        row_tiles, col_tiles = tiles(tq, self.blocks[0]), tiles(tk, self.blocks[1])
+        row_tiles, col_tiles = tiles(tq, self.tile_sizes[0]), tiles(tk, self.tile_sizes[1])
         shared, kept = self._shared_documents(row_tiles, col_tiles), self._kept_tiles(row_tiles, col_tiles)
         found = []
         for r, rows in enumerate(row_tiles):

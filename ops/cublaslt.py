@@ -112,12 +112,12 @@ class _Plan:
     def _choose(self, product: _Product) -> None:
         preference, count = ctypes.c_void_p(), ctypes.c_int()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
-        most = ctypes.c_uint64(_WORKSPACE_BYTES)
+        workspace_bytes = ctypes.c_uint64(_WORKSPACE_BYTES)
         _call(
             "cublasLtMatmulPreferenceSetAttribute",
             preference,
             _MOST_WORKSPACE,
-            ctypes.byref(most),
+            ctypes.byref(workspace_bytes),
             ctypes.c_size_t(8),
         )
         b, a, out = self.layouts
@@ -152,12 +152,12 @@ def _multiply(
                 _set(plan.descriptor, attribute, ctypes.c_void_p(tensor.data_ptr()))
         workspace = a.new_empty(plan.found.workspace_bytes, dtype=torch.uint8)
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
-        of_b, of_a, of_out = plan.layouts
+        b_layout, a_layout, out_layout = plan.layouts
         _call(
             "cublasLtMatmul",
             _handle(a.device.index), plan.descriptor,
-            ctypes.byref(one), _address(b), of_b, _address(a), of_a,
-            ctypes.byref(zero), _address(out), of_out, _address(out), of_out,
+            ctypes.byref(one), _address(b), b_layout, _address(a), a_layout,
+            ctypes.byref(zero), _address(out), out_layout, _address(out), out_layout,
             ctypes.byref(plan.found.algo), _address(workspace), ctypes.c_size_t(workspace.numel()),
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip

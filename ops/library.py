@@ -67,8 +67,9 @@ def register_attention(
 
     forward, backward_op = with_flat_options(forward), backward_with_flat_options(backward)
     plain = _register(name, _Q_K_V, (forward, backward_op), (fake, _fake_backward), key)
-    of_packed = _of_packed(forward), packed_backward(backward)
-    packed = _register(f"{name}_packed", _PACKED, of_packed, (_of_packed(fake), _fake_packed_backward), key)
+    functions = packed_forward(forward), packed_backward(backward)
+    fakes = packed_forward(fake), _fake_packed_backward
+    packed = _register(f"{name}_packed", _PACKED, functions, fakes, key)
 
     def call(
         q: Tensor,
@@ -162,11 +163,11 @@ def _derivative(forward_op: Any, backward_op: Any, inputs: int) -> type[torch.au
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: None) -> tuple[Tensor | None, ...]:
-            of_options = _N_TENSORS + len(ctx.plain)
+            n_options = _N_TENSORS + len(ctx.plain)
             if dout is None:
-                return (None,) * (inputs + of_options)
+                return (None,) * (inputs + n_options)
             *dqkv, dbias, drelative_bias = backward_op(dout, *ctx.saved_tensors, *ctx.plain, ctx.bias_grad)
-            grads = [None] * of_options
+            grads = [None] * n_options
             grads[_BIAS] = dbias if ctx.bias_grad else None
             grads[_RELATIVE_BIAS] = drelative_bias if ctx.needs_input_grad[inputs + _RELATIVE_BIAS] else None
             return *dqkv, *grads
@@ -224,7 +225,7 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tup
     return empty_as(q), empty_as(k), empty_as(v)
 
 
-def _of_packed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward(q, k, v, *flat)` as a function of the arguments of the packed op."""
 
     def run(qkv: Tensor, *flat: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # What the heads of a group may take: half of an H200's 50 MB of L2.
-GROUP_BYTES = 24 << 20
+HEADS_IN_L2_BYTES = 24 << 20
 # Blocks that a multiprocessor runs at once, unless a kernel says otherwise.
 _BLOCKS = 2
 
@@ -44,10 +44,10 @@ def order(
         blocks: that a multiprocessor runs at once. Fewer leave a shorter tail, whose heads are too many for
             the L2.
     """
-    fitting = GROUP_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size())
-    grouped = min(n_heads, max(1, max(1, fitting) * times // over))
+    fitting = HEADS_IN_L2_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size())
+    heads_in_l2 = min(n_heads, max(1, max(1, fitting) * times // over))
     slots = (blocks or _BLOCKS) * multiprocessors(x.device)
-    return grouped, tail(n_tiles, n_heads, grouped, slots) if uneven else 0
+    return heads_in_l2, tail(n_tiles, n_heads, heads_in_l2, slots) if uneven else 0
 
 
 def lead(x: Tensor, n_heads: int, blocks: int | None = None) -> int:
@@ -57,7 +57,7 @@ def lead(x: Tensor, n_heads: int, blocks: int | None = None) -> int:
     return math.ceil((blocks or _BLOCKS) * multiprocessors(x.device) / n_heads)
 
 
-def tail(n_tiles: int, n_heads: int, grouped: int, slots: int) -> int:
+def tail(n_tiles: int, n_heads: int, heads_in_l2: int, slots: int) -> int:
     """How many of a head's n tiles, of which the r-th has r of work, are left for the end; `slots` blocks run
     at a time.
 
@@ -65,8 +65,8 @@ def tail(n_tiles: int, n_heads: int, grouped: int, slots: int) -> int:
     until its longest is done: w (n^2 - x^2) / 2 + n_heads x^2 / 2 = n slots. By list scheduling on 264 slots,
     16 heads of T = 16k in tiles of 128 in groups of 3 use 86% of the slots' time without, and 99% with it.
     """
-    if grouped >= n_heads:
+    if heads_in_l2 >= n_heads:
         return 0  # one group: the longest first
-    last = n_heads % grouped or grouped
+    last = n_heads % heads_in_l2 or heads_in_l2
     lacking = 2 * n_tiles * slots - last * n_tiles**2
     return min(n_tiles, math.ceil(math.sqrt(max(0, lacking) / (n_heads - last))))

@@ -77,9 +77,9 @@ def is_plain(product: nn.Module) -> bool:
 def attends(config: GPTConfig, attention: Attention) -> bool:
     """Whether a fused step has an attention of its own, where `attention` is left to choose; else that is
     called between its kernels."""
-    from ops.triton.step import MOST_GROUP, MOST_HEAD_DIM
+    from ops.triton.step import MOST_HEAD_DIM, MOST_HEADS_PER_KV
 
-    fits = config.n_head // config.kv_heads <= MOST_GROUP and config.head_size <= MOST_HEAD_DIM
+    fits = config.n_head // config.kv_heads <= MOST_HEADS_PER_KV and config.head_size <= MOST_HEAD_DIM
     return attention.declaration.chooses == "implementations" and fits and plain(config)
 
 

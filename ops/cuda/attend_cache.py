@@ -64,9 +64,9 @@ def reads(q: Tensor, view: CacheView, options: AttentionOptions) -> bool:
     dtypes = (torch.bfloat16,) if view.k.dtype_name == "int4" else (torch.bfloat16, torch.float16)
     if options.softcap or q.dtype not in dtypes:
         return False
-    of_16_bytes = [x.data_ptr() for x in (k, v.data, scale, v.scale)]
+    multiples_of_16 = [x.data_ptr() for x in (k, v.data, scale, v.scale)]
     for x, size in ((k, 1), (scale, 2), (q, 4)):  # of q, 8 bytes
-        of_16_bytes += [size * x.stride(axis) for axis in range(3) if x.shape[axis] > 1]
+        multiples_of_16 += [size * x.stride(axis) for axis in range(3) if x.shape[axis] > 1]
     return (
         q.shape[3] == 128
         and q.shape[1] // k.shape[1] <= 8
@@ -74,7 +74,7 @@ def reads(q: Tensor, view: CacheView, options: AttentionOptions) -> bool:
         and scale.stride(3) == 1
         and (table is None or (k.shape[2] % 16 == 0 and k.shape[0] * k.stride(0) < 2**36))
         and q.data_ptr() % 8 == 0
-        and not any(n % 16 for n in of_16_bytes)
+        and not any(n % 16 for n in multiples_of_16)
     )
 
 
@@ -85,7 +85,7 @@ def defines(q: Tensor, view: CacheView, options: AttentionOptions, tile: BytesTi
         "PARAMS_BYTES": ctypes.sizeof(Params),
         "ELEMENT": ELEMENTS[q.dtype],
         "HEAD_DIM": q.shape[3],
-        "GROUP": q.shape[1] // kv_heads,
+        "HEADS_PER_KV": q.shape[1] // kv_heads,
         "HAS_LEFT": int(options.band[0] >= 0),
         "BITS": 4 if view.k.dtype_name == "int4" else 8,
         "PAGE": 0 if view.k.table is None else block,

@@ -31,7 +31,7 @@ _POINTERS = (
     "alibi_slopes q_document_ids k_document_ids ranges kv_lengths seed block_mask kept"
 )
 _STRIDED = "q k v out dout dq dk dv block_mask kept"
-_INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles grouped tail window_left window_right"
+_INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles heads_in_l2 tail window_left window_right"
 _FLOATS = "scale softcap keep_scale"
 _STRIDES = {name: f"{name}_stride" for name in _STRIDED.split()}  # the field that holds a tensor's strides
 
@@ -131,7 +131,7 @@ class Call:
             "PARAMS_BYTES": ctypes.sizeof(Params),
             "ELEMENT": ELEMENTS[q.dtype],
             "HEAD_DIM": head_dim,
-            "GROUP": heads // kv_heads,
+            "HEADS_PER_KV": heads // kv_heads,
             "HAS_LEFT": int(left >= 0),
             "HAS_RIGHT": int(right >= 0),
             "SOFTCAP": int(softcap > 0),
@@ -145,14 +145,14 @@ class Call:
     @property
     def scale_first(self) -> int:
         """Whether the kernels on tensor cores scale the scores before anything else (scores.cuh)."""
-        of_scores = self.defines["SOFTCAP"] or self.defines["ALIBI"]
-        return int(bool(of_scores or self.params.scale <= 0))
+        changes_scores = self.defines["SOFTCAP"] or self.defines["ALIBI"]
+        return int(bool(changes_scores or self.params.scale <= 0))
 
     def in_order(self, n_tiles: int, n_heads: int, x: Tensor, **how: int) -> int:
         """Sets the order of a grid of n_tiles tiles of n_heads heads, by ops/order.py; gives its blocks."""
         uneven = bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])
         self.params.n_tiles = n_tiles
-        self.params.grouped, self.params.tail = order(x, n_heads, n_tiles, uneven, **how)
+        self.params.heads_in_l2, self.params.tail = order(x, n_heads, n_tiles, uneven, **how)
         if self.defines["BLOCK_MASK"]:
             first = lead(x, n_heads, how.get("blocks"))
             if uneven:  # the shortest of all heads at the end: 0.5 to 2%, with 12% of the tiles

@@ -24,7 +24,7 @@ class Fp8Tile(HopperTile):
 
     def shared_bytes(self, head_dim: int) -> int:
         """Q, K and V in 8 bits, O in 16."""
-        rows = 64 * self.groups * (self.q_slots + 2) + 2 * self.stages * self.bc
+        rows = 64 * self.warp_groups * (self.q_slots + 2) + 2 * self.stages * self.bc
         return padded_head_dim(head_dim) * rows
 
     def scales(self, tq: int, tk: int) -> tuple[int, int]:
@@ -61,8 +61,8 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     tile, width = _TILES[padded_head_dim(head_dim)], padded_head_dim(head_dim)
     rows, (q_blocks, k_blocks) = KEYS * math.ceil(tk / KEYS), tile.scales(tq, tk)
-    of_q, of_k = batch * heads * q_blocks, batch * kv_heads * k_blocks
-    scratch = q.new_empty(of_q + 2 * of_k + batch * kv_heads, dtype=torch.float32)
+    n_q_scales, n_k_scales = batch * heads * q_blocks, batch * kv_heads * k_blocks
+    scratch = q.new_empty(n_q_scales + 2 * n_k_scales + batch * kv_heads, dtype=torch.float32)
     # As TMA has them, pairs of numbers; these lie where a backward has dq, dk and dv.
     q8, k8 = (q.new_empty(batch, h, t, width // 2) for h, t in ((heads, tq), (kv_heads, tk)))
     v8 = q.new_empty(batch, kv_heads, width, rows // 2)
@@ -77,7 +77,7 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     threads = tile.bc * width // 64
     launch("tilegpt_fp8_rows", blocks, threads)
     if one_scale:  # the largest, by which all are rounded again
-        for part in (scratch[:of_q], scratch[of_q : of_q + of_k]):
+        for part in (scratch[:n_q_scales], scratch[n_q_scales : n_q_scales + n_k_scales]):
             part.copy_(part.max())
         launch("tilegpt_fp8_rows", blocks, threads, given=1)
     launch("tilegpt_fp8_values", (rows // KEYS, kv_heads, batch), 256)

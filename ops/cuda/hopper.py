@@ -106,7 +106,7 @@ def run_forward(
     q_mapped, k, v = call.tensors[:3]
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows = 64 * tile.groups
+    rows = 64 * tile.warp_groups
     # Both live until the launch: the parameters hold addresses. A zero of the launch's own: one that is kept
     # from call to call would lie in whatever memory pool or graph it was first asked for in.
     ranges, counter = document_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
@@ -124,7 +124,7 @@ def run_forward(
     ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
-    kernel.launch(grid, 128 * (tile.groups + 1), launch, tile.shared_bytes(head_dim))
+    kernel.launch(grid, 128 * (tile.warp_groups + 1), launch, tile.shared_bytes(head_dim))
     return out, lse
 
 

@@ -15,7 +15,7 @@ class HopperTile:
     that there is room for; whether O is staged in Q's buffer, and whether the groups take turns with the
     tensor cores."""
 
-    groups: int
+    warp_groups: int
     bc: int
     stages: int
     q_slots: int
@@ -24,15 +24,15 @@ class HopperTile:
 
     def shared_bytes(self, head_dim: int) -> int:
         """Q, K, V and, where it has room of its own, O."""
-        rows = 64 * self.groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
+        rows = 64 * self.warp_groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
         return 2 * tile_head_dim(head_dim) * rows
 
     def defines(self, head_dim: int) -> dict[str, int]:
-        copying, computing = _REGISTERS[self.groups]
+        copying, computing = _REGISTERS[self.warp_groups]
         return {
             "PAD_D": tile_head_dim(head_dim),
             "USED_D": used_columns(head_dim, tile_head_dim(head_dim)),
-            "GROUPS": self.groups,
+            "WARP_GROUPS": self.warp_groups,
             "BC": self.bc,
             "STAGES": self.stages,
             "Q_SLOTS": self.q_slots,
@@ -110,8 +110,8 @@ class HopperBackwardTile:
         """K, V; Q, dO, with lse and delta; two tiles of dS; dQ. For D > 128 two of P too, and half of dQ."""
         row, wide = 2 * backward_head_dim(head_dim), backward_head_dim(head_dim) > 128
         scores = (8 if wide else 4) * self.bc
-        of_queries = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
-        return 2 * self.bc * row + self.br * of_queries
+        query_bytes = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
+        return 2 * self.bc * row + self.br * query_bytes
 
     def defines(self, head_dim: int) -> dict[str, int]:
         return {
@@ -165,4 +165,4 @@ def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBack
     tiles = _BACKWARD_EXACT if defines["SOFTCAP"] or defines["DROPOUT"] else _BACKWARD
     if not any(defines[name] for name in _OPTIONS):
         tiles = _BACKWARD_CAUSAL[str(defines["ELEMENT"])] if defines["HAS_RIGHT"] else _BACKWARD_FULL
-    return next(tile for most, tile in tiles.items() if most >= head_dim)
+    return next(tile for largest, tile in tiles.items() if largest >= head_dim)

@@ -197,13 +197,13 @@ def tiled_backward(
         kernel = _kernel("ladder/tiled_backward.cu", name, defines, q.device)
         kernel.launch(blocks, 32 * choice.warps, params, shared)
 
-    of_keys = document_ranges(call, rows, transposed=True)
+    key_ranges = document_ranges(call, rows, transposed=True)
     blocks = call.in_order(math.ceil(tk / rows), batch * kv_heads, q, over=heads // kv_heads)
-    launch("tilegpt_tiled_dkdv", blocks, of_keys)
-    of_queries = document_ranges(call, rows)
+    launch("tilegpt_tiled_dkdv", blocks, key_ranges)
+    query_ranges = document_ranges(call, rows)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // kv_heads)
-    launch("tilegpt_tiled_dq", blocks, of_queries)
-    del statistics, of_keys, of_queries  # alive until the last launch
+    launch("tilegpt_tiled_dq", blocks, query_ranges)
+    del statistics, key_ranges, query_ranges  # alive until the last launch
     return dq, dk, dv, q.new_empty(0)
 
 

@@ -77,8 +77,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k and v, all fp32."""
     head_dim, room = q.shape[3], shared_bytes_of(q.device)
-    of_keys, of_queries = (first_that_fits(table[padded(head_dim)], head_dim, room) for table in (_DKDV, _DQ))
-    return run_backward(dout, q, k, v, out, lse, call, of_keys, of_queries)
+    dkdv_tile, dq_tile = (first_that_fits(table[padded(head_dim)], head_dim, room) for table in (_DKDV, _DQ))
+    return run_backward(dout, q, k, v, out, lse, call, dkdv_tile, dq_tile)
 
 
 def run_backward(
@@ -89,8 +89,8 @@ def run_backward(
     out: Tensor,
     lse: Tensor,
     call: Call,
-    of_keys: Tile,
-    of_queries: Tile,
+    dkdv_tile: Tile,
+    dq_tile: Tile,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `backward`, in these tiles, of dK and dV and of dQ."""
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
@@ -108,13 +108,13 @@ def run_backward(
         kernel = plain._kernel(source, name, defines | tile.defines, q.device)
         kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
 
-    key_ranges = plain.document_ranges(call, of_keys.own, transposed=True)
-    n_tiles = math.ceil(tk / of_keys.own)
+    key_ranges = plain.document_ranges(call, dkdv_tile.own, transposed=True)
+    n_tiles = math.ceil(tk / dkdv_tile.own)
     blocks = call.in_order(n_tiles, batch * kv_heads, terms["q"], over=heads // kv_heads)
-    launch("fp32/split_fp16_backward.cu", "tilegpt_split_fp16_dkdv", blocks, of_keys, key_ranges)
-    query_ranges = plain.document_ranges(call, of_queries.own)
-    n_tiles = math.ceil(tq / of_queries.own)
+    launch("fp32/split_fp16_backward.cu", "tilegpt_split_fp16_dkdv", blocks, dkdv_tile, key_ranges)
+    query_ranges = plain.document_ranges(call, dq_tile.own)
+    n_tiles = math.ceil(tq / dq_tile.own)
     blocks = call.in_order(n_tiles, batch * heads, terms["k"], times=heads // kv_heads)
-    launch("fp32/split_fp16_backward_dq.cu", "tilegpt_split_fp16_dq", blocks, of_queries, query_ranges)
+    launch("fp32/split_fp16_backward_dq.cu", "tilegpt_split_fp16_dq", blocks, dq_tile, query_ranges)
     del statistics, found, terms, key_ranges, query_ranges  # alive until the last launch
     return dq, dk, dv

@@ -125,7 +125,7 @@ def _run_triton(
             f"attention=triton got a cache with strides {k.stride()} and {v.data.stride()}, q {q.stride()}; "
             "it needs keys and values of one layout, and contiguous last dimensions"
         )
-    exact, group = q.dtype == torch.float32, heads // kv_heads
+    exact, heads_per_kv = q.dtype == torch.float32, heads // kv_heads
     if view.k.dtype_name == "int4":
         part, parts = max(16, triton.next_power_of_2(head_dim // 2)), 2
     else:
@@ -141,7 +141,7 @@ def _run_triton(
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if k_scale is None else k_scale.stride()[:3]),
         0 if table is None else table.stride(0), *out.stride()[:3],
         kv_heads, tq, splits, m_tiles, min(left, longest), min(right, longest), options.scale, softcap,
-        group, head_dim, part, parts, 0 if table is None else block, tile.m, tile.n,
+        heads_per_kv, head_dim, part, parts, 0 if table is None else block, tile.m, tile.n,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, SOFTCAP=(softcap > 0) + (softcap > 64),
         EXACT=exact, SPLIT=splits > 1, PDL=splits > 1 and _arch(q) >= (9, 0), num_warps=tile.warps,
         num_stages=tile.stages, maxnreg=tile.registers,

@@ -104,13 +104,13 @@ class _Call:
         self.keep_scale = 1.0 / (1.0 - dropout_p)
         band = min(left, longest), min(right, longest)
         self.numbers = (*band, scale, softcap, _kept_from(dropout_p), self.keep_scale)
-        self.group = q.shape[1] // k.shape[1]
+        self.heads_per_kv = q.shape[1] // k.shape[1]
         self.block_d = max(16, triton.next_power_of_2(q.shape[3]))
         self.exact = q.dtype == torch.float32
         self.flags = {
             "D": q.shape[3],
             "BLOCK_D": self.block_d,
-            "GROUP": self.group,
+            "HEADS_PER_KV": self.heads_per_kv,
             "HAS_LEFT": left >= 0,
             "HAS_RIGHT": right >= 0,
             "SOFTCAP": (softcap > 0) + (softcap > 64),
@@ -236,7 +236,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
         *args, out, lse, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
         *block_strides, heads, tq, tk, n_tiles, batch * heads,
-        *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
+        *order(k, batch * heads, n_tiles, call.uneven, times=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -245,8 +245,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
 
 def key_splits(programs: int, slots: int, n_tiles: int) -> int:
     """Into how many parts the keys are split: the fewest within 97% of the best use of waves of `slots`."""
-    most = max(1, min(n_tiles, triton.cdiv(2 * slots, programs), _MOST_SPLITS))
-    use = [programs * s / (triton.cdiv(programs * s, slots) * slots) for s in range(1, most + 1)]
+    most_splits = max(1, min(n_tiles, triton.cdiv(2 * slots, programs), _MOST_SPLITS))
+    use = [programs * s / (triton.cdiv(programs * s, slots) * slots) for s in range(1, most_splits + 1)]
     return next(s for s, u in enumerate(use, 1) if u >= 0.97 * max(use))
 
 
@@ -266,7 +266,7 @@ def run_decode(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: DecodeTile) -
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
         kv_heads, tq, tk, splits, *call.numbers,
         **call.flags, SPLIT=splits > 1, DESC=tile.desc, PDL=pdl,
-        BLOCK_M=max(16, triton.next_power_of_2(tq * call.group)), BLOCK_N=tile.n,
+        BLOCK_M=max(16, triton.next_power_of_2(tq * call.heads_per_kv)), BLOCK_N=tile.n,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
@@ -296,10 +296,10 @@ def backward(
     name = "relative_bias" if call.relative_bias is not None else "bias" if bias_grad else ""
     tile = call.tile("dq", lambda tile: run_dq(*problem, dq, tile, learned), name)
     dbias, by_distance = run_dq(*problem, dq, tile, learned)
-    grads = dq, dk, dv, q.new_empty(0) if dbias is None else _of_bias(dbias, learned)
+    grads = dq, dk, dv, q.new_empty(0) if dbias is None else _bias_gradient(dbias, learned)
     if by_distance is None:
         return grads
-    return *grads, _of_distances(by_distance, call.reach).to(options[0].relative_bias.dtype)
+    return *grads, _table_gradient(by_distance, call.reach).to(options[0].relative_bias.dtype)
 
 
 def run_delta(dout: Tensor, out: Tensor, lse: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
@@ -347,7 +347,7 @@ def run_dkdv(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
         *dv.stride()[:3], *call.bias_strides, *block_strides,
         kv_heads, tq, tk, lse_log2.shape[2], n_tiles, batch * kv_heads,
-        *order(q, batch * kv_heads, n_tiles, call.uneven, over=call.group), *call.numbers,
+        *order(q, batch * kv_heads, n_tiles, call.uneven, over=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, DESC=desc, MASK_BLOCK=MASK_BLOCK,
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -385,7 +385,7 @@ def run_dq(
         *args, lse_log2, delta, dq, dbias, by_distance, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
         *call.bias_strides, *block_strides, heads, tq, tk, lse_log2.shape[2], n_tiles, batch * heads,
-        *order(k, batch * heads, n_tiles, call.uneven, times=call.group), *call.numbers,
+        *order(k, batch * heads, n_tiles, call.uneven, times=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         BIAS_ROWS=rows, BIAS_COLS=cols,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
@@ -398,14 +398,14 @@ def _four(bias: Tensor) -> tuple[int, ...]:
     return (1,) * (4 - bias.ndim) + tuple(bias.shape)
 
 
-def _of_bias(dbias: Tensor, bias: Tensor) -> Tensor:
+def _bias_gradient(dbias: Tensor, bias: Tensor) -> Tensor:
     """dbias (B, H, Tq or tiles, Tk or 1) summed up to the shape of `bias`."""
     if _four(bias)[2] == 1:
         dbias = dbias.sum(2, keepdim=True)
     return torch.empty_like(bias).copy_(dbias.sum_to_size(_four(bias)).view(bias.shape))
 
 
-def _of_distances(by_distance: Tensor, reach: int) -> Tensor:
+def _table_gradient(by_distance: Tensor, reach: int) -> Tensor:
     """(H, 2 reach + 1) of (B, H, rows, 2 side + 1): summed up, what lies beyond `reach` as at `reach`."""
     sums = by_distance.sum((0, 2))
     beyond = sums.shape[1] // 2 - reach

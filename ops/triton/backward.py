@@ -230,7 +230,7 @@ def _tilegpt_attention_backward_dkdv(
     padded,
     n_tiles,
     n_heads,
-    grouped,
+    heads_in_l2,
     tail,
     window_left,
     window_right,
@@ -238,7 +238,7 @@ def _tilegpt_attention_backward_dkdv(
     softcap,
     threshold,
     keep_scale,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -260,7 +260,7 @@ def _tilegpt_attention_backward_dkdv(
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     BLOCKS: tl.constexpr = blocks is not None
-    tile, kv_row = scheduled_tile(tl.program_id(0), n_tiles, n_heads, grouped, tail, False)
+    tile, kv_row = scheduled_tile(tl.program_id(0), n_tiles, n_heads, heads_in_l2, tail, False)
     b, kv_head = kv_row // kv_heads, kv_row % kv_heads
     b64 = b.to(tl.int64)
     if SLOPES_B:
@@ -286,8 +286,8 @@ def _tilegpt_attention_backward_dkdv(
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS
     dk_acc = zeros(BLOCK_N, BLOCK_D, PART)
     dv_acc = zeros(BLOCK_N, BLOCK_D, PART)
-    for g in tl.range(0, GROUP):
-        h = kv_head * GROUP + g
+    for g in tl.range(0, HEADS_PER_KV):
+        h = kv_head * HEADS_PER_KV + g
         h64 = h.to(tl.int64)
         q_head, dout_head = q, dout
         if not DESC:
@@ -297,7 +297,7 @@ def _tilegpt_attention_backward_dkdv(
         table = relative_bias
         if relative_bias is not None:
             table = relative_bias + h * (2 * REACH + 1) + REACH
-        row = (b64 * (kv_heads * GROUP) + h) * padded
+        row = (b64 * (kv_heads * HEADS_PER_KV) + h) * padded
         slope = tl.load(alibi_slopes + h).to(tl.float32) if ALIBI else 0.0
         row_blocks = blocks
         if BLOCKS:

@@ -75,7 +75,7 @@ def _tilegpt_attention_backward_dq(
     padded,
     n_tiles,
     n_heads,
-    grouped,
+    heads_in_l2,
     tail,
     window_left,
     window_right,
@@ -83,7 +83,7 @@ def _tilegpt_attention_backward_dq(
     softcap,
     threshold,
     keep_scale,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -111,9 +111,9 @@ def _tilegpt_attention_backward_dq(
     LENGTHS: tl.constexpr = kv_lengths is not None
     BLOCKS: tl.constexpr = blocks is not None
     RELATIVE: tl.constexpr = relative_bias is not None
-    tile, head = scheduled_tile(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
+    tile, head = scheduled_tile(tl.program_id(0), n_tiles, n_heads, heads_in_l2, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
-    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
+    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // HEADS_PER_KV
     i0 = tile * BLOCK_M
     i = i0 + tl.arange(0, BLOCK_M)
     limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
@@ -132,7 +132,7 @@ def _tilegpt_attention_backward_dq(
         by_distance += (head.to(tl.int64) * n_tiles + tile) * (TURNS * (2 * SIDE + 1)) + SIDE
     if dbias is not None:
         dbias += head.to(tl.int64) * (tq if BIAS_ROWS else n_tiles) * (tk if BIAS_COLS else 1)
-    of_rows = tl.zeros((BLOCK_M,), tl.float32)
+    row_sums = tl.zeros((BLOCK_M,), tl.float32)
     far_left = tl.zeros((BLOCK_M,), tl.float32)
     far_right = tl.zeros((BLOCK_M,), tl.float32)
     if SLOPES_B:
@@ -182,7 +182,7 @@ def _tilegpt_attention_backward_dq(
             elif BIAS_COLS:
                 tl.store(dbias + tile.to(tl.int64) * tk + j, tl.sum(dscores, 0), mask=j < tk)
             else:
-                of_rows += tl.sum(dscores, 1)
+                row_sums += tl.sum(dscores, 1)
         if RELATIVE:
             if near(i0, start, offset, BLOCK_M, BLOCK_N, REACH):
                 store_diagonals(by_distance, 2 * SIDE + 1, dscores, start - i0 - offset, BLOCK_M, BLOCK_N)
@@ -196,9 +196,9 @@ def _tilegpt_attention_backward_dq(
     store_parts(dq, acc, scale, i0, tq, dq_t, BLOCK_M, D, PART)
     if dbias is not None and not BIAS_COLS:
         if BIAS_ROWS:
-            tl.store(dbias + i, of_rows, mask=i < tq)
+            tl.store(dbias + i, row_sums, mask=i < tq)
         else:
-            tl.store(dbias + tile, tl.sum(of_rows, 0))
+            tl.store(dbias + tile, tl.sum(row_sums, 0))
     if RELATIVE:
         tl.store(by_distance - SIDE, tl.sum(far_left, 0))
         tl.store(by_distance + SIDE, tl.sum(far_right, 0))

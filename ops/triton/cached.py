@@ -174,7 +174,7 @@ def _tilegpt_attend_cache(
     window_right,
     scale,
     softcap,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
@@ -188,7 +188,8 @@ def _tilegpt_attend_cache(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split of the keys for BLOCK_M rows of a key head: row r is query r // GROUP of its head r % GROUP.
+    """One split of the keys for BLOCK_M rows of a key head: row r is query r // HEADS_PER_KV of its head
+    r % HEADS_PER_KV.
 
     k and v have one layout, k_scale and v_scale another. out and lse as in ops/triton/decode.py: with SPLIT
     the parts, for the combining kernel."""
@@ -206,9 +207,9 @@ def _tilegpt_attend_cache(
     limit = tl.load(kv_lengths + b)
     offset = limit - tq
     rows = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    i, h = rows // GROUP, kv_head * GROUP + rows % GROUP
-    first_i = m_tile * BLOCK_M // GROUP
-    last_i = tl.minimum((m_tile * BLOCK_M + BLOCK_M - 1) // GROUP, tq - 1)
+    i, h = rows // HEADS_PER_KV, kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
+    first_i = m_tile * BLOCK_M // HEADS_PER_KV
+    last_i = tl.minimum((m_tile * BLOCK_M + BLOCK_M - 1) // HEADS_PER_KV, tq - 1)
     real = i < tq
     # Keys lo .. hi are seen by some query, full_lo .. full_hi by all.
     lo, hi, full_lo, full_hi = 0, limit, 0, limit
@@ -281,12 +282,12 @@ def _tilegpt_attend_cache(
         m = m_new
     total = tl.sum(total, 1)
     kv_rows = tl.num_programs(0) // splits // m_tiles
-    at = ((tl.cast(split, tl.int64) * kv_rows + kv_row) * GROUP + rows % GROUP) * tq + i
+    at = ((tl.cast(split, tl.int64) * kv_rows + kv_row) * HEADS_PER_KV + rows % HEADS_PER_KV) * tq + i
     factor = 1.0
     if SPLIT:
         out_rows = at * D
         tl.store(lse + at, m, mask=real)
-        parts = (tl.num_programs(0) // m_tiles).to(tl.int64) * GROUP * tq
+        parts = (tl.num_programs(0) // m_tiles).to(tl.int64) * HEADS_PER_KV * tq
         tl.store(lse + parts + at, total, mask=real)
     else:
         out_rows = b64 * out_b + h.to(tl.int64) * out_h + i.to(tl.int64) * out_t

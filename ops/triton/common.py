@@ -29,7 +29,7 @@ PLAIN = [
     "tk",
     "n_tiles",
     "n_heads",
-    "grouped",
+    "heads_in_l2",
     "tail",
     "window_left",
     "window_right",
@@ -358,16 +358,16 @@ def kept(keys, j, threshold):
 
 
 @triton.jit
-def scheduled_tile(pid, n_tiles, n_heads, grouped, tail, LAST_FIRST: tl.constexpr):
-    """(tile, head) of program `pid`: `grouped` heads side by side, so that their K and V stay in L2, and
+def scheduled_tile(pid, n_tiles, n_heads, heads_in_l2, tail, LAST_FIRST: tl.constexpr):
+    """(tile, head) of program `pid`: `heads_in_l2` heads side by side, so that their K and V stay in L2, and
     within them tile after tile, with LAST_FIRST from the last, which is the longest under a causal mask;
     `tail` tiles of all heads come in the end (ops/order.py)."""
     ahead = n_tiles - tail
     first, width, within = 0, n_heads, pid
     if pid < ahead * n_heads:
-        # The host keeps grouped * n_tiles within the grid, and so within 32 bits.
-        first = pid // (grouped * ahead) * grouped
-        width = tl.minimum(grouped, n_heads - first)
+        # The host keeps heads_in_l2 * n_tiles within the grid, and so within 32 bits.
+        first = pid // (heads_in_l2 * ahead) * heads_in_l2
+        width = tl.minimum(heads_in_l2, n_heads - first)
         within = pid - first * ahead
     tile = within // width  # of all heads the tail's come behind `ahead` others
     if LAST_FIRST:

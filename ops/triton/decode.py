@@ -67,7 +67,7 @@ def _tilegpt_decode_split(
     softcap,
     threshold,
     keep_scale,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -83,7 +83,8 @@ def _tilegpt_decode_split(
     REACH: tl.constexpr,
     SLOPES_B: tl.constexpr,
 ):
-    """One split of the keys for a key head's queries: row r is query r // GROUP of its head r % GROUP.
+    """One split of the keys for a key head's queries: row r is query r // HEADS_PER_KV of its head
+    r % HEADS_PER_KV.
 
     With SPLIT, out (splits, B, Hq, Tq, D) and lse (2, splits, B, Hq, Tq), fp32, get the part's unnormalised
     sum, its maximum and its total (its log-sum-exp would bring the maximum's rounding into every weight);
@@ -104,7 +105,7 @@ def _tilegpt_decode_split(
     limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk
     offset = limit - tq
     rows = tl.arange(0, BLOCK_M)
-    i, h = rows // GROUP, kv_head * GROUP + rows % GROUP
+    i, h = rows // HEADS_PER_KV, kv_head * HEADS_PER_KV + rows % HEADS_PER_KV
     real = i < tq
     d = tl.arange(0, PART)
     # Keys lo .. hi are seen by some query, full_lo .. full_hi by all.
@@ -172,12 +173,12 @@ def _tilegpt_decode_split(
         acc = accumulate(p, v_tile, acc, rescale)
         m = m_new
     total = tl.sum(total, 1)
-    at = ((tl.cast(split, tl.int64) * kv_rows + kv_row) * GROUP + rows % GROUP) * tq + i
+    at = ((tl.cast(split, tl.int64) * kv_rows + kv_row) * HEADS_PER_KV + rows % HEADS_PER_KV) * tq + i
     factor = 1.0
     if SPLIT:
         out_rows = at * D
         tl.store(lse + at, m, mask=real)
-        parts = tl.num_programs(0).to(tl.int64) * GROUP * tq
+        parts = tl.num_programs(0).to(tl.int64) * HEADS_PER_KV * tq
         tl.store(lse + parts + at, total, mask=real)
     else:
         out_rows = b64 * out_b + h.to(tl.int64) * out_h + i.to(tl.int64) * out_t

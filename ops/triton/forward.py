@@ -113,7 +113,7 @@ def _tilegpt_attention_forward(
     tk,
     n_tiles,
     n_heads,
-    grouped,
+    heads_in_l2,
     tail,
     window_left,
     window_right,
@@ -121,7 +121,7 @@ def _tilegpt_attention_forward(
     softcap,
     threshold,
     keep_scale,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -146,9 +146,9 @@ def _tilegpt_attention_forward(
     BLOCKS: tl.constexpr = blocks is not None
     RELATIVE: tl.constexpr = relative_bias is not None
     BIASED: tl.constexpr = bias is not None or RELATIVE
-    tile, head = scheduled_tile(tl.program_id(0), n_tiles, n_heads, grouped, tail, HAS_RIGHT)
+    tile, head = scheduled_tile(tl.program_id(0), n_tiles, n_heads, heads_in_l2, tail, HAS_RIGHT)
     b, h = head // heads, head % heads
-    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // GROUP
+    b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // HEADS_PER_KV
     i0 = tile * BLOCK_M
     i = i0 + tl.arange(0, BLOCK_M)
     limit = tl.minimum(tl.load(kv_lengths + b), tk) if LENGTHS else tk

@@ -27,7 +27,7 @@ if INTERPRETED:
 NORMS = {"layernorm": 1, "rmsnorm": 2}
 ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2}
 # Query heads of a key head, and head dims, that a program of attention has registers for.
-MOST_GROUP, MOST_HEAD_DIM = 8, 256
+MOST_HEADS_PER_KV, MOST_HEAD_DIM = 8, 256
 # Rows that a product takes one after another; beyond them libraries are faster (GPT-2 124M on an H200, us a
 # step: 4 rows 341, by cuBLAS 422; 8 rows 583 and 457). Weights in 8 bits have to be made 16 for a library.
 MOST_ROWS, MOST_ROWS_INT8 = 4, 8
@@ -174,7 +174,7 @@ class Attend:
         self.lengths, self.rope, self.slopes = lengths, rope, options.alibi_slopes
         self.softcap, left = options.softcap or 0.0, options.band[0]
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.capacity, self.left = capacity, min(left, capacity)
+        self.capacity, self.window_left = capacity, min(left, capacity)
         self.block_d, sms = max(16, triton.next_power_of_2(head_dim)), multiprocessors(cache.device)
         self.keys, self.warps, self.splits = attention_tile(
             batch * kv_heads, heads // kv_heads, capacity, self.block_d, sms
@@ -196,10 +196,10 @@ class Attend:
         _tilegpt_step_attention[(self.splits * batch * self.kv_heads,)](
             qkv, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None, self.rope, self.slopes,
             k_cache, v_cache, self.table, self.lengths, self.parts, self.statistics, self.capacity,
-            self.columns, 0 if self.rope is None else self.rope.shape[1], self.left, dim**-0.5, self.softcap,
-            q_norm.eps if q_norm else 0.0, batch, self.heads, self.heads // self.kv_heads, dim, self.block_d,
-            self.keys, self.page, self.splits, self.left >= 0, self.softcap > 0, num_warps=self.warps,
-            **_pdl(qkv),
+            self.columns, 0 if self.rope is None else self.rope.shape[1], self.window_left, dim**-0.5,
+            self.softcap, q_norm.eps if q_norm else 0.0, batch, self.heads, self.heads // self.kv_heads, dim,
+            self.block_d, self.keys, self.page, self.splits, self.window_left >= 0, self.softcap > 0,
+            num_warps=self.warps, **_pdl(qkv),
         )  # fmt: skip
         if self.splits > 1:
             _tilegpt_decode_combine[(batch * self.heads,)](
@@ -239,11 +239,13 @@ class Append:
         return q
 
 
-def attention_tile(programs: int, group: int, capacity: int, block_d: int, sms: int) -> tuple[int, int, int]:
+def attention_tile(
+    programs: int, heads_per_kv: int, capacity: int, block_d: int, sms: int
+) -> tuple[int, int, int]:
     """(keys of a tile, warps, parts of the keys) for `programs` rows and key heads."""
     short = capacity <= _SHORT
     warps, numbers = (8, 2048) if programs < sms and not short else (4, 1024)
-    keys = min(256, max(16, numbers * warps // (group * block_d)))
+    keys = min(256, max(16, numbers * warps // (heads_per_kv * block_d)))
     if programs >= 2 * sms or (short and programs >= sms):
         return keys, warps, 1
     return keys, warps, min(triton.cdiv(4 * sms, programs), triton.cdiv(capacity, keys), 128)

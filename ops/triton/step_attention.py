@@ -54,7 +54,7 @@ def score(s, distance, slope, softcap, SOFTCAP: tl.constexpr):
     return s - slope * distance
 
 
-@triton.jit(do_not_specialize=["capacity", "columns", "rope_length", "left"])
+@triton.jit(do_not_specialize=["capacity", "columns", "rope_length", "window_left"])
 def _tilegpt_step_attention(
     qkv,
     q_norm,
@@ -70,13 +70,13 @@ def _tilegpt_step_attention(
     capacity,
     columns,
     rope_length,
-    left,
+    window_left,
     scale,
     softcap,
     eps,
     B: tl.constexpr,
     H: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,7 +94,7 @@ def _tilegpt_step_attention(
     maxima and totals."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    KV: tl.constexpr = H // GROUP
+    KV: tl.constexpr = H // HEADS_PER_KV
     split, row = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     b, kv_head = row // KV, row % KV
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -102,7 +102,7 @@ def _tilegpt_step_attention(
     position = tl.load(lengths + b).to(tl.int32)
     low = 0
     if WINDOW:
-        low = tl.maximum(position - left, 0)
+        low = tl.maximum(position - window_left, 0)
     # Tiles in equal parts by the row's own length.
     n_tiles = tl.cdiv(position - low, BLOCK_N)
     first = low + split * n_tiles // SPLITS * BLOCK_N
@@ -120,8 +120,8 @@ def _tilegpt_step_attention(
 
     qkv += b.to(tl.int64) * (H + 2 * KV) * D
     q, slope, m, total, acc = (), (), (), (), ()
-    for g in tl.static_range(GROUP):
-        h = kv_head * GROUP + g
+    for g in tl.static_range(HEADS_PER_KV):
+        h = kv_head * HEADS_PER_KV + g
         x = head(qkv + h * D, q_norm, rope, position, rope_length, d, inside, eps, D)
         q += (x.to(qkv.dtype.element_ty).to(tl.float32) * scale,)
         slope += (tl.load(slopes + h) if slopes is not None else 0.0,)
@@ -143,7 +143,7 @@ def _tilegpt_step_attention(
         k_tile = tl.load(k_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
         v_tile = tl.load(v_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
         maxima, totals, sums = (), (), ()
-        for g in tl.static_range(GROUP):
+        for g in tl.static_range(HEADS_PER_KV):
             s = score(tl.sum(k * q[g][None, :], 1), position - j, slope[g], softcap, SOFTCAP)
             s = tl.where(j < last, s, float("-inf"))
             # A place that has seen no key keeps -inf, which must not meet itself.
@@ -153,7 +153,7 @@ def _tilegpt_step_attention(
             totals += (total[g] * rescale + p,)
             sums += (acc[g] * rescale[:, None] + p[:, None] * v,)
         m, total, acc = maxima, totals, sums
-    for g in tl.static_range(GROUP):
+    for g in tl.static_range(HEADS_PER_KV):
         # The newest key counts in the first split.
         own = score(tl.sum(q[g] * k_new.to(tl.float32), 0), 0.0, slope[g], softcap, SOFTCAP)
         own = tl.where(split == 0, own, float("-inf"))
@@ -162,7 +162,7 @@ def _tilegpt_step_attention(
         weight, p = tl.exp(m[g] - shift), tl.exp(own - shift)
         whole = tl.sum(total[g] * weight, 0) + p
         result = tl.sum(acc[g] * weight[:, None], 0) + p * v_new.to(tl.float32)
-        at = b * H + kv_head * GROUP + g
+        at = b * H + kv_head * HEADS_PER_KV + g
         if SPLITS > 1:
             at += split * (B * H)
             tl.store(statistics + at, highest)
@@ -224,7 +224,7 @@ def _tilegpt_step_append(
     eps,
     largest,
     H: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
@@ -239,7 +239,7 @@ def _tilegpt_step_append(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    KV: tl.constexpr = H // GROUP
+    KV: tl.constexpr = H // HEADS_PER_KV
     half: tl.constexpr = D // 2
     b, h = (tl.program_id(0) // (H + 2 * KV)).to(tl.int64), tl.program_id(0) % (H + 2 * KV)
     c = tl.arange(0, BLOCK)
@@ -265,12 +265,12 @@ def _tilegpt_step_append(
             row = block * KV + h - H - KV
             to, scale = v_cache + (row * size + at) * (D // PARTS) + c, v_scale + row * PARTS * size + at
         low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
-        of_low, of_high = tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)
+        low_max, high_max = tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)
         if PARTS == 1:
-            of_low = tl.maximum(of_low, of_high)
-            of_high = of_low
-        low = quantised(low, of_low, largest, scale, WHOLE)
-        high = quantised(high, of_high, largest, scale + (PARTS - 1) * size, WHOLE)
+            low_max = tl.maximum(low_max, high_max)
+            high_max = low_max
+        low = quantised(low, low_max, largest, scale, WHOLE)
+        high = quantised(high, high_max, largest, scale + (PARTS - 1) * size, WHOLE)
         if PARTS == 2:
             packed = (low + 8).to(tl.uint8) | ((high + 8).to(tl.uint8) << 4)
             tl.store(to, packed, mask=inside)

@@ -110,12 +110,12 @@ def _constants(build: Build) -> dict[str, Any]:
     if build.kind == "cached":
         int4 = "int4" in build.extras
         part = build.block_d // 2 if int4 else build.block_d
-        shape = {"GROUP": 4, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "PART": part, "PARTS": 1 + int4}
+        shape = {"HEADS_PER_KV": 4, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "PART": part, "PARTS": 1 + int4}
         masks = {"HAS_LEFT": False, "HAS_RIGHT": build.masked, "SOFTCAP": "softcap" in build.extras}
         how = {"EXACT": build.bits == 32, "SPLIT": build.split, "PDL": build.split and build.arch >= (9, 0)}
         return {"D": build.head_dim, "PAGE": 16 * ("paged" in build.extras)} | shape | masks | how
     constants = sizes | {
-        "GROUP": 1,
+        "HEADS_PER_KV": 1,
         "BLOCK_N": tile.n,
         "HAS_LEFT": False,
         "HAS_RIGHT": build.masked,
@@ -128,7 +128,7 @@ def _constants(build: Build) -> dict[str, Any]:
     }
     if build.kind == "decode":
         pdl = tile.pdl and build.split
-        return constants | {"GROUP": 4, "BLOCK_M": 16, "SPLIT": build.split, "PDL": pdl}
+        return constants | {"HEADS_PER_KV": 4, "BLOCK_M": 16, "SPLIT": build.split, "PDL": pdl}
     late = not {"softcap", "alibi", "bias", "relative_bias"} & set(build.extras)
     constants |= {"BLOCK_M": tile.m, "SCALE_LATE": late, "MASK_BLOCK": MASK_BLOCK}
     if build.kind == "dq":

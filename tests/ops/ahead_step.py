@@ -82,19 +82,27 @@ def main() -> None:
         what += ", int8" * int8
         print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
     shapes = ((12, 1, 640, 64, 0), (384, 1, 640, 64, 0), (192, 1, 2176, 64, 16), (8, 4, 32_768, 128, 0))
-    for programs, group, capacity, dim, page in shapes:
-        keys, warps, splits = step.attention_tile(programs, group, capacity, dim, SMS)
-        constants = {"B": 1, "H": 8 * group, "GROUP": group, "D": dim, "BLOCK_D": dim, "BLOCK_N": keys}
-        constants |= {"PAGE": page, "SPLITS": splits, "WINDOW": False, "SOFTCAP": False, "PDL": True}
+    for programs, heads_per_kv, capacity, dim, page in shapes:
+        keys, warps, splits = step.attention_tile(programs, heads_per_kv, capacity, dim, SMS)
+        constants = {"B": 1, "H": 8 * heads_per_kv, "HEADS_PER_KV": heads_per_kv, "D": dim, "BLOCK_D": dim}
+        constants |= {
+            "BLOCK_N": keys,
+            "PAGE": page,
+            "SPLITS": splits,
+            "WINDOW": False,
+            "SOFTCAP": False,
+            "PDL": True,
+        }
         absent = {"q_norm", "k_norm", "slopes"} | (set() if page else {"table"})
         found = built(_tilegpt_step_attention, constants, absent, warps)
-        what = f"attention of {programs} heads in groups of {group}, D = {dim}" + (
+        what = f"attention of {programs} heads in groups of {heads_per_kv}, D = {dim}" + (
             f", blocks of {page}" if page else ""
         )
         loads = 2 * keys * dim // (256 * warps)
         print(json.dumps({"what": what, "of_tile": loads} | found), flush=True)
     for (kind, (stored, parts, whole)), page in itertools.product(STORED.items(), (0, 16)):
-        constants = {"H": 32, "GROUP": 4, "D": 128, "BLOCK": 64, "PAGE": page, "PARTS": parts, "WHOLE": whole}
+        constants = {"H": 32, "HEADS_PER_KV": 4, "D": 128, "BLOCK": 64, "PAGE": page}
+        constants |= {"PARTS": parts, "WHOLE": whole}
         absent = set() if page else {"table"}
         caches = {"k_cache": stored, "v_cache": stored}
         found = built(_tilegpt_step_append, constants | {"PDL": True}, absent, 1, caches)

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """An L2 for one head, and four blocks at a time on a CPU: six heads of three tiles leave two each for the
     end."""
-    monkeypatch.setattr(order, "GROUP_BYTES", 1)
+    monkeypatch.setattr(order, "HEADS_IN_L2_BYTES", 1)
     monkeypatch.setattr(order, "_BLOCKS", 1)
     assert order.order(torch.empty(1, 6, 3, 16), 6, 3, uneven=True) == (1, 2)
 

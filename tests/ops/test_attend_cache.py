@@ -114,8 +114,8 @@ def test_small_weights_beside_a_large_one(kind: str) -> None:
 MISTAKES = {
     "waits for one tile too few": ("wait_for_all_but<STAGES - 2>", "wait_for_all_but<STAGES - 1>"),
     "weights relative to no tile's largest": (
-        "most = row_largest(most);\n        const float inverse",
-        "most = 800.0f;\n        const float inverse",
+        "largest = row_largest(largest);\n        const float inverse",
+        "largest = 800.0f;\n        const float inverse",
     ),
 }
 

@@ -29,16 +29,16 @@ def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
     found = tile.defines(head_dim)
     assert found["PAD_D"] >= found["USED_D"] >= head_dim
     if "BLOCK_MASK" in on:  # whole tiles in a block of the mask
-        assert MASK_BLOCK % (64 * tile.groups) == MASK_BLOCK % tile.bc == 0
+        assert MASK_BLOCK % (64 * tile.warp_groups) == MASK_BLOCK % tile.bc == 0
     # of 65,536 registers
-    assert 128 * (found["COPY_REGISTERS"] + tile.groups * found["COMPUTE_REGISTERS"]) <= 1 << 16
+    assert 128 * (found["COPY_REGISTERS"] + tile.warp_groups * found["COMPUTE_REGISTERS"]) <= 1 << 16
 
 
 def test_fewer_queries_a_tile_where_they_pay() -> None:
     plain = dict.fromkeys(OF_A_TILE, 0)
     causal = plain | {"HAS_RIGHT": 1}
     groups = [
-        hopper.forward_tile(64, *args).groups
+        hopper.forward_tile(64, *args).warp_groups
         for args in ((1024, causal), (2048, causal), (1024, plain), (4096, plain | {"SOFTCAP": 1}))
     ]
     assert groups == [2, 3, 3, 2]

@@ -150,9 +150,9 @@ _PAIRS_OF_TILES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("head_dim", "of_keys", "of_queries"), _PAIRS_OF_TILES, ids=str)
-def test_other_tiles(head_dim: int, of_keys: Tile, of_queries: Tile) -> None:
-    ratios = _judge(_problem((70, 80, head_dim)), of_keys, of_queries)
+@pytest.mark.parametrize(("head_dim", "dkdv_tile", "dq_tile"), _PAIRS_OF_TILES, ids=str)
+def test_other_tiles(head_dim: int, dkdv_tile: Tile, dq_tile: Tile) -> None:
+    ratios = _judge(_problem((70, 80, head_dim)), dkdv_tile, dq_tile)
     assert max(ratios.values()) <= 1, ratios
 
 

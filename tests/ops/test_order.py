@@ -9,12 +9,12 @@ from ops import order as module
 from ops.order import order, tail
 
 
-def blocks(n_tiles: int, n_heads: int, grouped: int, left: int) -> list[tuple[int, int]]:
+def blocks(n_tiles: int, n_heads: int, heads_in_l2: int, left: int) -> list[tuple[int, int]]:
     """(length, head) of the blocks in the order of `scheduled_tile`, the longest of a head n_tiles."""
     ahead = n_tiles - left
     found = []
-    for first in range(0, n_heads, grouped):
-        width = min(grouped, n_heads - first)
+    for first in range(0, n_heads, heads_in_l2):
+        width = min(heads_in_l2, n_heads - first)
         found += [(n_tiles - x // width, first + x % width) for x in range(ahead * width)]
     return found + [(left - x // n_heads, x % n_heads) for x in range(left * n_heads)]
 
@@ -28,13 +28,15 @@ def use(lengths: list[int], slots: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("n_tiles", "n_heads", "grouped", "without"),
+    ("n_tiles", "n_heads", "heads_in_l2", "without"),
     [(128, 16, 3, 0.86), (32, 64, 12, 0.87), (64, 32, 6, 0.86), (8, 256, 48, 0.88), (128, 32, 6, 0.95)],
 )
-def test_the_tail_fills_a_gpu(n_tiles: int, n_heads: int, grouped: int, without: float) -> None:
-    left = tail(n_tiles, n_heads, grouped, 264)
+def test_the_tail_fills_a_gpu(n_tiles: int, n_heads: int, heads_in_l2: int, without: float) -> None:
+    left = tail(n_tiles, n_heads, heads_in_l2, 264)
     assert 0 < left < 0.7 * n_tiles
-    now, before = ([length for length, _ in blocks(n_tiles, n_heads, grouped, each)] for each in (left, 0))
+    now, before = (
+        [length for length, _ in blocks(n_tiles, n_heads, heads_in_l2, each)] for each in (left, 0)
+    )
     assert sorted(now) == sorted(before)
     assert use(before, 264) == pytest.approx(without, abs=0.02) and use(now, 264) > 0.97
 
@@ -51,5 +53,5 @@ def test_no_tail_where_none_is_needed() -> None:
 
 
 def test_kernels_in_groups_with_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GROUP_BYTES", 1)
+    monkeypatch.setattr(module, "HEADS_IN_L2_BYTES", 1)
     assert order(torch.empty(2, 4, 200, 16), 8, 4, uneven=True) == (1, 3)

@@ -19,20 +19,20 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "scripts/measure/instruments/softm
 #define INFINITE __int_as_float(0x7f800000)
 
 struct Maximum {
-    static __device__ float of(float a, float b) { return fmaxf(a, b); }
+    static __device__ float combine(float a, float b) { return fmaxf(a, b); }
 };
 struct Sum {
-    static __device__ float of(float a, float b) { return a + b; }
+    static __device__ float combine(float a, float b) { return a + b; }
 };
 
 // Of all threads of the block, in each of them.
-template <class Of> __device__ float over_block(float x) {
+template <class Op> __device__ float over_block(float x) {
     static __shared__ float warps[THREADS / 32];
-    for (int lanes = 16; lanes; lanes /= 2) x = Of::of(x, __shfl_xor_sync(~0u, x, lanes));
+    for (int lanes = 16; lanes; lanes /= 2) x = Op::combine(x, __shfl_xor_sync(~0u, x, lanes));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
     __syncthreads();
     x = warps[0];
-    for (int warp = 1; warp < THREADS / 32; warp++) x = Of::of(x, warps[warp]);
+    for (int warp = 1; warp < THREADS / 32; warp++) x = Op::combine(x, warps[warp]);
     __syncthreads();
     return x;
 }

@@ -28,9 +28,9 @@
 static_assert(ROW == 64 || ROW == 128, "rows of 64 or 128 bytes are swizzled");
 static_assert(KEYS % 32 == 0 && KEYS <= 128, "sums in int32 hold so many");
 static_assert(PAGE % 16 == 0, "16 tokens lie in one block");
-static_assert(GROUP <= 8, "an A tile has 8 rows for high halves");
+static_assert(HEADS_PER_KV <= 8, "an A tile has 8 rows for high halves");
 static_assert(STAGE % 128 == 0 && STAGES >= 2, "what is swizzled begins at a multiple of 128 bytes");
-static_assert(4 * GROUP * (HEAD_DIM + 2) <= STAGES * STAGE, "sums go over the rings");
+static_assert(4 * HEADS_PER_KV * (HEAD_DIM + 2) <= STAGES * STAGE, "sums go over the rings");
 
 // ops/cuda/attend_cache.py mirrors it. K and V have one layout, their scales another; strides in elements.
 struct Launch {
@@ -121,24 +121,25 @@ __device__ __forceinline__ float row_largest(float x) {
     return larger(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// q of the group's head g as integers; gives what a product with them is multiplied by, with log2(e) and the scale.
+// q of the key head's g-th query head as integers; gives what a product with them is multiplied by, with log2(e) and
+// the scale.
 __device__ __forceinline__ float load_q(const Launch &p, int b, int head, unsigned (&q)[STEPS][4]) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    float x[STEPS][8], most = 0.0f;
+    float x[STEPS][8], largest = 0.0f;
 #pragma unroll
     for (int t = 0; t < STEPS; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const long long at = b * p.q_b + (head * GROUP + g) * p.q_h + 32 * t + 16 * half + 4 * c;
-            const uint2 bits = g < GROUP ? *(const uint2 *)(p.q + at) : uint2{0, 0};
+            const long long at = b * p.q_b + (head * HEADS_PER_KV + g) * p.q_h + 32 * t + 16 * half + 4 * c;
+            const uint2 bits = g < HEADS_PER_KV ? *(const uint2 *)(p.q + at) : uint2{0, 0};
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 x[t][4 * half + e] = unpack(e < 2 ? bits.x : bits.y, e % 2);
-                most = larger(most, fabsf(x[t][4 * half + e]));
+                largest = larger(largest, fabsf(x[t][4 * half + e]));
             }
         }
-    most = row_largest(most);
-    const float inverse = most > 1e-30f ? LARGEST_Q / most : 0.0f;
+    largest = row_largest(largest);
+    const float inverse = largest > 1e-30f ? LARGEST_Q / largest : 0.0f;
 #pragma unroll
     for (int t = 0; t < STEPS; t++)
 #pragma unroll
@@ -151,7 +152,7 @@ __device__ __forceinline__ float load_q(const Launch &p, int b, int head, unsign
             }
             halves(n[0], n[1], n[2], n[3], q[t][2 * half], q[t][2 * half + 1]);
         }
-    return most / LARGEST_Q * p.scale * LOG2E;
+    return largest / LARGEST_Q * p.scale * LOG2E;
 }
 
 // Scores of a tile in powers of 2, of keys 8n + 2c, 8n + 2c + 1 and head g.
@@ -191,7 +192,7 @@ __device__ __forceinline__ void weigh(const unsigned char *tile, const float (&p
                                       unsigned (&w)[PARTS][KEYS / 32][4], float (&unit)[PARTS]) {
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-        float x[KEYS / 8][2], most = 0.0f;
+        float x[KEYS / 8][2], largest = 0.0f;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
             const unsigned char *at = tile + 2 * SIDE + (PARTS + part) * SCALES;
@@ -199,11 +200,11 @@ __device__ __forceinline__ void weigh(const unsigned char *tile, const float (&p
             // beyond the last key a scale may be anything
             x[n][0] = p[n][0] > 0.0f ? p[n][0] * scale.x : 0.0f;
             x[n][1] = p[n][1] > 0.0f ? p[n][1] * scale.y : 0.0f;
-            most = larger(most, larger(x[n][0], x[n][1]));
+            largest = larger(largest, larger(x[n][0], x[n][1]));
         }
-        most = row_largest(most);
-        const float inverse = most > 1e-30f ? LARGEST_P / most : 0.0f;
-        unit[part] = most * (unit_of(part) / LARGEST_P);
+        largest = row_largest(largest);
+        const float inverse = largest > 1e-30f ? LARGEST_P / largest : 0.0f;
+        unit[part] = largest * (unit_of(part) / LARGEST_P);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n += 2) {
             unsigned i[4];  // added to 2^23, a float's last bits are its integer
@@ -256,10 +257,10 @@ __device__ __forceinline__ void add_values(const unsigned char *tile, const unsi
 __device__ __forceinline__ void store(const Launch &p, unsigned char *room, int split, int kv_row, float m, float total,
                                       const float (&sums)[PARTS][ROW / 16][4]) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4, warp = threadIdx.x / 32;
-    float *const parts = (float *)room, *const maxima = parts + WARPS * GROUP * HEAD_DIM;
-    float *const totals = maxima + WARPS * GROUP;
-    if (g < GROUP) {
-        const int row = warp * GROUP + g;
+    float *const parts = (float *)room, *const maxima = parts + WARPS * HEADS_PER_KV * HEAD_DIM;
+    float *const totals = maxima + WARPS * HEADS_PER_KV;
+    if (g < HEADS_PER_KV) {
+        const int row = warp * HEADS_PER_KV + g;
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
 #pragma unroll
@@ -271,18 +272,19 @@ __device__ __forceinline__ void store(const Launch &p, unsigned char *room, int 
     }
     __syncthreads();
     const int kv_rows = gridDim.x / p.splits;
-    const long long first = ((long long)split * kv_rows + kv_row) * GROUP, all = (long long)gridDim.x * GROUP;
-    for (int x = threadIdx.x; x < GROUP * HEAD_DIM; x += WARPS * 32) {
+    const long long first = ((long long)split * kv_rows + kv_row) * HEADS_PER_KV;
+    const long long all = (long long)gridDim.x * HEADS_PER_KV;
+    for (int x = threadIdx.x; x < HEADS_PER_KV * HEAD_DIM; x += WARPS * 32) {
         const int head = x / HEAD_DIM;
-        float most = UNSEEN, sum = 0.0f, weight = 0.0f;
-        for (int w = 0; w < WARPS; w++) most = larger(most, maxima[w * GROUP + head]);
+        float row_max = UNSEEN, sum = 0.0f, weight = 0.0f;
+        for (int w = 0; w < WARPS; w++) row_max = larger(row_max, maxima[w * HEADS_PER_KV + head]);
         for (int w = 0; w < WARPS; w++) {
-            const float factor = exp2_of(maxima[w * GROUP + head] - most);
-            sum += parts[w * GROUP * HEAD_DIM + x] * factor, weight += totals[w * GROUP + head] * factor;
+            const float factor = exp2_of(maxima[w * HEADS_PER_KV + head] - row_max);
+            sum += parts[w * HEADS_PER_KV * HEAD_DIM + x] * factor, weight += totals[w * HEADS_PER_KV + head] * factor;
         }
         p.parts[first * HEAD_DIM + x] = sum;
         if (x % HEAD_DIM == 0) {
-            p.statistics[first + head] = most <= UNSEEN ? -INFINITE : most * LN2;
+            p.statistics[first + head] = row_max <= UNSEEN ? -INFINITE : row_max * LN2;
             p.statistics[all + first + head] = weight;
         }
     }
@@ -323,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         commit();
         const unsigned char *const here = ring + stage * STAGE;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-        float s[KEYS / 8][2], most = m;
+        float s[KEYS / 8][2], row_max = m;
         score(here, q, zero, factor, s);
         if (tile * KEYS + KEYS > limit || tile * KEYS < edge)
 #pragma unroll
@@ -332,10 +334,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 if (j >= limit || j < edge) s[x / 2][x % 2] = -INFINITE;
             }
 #pragma unroll
-        for (int x = 0; x < KEYS / 4; x++) most = larger(most, s[x / 2][x % 2]);
-        most = row_largest(most);
-        const float rescale = exp2_of(m - most);
-        total *= rescale, m = most;
+        for (int x = 0; x < KEYS / 4; x++) row_max = larger(row_max, s[x / 2][x % 2]);
+        row_max = row_largest(row_max);
+        const float rescale = exp2_of(m - row_max);
+        total *= rescale, m = row_max;
 #pragma unroll
         for (int x = 0; x < KEYS / 4; x++) total += s[x / 2][x % 2] = exp2_of(s[x / 2][x % 2] - m);
         unsigned w[PARTS][KEYS / 32][4];

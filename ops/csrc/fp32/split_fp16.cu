@@ -20,17 +20,17 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_largest(const __grid_c
                           : which == OF_V ? p.v_stride : p.dout_stride;
     from = matrix_of(from, stride, b, h);
     const int first = blockIdx.x % parts * ROWS, end = min_of(first + ROWS, of_keys ? keys_of(p, b) : p.tq);
-    int most = 0;
+    int largest = 0;
 #pragma unroll 8
     for (int index = threadIdx.x; index < ROWS * PAD_D; index += 256) {
         const int t = first + index / PAD_D, d = index % PAD_D;
         const int bits = t < end && d < HEAD_DIM ? __float_as_int(from[t * stride.t + d]) & 0x7fffffff : 0;
-        if (bits < 0x7f800000) most = max_of(most, bits);
+        if (bits < 0x7f800000) largest = max_of(largest, bits);
     }
 #pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) most = max_of(most, __shfl_xor_sync(~0u, most, lanes));
-    if (threadIdx.x % 32 == 0 && most)
-        atomicMax((int *)p.scratch + (which * p.batch + b) * p.kv_heads + h / (heads / p.kv_heads), most);
+    for (int lanes = 16; lanes; lanes /= 2) largest = max_of(largest, __shfl_xor_sync(~0u, largest, lanes));
+    if (threadIdx.x % 32 == 0 && largest)
+        atomicMax((int *)p.scratch + (which * p.batch + b) * p.kv_heads + h / (heads / p.kv_heads), largest);
 }
 
 // Reads a (B, H, T, D) tensor, p.q by p.q_stride, T = p.tq, H = p.heads; writes p.out as (B, H, T, 2, PAD_D) fp16,
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_split_fp16(const __gri
     unsigned low[TERMS], high[TERMS];
     split(x[0] * factor, x[1] * factor, low[0], low[1]);
     split(x[2] * factor, x[3] * factor, high[0], high[1]);
-    uint2 *to = (uint2 *)((operand *)p.out + (long long)row * TERMS * PAD_D + d);
+    uint2 *to = (uint2 *)((mma_element *)p.out + (long long)row * TERMS * PAD_D + d);
 #pragma unroll
     for (int term = 0; term < TERMS; term++) to[term * PAD_D / 4] = make_uint2(low[term], high[term]);
 }

@@ -24,14 +24,14 @@ __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s,
 #pragma unroll
     for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            const int at = n * 8 + column + odd;
+        for (int parity = 0; parity < 2; parity++) {
+            const int at = n * 8 + column + parity;
             const float shift = lse[at];
             const unsigned row_key = row_key_of(key, i_first + at);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-                for (int e = odd; e < 4; e += 2) {
+                for (int e = parity; e < 4; e += 2) {
                     const int j = j_first + t * 16 + e / 2 * 8 + row;
                     float &x = s.c[t][n][e];
                     float &dx = p_dsoftcap.c[t][n][e];
@@ -47,12 +47,12 @@ __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s,
 #pragma unroll
     for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            const int i = i_first + n * 8 + column + odd, id = id_of_query(p, b, i);
+        for (int parity = 0; parity < 2; parity++) {
+            const int i = i_first + n * 8 + column + parity, id = id_of_query(p, b, i);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-                for (int e = odd; e < 4; e += 2)
+                for (int e = parity; e < 4; e += 2)
                     if (!is_visible(p, i, j_first + t * 16 + e / 2 * 8 + row, keys, keys - p.tq, id, ids[t][e / 2]))
                         s.c[t][n][e] = p_dsoftcap.c[t][n][e] = 0.0f;
         }
@@ -79,20 +79,21 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
     const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OWN, warp = threadIdx.x / 32;
-    const int pair = warp % (WARPS / 2), keys = keys_of(p, b), diagonal = keys - p.tq, j_first = j0 + pair * OWN_ROWS;
+    const int pair = warp % (WARPS / 2), j_first = j0 + pair * OWN_ROWS;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const bool second = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
     const int real_keys = min_of(OWN, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real_keys > 0) range = query_range(p, j0, real_keys, diagonal, INNER_TILE, documents_of(p, b, tile));
+    if (real_keys > 0) range = query_range(p, j0, real_keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
     if (real_keys < OWN) range.full_lo = range.hi;  // every tile masks the keys that are not there
 
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
-    const long long first_row = (long long)(b * p.heads + kv_head * GROUP) * p.tq;
+    const long long first_row = (long long)(b * p.heads + kv_head * HEADS_PER_KV) * p.tq;
     const int n_rows = ceil_div(range.hi - range.lo, INNER_TILE) * INNER_TILE;
-    TwoLoader next((const operand *)p.q + first_row * ROW, range.lo);
-    const long long apart = (const operand *)p.dout - (const operand *)p.q;
+    TwoLoader next((const mma_element *)p.q + first_row * ROW, range.lo);
+    const long long apart = (const mma_element *)p.dout - (const mma_element *)p.q;
     // The first INNER_TILE / 4 threads copy lse, the next INNER_TILE / 4 delta.
     const float *statistic = (threadIdx.x < INNER_TILE / 4 ? p.lse_log2 : p.delta - INNER_TILE) + threadIdx.x * 4;
     auto load = [&](int stage, int g, int i) {
@@ -100,27 +101,27 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
         next.load(to, apart, p.tq - i);
         if (threadIdx.x < INNER_TILE / 2)
             copy_async(to + 2 * TILE_BYTES + 16 * threadIdx.x,
-                       statistic + (long long)(b * p.heads + kv_head * GROUP + g) * p.padded_tq + i, true);
-        if (GROUP > 1 && i + INNER_TILE >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
+                       statistic + (long long)(b * p.heads + kv_head * HEADS_PER_KV + g) * p.padded_tq + i, true);
+        if (HEADS_PER_KV > 1 && i + INNER_TILE >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
     };
-    const operand *k = (const operand *)p.k + (long long)head * p.tk * ROW;
-    const operand *v = (const operand *)p.v + (long long)head * p.tk * ROW;
+    const mma_element *k = (const mma_element *)p.k + (long long)head * p.tk * ROW;
+    const mma_element *v = (const mma_element *)p.v + (long long)head * p.tk * ROW;
     load_rest(k, j0, keys, rest);
     load_rest(v, j0, keys, rest + REST * OWN_BYTES);
     if (range.lo < range.hi) load(0, 0, range.lo);
     commit();
 
     const Own own(second ? v : k, j_first, keys, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
-    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const Powers powers(p, b, kv_head);
-    const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;
+    const float undo = powers.score_factor(), delta_factor = powers.delta_factor() / p.keep_scale;
     Gradient sums;  // dV, of the second dK
     sums.clear();
-    for (int g = 0, stage = 0; g < GROUP; g++)
+    for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
         for (int i0 = range.lo; i0 < range.hi; i0 += INNER_TILE) {
             wait_for_all_but<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
-            const bool last_of_head = i0 + INNER_TILE >= range.hi, more = !last_of_head || g + 1 < GROUP;
+            const bool last_of_head = i0 + INNER_TILE >= range.hi, more = !last_of_head || g + 1 < HEADS_PER_KV;
             if (STAGES == 2 && more) load(stage ^ 1, g + last_of_head, last_of_head ? range.lo : i0 + INNER_TILE);
             if (STAGES == 2) commit();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
@@ -129,19 +130,19 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
 #pragma unroll 1
             for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
                 Scores s, p_dsoftcap;
-                multiply_own(s, own, rows_first, columns_first, (second ? do_tile : q_tile) + part * ROW_BYTES);
+                multiply_own(s, own, as_stored, transposed, (second ? do_tile : q_tile) + part * ROW_BYTES);
                 float4 *to = traded + part * OWN_ROWS / 4;
                 if (!second) {
                     compute_p_transposed(p, s, p_dsoftcap, lse + part, i0 + part, j_first, keys, b,
-                                         kv_head * GROUP + g, undo, masked);
+                                         kv_head * HEADS_PER_KV + g, undo, masked);
                     send(to, p_dsoftcap);
                 }
                 meet_in_pair(pair);
                 if (second) {
                     receive(to, p_dsoftcap);
-                    compute_ds_transposed(p, s, p_dsoftcap, lse + INNER_TILE + part, of_delta);
+                    compute_ds_transposed(p, s, p_dsoftcap, lse + INNER_TILE + part, delta_factor);
                 }
-                add_split_product(sums, s, rows_first, (second ? q_tile : do_tile) + part * ROW_BYTES,
+                add_split_product(sums, s, as_stored, (second ? q_tile : do_tile) + part * ROW_BYTES,
                                   INNER_TILE * ROW_BYTES);
             }
             if (STAGES == 1) {
@@ -154,6 +155,6 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     wait_for_all_but<0>();
     const Strides &stride = second ? p.dk_stride : p.dv_stride;
     float *to = matrix_of(second ? p.dk : p.dv, stride, b, kv_head) + j_first * stride.t;
-    const int power = second ? powers.of_ds() - powers.q : -powers.dout - P_POWER;
+    const int power = second ? powers.ds_power() - powers.q : -powers.dout - P_POWER;
     store_sums(sums, (second ? p.scale : 1.0f) * p.keep_scale, power, to, stride.t, p.tk - j_first, 0);
 }

@@ -41,7 +41,7 @@ struct Own {
     unsigned held[OWN_TERMS ? OWN_TERMS : 1][ROW_TILES][D_STEPS][4], rest;
 
     // `matrix`: the terms of a (T, D) matrix; `rest`: where the terms that are not held will be, in shared memory.
-    __device__ __forceinline__ Own(const operand *matrix, int first, int end, unsigned rest) : rest(rest) {
+    __device__ __forceinline__ Own(const mma_element *matrix, int first, int end, unsigned rest) : rest(rest) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int term = 0; term < OWN_TERMS; term++)
@@ -53,12 +53,12 @@ struct Own {
                     for (int e = 0; e < 4; e++) {
                         const int row = first + t * 16 + e % 2 * 8 + lane / 4;
                         const int column = term * PAD_D + d * 16 + e / 2 * 8 + lane % 4 * 2;
-                        const operand *at = matrix + (long long)row * ROW + column;
+                        const mma_element *at = matrix + (long long)row * ROW + column;
                         held[term][t][d][e] = row < end ? *(const unsigned *)at : 0;
                     }
     }
 
-    __device__ __forceinline__ void get(unsigned (&left)[TERMS][ROW_TILES][4], const LdmatrixLanes<PAD_D> &rows_first,
+    __device__ __forceinline__ void get(unsigned (&left)[TERMS][ROW_TILES][4], const LdmatrixLanes<PAD_D> &lanes,
                                         int d) const {
 #pragma unroll
         for (int term = 0; term < TERMS; term++)
@@ -68,14 +68,14 @@ struct Own {
 #pragma unroll
                     for (int e = 0; e < 4; e++) left[term][t][e] = held[term < OWN_TERMS ? term : 0][t][d][e];
                 else
-                    load_matrices(left[term][t], rows_first(rest + (term - OWN_TERMS) * OWN_BYTES, t * 16, d));
+                    load_matrices(left[term][t], lanes(rest + (term - OWN_TERMS) * OWN_BYTES, t * 16, d));
     }
 };
 
 // Loads the tiles of two tensors of one shape, the second `apart` numbers behind the first.
 struct TwoLoader {
     TermLoader<INNER_TILE, THREADS> next;
-    __device__ __forceinline__ TwoLoader(const operand *matrix, int first) : next(matrix, ROW, first) {}
+    __device__ __forceinline__ TwoLoader(const mma_element *matrix, int first) : next(matrix, ROW, first) {}
     __device__ __forceinline__ void load(unsigned tile, long long apart, int limit) {
         next.load(tile, ROW, limit, 0);
         next.loader.from += apart;
@@ -85,7 +85,7 @@ struct TwoLoader {
 };
 
 // The terms that no warp holds of the block's own rows, into shared memory.
-__device__ __forceinline__ void load_rest(const operand *matrix, int first, int end, unsigned to) {
+__device__ __forceinline__ void load_rest(const mma_element *matrix, int first, int end, unsigned to) {
 #pragma unroll
     for (int term = 0; term < REST; term++)
         Loader<OWN, THREADS>(matrix + (OWN_TERMS + term) * PAD_D, ROW, first)
@@ -93,15 +93,15 @@ __device__ __forceinline__ void load_rest(const operand *matrix, int first, int 
 }
 
 // s = A B^T over D: A is the warp's own, B's rows those of the split tile at `b`.
-__device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const LdmatrixLanes<PAD_D> &rows_first,
-                                             const LdmatrixLanes<PAD_D> &columns_first, unsigned b) {
+__device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const LdmatrixLanes<PAD_D> &a_lanes,
+                                             const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
     Scores rest;
     s.clear(), rest.clear();
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned left[TERMS][ROW_TILES][4];
-        own.get(left, rows_first, d);
-        add_split_step(s, rest, left, d, columns_first, b, INNER_TILE * ROW_BYTES);
+        own.get(left, a_lanes, d);
+        add_split_step(s, rest, left, d, b_lanes, b, INNER_TILE * ROW_BYTES);
     }
 }
 
@@ -156,29 +156,30 @@ __device__ __forceinline__ void trade(const Accumulator<ROW_TILES, 2 * N> &sums,
 
 // What little room fp16 has for P and dS. P, which may be a little more than 1 where scores are so large that lse is
 // rounded by more than that, is multiplied by 2^12. Of dS all that is known is that it is below 2^29 D, as dP is a sum
-// of D products below 2^28 and so is delta, keep_scale left out of both; it is divided by 2^SHIFT.
+// of D products below 2^28 and so is delta, keep_scale left out of both; it is divided by 2^DS_SHIFT.
 #define P_POWER 12
 #define P_FACTOR ((float)(1 << P_POWER))
-#define SHIFT (PAD_D > 64 ? 21 : PAD_D > 32 ? 20 : 19)
+#define DS_SHIFT (PAD_D > 64 ? 21 : PAD_D > 32 ? 20 : 19)
 
-// The powers of two that a block's numbers have been multiplied by (split.cuh), and what is to be done about it.
+// The powers of two that a block's numbers have been multiplied by (split.cuh), and the
+// factors and the power that undo them: of a score, of delta beside dP, of dS.
 struct Powers {
     int q, k, v, dout;
     __device__ __forceinline__ Powers(const Params &p, int b, int kv_head)
         : q(exponent_of(p, OF_Q, b, kv_head)), k(exponent_of(p, OF_K, b, kv_head)), v(exponent_of(p, OF_V, b, kv_head)),
           dout(exponent_of(p, OF_DOUT, b, kv_head)) {}
-    __device__ __forceinline__ float of_score() const { return power_of_two(-q - k); }
-    __device__ __forceinline__ float of_delta() const { return power_of_two(v + dout - SHIFT); }
-    __device__ __forceinline__ int of_ds() const { return SHIFT - v - dout; }
+    __device__ __forceinline__ float score_factor() const { return power_of_two(-q - k); }
+    __device__ __forceinline__ float delta_factor() const { return power_of_two(v + dout - DS_SHIFT); }
+    __device__ __forceinline__ int ds_power() const { return DS_SHIFT - v - dout; }
 };
 
 // P times P_FACTOR, of dot = <q_i, k_j>, before the mask. p_dsoftcap: P times the derivative of the softcap,
 // for dS; negative where dropout drops P. The exponent is s - lse before it is in units of log2, as both are
 // large where P is not small.
-__device__ __forceinline__ float probability_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
-                                           float lse, unsigned row_key, float &p_dsoftcap) {
+__device__ __forceinline__ float probability_of(const Params &p, float dot, int i, int j, int causal_offset,
+                                                float slope, float lse, unsigned row_key, float &p_dsoftcap) {
     float capped = 0.0f;
-    const float s = score_of(p, dot, i, j, diagonal, slope, capped), weight = exp2_of((s - lse) * LOG2E);
+    const float s = score_of(p, dot, i, j, causal_offset, slope, capped), weight = exp2_of((s - lse) * LOG2E);
     p_dsoftcap = SOFTCAP ? weight * (1.0f - capped * capped) : weight;
 #if DROPOUT
     if (!dropout_keeps(row_key, j, p.threshold)) {
@@ -189,12 +190,12 @@ __device__ __forceinline__ float probability_of(const Params &p, float dot, int 
     return weight * P_FACTOR;
 }
 
-// dS, but for its scale and keep_scale: of dp, and of delta as of_delta has it, by keep_scale.
+// dS, but for its scale and keep_scale: of dp, and of delta as delta_factor has it, by keep_scale.
 __device__ __forceinline__ float ds_of(const Params &p, float p_dsoftcap, float dp, float delta) {
 #if DROPOUT
-    return fabsf(p_dsoftcap) * ((signbit(p_dsoftcap) ? 0.0f : dp * (1.0f / (1 << SHIFT))) - delta);
+    return fabsf(p_dsoftcap) * ((signbit(p_dsoftcap) ? 0.0f : dp * (1.0f / (1 << DS_SHIFT))) - delta);
 #else
-    return p_dsoftcap * (dp * (1.0f / (1 << SHIFT)) - delta);
+    return p_dsoftcap * (dp * (1.0f / (1 << DS_SHIFT)) - delta);
 #endif
 }
 

@@ -71,22 +71,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     const Range range =
         key_range(p, i0, min_of(OWN, p.tq - i0), keys, keys - p.tq, INNER_TILE, documents_of(p, b, tile));
 
-    const long long to_keys = (long long)(b * p.kv_heads + h / GROUP) * p.tk * ROW;
-    TwoLoader next((const operand *)p.k + to_keys, range.lo);
-    const long long apart = (const operand *)p.v - (const operand *)p.k;
+    const long long to_keys = (long long)(b * p.kv_heads + h / HEADS_PER_KV) * p.tk * ROW;
+    TwoLoader next((const mma_element *)p.k + to_keys, range.lo);
+    const long long apart = (const mma_element *)p.v - (const mma_element *)p.k;
     auto load = [&](int stage, int start) { next.load(stages + stage * STAGE_BYTES, apart, keys - start); };
-    const operand *q = (const operand *)p.q + (long long)head * p.tq * ROW;
-    const operand *dout = (const operand *)p.dout + (long long)head * p.tq * ROW;
+    const mma_element *q = (const mma_element *)p.q + (long long)head * p.tq * ROW;
+    const mma_element *dout = (const mma_element *)p.dout + (long long)head * p.tq * ROW;
     load_rest(q, i0, p.tq, rest);
     load_rest(dout, i0, p.tq, rest + REST * OWN_BYTES);
     if (range.lo < range.hi) load(0, range.lo);
     commit();
 
     const Own own(second ? dout : q, i_first, p.tq, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
-    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const float *lse = p.lse_log2 + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.lse_log2);
-    const Powers powers(p, b, h / GROUP);
-    const float undo = powers.of_score(), of_delta = powers.of_delta() / p.keep_scale;
+    const Powers powers(p, b, h / HEADS_PER_KV);
+    const float undo = powers.score_factor(), delta_factor = powers.delta_factor() / p.keep_scale;
     Gradient sums;
     sums.clear();
     for (int start = range.lo, stage = 0; start < range.hi; start += INNER_TILE) {
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
         for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
             const int mine = part + second * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
             Scores product;
-            multiply_own(product, own, rows_first, columns_first, (second ? v_tile : k_tile) + part * ROW_BYTES);
+            multiply_own(product, own, as_stored, transposed, (second ? v_tile : k_tile) + part * ROW_BYTES);
             HalfScores kept, got;
             trade(product, second, traded + part * OWN_ROWS / 4, pair, kept, got);
             HalfScores s, dp;
@@ -110,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
             else
                 s = kept, dp = got;
             compute_p_dsoftcap(p, s, lse, i_first, start + mine, keys, b, h, undo, masked);
-            compute_ds_rows(p, s, dp, delta, of_delta);
-            add_split_product(sums, s, rows_first, k_tile + mine * ROW_BYTES, INNER_TILE * ROW_BYTES);
+            compute_ds_rows(p, s, dp, delta, delta_factor);
+            add_split_product(sums, s, as_stored, k_tile + mine * ROW_BYTES, INNER_TILE * ROW_BYTES);
         }
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with K and V
@@ -133,6 +133,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
 #pragma unroll
             for (int e = 0; e < 4; e++) mine.c[t][n][e] += theirs.c[t][n][e];
     float *to = matrix_of(p.dq, p.dq_stride, b, h) + i_first * p.dq_stride.t;
-    const int power = powers.of_ds() - powers.k;
+    const int power = powers.ds_power() - powers.k;
     store_sums(mine, p.scale * p.keep_scale, power, to, p.dq_stride.t, p.tq - i_first, second * (PAD_D / 2));
 }

@@ -43,7 +43,7 @@ template <int ROWS, int THREADS> struct TermLoader {
     Loader<ROWS, THREADS> loader;
 
     // `matrix`: the (T, TERMS * PAD_D) terms of a (T, D) matrix.
-    __device__ __forceinline__ TermLoader(const operand *matrix, long long stride, int first)
+    __device__ __forceinline__ TermLoader(const mma_element *matrix, long long stride, int first)
         : loader(matrix, stride, first) {}
 
     // As Loader::load, into two tiles of ROWS * ROW_BYTES from `tile` on.
@@ -123,7 +123,7 @@ __device__ __forceinline__ void finish_part(Accumulator<TILES, BESIDE> &part, co
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, Accumulator<TILES, PAIRS> &rest,
                                                const unsigned (&a)[TERMS][TILES][4], int d,
-                                               const LdmatrixLanes<PAD_D> &columns_first, unsigned b, unsigned b_term) {
+                                               const LdmatrixLanes<PAD_D> &b_lanes, unsigned b, unsigned b_term) {
     const int BESIDE = Beside<TILES, PAIRS>::N;
 #pragma unroll
     for (int n = 0; n < PAIRS; n += BESIDE) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, 
         for (int x = 0; x < BESIDE; x++)
 #pragma unroll
             for (int term = 0; term < TERMS; term++)
-                load_matrices(right[x][term], columns_first(b + term * b_term, (n + x) * 16, d));
+                load_matrices(right[x][term], b_lanes(b + term * b_term, (n + x) * 16, d));
         Accumulator<TILES, BESIDE> part;
         part.clear();
         add_products(part, rest, n, a, right);
@@ -146,8 +146,8 @@ __device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, 
 template <int STAY, int TILES, int PAIRS>
 __device__ __forceinline__ void multiply_split(Accumulator<TILES, PAIRS> &sums,
                                                const unsigned (&held)[D_STEPS][STAY ? STAY : 1][TILES][4],
-                                               const LdmatrixLanes<PAD_D> &rows_first, unsigned a, unsigned a_term,
-                                               const LdmatrixLanes<PAD_D> &columns_first, unsigned b, unsigned b_term) {
+                                               const LdmatrixLanes<PAD_D> &a_lanes, unsigned a, unsigned a_term,
+                                               const LdmatrixLanes<PAD_D> &b_lanes, unsigned b, unsigned b_term) {
     Accumulator<TILES, PAIRS> rest;
     sums.clear(), rest.clear();
 #pragma unroll
@@ -158,18 +158,18 @@ __device__ __forceinline__ void multiply_split(Accumulator<TILES, PAIRS> &sums,
 #pragma unroll
             for (int t = 0; t < TILES; t++)
                 if (term >= STAY)
-                    load_matrices(left[term][t], rows_first(a + (term - STAY) * a_term, t * 16, d));
+                    load_matrices(left[term][t], a_lanes(a + (term - STAY) * a_term, t * 16, d));
                 else
 #pragma unroll
                     for (int e = 0; e < 4; e++) left[term][t][e] = held[d][STAY ? term % STAY : 0][t][e];
-        add_split_step(sums, rest, left, d, columns_first, b, b_term);
+        add_split_step(sums, rest, left, d, b_lanes, b, b_term);
     }
 }
 
 // sums += W B: W are the warp's own sums, split here, and B is the split tile at `b`, (16 * PAIRS) x D.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void add_split_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
-                                                  const LdmatrixLanes<PAD_D> &rows_first, unsigned b, unsigned b_term) {
+                                                  const LdmatrixLanes<PAD_D> &b_lanes, unsigned b, unsigned b_term) {
     const int BESIDE = Beside<TILES, D_STEPS>::N;
     unsigned left[PAIRS][TERMS][TILES][4];
 #pragma unroll
@@ -191,7 +191,7 @@ __device__ __forceinline__ void add_split_product(Accumulator<TILES, D_STEPS> &s
             for (int x = 0; x < BESIDE; x++)
 #pragma unroll
                 for (int term = 0; term < TERMS; term++)
-                    load_transposed(right[x][term], rows_first(b + term * b_term, n * 16, d + x));
+                    load_transposed(right[x][term], b_lanes(b + term * b_term, n * 16, d + x));
             add_products(part, rest, 0, left[n], right);
         }
         add_columns(sums, d, part);

@@ -81,47 +81,49 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
-    const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * TILES * 16;
     const unsigned q_tile = shared_address(memory), q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
     const unsigned k_tile = q_tile + (TERMS - HELD) * Q_TERM_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
-    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, documents_of(p, b, tile));
-    const int of_q = exponent_of(p, OF_Q, b, h / GROUP), of_k = exponent_of(p, OF_K, b, h / GROUP);
-    // not 0, as -inf is multiplied by c
-    const float undo = power_of_two(-of_q - of_k), scale = SCALE_FIRST ? 1.0f : fmaxf(p.scale * undo, 1e-37f);
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, causal_offset, BC, documents_of(p, b, tile));
+    const int kv_head = h / HEADS_PER_KV;
+    const int q_exponent = exponent_of(p, OF_Q, b, kv_head), k_exponent = exponent_of(p, OF_K, b, kv_head);
+    const float undo = power_of_two(-q_exponent - k_exponent);
+    // not 0, as -inf is multiplied by it
+    const float scale = SCALE_FIRST ? 1.0f : fmaxf(p.scale * undo, 1e-37f);
     const Dropout<TILES> dropout(p, b, h, i_first);
-    const operand *k = matrix_of((const operand *)p.k, p.k_stride, b, h / GROUP);
-    const operand *v = matrix_of((const operand *)p.v, p.v_stride, b, h / GROUP);
+    const mma_element *k = matrix_of((const mma_element *)p.k, p.k_stride, b, kv_head);
+    const mma_element *v = matrix_of((const mma_element *)p.v, p.v_stride, b, kv_head);
     TermLoader<BC, THREADS> next_k(k, p.k_stride.t, range.lo), next_v(v, p.v_stride.t, range.lo);
-    auto load = [&](int start, int odd) {
-        next_k.load(k_tile + odd * TILE_BYTES, p.k_stride.t, keys - start);
-        next_v.load(v_tile + odd * TILE_BYTES, p.v_stride.t, keys - start);
+    auto load = [&](int start, int buffer) {
+        next_k.load(k_tile + buffer * TILE_BYTES, p.k_stride.t, keys - start);
+        next_v.load(v_tile + buffer * TILE_BYTES, p.v_stride.t, keys - start);
     };
     if (range.lo < range.hi) load(range.lo, 0);
     commit();
     unsigned q[D_STEPS][HELD ? HELD : 1][TILES][4];
-    split_q(p, q, q_rows, matrix_of(p.q, p.q_stride, b, h), i_first, power_of_two(of_q));
-    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
+    split_q(p, q, q_rows, matrix_of(p.q, p.q_stride, b, h), i_first, power_of_two(q_exponent));
+    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     SoftmaxState<TILES> rows;
     rows.clear();
     Accumulator<TILES, D_STEPS> o;
     o.clear();
-    for (int start = range.lo, odd = 0; start < range.hi; start += BC, odd ^= 1) {
+    for (int start = range.lo, buffer = 0; start < range.hi; start += BC, buffer ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
-        if (start + BC < range.hi) load(start + BC, odd ^ 1);
+        if (start + BC < range.hi) load(start + BC, buffer ^ 1);
         commit();
         Accumulator<TILES, BC / 16> s;
-        const unsigned k_rows = k_tile + odd * TILE_BYTES, v_rows = v_tile + odd * TILE_BYTES;
+        const unsigned k_rows = k_tile + buffer * TILE_BYTES, v_rows = v_tile + buffer * TILE_BYTES;
         // S = Q K^T
-        multiply_split<HELD>(s, q, rows_first, q_rows, Q_TERM_BYTES, columns_first, k_rows, TERM_BYTES);
+        multiply_split<HELD>(s, q, as_stored, q_rows, Q_TERM_BYTES, transposed, k_rows, TERM_BYTES);
         const bool masked = start < range.full_lo || start >= range.full_hi;
         if (SCALE_FIRST) multiply_by(s, undo);
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
         online_softmax(s, o, rows, scale * LOG2E);
         dropout.drop(p, s, start);
-        add_split_product(o, s, rows_first, v_rows, TERM_BYTES);  // O += P V
+        add_split_product(o, s, as_stored, v_rows, TERM_BYTES);  // O += P V
     }
     finish_rows(p, o, rows, head, i_first, scale);
-    multiply_by(o, power_of_two(-exponent_of(p, OF_V, b, h / GROUP)));
+    multiply_by(o, power_of_two(-exponent_of(p, OF_V, b, kv_head)));
     write_rows(matrix_of(p.out, p.out_stride, b, h), p.out_stride.t, i_first, p.tq, o);
 }

@@ -76,29 +76,31 @@ __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int
         }
 }
 
-// Replaces s by exp2(c s - c m), where m is the new maximum, and rescales l, the sum over the previous keys, to it. The
-// warp's sums are stored in sums (BR, TEAM_WARPS). The team's first warp writes m back.
+// Replaces s by exp2(scale_log2 (s - m)), where m is the new maximum, and rescales l, the sum over the previous keys,
+// to it. The warp's sums are stored in sums (BR, TEAM_WARPS). The team's first warp writes m back.
 __device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[TILES][2], float (&l)[TILES][2],
-                                               float *m_of_rows, const float *maxima, float *sums, int warp, float c) {
+                                               float *m_of_rows, const float *maxima, float *sums, int warp,
+                                               float scale_log2) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = row_of(t, half);
             const float4 x = ((const float4 *)maxima)[row];
-            const float most = fmaxf(m[t][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+            const float row_max = fmaxf(m[t][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
             // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
-            const float shift = most == -INFINITE ? 0.0f : most * c;
-            l[t][half] *= exp2_of(m[t][half] * c - shift);
+            const float shift = row_max == -INFINITE ? 0.0f : row_max * scale_log2;
+            l[t][half] *= exp2_of(m[t][half] * scale_log2 - shift);
             float sum = 0.0f;
 #pragma unroll
             for (int n = 0; n < WARP_KEYS / 8; n++)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) sum += s.c[t][n][e] = exp2_of(s.c[t][n][e] * c - shift);
+                for (int e = 2 * half; e < 2 * half + 2; e++)
+                    sum += s.c[t][n][e] = exp2_of(s.c[t][n][e] * scale_log2 - shift);
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (threadIdx.x % 4 == 0) sums[row * TEAM_WARPS + warp] = sum;
-            if (threadIdx.x % 4 == 0 && warp == 0) m_of_rows[row] = most;
+            if (threadIdx.x % 4 == 0 && warp == 0) m_of_rows[row] = row_max;
         }
 }
 
@@ -135,7 +137,8 @@ __device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4
 
 // The warp's share of O of 16 rows, and by the first warp their lse: the last keys are in. m: of the head's rows.
 __device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[OWN_TILES], const float *m,
-                                           const float (&l)[2], int b, int h, int i0, int t, int warp, float c) {
+                                           const float (&l)[2], int b, int h, int i0, int t, int warp,
+                                           float scale_log2) {
     const int lane = threadIdx.x % 32;
     element *out = matrix_of(p.out, p.out_stride, b, h) + lane % 4 * 2;
     float *lse = p.lse + (long long)blockIdx.x * p.tq;
@@ -143,7 +146,8 @@ __device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[
     for (int half = 0; half < 2; half++) {
         const int i = i0 + row_of(t, half);
         if (i >= p.tq) continue;
-        if (warp == 0 && lane % 4 == 0) lse[i] = l[half] == 0.0f ? -INFINITE : (m[i] * c + __log2f(l[half])) * LN2;
+        if (warp == 0 && lane % 4 == 0)
+            lse[i] = l[half] == 0.0f ? -INFINITE : (m[i] * scale_log2 + __log2f(l[half])) * LN2;
 #pragma unroll
         for (int n = 0; n < OWN_TILES; n++) {
             const unsigned two = half ? pack(sum[n].z, sum[n].w) : pack(sum[n].x, sum[n].y);
@@ -203,7 +207,7 @@ __device__ __forceinline__ void add_sums(float (&l)[2], const float *sums, int t
 // P V of the team's warps goes into O of the rows from i0 on: back to HBM, or after the last keys to out, with lse.
 __device__ __forceinline__ void update_output(const Params &p, const Team &team,
                                               const Accumulator<TILES, D_STEPS> &o, float4 (&old)[OWN_TILES], float4 *to,
-                                              float (&l_row)[TILES][2], int i0, int j0, bool last, float c) {
+                                              float (&l_row)[TILES][2], int i0, int j0, bool last, float scale_log2) {
 #pragma unroll
     for (int t = 0; t < TILES; t++, to += D_TILES * 32) {
         if (t) team_barrier(team.number);  // all have read the parts of the rows before
@@ -215,7 +219,7 @@ __device__ __forceinline__ void update_output(const Params &p, const Team &team,
         add_parts(sum, old, team.parts, keep, divide, team.warp);
         if (t + 1 < TILES) read_fragment(old, to + D_TILES * 32, j0);
         if (last) {
-            write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, c);
+            write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, scale_log2);
             continue;
         }
 #pragma unroll
@@ -242,12 +246,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     const Team team(p, memory);
     const int b = team.b, h = team.h, keys = team.keys;
     const element *q = matrix_of(p.q, p.q_stride, b, h);
-    const element *k = matrix_of(p.k, p.k_stride, b, h / GROUP);
-    const element *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
+    const element *k = matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV);
+    const element *v = matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV);
     // Loader derives rows from threadIdx.x, which makes the rows of this team's threads too large by `ahead`.
     const int ahead = team.number * QLoader::STEP;
-    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
-    const float c = exponent_scale(p);
+    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    const float scale_log2 = exponent_scale(p);
     for (int j0 = 0; j0 < keys; j0 += BC) {
         const Range range = query_range(p, j0, BC, keys - p.tq, BR, {});
         if (range.lo >= range.hi) break;
@@ -256,39 +260,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
         Loader<BC, THREADS>(v, p.v_stride.t, j0).load(team.v_tile, p.v_stride.t, keys - j0);
         int i0 = range.lo + team.number * BR;
         QLoader next_q(q, p.q_stride.t, i0 - ahead);
-        auto load = [&](int start, int odd) {
-            const unsigned to = team.q_tile + odd * Q_BYTES - ahead * ROW_BYTES;
+        auto load = [&](int start, int buffer) {
+            const unsigned to = team.q_tile + buffer * Q_BYTES - ahead * ROW_BYTES;
             if (start < range.hi) next_q.load(to, p.q_stride.t, p.tq - start + ahead, TEAMS * BR);
             commit();
         };
         load(i0, 0);
         wait_for_all_but<0>();
         __syncthreads();  // K and V have landed
-        for (int odd = 0; i0 < range.hi; i0 += TEAMS * BR, odd ^= 1) {
+        for (int buffer = 0; i0 < range.hi; i0 += TEAMS * BR, buffer ^= 1) {
             float m_row[TILES][2], l_row[TILES][2];
             read_statistics(m_row, l_row, team, i0, j0);
             // No query of this tile sees a key of the next.
             const bool last = j0 + BC >= keys || (HAS_RIGHT && j0 + BC > i0 + BR - 1 + keys - p.tq + p.window_right);
             wait_for_all_but<0>();
             team_barrier(team.number);  // this Q has landed; the team is done with the other, and with parts, maxima, sums
-            load(i0 + TEAMS * BR, odd ^ 1);
+            load(i0 + TEAMS * BR, buffer ^ 1);
             Scores s;
             s.clear();
-            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, team.q_tile + odd * Q_BYTES, columns_first,
+            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, team.q_tile + buffer * Q_BYTES, transposed,
                                                  team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
             if (SCALE_FIRST || masked)
                 finish_scores(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);
             share_maxima(s, team.maxima, team.warp);
             team_barrier(team.number);  // maxima are whole, and all have read m
-            online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, c);
+            online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, scale_log2);
             float4 *to = output_fragment(p, team.first_row + i0) + team.warp * OWN_TILES * 32, old[OWN_TILES];
             read_fragment(old, to, j0);
             Accumulator<TILES, D_STEPS> o;
             o.clear();
             // P V of this warp's keys
-            add_product(o, s, rows_first, team.v_tile + team.warp * WARP_KEYS * ROW_BYTES);
-            update_output(p, team, o, old, to, l_row, i0, j0, last, c);
+            add_product(o, s, as_stored, team.v_tile + team.warp * WARP_KEYS * ROW_BYTES);
+            update_output(p, team, o, old, to, l_row, i0, j0, last, scale_log2);
         }
     }
     write_keyless_rows(p, team);

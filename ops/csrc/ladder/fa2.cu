@@ -26,20 +26,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
-    const int keys = keys_of(p, b), diagonal = keys - p.tq, i_first = i0 + warp * TILES * 16;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * TILES * 16;
     const unsigned q_tile = shared_address(memory), k_tile = q_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
     const unsigned q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
-    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, diagonal, BC, documents_of(p, b, tile));
-    const float c = exponent_scale(p);
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, causal_offset, BC, documents_of(p, b, tile));
+    const float scale_log2 = exponent_scale(p);
     const Dropout<TILES> dropout(p, b, h, i_first);
 #if BLOCK_MASK
     KeptTiles<1> kept(p, b, h, tile);
 #endif
-    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, LOADER_ORIGIN);
-    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, LOADER_ORIGIN);
-    auto load = [&](int start, int odd) {
-        next_k.load_next(k_tile + odd * TILE_BYTES, p.k_stride.t, start, keys);
-        next_v.load_next(v_tile + odd * TILE_BYTES, p.v_stride.t, start, keys);
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV), p.k_stride.t, LOADER_ORIGIN);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV), p.v_stride.t, LOADER_ORIGIN);
+    auto load = [&](int start, int buffer) {
+        next_k.load_next(k_tile + buffer * TILE_BYTES, p.k_stride.t, start, keys);
+        next_v.load_next(v_tile + buffer * TILE_BYTES, p.v_stride.t, start, keys);
     };
     if (HAS_TILES) {  // else Q would arrive, without a wait, in the buffer from which O is stored
         const element *q = matrix_of(p.q, p.q_stride, b, h);
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         load(FIRST_TILE, 0);
     }
     commit();
-    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     SoftmaxState<TILES> rows;
     rows.clear();
     Accumulator<TILES, D_STEPS> o;
@@ -59,26 +59,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
-        for (int d = 0; d < D_STEPS; d++) load_matrices(q[t][d], rows_first(q_rows, t * 16, d));
+        for (int d = 0; d < D_STEPS; d++) load_matrices(q[t][d], as_stored(q_rows, t * 16, d));
 #endif
-    for (int start = BEGIN_TILES, odd = 0; IS_TILE(start); ADVANCE(start, BC), odd ^= 1) {
+    for (int start = BEGIN_TILES, buffer = 0; IS_TILE(start); ADVANCE(start, BC), buffer ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has arrived, and no warp still reads the other buffer
-        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), odd ^ 1);
+        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), buffer ^ 1);
         commit();
         PREFETCH_ENTRY;
         Accumulator<TILES, BC / 16> s;
         s.clear();
 #if Q_IN_REGISTERS
-        multiply(s, q, columns_first, k_tile + odd * TILE_BYTES);  // S = Q K^T
+        multiply(s, q, transposed, k_tile + buffer * TILE_BYTES);  // S = Q K^T
 #else
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, q_rows, columns_first, k_tile + odd * TILE_BYTES);
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_rows, transposed, k_tile + buffer * TILE_BYTES);
 #endif
         const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
         if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
-        online_softmax(s, o, rows, c);
+        online_softmax(s, o, rows, scale_log2);
         dropout.drop(p, s, start);
-        add_product(o, s, rows_first, v_tile + odd * TILE_BYTES);  // O += P V
+        add_product(o, s, as_stored, v_tile + buffer * TILE_BYTES);  // O += P V
     }
     finish_rows(p, o, rows, head, i_first);
     // Only this warp reads its rows of Q, so O is staged in their place.

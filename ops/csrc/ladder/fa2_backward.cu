@@ -72,21 +72,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
     const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, warp = threadIdx.x / 32;
-    const int keys = keys_of(p, b), diagonal = keys - p.tq, lane = threadIdx.x % 32;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq, lane = threadIdx.x % 32;
     const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
     const unsigned p_tile = v_tile + KV_BYTES, ds_tile = p_tile + SCORE_BYTES, stages = ds_tile + SCORE_BYTES;
     const int real_keys = min_of(BC, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real_keys > 0) range = query_range(p, j0, real_keys, diagonal, BR, documents_of(p, b, tile));
+    if (real_keys > 0) range = query_range(p, j0, real_keys, causal_offset, BR, documents_of(p, b, tile));
 
-    Loader<BC, THREADS>(matrix_of(p.k, p.k_stride, b, kv_head), p.k_stride.t, j0)
-        .load(k_tile, p.k_stride.t, keys - j0);
-    Loader<BC, THREADS>(matrix_of(p.v, p.v_stride, b, kv_head), p.v_stride.t, j0)
-        .load(v_tile, p.v_stride.t, keys - j0);
+    Loader<BC, THREADS>(matrix_of(p.k, p.k_stride, b, kv_head), p.k_stride.t, j0).load(k_tile, p.k_stride.t, keys - j0);
+    Loader<BC, THREADS>(matrix_of(p.v, p.v_stride, b, kv_head), p.v_stride.t, j0).load(v_tile, p.v_stride.t, keys - j0);
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
-    const int first_head = kv_head * GROUP, n_rows = ceil_div(range.hi - range.lo, BR) * BR;
+    const int first_head = kv_head * HEADS_PER_KV, n_rows = ceil_div(range.hi - range.lo, BR) * BR;
 #if BLOCK_MASK
-    KeptTiles<GROUP> kept(p, b, first_head, tile);
+    KeptTiles<HEADS_PER_KV> kept(p, b, first_head, tile);
 #endif
     Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, LOADER_ORIGIN);
     Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, LOADER_ORIGIN);
@@ -102,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             copy_async(to + 2 * Q_BYTES + 16 * threadIdx.x, lse_log2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
         if (BLOCK_MASK) return;
         next_lse_log2 += BR;
-        if (GROUP > 1 && i + BR >= range.hi) {
+        if (HEADS_PER_KV > 1 && i + BR >= range.hi) {
             next_q.from += p.q_stride.h - n_rows * p.q_stride.t;
             next_do.from += p.dout_stride.h - n_rows * p.dout_stride.t;
             next_lse_log2 += p.padded_tq - n_rows;
@@ -114,13 +112,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int s_row = warp % ROWS_S * S_TILES * 16, s_column = warp / ROWS_S * S_COLUMNS;
     const int kv_row = warp % ROWS_KV * KV_TILES * 16, kv_column = warp / ROWS_KV * KV_COLUMNS;
     const int q_row = warp % ROWS_Q * Q_TILES * 16, q_column = warp / ROWS_Q * Q_COLUMNS;
-    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false), of_kv(true, kv_column), of_q(true, q_column);
-    const LdmatrixLanes<BC> transposed(false, kv_row), scores_first(true);
+    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    const LdmatrixLanes<PAD_D> kv_columns(AS_STORED, kv_column), q_columns(AS_STORED, q_column);
+    const LdmatrixLanes<BC> scores_transposed(TRANSPOSED, kv_row), scores_as_stored(AS_STORED);
     Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
-    for (int g = 0, stage = 0; g < GROUP; g++)
+    for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
         for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
-            const int h = kv_head * GROUP + g;
+            const int h = kv_head * HEADS_PER_KV + g;
             wait_for_all_but<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other, with P and with dS
             const bool last_of_head = IS_LAST_OF_HEAD(i0, BR), more = HAS_NEXT_OF_GROUP(g);
@@ -131,20 +130,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             const float *lse_log2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
             Scores s, dp;
             s.clear(), dp.clear();
-            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, q_tile + s_row * ROW_BYTES, columns_first,
+            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + s_row * ROW_BYTES, transposed,
                                                  k_tile + s_column * ROW_BYTES);
-            multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, rows_first, do_tile + s_row * ROW_BYTES, columns_first,
+            multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + s_row * ROW_BYTES, transposed,
                                                  v_tile + s_column * ROW_BYTES);
             const bool masked = NEEDS_MASKING(real_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
             compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
             __syncthreads();  // P and dS are whole
-            multiply<BR / 16, TRANSPOSED, AS_STORED>(dv, transposed, p_tile, of_kv, do_tile);
+            multiply<BR / 16, TRANSPOSED, AS_STORED>(dv, scores_transposed, p_tile, kv_columns, do_tile);
 #if ATOMIC
             Accumulator<Q_TILES, Q_COLUMNS / 16> dq;
             dq.clear();
-            multiply<BC / 16, AS_STORED, AS_STORED>(dq, scores_first, ds_tile + q_row * BC * 2, of_q, k_tile);
+            multiply<BC / 16, AS_STORED, AS_STORED>(dq, scores_as_stored, ds_tile + q_row * BC * 2, q_columns, k_tile);
             float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PAD_D + lane * 4;
 #pragma unroll
             for (int t = 0; t < Q_TILES; t++)
@@ -152,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                 for (int n = 0; n < Q_COLUMNS / 8; n++)
                     add_four(to + (t * 2 * D_STEPS + q_column / 8 + n) * 128, &dq.c[t][n][0], &dq.c[t][n][2]);
 #endif
-            multiply<BR / 16, TRANSPOSED, AS_STORED>(dk, transposed, ds_tile, of_kv, q_tile);
+            multiply<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, kv_columns, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
                 if (more) load(0, NEXT_OF_GROUP(i0, BR));

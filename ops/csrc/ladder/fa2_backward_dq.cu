@@ -27,11 +27,11 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
 #if BLOCK_MASK
     KeptTiles<1> kept(p, b, h, tile);
 #endif
-    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / GROUP), p.k_stride.t, LOADER_ORIGIN);
-    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / GROUP), p.v_stride.t, LOADER_ORIGIN);
-    auto load = [&](int start, int odd) {
-        next_k.load_next(k_tile + odd * TILE_BYTES, p.k_stride.t, start, keys);
-        next_v.load_next(v_tile + odd * TILE_BYTES, p.v_stride.t, start, keys);
+    Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV), p.k_stride.t, LOADER_ORIGIN);
+    Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV), p.v_stride.t, LOADER_ORIGIN);
+    auto load = [&](int start, int buffer) {
+        next_k.load_next(k_tile + buffer * TILE_BYTES, p.k_stride.t, start, keys);
+        next_v.load_next(v_tile + buffer * TILE_BYTES, p.v_stride.t, start, keys);
     };
     if (HAS_TILES) {  // else Q would land, unwaited for, where dQ goes out
         const element *q = matrix_of(p.q, p.q_stride, b, h), *dout = matrix_of(p.dout, p.dout_stride, b, h);
@@ -40,25 +40,25 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         load(FIRST_TILE, 0);
     }
     commit();
-    const LdmatrixLanes<PAD_D> rows_first(true), columns_first(false);
+    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const long long row = (long long)head * p.padded_tq + i_first;
     Accumulator<TILES, D_STEPS> dq;
     dq.clear();
-    for (int start = BEGIN_TILES, odd = 0; IS_TILE(start); ADVANCE(start, BC), odd ^= 1) {
+    for (int start = BEGIN_TILES, buffer = 0; IS_TILE(start); ADVANCE(start, BC), buffer ^= 1) {
         wait_for_all_but<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
-        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), odd ^ 1);
+        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), buffer ^ 1);
         commit();
         PREFETCH_ENTRY;
         Accumulator<TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, rows_first, q_tile + first_row, columns_first,
-                                                 k_tile + odd * TILE_BYTES);
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, rows_first, do_tile + first_row, columns_first,
-                                                 v_tile + odd * TILE_BYTES);
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + first_row, transposed,
+                                                 k_tile + buffer * TILE_BYTES);
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + first_row, transposed,
+                                                 v_tile + buffer * TILE_BYTES);
         const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
         compute_p_and_ds(p, s, dp, p.lse_log2 + row, p.delta + row, i_first, start, keys, b, h, masked);
-        add_product(dq, dp, rows_first, k_tile + odd * TILE_BYTES);  // dQ += dS K
+        add_product(dq, dp, as_stored, k_tile + buffer * TILE_BYTES);  // dQ += dS K
     }
 #pragma unroll
     for (int t = 0; t < TILES; t++)

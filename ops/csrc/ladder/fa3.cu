@@ -24,10 +24,10 @@
 // HBM traffic. As fa2: Q and O once, K and V once per head as long as the heads in flight fit in the L2; lse.
 // With BLOCK_MASK the copying warp reads a list of tiles and publishes each with its K (kept_tiles.cuh has the macros).
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
-// The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), GROUPS (warp
-// groups that compute; a tile has BR = 64 GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles of Q that there is
-// space for), O_OVER_Q (O has no shared memory of its own), COPY_REGISTERS and COMPUTE_REGISTERS of a thread, PINGPONG, OVERLAP,
-// PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as for fa2.
+// The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), WARP_GROUPS
+// (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles of Q that
+// there is space for), O_OVER_Q (O has no shared memory of its own), COPY_REGISTERS and COMPUTE_REGISTERS of a thread,
+// PINGPONG, OVERLAP, PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as for fa2.
 #include "fa3_consumer.cuh"
 #include "fa3_producer.cuh"
 
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(con
             // A full barrier expects one arrival (the copying thread's), an empty one an arrival of each reading warp.
             const bool empty = (place >= Q_EMPTY && place < K_FULL) || (place >= K_EMPTY && place < V_FULL) ||
                                place >= V_EMPTY;
-            mbarrier_init(layout.barrier(place), empty ? 4 * GROUPS : 1);
+            mbarrier_init(layout.barrier(place), empty ? 4 * WARP_GROUPS : 1);
         }
         fence_mbarrier_init();
     }

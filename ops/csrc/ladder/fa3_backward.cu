@@ -40,18 +40,18 @@
 #endif
 
 // Q and dO of a tile of head h, with what their rows need; issued.
-__device__ __forceinline__ void load_queries(const Launch &launch, const SharedLayout &layout, int stage, int of_do,
+__device__ __forceinline__ void load_queries(const Launch &launch, const SharedLayout &layout, int stage, int do_stage,
                                              int do_parity, int b, int h, int i0) {
     const Params &p = launch.p;
-    const unsigned q_full = layout.barrier(Q_FULL + stage), do_full = layout.barrier(DO_FULL + of_do);
+    const unsigned q_full = layout.barrier(Q_FULL + stage), do_full = layout.barrier(DO_FULL + do_stage);
     const long long row = (long long)(b * p.heads + h) * p.padded_tq + i0;
     mbarrier_arrive_expect_tx(q_full, Q_BYTES + STATISTIC_BYTES);
     load_tile<BR>(layout.q + stage * Q_BYTES, launch.q, q_full, i0, h, b);
     bulk_load(layout.lse_log2 + stage * STATISTIC_BYTES, p.lse_log2 + row, STATISTIC_BYTES, q_full);
-    if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + of_do), do_parity ^ 1);  // else dO is released as Q is
+    if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + do_stage), do_parity ^ 1);  // else dO is released as Q is
     mbarrier_arrive_expect_tx(do_full, Q_BYTES + STATISTIC_BYTES);
-    load_tile<BR>(layout.dout + of_do * Q_BYTES, launch.dout, do_full, i0, h, b);
-    bulk_load(layout.delta + of_do * STATISTIC_BYTES, p.delta + row, STATISTIC_BYTES, do_full);
+    load_tile<BR>(layout.dout + do_stage * Q_BYTES, launch.dout, do_full, i0, h, b);
+    bulk_load(layout.delta + do_stage * STATISTIC_BYTES, p.delta + row, STATISTIC_BYTES, do_full);
 }
 
 // K and V of a tile; issued.
@@ -70,9 +70,9 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     const bool issues_copies = threadIdx.x == 0;
     Ring<STAGES> stage;
 #if WIDE
-    Ring<DO_STAGES> of_do;
+    Ring<DO_STAGES> do_stage;
 #else
-    Ring<STAGES> &of_do = stage;  // which has as many buffers
+    Ring<STAGES> &do_stage = stage;  // which has as many buffers
 #endif
     Ring<2> slot;
     Ring<1> kv;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     while (true) {
 #if BLOCK_MASK
         const Tile tile(p, min_of(index, n - 1));
-        KeptTiles<GROUP> kept(p, tile.b, tile.kv_head * GROUP, tile.j0 / BC);
+        KeptTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
         const int flag = HAS_TILES ? 0 : NO_QUERIES;
 #else
         const int flag = 0;
@@ -97,19 +97,19 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
 #endif
         const Range &range = tile.range;
         bool first = true;
-        for (int g = 0; g < GROUP; g++)
+        for (int g = 0; g < HEADS_PER_KV; g++)
             for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
-                const int h = tile.kv_head * GROUP + g;
+                const int h = tile.kv_head * HEADS_PER_KV + g;
                 mbarrier_wait(layout.barrier(Q_EMPTY + stage.index), stage.parity ^ 1);
                 if (issues_copies) {
 #if BLOCK_MASK
                     volatile int *published = layout.stage_slots(stage.index);
                     published[0] = kept.here | (kept.next < 0 ? LAST_FLAG : 0), published[1] = h;
 #endif
-                    load_queries(launch, layout, stage.index, of_do.index, of_do.parity, tile.b, h, i0);
+                    load_queries(launch, layout, stage.index, do_stage.index, do_stage.parity, tile.b, h, i0);
                 }
                 stage.next();
-                if (WIDE) of_do.next();
+                if (WIDE) do_stage.next();
                 PREFETCH_ENTRY;
                 if (!first) continue;
                 first = false;
@@ -136,12 +136,12 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
         const Tile tile(p, index);
         const Range &range = tile.range;
 #if BLOCK_MASK
-        KeptTiles<GROUP> kept(p, tile.b, tile.kv_head * GROUP, tile.j0 / BC);
+        KeptTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
 #endif
-        for (int g = 0; g < GROUP; g++)
+        for (int g = 0; g < HEADS_PER_KV; g++)
             for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
                 PREFETCH_ENTRY;
-                const int h = tile.kv_head * GROUP + g;
+                const int h = tile.kv_head * HEADS_PER_KV + g;
                 for (int chunk = 0; chunk < DQ_CHUNKS; chunk++) {
                     const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                     mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);

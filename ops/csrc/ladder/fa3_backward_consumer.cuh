@@ -17,7 +17,7 @@ struct Consumer : ScoreTile {
 
     // S^T = K Q^T, or dP^T = V dO^T, issued.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
-        const SmemDescriptor a(keys + group * 64 * BLOCK_ROW), b(queries);
+        const SmemDescriptor a(keys + group * 64 * BLOCK_ROW_BYTES), b(queries);
 #pragma unroll
         for (int step = 0; step < USED_D / 16; step++)
             Wgmma<BR>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
@@ -25,26 +25,27 @@ struct Consumer : ScoreTile {
     }
     // dV += P^T dO, or dK += dS^T Q, issued.
     __device__ __forceinline__ void multiply_columns(float (&to)[USED_D / 2], const Rounded &a, unsigned queries) const {
-        const SmemDescriptor b(queries, BR * BLOCK_ROW);
+        const SmemDescriptor b(queries, BR * BLOCK_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<USED_D>::rs<1>(to, a[step], b.offset(step * 16 * BLOCK_ROW), 1);
+            Wgmma<USED_D>::rs<1>(to, a[step], b.offset(step * 16 * BLOCK_ROW_BYTES), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a
     // block.
     __device__ __forceinline__ void multiply_dq(int slot) {
 #if TRANSPOSED_DQ
-        const SmemDescriptor a(layout.k + group * BC * BLOCK_ROW), b(layout.ds + slot * DS_BYTES);
+        const SmemDescriptor a(layout.k + group * BC * BLOCK_ROW_BYTES), b(layout.ds + slot * DS_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<BR>::ss<1, 0>(dq, a.offset(step * 16 * BLOCK_ROW), b.offset(step_bytes<BR>(step)), step > 0);
+            Wgmma<BR>::ss<1, 0>(dq, a.offset(step * 16 * BLOCK_ROW_BYTES), b.offset(step_bytes<BR>(step)), step > 0);
 #else
         const SmemDescriptor a(layout.ds + slot * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
-        const SmemDescriptor b(layout.k + (DQ_SPLIT_BY_ROWS ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW)));
+        const SmemDescriptor b(layout.k + (DQ_SPLIT_BY_ROWS ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW_BYTES)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BLOCK_ROW), step > 0);
+            Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BLOCK_ROW_BYTES),
+                                        step > 0);
 #endif
         wgmma_commit_group();
     }
@@ -53,7 +54,7 @@ struct Consumer : ScoreTile {
     // are enough: before a group stores a tile, it has seen that the other group stored the previous tile, and that
     // group had by then finished the product dQ of the tile before that.
     __device__ __forceinline__ void share_ds() const {
-        share(gradients, layout.ds + ds.index * DS_BYTES + group * BR * 128);
+        share(ds16, layout.ds + ds.index * DS_BYTES + group * BR * 128);
         if (lane == 0) mbarrier_arrive(layout.barrier(DS_FULL + ds.index));
     }
     // Until both warp groups have shared the tile, with LATE_DQ the one before.
@@ -76,7 +77,7 @@ struct Consumer : ScoreTile {
     // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
     __device__ __forceinline__ void accumulate_dk_dq(unsigned q_tile, bool first) {
         if (LATE_DQ) {
-            multiply_columns(dk, gradients, q_tile);
+            multiply_columns(dk, ds16, q_tile);
             wgmma_wait_group<1>();
             pin(dq), pin(dv);
             share_ds();
@@ -86,7 +87,7 @@ struct Consumer : ScoreTile {
             await_ds();
             wgmma_fence();
             multiply_dq(ds.index);
-            multiply_columns(dk, gradients, q_tile);
+            multiply_columns(dk, ds16, q_tile);
             wgmma_wait_group<1>();
             pin(dq), pin(dv);
             hand_over_dq();
@@ -106,8 +107,8 @@ struct Consumer : ScoreTile {
         for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_queries();
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
-        if (left > 0) await_keys(layout, kv);
-        while (left > 0) {
+        if (remaining > 0) await_keys(layout, kv);
+        while (remaining > 0) {
             const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + stage.index * Q_BYTES;
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             read_queries(layout, stage.index);
@@ -121,7 +122,7 @@ struct Consumer : ScoreTile {
             pin(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
             wgmma_fence();
-            multiply_columns(dv, weights, do_tile);
+            multiply_columns(dv, p16, do_tile);
             if (LATE_DQ) {
                 if (!first) await_ds();
                 wgmma_fence();
@@ -164,22 +165,22 @@ struct Consumer : ScoreTile {
     // dV is staged in this group's part of dS's buffer, and dK behind it or in its part of dQ's, so that K
     // and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
-        const unsigned of_ds = layout.ds + group * BR * 128;
-        const unsigned of_dk = PAD_D == 64 ? of_ds + DS_BYTES : layout.dq + group * PART_BYTES;
+        const unsigned dv_tile = layout.ds + group * BR * 128;
+        const unsigned dk_tile = PAD_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * PART_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
 #pragma unroll
-        for (int block = 0; block < BLOCKS_D; block++) {
-            write_tile(dv, block, DROPOUT ? p.keep_scale : 1.0f, of_ds + block * DS_BYTES);
-            write_tile(dk, block, p.scale, of_dk + block * 64 * BLOCK_ROW);
+        for (int block = 0; block < COLUMN_BLOCKS; block++) {
+            write_tile(dv, block, DROPOUT ? p.keep_scale : 1.0f, dv_tile + block * DS_BYTES);
+            write_tile(dk, block, p.scale, dk_tile + block * 64 * BLOCK_ROW_BYTES);
         }
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
-            for (int block = 0; block < BLOCKS_D; block++) {
+            for (int block = 0; block < COLUMN_BLOCKS; block++) {
                 const int d = block * 64, j = tile.j0 + group * 64;
-                tma_store(launch.dv, of_ds + block * DS_BYTES, d, j, tile.kv_head, tile.b);
-                tma_store(launch.dk, of_dk + block * 64 * BLOCK_ROW, d, j, tile.kv_head, tile.b);
+                tma_store(launch.dv, dv_tile + block * DS_BYTES, d, j, tile.kv_head, tile.b);
+                tma_store(launch.dk, dk_tile + block * 64 * BLOCK_ROW_BYTES, d, j, tile.kv_head, tile.b);
             }
             bulk_commit_group();
             bulk_wait_group_read<0>();

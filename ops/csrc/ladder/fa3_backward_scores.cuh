@@ -32,9 +32,9 @@ struct ScoreTile {
     const Params &p;
     const int group, warp, lane;
     Tile tile;
-    int i0, h, left;  // of the tile of queries: the first, their head; how many tiles are left, this one included
+    int i0, h, remaining;  // the tile's first query, and their head; tiles of queries to come, this one included
     Scores s, dp;
-    Rounded weights, gradients;
+    Rounded p16, ds16;    // P and dS in 16 bits, as left operands
     unsigned dropped[2];  // see `pack_bits`
     unsigned dropout_head;   // the head's key of dropout
     float slope;          // of ALiBi, in units of log2
@@ -47,13 +47,14 @@ struct ScoreTile {
         if (DROPOUT) dropout_head = dropout_head_key(p, tile.b, h);
         if (ALIBI) slope = p.alibi_slopes[h] * LOG2E;
     }
-    // The tiles of queries, one after the other, of all heads of the group: `left` of them. With BLOCK_MASK each is
-    // published with its Q, and `left` says whether another follows.
+    // The tiles of queries, one after the other, of all query heads of the key head: `remaining` of them. With
+    // BLOCK_MASK each is published with its Q, and `remaining` says whether another follows.
     __device__ __forceinline__ void begin_queries() {
 #if BLOCK_MASK
-        left = tile.has_queries;
+        remaining = tile.has_queries;
 #else
-        i0 = tile.range.lo, left = ceil_div(tile.range.hi - i0, BR) * GROUP, h = tile.kv_head * GROUP;
+        i0 = tile.range.lo, h = tile.kv_head * HEADS_PER_KV;
+        remaining = ceil_div(tile.range.hi - i0, BR) * HEADS_PER_KV;
         begin_head(h);
 #endif
     }
@@ -66,12 +67,12 @@ struct ScoreTile {
     }
     __device__ __forceinline__ void next_queries() {
 #if BLOCK_MASK
-        left = !(i0 & LAST_FLAG);
+        remaining = !(i0 & LAST_FLAG);
 #else
-        left--, i0 += BR;
+        remaining--, i0 += BR;
         if (i0 >= tile.range.hi) {
-            i0 = tile.range.lo;  // of the group's next head
-            if (GROUP > 1 && left > 0) begin_head(++h);
+            i0 = tile.range.lo;  // of the next query head
+            if (HEADS_PER_KV > 1 && remaining > 0) begin_head(++h);
         }
 #endif
     }
@@ -105,9 +106,11 @@ struct ScoreTile {
 #endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int j = key + half * 8, diagonal = keys - p.tq;
-            const int begin = j >= keys ? OWN_QUERIES : HAS_RIGHT ? j - diagonal - p.window_right - i_first : -i_first;
-            const int end = HAS_LEFT ? j - diagonal + p.window_left + 1 - i_first : OWN_QUERIES;
+            const int j = key + half * 8, causal_offset = keys - p.tq;
+            const int begin = j >= keys   ? OWN_QUERIES
+                              : HAS_RIGHT ? j - causal_offset - p.window_right - i_first
+                                          : -i_first;
+            const int end = HAS_LEFT ? j - causal_offset + p.window_left + 1 - i_first : OWN_QUERIES;
 #pragma unroll
             for (int n = 0; n < OWN_QUERIES / 8; n++)
 #pragma unroll
@@ -119,7 +122,7 @@ struct ScoreTile {
     }
     // Sets element x of P to 0: of the 16-bit P if `rounded`, of the fp32 P if `exact`.
     __device__ __forceinline__ void clear(int x, bool rounded, bool exact = true) {
-        if (rounded) weights[x / 8][x % 8 / 2] &= x % 2 ? 0x0000ffffu : 0xffff0000u;
+        if (rounded) p16[x / 8][x % 8 / 2] &= x % 2 ? 0x0000ffffu : 0xffff0000u;
         if (exact) s[x] = 0.0f;
     }
 
@@ -127,7 +130,8 @@ struct ScoreTile {
     // P is multiplied by the derivative of the softcap, which only dS needs.
     __device__ __forceinline__ void compute_p(unsigned lse_log2) {
         const unsigned rows = lse_log2 + own_queries() * 4 + lane % 4 * 8;
-        const float c = (SOFTCAP ? p.softcap : p.scale) * LOG2E, softcap_scale = SOFTCAP ? p.scale / p.softcap : 0.0f;
+        const float scale_log2 = (SOFTCAP ? p.softcap : p.scale) * LOG2E;
+        const float softcap_scale = SOFTCAP ? p.scale / p.softcap : 0.0f;
         const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - first_query()) : 0.0f;
 #pragma unroll
         for (int n = 0; n < OWN_QUERIES / 8; n++) {
@@ -141,20 +145,20 @@ struct ScoreTile {
 #if SOFTCAP
                 x = tanh_of(x * softcap_scale), factor[e] = 1.0f - x * x;
 #endif
-                float exponent = x * c - (e % 2 ? shift.y : shift.x);
+                float exponent = x * scale_log2 - (e % 2 ? shift.y : shift.x);
                 if (ALIBI) exponent -= slope * fabsf(ahead + (float)(e / 2 * 8 - n * 8 - e % 2));
                 x = exp2_of(exponent);
             }
 #if SOFTCAP
 #pragma unroll
-            for (int e = 0; e < 4; e += 2) weights[n / 2][n % 2 * 2 + e / 2] = pack(s[4 * n + e], s[4 * n + e + 1]);
+            for (int e = 0; e < 4; e += 2) p16[n / 2][n % 2 * 2 + e / 2] = pack(s[4 * n + e], s[4 * n + e + 1]);
 #pragma unroll
             for (int e = 0; e < 4; e++) s[4 * n + e] *= factor[e];
 #endif
         }
         if (needs_masking()) apply_mask();
 #pragma unroll
-        for (int step = 0; step < OWN_QUERIES / 16 && !SOFTCAP; step++) round_step(weights[step], s + 8 * step);
+        for (int step = 0; step < OWN_QUERIES / 16 && !SOFTCAP; step++) round_step(p16[step], s + 8 * step);
 #if DROPOUT
         const int key = first_key(), i_first = first_query();
         pack_bits(dropped, [&](int place) {
@@ -178,11 +182,12 @@ struct ScoreTile {
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 float &gradient = dp[8 * step + e];
-                const float weight = LATE_DQ || LATE_DK || TRANSPOSED_DQ ? unpack(weights[step][e / 2], e % 2) : s[8 * step + e];
+                const bool from_p16 = LATE_DQ || LATE_DK || TRANSPOSED_DQ;
+                const float weight = from_p16 ? unpack(p16[step][e / 2], e % 2) : s[8 * step + e];
                 if (DROPOUT) gradient = is_dropped(8 * step + e) ? 0.0f : gradient * p.keep_scale;
                 gradient = weight * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
             }
-            round_step(gradients[step], dp + 8 * step);
+            round_step(ds16[step], dp + 8 * step);
         }
     }
 

@@ -63,12 +63,12 @@ __device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles *
 
 // Where things are in shared memory.
 struct SharedLayout {
-    unsigned k, v, q, dout, ds, weights, dq, lse_log2, delta, barriers;  // weights: P, with WIDE
+    unsigned k, v, q, dout, ds, p, dq, lse_log2, delta, barriers;  // p: P, with WIDE
     volatile int *slots;  // of the tiles' indices; with BLOCK_MASK also of each stage's entry and head
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
-        ds = dout + DO_STAGES * Q_BYTES, weights = ds + 2 * DS_BYTES, dq = weights + (WIDE ? 2 * DS_BYTES : 0);
+        ds = dout + DO_STAGES * Q_BYTES, p = ds + 2 * DS_BYTES, dq = p + (WIDE ? 2 * DS_BYTES : 0);
         lse_log2 = dq + 2 * PART_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }

@@ -16,7 +16,7 @@ struct Consumer : ScoreTile {
     const SharedLayout &layout;
     Tiles tiles;
     Ring<STAGES> stage;
-    Ring<DO_STAGES> of_do;
+    Ring<DO_STAGES> do_stage;
     Ring<2> shared;  // of P and dS
     Ring<1> kv, dq_slot;
     // delayed_dq: the part of dQ that is added one tile later.
@@ -30,7 +30,7 @@ struct Consumer : ScoreTile {
     }
     // S^T = K Q^T, or dP^T = V dO^T, issued: all keys, half of the queries.
     __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
-        const SmemDescriptor a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW);
+        const SmemDescriptor a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < PAD_D / 16; step++)
             Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
@@ -38,18 +38,20 @@ struct Consumer : ScoreTile {
     }
     // dV += P^T dO, or dK += dS^T Q, issued: half of the columns.
     __device__ __forceinline__ void multiply_columns(float (&to)[HALF_D / 2], unsigned scores, unsigned queries) const {
-        const SmemDescriptor a(scores, 16, 128), b(queries + group * HALF_BLOCKS * BR * BLOCK_ROW, BR * BLOCK_ROW);
+        const unsigned columns = queries + group * HALF_BLOCKS * BR * BLOCK_ROW_BYTES;
+        const SmemDescriptor a(scores, 16, 128), b(columns, BR * BLOCK_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<HALF_D>::ss<1, 1>(to, a.offset(step * 16 * 128), b.offset(step * 16 * BLOCK_ROW), 1);
+            Wgmma<HALF_D>::ss<1, 1>(to, a.offset(step * 16 * 128), b.offset(step * 16 * BLOCK_ROW_BYTES), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the columns.
     __device__ __forceinline__ void multiply_dq(unsigned scores) {
-        const SmemDescriptor a(scores, 16, 128), b(layout.k + group * HALF_BLOCKS * BC * BLOCK_ROW, BC * BLOCK_ROW);
+        const unsigned columns = layout.k + group * HALF_BLOCKS * BC * BLOCK_ROW_BYTES;
+        const SmemDescriptor a(scores, 16, 128), b(columns, BC * BLOCK_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<HALF_D>::ss<0, 1>(dq, a.offset(step * 32), b.offset(step * 16 * BLOCK_ROW), step > 0);
+            Wgmma<HALF_D>::ss<0, 1>(dq, a.offset(step * 32), b.offset(step * 16 * BLOCK_ROW_BYTES), step > 0);
         wgmma_commit_group();
     }
 
@@ -79,33 +81,33 @@ struct Consumer : ScoreTile {
 #pragma unroll
         for (int x = 0; x < HALF_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_queries();
-        if (left > 0) await_keys(layout, kv);
-        while (left > 0) {
-            const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + of_do.index * Q_BYTES;
-            const unsigned p_tile = layout.weights + shared.index * DS_BYTES;
+        if (remaining > 0) await_keys(layout, kv);
+        while (remaining > 0) {
+            const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + do_stage.index * Q_BYTES;
+            const unsigned p_tile = layout.p + shared.index * DS_BYTES;
             const unsigned ds_tile = layout.ds + shared.index * DS_BYTES;
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             read_queries(layout, stage.index);
             wgmma_fence();
             multiply_rows(s, layout.k, q_tile);
-            mbarrier_wait(layout.barrier(DO_FULL + of_do.index), of_do.parity);
+            mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
             wgmma_fence();
             multiply_rows(dp, layout.v, do_tile);
             if (!first) hand_over_dq(delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             pin(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
-            exchange(weights, p_tile, P_FULL);
+            exchange(p16, p_tile, P_FULL);
             multiply_columns(dv, p_tile, do_tile);
             wgmma_wait_group<1>();
             pin(dp);
-            compute_ds(layout.delta + of_do.index * STATISTIC_BYTES);
-            exchange(gradients, ds_tile, DS_FULL);
+            compute_ds(layout.delta + do_stage.index * STATISTIC_BYTES);
+            exchange(ds16, ds_tile, DS_FULL);
             multiply_dq(ds_tile);
             multiply_columns(dk, ds_tile, q_tile);
             wgmma_wait_group<2>();
             pin(dv);
-            release(DO_EMPTY + of_do.index);
+            release(DO_EMPTY + do_stage.index);
             wgmma_wait_group<1>();
             pin(dq);
             hand_over_dq(dq);
@@ -116,7 +118,7 @@ struct Consumer : ScoreTile {
             wgmma_wait_group<0>();
             pin(dk);
             release(Q_EMPTY + stage.index);
-            stage.next(), of_do.next(), shared.next();
+            stage.next(), do_stage.next(), shared.next();
             first = false;
             next_queries();
         }
@@ -131,25 +133,25 @@ struct Consumer : ScoreTile {
         for (int step = 0; step < HALF_D / 16; step++) {
             const float *y = x + 8 * step;
             const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + lane / 16;
-            store_matrices(to + block * 64 * BLOCK_ROW + swizzled<BLOCK_D>(warp * 16 + lane % 16, chunk),
+            store_matrices(to + block * 64 * BLOCK_ROW_BYTES + swizzled<BLOCK_D>(warp * 16 + lane % 16, chunk),
                            pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                            pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
     }
     // dV is staged in P's and dS's buffers, dK in dQ's, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
-        const unsigned of_dv = layout.ds + group * 64 * HALF_D * 2, of_dk = layout.dq + group * PART_BYTES;
+        const unsigned dv_tile = layout.ds + group * 64 * HALF_D * 2, dk_tile = layout.dq + group * PART_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read P and dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
-        write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, of_dv);
-        write_tile(dk, p.scale, of_dk);
+        write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, dv_tile);
+        write_tile(dk, p.scale, dk_tile);
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
             for (int block = 0; block < HALF_BLOCKS; block++) {
-                const int d = group * HALF_D + block * BLOCK_D, at = block * 64 * BLOCK_ROW;
-                tma_store(launch.dv, of_dv + at, d, tile.j0, tile.kv_head, tile.b);
-                tma_store(launch.dk, of_dk + at, d, tile.j0, tile.kv_head, tile.b);
+                const int d = group * HALF_D + block * BLOCK_D, at = block * 64 * BLOCK_ROW_BYTES;
+                tma_store(launch.dv, dv_tile + at, d, tile.j0, tile.kv_head, tile.b);
+                tma_store(launch.dk, dk_tile + at, d, tile.j0, tile.kv_head, tile.b);
             }
             bulk_commit_group();
             bulk_wait_group_read<0>();

@@ -21,7 +21,7 @@ __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int
     for (int step = 0; step < USED_D / 16; step++) {
         const float(&x)[4] = o.c[0][2 * step], (&y)[4] = o.c[0][2 * step + 1];
         const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + half;
-        const unsigned to = tile + block * 64 * BLOCK_ROW + swizzled<BLOCK_D>(row, chunk);
+        const unsigned to = tile + block * 64 * BLOCK_ROW_BYTES + swizzled<BLOCK_D>(row, chunk);
         store_matrices(to, pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
     }
 }
@@ -31,8 +31,8 @@ struct Consumer {
     const Launch &launch;
     const Params &p;
     const SharedLayout &layout;
-    const int group, warp, lane;
-    float c, of_queries;  // the exponent's scale of a tile of keys; with FP8 its part that is the queries'
+    const int group, warp, lane;  // group: which of the warp groups that compute
+    float scale_log2, q_scale_log2;  // softmax scale * log2(e); with FP8 of a tile of keys, and the queries' part of it
     Ring<Q_SLOTS> q;
     Ring<STAGES> k, v;
     Tile tile;
@@ -43,11 +43,11 @@ struct Consumer {
     SoftmaxState<1> rows;
     float rescale[2];
     bool needs_rescale;
-    unsigned weights[BC / WGMMA_K][4];
+    unsigned rounded_p[BC / WGMMA_K][4];  // P as the left operand of P V
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
         : launch(launch), p(launch.p), layout(layout), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
-          c(exponent_scale(launch.p)), of_queries(0.0f), tile(launch.p, 0) {}
+          scale_log2(exponent_scale(launch.p)), q_scale_log2(0.0f), tile(launch.p, 0) {}
 
     __device__ __forceinline__ int first_row() const { return tile.i0 + group * 64 + warp * 16; }
 
@@ -59,7 +59,7 @@ struct Consumer {
         if (PINGPONG) bar_sync(BARRIER_TURN + group, 256);
     }
     __device__ __forceinline__ void give_turn() const {
-        if (PINGPONG) bar_arrive(BARRIER_TURN + (group + 1) % GROUPS, 256);
+        if (PINGPONG) bar_arrive(BARRIER_TURN + (group + 1) % WARP_GROUPS, 256);
     }
 
     // The next tile, once its Q is there; false if there is none.
@@ -76,7 +76,7 @@ struct Consumer {
         if (FP8 && tile.b >= 0) {
             const Fp8Scales scales(p);
             const int head = tile.b * p.heads + tile.h;
-            of_queries = exponent_scale(p) * scales.q[(long long)head * scales.q_blocks + i / FP8_QUERIES];
+            q_scale_log2 = exponent_scale(p) * scales.q[(long long)head * scales.q_blocks + i / FP8_QUERIES];
         }
         return tile.b >= 0;
     }
@@ -91,7 +91,7 @@ struct Consumer {
     __device__ __forceinline__ float scale_of_keys(int start) const {
         if (!FP8) return 1.0f;
         const Fp8Scales scales(p);
-        const long long head = tile.b * p.kv_heads + tile.h / GROUP;
+        const long long head = tile.b * p.kv_heads + tile.h / HEADS_PER_KV;
         return scales.k[head * scales.k_blocks + start / BC];
     }
 
@@ -105,7 +105,8 @@ struct Consumer {
     }
     // S = Q K^T, issued.
     __device__ __forceinline__ void multiply_qk() {
-        const SmemDescriptor queries(layout.q + (slot * GROUPS + group) * Q_BYTES), keys(layout.k + k.index * KV_BYTES);
+        const SmemDescriptor queries(layout.q + (slot * WARP_GROUPS + group) * Q_BYTES);
+        const SmemDescriptor keys(layout.k + k.index * KV_BYTES);
 #pragma unroll
         for (int step = 0; step < USED_D / WGMMA_K; step++)
 #if INT8
@@ -121,12 +122,13 @@ struct Consumer {
 #if FP8
         const SmemDescriptor values(layout.v + v.index * KV_BYTES, 16, V_BLOCK);
 #else
-        const SmemDescriptor values(layout.v + v.index * KV_BYTES, BC * BLOCK_ROW);
+        const SmemDescriptor values(layout.v + v.index * KV_BYTES, BC * BLOCK_ROW_BYTES);
 #endif
 #pragma unroll
         for (int step = 0; step < BC / WGMMA_K; step++) {
-            const int key = step * WGMMA_K, of_fp8 = key / V_BLOCK * V_BLOCK * PAD_D + key % V_BLOCK;
-            Wgmma<USED_D>::rs<!FP8>(flat(o), weights[step], values.offset(FP8 ? of_fp8 : key * BLOCK_ROW), 1);
+            const int key = step * WGMMA_K, fp8_offset = key / V_BLOCK * V_BLOCK * PAD_D + key % V_BLOCK;
+            const int offset = FP8 ? fp8_offset : key * BLOCK_ROW_BYTES;
+            Wgmma<USED_D>::rs<!FP8>(flat(o), rounded_p[step], values.offset(offset), 1);
         }
         wgmma_commit_group();
     }
@@ -143,10 +145,10 @@ struct Consumer {
     }
     __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.index), v.next(); }
 
-    // The scores of the keys from `start` on, which are there, become weights.
+    // The scores of the keys from `start` on, which are there, become P.
     __device__ __forceinline__ void online_softmax(int start, float scale) {
         pin(flat(s));
-        if (FP8) c = of_queries * scale;
+        if (FP8) scale_log2 = q_scale_log2 * scale;
         release(K_EMPTY + k.index), k.next();
         if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + slot);
         const bool masked = IS_MASKED(start);
@@ -156,7 +158,8 @@ struct Consumer {
             finish_scores(p, s, i_first, start, tile.keys, tile.b, tile.h, DOCUMENT_IDS && masked);
         if (!DOCUMENT_IDS && masked) apply_interval_mask(p, s, i_first, start, tile.keys);
         rescale[0] = rescale[1] = 1.0f;
-        needs_rescale = ::online_softmax(s, rows, c, [&](int, int half, float factor) { rescale[half] = factor; });
+        needs_rescale =
+            ::online_softmax(s, rows, scale_log2, [&](int, int half, float factor) { rescale[half] = factor; });
         if (DROPOUT) Dropout<1>(p, tile.b, tile.h, i_first).drop(p, s, start);
     }
 
@@ -189,11 +192,11 @@ struct Consumer {
 
     // Stores O, then lse: if lse were stored before the proxy fence, the fence would wait for that store.
     __device__ __forceinline__ void finish() {
-        const unsigned to = O_OVER_Q ? layout.q + (slot * GROUPS + group) * Q_BYTES : layout.o + group * O_BYTES;
+        const unsigned to = O_OVER_Q ? layout.q + (slot * WARP_GROUPS + group) * Q_BYTES : layout.o + group * O_BYTES;
         const bool storing = warp == 0 && lane == 0;
         const int barrier = BARRIER_OWN + group;
         float inverse_l[2], scale = p.keep_scale;
-        if (FP8) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / GROUP];
+        if (FP8) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float &l = rows.l[0][half];
@@ -223,11 +226,11 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
-        if (PINGPONG && group == GROUPS - 1) give_turn();
+        if (PINGPONG && group == WARP_GROUPS - 1) give_turn();
         while (await_tile()) {
             // A group whose queries are all beyond the last computes nothing. (Two groups do not check this: it would
             // be one of them at most, and only where T % 128 is 1 to 64, and the check spilled the copying warp's registers.)
-            const bool beyond = GROUPS > 2 && tile.i0 + group * 64 >= p.tq;
+            const bool beyond = WARP_GROUPS > 2 && tile.i0 + group * 64 >= p.tq;
 #if BLOCK_MASK
             int start = 0;
 #else
@@ -240,13 +243,13 @@ struct Consumer {
                 continue;
             }
             begin(start);
-            // The wait for P V is at the start of the loop body. At the end of the body, the compiler would move it
-            // before the exponentials, and nothing would overlap with them.
+            // The wait for P V is at the start of the loop body. If it were at the end, the compiler would move the
+            // exponentials, whose asm is not volatile, behind it, and P V would overlap with nothing.
             while (true) {
                 wgmma_wait_group<0>();
                 pin(flat(o));
                 if (IS_LATER(start)) done_with_v();
-                round_weights(weights, s);
+                round_p(rounded_p, s);
                 if (needs_rescale) rescale_output(o, rescale);
                 if (IS_LAST(start)) break;
                 const int valid = tile.keys - START_OF(start);

@@ -12,16 +12,16 @@ __device__ __forceinline__ void write_zeros(const Params &p, const Tile &tile) {
     }
 }
 
-// Q of all groups to the next slot, and what tile it is.
+// Q of all warp groups to the next slot, and what tile it is.
 __device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout, Ring<Q_SLOTS> &q, const Tile &tile) {
     const unsigned full = layout.barrier(Q_FULL + q.index);
     mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
     if (threadIdx.x == 0) {
         tile.publish(layout.slots + q.index * TILE_INTS);
-        mbarrier_arrive_expect_tx(full, GROUPS * Q_BYTES);
-        for (int group = 0; group < GROUPS; group++)
-            load_tile<64>(layout.q + (q.index * GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64, tile.h,
-                          tile.b);
+        mbarrier_arrive_expect_tx(full, WARP_GROUPS * Q_BYTES);
+        for (int group = 0; group < WARP_GROUPS; group++)
+            load_tile<64>(layout.q + (q.index * WARP_GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
+                          tile.h, tile.b);
     }
     q.next();
 }
@@ -42,9 +42,9 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
             const unsigned at = to + ring.index * KV_BYTES, barrier = layout.barrier(full + ring.index);
             if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PAD_D of them a block
                 for (int keys = 0; keys < BC; keys += V_BLOCK)
-                    tma_load(at + keys * PAD_D, map, barrier, (start + keys) / 2, 0, tile.h / GROUP, tile.b);
+                    tma_load(at + keys * PAD_D, map, barrier, (start + keys) / 2, 0, tile.h / HEADS_PER_KV, tile.b);
             else
-                load_tile<BC>(at, map, barrier, start, tile.h / GROUP, tile.b);
+                load_tile<BC>(at, map, barrier, start, tile.h / HEADS_PER_KV, tile.b);
         }
         ring.next();
     };

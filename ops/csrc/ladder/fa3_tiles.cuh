@@ -6,18 +6,19 @@
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
-#define BR (GROUPS * 64)
-#define THREADS ((GROUPS + 1) * 128)
+#define BR (WARP_GROUPS * 64)
+#define THREADS ((WARP_GROUPS + 1) * 128)
 #define KV_BYTES (BC * PAD_D * OPERAND_BYTES)
 #define Q_BYTES (64 * PAD_D * OPERAND_BYTES)  // of a warp group
 #define V_BLOCK (BC % 128 ? 64 : 128)  // keys in a row of transposed 8-bit V, one byte each
 #define O_BYTES (64 * PAD_D * 2)
 #define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
-#define BARRIER_OWN (BARRIER_TURN + GROUPS)
+#define BARRIER_OWN (BARRIER_TURN + WARP_GROUPS)
 
-static_assert(BARRIER_OWN + GROUPS <= 16, "there are 16 named barriers");
+static_assert(BARRIER_OWN + WARP_GROUPS <= 16, "there are 16 named barriers");
 static_assert(!FP8 || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
-static_assert(64 * (GROUPS - 1) <= BC, "the last key tile that a group sees is at most one before the block's last");
+static_assert(64 * (WARP_GROUPS - 1) <= BC,
+              "the last key tile that a group sees is at most one before the block's last");
 static_assert(!BLOCK_MASK || BC % 64 == 0, "flags beside where a tile begins");
 
 struct __align__(64) Launch {
@@ -79,7 +80,7 @@ struct SharedLayout {
     volatile int *slots;  // what tile is in each slot of Q, and with BLOCK_MASK in each stage of K
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
-        q = shared_address(memory), k = q + Q_SLOTS * GROUPS * Q_BYTES;
+        q = shared_address(memory), k = q + Q_SLOTS * WARP_GROUPS * Q_BYTES;
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }

@@ -30,9 +30,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const
     const int j = blockIdx.x % p.n_tiles * 32 + threadIdx.x % 32;
     const int i0 = (tile % query_tiles * WARPS + threadIdx.x / 32) * STRIP;
     if (i0 >= p.tq || j >= p.tk) return;
-    const int keys = keys_of(p, b), diagonal = keys - p.tq;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
-    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h + j * p.k_stride.t;
+    const element *k = p.k + b * p.k_stride.b + h / HEADS_PER_KV * p.k_stride.h + j * p.k_stride.t;
 
     // Every lane reads its own key, 16 bytes per step, so that a load touches 32 lines of memory, which are in the L1
     // for the next steps. The queries are the same for all lanes. Four sums, of every fourth product each, have less
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const
     for (int r = 0; r < STRIP && i0 + r < p.tq; ++r) {
         float capped;
         const float dot = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
-        const float score = score_of(p, dot, i0 + r, j, diagonal, 0.0f, capped);
-        s[(long long)r * p.tk] = is_visible(p, i0 + r, j, keys, diagonal, 0, 0) ? score : -INFINITE;
+        const float score = score_of(p, dot, i0 + r, j, causal_offset, 0.0f, capped);
+        s[(long long)r * p.tk] = is_visible(p, i0 + r, j, keys, causal_offset, 0, 0) ? score : -INFINITE;
     }
 }
 
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const
     const int d = threadIdx.x % ROW_THREADS * 4, strip = threadIdx.x / ROW_THREADS;
     const int i0 = (blockIdx.x % tiles * STRIPS_AT_ONCE + strip) * STRIP;
     if (strip >= STRIPS_AT_ONCE || i0 >= p.tq) return;
-    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const element *v = p.v + b * p.v_stride.b + h / HEADS_PER_KV * p.v_stride.h;
     const float *probs = p.scratch + ((long long)head * p.tq + i0) * p.tk;
 
     // Sums over 32 keys each have less rounding error than one sum over all.

@@ -45,7 +45,7 @@ template <typename Term> __device__ __forceinline__ float sum(int n, const Term 
 __device__ __forceinline__ float score(const Params &p, const Position &at) {
     if (!is_visible(p, at.i, at.j, p.tk, p.tk - p.tq, 0, 0)) return -INFINITE;
     const element *q = row_of(p.q, p.q_stride, at.b, at.h, at.i);
-    const element *k = row_of(p.k, p.k_stride, at.b, at.h / GROUP, at.j);
+    const element *k = row_of(p.k, p.k_stride, at.b, at.h / HEADS_PER_KV, at.j);
     return p.scale * sum(HEAD_DIM, [&](int d) { return to_float(q[d]) * to_float(k[d]); });
 }
 
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const
     const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
     const float *probs = p.scratch + at.n / HEAD_DIM * p.tk;
-    const element *v = matrix_of(p.v, p.v_stride, at.b, at.h / GROUP) + at.j;
+    const element *v = matrix_of(p.v, p.v_stride, at.b, at.h / HEADS_PER_KV) + at.j;
     const float o = sum(p.tk, [&](int j) { return probs[j] * to_float(v[j * p.v_stride.t]); });
     row_of(p.out, p.out_stride, at.b, at.h, at.i)[at.j] = to_element(o);
 }
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(cons
     if (at.b >= p.batch) return;
     const long long row = ((long long)at.b * p.heads + at.h) * p.padded_tq + at.i;
     const element *dout = row_of(p.dout, p.dout_stride, at.b, at.h, at.i);
-    const element *v = row_of(p.v, p.v_stride, at.b, at.h / GROUP, at.j);
+    const element *v = row_of(p.v, p.v_stride, at.b, at.h / HEADS_PER_KV, at.j);
     const float prob = expf(score(p, at) - p.lse_log2[row]);
     const float dprob = sum(HEAD_DIM, [&](int d) { return to_float(dout[d]) * to_float(v[d]); });
     p.scratch[at.n] = prob;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __g
     const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
     const float *ds = p.scratch + ((long long)p.batch * p.heads * p.tq + at.n / HEAD_DIM) * p.tk;
-    const element *k = matrix_of(p.k, p.k_stride, at.b, at.h / GROUP) + at.j;
+    const element *k = matrix_of(p.k, p.k_stride, at.b, at.h / HEADS_PER_KV) + at.j;
     const float dq = sum(p.tk, [&](int j) { return ds[j] * to_float(k[j * p.k_stride.t]); });
     row_of(p.dq, p.dq_stride, at.b, at.h, at.i)[at.j] = to_element(dq);
 }
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __g
 extern "C" __global__ void __launch_bounds__(THREADS, 4) tilegpt_plain_dkdv(const __grid_constant__ Params p) {
     const Position at = own_position(p.kv_heads, p.tk, HEAD_DIM);
     if (at.b >= p.batch) return;
-    const int first_head = at.h * GROUP, queries = GROUP * p.tq;
+    const int first_head = at.h * HEADS_PER_KV, queries = HEADS_PER_KV * p.tq;
     const float *probs = p.scratch + ((long long)at.b * p.heads + first_head) * p.tq * p.tk + at.i;
     const float *ds = probs + (long long)p.batch * p.heads * p.tq * p.tk;
     auto row = [&](const element *x, const Strides &stride, int n) {

@@ -29,12 +29,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
     static __shared__ float sums[THREADS];
     const int i = blockIdx.x % p.tq, head = blockIdx.x / p.tq, b = head / p.heads, h = head % p.heads;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int keys = keys_of(p, b), diagonal = keys - p.tq;
-    const Range range = key_range(p, i, 1, keys, diagonal, 1, {0, keys, false});
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq;
+    const Range range = key_range(p, i, 1, keys, causal_offset, 1, {0, keys, false});
     const int n = range.hi - range.lo;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h + i * p.q_stride.t;
-    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h + range.lo * p.k_stride.t;
-    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h + range.lo * p.v_stride.t;
+    const element *k = p.k + b * p.k_stride.b + h / HEADS_PER_KV * p.k_stride.h + range.lo * p.k_stride.t;
+    const element *v = p.v + b * p.v_stride.b + h / HEADS_PER_KV * p.v_stride.h + range.lo * p.v_stride.t;
 
     // Scores: one key per warp, every 32nd element per lane.
     float query[LANE_DIMS];
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
 #pragma unroll
         for (int a = 0; a < KEYS_AT_ONCE; ++a) {
             float capped;
-            const float score = score_of(p, dots[a], i, range.lo + first + a, diagonal, 0.0f, capped);
+            const float score = score_of(p, dots[a], i, range.lo + first + a, causal_offset, 0.0f, capped);
             if (lane == a && first + a < n) scores[first + a] = score;
         }
     }

@@ -26,15 +26,15 @@ struct Probability {
 };
 
 __device__ __forceinline__ Probability probability_of(const Params &p, float s, int b, int i, int j, int keys,
-                                                      int diagonal, float slope, float lse, bool cut) {
+                                                      int causal_offset, float slope, float lse, bool cut) {
     float capped = 0.0f;
-    s = score_of(p, s, i, j, diagonal, slope, capped);
+    s = score_of(p, s, i, j, causal_offset, slope, capped);
     int q_id = 0, k_id = 0;
 #if DOCUMENT_IDS
     q_id = i < p.tq ? p.q_document_ids[(long long)b * p.tq + i] : -1;
     k_id = j < keys ? p.k_document_ids[(long long)b * p.tk + j] : -1;
 #endif
-    if (cut && !is_visible(p, i, j, keys, diagonal, q_id, k_id)) s = -INFINITE;
+    if (cut && !is_visible(p, i, j, keys, causal_offset, q_id, k_id)) s = -INFINITE;
     const float weight = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
     Probability both = {weight, SOFTCAP ? weight * (1.0f - capped * capped) : weight};
     return both;
@@ -51,22 +51,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED;
     float *q_tile = v_tile + OUTER_TILE * PADDED, *dout_tile = q_tile + INNER_TILE * PADDED;
     float *weights = dout_tile + INNER_TILE * PADDED, *ds_tile = weights + OUTER_TILE * INNER_TILE;
-    int tile, kv_head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_head);
-    const int b = kv_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
+    int tile, kv_row;  // kv_row: b * Hkv + the key head
+    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_row);
+    const int b = kv_row / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool second = warp % 2;  // dP, dS and dK; the first has S, P and dV
-    const int keys = keys_of(p, b), diagonal = keys - p.tq;
-    const element *k = p.k + b * p.k_stride.b + kv_head % p.kv_heads * p.k_stride.h;
-    const element *v = p.v + b * p.v_stride.b + kv_head % p.kv_heads * p.v_stride.h;
-    Range range = query_range(p, j0, min_of(OUTER_TILE, p.tk - j0), diagonal, INNER_TILE, documents_of(p, b, tile));
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq;
+    const element *k = p.k + b * p.k_stride.b + kv_row % p.kv_heads * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + kv_row % p.kv_heads * p.v_stride.h;
+    auto range = query_range(p, j0, min_of(OUTER_TILE, p.tk - j0), causal_offset, INNER_TILE, documents_of(p, b, tile));
     if (j0 >= keys) range.hi = range.lo;
 
     float4 sums[ROWS][FLOAT4S] = {};
     load_tile<OUTER_TILE, BY_4>(k_tile, k, p.k_stride.t, j0, keys);
     load_tile<OUTER_TILE, BY_4>(v_tile, v, p.v_stride.t, j0, keys);
-    for (int g = 0; g < GROUP; ++g) {
-        const int h = kv_head % p.kv_heads * GROUP + g;
+    for (int g = 0; g < HEADS_PER_KV; ++g) {
+        const int h = kv_row % p.kv_heads * HEADS_PER_KV + g;
         const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
         const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
         const float *statistic = (second ? p.delta : p.lse_log2) + ((long long)b * p.heads + h) * p.padded_tq;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
                         const int j = j0 + row + 4 * r;
-                        const Probability weight = probability_of(p, s[r][c], b, i, j, keys, diagonal, slope, lse, cut);
+                        const auto weight = probability_of(p, s[r][c], b, i, j, keys, causal_offset, slope, lse, cut);
                         s[r][c] = weight.p, factors[r][c] = weight.p_dsoftcap;
 #if DROPOUT
                         if (!dropout_keeps(row_key, j, p.threshold)) s[r][c] = 0.0f;
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 
     element *to = second ? p.dk : p.dv;
     const Strides stride = second ? p.dk_stride : p.dv_stride;
-    to += b * stride.b + kv_head % p.kv_heads * stride.h;
+    to += b * stride.b + kv_row % p.kv_heads * stride.h;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int j = j0 + row + 4 * r;
@@ -158,18 +158,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool second = warp % 2;  // dP and dS; the first has S and P. Each has half of their rows of dQ.
-    const int keys = keys_of(p, b), diagonal = keys - p.tq;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
     const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
-    const element *k = p.k + b * p.k_stride.b + h / GROUP * p.k_stride.h;
-    const element *v = p.v + b * p.v_stride.b + h / GROUP * p.v_stride.h;
+    const element *k = p.k + b * p.k_stride.b + h / HEADS_PER_KV * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + h / HEADS_PER_KV * p.v_stride.h;
     const float *statistic = (second ? p.delta : p.lse_log2) + (long long)head * p.padded_tq + i0 + row;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
     const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
     const Range range =
-        key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, diagonal, INNER_TILE, documents_of(p, b, tile));
+        key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
 
     float4 sums[ROWS / 2][FLOAT4S] = {};
     load_tile<OUTER_TILE, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
@@ -188,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                 for (int c = 0; c < COLS; ++c)
-                    s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, diagonal, slope,
-                                        statistic[4 * r], cut)
+                    s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, causal_offset,
+                                             slope, statistic[4 * r], cut)
                                   .p_dsoftcap;
             store_weights(ds_tile, row, col, s);
         }

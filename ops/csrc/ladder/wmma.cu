@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_ro
     Sums s[KEY_STEPS] = {};
 #pragma unroll
     for (int d = 0; d < D_STEPS; ++d) {
-        Operand q, k;
+        Fragment q, k;
         load_left(q, q_rows + d * 16, PITCH);
 #pragma unroll
         for (int n = 0; n < KEY_STEPS; ++n) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_ro
 
 // O += P V of the warp's 16 queries.
 __device__ __forceinline__ void add_values(float *o_rows, const element *p_rows, const element *v_tile) {
-    Operand weights[KEY_STEPS], v;
+    Fragment weights[KEY_STEPS], v;
 #pragma unroll
     for (int n = 0; n < KEY_STEPS; ++n) load_left(weights[n], p_rows + n * 16, P_PITCH);
 #pragma unroll
@@ -91,21 +91,21 @@ __device__ __forceinline__ int column_of(int n) {
     return 2 * (n ^ row / 8) + threadIdx.x % 2;
 }
 
-// P = exp2(c S - m) of the warp's rows, where m, in units of c S, and l go on over these keys, and O is rescaled.
-// `s`, `weights` and `o` begin at the lane's row. query: the row's; start: the first key.
+// P = exp2(scale_log2 S - m) of the warp's rows, where m, in units of scale_log2 S, and l go on over these keys, and O
+// is rescaled. `s`, `weights` and `o` begin at the lane's row. query: the row's; start: the first key.
 __device__ __forceinline__ void online_softmax(const Params &p, const float *s, element *weights, float *o, float &m,
                                                float &l, int query, int start, int keys, bool masked) {
-    const float c = p.scale * LOG2E;
-    float x[KEYS / 2], most = m, sum = 0.0f;
+    const float scale_log2 = p.scale * LOG2E;
+    float x[KEYS / 2], row_max = m, sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) {
-        x[n] = s[column_of(n)] * c;
+        x[n] = s[column_of(n)] * scale_log2;
         if (masked && !is_visible(p, query, start + column_of(n), keys, keys - p.tq, 0, 0)) x[n] = -INFINITE;
-        most = fmaxf(most, x[n]);
+        row_max = fmaxf(row_max, x[n]);
     }
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
     // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
-    const float shift = most == -INFINITE ? 0.0f : most, factor = exp2f(m - shift);
+    const float shift = row_max == -INFINITE ? 0.0f : row_max, factor = exp2f(m - shift);
 #pragma unroll
     for (int n = 0; n < KEYS / 2; ++n) {
         x[n] = exp2f(x[n] - shift);
@@ -113,10 +113,10 @@ __device__ __forceinline__ void online_softmax(const Params &p, const float *s, 
         weights[column_of(n)] = to_element(x[n]);
     }
     l = l * factor + sum + __shfl_xor_sync(~0u, sum, 1);
-    if (__any_sync(~0u, most > m))
+    if (__any_sync(~0u, row_max > m))
 #pragma unroll
         for (int n = 0; n < PAD_D / 2; ++n) o[column_of(n)] *= factor;
-    m = most;
+    m = row_max;
 }
 
 // out and lse. Grid: B * Hq * n_tiles.
@@ -129,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_wmma_forwa
     const int b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * 16, row = warp_row + lane / 2;  // the warp's first, and the lane's
     const int i0 = tile * QUERIES, keys = keys_of(p, b);
-    const element *k = matrix_of(p.k, p.k_stride, b, h / GROUP), *v = matrix_of(p.v, p.v_stride, b, h / GROUP);
+    const element *k = matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV);
+    const element *v = matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV);
     const Range range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, keys - p.tq, KEYS, {});
 
     load_tile<QUERIES>(q_tile, matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0, p.tq);

@@ -3,7 +3,7 @@
 // One translation unit is one specialisation. The host defines (ops/cuda/call.py):
 //   ELEMENT     float, bf16 or f16: the type of q, k, v and out; all sums are float
 //   HEAD_DIM    D, as the caller has it; kernels pad it as they need
-//   GROUP       query heads that share a key head (1: MHA)
+//   HEADS_PER_KV    query heads that share a key head (1: MHA)
 //   HAS_LEFT, HAS_RIGHT    a bound on either side of the diagonal (causal: HAS_RIGHT with window_right = 0)
 //   SOFTCAP, ALIBI, DOCUMENT_IDS, LENGTHS, DROPOUT, BLOCK_MASK    0 or 1; what is 0 costs nothing
 // and what the stage adds (tile sizes). Only attention.cuh, the .cuh files beside it, cuda_bf16.h and cuda_fp16.h
@@ -58,12 +58,12 @@ struct Params {
     Strides block_mask_stride, kept_stride;   // 0 where all batch rows or heads share
     int batch, heads, kv_heads, tq, tk, padded_tq;
     int n_tiles;                              // tiles of one head along the grid's split dimension
-    int grouped;                              // heads that run side by side, so that their K and V share the L2
+    int heads_in_l2;                          // heads that run side by side, so that their K and V share the L2
     int tail;                                 // tiles of a head, the shortest, that are left for the end
     int window_left, window_right;            // read with HAS_LEFT, HAS_RIGHT
     float scale, softcap, keep_scale;         // keep_scale = 1 / (1 - dropout_p)
     unsigned threshold;                       // a probability is kept where its bits are >= threshold
-    int lead;                                 // with BLOCK_MASK: tiles of a head that come before those of any group
+    int lead;                                 // with BLOCK_MASK: tiles of a head that come before all others
 };
 
 static_assert(sizeof(Params) == PARAMS_BYTES, "ops/cuda/call.py and struct Params differ");
@@ -95,9 +95,9 @@ __device__ __forceinline__ float tanh_of(float x) {
 #endif
 }
 
-// The score of query i and key j from dot = <q_i, k_j>, before the mask. `diagonal` = keys - Tq: the distance is
-// j - i - diagonal. `capped` gets tanh(scale * dot / softcap), which the backward needs.
-__device__ __forceinline__ float score_of(const Params &p, float dot, int i, int j, int diagonal, float slope,
+// The score of query i and key j from dot = <q_i, k_j>, before the mask. `causal_offset` = keys - Tq: the distance is
+// j - i - causal_offset. `capped` gets tanh(scale * dot / softcap), which the backward needs.
+__device__ __forceinline__ float score_of(const Params &p, float dot, int i, int j, int causal_offset, float slope,
                                           float &capped) {
     float s = dot * p.scale;
 #if SOFTCAP
@@ -105,19 +105,20 @@ __device__ __forceinline__ float score_of(const Params &p, float dot, int i, int
     s = capped * p.softcap;
 #endif
 #if ALIBI
-    s -= slope * fabsf((float)(j - i - diagonal));
+    s -= slope * fabsf((float)(j - i - causal_offset));
 #endif
     return s;
 }
 
 // Whether query i sees key j. `keys` bounds j; ids are document ids (anything without DOCUMENT_IDS).
-__device__ __forceinline__ bool is_visible(const Params &p, int i, int j, int keys, int diagonal, int q_id, int k_id) {
+__device__ __forceinline__ bool is_visible(const Params &p, int i, int j, int keys, int causal_offset, int q_id,
+                                           int k_id) {
     bool seen = j < keys;
 #if HAS_RIGHT
-    seen = seen && j <= i + diagonal + p.window_right;
+    seen = seen && j <= i + causal_offset + p.window_right;
 #endif
 #if HAS_LEFT
-    seen = seen && j >= i + diagonal - p.window_left;
+    seen = seen && j >= i + causal_offset - p.window_left;
 #endif
 #if DOCUMENT_IDS
     seen = seen && q_id == k_id;
@@ -131,8 +132,9 @@ struct Range {
     int lo, full_lo, full_hi, hi;
 };
 
-// What documents leave to a tile: others outside of first .. end have nothing to do with it, and all within are of its
-// one document if `whole`. Without DOCUMENT_IDS nobody asks.
+// What document ids leave of the other side of a tile (keys for a tile of queries, queries for a tile of keys): none
+// outside of first .. end is of a document of the tile. If `whole`, the tile and all within are of one document, and no
+// ids are compared. Unused without DOCUMENT_IDS. (document_ranges.cu computes them.)
 struct Documents {
     int first, end;
     int whole;
@@ -149,14 +151,14 @@ __device__ __forceinline__ Documents documents_of(const Params &p, int b, int ti
 
 // Keys that some of the queries i0 .. i0 + rows see, and those that all see. lo, full_lo and full_hi are multiples of
 // `tile`.
-__device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, int keys, int diagonal, int tile,
+__device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, int keys, int causal_offset, int tile,
                                            const Documents &documents) {
     int lo = 0, hi = keys;
 #if HAS_LEFT
-    lo = max_of(lo, i0 + diagonal - p.window_left);
+    lo = max_of(lo, i0 + causal_offset - p.window_left);
 #endif
 #if HAS_RIGHT
-    hi = min_of(hi, i0 + rows + diagonal + p.window_right);
+    hi = min_of(hi, i0 + rows + causal_offset + p.window_right);
 #endif
 #if DOCUMENT_IDS
     lo = max_of(lo, documents.first), hi = min_of(hi, documents.end);
@@ -165,7 +167,7 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
     hi = max_of(hi, lo);
     int full_lo = lo, full_hi = hi;
 #if HAS_LEFT
-    full_lo = max_of(i0 + rows - 1 + diagonal - p.window_left, 0);
+    full_lo = max_of(i0 + rows - 1 + causal_offset - p.window_left, 0);
 #endif
 #if DOCUMENT_IDS
     full_lo = max_of(full_lo, documents.first);
@@ -174,7 +176,7 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
     full_lo = max_of(min_of(ceil_div(full_lo, tile) * tile, ceil_div(hi, tile) * tile), lo);
 #endif
 #if HAS_RIGHT
-    full_hi = min_of(hi, i0 + 1 + diagonal + p.window_right);
+    full_hi = min_of(hi, i0 + 1 + causal_offset + p.window_right);
 #endif
     full_hi = max_of(full_hi / tile * tile, full_lo);
 #if DOCUMENT_IDS
@@ -186,14 +188,14 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
 
 // Queries that see some of the keys j0 .. j0 + cols (j0 is a key), and those that see all. All but hi are multiples of
 // `tile`.
-__device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, int diagonal, int tile,
+__device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, int causal_offset, int tile,
                                              const Documents &documents) {
     int lo = 0, hi = p.tq;
 #if HAS_RIGHT
-    lo = max_of(lo, j0 - diagonal - p.window_right);
+    lo = max_of(lo, j0 - causal_offset - p.window_right);
 #endif
 #if HAS_LEFT
-    hi = min_of(hi, j0 + cols - diagonal + p.window_left);
+    hi = min_of(hi, j0 + cols - causal_offset + p.window_left);
 #endif
 #if DOCUMENT_IDS
     lo = max_of(lo, documents.first), hi = min_of(hi, documents.end);
@@ -204,13 +206,13 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
     const int last = ceil_div(hi, tile) * tile;
     int full_hi = last;
 #if HAS_RIGHT
-    full_lo = max_of(full_lo, j0 + cols - 1 - diagonal - p.window_right);
+    full_lo = max_of(full_lo, j0 + cols - 1 - causal_offset - p.window_right);
 #endif
 #if HAS_RIGHT || DOCUMENT_IDS
     full_lo = min_of(ceil_div(full_lo, tile) * tile, last);
 #endif
 #if HAS_LEFT
-    full_hi = min_of(last, max_of(j0 - diagonal + p.window_left + 1, 0) / tile * tile);
+    full_hi = min_of(last, max_of(j0 - causal_offset + p.window_left + 1, 0) / tile * tile);
 #endif
 #if DOCUMENT_IDS
     if (documents.end < p.tq) full_hi = min_of(full_hi, hi / tile * tile);  // (queries beyond the last have no weights)
@@ -221,7 +223,7 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
     return range;
 }
 
-// The tile and the head of block `index`: `grouped` heads side by side, so that their K and V stay in the L2, and
+// The tile and the head of block `index`: `heads_in_l2` heads side by side, so that their K and V stay in the L2, and
 // within them tile after tile, from the last, which is the longest under a causal mask, with LAST_FIRST; `tail` tiles
 // of all heads come in the end, and with BLOCK_MASK `lead` of all heads at the beginning (ops/order.py).
 __device__ __forceinline__ void scheduled_tile(const Params &p, int index, int n_heads, bool last_first, int &tile,
@@ -234,8 +236,8 @@ __device__ __forceinline__ void scheduled_tile(const Params &p, int index, int n
         lead = p.lead, ahead -= lead, within = index -= lead * n_heads;
 #endif
     if (index < ahead * n_heads) {
-        first = index / (p.grouped * ahead) * p.grouped;
-        width = min_of(p.grouped, n_heads - first), within = index - first * ahead;
+        first = index / (p.heads_in_l2 * ahead) * p.heads_in_l2;
+        width = min_of(p.heads_in_l2, n_heads - first), within = index - first * ahead;
     }
     tile = lead + within / width;  // of all heads the tail's come behind `ahead` others
     head = first + within % width;

@@ -10,11 +10,11 @@
 #ifndef BLOCK_D
 #define BLOCK_D (PAD_D % 64 ? 32 : 64)  // columns of a block
 #endif
-#define BLOCKS_D (PAD_D / BLOCK_D)
+#define COLUMN_BLOCKS (PAD_D / BLOCK_D)
 #ifndef USED_D
 #define USED_D PAD_D  // columns that are multiplied
 #endif
-#define BLOCK_ROW (BLOCK_D * 2)         // bytes
+#define BLOCK_ROW_BYTES (BLOCK_D * 2)  // of a row of a block
 
 // With FP8 what is multiplied is e4m3, which TMA and shared memory have as pairs, PAD_D / 2 columns of 16 bits.
 #ifndef FP8
@@ -27,7 +27,7 @@
 #endif
 #define INT8_ORIGIN 12582912.0f  // 1.5 * 2^23
 #define OPERAND_BYTES (FP8 ? 1 : 2)
-#define OPERAND_BLOCKS (FP8 ? BLOCKS_D / 2 : BLOCKS_D)
+#define OPERAND_BLOCKS (FP8 ? COLUMN_BLOCKS / 2 : COLUMN_BLOCKS)
 #define WGMMA_K (FP8 ? 32 : 16)  // of the reduction, in a wgmma
 
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
@@ -122,13 +122,13 @@ template <int ROWS>
 __device__ __forceinline__ void load_tile(unsigned to, const TensorMap &map, unsigned barrier, int t, int h, int b) {
 #pragma unroll
     for (int block = 0; block < OPERAND_BLOCKS; block++)
-        tma_load(to + block * ROWS * BLOCK_ROW, map, barrier, block * BLOCK_D, t, h, b);
+        tma_load(to + block * ROWS * BLOCK_ROW_BYTES, map, barrier, block * BLOCK_D, t, h, b);
 }
 template <int ROWS>
 __device__ __forceinline__ void store_tile(const TensorMap &map, unsigned from, int t, int h, int b) {
 #pragma unroll
-    for (int block = 0; block < BLOCKS_D; block++)
-        tma_store(map, from + block * ROWS * BLOCK_ROW, block * BLOCK_D, t, h, b);
+    for (int block = 0; block < COLUMN_BLOCKS; block++)
+        tma_store(map, from + block * ROWS * BLOCK_ROW_BYTES, block * BLOCK_D, t, h, b);
 }
 
 // --- shared memory by warps
@@ -159,8 +159,8 @@ __device__ __forceinline__ void store_zeros(unsigned to) {
 }
 // Zeros over the rows of a tile of ROWS from `from` on, by the 128 threads of a warp group, before a fence and a barrier.
 template <int ROWS> __device__ __forceinline__ void clear_rows(unsigned tile, int from) {
-    const int chunks = BLOCK_ROW / 16;
-    for (int x = threadIdx.x % 128; x < BLOCKS_D * ROWS * chunks; x += 128)
+    const int chunks = BLOCK_ROW_BYTES / 16;
+    for (int x = threadIdx.x % 128; x < COLUMN_BLOCKS * ROWS * chunks; x += 128)
         if (x / chunks % ROWS >= from) store_zeros(tile + x * 16);
 }
 
@@ -208,7 +208,8 @@ template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
 // after the other; or along its columns (MN-major: V), whose blocks lie `block_bytes` apart.
 struct SmemDescriptor {
     unsigned low, high;
-    __device__ __forceinline__ SmemDescriptor(unsigned tile, unsigned block_bytes = 16, unsigned row_bytes = BLOCK_ROW)
+    __device__ __forceinline__ SmemDescriptor(unsigned tile, unsigned block_bytes = 16,
+                                              unsigned row_bytes = BLOCK_ROW_BYTES)
         : low((tile & 0x3ffff) >> 4 | block_bytes >> 4 << 16),
           high((row_bytes == 128 ? 1u : 2u) << 30 | 8 * row_bytes >> 4) {}
     // The descriptor of what begins `bytes` further.
@@ -219,7 +220,7 @@ struct SmemDescriptor {
 // Of 32 bytes of columns, the step-th, of a K-major tile with ROWS rows.
 template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
     const int steps = BLOCK_D / 16;
-    return step / steps * ROWS * BLOCK_ROW + step % steps * 32;
+    return step / steps * ROWS * BLOCK_ROW_BYTES + step % steps * 32;
 }
 
 // MAJOR: which operand is MN-major; one of 8 bits never is.

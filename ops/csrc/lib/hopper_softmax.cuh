@@ -17,9 +17,9 @@ __device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, 
     const int column = j_first + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int diagonal = i_first + threadIdx.x % 32 / 4 + half * 8 + keys - p.tq;
-        const int end = (HAS_RIGHT ? min_of(keys, diagonal + p.window_right + 1) : keys) - column;
-        const int begin = HAS_LEFT ? diagonal - p.window_left - column : 0;
+        const int diagonal_key = i_first + threadIdx.x % 32 / 4 + half * 8 + keys - p.tq;
+        const int end = (HAS_RIGHT ? min_of(keys, diagonal_key + p.window_right + 1) : keys) - column;
+        const int begin = HAS_LEFT ? diagonal_key - p.window_left - column : 0;
 #pragma unroll
         for (int n = 0; n < BC / 8; n++)
 #pragma unroll
@@ -28,7 +28,7 @@ __device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, 
     }
 }
 
-__device__ __forceinline__ void round_weights(unsigned (&weights)[BC / WGMMA_K][4], const Scores &s) {
+__device__ __forceinline__ void round_p(unsigned (&rounded_p)[BC / WGMMA_K][4], const Scores &s) {
 #pragma unroll
     for (int step = 0; step < BC / WGMMA_K; step++)
 #pragma unroll
@@ -36,10 +36,10 @@ __device__ __forceinline__ void round_weights(unsigned (&weights)[BC / WGMMA_K][
             const int half = e % 2 * 2;
 #if FP8
             const float(&c)[4] = s.c[0][4 * step + e / 2 * 2], (&next)[4] = s.c[0][4 * step + e / 2 * 2 + 1];
-            weights[step][e] = pack_e4m3(c[half], c[half + 1], next[half], next[half + 1]);  // V's order: fp8.cu
+            rounded_p[step][e] = pack_e4m3(c[half], c[half + 1], next[half], next[half + 1]);  // V's order: fp8.cu
 #else
             const float(&c)[4] = s.c[0][2 * step + e / 2];
-            weights[step][e] = pack(c[half], c[half + 1]);
+            rounded_p[step][e] = pack(c[half], c[half + 1]);
 #endif
         }
 }

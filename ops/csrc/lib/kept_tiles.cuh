@@ -20,7 +20,7 @@ template <int HEADS> struct KeptTiles {
     const Params &p;
     const int *list, *entry;  // of the head of the next tile, and how far that list has been read
     int here, next, after;    // entries; `after` as it was read: it may be the end of a list that another follows
-    int head, next_head;      // of the group
+    int head, next_head;      // of the HEADS
 
     // Of tile number `tile` of p.n_tiles, from head h on: `next` is its first tile.
     __device__ __forceinline__ KeptTiles(const Params &p, int b, int h, int tile)
@@ -95,7 +95,7 @@ template <int HEADS> struct KeptTiles {
 #define BEGIN_TILES_OF(g) range.lo
 #define IS_TILE_OF(start, g) (start < range.hi)
 #define IS_LAST_OF_HEAD(start, step) (start + step >= range.hi)
-#define HAS_NEXT_OF_GROUP(g) (!last_of_head || g + 1 < GROUP)
+#define HAS_NEXT_OF_GROUP(g) (!last_of_head || g + 1 < HEADS_PER_KV)
 #define NEXT_OF_GROUP(start, step) (last_of_head ? range.lo : start + step)
 #define HEAD_OFFSET(stride) 0
 #define ROW_OFFSET(stride, row) 0

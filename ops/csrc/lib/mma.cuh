@@ -9,12 +9,12 @@
 #pragma once
 #include "attention.cuh"
 
-// What is multiplied: the elements, or of fp32 terms of fp16 (split_products.cuh).
+// The numbers that tensor cores multiply: the elements, or of fp32 terms of fp16 (split_products.cuh).
 #if ELEMENT_KIND == float_ELEMENT
-typedef unsigned short operand;
+typedef unsigned short mma_element;
 static_assert(HEAD_DIM <= 128, "wider rows do not fit into shared memory");
 #else
-typedef element operand;
+typedef element mma_element;
 static_assert(HEAD_DIM % 8 == 0, "rows are copied in chunks of 8 elements");
 #endif
 
@@ -31,15 +31,20 @@ template <int COLUMNS> __device__ __forceinline__ unsigned swizzled(int row, int
     return row * COLUMNS * 2 + ((chunk ^ (COLUMNS % 64 ? (row >> 1) & 3 : row & 7)) << 4);
 }
 
+// Whether a tile in shared memory is an operand of a product as it is stored, or has to be transposed.
+enum Layout { AS_STORED, TRANSPOSED };
+
 // A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. The swizzle lets one base
 // address serve PERIOD steps along the columns by XOR; one period or 16 rows further adds a constant.
 template <int COLUMNS> struct LdmatrixLanes {
     static const int PERIOD = COLUMNS % 64 ? 2 : 4;
     static const int BASES = COLUMNS == 96 ? PERIOD : 1;  // of 96 a warp may have 48, and begin within a period
     unsigned at[BASES];
-    // Rows first: left operands as they lie, right operands through .trans. Columns first: the other way round.
-    __device__ __forceinline__ LdmatrixLanes(bool rows_first, int first = 0) {
+    // With AS_STORED the four matrices go down the rows first, else along the columns. A right operand as stored, and a
+    // left one transposed, are loaded by .trans (load_transposed).
+    __device__ __forceinline__ LdmatrixLanes(Layout layout, int first = 0) {
         const int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
+        const bool rows_first = layout == AS_STORED;
         const int row = low + 8 * (rows_first ? second : third), chunk = first / 8 + (rows_first ? third : second);
 #pragma unroll
         for (int step = 0; step < BASES; step++) at[step] = swizzled<COLUMNS>(row, chunk + 2 * step);
@@ -145,13 +150,13 @@ __device__ __forceinline__ float exp2_of(float x) {
 template <int ROWS, int THREADS> struct Loader {
     static const int LANES = PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16, STEP = THREADS / LANES;  // threads of a row; rows
     static_assert(STEP % 8 == 0, "the swizzle of a thread's chunks is the same in all its rows");
-    const operand *from;
+    const mma_element *from;
     unsigned to;
     int row;
     bool inside;
 
     // From row `first` on.
-    __device__ __forceinline__ Loader(const operand *matrix, long long stride, int first) {
+    __device__ __forceinline__ Loader(const mma_element *matrix, long long stride, int first) {
         const int chunk = threadIdx.x % LANES;
         row = threadIdx.x / LANES;
         from = matrix + (first + row) * stride + chunk * 8;
@@ -162,7 +167,7 @@ template <int ROWS, int THREADS> struct Loader {
     // Into a swizzled tile, zeros from the tile's row `limit` on and beyond D; then `advance` rows on. With ALIGNED the
     // copies are one part of the current group, else they are done when it returns.
     __device__ __forceinline__ void load(unsigned tile, long long stride, int limit, int advance = ROWS) {
-        const operand *at = from;
+        const mma_element *at = from;
 #pragma unroll
         for (int x = 0; x < (ROWS + STEP - 1) / STEP; x++, at += STEP * stride) {
             if ((LANES * 8 > PAD_D && !inside) || (ROWS % STEP && row + x * STEP >= ROWS)) continue;
@@ -195,9 +200,8 @@ template <int ROWS, int THREADS> struct Loader {
     }
 };
 
-// sums += A B over STEPS of 16, where `a` and `b` hold A and B as they are, or transposed.
-enum Operand { AS_STORED, TRANSPOSED };
-template <int STEPS, Operand A, Operand B, int TILES, int PAIRS, int COLUMNS>
+// sums += A B over STEPS of 16, where the tiles `a` and `b` hold A and B as A_LAYOUT and B_LAYOUT say.
+template <int STEPS, Layout A_LAYOUT, Layout B_LAYOUT, int TILES, int PAIRS, int COLUMNS>
 __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
                                          unsigned a, const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
 #pragma unroll
@@ -205,13 +209,13 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
         unsigned left[TILES][4], right[4];
 #pragma unroll
         for (int t = 0; t < TILES; t++)
-            if (A == TRANSPOSED)
+            if (A_LAYOUT == TRANSPOSED)
                 load_transposed(left[t], a_lanes(a, step * 16, t));
             else
                 load_matrices(left[t], a_lanes(a, t * 16, step));
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
-            if (B == TRANSPOSED)
+            if (B_LAYOUT == TRANSPOSED)
                 load_matrices(right, b_lanes(b, n * 16, step));
             else
                 load_transposed(right, b_lanes(b, step * 16, n));
@@ -227,13 +231,13 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
 // sums += A B, where A is in registers, and B's columns are the rows of tile `b`.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const unsigned (&a)[TILES][D_STEPS][4],
-                                         const LdmatrixLanes<PAD_D> &columns_first, unsigned b) {
+                                         const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned right[4];
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
-            load_matrices(right, columns_first(b, n * 16, d));
+            load_matrices(right, b_lanes(b, n * 16, d));
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 mma(sums.c[t][2 * n], a[t][d], right[0], right[1]);
@@ -246,7 +250,7 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
 // sums += W B, where W are the warp's own sums, rounded to 16 bits, and B is the tile at `b`, (16 * PAIRS) x D.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void add_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
-                                            const LdmatrixLanes<PAD_D> &rows_first, unsigned b) {
+                                            const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
         unsigned left[TILES][4], right[4];
@@ -257,7 +261,7 @@ __device__ __forceinline__ void add_product(Accumulator<TILES, D_STEPS> &sums, c
                 left[t][e] = pack(w.c[t][2 * n + e / 2][e % 2 * 2], w.c[t][2 * n + e / 2][e % 2 * 2 + 1]);
 #pragma unroll
         for (int d = 0; d < D_STEPS; d++) {
-            load_transposed(right, rows_first(b, n * 16, d));
+            load_transposed(right, b_lanes(b, n * 16, d));
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 mma(sums.c[t][2 * d], left[t], right[0], right[1]);

@@ -58,18 +58,18 @@ __device__ __forceinline__ void store4(element *row, int d, float4 x) {
 
 struct Sum {
     static constexpr float identity = 0.0f;
-    __device__ static float of(float a, float b) { return a + b; }
+    __device__ static float combine(float a, float b) { return a + b; }
 };
 
 struct Max {
     static constexpr float identity = -3.402823466e38f;
-    __device__ static float of(float a, float b) { return fmaxf(a, b); }
+    __device__ static float combine(float a, float b) { return fmaxf(a, b); }
 };
 
 // In every lane.
 template <class Op>
 __device__ __forceinline__ float reduce_warp(float x) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) x = Op::of(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, lanes));
     return x;
 }
 
@@ -82,6 +82,6 @@ __device__ __forceinline__ float reduce_block(float x) {
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();
     x = partial[0];
-    for (int warp = 1; warp < N_WARPS; ++warp) x = Op::of(x, partial[warp]);
+    for (int warp = 1; warp < N_WARPS; ++warp) x = Op::combine(x, partial[warp]);
     return x;
 }

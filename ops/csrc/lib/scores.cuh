@@ -73,7 +73,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TI
                                                  const float *delta, int i_first, int j_first, int keys,
                                                  int b, int h, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    const float c = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
+    const float scale_log2 = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
     static_assert(PAIRS <= 8, "a bit for each column of a row");
     unsigned dropped[TILES][2];
@@ -104,7 +104,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TI
                     const int j = j_first + n * 8 + column + e % 2;
                     float &weight = s.c[t][n][e], &gradient = dp.c[t][n][e], capped = 0.0f;
                     if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, capped);
-                    weight = exp2_of(weight * c - shift);
+                    weight = exp2_of(weight * scale_log2 - shift);
                     gradient -= mean;
 #if SOFTCAP
                     gradient *= 1.0f - capped * capped;

@@ -12,35 +12,39 @@ template <int TILES> struct SoftmaxState {
     }
 };
 
+// EXPONENT: of the exponential exp2 of a score s, shifted by a row's m.
 #if ELEMENT_KIND == float_ELEMENT
-#define ABOVE(s, m) (((s) - (m)) * c)
-#define FACTOR 128.0f  // of the exponentials, up to 2^8: small ones are to lose no bits in fp16 (split_products.cuh)
+#define EXPONENT(s, m, scale_log2) (((s) - (m)) * (scale_log2))
+// Exponentials are up to 2^8 times EXP_FACTOR: small ones are to lose no bits in fp16 (split_products.cuh).
+#define EXP_FACTOR 128.0f
 #elif INT8
 // s begins at INT8_ORIGIN (hopper.cuh). Rounding the sum, one for all keys of a tile, moves s by less than 1.
-#define ABOVE(s, m) ((s) * c - ((m) + INT8_ORIGIN * c))
+#define EXPONENT(s, m, scale_log2) ((s) * (scale_log2) - ((m) + INT8_ORIGIN * (scale_log2)))
 #define FROM_ORIGIN(s) ((s) - INT8_ORIGIN)
-#define FACTOR 1.0f
+#define EXP_FACTOR 1.0f
 #else
+#define EXPONENT(s, m, scale_log2) ((s) * (scale_log2) - (m))
 #define FROM_ORIGIN(s) (s)
-#define ABOVE(s, m) ((s) * c - (m))
-#define FACTOR 1.0f
+#define EXP_FACTOR 1.0f
 #endif
-// In fp8 the largest is 2^5 to 2^8, so that e4m3, which ends at 448 and 2^-9, has what is 2^-14 of it.
+// How far m is set below a row's maximum. In fp8 it is 5, and m stays until the maximum is more than 8 above it: the
+// largest exponential of a row is 2^5 to 2^8, and e4m3, which goes from 2^-9 to 448, has what is at least 2^-14 of it.
 #if FP8
-#define SHIFT_OF(m) ((m) - 5.0f)
+#define MAX_OFFSET 5.0f
 #else
-#define SHIFT_OF(m) (m)
+#define MAX_OFFSET 0.0f
 #endif
 
-// s becomes FACTOR exp2(c s - m) and l goes on. A row's m follows its maximum only when that has grown by more than 2^8
-// (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D
-// multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes exp2(c (s -
-// m)), an instruction more, so that the largest is 1 and not 2 to the power of what m was rounded by.
+// s becomes EXP_FACTOR exp2(scale_log2 s - m) and l goes on. A row's m follows its maximum only when that has grown by
+// more than 2^8 (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly
+// ever: D multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes
+// EXP_FACTOR exp2(scale_log2 (s - m)), an instruction more, so that the largest is EXP_FACTOR, and not that times 2 to
+// the power of what m was rounded by.
 // Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
 // warp needed it.
 template <int TILES, int PAIRS, typename Rescale>
-__device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, SoftmaxState<TILES> &rows, float c,
-                                               const Rescale &rescale) {
+__device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, SoftmaxState<TILES> &rows,
+                                               float scale_log2, const Rescale &rescale) {
     float row_max[TILES][2];
     bool needs_rescale = false;
 #pragma unroll
@@ -53,7 +57,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Sof
             for (int n = 0; n < 2 * PAIRS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            needs_rescale |= ABOVE(x, rows.m[t][half]) > 8.0f;
+            needs_rescale |= EXPONENT(x, rows.m[t][half], scale_log2) > 8.0f;
         }
     needs_rescale = __any_sync(~0u, needs_rescale);
     if (needs_rescale) {
@@ -62,12 +66,12 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Sof
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 // Row by row: a row's bits depend on no other row.
-                if (!(ABOVE(row_max[t][half], rows.m[t][half]) > 8.0f)) continue;
+                if (!(EXPONENT(row_max[t][half], rows.m[t][half], scale_log2) > 8.0f)) continue;
 #if ELEMENT_KIND == float_ELEMENT
-                const float m = row_max[t][half], factor = exp2_of((rows.m[t][half] - m) * c);
+                const float m = row_max[t][half], factor = exp2_of((rows.m[t][half] - m) * scale_log2);
 #else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
-                const float m = SHIFT_OF(__fmul_rn(FROM_ORIGIN(row_max[t][half]), c));
+                const float m = __fmul_rn(FROM_ORIGIN(row_max[t][half]), scale_log2) - MAX_OFFSET;
                 const float factor = exp2_of(rows.m[t][half] - m);
 #endif
                 rows.m[t][half] = m, rows.l[t][half] *= factor;
@@ -89,7 +93,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Sof
             for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
-                    s.c[t][n][e] = FACTOR * exp2_of(ABOVE(s.c[t][n][e], shift));
+                    s.c[t][n][e] = EXP_FACTOR * exp2_of(EXPONENT(s.c[t][n][e], shift, scale_log2));
                     sum += s.c[t][n][e];
                 }
 #if ELEMENT_KIND == float_ELEMENT
@@ -102,8 +106,8 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Sof
 // The same, with o rescaled at once.
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void online_softmax(Accumulator<TILES, PAIRS> &s, Accumulator<TILES, D_STEPS> &o,
-                                               SoftmaxState<TILES> &rows, float c) {
-    online_softmax(s, rows, c, [&](int t, int half, float factor) {
+                                               SoftmaxState<TILES> &rows, float scale_log2) {
+    online_softmax(s, rows, scale_log2, [&](int t, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= factor, o.c[t][n][2 * half + 1] *= factor;
     });
@@ -116,11 +120,11 @@ template <int TILES> struct Dropout {
 #endif
     __device__ __forceinline__ Dropout(const Params &p, int b, int h, int i_first) {
 #if DROPOUT
-        const unsigned of_head = dropout_head_key(p, b, h);
+        const unsigned head_key = dropout_head_key(p, b, h);
 #pragma unroll
         for (int t = 0; t < TILES; t++)
             for (int half = 0; half < 2; half++)
-                row_key[t][half] = absorb(of_head, (unsigned)(i_first + t * 16 + half * 8 + threadIdx.x % 32 / 4));
+                row_key[t][half] = absorb(head_key, (unsigned)(i_first + t * 16 + half * 8 + threadIdx.x % 32 / 4));
 #endif
     }
     template <int PAIRS>
@@ -153,7 +157,7 @@ __device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, 
             const float inverse_l = l == 0.0f ? 0.0f : p.keep_scale / l;
             const int i = i_first + t * 16 + half * 8 + lane / 4;
 #if ELEMENT_KIND == float_ELEMENT
-            const float lse = rows.m[t][half] * scale + logf(l * (1.0f / FACTOR));
+            const float lse = rows.m[t][half] * scale + logf(l * (1.0f / EXP_FACTOR));
 #else
             const float lse = (rows.m[t][half] + __log2f(l)) * LN2;
 #endif

@@ -34,9 +34,9 @@ __device__ __forceinline__ int lane_col() { return (threadIdx.x & 1) | (threadId
 // Across the 8 lanes that share rows.
 template <class Op>
 __device__ __forceinline__ float reduce_row(float x) {
-    x = Op::of(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    x = Op::of(x, __shfl_xor_sync(0xffffffffu, x, 4));
-    return Op::of(x, __shfl_xor_sync(0xffffffffu, x, 8));
+    x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, 4));
+    return Op::combine(x, __shfl_xor_sync(0xffffffffu, x, 8));
 }
 
 // What the one of these lanes has whose lane_col is `col`.

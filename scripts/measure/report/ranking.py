@@ -140,10 +140,10 @@ def table_source(ranks: dict[Class, dict[str, float]]) -> str:
         "",
         "from __future__ import annotations",
         "",
-        "Order = tuple[tuple[int | None, int | None, str], ...]",
+        "Ranking = tuple[tuple[int | None, int | None, str], ...]",
         "# (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)",
     ]
-    kind = "MEASURED: dict[tuple[tuple[int, int], int, str, str], Order] = {"
+    kind = "MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {"
     groups: dict[tuple, list[str]] = {}
     for (*key, dim, longest), names in ranks.items():
         entry = f'        ({dim}, {longest}, "{" ".join(names)}"),'
