@@ -115,6 +115,10 @@ def test_two_processes_take_the_steps_of_one(trainer: str) -> None:
     options.limit_s = 0.0
     short = scaling.measured({key: two[key] for key in found[0]["point"]}, options, False)
     assert (short["steps"], short["warm_up"], short["n"], short["profiled_steps"]) == (3, 1, 2, 1)
+    unprofiled = scaling.measured(
+        {key: two[key] for key in found[0]["point"]}, options, False, profiled=False
+    )
+    assert unprofiled["steps"] == 3 and "communication_ms" not in unprofiled
 
 
 MEASURED = {"status": "ok", "reason": None, "communication_ms": 1.0, "communication_share": 0.1}
@@ -127,10 +131,11 @@ def test_rounds_take_the_points_in_turn_and_give_the_median_run(monkeypatch: pyt
     times = iter([100.0, 208.0, 110.0, 104.0, 108.0, 90.0, 99.0])  # one, for_losses, two, one, two, ...
     seen = []
 
-    def measured(point: dict[str, Any], options: Any, cuda: bool) -> dict[str, Any]:
+    def measured(point: dict[str, Any], options: Any, cuda: bool, profiled: bool) -> dict[str, Any]:
         seen.append(point)
         ms = next(times)
-        return MEASURED | {"ms_median": ms, "tokens_per_s": 1e3 * point["tokens_per_step"] / ms}
+        result = MEASURED | {"ms_median": ms, "tokens_per_s": 1e3 * point["tokens_per_step"] / ms}
+        return {key: x for key, x in result.items() if profiled or not key.startswith("communication")}
 
     monkeypatch.setattr(scaling, "measured", measured)
     options = scaling.arguments(["--rounds", "3"])
@@ -141,6 +146,7 @@ def test_rounds_take_the_points_in_turn_and_give_the_median_run(monkeypatch: pyt
         (208.0, [208.0]),
         (108.0, [110.0, 108.0, 99.0]),
     ]
+    assert all(r["communication_ms"] == 1.0 for r in found)  # of the first round
     rows = [row_of(*each) for each in zip((one, for_losses, two), found, strict=True)]
     group = scaling_report.records(rows)
     ratio = 100.0 / 110.0  # of 0.909, 0.963 and 0.909, of equal tokens a device
@@ -150,7 +156,7 @@ def test_rounds_take_the_points_in_turn_and_give_the_median_run(monkeypatch: pyt
 
 def test_a_point_that_fails_in_one_round_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = iter([MEASURED, {"status": "oom", "reason": "full"}, MEASURED])
-    monkeypatch.setattr(scaling, "measured", lambda *of: next(outcomes))
+    monkeypatch.setattr(scaling, "measured", lambda *of, profiled: next(outcomes))
     point = points()[0]
     found = scaling.in_turn([point], scaling.arguments(["--rounds", "5"]), True)
     assert found == [{"status": "oom", "reason": "full"}]

@@ -71,10 +71,11 @@ def launches_of(events: Iterable[Any], cuda: bool) -> list[Launch]:
 
 
 class ScalingMeter(lightning.Callback):
-    """Times `steps` steps, or as many as `limit_s` seconds have room for, then profiles a few on rank 0."""
+    """Times `steps` steps, or as many as `limit_s` seconds have room for, then with `profiled` profiles a few
+    on rank 0."""
 
-    def __init__(self, steps: int = 30, limit_s: float = 120) -> None:
-        self.steps, self.limit_s, self.profiled = steps, limit_s, PROFILED
+    def __init__(self, steps: int = 30, limit_s: float = 120, profiled: bool = True) -> None:
+        self.steps, self.limit_s, self.profiled = steps, limit_s, PROFILED if profiled else 0
         self.losses: list[float] = []
         self.result: dict[str, Any] | None = None  # there once the steps are timed
         self.laps = Laps(min(WARM_UP, steps - 1), steps - min(WARM_UP, steps - 1), math.inf)
@@ -90,14 +91,16 @@ class ScalingMeter(lightning.Callback):
         if self.result is None:
             if self.laps.ended():
                 self.result = self._timed(trainer, lit, batch)
-                self._profile(trainer)
+                if self.profiled:
+                    self._profile(trainer)
+                else:
+                    self._finish(trainer, {})
             elif len(self.laps.marks) == 2:
                 self._shorten(trainer)
             return
         self.left -= 1
         if self.left == 0:
-            self._finish(trainer)
-            trainer.should_stop = True
+            self._finish(trainer, self._profile_result() if trainer.is_global_zero else {})
 
     def _shorten(self, trainer: lightning.Trainer) -> None:
         """By the time of the second step, as rank 0 took it: all ranks stop after the same step."""
@@ -106,7 +109,7 @@ class ScalingMeter(lightning.Callback):
         seconds = begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
         room = trainer.strategy.broadcast(int(self.limit_s / seconds))
         self.steps = min(self.steps, max(FEWEST, room))
-        self.profiled = PROFILED if room > 10 * PROFILED else 1
+        self.profiled = min(self.profiled, PROFILED if room > 10 * PROFILED else 1)
         self.laps.warm_up = min(WARM_UP, self.steps // 3)
         self.laps.steps = self.steps - self.laps.warm_up
 
@@ -130,14 +133,17 @@ class ScalingMeter(lightning.Callback):
             self.profiler.start()
             self.began = time.perf_counter()
 
-    def _finish(self, trainer: lightning.Trainer) -> None:
-        if not trainer.is_global_zero:
-            return
+    def _profile_result(self) -> dict[str, Any]:
         synchronise()
         us = 1e6 * (time.perf_counter() - self.began)
         self.profiler.stop()
         launches = launches_of(self.profiler.events(), self.cuda)
         kernels = counted((launch.name, launch.us) for launch in launches if family(launch.name))
-        found = self.result | communication(launches, self.profiled, us) | {"kernels": as_field(kernels)}
-        path = Path(trainer.default_root_dir) / FILE
-        path.write_text(json.dumps({"status": "ok", "reason": None, **found}), encoding="utf-8")
+        return communication(launches, self.profiled, us) | {"kernels": as_field(kernels)}
+
+    def _finish(self, trainer: lightning.Trainer, profile: dict[str, Any]) -> None:
+        trainer.should_stop = True
+        if trainer.is_global_zero:
+            path = Path(trainer.default_root_dir) / FILE
+            result = {"status": "ok", "reason": None, **self.result, **profile}
+            path.write_text(json.dumps(result), encoding="utf-8")

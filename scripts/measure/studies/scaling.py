@@ -14,7 +14,8 @@ trace come the time in which NCCL's kernels run, and the part of it in which no 
 the share of communication in the step. A collective waits for the slowest rank, and its time includes that.
 
 --rounds 5 runs the points of a model and length in turn, five times: the result is that of the run of median
-speed, with the time of a step in each (ms_by_run), and the ratios are medians over the rounds. One GPU with
+speed, with the time of a step in each (ms_by_run), and the ratios are medians over the rounds; the first
+round is profiled. One GPU with
 the tokens of several, for their losses, runs once.
 
 Without a GPU: a tiny model on 1, 2 and 4 processes with gloo (--gpus 1 2 4 8: 8 too), which share the cores.
@@ -127,7 +128,7 @@ def points(options: argparse.Namespace, cuda: bool, devices: int) -> list[Point]
     return [point for point in found if point["devices"] <= devices]
 
 
-def words(point: Point, limit_s: float) -> list[str]:
+def words(point: Point, limit_s: float, profiled: bool = True) -> list[str]:
     """A point's overrides of train.py."""
     from scripts.measure.instruments.scaling_meter import PROFILED
 
@@ -137,17 +138,20 @@ def words(point: Point, limit_s: float) -> list[str]:
     found += [f"trainer.devices={point['devices']}", f"trainer.max_steps={point['steps'] + PROFILED}"]
     found += [f"checkpointing={str(point.get('checkpointing', False)).lower()}", *WITHOUT]
     found += [f"data.corpus.n_tokens={max(10_000_000, 16 * point['seq_len'])}"]
-    return [*found, f"+callbacks.meter={{_target_: {METER}, steps: {point['steps']}, limit_s: {limit_s}}}"]
+    meter = (
+        f"_target_: {METER}, steps: {point['steps']}, limit_s: {limit_s}, profiled: {str(profiled).lower()}"
+    )
+    return [*found, f"+callbacks.meter={{{meter}}}"]
 
 
-def measured(point: Point, options: argparse.Namespace, cuda: bool) -> Result:
+def measured(point: Point, options: argparse.Namespace, cuda: bool, profiled: bool = True) -> Result:
     """What train.py's run of a point gives; that run and its ranks end with this call."""
     from scripts.measure.instruments.scaling_meter import FILE
 
     environment = os.environ | ({} if cuda else {"OMP_NUM_THREADS": "1"})  # a core a process, at any number
     with tempfile.TemporaryDirectory() as folder:
         own = [f"runs_dir={folder}", "name=run"]
-        command = [sys.executable, str(ROOT / "train.py"), *words(point, options.limit_s), *own]
+        command = [sys.executable, str(ROOT / "train.py"), *words(point, options.limit_s, profiled), *own]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
         try:
@@ -178,8 +182,9 @@ def said(point: Point, result: Result) -> str:
     of += f", {point['tokens_per_step']:,} tokens a step"
     if result["status"] != "ok":
         return f"{of}: {result['status']}, {result['reason']}"
-    share = f"{result['communication_share']:.1%} of a step"
-    return f"{of}: {result['tokens_per_s']:,.0f} tokens/s, communication alone {share}"
+    of += f": {result['tokens_per_s']:,.0f} tokens/s"
+    share = result.get("communication_share")
+    return of if share is None else f"{of}, communication alone {share:.1%} of a step"
 
 
 def measure(options: argparse.Namespace, run: Run) -> None:
@@ -197,15 +202,15 @@ def measure(options: argparse.Namespace, run: Run) -> None:
 
 
 def in_turn(points: list[Point], options: argparse.Namespace, cuda: bool) -> list[Result]:
-    """Each point's run of median speed of `options.rounds`, or the first that failed; one run of one GPU with
-    the tokens of several, of which only the losses serve."""
+    """Each point's run of median speed of `options.rounds`, with what was profiled in the first, or the first
+    that failed; one run of one GPU with the tokens of several, of which only the losses serve."""
     runs: list[list[Result]] = [[] for _ in points]
     alone = min((point["tokens_per_step"] for point in points if point["devices"] == 1), default=0)
     for at in range(options.rounds):
         for point, found in zip(points, runs, strict=True):
             again = at == 0 or point["devices"] > 1 or point["tokens_per_step"] == alone
             if again and all(result["status"] == "ok" for result in found):
-                found.append(measured(point, options, cuda))
+                found.append(measured(point, options, cuda, profiled=at == 0))
                 print(f"run {at + 1} of {options.rounds}: {said(point, found[-1])}", flush=True)
     return [middle(found) for found in runs]
 
@@ -214,7 +219,7 @@ def middle(runs: list[Result]) -> Result:
     if failed := [result for result in runs if result["status"] != "ok"]:
         return failed[0]
     ms = [result["ms_median"] for result in runs]
-    return runs[ms.index(statistics.median_low(ms))] | {"ms_by_run": ms}
+    return runs[0] | runs[ms.index(statistics.median_low(ms))] | {"ms_by_run": ms}
 
 
 def report(rows: list[Row]) -> Report:
