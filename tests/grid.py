@@ -125,8 +125,8 @@ def _featured(group: str, features: tuple[str, ...], tq: int, tk: int, head_dim:
 
 def _batch(tq: int, tk: int) -> int:
     """Two rows; more of one query, as the largest error of 8 numbers of the lse is a matter of luck: on an
-    H200 that of PyTorch's (documents, fp32) was so small that a sum over D in order, which cuda_tiled computes,
-    had 1.2 times what is allowed."""
+    H200 that of PyTorch's (documents, fp32) was so small that cuda_tiled, which sums over D in order, had 1.2
+    times what is allowed."""
     return 16 if tq == 1 < tk else 2
 
 

@@ -87,19 +87,26 @@ class GradientMeans:
         )
 
 
-@torch.library.custom_op("tilegpt::start_gradient_mean", mutates_args=("gradients",))
-def start_gradient_mean(gradients: Tensor) -> None:
-    """Average (n,) over the ranks, in place; it is there after `GradientMeans.finish`."""
-    GradientMeans.current.start(gradients)
+@torch.library.custom_op("tilegpt::start_average", mutates_args=())
+def start_average(gradients: list[Tensor]) -> Tensor:
+    """They as one tensor (n,), which holds their average over the ranks after `GradientMeans.finish`."""
+    together = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    GradientMeans.current.start(together)
+    return together
 
 
-@start_gradient_mean.register_fake
-def _(gradients: Tensor) -> None:
-    pass
+@start_average.register_fake
+def _(gradients: list[Tensor]) -> Tensor:
+    return gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
 
 
 class _Averaged(torch.autograd.Function):
-    """Weights as they are. Their gradients are views of one tensor, which is being averaged."""
+    """Weights as they are. Their gradients are views of one tensor, which is being averaged.
+
+    The operator copies them into that tensor. Inductor (torch 2.11), asked to concatenate them in the graph,
+    left out the gradients of norms that it computes beside a sum over rows (`mix_order_reduction`): what was
+    averaged in their place had never been written.
+    """
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -107,7 +114,5 @@ class _Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        together = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        start_gradient_mean(together)
-        parts = together.split([gradient.numel() for gradient in gradients])
+        parts = start_average(list(gradients)).split([gradient.numel() for gradient in gradients])
         return tuple(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
