@@ -214,9 +214,6 @@ class GPT(nn.Module):
         self.config = config
         self.checkpointing = checkpointing
         self.context_parallel: ContextParallel | None = None
-        self.wrap_block: Callable[[nn.Module], Callable[..., Tensor]] | None = (
-            None  # see training/replicas.py
-        )
         modules: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position == "learned":
             modules["wpe"] = nn.Embedding(config.positions, config.n_embd)
@@ -315,8 +312,6 @@ class GPT(nn.Module):
             rope = rope[:, :T] if positions is None else rope[:, positions]  # (2, T, D/2) or (2, B, 1, D/2)
         of_all = rope, self.slopes, self.relative_bias(), document_ids, self.block_mask(T, cache)
         for i, block in enumerate(self.transformer.h):
-            if self.wrap_block is not None:
-                block = self.wrap_block(block)
             if self.checkpointing and self.training:
                 x = checkpoint(block, x, *of_all, use_reentrant=False)
             else:
