@@ -1,4 +1,4 @@
-"""The attention contract: one exact function, many implementations.
+"""The attention interface: one exact function, many implementations.
 
 Every implementation computes, per batch b, head h and query i,
 

@@ -69,6 +69,14 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
+def test_commits_that_are_not_in_the_history_are_named(results, monkeypatch):
+    assert results_page.lost(results) == ""
+    monkeypatch.setattr(results_page, "LOST", {"abc": "which was lost", "def": ""})
+    said = results_page.lost(results)
+    assert " ".join(said.split()).endswith("checked out: abc (in plain, probe; which was lost).")
+    assert said in results_page.written(results)[results / "README.md"]
+
+
 def test_the_pages_have_all_of_a_report(results):
     files = results_page.written(results)
     index, text = (files[folder / "README.md"] for folder in (results, results / "probe"))

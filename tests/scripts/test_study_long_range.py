@@ -223,7 +223,10 @@ def test_what_seeds_spread_too_widely_is_not_decided() -> None:
     assert runs.splits and len(runs.left) == 7 and sorted(runs.after) == [0.4] * 6 + [0.5]
     assert [row["result"]["accuracy"] for row in runs.stayed] == [0.17, 0.18]
     notes = report(gpu_rows(STUCK, MS)).notes
-    assert notes[0].startswith("0 of 2 comparisons with standard attention's accuracy are decided. Not ")
+    assert notes[0].startswith(
+        "Implementations that reach standard attention's accuracy within the variation between seeds: "
+        "on ListOps undecided. Not "
+    )
     allowed = f"seeds vary by {100 * triton.allowed:.1f} points"
     assert f"Not decided, 2 on ListOps: {allowed}, more than 50% of the 10.0 points that" in notes[0]
     assert notes[1] == (
@@ -288,8 +291,8 @@ def test_a_report_of_a_gpu() -> None:
     said = " ".join(made.notes)
     assert made.tables[0].lines[3][5:8] == ["-0.0600", made.tables[0].lines[2][6], "differs"]
     assert made.notes[0] == (
-        "2 of 2 comparisons with standard attention's accuracy are decided: 1 within the variation "
-        "between seeds (ListOps), 1 different beyond it (cuda on ListOps)."
+        "Implementations that reach standard attention's accuracy within the variation between seeds: "
+        "on ListOps 1 of 2 (not cuda)."
     )
     assert "Not decided" not in said and "mean 2.83x" in said
     assert "Not all models learned" not in said and "NVIDIA H200" in made.pictures[""]
@@ -369,10 +372,7 @@ def test_the_claim_counts_what_decides(tmp_path: Path) -> None:
         "none of 2 comparisons on the arena's tasks are decided and on Matching seeds leave room for 2.9"
     )
     assert undecided in found.why
-    assert (
-        "accuracy are decided: 2 within the variation between seeds (Matching). Not decided, 2 on"
-        in found.why
-    )
+    assert "between seeds: on ListOps undecided; on Matching 2 of 2. Not decided, 2 on" in found.why
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from scripts.measure.measurements import Measurement, command_of, measurement, m
 from scripts.measure.report.figures import undrawn
 from scripts.measure.report.results_tables import REPORTS, drawn_elsewhere
 from scripts.measure.report.tables import markdown
-from scripts.measure.rows import CONF, by_gpu
+from scripts.measure.rows import CONF, by_gpu, read
 from scripts.measure.studies import Report, Row
 
 # The order of the index; what is not named here follows, by name.
@@ -46,6 +47,9 @@ is typed by hand. Each row is one measured point, with the machine, library vers
 `python scripts/study.py all` measures everything again, which takes {takes} in all.
 
 [CLAIMS.md](CLAIMS.md) tests claims of papers and tutorials against these results."""
+# Commits of rows that are not in the history, and what is known of them.
+LOST = {"ff0faf4": "which, by a note of that time, had the kernels of 3fddcab except for comments"}
+LOST |= dict.fromkeys(("66450bd", "aa27a83", "ba3f580", "c65992d", "dce8006", "f496b4d"), "")
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ def written(results: Path, redraw: bool = False) -> dict[Path, str]:
 
 def index(results: Path, found: list[Found]) -> str:
     parts = [HEAD.format(takes=Measurement((), sum(each.gpu_s for each in measurements().values())).takes)]
+    if said := lost(results):
+        parts += [said]
     if found:
         parts += [studies(found)]
     if rest := others(results, {one.study for one in found}):
@@ -143,7 +149,7 @@ def index(results: Path, found: list[Found]) -> str:
 
 
 def studies(found: list[Found]) -> str:
-    lines = [["study", "question", "found", "GPU", "date", "takes"]]
+    lines = [["study", "question", "found", "GPU", "date", "the usual run takes"]]
     for one in found:
         date = max(row["machine"]["date"] for row in one.rows)
         link = f"[{one.study}]({one.study}/README.md)"
@@ -187,6 +193,17 @@ def machine(rows: list[Row]) -> str:
     commits = dict.fromkeys(str(row["machine"].get("commit"))[:7] for row in rows)
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"{versions(rows)}; {days}, commit {', '.join(commits)}"
+
+
+def lost(results: Path) -> str:
+    """Which commits of the rows cannot be checked out, and which studies have such rows."""
+    seen: dict[str, dict[str, None]] = {}
+    for path in sorted(results.glob("*/*.jsonl")):
+        for commit in {str(row["machine"].get("commit"))[:7] for row in read(path).values()} & LOST.keys():
+            seen.setdefault(commit, {})[path.parent.name] = None
+    words = [f"{c} (in {', '.join(of)}{'; ' * bool(LOST[c])}{LOST[c]})" for c, of in sorted(seen.items())]
+    sentence = "These commits of rows are not in the history, so the measured code cannot be checked out: "
+    return textwrap.fill(sentence + ", ".join(words) + ".", 110) if words else ""
 
 
 def others(results: Path, told: set[str]) -> str:

@@ -81,8 +81,8 @@ def block(rows: list[Row], gpu: str) -> str:
         f"{machine(rows)}. bf16, causal. Cells give TFLOP/s of forward / backward; for decode, microseconds "
         "with one query per sequence. The fastest of each column is bold. `!` marks results that are not "
         "ranked (their error exceeds rounding error, or another kernel ran than requested), `-` refused "
-        f"calls. All plots: {more}. `results/attention/{gpu}.jsonl` has all rows, with kernels, errors and "
-        "command.",
+        f"calls; an empty cell was not measured. All plots: {more}. `results/attention/{gpu}.jsonl` has "
+        "all rows, with kernels, errors and command.",
         width=118,
         break_long_words=False,
         break_on_hyphens=False,

@@ -37,6 +37,7 @@ FORWARD: dict[str, dict[str, int]] = {
     "persistence": {"PERSISTENT": 0},
 }
 LATE = "late products"
+SHOWN = {LATE: "delayed dQ and dK"}  # where a name in the rows is not the one in reports
 ALLOWED = 2**-6  # of a gradient's largest number: late products take P as it was rounded
 
 
@@ -157,8 +158,9 @@ def ratios(found: list[Record]) -> tuple[list[list[str]], dict[str, list[float]]
         for name, line in of.items():
             if name:
                 mine = {t: line[t] / whole[t] for t in line if t in whole}
-                every.setdefault(name, []).extend(mine.values())
-                lines.append([title, name, *(f"{mine[t]:.2f}" if t in mine else "" for t in LENGTHS)])
+                shown = SHOWN.get(name, name)
+                every.setdefault(shown, []).extend(mine.values())
+                lines.append([title, shown, *(f"{mine[t]:.2f}" if t in mine else "" for t in LENGTHS)])
     return lines, every
 
 
@@ -172,7 +174,7 @@ def picture(rows: list[Row], found: list[Record]) -> str:
     figure, axes = panels_of(rows, said, len(shown))
     for axis, (title, of) in zip(axes, shown.items(), strict=True):
         drawn = [
-            Line(f"without {name}" if name else "cuda_fa3", line, place=names.index(name))
+            Line(f"without {SHOWN.get(name, name)}" if name else "cuda_fa3", line, place=names.index(name))
             for name, line in of.items()
         ]
         panel(axis, drawn, title, "T, tokens", "TFLOP/s", log_y=False, bottom=0)
