@@ -105,8 +105,7 @@ class LitGPT(L.LightningModule):
 
                 # DDP's buckets would cut the compiled model: GPT-2 124M had 0.926x of perfect scaling on two
                 # H100s, whole 0.971x. Its gradients are then summed after the backward (1.8 ms over NVLink).
-                # An operator in the graph that starts the sum of a block's gradients saved 1.3 of 112.3 ms,
-                # but Inductor left gradients of norms out of their concatenation (mix_order_reduction).
+                # Starting the sum of a block's gradients within the graph was tried: see commit 742a08a.
                 config.optimize_ddp = False
                 compile(dynamic=False, options=options)
 

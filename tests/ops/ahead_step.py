@@ -85,14 +85,8 @@ def main() -> None:
     for programs, heads_per_kv, capacity, dim, page in shapes:
         keys, warps, splits = step.attention_tile(programs, heads_per_kv, capacity, dim, SMS)
         constants = {"B": 1, "H": 8 * heads_per_kv, "HEADS_PER_KV": heads_per_kv, "D": dim, "BLOCK_D": dim}
-        constants |= {
-            "BLOCK_N": keys,
-            "PAGE": page,
-            "SPLITS": splits,
-            "WINDOW": False,
-            "SOFTCAP": False,
-            "PDL": True,
-        }
+        constants |= {"BLOCK_N": keys, "PAGE": page, "SPLITS": splits}
+        constants |= {"WINDOW": False, "SOFTCAP": False, "PDL": True}
         absent = {"q_norm", "k_norm", "slopes"} | (set() if page else {"table"})
         found = built(_tilegpt_step_attention, constants, absent, warps)
         what = f"attention of {programs} heads in groups of {heads_per_kv}, D = {dim}" + (
