@@ -105,7 +105,10 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
             f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed; what fp8 takes is not predicted."
         )
     narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
-    shared = shared_by(cfg.trainer, cfg.tokens_per_step, cfg.data.batch_size * cfg.seq_len)
+    graph = compiled(cfg.compile, "cuda" if gpu else "cpu")
+    shared = shared_by(
+        cfg.trainer, cfg.tokens_per_step, cfg.data.batch_size * cfg.seq_len, one_graph=graph is True
+    )
     run = Run(
         model_config(cfg),
         cfg.data.batch_size,
@@ -113,7 +116,7 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
         value_bytes=2 if narrow else 4,
         device="cuda" if gpu else "cpu",
         arch=gpu.arch if gpu else None,
-        compiled=bool(compiled(cfg.compile, "cuda" if gpu else "cpu")),
+        compiled=bool(graph),
         checkpointing=cfg.checkpointing,
         workspace_bytes=gpu.workspace_bytes if gpu else 0,
         **shared,

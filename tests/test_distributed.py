@@ -58,8 +58,15 @@ def assert_same(table: dict, reference: dict, steps: range) -> None:
             assert float(table[step][key]) == pytest.approx(float(value), **near), (step, key)
 
 
-def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(tmp_path: Path, reference: dict) -> None:
-    process = start(tmp_path, "name=a", *STEP, *two("ddp"), *limits(3000), CHUNKS)
+@pytest.mark.parametrize("one_graph", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(
+    one_graph: bool, tmp_path: Path, reference: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the model is one graph, which it is here without compiling it."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    process = start(
+        tmp_path, "name=a", *STEP, *two("ddp"), *limits(3000), CHUNKS, f"compile={str(one_graph).lower()}"
+    )
     metrics = tmp_path / "runs" / "a" / "metrics.csv"
     while process.poll() is None and not (metrics.exists() and "\n8," in metrics.read_text()):
         time.sleep(0.01)
@@ -74,8 +81,9 @@ def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(tmp_path: Path,
     assert saved["TokenDataModule"]["consumed"] == 16 * stopped
     if stopped < STEPS:
         result = train_here(
-            tmp_path, "ckpt=a", "trainer=default", "trainer.accelerator=cpu", *limits(STEPS), *ONE, tiny=False
-        )
+            tmp_path, "ckpt=a", "trainer=default", "trainer.accelerator=cpu", *limits(STEPS), *ONE,
+            "compile=false", tiny=False,
+        )  # fmt: skip
         assert result.code == 0, result.err
         assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
 

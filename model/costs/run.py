@@ -19,9 +19,12 @@ from model.calls import attention_call
 from model.config import GPTConfig
 
 
-def shared_by(trainer: Mapping[str, Any], step_tokens: int | None, micro_tokens: int) -> dict[str, Any]:
-    """`shards`, `sequence_ranks` and `accumulates` of a Run, by the config of a trainer, tokens_per_step and
-    the tokens of a micro-batch. trainer.devices=auto: the GPUs of this machine, or one device."""
+def shared_by(
+    trainer: Mapping[str, Any], step_tokens: int | None, micro_tokens: int, one_graph: bool
+) -> dict[str, Any]:
+    """`shards`, `sequence_ranks` and `accumulates` of a Run, by the config of a trainer, tokens_per_step, the
+    tokens of a micro-batch, and whether the model is compiled as one graph. trainer.devices=auto: the GPUs of
+    this machine, or one device."""
     devices, strategy = trainer["devices"], trainer["strategy"]
     if devices in ("auto", -1, "-1"):
         devices = torch.cuda.device_count() or 1
@@ -30,8 +33,10 @@ def shared_by(trainer: Mapping[str, Any], step_tokens: int | None, micro_tokens:
     n = (devices if isinstance(devices, int) else len(devices)) * trainer["num_nodes"]
     ranks = 1 if isinstance(strategy, str) else strategy.get("context_parallel", 1)
     ranks = n if ranks == "all" else ranks
-    sharded = not isinstance(strategy, str) and strategy["_target_"].endswith("FSDP2Strategy")
-    accumulates = (step_tokens or 0) > micro_tokens * (n // ranks) or (n > 1 and not sharded)
+    kind = strategy if isinstance(strategy, str) else strategy["_target_"].rpartition(".")[2]
+    sharded = kind == "FSDP2Strategy"
+    buckets = n > 1 and not sharded and not (one_graph and kind == "ReplicaStrategy")
+    accumulates = (step_tokens or 0) > micro_tokens * (n // ranks) or buckets
     return {"shards": n if sharded else 1, "sequence_ranks": ranks, "accumulates": accumulates}
 
 
@@ -39,9 +44,9 @@ def shared_by(trainer: Mapping[str, Any], step_tokens: int | None, micro_tokens:
 class Run:
     """A training step of one device: the model, rows of a micro-batch, the implementation of attention,
     `value_bytes` e, the device and, where known, its compute capability, whether the step is compiled and
-    checkpointed, whether gradients of micro-batches before are there (`accumulates`; under DDP they always
-    are, in its buckets), the bytes of libraries' workspaces, and the devices that share parameters,
-    gradients and optimiser state (`shards`: FSDP2) and each sequence (`sequence_ranks`: context
+    checkpointed, whether gradients of micro-batches before are there (`accumulates`; in the buckets of
+    DistributedDataParallel they always are), the bytes of libraries' workspaces, and the devices that share
+    parameters, gradients and optimiser state (`shards`: FSDP2) and each sequence (`sequence_ranks`: context
     parallelism)."""
 
     config: GPTConfig

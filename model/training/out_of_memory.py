@@ -63,6 +63,7 @@ def training_run(
     spec = {"kind": spec} if isinstance(spec, str) else spec or {"kind": None, **data["corpus"]}
     known = {"bpe": spec.get("vocab_size"), "gpt2": 50257, None: spec.get("vocab_size")}
     vocabulary = known.get(spec["kind"]) or 257
+    graph, micro = compiled(config["compile"], device.type), data["batch_size"] * config["seq_len"]
     return Run(
         GPTConfig(vocab_size=vocabulary, seq_len=config["seq_len"], **config["model"]),
         data["batch_size"],
@@ -70,9 +71,9 @@ def training_run(
         value_bytes=2 if dtype == torch.bfloat16 else 4,
         device="cpu" if device.type == "cpu" else "cuda",
         arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        compiled=bool(compiled(config["compile"], device.type)),
+        compiled=bool(graph),
         checkpointing=config["checkpointing"],
-        **shared_by(config["trainer"], config["tokens_per_step"], data["batch_size"] * config["seq_len"]),
+        **shared_by(config["trainer"], config["tokens_per_step"], micro, one_graph=graph is True),
     )
 
 

@@ -58,6 +58,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     # Lightning wraps DDP on a side stream, and torch says so once on every rank.
     warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+    # The only call that averages many tensors as one operation, deprecated with nothing in its place (2.13).
+    warnings.filterwarnings("ignore", message="`torch.distributed.all_reduce_coalesced` will be deprecated")
     # FSDP2 warns of operations in place on a block's output, where the residual stream has none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -88,9 +89,40 @@ def test_a_run_that_fails_is_a_row(said: str, status: str, reason: str) -> None:
     assert found["status"] == status and reason in found["reason"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_gpu_is_each_of_them_side_by_side(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its speed is their mean. Several take all that there are, and on a CPU nothing is chosen."""
+    one, two = points("--model", "gpt2", "--trainer", "ddp", "--gpus", "1", "2", devices=2)[::2]
+    places: list[dict[str, str]] = []
+
+    def started(point: Any, options: Any, place: dict[str, str], profiled: bool) -> Any:
+        places.append(place)
+        return contextlib.nullcontext((place, None))
+
+    def ended(place: dict[str, str], *_: Any) -> dict[str, Any]:
+        if fails and place["CUDA_VISIBLE_DEVICES"] == "3":
+            return {"status": "oom", "reason": "full"}
+        ms = {"0": 100.0, "3": 125.0}.get(place.get("CUDA_VISIBLE_DEVICES"), 110.0)
+        return MEASURED | {"ms_median": ms, "tokens_per_s": 1e3 * one["tokens_per_step"] / ms}
+
+    monkeypatch.setattr(scaling, "started", started)
+    monkeypatch.setattr(scaling, "ended", ended)
+    options = scaling.arguments([])
+    found = scaling.measured(one, options, ["0", "3"])
+    assert places == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]
+    if fails:
+        assert found == {"status": "oom", "reason": "full"}
+        return
+    assert found["ms_by_device"] == [100.0, 125.0] and found["ms_median"] == pytest.approx(1000 / 9)
+    assert found["tokens_per_s"] == pytest.approx(one["tokens_per_step"] * 9)
+    assert scaling.measured(two, options, ["0", "3"])["ms_median"] == 110.0
+    scaling.measured(one, options, [])
+    assert places[2:] == [{"CUDA_VISIBLE_DEVICES": "0,3"}, {"OMP_NUM_THREADS": "1"}]
+
+
 def test_a_run_that_takes_too_long_ends() -> None:
     (point,) = points("--gpus", "1", "--trainer", "ddp", cuda=False)
-    found = scaling.measured(point, scaling.arguments(["--timeout-s", "1"]), cuda=False)
+    found = scaling.measured(point, scaling.arguments(["--timeout-s", "1"]), gpus=[])
     assert found["status"] == "error" and found["timeout_s"] == 1
 
 
@@ -100,11 +132,11 @@ def test_two_processes_take_the_steps_of_one(trainer: str) -> None:
     """And stop alike where the time allows fewer steps."""
     options = scaling.arguments(["--gpus", "2", "--trainer", trainer, "--seq-len", "64", "--steps", "9"])
     found = [
-        row_of(point, scaling.measured(point, options, False)) for point in scaling.points(options, False, 2)
+        row_of(point, scaling.measured(point, options, [])) for point in scaling.points(options, False, 2)
     ]
     if trainer == "context_parallel":
         alone = scaling.arguments(["--gpus", "1", "--trainer", trainer, "--seq-len", "64", "--steps", "9"])
-        found += [row_of(p, scaling.measured(p, alone, False)) for p in scaling.points(alone, False, 1)]
+        found += [row_of(p, scaling.measured(p, alone, [])) for p in scaling.points(alone, False, 1)]
     (group,) = scaling_report.grouped(found).values()
     one, two = sorted(group, key=lambda r: r.devices)
     assert scaling_report.difference(two, group) < 1e-4 and len(set(two.losses)) == 9
@@ -113,11 +145,9 @@ def test_two_processes_take_the_steps_of_one(trainer: str) -> None:
     if trainer != "ddp":
         return
     options.limit_s = 0.0
-    short = scaling.measured({key: two[key] for key in found[0]["point"]}, options, False)
+    short = scaling.measured({key: two[key] for key in found[0]["point"]}, options, [])
     assert (short["steps"], short["warm_up"], short["n"], short["profiled_steps"]) == (3, 1, 2, 1)
-    unprofiled = scaling.measured(
-        {key: two[key] for key in found[0]["point"]}, options, False, profiled=False
-    )
+    unprofiled = scaling.measured({key: two[key] for key in found[0]["point"]}, options, [], profiled=False)
     assert unprofiled["steps"] == 3 and "communication_ms" not in unprofiled
 
 
@@ -131,7 +161,7 @@ def test_rounds_take_the_points_in_turn_and_give_the_median_run(monkeypatch: pyt
     times = iter([100.0, 208.0, 110.0, 104.0, 108.0, 90.0, 99.0])  # one, for_losses, two, one, two, ...
     seen = []
 
-    def measured(point: dict[str, Any], options: Any, cuda: bool, profiled: bool) -> dict[str, Any]:
+    def measured(point: dict[str, Any], options: Any, gpus: list[str], profiled: bool) -> dict[str, Any]:
         seen.append(point)
         ms = next(times)
         result = MEASURED | {"ms_median": ms, "tokens_per_s": 1e3 * point["tokens_per_step"] / ms}
@@ -139,7 +169,7 @@ def test_rounds_take_the_points_in_turn_and_give_the_median_run(monkeypatch: pyt
 
     monkeypatch.setattr(scaling, "measured", measured)
     options = scaling.arguments(["--rounds", "3"])
-    found = scaling.in_turn([one, for_losses, two], options, True)
+    found = scaling.in_turn([one, for_losses, two], options, ["0", "1"])
     assert seen == [one, for_losses, two, one, two, one, two]
     assert [(r["ms_median"], r["ms_by_run"]) for r in found] == [
         (100.0, [100.0, 104.0, 90.0]),
@@ -158,7 +188,7 @@ def test_a_point_that_fails_in_one_round_is_not_run_again(monkeypatch: pytest.Mo
     outcomes = iter([MEASURED, {"status": "oom", "reason": "full"}, MEASURED])
     monkeypatch.setattr(scaling, "measured", lambda *of, profiled: next(outcomes))
     point = points()[0]
-    found = scaling.in_turn([point], scaling.arguments(["--rounds", "5"]), True)
+    found = scaling.in_turn([point], scaling.arguments(["--rounds", "5"]), ["0"])
     assert found == [{"status": "oom", "reason": "full"}]
 
 

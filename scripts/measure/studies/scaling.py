@@ -13,17 +13,16 @@ Each point is a run of train.py. The first 5 steps do not count. 3 more steps ar
 trace come the time in which NCCL's kernels run, and the part of it in which no other kernel does, which is
 the share of communication in the step. A collective waits for the slowest rank, and its time includes that.
 
+Perfect scaling is the sum of what the GPUs do alone: two H100s of one machine differed by 1.6%. A point of
+one GPU runs on each of them, side by side, and its speed is their mean.
+
 --rounds 5 runs the points of a model and length in turn, five times: the result is that of the run of median
 speed, with the time of a step in each (ms_by_run), and the ratios are medians over the rounds; the first
-round is profiled. One GPU with
-the tokens of several, for their losses, runs once.
+round is profiled. One GPU with the tokens of several, for their losses, runs once.
 
 Without a GPU: a tiny model on 1, 2 and 4 processes with gloo (--gpus 1 2 4 8: 8 too), which share the cores.
 There communication is the time of gloo's operations, and the share the part of it in which the rank runs no
 operator of PyTorch.
-
-The points of one GPU can be measured side by side: `CUDA_VISIBLE_DEVICES=0 python scripts/study.py scaling
---gpus 1 2 4 8`, and the same with the next one, share them.
 """
 
 from __future__ import annotations
@@ -37,6 +36,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -51,6 +52,7 @@ STUDY = "scaling"
 GPU_S, ESTIMATED = 1500, True
 COUNTS = (1, 2, 4, 8)
 TRAINERS = ("ddp", "fsdp2", "context_parallel")
+SAID = "said.txt"
 METER = "scripts.measure.instruments.scaling_meter.ScalingMeter"
 STEADY = {"data": "synthetic", "schedule": "constant", "schedule.warmup_steps": 5, "optim.lr": 6e-4}
 WITHOUT = ("trainer.limit_val_batches=0", "callbacks.checkpoints=null", "callbacks.samples=null")
@@ -144,29 +146,62 @@ def words(point: Point, limit_s: float, profiled: bool = True) -> list[str]:
     return [*found, f"+callbacks.meter={{{meter}}}"]
 
 
-def measured(point: Point, options: argparse.Namespace, cuda: bool, profiled: bool = True) -> Result:
-    """What train.py's run of a point gives; that run and its ranks end with this call."""
-    from scripts.measure.instruments.scaling_meter import FILE
+def measured(point: Point, options: argparse.Namespace, gpus: list[str], profiled: bool = True) -> Result:
+    """What train.py's run of a point gives; where the point is of one device, its runs on each of `gpus`
+    (empty on a CPU), side by side. They end with this call."""
+    places = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
+    if not gpus:
+        places = [{"OMP_NUM_THREADS": "1"}]  # a core a process, at any number
+    elif point["devices"] > 1:
+        places = [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)}]
+    deadline = time.monotonic() + options.timeout_s
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(started(point, options, place, profiled)) for place in places]
+        return mean([ended(*run, deadline, options.timeout_s) for run in runs], point)
 
-    environment = os.environ | ({} if cuda else {"OMP_NUM_THREADS": "1"})  # a core a process, at any number
-    with tempfile.TemporaryDirectory() as folder:
+
+@contextlib.contextmanager
+def started(
+    point: Point, options: argparse.Namespace, place: dict[str, str], profiled: bool
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A run of train.py, and the folder where it says and writes things."""
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / SAID).open("wb") as said:
         own = [f"runs_dir={folder}", "name=run"]
         command = [sys.executable, str(ROOT / "train.py"), *words(point, options.limit_s, profiled), *own]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+        of: dict[str, Any] = {"cwd": ROOT, "env": os.environ | place, "start_new_session": True}
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, **of)
         try:
-            said, _ = process.communicate(timeout=options.timeout_s)
-        except subprocess.TimeoutExpired:
-            why = f"timeout: the point took longer than {options.timeout_s} s"
-            return {"status": "error", "reason": why, "timeout_s": options.timeout_s}
+            yield process, Path(folder)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        found = Path(folder) / "run" / FILE
-        if process.returncode == 0 and found.is_file():
-            nccl = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
-            return json.loads(found.read_text()) | ({"environment": nccl} if nccl else {})
-    return failed(said, process.returncode)
+            process.wait()
+
+
+def ended(process: subprocess.Popen[bytes], folder: Path, deadline: float, timeout_s: int) -> Result:
+    from scripts.measure.instruments.scaling_meter import FILE
+
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        why = f"timeout: the point took longer than {timeout_s} s"
+        return {"status": "error", "reason": why, "timeout_s": timeout_s}
+    found = folder / "run" / FILE
+    if process.returncode == 0 and found.is_file():
+        nccl = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+        return json.loads(found.read_text()) | ({"environment": nccl} if nccl else {})
+    return failed((folder / SAID).read_text(errors="replace"), process.returncode)
+
+
+def mean(runs: list[Result], point: Point) -> Result:
+    """The first, with the mean speed of all, each of which had a device; or the first that failed."""
+    wrong = [result for result in runs if result["status"] != "ok"]
+    if wrong or len(runs) == 1:
+        return (wrong or runs)[0]
+    speed = statistics.mean(result["tokens_per_s"] for result in runs)
+    ms = [result["ms_median"] for result in runs]
+    of_all = {"ms_median": 1e3 * point["tokens_per_step"] / speed, "ms_by_device": ms}
+    return runs[0] | of_all | {"tokens_per_s": speed, "peak_mib": max(result["peak_mib"] for result in runs)}
 
 
 def failed(said: str, code: int) -> Result:
@@ -193,15 +228,17 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     cuda = run.device == "cuda"
     devices = torch.cuda.device_count() if cuda else max(options.gpus or [4])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its run
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
+    gpus = visible[: max(options.gpus or [devices])] if cuda else []
     left = run.left(points(options, cuda, devices), f"1 to 3 min each, on {devices} {run.device} device(s)")
     if options.rounds == 1:
-        run.each(left, lambda point: measured(point, options, cuda), said)
+        run.each(left, lambda point: measured(point, options, gpus), said)
         return
     for _, group in groupby(left, lambda point: (point["model"], point["seq_len"])):
-        run.group(list(group), lambda mine: in_turn(mine, options, cuda), said)
+        run.group(list(group), lambda mine: in_turn(mine, options, gpus), said)
 
 
-def in_turn(points: list[Point], options: argparse.Namespace, cuda: bool) -> list[Result]:
+def in_turn(points: list[Point], options: argparse.Namespace, gpus: list[str]) -> list[Result]:
     """Each point's run of median speed of `options.rounds`, with what was profiled in the first, or the first
     that failed; one run of one GPU with the tokens of several, of which only the losses serve."""
     runs: list[list[Result]] = [[] for _ in points]
@@ -210,7 +247,7 @@ def in_turn(points: list[Point], options: argparse.Namespace, cuda: bool) -> lis
         for point, found in zip(points, runs, strict=True):
             again = at == 0 or point["devices"] > 1 or point["tokens_per_step"] == alone
             if again and all(result["status"] == "ok" for result in found):
-                found.append(measured(point, options, cuda, profiled=at == 0))
+                found.append(measured(point, options, gpus, profiled=at == 0))
                 print(f"run {at + 1} of {options.rounds}: {said(point, found[-1])}", flush=True)
     return [middle(found) for found in runs]
 

@@ -27,7 +27,7 @@ from scripts.measure.instruments.allocations import Ledger, recorder_of, storage
 # mostly parameters, mostly activations
 WIDE = GPTConfig(vocab_size=512, seq_len=16, n_layer=6, n_head=4, n_embd=256, bias=False)
 LONG = GPTConfig(vocab_size=64, seq_len=512, n_layer=3, n_head=4, n_embd=64, bias=False, position="rope")
-DDP = "lightning.pytorch.strategies.DDPStrategy"
+DDP = "model.training.replicas.ReplicaStrategy"
 FSDP2 = "model.training.sharding.FSDP2Strategy"
 
 
@@ -129,23 +129,24 @@ def test_devices_share_the_work_of_a_sequence_equally() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes", "strategy", "expected"),
+    ("devices", "nodes", "strategy", "one_graph", "expected"),
     [
-        (1, 1, "auto", (1, 1, False)),
-        (4, 1, {"_target_": DDP}, (1, 1, True)),  # gradients are in DDP's buckets from the first step on
-        ("0,2", 1, "auto", (1, 1, True)),
-        (8, 2, {"_target_": FSDP2}, (16, 1, False)),
-        ([0, 1], 1, {"_target_": FSDP2, "context_parallel": "all"}, (2, 2, True)),
-        ("4", 1, {"_target_": FSDP2, "context_parallel": 2}, (4, 2, False)),
+        (1, 1, "auto", False, (1, 1, False)),
+        (4, 1, {"_target_": DDP}, False, (1, 1, True)),  # in DDP's buckets from the first step on
+        (2, 1, {"_target_": DDP}, True, (1, 1, False)),  # which a model of one graph has not
+        ("0,2", 1, "auto", True, (1, 1, True)),
+        (8, 2, {"_target_": FSDP2}, True, (16, 1, False)),
+        ([0, 1], 1, {"_target_": FSDP2, "context_parallel": "all"}, True, (2, 2, True)),
+        ("4", 1, {"_target_": FSDP2, "context_parallel": 2}, False, (4, 2, False)),
     ],
 )
 def test_what_devices_share_is_read_from_the_config(
-    devices: Any, nodes: int, strategy: Any, expected: tuple[int, int, bool]
+    devices: Any, nodes: int, strategy: Any, one_graph: bool, expected: tuple[int, int, bool]
 ) -> None:
     """256 tokens a step, of which a micro-batch has 128 on each device, or group that shares sequences."""
     trainer = {"devices": devices, "num_nodes": nodes, "strategy": strategy}
     step = {1: 128, 2: 256, 4: 256}.get(expected[0], 2048)
-    assert tuple(shared_by(trainer, step, 128).values()) == expected
+    assert tuple(shared_by(trainer, step, 128, one_graph).values()) == expected
 
 
 def test_ddp_has_all_gradients_at_any_moment() -> None:
@@ -153,6 +154,6 @@ def test_ddp_has_all_gradients_at_any_moment() -> None:
         LONG,
         2,
         shared_instance("tiled"),
-        **shared_by({"devices": 2, "num_nodes": 1, "strategy": "auto"}, None, 1),
+        **shared_by({"devices": 2, "num_nodes": 1, "strategy": "auto"}, None, 1, False),
     )
     assert len({snapshot.gradients for snapshot in memory_snapshots(run)}) == 1
