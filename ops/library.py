@@ -277,7 +277,7 @@ def empty_as(x: Tensor) -> Tensor:
     """An uninitialised tensor like x (B, H, T, D), for a result: strides in x's order, so that a model that
     works in (B, T, H, D) need not copy; contiguous where x overlaps itself and D would not be innermost."""
     made = torch.empty_like(x)
-    return made if made.shape[3] == 1 or made.stride(3) == 1 else x.new_empty(x.shape)
+    return made if made.stride(3) == 1 or made.shape[3] == 1 else x.new_empty(x.shape)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
-"""Measure the host time of our CUDA kernels: of the first call in a process, and of a launch. Needs a GPU.
+"""Measure the host time of our kernels: of the first call in a process, of later calls, and of a launch.
+Needs a GPU.
 
     python scripts/first_call.py                                   # every stage, head dims 64 and 128, bf16
-    python scripts/first_call.py --attention cuda_fa2 --head-dim 128
+    python scripts/first_call.py --attention cuda_fa2 triton --head-dim 128
 
 Each stage runs forward, and backward if it has one: first in a process that finds no cached cubin and has to
-compile, then in another that loads the cubin from disk. Times are per kernel, without imports.
+compile, then in another that loads the cubin from disk. Times are per kernel, without imports; of Triton's
+kernels there are none. A later call has one sequence of 256 tokens and 4 heads; its time is that of the
+forward, without gradients and with, the smallest of 400 times ten calls.
 """
 
 from __future__ import annotations
@@ -48,6 +51,28 @@ def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
     return {"status": "ok", "kernels": kernels}
 
 
+def call_us(name: str, head_dim: int, backward: bool, device: str = "cuda") -> float:
+    """Microseconds in which the host issues a forward; a GPU is not waited for."""
+    import torch
+
+    from attention import registry
+    from scripts.measure.instruments.timing import synchronise
+
+    attention = registry.build(name)
+    q = torch.randn(1, 4, 256, head_dim, device=device, dtype=torch.bfloat16, requires_grad=backward)
+
+    def seconds(calls: int) -> float:
+        synchronise()
+        began = time.perf_counter()
+        for _ in range(calls):
+            attention(q, q, q)
+        return time.perf_counter() - began
+
+    with torch.set_grad_enabled(backward):
+        seconds(50)
+        return 1e6 * min(seconds(10) for _ in range(400)) / 10
+
+
 def launch_us(folder: Path) -> tuple[float, float]:
     """Microseconds of (a look-up, a look-up and a launch), of an empty kernel with the arguments of ours."""
     import torch
@@ -84,17 +109,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--attention", nargs="+", metavar="NAME", help="cuda or cuda_* (default: each stage)")
+    names = "cuda, cuda_* or triton (default: each stage)"
+    parser.add_argument("--attention", nargs="+", metavar="NAME", help=names)
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], metavar="D")
     asked = parser.parse_args()
     import torch
 
+    from attention import registry
     from attention.cuda import STAGES
 
     names = [f"cuda_{stage}" for stage in STAGES]
     asked.attention = asked.attention or names
-    if unknown := set(asked.attention) - {*names, "cuda"}:
-        parser.error(f"--attention {' '.join(sorted(unknown))}: choose of {', '.join([*names, 'cuda'])}")
+    if unknown := set(asked.attention) - {*names, "cuda", "triton"}:
+        known = ", ".join([*names, "cuda", "triton"])
+        parser.error(f"--attention {' '.join(sorted(unknown))}: choose of {known}")
     if not torch.cuda.is_available():
         raise SystemExit("first_call.py needs a CUDA GPU: torch.cuda.is_available() is False.")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
@@ -108,6 +136,12 @@ def main() -> None:
                     used = f"{cold['registers']:9}  {cold['spilled_bytes']:7}"
                     print(f"{cold['name']:32} {head_dim:4} {times}  {used}")
         os.environ["TILEGPT_CACHE"] = cache
+        print(f"\n{'a later call':32} {'D':>4} {'forward':>10} {'with gradients':>16}")
+        for name in asked.attention:
+            gradients = (False, True)[: 1 + registry.build(name).capabilities.backward]
+            for head_dim in asked.head_dim:
+                us = (call_us(name, head_dim, backward) for backward in gradients)
+                print(f"{name:32} {head_dim:4} " + "     ".join(f"{x:7.1f} us" for x in us), flush=True)
         print("\nlook-up {:.1f} us, look-up and launch {:.1f} us".format(*launch_us(Path(cache))))
 
 

@@ -85,11 +85,16 @@ class Case:
         return self.small and self.tq != self.tk and self.head_dim in head_dims
 
     @property
+    def on_cpu(self) -> Case:
+        """Two rows: PyTorch's sums err more on a CPU, and luck less."""
+        return replace(self, batch=min(2, self.batch))
+
+    @property
     def fewer_heads(self) -> Case:
-        """For what is slow: two heads, which are enough to be mixed up."""
+        """For what is slow on a CPU: two heads, which are enough to be mixed up."""
         groups = ("feature", "pair", "head_dim", "no_key", "blocks", "large")
         many = self.group in groups and self.heads == self.kv_heads
-        return replace(self, heads=2, kv_heads=2) if many else self
+        return replace(self.on_cpu, heads=2, kv_heads=2) if many else self.on_cpu
 
     @property
     def exact_dtypes_only(self) -> bool:
@@ -124,10 +129,10 @@ def _featured(group: str, features: tuple[str, ...], tq: int, tk: int, head_dim:
 
 
 def _batch(tq: int, tk: int) -> int:
-    """Two rows; more of one query, as the largest error of 8 numbers of the lse is a matter of luck: on an
-    H200 that of PyTorch's (documents, fp32) was so small that cuda_tiled, which sums over D in order, had 1.2
-    times what is allowed."""
-    return 16 if tq == 1 < tk else 2
+    """Two rows; more of one query, as the largest error of a few rows is a matter of luck: in fp32 that of
+    sums in order, over D by 16 and over 239 keys by 64, is 1.6 times that of sums by halves, and 3.5 times in
+    one of 12 draws of 64 rows; of 256 rows 1.3 times, and 2.1 times."""
+    return 64 if tq == 1 < tk else 2
 
 
 def _cases() -> list[Case]:

@@ -66,7 +66,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     for x in (q, k, v):
         if x.dtype not in ELEMENTS:
             raise ValueError(f"attention=cuda got {x.dtype}; it needs float16, bfloat16 or float32")
-        if x.shape[3] > 1 and x.stride(3) != 1:
+        if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(
                 f"attention=cuda got strides {x.stride()}; it needs a contiguous last dimension: "
                 "call .contiguous()"

@@ -86,9 +86,12 @@ def _tensor_map(
 
 def _mappable(x: Tensor) -> Tensor:
     """x, or a copy whose rows begin at multiples of 16 bytes, with no stride of 0, as TMA needs them."""
-    outer = zip(x.shape[:3], x.stride()[:3], strict=True)
-    strided = (stride > 0 and stride % 8 == 0 for n, stride in outer if n > 1)
-    return x if x.data_ptr() % 16 == 0 and all(strided) else x.clone(memory_format=torch.contiguous_format)
+    b, h, t, _ = x.stride()
+    strided = (b | h | t) % 8 == 0 and b * h * t > 0
+    if not strided:  # where a dimension has one entry, its stride may be anything
+        outer = zip(x.shape, (b, h, t), strict=False)
+        strided = all(stride > 0 and stride % 8 == 0 for n, stride in outer if n > 1)
+    return x if x.data_ptr() % 16 == 0 and strided else x.clone(memory_format=torch.contiguous_format)
 
 
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -105,7 +108,7 @@ def run_forward(
     place of q, k and v, and how many rows and columns at a time; `defines` of fa3.cu beside its own."""
     q_mapped, k, v = call.tensors[:3]
     batch, heads, tq, head_dim = q.shape
-    out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
     rows = 64 * tile.warp_groups
     # Both live until the launch: the parameters hold addresses. A zero of the launch's own: one that is kept
     # from call to call would lie in whatever memory pool or graph it was first asked for in.

@@ -112,12 +112,14 @@ def backward_tile(head_dim: int, max_bytes: int) -> BackwardTile:
 
 def _aligned(*tensors: Tensor) -> bool:
     """Whether all rows, those beyond the last too, begin at multiples of 16 bytes, as cp.async needs them."""
-    return all(
-        x.data_ptr() % 16 == 0
-        and x.stride(2) % 8 == 0
-        and all(n == 1 or stride % 8 == 0 for n, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
-        for x in tensors
-    )
+    for x in tensors:
+        b, h, t, _ = x.stride()
+        if x.data_ptr() % 16 or t % 8:
+            return False
+        # one test for both, before the shape: half the time of this function, which every call pays
+        if (b | h) % 8 and any(n > 1 and stride % 8 for n, stride in zip(x.shape, (b, h), strict=False)):
+            return False
+    return True
 
 
 def _defines(call: Call, tile: Tile | BackwardTile, *tensors: Tensor) -> dict[str, int | str]:
@@ -145,7 +147,7 @@ def fa1_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
 
 def run_fa1(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: TeamTile) -> tuple[Tensor, Tensor]:
     batch, heads, tq, head_dim = q.shape
-    out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
     padded_tq = math.ceil(tq / tile.br) * tile.br
     scratch = q.new_empty((padded(head_dim) + 2) * batch * heads * padded_tq, dtype=torch.float32)
     params = call.params.bind(out=out, lse=lse, scratch=scratch)
@@ -164,7 +166,7 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     batch, heads, tq, head_dim = q.shape
-    out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
     ranges = document_ranges(call, tile.br)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
     kept = kept_tiles(call, tile.br, tile.bc)  # lives until the launch, as `ranges` does

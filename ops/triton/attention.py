@@ -43,7 +43,7 @@ def _check(*tensors: Tensor) -> None:
     for x in tensors:
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"attention=triton got {x.dtype}; it needs float16, bfloat16 or float32")
-        if (x.shape[3] > 1 and x.stride(3) != 1) or x.stride(2) >= 2**24:
+        if (x.stride(3) != 1 and x.shape[3] > 1) or x.stride(2) >= 2**24:
             raise ValueError(
                 f"attention=triton got strides {x.stride()}; it needs a contiguous last dimension and tokens "
                 "less than 2**24 elements apart: call .contiguous()"
@@ -52,20 +52,23 @@ def _check(*tensors: Tensor) -> None:
 
 def _describable(*tensors: Tensor) -> bool:
     """TMA needs 16-byte aligned addresses and strides."""
-    return all(
-        x.data_ptr() % 16 == 0
-        and all(
-            n == 1 or stride * x.element_size() % 16 == 0
-            for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-        )
-        for x in tensors
-    )
+    for x in tensors:
+        b, h, t, _ = x.stride()
+        of_16_bytes = 16 // x.element_size()
+        if x.data_ptr() % 16:
+            return False
+        if (b | h | t) % of_16_bytes and any(
+            n > 1 and stride % of_16_bytes for n, stride in zip(x.shape, (b, h, t), strict=False)
+        ):
+            return False
+    return True
 
 
 def _described(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
+    (batch, heads, tokens, head_dim), (b, h, t, _) = x.shape, x.stride()
     # the stride of a dimension of one entry means nothing, but has to be a multiple of 16 bytes
-    strides = [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, block_d])
+    strides = [b if batch > 1 else 16, h if heads > 1 else 16, t if tokens > 1 else 16, 1]
+    return TensorDescriptor(x, [batch, heads, tokens, head_dim], strides, [1, 1, block, block_d])
 
 
 def _kept_from(dropout_p: float) -> int:

@@ -48,7 +48,7 @@ def _check(name: str, case: Case, device: str, dtypes: tuple[torch.dtype, ...]) 
 def test_cpu(name: str, case: Case, dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     # flex has no backward here, and tracing each forward would take five times as long.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    _check(name, case.fewer_heads if name in INTERPRETED else case, "cpu", dtypes)
+    _check(name, case.fewer_heads if name in INTERPRETED else case.on_cpu, "cpu", dtypes)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
