@@ -191,7 +191,7 @@ def test_another_file_of_a_group_leaves_what_was_set_by_hand() -> None:
         300,
         3,
     )
-    assert cfg.trainer.devices == "auto" and cfg.trainer.strategy._target_.endswith("DDPStrategy")
+    assert cfg.trainer.devices == "auto" and cfg.trainer.strategy._target_.endswith("ReplicaStrategy")
     assert (cfg.attention.name, cfg.attention.block_q, cfg.attention.decode) == ("tiled", 128, "tiled")
     # both files warm up alike, and end elsewhere
     assert (cfg.schedule.warmup_steps, cfg.schedule.min_factor, "decay_steps" in cfg.schedule) == (

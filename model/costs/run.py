@@ -18,6 +18,8 @@ from conf.values import UserError
 from model.calls import attention_call
 from model.config import GPTConfig
 
+_OF_THE_YAML = {"_target_", "gradient_as_bucket_view"}  # of trainer=ddp
+
 
 def shared_by(
     trainer: Mapping[str, Any], step_tokens: int | None, micro_tokens: int, one_graph: bool
@@ -35,7 +37,9 @@ def shared_by(
     ranks = n if ranks == "all" else ranks
     kind = strategy if isinstance(strategy, str) else strategy["_target_"].rpartition(".")[2]
     sharded = kind == "FSDP2Strategy"
-    buckets = n > 1 and not sharded and not (one_graph and kind == "ReplicaStrategy")
+    # as ReplicaStrategy decides
+    averages = one_graph and kind == "ReplicaStrategy" and not set(strategy) - _OF_THE_YAML
+    buckets = n > 1 and not sharded and not averages
     accumulates = (step_tokens or 0) > micro_tokens * (n // ranks) or buckets
     return {"shards": n if sharded else 1, "sequence_ranks": ranks, "accumulates": accumulates}
 

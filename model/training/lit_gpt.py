@@ -105,7 +105,7 @@ class LitGPT(L.LightningModule):
                 from torch._dynamo import config
 
                 # DDP's buckets would cut the compiled model: GPT-2 124M had 0.926x of perfect scaling on two
-                # H100s, whole 0.971x. Its gradients are then averaged after the backward: 1.6 ms over NVLink.
+                # H100s, whole 0.971x. Its gradients are then averaged after the backward: 1.7 ms over NVLink.
                 # Starting to average a block's gradients within the graph was tried: see commit 742a08a.
                 config.optimize_ddp = False
                 compile(dynamic=False, options=options)

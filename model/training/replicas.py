@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class ReplicaStrategy(DDPStrategy):
-    """Lightning's; without DistributedDataParallel where the model is compiled as one graph.
+    """Lightning's; without DistributedDataParallel where the model is compiled as one graph, unless one of
+    its arguments is given.
 
     DistributedDataParallel averages gradients while the backward computes others. A backward that is one
     graph gives it all of them at its end, to be copied into its buckets and averaged: there, they are
@@ -20,26 +21,27 @@ class ReplicaStrategy(DDPStrategy):
     113.3; alone, the slower of the two takes 110.0.
     """
 
-    def configure_ddp(self) -> None:
-        if self.lightning_module.compile_net is not True:
-            super().configure_ddp()
-            return
-        for tensor in self.lightning_module.state_dict().values():
-            dist.broadcast(tensor, 0)
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        own = self._ddp_kwargs.keys() - {"gradient_as_bucket_view"}  # which conf/trainer/ddp.yaml gives
+        self.wraps = bool(own or self._ddp_comm_hook)
 
-    def block_backward_sync(self) -> AbstractContextManager[None]:
-        return super().block_backward_sync() if self._wrapped else nullcontext()
+    def configure_ddp(self) -> None:
+        lit = self.lightning_module
+        if self.wraps or lit.compile_net is not True:
+            super().configure_ddp()
+        elif self.world_size > 1:
+            for tensor in chain(lit.parameters(), lit.buffers()):
+                dist.broadcast(tensor.data, 0)
 
     def average(self, gradients: list[Tensor]) -> None:
-        """In place, over all ranks, once the backward of the last micro-batch has ended."""
-        if self._wrapped:
+        """In place, over all ranks, once the backward of the last micro-batch has ended; nothing where
+        DistributedDataParallel has done it."""
+        if isinstance(self.model, DistributedDataParallel) or self.world_size == 1:
             return
         if dist.get_backend() == "nccl":
             dist.all_reduce_coalesced(gradients, dist.ReduceOp.AVG)
-        else:  # gloo has no mean
-            dist.all_reduce_coalesced(gradients)
-            torch._foreach_div_(gradients, dist.get_world_size())
-
-    @property
-    def _wrapped(self) -> bool:
-        return isinstance(self.model, DistributedDataParallel)
+            return
+        for gradient in gradients:  # gloo has no mean, and coalesces copies
+            dist.all_reduce(gradient)
+            gradient /= self.world_size

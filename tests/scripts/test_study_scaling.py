@@ -103,7 +103,14 @@ def test_one_gpu_is_each_of_them_side_by_side(fails: bool, monkeypatch: pytest.M
         if fails and place["CUDA_VISIBLE_DEVICES"] == "3":
             return {"status": "oom", "reason": "full"}
         ms = {"0": 100.0, "3": 125.0}.get(place.get("CUDA_VISIBLE_DEVICES"), 110.0)
-        return MEASURED | {"ms_median": ms, "tokens_per_s": 1e3 * one["tokens_per_step"] / ms}
+        tokens_per_s = 1e3 * one["tokens_per_step"] / ms
+        return MEASURED | {
+            "ms_median": ms,
+            "ms_p10": ms,
+            "ms_p90": ms,
+            "tokens_per_s": tokens_per_s,
+            "mfu": 1.0,
+        }
 
     monkeypatch.setattr(scaling, "started", started)
     monkeypatch.setattr(scaling, "ended", ended)

@@ -13,8 +13,8 @@ Each point is a run of train.py. The first 5 steps do not count. 3 more steps ar
 trace come the time in which NCCL's kernels run, and the part of it in which no other kernel does, which is
 the share of communication in the step. A collective waits for the slowest rank, and its time includes that.
 
-Perfect scaling is the sum of what the GPUs do alone: two H100s of one machine differed by 1.6%. A point of
-one GPU runs on each of them, side by side, and its speed is their mean.
+Perfect scaling is n times the mean of what the GPUs do alone: two H100s of one machine differed by 1.6%. A
+point of one GPU runs on each of them, side by side, and its speed is their mean.
 
 --rounds 5 runs the points of a model and length in turn, five times: the result is that of the run of median
 speed, with the time of a step in each (ms_by_run), and the ratios are medians over the rounds; the first
@@ -157,7 +157,7 @@ def measured(point: Point, options: argparse.Namespace, gpus: list[str], profile
     deadline = time.monotonic() + options.timeout_s
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(started(point, options, place, profiled)) for place in places]
-        return mean([ended(*run, deadline, options.timeout_s) for run in runs], point)
+        return mean([ended(*run, deadline, options.timeout_s) for run in runs])
 
 
 @contextlib.contextmanager
@@ -193,15 +193,15 @@ def ended(process: subprocess.Popen[bytes], folder: Path, deadline: float, timeo
     return failed((folder / SAID).read_text(errors="replace"), process.returncode)
 
 
-def mean(runs: list[Result], point: Point) -> Result:
+def mean(runs: list[Result]) -> Result:
     """The first, with the mean speed of all, each of which had a device; or the first that failed."""
     wrong = [result for result in runs if result["status"] != "ok"]
     if wrong or len(runs) == 1:
         return (wrong or runs)[0]
-    speed = statistics.mean(result["tokens_per_s"] for result in runs)
-    ms = [result["ms_median"] for result in runs]
-    of_all = {"ms_median": 1e3 * point["tokens_per_step"] / speed, "ms_by_device": ms}
-    return runs[0] | of_all | {"tokens_per_s": speed, "peak_mib": max(result["peak_mib"] for result in runs)}
+    of_each = {key: [result[key] for result in runs] for key in runs[0]}
+    found = {key: statistics.mean(of_each[key]) for key in ("tokens_per_s", "mfu")}
+    found |= {key: statistics.harmonic_mean(of_each[key]) for key in ("ms_median", "ms_p10", "ms_p90")}
+    return runs[0] | found | {"ms_by_device": of_each["ms_median"], "peak_mib": max(of_each["peak_mib"])}
 
 
 def failed(said: str, code: int) -> Result:
@@ -229,7 +229,7 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     devices = torch.cuda.device_count() if cuda else max(options.gpus or [4])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its run
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
-    gpus = visible[: max(options.gpus or [devices])] if cuda else []
+    gpus = visible[: min(devices, max(options.gpus or [devices]))] if cuda else []
     left = run.left(points(options, cuda, devices), f"1 to 3 min each, on {devices} {run.device} device(s)")
     if options.rounds == 1:
         run.each(left, lambda point: measured(point, options, gpus), said)

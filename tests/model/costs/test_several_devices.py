@@ -134,6 +134,7 @@ def test_devices_share_the_work_of_a_sequence_equally() -> None:
         (1, 1, "auto", False, (1, 1, False)),
         (4, 1, {"_target_": DDP}, False, (1, 1, True)),  # in DDP's buckets from the first step on
         (2, 1, {"_target_": DDP}, True, (1, 1, False)),  # which a model of one graph has not
+        (2, 1, {"_target_": DDP, "bucket_cap_mb": 50}, True, (1, 1, True)),
         ("0,2", 1, "auto", True, (1, 1, True)),
         (8, 2, {"_target_": FSDP2}, True, (16, 1, False)),
         ([0, 1], 1, {"_target_": FSDP2, "context_parallel": "all"}, True, (2, 2, True)),
