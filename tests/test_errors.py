@@ -107,7 +107,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("val_check_interval=0.5", "a whole number"),
     ),
     "metrics never": (("callbacks.metrics.every=0",), ("callbacks.metrics.every=0", "at least 1")),
-    "devices": (("trainer.devices=0",), ("devices",)),
+    "devices": (
+        ("trainer.devices=0",),
+        ("trainer.devices=0: it needs to be at least 1, or -1 or auto for all",),
+    ),
+    "devices below all": (("trainer.devices=-2",), ("trainer.devices=-2: it needs",)),
     "devices without end": (("trainer.devices=1099511627776",), ("trainer.devices=", "at most 65536")),
     "optimiser": (("optim.lr=-1",), ("optim.lr=-1", "at least 0")),
     "no clipping is null": (("grad_clip=0",), ("grad_clip=0", "above 0, or null")),

@@ -96,6 +96,9 @@ def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping
     for key in ("devices", "num_nodes"):
         if type(trainer.get(key)) is int and trainer[key] > 2**16:
             raise UserError(f"trainer.{key}={trainer[key]}: it needs to be at most {2**16}.")
+    devices = trainer.get("devices")
+    if type(devices) is int and devices < 1 and devices != -1:
+        raise UserError(f"trainer.devices={devices}: it needs to be at least 1, or -1 or auto for all.")
     max_steps = trainer["max_steps"]
     if resume_step is not None and resume_step >= max_steps:
         raise UserError(
