@@ -117,8 +117,8 @@ class AutoAttention(Attention):
         deterministic_on_request=True,
         caches=frozenset(CACHES),
     )
-    declaration: ClassVar[Declaration] = Declaration(chooses="implementations")
-    draws_seed: ClassVar[bool] = False  # what it chooses does, if at all
+    declaration: ClassVar[Declaration] = Declaration(dispatches_to="implementations")
+    uses_dropout_seed: ClassVar[bool] = False  # what it chooses does, if at all
 
     def __init__(self, name: str = "auto"):
         super().__init__(name)

@@ -214,12 +214,12 @@ class CudaStage(Attention):
                 f"no {call.tk} keys: needs at most {most} on {arch_name(call.arch)}, whose scores fit into "
                 "shared memory (seq_len)"
             )
-        return reasons + [fault for fault in [missing()] if fault]
+        return reasons + [reason for reason in [missing()] if reason]
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """naive: the scores are written, read, written and read. plain: they are read twice more; in the
         backward, P and dS are written, dS is read twice and P once. All stages but naive keep lse, and in
-        the backward have the padded row statistics lse_log2 and delta. Stages other than naive and plain also
+        the backward have padded_lse and delta, a number a row each. Stages other than naive and plain also
         have an accumulator of dQ, where blocks of keys add to it by atomics; otherwise they compute dQ in a
         separate pass.
 
@@ -236,7 +236,7 @@ class CudaStage(Attention):
             return Costs(lse_bytes(call), 2 * matrix + rows, 0, moved, writes_scores=True)
         if self.stage == "tiled":
             if call.dtype != torch.float32:
-                return Costs(lse_bytes(call), rows, backward_products=7)
+                return Costs(lse_bytes(call), rows, backward_matmuls=7)
             values = call.batch * (call.heads * call.tq + call.kv_heads * call.tk)
             split = 4 * 2 * values * math.ceil(call.head_dim / 32) * 32
             more = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved, for one that would have been
@@ -244,9 +244,9 @@ class CudaStage(Attention):
                 int(more * 2 * k_bytes(call) + q_bytes(call)),
                 int(more * 2 * (q_bytes(call) + k_bytes(call))),
             )
-            return Costs(lse_bytes(call), rows + split, 0, moved, backward_products=7, split_products=3)
+            return Costs(lse_bytes(call), rows + split, 0, moved, backward_matmuls=7, split_matmuls=3)
         if self.deterministic or must_be_deterministic():
-            return Costs(lse_bytes(call), rows, backward_products=7)
+            return Costs(lse_bytes(call), rows, backward_matmuls=7)
         return Costs(lse_bytes(call), rows + accumulator_bytes(call))
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int] | None:
@@ -286,7 +286,7 @@ class CudaAttention(CudaStage):
             deterministic=deterministic,
             deterministic_on_request=True,
         )
-        self.declaration = replace(self.declaration, chooses="kernels")
+        self.declaration = replace(self.declaration, dispatches_to="kernels")
         self.stage = None
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:

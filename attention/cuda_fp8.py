@@ -88,7 +88,7 @@ class CudaFp8(Attention):
         self.tuning = [int(hadamard), SCALES.index(scales), SCORES.index(scores)]
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
-        return super().unsupported_reasons(call) + [fault for fault in [missing()] if fault]
+        return super().unsupported_reasons(call) + [reason for reason in [missing()] if reason]
 
     def reasons_against_auto(self, call: AttentionCall) -> list[str]:
         return ["multiplies in 8 bits: choose it by name"]

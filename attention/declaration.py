@@ -49,7 +49,7 @@ class Declaration:
         dtype, the error is measured against the formula on inputs rounded to it (scripts/accuracy.py), and
         `auto` never chooses the implementation;
     launches_each_tile: whether each tile takes one or more launches, thousands for long sequences;
-    chooses: what it chooses from for each call: its own kernels, or all other implementations;
+    dispatches_to: what it chooses from for each call: its own kernels, or all other implementations;
     compilation: when kernels are compiled; None if they are precompiled."""
 
     origin: Literal["ours", "PyTorch", "library"] = "ours"
@@ -59,7 +59,7 @@ class Declaration:
     tensor_cores: bool = True
     operand_dtype: torch.dtype | None = None
     launches_each_tile: bool = False
-    chooses: Literal["", "kernels", "implementations"] = ""
+    dispatches_to: Literal["", "kernels", "implementations"] = ""
     compilation: Compilation | None = None
 
 
@@ -71,21 +71,21 @@ class Costs:
     kept_bytes: kept for the backward beyond q, k, v and out; with all scores in memory, this includes copies
     that are kept instead of q, k and v;
     transient_bytes: the most during the backward beyond those kept and dq, dk, dv;
-    once_bytes: kept once for all layers;
+    kept_per_model_bytes: kept once for all layers;
     moved_bytes: read from and written to DRAM in (forward, backward), beyond each tensor once;
     writes_scores: whether all scores are in memory at once, and the products include masked keys;
-    backward_products: matrix products over the scores in the backward: four if the probabilities were kept,
+    backward_matmuls: matrix products over the scores in the backward: four if the probabilities were kept,
     five if they are recomputed once, seven if they are recomputed both for dQ and for dK and dV;
-    split_products: how many 16-bit products on tensor cores replace each fp32 product; 0: fp32 is not split.
+    split_matmuls: how many 16-bit products on tensor cores replace each fp32 product; 0: fp32 is not split.
     """
 
     kept_bytes: int = 0
     transient_bytes: int = 0
-    once_bytes: int = 0
+    kept_per_model_bytes: int = 0
     moved_bytes: tuple[int, int] = (0, 0)
     writes_scores: bool = False
-    backward_products: int = 5
-    split_products: int = 0
+    backward_matmuls: int = 5
+    split_matmuls: int = 0
 
 
 class CostsNotDeclared(UserError):

@@ -121,7 +121,7 @@ class FlashLibAttention(Attention):
         deterministic: a backward that gives the same bits each time, slower and with more memory.
     """
 
-    draws_seed: ClassVar[bool] = False  # of the masks that ops/dropout.py defines
+    uses_dropout_seed: ClassVar[bool] = False  # of the masks that ops/dropout.py defines
 
     def __init__(self, version: int, deterministic: bool = False, name: str | None = None):
         if version not in VERSIONS:
@@ -140,7 +140,7 @@ class FlashLibAttention(Attention):
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         library, reasons = VERSIONS[self.version], super().unsupported_reasons(call)
-        for features in map(sorted, library.exclusive):
+        for features in map(sorted, library.mutually_exclusive):
             if call.features.issuperset(features):
                 needs = ", or ".join(FEATURES[feature] for feature in features)
                 reasons.append(f"no {' with '.join(features)}: needs {needs}")
@@ -162,7 +162,7 @@ class FlashLibAttention(Attention):
                 "no deterministic backward above head dim 192: needs attention.deterministic=false and "
                 "deterministic=false"
             )
-        return reasons + [fault for fault in [library.fault()] if fault]
+        return reasons + [reason for reason in [library.unavailable_reason()] if reason]
 
     def reasons_against_auto(self, call: AttentionCall) -> list[str]:
         found = []

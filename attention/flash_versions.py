@@ -95,12 +95,12 @@ class Version:
     kernels: Kernels
     compilation: Compilation | None = None
     # Features that it has, but not together.
-    exclusive: tuple[frozenset[str], ...] = ()
+    mutually_exclusive: tuple[frozenset[str], ...] = ()
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
-    def fault(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """Why the library cannot be used here, in its own words where it has any, and how to install it."""
         name = f"FlashAttention-{self.number}"
         try:
@@ -268,7 +268,7 @@ VERSIONS = {
         backward=_backward2,
         # Version 3's are in its namespace too.
         kernels=Kernels("FlashAttention-2", r"(?i)^(?!.*FlashAttn(Fwd|Bwd)).*\bflash::"),
-        exclusive=(
+        mutually_exclusive=(
             _LENGTHS_OR_DOCUMENTS,
             frozenset({"dropout", "softcap"}),
             frozenset({"dropout", "kv_lengths"}),
@@ -290,7 +290,7 @@ VERSIONS = {
         forward=_forward3,
         backward=_backward3,
         kernels=Kernels("FlashAttention-3", r"FlashAttn(Fwd|Bwd)"),
-        exclusive=(_LENGTHS_OR_DOCUMENTS,),
+        mutually_exclusive=(_LENGTHS_OR_DOCUMENTS,),
     ),
     4: Version(
         number=4,
@@ -305,6 +305,6 @@ VERSIONS = {
         backward=_backward4,
         kernels=Kernels("FlashAttention-4", r"(?i)kernel_cutlass.*flash|flash_?attn_?cute"),
         compilation=Compilation(on_disk=False),
-        exclusive=(_LENGTHS_OR_DOCUMENTS,),
+        mutually_exclusive=(_LENGTHS_OR_DOCUMENTS,),
     ),
 }

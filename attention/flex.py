@@ -292,7 +292,7 @@ class FlexAttention(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """lse; in the backward delta, and dout times out, of which it is the sum."""
-        return Costs(lse_bytes(call), row_bytes(call) + q_bytes(call), backward_products=7)
+        return Costs(lse_bytes(call), row_bytes(call) + q_bytes(call), backward_matmuls=7)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)

@@ -148,7 +148,7 @@ class NaiveAttention(Attention):
         dropped = matrix // 4 if "dropout" in call.features else 0  # which probabilities were kept, as bool
         if "relative_bias" in call.features:
             mask += 8 * call.tq * call.tk  # the distances, which the embedding keeps
-        written = {"moved_bytes": (14 * matrix, 25 * matrix), "writes_scores": True, "backward_products": 4}
+        written = {"moved_bytes": (14 * matrix, 25 * matrix), "writes_scores": True, "backward_matmuls": 4}
         if compiled:
             matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropped
             return Costs(matrices + 3 * q_bytes(call) + sums, matrix, mask, **written)

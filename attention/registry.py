@@ -22,7 +22,7 @@ def names() -> list[str]:
 
 def implementations() -> list[str]:
     """All but those that only choose among the others."""
-    return [name for name in names() if declaration(name).chooses != "implementations"]
+    return [name for name in names() if declaration(name).dispatches_to != "implementations"]
 
 
 def build(name: str, **options: Any) -> Attention:

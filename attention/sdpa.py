@@ -94,7 +94,7 @@ class SDPAAttention(Attention):
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=_SUPPORTED_FEATURES, devices=frozenset({"cpu", "cuda", "mps"}), deterministic_on_request=True
     )
-    draws_seed: ClassVar[bool] = False
+    uses_dropout_seed: ClassVar[bool] = False
 
     def __init__(self, backend: str = "auto", name: str = "sdpa"):
         super().__init__(name)
@@ -107,7 +107,7 @@ class SDPAAttention(Attention):
             _KERNELS.get(backend, tuple(kernels for each in _KERNELS.values() for kernels in each)),
             writes_scores=backend == "math",
             writes_masks=True,
-            chooses="kernels" if backend == "auto" else "",
+            dispatches_to="kernels" if backend == "auto" else "",
         )
 
     def attend(
@@ -196,7 +196,7 @@ class SDPAAttention(Attention):
             kept = matrix + 3 * q_fp32_bytes(call) + masks + dropped
             matrices = 1 if compiled else 3 if on_gpu else 2
             moved = 6 * matrix, 7 * matrix
-            return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_products=4)
+            return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_matmuls=4)
         kept, rows = lse_bytes(call) + masks, row_bytes(call)
         if not on_gpu:
             return Costs(kept)

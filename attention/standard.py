@@ -95,7 +95,7 @@ class StandardAttention(Attention):
         softmax 2, P V 1; dV and dP 2, softmax 3, mask 2, scale 2, dQ and dK 2."""
         matrix, walk = scores_bytes(call), scores_bytes(call) * call.dtype.itemsize // 4
         copies, mask = 3 * q_bytes(call), call.tq * call.tk if call.causal else 0
-        written = {"moved_bytes": (8 * walk, 11 * walk), "writes_scores": True, "backward_products": 4}
+        written = {"moved_bytes": (8 * walk, 11 * walk), "writes_scores": True, "backward_matmuls": 4}
         if compiled:
             return Costs(matrix + copies, matrix, mask, **written)
         twice = call.dtype.itemsize == 2 and call.device == "cuda" and self.autocast

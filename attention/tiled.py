@@ -171,13 +171,13 @@ class _TiledCall:
         self, qs: Tensor, ks: Tensor, rows: range, cols: range, masked: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(scores (B, Hkv, G * rows, cols), tanh of the softcap or None); `qs` carries the scale already."""
-        s, capped = qs @ ks.transpose(-2, -1), None
+        s, tanh_score = qs @ ks.transpose(-2, -1), None
         if self.options.softcap is not None:
-            capped = torch.tanh(s / self.options.softcap)
-            s = self.options.softcap * capped
+            tanh_score = torch.tanh(s / self.options.softcap)
+            s = self.options.softcap * tanh_score
         biases = self.options.alibi_slopes, self.options.bias, self.options.relative_bias
         if not masked and all(bias is None for bias in biases):
-            return s, capped
+            return s, tanh_score
         heads = self.per_head(s, rows)
         i, j, rel = self.positions(rows, cols)
         if self.options.alibi_slopes is not None:
@@ -197,7 +197,7 @@ class _TiledCall:
             blocks = block_mask_of(self.options.block_mask, i, j)
             seen = visible(rel, j, self.options.band, self.options.kv_lengths, document_ids, blocks)
             heads = heads.masked_fill(~seen, -torch.inf)
-        return heads.reshape(s.shape), capped
+        return heads.reshape(s.shape), tanh_score
 
     def positions(self, rows: range, cols: range) -> tuple[Tensor, Tensor, Tensor]:
         """Queries i and keys j of a tile (1-d), and rel, their distances (B or 1, 1, rows, cols)."""
@@ -267,7 +267,7 @@ def tiled_backward(
             dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
             for rows, masked in seen:
                 qs, do = call.queries(q, rows) * call.options.scale, call.queries(dout, rows)
-                scores, capped = call.scores(qs, ks, rows, cols, masked)
+                scores, tanh_score = call.scores(qs, ks, rows, cols, masked)
                 p = (scores - call.queries(lse, rows)).exp_()
                 dp = do @ vs.transpose(-2, -1)
                 weight = call.dropout_weight(rows, cols)
@@ -281,8 +281,8 @@ def tiled_backward(
                 if drelative is not None:
                     first = call.positions(rows, cols)[2][:, 0, -1:, 0]
                     drelative += diagonal_sums(call.per_head(ds, rows), first, drelative.shape[1] // 2)
-                if capped is not None:
-                    ds = ds * (1 - capped.square())
+                if tanh_score is not None:
+                    ds = ds * (1 - tanh_score.square())
                 dks += ds.transpose(-2, -1) @ qs
                 dq[:, :, rows.start : rows.stop] += call.per_head(ds @ ks, rows) * call.options.scale
             dk[:, :, cols.start : cols.stop] = dks

@@ -90,7 +90,7 @@ class TritonAttention(Attention):
         self.autotune = autotune
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """lse; in the backward the padded statistics of rows, lse_log2 and delta. dQ has a pass of its own.
+        """lse; in the backward the padded statistics of rows, padded_lse and delta. dQ has a pass of its own.
         An fp32 product is made of six of 16 bits (docs/kernels.md). A relative bias, taken to be T5's of 128
         distances to each side, has its gradient left by each tile of queries."""
         split = 6 if call.dtype == torch.float32 and call.device == "cuda" else 0
@@ -100,7 +100,7 @@ class TritonAttention(Attention):
 
             tile = tile_of("dq", *self._facts(call))
             transient += 4 * call.batch * call.heads * math.prod(by_distance_shape(tile, call.tq, 128))
-        return Costs(lse_bytes(call), transient, backward_products=7, split_products=split)
+        return Costs(lse_bytes(call), transient, backward_matmuls=7, split_matmuls=split)
 
     def _facts(self, call: AttentionCall) -> tuple[Any, ...]:
         """What decides about tiles, as ops/triton/configs.py takes it."""

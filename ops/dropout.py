@@ -37,14 +37,14 @@ def row_keys(seed: Tensor, b: Tensor, h: Tensor, i: Tensor) -> Tensor:
     return key
 
 
-def threshold(p: float) -> int:
+def dropout_threshold(p: float) -> int:
     """Bits below this are dropped: p as a 32-bit fixed-point number."""
     return round(p * 2**32)
 
 
 def keep_mask(keys: Tensor, j: Tensor, p: float) -> Tensor:
     """True where the probability of row `keys` and key index `j` (int64, broadcast) is kept."""
-    return fmix32((keys + GOLDEN * j) & _U32) >= threshold(p)
+    return fmix32((keys + GOLDEN * j) & _U32) >= dropout_threshold(p)
 
 
 def keep_tile(seed: Tensor, batch: int, heads: int, rows: range, cols: range, p: float) -> Tensor:

@@ -138,7 +138,7 @@ def _require(run: Run, cfg: DictConfig) -> None:
     if cfg.data.document_mask:
         call = replace(call, features=call.features | {"document_ids"})
     attention = run.attention
-    if attention.declaration.chooses == "kernels":  # which differ in what they can
+    if attention.declaration.dispatches_to == "kernels":  # which differ in what they can
         attention = attention.resolve(call)
     if reasons := attention.capabilities.reasons(call):
         raise UnsupportedAttention(run.attention.name, reasons, call)

@@ -62,7 +62,7 @@ def attention_work(run: Run) -> tuple[Work, Work]:
     flops = attention_flops(*shape, causal=causal)
     flops_back = attention_flops(*shape, causal=causal, backward=not own.writes_scores)
     flops_back *= 2 if own.writes_scores else 1
-    split, halves = int(own.split_products > 0), own.split_products
+    split, halves = int(own.split_matmuls > 0), own.split_matmuls
     return (
         Work(flops, read, split * flops, halves * flops),
         Work(flops_back, back, split * flops_back, halves * flops_back),

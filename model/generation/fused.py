@@ -80,7 +80,7 @@ def attends(config: GPTConfig, attention: Attention) -> bool:
     from ops.triton.step import MOST_HEAD_DIM, MOST_HEADS_PER_KV
 
     fits = config.n_head // config.kv_heads <= MOST_HEADS_PER_KV and config.head_size <= MOST_HEAD_DIM
-    return attention.declaration.chooses == "implementations" and fits and plain(config)
+    return attention.declaration.dispatches_to == "implementations" and fits and plain(config)
 
 
 def plain(config: GPTConfig) -> bool:

@@ -22,7 +22,7 @@ class BytesTile:
     """Keys of a warp's tile, warps of a block, tiles of a warp's ring, blocks that share a
     multiprocessor."""
 
-    keys: int
+    bc: int
     warps: int
     stages: int
     programs: int
@@ -30,12 +30,12 @@ class BytesTile:
     @property
     def n(self) -> int:
         """Keys of a block's tiles: a split has as many, or some of its warps have nothing to do."""
-        return self.keys * self.warps
+        return self.bc * self.warps
 
     def shared_bytes(self, of: Mapping[str, Any]) -> int:
         """K and V of `defines`, and a scale of two bytes for each token and part (int4 has two)."""
         token = of["HEAD_DIM"] * of["BITS"] // 4 + (8 if of["BITS"] == 4 else 4)
-        return self.warps * self.stages * self.keys * token
+        return self.warps * self.stages * self.bc * token
 
 
 KERNEL = "decode/attend_cache.cu", "tilegpt_attend_bytes"
@@ -89,7 +89,7 @@ def defines(q: Tensor, view: CacheView, options: AttentionOptions, tile: BytesTi
         "HAS_LEFT": int(options.band[0] >= 0),
         "BITS": 4 if view.k.dtype_name == "int4" else 8,
         "PAGE": 0 if view.k.table is None else block,
-        "KEYS": tile.keys,
+        "BC": tile.bc,
         "WARPS": tile.warps,
         "STAGES": tile.stages,
         "BLOCKS": tile.programs,

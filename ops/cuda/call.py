@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.dropout import threshold
+from ops.dropout import dropout_threshold
 from ops.options import AttentionOptions
 from ops.order import lead, order
 
-# Rows of lse_log2, delta and what else a backward keeps are padded to the largest tile of queries.
+# Rows of padded_lse, delta and what else a backward keeps are padded to the largest tile of queries.
 PADDED_TO = 128
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -27,7 +27,7 @@ class Strides(ctypes.Structure):
 
 
 _POINTERS = (
-    "q k v out lse dout dq dk dv lse_log2 delta scratch "
+    "q k v out lse dout dq dk dv padded_lse delta scratch "
     "alibi_slopes q_document_ids k_document_ids ranges kv_lengths seed block_mask kept"
 )
 _STRIDED = "q k v out dout dq dk dv block_mask kept"
@@ -44,7 +44,7 @@ class Params(ctypes.Structure):
         *((name, Strides) for name in _STRIDES.values()),
         *((name, ctypes.c_int) for name in _INTEGERS.split()),
         *((name, ctypes.c_float) for name in _FLOATS.split()),
-        ("threshold", ctypes.c_uint),
+        ("dropout_threshold", ctypes.c_uint),
         ("lead", ctypes.c_int),
     ]
 
@@ -116,7 +116,7 @@ class Call:
             scale=options.scale,
             softcap=max(softcap, 1e-37) if softcap > 0 else 0.0,  # a 0 in fp32 would divide
             keep_scale=1.0 / (1.0 - dropout_p),
-            threshold=min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,
+            dropout_threshold=min(dropout_threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,
         ).bind(
             q=q,
             k=k,

@@ -14,8 +14,8 @@ from ops.cuda.call import Call
 from ops.cuda.hopper import _mappable, run_forward
 from ops.cuda.hopper_tiles import HopperTile
 
-QUERIES = 64  # that share a scale (fp8_scales.cuh), as the keys of a tile do
-KEYS = 64  # keys that a block transposes of v
+FP8_QUERIES = 64  # that share a scale (fp8_scales.cuh), as the keys of a tile do
+V_TILE = 64  # keys that a block transposes of v
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Fp8Tile(HopperTile):
 
     def scales(self, tq: int, tk: int) -> tuple[int, int]:
         """How many a head of q has, in whole blocks of as many queries as a tile has keys, and one of k."""
-        return self.bc // QUERIES * math.ceil(tq / self.bc), math.ceil(tk / self.bc)
+        return self.bc // FP8_QUERIES * math.ceil(tq / self.bc), math.ceil(tk / self.bc)
 
     def defines(self, head_dim: int) -> dict[str, int]:
         width = padded_head_dim(head_dim)
-        return super().defines(head_dim) | {"PAD_D": width, "USED_D": width, "FP8": 1}
+        return super().defines(head_dim) | {"PADDED_D": width, "USED_D": width, "FP8": 1}
 
 
 _TILES = {128: Fp8Tile(2, 192, 3, q_slots=2), 256: Fp8Tile(2, 128, 2, q_slots=1)}
@@ -46,7 +46,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def scratch_bytes(batch: int, heads: int, kv_heads: int, tq: int, tk: int, head_dim: int) -> int:
     """What a call needs beside its results: q, k and v in 8 bits, and their scales."""
-    rows = KEYS * math.ceil(tk / KEYS)
+    rows = V_TILE * math.ceil(tk / V_TILE)
     q_blocks, k_blocks = _TILES[padded_head_dim(head_dim)].scales(tq, tk)
     numbers = batch * (heads * tq + kv_heads * (tk + rows)) * padded_head_dim(head_dim)
     return numbers + 4 * batch * (heads * q_blocks + kv_heads * (2 * k_blocks + 1))
@@ -60,7 +60,7 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     hadamard, one_scale, integers = call.tuning or (1, 0, 1)
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     tile, width = _TILES[padded_head_dim(head_dim)], padded_head_dim(head_dim)
-    rows, (q_blocks, k_blocks) = KEYS * math.ceil(tk / KEYS), tile.scales(tq, tk)
+    rows, (q_blocks, k_blocks) = V_TILE * math.ceil(tk / V_TILE), tile.scales(tq, tk)
     n_q_scales, n_k_scales = batch * heads * q_blocks, batch * kv_heads * k_blocks
     scratch = q.new_empty(n_q_scales + 2 * n_k_scales + batch * kv_heads, dtype=torch.float32)
     # As TMA has them, pairs of numbers; these lie where a backward has dq, dk and dv.
@@ -80,7 +80,7 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
         for part in (scratch[:n_q_scales], scratch[n_q_scales : n_q_scales + n_k_scales]):
             part.copy_(part.max())
         launch("tilegpt_fp8_rows", blocks, threads, given=1)
-    launch("tilegpt_fp8_values", (rows // KEYS, kv_heads, batch), 256)
+    launch("tilegpt_fp8_values", (rows // V_TILE, kv_heads, batch), 256)
     keys = 64 if tile.bc % 128 else 128  # of a block of v (V_BLOCK), which is pairs of numbers too
     operands = (q8, 64, 64), (k8, tile.bc, 64), (v8, width, keys // 2)
     # One H200, D = 128, T = 16k, TFLOP/s with and without ping-pong: no mask, int8 795 and 846, e4m3 883 and

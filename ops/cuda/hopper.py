@@ -121,7 +121,7 @@ def run_forward(
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
     own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
     specialised = call.defines | tile.defines(head_dim) | own | {"OVERLAP": 1} | defines
-    columns = 32 if specialised["PAD_D"] % 64 else 64  # of a block (hopper.cuh)
+    columns = 32 if specialised["PADDED_D"] % 64 else 64  # of a block (hopper.cuh)
     boxes = operands or ((q_mapped, 64, columns), (k, tile.bc, columns), (v, tile.bc, columns))
     maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
     ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)
@@ -174,7 +174,7 @@ def run_backward(
     scratch = q.new_empty((2 + width) * n_rows + 1, dtype=torch.float32)
     lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     params = call.params.bind(
-        dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse_log2=lse_log2, delta=delta
+        dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, padded_lse=lse_log2, delta=delta
     )
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
     params.bind(scratch=accumulator, ranges=ranges)

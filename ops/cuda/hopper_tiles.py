@@ -30,7 +30,7 @@ class HopperTile:
     def defines(self, head_dim: int) -> dict[str, int]:
         copying, computing = _REGISTERS[self.warp_groups]
         return {
-            "PAD_D": tile_head_dim(head_dim),
+            "PADDED_D": tile_head_dim(head_dim),
             "USED_D": used_columns(head_dim, tile_head_dim(head_dim)),
             "WARP_GROUPS": self.warp_groups,
             "BC": self.bc,
@@ -38,8 +38,8 @@ class HopperTile:
             "Q_SLOTS": self.q_slots,
             "O_OVER_Q": int(self.o_over_q),
             "PINGPONG": int(self.ping_pong),
-            "COPY_REGISTERS": copying,
-            "COMPUTE_REGISTERS": computing,
+            "PRODUCER_REGISTERS": copying,
+            "CONSUMER_REGISTERS": computing,
         }
 
 
@@ -115,7 +115,7 @@ class HopperBackwardTile:
 
     def defines(self, head_dim: int) -> dict[str, int]:
         return {
-            "PAD_D": backward_head_dim(head_dim),
+            "PADDED_D": backward_head_dim(head_dim),
             "USED_D": used_columns(head_dim, backward_head_dim(head_dim)),
             "BLOCK_D": backward_columns(head_dim),
             "BR": self.br,

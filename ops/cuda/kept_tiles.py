@@ -34,7 +34,7 @@ def kept_tiles(call: Call, own: int, other: int, transposed: bool = False) -> Te
     params.heads, params.n_tiles = heads, shape[2]
     params.bind(block_mask=mask.expand(batch, -1, -1, -1), kept=kept)
     defines = {name: call.defines[name] for name in _SHARED_DEFINES} | {"ELEMENT": "float"}
-    defines |= {"OWN": own, "OTHER": other, "MASK_BLOCK": MASK_BLOCK, "TRANSPOSED": int(transposed)}
+    defines |= {"OWN_TILE": own, "OTHER_TILE": other, "MASK_BLOCK": MASK_BLOCK, "TRANSPOSED": int(transposed)}
     kernel = nvrtc.kernel("lib/kept_tiles.cu", "tilegpt_kept_tiles", defines, mask.device)
     kernel.launch(math.prod(shape[:3]), _THREADS, params)
     return kept.expand(call.params.batch, call.params.heads, -1, -1)

@@ -113,7 +113,7 @@ def plain_backward(
     if dout.stride(3) != 1:
         dout = empty_as(out).copy_(dout)
     dq, dk, dv = gradients(q, k, v, call.options)
-    statistics = delta(call, dout, out, lse, natural=True)
+    statistics = delta(call, dout, out, lse, natural_log=True)
     scratch = q.new_empty((2, *lse.shape, k.shape[2]), dtype=torch.float32)
     call.params.bind(dq=dq, dk=dk, dv=dv, scratch=scratch)
     _a_thread_each(call, {"dscores": scratch[0], "dq": dq, "dkdv": dk})
@@ -187,7 +187,7 @@ def tiled_backward(
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)
     dq, dk, dv = gradients(q, k, v, call.options)
-    statistics = delta(call, dout, out, lse, natural=True)
+    statistics = delta(call, dout, out, lse, natural_log=True)
     params = call.params.bind(dq=dq, dk=dk, dv=dv)
     defines = call.defines | _vector(q, k, v, dout, dq, dk, dv) | choice.defines
     rows, shared = choice.tokens(backward=True), choice.shared_bytes(head_dim, backward=True)
@@ -207,15 +207,15 @@ def tiled_backward(
     return dq, dk, dv, q.new_empty(0)
 
 
-def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural: bool) -> Tensor:
-    """(lse_log2, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/lib/delta.cu."""
+def delta(call: Call, dout: Tensor, out: Tensor, lse: Tensor, natural_log: bool) -> Tensor:
+    """(padded_lse, delta), (2, B, Hq, padded Tq) fp32, bound in `call.params`: see csrc/lib/delta.cu."""
     batch, heads, tq, _ = out.shape
     padded = math.ceil(tq / PADDED_TO) * PADDED_TO
     statistics = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
-    params = call.params.bind(dout=dout, out=out, lse=lse, lse_log2=statistics[0], delta=statistics[1])
+    params = call.params.bind(dout=dout, out=out, lse=lse, padded_lse=statistics[0], delta=statistics[1])
     params.padded_tq = padded
     defines = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
-    defines |= {"NATURAL": int(natural), "VECTOR": 0}
+    defines |= {"NATURAL_LOG": int(natural_log), "VECTOR": 0}
     kernel = _kernel("lib/delta.cu", "tilegpt_delta", defines, out.device)
     kernel.launch(batch * heads * padded // _WARPS, 32 * _WARPS, params)
     return statistics

@@ -20,9 +20,9 @@ def shared_memory(
     if stage == "rowwise":
         return {"row of scores": 4 * keys}
     if stage == "wmma":
-        from ops.cuda.wmma import KEYS, QUERIES, shared_bytes
+        from ops.cuda.wmma import BC, BR, shared_bytes
 
-        return {f"forward, {QUERIES} x {KEYS}": shared_bytes(head_dim)}
+        return {f"forward, {BR} x {BC}": shared_bytes(head_dim)}
     if stage == "fa1":
         from ops.cuda.tensor_cores import fa1_tile
 

@@ -28,7 +28,7 @@ class Tile:
     own_terms: int = TERMS
 
     @property
-    def own(self) -> int:
+    def outer_tile(self) -> int:
         """Queries or keys that a block owns."""
         return 8 * self.warps * self.row_tiles
 
@@ -40,8 +40,8 @@ class Tile:
         """What two tensors have of own rows outside of registers, what pairs of warps trade, and per stage a
         tile of two tensors and two numbers a row."""
         row = 2 * padded(head_dim)
-        rest = 2 * (TERMS - self.own_terms) * self.own * row
-        traded = 4 * self.own * self.inner_tile
+        rest = 2 * (TERMS - self.own_terms) * self.outer_tile * row
+        traded = 4 * self.outer_tile * self.inner_tile
         return rest + traded + self.stages * self.inner_tile * (2 * TERMS * row + 8)
 
 
@@ -97,7 +97,7 @@ def run_backward(
     if dout.stride(3) != 1:  # out.sum() sends one number, expanded
         dout = empty_as(out).copy_(dout)
     dq, dk, dv = gradients(q, k, v, call.options)
-    statistics = plain.delta(call, dout, out, lse, natural=True)
+    statistics = plain.delta(call, dout, out, lse, natural_log=True)
     found = largest(call, q, k, v, dout)
     terms = {name: split(name, x, found, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
     params = call.params.bind(**terms, dq=dq, dk=dk, dv=dv)
@@ -108,12 +108,12 @@ def run_backward(
         kernel = plain._kernel(source, name, defines | tile.defines, q.device)
         kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
 
-    key_ranges = plain.document_ranges(call, dkdv_tile.own, transposed=True)
-    n_tiles = math.ceil(tk / dkdv_tile.own)
+    key_ranges = plain.document_ranges(call, dkdv_tile.outer_tile, transposed=True)
+    n_tiles = math.ceil(tk / dkdv_tile.outer_tile)
     blocks = call.in_order(n_tiles, batch * kv_heads, terms["q"], over=heads // kv_heads)
     launch("fp32/split_fp16_backward.cu", "tilegpt_split_fp16_dkdv", blocks, dkdv_tile, key_ranges)
-    query_ranges = plain.document_ranges(call, dq_tile.own)
-    n_tiles = math.ceil(tq / dq_tile.own)
+    query_ranges = plain.document_ranges(call, dq_tile.outer_tile)
+    n_tiles = math.ceil(tq / dq_tile.outer_tile)
     blocks = call.in_order(n_tiles, batch * heads, terms["k"], times=heads // kv_heads)
     launch("fp32/split_fp16_backward_dq.cu", "tilegpt_split_fp16_dq", blocks, dq_tile, query_ranges)
     del statistics, found, terms, key_ranges, query_ranges  # alive until the last launch

@@ -40,16 +40,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """Queries and keys of a tile, warps of a block, stages of Q and dO, and how many groups of warps share
+    """Queries and keys of a tile, warps of a block, stages of Q and dO, and how many warps lie along
     the rows of S and dP, of dK and dV, and of dQ."""
 
     br: int
     bc: int
     warps: int
     stages: int
-    rows_s: int
-    rows_kv: int
-    rows_q: int
+    s_row_warps: int
+    kv_row_warps: int
+    q_row_warps: int
 
     def shared_bytes(self, head_dim: int) -> int:
         """K, V, P, dS, and per stage Q, dO and two numbers a row."""
@@ -210,7 +210,7 @@ def run_backward(
     lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     ranges = document_ranges(call, tile.bc, transposed=True)
     params = call.params.bind(
-        dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, lse_log2=lse_log2, delta=delta
+        dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, padded_lse=lse_log2, delta=delta
     )
     params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
     kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
@@ -235,11 +235,12 @@ def run_backward(
 def prepare_backward(
     call: Call, out: Tensor, dout: Tensor, width: int, clear: bool, counter: bool = False
 ) -> None:
-    """lse_log2 and delta to where `call.params` has them; with `clear` zeros of `width` for each row of dQ,
+    """padded_lse and delta to where `call.params` has them; with `clear` zeros of `width` for each row of dQ,
     with `counter` one behind them: see csrc/lib/prepare.cu."""
     params, lanes = call.params, next(n for n in (4, 8, 16, 32) if width <= 8 * n)
     shared = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
-    own = {"PAD_D": width, "ALIGNED": int(_aligned(out, dout)), "CLEAR": int(clear), "COUNTER": int(counter)}
+    own = {"PADDED_D": width, "ALIGNED": int(_aligned(out, dout))}
+    own |= {"CLEAR": int(clear), "COUNTER": int(counter)}
     kernel = nvrtc.kernel("lib/prepare.cu", "tilegpt_backward_prepare", shared | own, out.device)
     rows = params.batch * params.heads * params.padded_tq
     kernel.launch(math.ceil(rows * lanes / _PREPARE_THREADS), _PREPARE_THREADS, params)

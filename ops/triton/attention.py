@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ops.dropout import threshold
+from ops.dropout import dropout_threshold
 from ops.library import empty_as, gradients
 from ops.options import MASK_BLOCK, AttentionOptions
 from ops.order import multiprocessors, order
@@ -74,7 +74,7 @@ def _described(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
 def _kept_from(dropout_p: float) -> int:
     """The dropout mask's threshold as a signed number: 2**31 and more would change the argument's type, and
     compile anew."""
-    kept_from = min(threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0
+    kept_from = min(dropout_threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0
     return kept_from - ((kept_from >> 31) << 32)
 
 
@@ -306,16 +306,16 @@ def backward(
 
 
 def run_delta(dout: Tensor, out: Tensor, lse: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """(lse_log2, delta), (B, Hq, Tq padded) fp32 each: see the kernel."""
+    """(padded_lse, delta), (B, Hq, Tq padded) fp32 each: see the kernel."""
     batch, heads, tq, head_dim = out.shape
     padded = triton.cdiv(tq, _PAD) * _PAD
-    lse_log2, delta = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
+    padded_lse, delta = out.new_empty((2, batch, heads, padded), dtype=torch.float32)
     block = 64
     _tilegpt_attention_delta[(padded // block * batch * heads,)](
-        out, dout, lse, delta, lse_log2, *out.stride()[:3], *dout.stride()[:3], heads, tq, padded,
+        out, dout, lse, delta, padded_lse, *out.stride()[:3], *dout.stride()[:3], heads, tq, padded,
         head_dim, call.block_d, block, call.exact or call.biased,
     )  # fmt: skip
-    return lse_log2, delta
+    return padded_lse, delta
 
 
 def _inputs(
@@ -333,7 +333,7 @@ def run_dkdv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse_log2: Tensor,
+    padded_lse: Tensor,
     delta: Tensor,
     call: _Call,
     dk: Tensor,
@@ -346,10 +346,10 @@ def run_dkdv(
     n_tiles = triton.cdiv(tk, tile.n)
     blocks, block_strides = call.kept_blocks(tq, tk, transposed=True)
     _tilegpt_attention_backward_dkdv[(n_tiles * batch * kv_heads,)](
-        *args, lse_log2, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True), blocks),
+        *args, padded_lse, delta, dk, dv, *call.tensors(call.ranges(tile.n, transposed=True), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
         *dv.stride()[:3], *call.bias_strides, *block_strides,
-        kv_heads, tq, tk, lse_log2.shape[2], n_tiles, batch * kv_heads,
+        kv_heads, tq, tk, padded_lse.shape[2], n_tiles, batch * kv_heads,
         *order(q, batch * kv_heads, n_tiles, call.uneven, over=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, DESC=desc, MASK_BLOCK=MASK_BLOCK,
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
@@ -361,7 +361,7 @@ def run_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse_log2: Tensor,
+    padded_lse: Tensor,
     delta: Tensor,
     call: _Call,
     dq: Tensor,
@@ -379,15 +379,15 @@ def run_dq(
         _, _, rows, cols = (n > 1 for n in _four(learned))
         whole = learned.shape == (batch, heads, tq, tk)
         shape = batch, heads, tq if rows else n_tiles, tk if cols else 1
-        dbias = lse_log2.new_zeros(shape, dtype=learned.dtype if whole else torch.float32)
+        dbias = padded_lse.new_zeros(shape, dtype=learned.dtype if whole else torch.float32)
     if call.relative_bias is not None:
         shape = configs.by_distance_shape(tile, tq, call.reach)
-        by_distance = lse_log2.new_zeros(batch, heads, *shape)
+        by_distance = padded_lse.new_zeros(batch, heads, *shape)
     blocks, block_strides = call.kept_blocks(tq, tk)
     _tilegpt_attention_backward_dq[(n_tiles * batch * heads,)](
-        *args, lse_log2, delta, dq, dbias, by_distance, *call.tensors(call.ranges(tile.m), blocks),
+        *args, padded_lse, delta, dq, dbias, by_distance, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-        *call.bias_strides, *block_strides, heads, tq, tk, lse_log2.shape[2], n_tiles, batch * heads,
+        *call.bias_strides, *block_strides, heads, tq, tk, padded_lse.shape[2], n_tiles, batch * heads,
         *order(k, batch * heads, n_tiles, call.uneven, times=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         BIAS_ROWS=rows, BIAS_COLS=cols,

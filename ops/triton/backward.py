@@ -41,7 +41,7 @@ def _tilegpt_attention_delta(
     dout,
     lse,
     delta,
-    lse_log2,
+    padded_lse,
     out_b,
     out_h,
     out_t,
@@ -54,11 +54,11 @@ def _tilegpt_attention_delta(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    NATURAL: tl.constexpr,
+    NATURAL_LOG: tl.constexpr,
 ):
-    """delta = rowsum(out * dout), lse_log2 = lse * log2(e), or with NATURAL lse: (B, H, padded) fp32.
+    """delta = rowsum(out * dout), padded_lse = lse * log2(e), or with NATURAL_LOG lse: (B, H, padded) fp32.
 
-    A row that sees no key, or lies beyond Tq, gets lse_log2 = inf: exp2(s - inf) = 0 for any s. So does one
+    A row that sees no key, or lies beyond Tq, gets padded_lse = inf: exp2(s - inf) = 0 for any s. So does one
     whose keys are all hidden by a bias of the least finite number: its lse is none to subtract.
     """
     blocks = padded // BLOCK_M
@@ -71,10 +71,10 @@ def _tilegpt_attention_delta(
     o = tl.load(out + b64 * out_b + h64 * out_h + rows * out_t + d[None, :], mask=inside, other=0.0)
     do = tl.load(dout + b64 * dout_b + h64 * dout_h + rows * dout_t + d[None, :], mask=inside, other=0.0)
     row_lse = tl.load(lse + head.to(tl.int64) * tq + i, mask=i < tq, other=float("-inf"))
-    row_lse = tl.where(row_lse < -2e38, float("inf"), row_lse if NATURAL else row_lse * LOG2E)
+    row_lse = tl.where(row_lse < -2e38, float("inf"), row_lse if NATURAL_LOG else row_lse * LOG2E)
     at = head.to(tl.int64) * padded + i
     tl.store(delta + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=i < padded)
-    tl.store(lse_log2 + at, row_lse, mask=i < padded)
+    tl.store(padded_lse + at, row_lse, mask=i < padded)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def weights(
     s,
     i,
     j,
-    lse_log2,
+    padded_lse,
     offset,
     limit,
     tq,
@@ -99,7 +99,7 @@ def weights(
     window_right,
     scale,
     softcap,
-    cut,
+    masked,
     M: tl.constexpr,
     N: tl.constexpr,
     REACH: tl.constexpr,
@@ -114,29 +114,29 @@ def weights(
 ):
     """(P, tanh of the softcap) from s = <q_i, k_j>, in either orientation; i0, j0: the tile's first ones.
 
-    `cut`: an edge runs through the tile, which is then masked.
+    `masked`: whether an edge of the mask runs through the tile.
     """
-    capped = s
+    tanh_score = s
     if not SCALE_LATE or EXACT:
-        s, capped = scores(
+        s, tanh_score = scores(
             s, i, j, offset, scale, softcap, slope, bias, bias_i, bias_j, tq, limit, ALIBI, SOFTCAP, EXACT
         )
     if relative_bias is not None:
         s = relative_scores(s, i, j, offset, relative_bias, i0, j0, M, N, REACH)
     if MASKED:  # noqa: SIM102 (a constexpr, then a branch)
-        if cut:
+        if masked:
             seen = visible(
                 i, j, offset, limit, window_left, window_right, q_ids, k_ids,
                 HAS_LEFT, HAS_RIGHT, DOCUMENT_IDS,
             )  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
     if EXACT:
-        p = exp_natural(s - lse_log2)
+        p = exp_natural(s - padded_lse)
     elif bias is not None or relative_bias is not None:  # see exp_difference
-        p = tl.exp2((s - lse_log2) * LOG2E)
+        p = tl.exp2((s - padded_lse) * LOG2E)
     else:
-        p = tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - lse_log2)
-    return p, capped
+        p = tl.exp2(s * (scale * LOG2E if SCALE_LATE else LOG2E) - padded_lse)
+    return p, tanh_score
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def _tilegpt_attention_backward_dkdv(
     k,
     v,
     dout,
-    lse_log2,
+    padded_lse,
     delta,
     dk,
     dv,
@@ -236,7 +236,7 @@ def _tilegpt_attention_backward_dkdv(
     window_right,
     scale,
     softcap,
-    threshold,
+    dropout_threshold,
     keep_scale,
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
@@ -310,8 +310,8 @@ def _tilegpt_attention_backward_dkdv(
             q_tile = load_parts(q_head, b, h, start, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
             st = product(k_tile, q_tile)
             q_ids = tl.load(q_document_ids + i, mask=i < tq, other=-1)[None, :] if DOCUMENT_IDS else 0
-            pt, capped = weights(
-                st, i[None, :], j[:, None], tl.load(lse_log2 + row + i)[None, :], offset, limit, tq,
+            pt, tanh_score = weights(
+                st, i[None, :], j[:, None], tl.load(padded_lse + row + i)[None, :], offset, limit, tq,
                 bias_head, bias_i, bias_j, table, start, j0, slope, q_ids, k_ids, window_left, window_right,
                 scale, softcap, (start < full_lo) | (start >= full_hi), BLOCK_M, BLOCK_N, REACH, MASKED,
                 HAS_LEFT, HAS_RIGHT, ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
@@ -320,16 +320,16 @@ def _tilegpt_attention_backward_dkdv(
             dpt = product(v_tile, do_tile)
             row_delta = tl.load(delta + row + i)[None, :]
             if DROPOUT:
-                keep = kept(row_keys(seed, b, h, i)[None, :], j[:, None], threshold)
-                dv_acc = accumulate(tl.where(keep, pt, 0.0), do_tile, dv_acc)
-                dst = pt * (tl.where(keep, dpt * keep_scale, 0.0) - row_delta)
+                is_kept = kept(row_keys(seed, b, h, i)[None, :], j[:, None], dropout_threshold)
+                dv_acc = accumulate(tl.where(is_kept, pt, 0.0), do_tile, dv_acc)
+                dst = pt * (tl.where(is_kept, dpt * keep_scale, 0.0) - row_delta)
             else:
                 dv_acc = accumulate(pt, do_tile, dv_acc)
                 dst = pt * (dpt - row_delta)
             if SOFTCAP:
-                dst *= 1.0 - capped * capped
+                dst *= 1.0 - tanh_score * tanh_score
             dk_acc = accumulate(dst, q_tile, dk_acc)
-    # Beyond the length k is zero, p is not: exp2(0 - lse_log2).
+    # Beyond the length k is zero, p is not: exp2(0 - padded_lse).
     real = j < limit if LENGTHS else None
     dk += b64 * dk_b + kv_head.to(tl.int64) * dk_h
     dv += b64 * dv_b + kv_head.to(tl.int64) * dv_h

@@ -33,7 +33,7 @@ def _tilegpt_attention_backward_dq(
     k,
     v,
     dout,
-    lse_log2,
+    padded_lse,
     delta,
     dq,
     dbias,
@@ -81,7 +81,7 @@ def _tilegpt_attention_backward_dq(
     window_right,
     scale,
     softcap,
-    threshold,
+    dropout_threshold,
     keep_scale,
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
@@ -151,7 +151,7 @@ def _tilegpt_attention_backward_dq(
     q_tile = load_parts(q, b, h, i0, tq, q_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
     do_tile = load_parts(dout, b, h, i0, tq, dout_t, BLOCK_M, D, BLOCK_D, PART, DESC, True)
     row = head.to(tl.int64) * padded
-    row_lse_log2 = tl.load(lse_log2 + row + i)[:, None]
+    row_padded_lse = tl.load(padded_lse + row + i)[:, None]
     row_delta = tl.load(delta + row + i)[:, None]
     acc = zeros(BLOCK_M, BLOCK_D, PART)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or DOCUMENT_IDS or not EVEN_K
@@ -166,14 +166,14 @@ def _tilegpt_attention_backward_dq(
         s = product(q_tile, k_tile)
         dp = product(do_tile, v_tile)
         k_ids = tl.load(k_document_ids + j, mask=j < limit, other=-1)[None, :] if DOCUMENT_IDS else 0
-        p, capped = weights(
-            s, i[:, None], j[None, :], row_lse_log2, offset, limit, tq, bias, bias_i, bias_j, relative_bias,
+        p, tanh_score = weights(
+            s, i[:, None], j[None, :], row_padded_lse, offset, limit, tq, bias, bias_i, bias_j, relative_bias,
             i0, start, slope, q_ids, k_ids, window_left, window_right, scale, softcap,
             (start < full_lo) | (start >= full_hi), BLOCK_M, BLOCK_N, REACH, MASKED, HAS_LEFT, HAS_RIGHT,
             ALIBI, SOFTCAP, DOCUMENT_IDS, SCALE_LATE, EXACT,
         )  # fmt: skip
         if DROPOUT:
-            dp = tl.where(kept(keys[:, None], j[None, :], threshold), dp * keep_scale, 0.0)
+            dp = tl.where(kept(keys[:, None], j[None, :], dropout_threshold), dp * keep_scale, 0.0)
         dscores = p * (dp - row_delta)
         if dbias is not None:
             if BIAS_ROWS and BIAS_COLS:
@@ -190,7 +190,7 @@ def _tilegpt_attention_backward_dq(
                 far_left += tl.sum(dscores, 1)
             else:
                 far_right += tl.sum(dscores, 1)
-        ds = dscores * (1.0 - capped * capped) if SOFTCAP else dscores
+        ds = dscores * (1.0 - tanh_score * tanh_score) if SOFTCAP else dscores
         acc = accumulate(ds, k_tile, acc)
     dq += b64 * dq_b + h64 * dq_h
     store_parts(dq, acc, scale, i0, tq, dq_t, BLOCK_M, D, PART)

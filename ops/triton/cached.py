@@ -236,13 +236,13 @@ def _tilegpt_attend_cache(
     if PAGE > 0:
         table += b64 * table_b
     if QUANTISED:
-        # Scales are a tile ahead, their blocks two: of loads that small no pipeline is made, and each would
-        # wait for memory.
+        # Scales are prefetched one tile ahead, their blocks two: of loads that small no pipeline is made, and
+        # each would wait for memory.
         INT4: tl.constexpr = PARTS == 2 and k.dtype.element_ty == tl.uint8
-        k_scale, v_scale, nearest, ahead = k_scale + scale_head, v_scale + scale_head, b64, b64
+        k_scale, v_scale, nearest, prefetched = k_scale + scale_head, v_scale + scale_head, b64, b64
         if PAGE > 0:
             nearest = blocks_of(table, first, limit, PAGE, BLOCK_N)
-            ahead = blocks_of(table, first + BLOCK_N, limit, PAGE, BLOCK_N)
+            prefetched = blocks_of(table, first + BLOCK_N, limit, PAGE, BLOCK_N)
         k_next = load_scales(k_scale, nearest, first, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
         v_next = load_scales(v_scale, nearest, first, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
     for start in tl.range(first, last, BLOCK_N):
@@ -253,10 +253,10 @@ def _tilegpt_attend_cache(
         at = block * k_n + k_head + inner.to(tl.int64) * k_t
         if QUANTISED:
             k_scales, v_scales, then = k_next, v_next, start + BLOCK_N
-            k_next = load_scales(k_scale, ahead, then, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
-            v_next = load_scales(v_scale, ahead, then, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
+            k_next = load_scales(k_scale, prefetched, then, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
+            v_next = load_scales(v_scale, prefetched, then, limit, scale_n, scale_p, PAGE, BLOCK_N, INT4)
             if PAGE > 0:
-                ahead = blocks_of(table, then + BLOCK_N, limit, PAGE, BLOCK_N)
+                prefetched = blocks_of(table, then + BLOCK_N, limit, PAGE, BLOCK_N)
         k_tile = load_numbers(k, at, there, D, PART, PARTS, dtype)
         v_tile = load_numbers(v, at, there, D, PART, PARTS, dtype)
         s = scaled_product(q_tile, k_tile, k_scales) if QUANTISED else product(q_tile, k_tile)

@@ -33,7 +33,7 @@ PLAIN = [
     "tail",
     "window_left",
     "window_right",
-    "threshold",
+    "dropout_threshold",
 ]
 PLAIN += ["bias_b", "bias_h", "bias_i", "bias_j", "blocks_b", "blocks_h", "blocks_t"]
 
@@ -214,10 +214,10 @@ def scores(
     SOFTCAP: 0 off, 1 on, 2 where scores may be so small beside it that tanh's rounding of 1, times it, shows.
     bias: pointer to the (Tq, Tk) matrix of this batch and head (one per row in decode), or None.
     """
-    capped = s
+    tanh_score = s
     if SOFTCAP:
-        capped = tanh(s * (scale / softcap), EXACT or SOFTCAP > 1)
-        s = capped * softcap
+        tanh_score = tanh(s * (scale / softcap), EXACT or SOFTCAP > 1)
+        s = tanh_score * softcap
     else:
         s = s * scale
     if ALIBI:
@@ -226,7 +226,7 @@ def scores(
         inside = (i < tq) & (j < tk)
         pointers = bias + tl.cast(i, tl.int64) * bias_i + tl.cast(j, tl.int64) * bias_j
         s += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    return s, capped
+    return s, tanh_score
 
 
 @triton.jit
@@ -352,9 +352,9 @@ def row_keys(seed, b, h, i):
 
 
 @triton.jit
-def kept(keys, j, threshold):
-    """ops.dropout.keep_mask; keys and j broadcast, `threshold` counts in 2**-32."""
-    return fmix32(keys + j.to(tl.uint32) * 0x9E3779B9) >= tl.cast(threshold, tl.uint32)
+def kept(keys, j, dropout_threshold):
+    """ops.dropout.keep_mask; keys and j broadcast, `dropout_threshold` counts in 2**-32."""
+    return fmix32(keys + j.to(tl.uint32) * 0x9E3779B9) >= tl.cast(dropout_threshold, tl.uint32)
 
 
 @triton.jit
@@ -362,14 +362,14 @@ def scheduled_tile(pid, n_tiles, n_heads, heads_in_l2, tail, LAST_FIRST: tl.cons
     """(tile, head) of program `pid`: `heads_in_l2` heads side by side, so that their K and V stay in L2, and
     within them tile after tile, with LAST_FIRST from the last, which is the longest under a causal mask;
     `tail` tiles of all heads come in the end (ops/order.py)."""
-    ahead = n_tiles - tail
+    before_tail = n_tiles - tail
     first, width, within = 0, n_heads, pid
-    if pid < ahead * n_heads:
+    if pid < before_tail * n_heads:
         # The host keeps heads_in_l2 * n_tiles within the grid, and so within 32 bits.
-        first = pid // (heads_in_l2 * ahead) * heads_in_l2
+        first = pid // (heads_in_l2 * before_tail) * heads_in_l2
         width = tl.minimum(heads_in_l2, n_heads - first)
-        within = pid - first * ahead
-    tile = within // width  # of all heads the tail's come behind `ahead` others
+        within = pid - first * before_tail
+    tile = within // width  # of all heads the tail's come behind `before_tail` others
     if LAST_FIRST:
         tile = n_tiles - 1 - tile
     return tile, first + within % width

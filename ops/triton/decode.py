@@ -65,7 +65,7 @@ def _tilegpt_decode_split(
     window_right,
     scale,
     softcap,
-    threshold,
+    dropout_threshold,
     keep_scale,
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
@@ -169,7 +169,7 @@ def _tilegpt_decode_split(
         rescale = exp_difference(m, shift, 1.0, EXACT, BIASED)
         total = total * rescale[:, None] + p
         if DROPOUT:
-            p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
+            p = tl.where(kept(keys[:, None], j[None, :], dropout_threshold), p, 0.0)
         acc = accumulate(p, v_tile, acc, rescale)
         m = m_new
     total = tl.sum(total, 1)

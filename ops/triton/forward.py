@@ -119,7 +119,7 @@ def _tilegpt_attention_forward(
     window_right,
     scale,
     softcap,
-    threshold,
+    dropout_threshold,
     keep_scale,
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
@@ -214,7 +214,7 @@ def _tilegpt_attention_forward(
         rescale = exp_difference(m, shift, m_scale, EXACT, BIASED)
         total = total * rescale + tl.sum(p, 1)
         if DROPOUT:
-            p = tl.where(kept(keys[:, None], j[None, :], threshold), p, 0.0)
+            p = tl.where(kept(keys[:, None], j[None, :], dropout_threshold), p, 0.0)
         v_tile = load_parts(v, b, kv_head, start, limit, v_t, BLOCK_N, D, BLOCK_D, PART, DESC, not EVEN_K)
         acc = accumulate(p, v_tile, acc, rescale)
         m = m_new

@@ -137,9 +137,9 @@ def _tilegpt_step_attention(
         tl.store(v_cache + newest, v_new, mask=inside)
     for start in tl.range(first, last, BLOCK_N):
         k, v, j = k_tile.to(tl.float32), v_tile.to(tl.float32), start + r
-        ahead = j + BLOCK_N
-        here = ahead < last
-        keys = places(table, ahead, here, KV, D, PAGE)[:, None] + d[None, :]
+        prefetched = j + BLOCK_N
+        here = prefetched < last
+        keys = places(table, prefetched, here, KV, D, PAGE)[:, None] + d[None, :]
         k_tile = tl.load(k_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
         v_tile = tl.load(v_cache + keys, mask=here[:, None] & inside[None, :], other=0.0)
         maxima, totals, sums = (), (), ()

@@ -91,7 +91,8 @@ def modules(implementation: str, root: Path = ROOT) -> tuple[str, ...]:
 
     folder = root / "conf" / "attention"
     named = folder / f"{implementation}.yaml"
-    every = registry.declaration(implementation).chooses == "implementations"  # as auto, which may run any
+    made = registry.declaration(implementation)
+    every = made.dispatches_to == "implementations"  # as auto, which may run any
     files = sorted(folder.glob("*.yaml")) if every else [named] if named.is_file() else []
     targets = [re.search(r"^_target_: (\S+)\.\w+$", file.read_text(encoding="utf-8"), re.M) for file in files]
     return tuple(dict.fromkeys(target[1] for target in targets if target)) or (BASELINES,)

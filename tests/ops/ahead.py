@@ -176,7 +176,7 @@ def _type(name: str, build: Build, constants: dict[str, Any]) -> str:
         rows = constants["BLOCK_N" if name in ("k", "v") else "BLOCK_M"]
         descriptor = f"tensordesc<{dtype}[1, 1, {rows}, {constants['BLOCK_D']}]>"
         return descriptor if constants["DESC"] else f"*{dtype}"
-    statistics = ("lse", "lse_log2", "delta", "parts", "statistics")
+    statistics = ("lse", "padded_lse", "delta", "parts", "statistics")
     if name in statistics or (name == "out" and build.kind in ("decode", "cached") and build.split):
         return "*fp32"
     if name in ("q", "out", "dq", "dk", "dv"):

@@ -261,7 +261,7 @@ template <int N> static inline void wgmma_wait_group() {
 template <int M> static inline void wgmma_int8(float (&d)[M], unsigned long long a, unsigned long long b) {
     cpu::of_thread().back().push_back({d, 2 * M, false, false, false, true, a, b, {}, true});
 }
-template <int N> static inline void pin(float (&)[N]) {}
+template <int N> static inline void warpgroup_fence_operand(float (&)[N]) {}
 template <int N> struct Wgmma {
     template <int A_MN, int B_MN>
     static void ss(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {

@@ -89,7 +89,7 @@ static inline float cut_sum(float c, const double (&products)[16]) {
 }
 }  // namespace cpu
 
-static inline void copy_async(unsigned to, const void *from, bool inside) {
+static inline void cp_async_16(unsigned to, const void *from, bool inside) {
     if (to % 16 || (size_t)from % 16) cpu::fault = "copied 16 bytes that do not begin at a multiple of 16";
     cpu::mine().back().push_back({to, from, inside});
 }
@@ -99,8 +99,8 @@ static inline uint4 load_shared(unsigned from) {
     memcpy(&bits, memory + from, 16);
     return bits;
 }
-static inline void commit() { cpu::mine().emplace_back(); }
-template <int N> static inline void wait_for_all_but() {
+static inline void cp_async_commit_group() { cpu::mine().emplace_back(); }
+template <int N> static inline void cp_async_wait_group() {
     auto &all = cpu::mine();
     for (; all.size() > N + 1; all.erase(all.begin()))
         for (const cpu::Copy &x : all[0])

@@ -112,7 +112,7 @@ def test_small_weights_beside_a_large_one(kind: str) -> None:
 
 
 MISTAKES = {
-    "waits for one tile too few": ("wait_for_all_but<STAGES - 2>", "wait_for_all_but<STAGES - 1>"),
+    "waits for one tile too few": ("cp_async_wait_group<STAGES - 2>", "cp_async_wait_group<STAGES - 1>"),
     "weights relative to no tile's largest": (
         "largest = row_largest(largest);\n        const float inverse",
         "largest = 800.0f;\n        const float inverse",

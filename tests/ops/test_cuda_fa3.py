@@ -27,11 +27,11 @@ def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
     tile = hopper.forward_tile(head_dim, tk, defines)
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
-    assert found["PAD_D"] >= found["USED_D"] >= head_dim
+    assert found["PADDED_D"] >= found["USED_D"] >= head_dim
     if "BLOCK_MASK" in on:  # whole tiles in a block of the mask
         assert MASK_BLOCK % (64 * tile.warp_groups) == MASK_BLOCK % tile.bc == 0
     # of 65,536 registers
-    assert 128 * (found["COPY_REGISTERS"] + tile.warp_groups * found["COMPUTE_REGISTERS"]) <= 1 << 16
+    assert 128 * (found["PRODUCER_REGISTERS"] + tile.warp_groups * found["CONSUMER_REGISTERS"]) <= 1 << 16
 
 
 def test_fewer_queries_a_tile_where_they_pay() -> None:
@@ -74,11 +74,12 @@ def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...], element: str) 
     tile = hopper.backward_tile(head_dim, options | dict.fromkeys(on, 1) | {"ELEMENT": element})
     assert tile.shared_bytes(head_dim) + STATIC_BYTES <= SHARED_BYTES[9, 0]
     found = tile.defines(head_dim)
-    assert found["PAD_D"] >= found["USED_D"] >= head_dim
-    assert found["BR"] == 64 or (found["PAD_D"], found["BR"]) in ((64, 128), (128, 80))
+    assert found["PADDED_D"] >= found["USED_D"] >= head_dim
+    assert found["BR"] == 64 or (found["PADDED_D"], found["BR"]) in ((64, 128), (128, 80))
     if "BLOCK_MASK" in on:
         assert MASK_BLOCK % tile.br == MASK_BLOCK % tile.bc == 0
-    assert found["PAD_D"] <= 128 or found["PAD_D"] // 2 % found["BLOCK_D"] == 0  # a half is whole blocks
+    # a half is whole blocks
+    assert found["PADDED_D"] <= 128 or found["PADDED_D"] // 2 % found["BLOCK_D"] == 0
     # P as it was rounded is 0 where dropout hides it, and has no softcap's derivative.
     if {"SOFTCAP", "DROPOUT"} & set(on):
         assert not found["LATE_DQ"] and not found["LATE_DK"] and found["BR"] == 64

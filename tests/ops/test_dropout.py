@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ops.dropout import GOLDEN, fmix32, keep_tile, row_keys, threshold
+from ops.dropout import GOLDEN, dropout_threshold, fmix32, keep_tile, row_keys
 
 U32 = 0xFFFFFFFF
 # (seed, b, h, i, j): bits. A kernel that meets these has the function right.
@@ -79,5 +79,5 @@ def test_seeds_differ() -> None:
 
 
 def test_threshold() -> None:
-    assert threshold(0.5) == 2**31
+    assert dropout_threshold(0.5) == 2**31
     assert keep_tile(torch.tensor(5), 1, 1, range(8), range(8), 0.0).all()

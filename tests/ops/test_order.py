@@ -11,11 +11,11 @@ from ops.order import order, tail
 
 def blocks(n_tiles: int, n_heads: int, heads_in_l2: int, left: int) -> list[tuple[int, int]]:
     """(length, head) of the blocks in the order of `scheduled_tile`, the longest of a head n_tiles."""
-    ahead = n_tiles - left
+    before_tail = n_tiles - left
     found = []
     for first in range(0, n_heads, heads_in_l2):
         width = min(heads_in_l2, n_heads - first)
-        found += [(n_tiles - x // width, first + x % width) for x in range(ahead * width)]
+        found += [(n_tiles - x // width, first + x % width) for x in range(before_tail * width)]
     return found + [(left - x // n_heads, x % n_heads) for x in range(left * n_heads)]
 
 

@@ -20,24 +20,24 @@ static inline void check_place(const void *at, int pitch, int bytes) {
     if (((const unsigned char *)at - memory) % 32 || pitch * bytes % 16)
         cpu::fault = "loaded or stored a fragment that does not begin at 32 bytes, with rows at 16";
 }
-static inline void load_rows(Fragment &to, const element *from, int pitch) {
+static inline void load_b_row_major(Fragment &to, const element *from, int pitch) {
     check_place(from, pitch, 2);
     for (int r = 0; r < 16; r++)
         for (int c = 0; c < 16; c++) to.x[r][c] = from[r * pitch + c];
 }
-static inline void load_left(Fragment &to, const element *from, int pitch) { load_rows(to, from, pitch); }
-static inline void load_columns(Fragment &to, const element *from, int pitch) {
+static inline void load_a(Fragment &to, const element *from, int pitch) { load_b_row_major(to, from, pitch); }
+static inline void load_b_col_major(Fragment &to, const element *from, int pitch) {
     check_place(from, pitch, 2);
     for (int c = 0; c < 16; c++)
         for (int r = 0; r < 16; r++) to.x[r][c] = from[c * pitch + r];
 }
-static inline void multiply_rows(Sums &c, const Fragment &a, const Fragment &b) {
+static inline void mma_row_major(Sums &c, const Fragment &a, const Fragment &b) {
     for (int e = 0; e < 8; e++) {
         const int at = e * 32 + threadIdx.x % 32;
         for (int k = 0; k < 16; k++) c.x[e] += a.x[at / 16][k] * b.x[k][at % 16];
     }
 }
-static inline void multiply_columns(Sums &c, const Fragment &a, const Fragment &b) { multiply_rows(c, a, b); }
+static inline void mma_col_major(Sums &c, const Fragment &a, const Fragment &b) { mma_row_major(c, a, b); }
 static inline void load_sums(Sums &to, const float *from, int pitch) {
     check_place(from, pitch, 4);
     for (int e = 0; e < 8; e++) {

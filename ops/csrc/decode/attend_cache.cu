@@ -2,7 +2,7 @@
 // ops/triton/decode.py.
 //
 // The numbers go to tensor cores as they are stored, as integers. What they are multiplied by, q and the weights
-// p * scale of V, are integers of 16 bits relative to their row's largest, of the weights that of a tile of KEYS keys:
+// p * scale of V, are integers of 16 bits relative to their row's largest, of the weights that of a tile of BC keys:
 // two products of 8 bits, whose sums are exact. The rows of an A tile are the high halves of up to 8 query heads, then
 // their low halves. Compared with products of 16 bits, nothing is converted: V's bytes change places (a permutation for
 // 4 of them), and of int4 the nibbles are parted.
@@ -11,14 +11,14 @@
 //
 // HBM traffic: the cache once. Limit: bytes in flight, 132 multiprocessors x BLOCKS x WARPS x (STAGES - 1) tiles.
 //
-// Defines beside attention.cuh's: BITS 8 or 4, PAGE tokens of a block (a multiple of 16; 0: no table), KEYS (a multiple
+// Defines beside attention.cuh's: BITS 8 or 4, PAGE tokens of a block (a multiple of 16; 0: no table), BC (a multiple
 // of 32), WARPS, STAGES, BLOCKS.
 #include "bytes.cuh"
 
 #define PARTS (BITS == 4 ? 2 : 1)
 #define ROW (HEAD_DIM * BITS / 8)  // bytes of a token
-#define SIDE (KEYS * ROW)          // bytes of a tile of K, or of V
-#define SCALES (2 * KEYS)          // bytes of the scales of a part
+#define SIDE (BC * ROW)            // bytes of a tile of K, or of V
+#define SCALES (2 * BC)            // bytes of the scales of a part
 #define STAGE (2 * (SIDE + PARTS * SCALES))
 #define CHUNKS (ROW / 16)          // that a lane copies a row in
 #define STEPS (HEAD_DIM / 32)
@@ -26,7 +26,7 @@
 #define LARGEST_P 65535.0f
 #define UNSEEN -1e30f  // the maximum of no scores, finite, so that differences are
 static_assert(ROW == 64 || ROW == 128, "rows of 64 or 128 bytes are swizzled");
-static_assert(KEYS % 32 == 0 && KEYS <= 128, "sums in int32 hold so many");
+static_assert(BC % 32 == 0 && BC <= 128, "sums in int32 hold so many");
 static_assert(PAGE % 16 == 0, "16 tokens lie in one block");
 static_assert(HEADS_PER_KV <= 8, "an A tile has 8 rows for high halves");
 static_assert(STAGE % 128 == 0 && STAGES >= 2, "what is swizzled begins at a multiple of 128 bytes");
@@ -54,7 +54,7 @@ struct Tiles {
     unsigned n_stride, at;       // `at`: where that block begins; both in 16 bytes
 
     __device__ __forceinline__ Tiles(const Launch &p, int b, int head, int keys) : limit(keys), block(b) {
-        const int lane = threadIdx.x % 32, part = lane / (KEYS / 8);  // K's, then V's
+        const int lane = threadIdx.x % 32, part = lane / (BC / 8);  // K's, then V's
         const long long own = head * p.k_h + lane / CHUNKS * p.k_t + lane % CHUNKS * 16 + (PAGE ? 0 : b * p.k_n);
         k = p.k + own, v = p.v + own, n_stride = (unsigned)(p.k_n / 16), t_stride = (int)p.k_t, scale_n = p.scale_n;
         scales = (part < PARTS ? p.k_scale : p.v_scale) + head * p.scale_h + part % PARTS * p.scale_p;
@@ -63,32 +63,32 @@ struct Tiles {
 
     // Looks up the blocks of a tile, which is then copied next.
     __device__ __forceinline__ void look_up(int tile) {
-        const int j = tile * KEYS + threadIdx.x % (KEYS / 16) * 16;
+        const int j = tile * BC + threadIdx.x % (BC / 16) * 16;
         if (PAGE) block = table[(unsigned)max_of(min_of(j, limit - 1), 0) / (PAGE ? PAGE : 1)], at = block * n_stride;
     }
 
     __device__ __forceinline__ void copy(int tile, unsigned to) const {
-        const int lane = threadIdx.x % 32, start = tile * KEYS;
+        const int lane = threadIdx.x % 32, start = tile * BC;
 #pragma unroll
-        for (int x = 0; x < KEYS; x += 32 / CHUNKS) {  // as many rows lie in one block
+        for (int x = 0; x < BC; x += 32 / CHUNKS) {  // as many rows lie in one block
             const int row = x + lane / CHUNKS;
             const long long begins = PAGE ? __shfl_sync(~0u, at, x / 16) * 16LL : 0;
             const int token = PAGE ? (unsigned)(start + x) % (PAGE ? PAGE : 1) : start + x;
             const long long from = begins + (long long)t_stride * token;
             const unsigned there = to + swizzled<ROW / 2>(row, lane % CHUNKS);
-            copy_async(there, k + from, start + row < limit);
-            copy_async(there + SIDE, v + from, start + row < limit);
+            cp_async_16(there, k + from, start + row < limit);
+            cp_async_16(there + SIDE, v + from, start + row < limit);
         }
 #pragma unroll
-        for (int x = 0; x < 2 * PARTS * KEYS / 8; x += 32) {
-            const int j = start + lane % (KEYS / 8) * 8;
-            const long long of = PAGE ? __shfl_sync(~0u, block, lane % (KEYS / 8) / 2) : block;
+        for (int x = 0; x < 2 * PARTS * BC / 8; x += 32) {
+            const int j = start + lane % (BC / 8) * 8;
+            const long long of = PAGE ? __shfl_sync(~0u, block, lane % (BC / 8) / 2) : block;
             const unsigned short *from = scales + of * scale_n + (PAGE ? j % (PAGE ? PAGE : 1) : j);
-            if (lane < 2 * PARTS * KEYS / 8) copy_async(to + 2 * SIDE + lane * 16, from, j < limit);
+            if (lane < 2 * PARTS * BC / 8) cp_async_16(to + 2 * SIDE + lane * 16, from, j < limit);
         }
     }
 };
-static_assert(2 * PARTS * KEYS / 8 <= 32, "a lane copies one chunk of scales");
+static_assert(2 * PARTS * BC / 8 <= 32, "a lane copies one chunk of scales");
 
 // Integers of 8 bits from bytes as stored: themselves, or of int4 the low nibbles, or 16 times the high ones.
 __device__ __forceinline__ unsigned numbers(unsigned bytes, int part) {
@@ -157,11 +157,11 @@ __device__ __forceinline__ float load_q(const Launch &p, int b, int head, unsign
 
 // Scores of a tile in powers of 2, of keys 8n + 2c, 8n + 2c + 1 and head g.
 __device__ __forceinline__ void score(const unsigned char *tile, const unsigned (&q)[STEPS][4],
-                                      const int (&zero)[PARTS][4], float factor, float (&s)[KEYS / 8][2]) {
+                                      const int (&zero)[PARTS][4], float factor, float (&s)[BC / 8][2]) {
     const int lane = threadIdx.x % 32;
     const unsigned rows = shared_address(tile) + swizzled<ROW / 2>(lane % 8, lane / 8);
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; n++) {
+    for (int n = 0; n < BC / 8; n++) {
         int dots[PARTS][4];
 #pragma unroll
         for (int x = 0; x < PARTS * 4; x++) dots[x / 4][x % 4] = zero[x / 4][x % 4];
@@ -188,13 +188,13 @@ __device__ __forceinline__ void score(const unsigned char *tile, const unsigned 
 
 // Weights p times the scales of V as integers relative to the row's largest, by part: (16 x 32) A tiles. `unit`: what a
 // product with them is multiplied by.
-__device__ __forceinline__ void weigh(const unsigned char *tile, const float (&p)[KEYS / 8][2],
-                                      unsigned (&w)[PARTS][KEYS / 32][4], float (&unit)[PARTS]) {
+__device__ __forceinline__ void weigh(const unsigned char *tile, const float (&p)[BC / 8][2],
+                                      unsigned (&w)[PARTS][BC / 32][4], float (&unit)[PARTS]) {
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-        float x[KEYS / 8][2], largest = 0.0f;
+        float x[BC / 8][2], largest = 0.0f;
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++) {
+        for (int n = 0; n < BC / 8; n++) {
             const unsigned char *at = tile + 2 * SIDE + (PARTS + part) * SCALES;
             const float2 scale = two_scales(at + (8 * n + 2 * (threadIdx.x % 4)) * 2);
             // beyond the last key a scale may be anything
@@ -206,7 +206,7 @@ __device__ __forceinline__ void weigh(const unsigned char *tile, const float (&p
         const float inverse = largest > 1e-30f ? LARGEST_P / largest : 0.0f;
         unit[part] = largest * (unit_of(part) / LARGEST_P);
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n += 2) {
+        for (int n = 0; n < BC / 8; n += 2) {
             unsigned i[4];  // added to 2^23, a float's last bits are its integer
 #pragma unroll
             for (int e = 0; e < 4; e++) i[e] = __float_as_uint(x[n + e / 2][e % 2] * inverse + 8388608.0f);
@@ -216,7 +216,7 @@ __device__ __forceinline__ void weigh(const unsigned char *tile, const float (&p
 }
 
 // sums = sums * rescale + unit * w V. Of a chunk of 16 channels a lane has 4c .. 4c + 3.
-__device__ __forceinline__ void add_values(const unsigned char *tile, const unsigned (&w)[PARTS][KEYS / 32][4],
+__device__ __forceinline__ void add_values(const unsigned char *tile, const unsigned (&w)[PARTS][BC / 32][4],
                                            const float (&unit)[PARTS], float rescale,
                                            float (&sums)[PARTS][ROW / 16][4]) {
     const unsigned rows = shared_address(tile) + SIDE + swizzled<ROW / 2>(threadIdx.x % 32, 0);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void add_values(const unsigned char *tile, const unsi
 #pragma unroll
         for (int x = 0; x < 2 * PARTS * 4; x++) dots[x % 2][x / 8][x / 2 % 4] = zero[x / 8][x / 2 % 4];
 #pragma unroll
-        for (int k = 0; k < KEYS / 32; k++) {
+        for (int k = 0; k < BC / 32; k++) {
             unsigned pairs[4];  // two channels of each of two keys
             load_transposed(pairs, (rows ^ chunk << 4) + k * 32 * ROW);
 #pragma unroll
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int split = blockIdx.x % p.splits, kv_row = blockIdx.x / p.splits;
     const int b = kv_row / p.kv_heads, head = kv_row % p.kv_heads, limit = p.lengths[b];
     const int edge = HAS_LEFT ? max_of(0, limit - 1 - p.window_left) : 0;  // the first key that is seen
-    const int lo = edge / KEYS, n_tiles = ceil_div(limit, KEYS) - lo;
+    const int lo = edge / BC, n_tiles = ceil_div(limit, BC) - lo;
     const int first = lo + (int)((long long)split * n_tiles / p.splits) + warp;
     const int last = lo + (int)((split + 1LL) * n_tiles / p.splits);
     unsigned char *const ring = memory + warp * STAGES * STAGE;
@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     for (int stage = 0; stage < STAGES - 1; stage++, next += WARPS) {
         if (next < last) tiles.copy(next, shared_address(ring) + stage * STAGE);
         tiles.look_up(next + WARPS);
-        commit();
+        cp_async_commit_group();
     }
     unsigned q[STEPS][4];
     const float factor = load_q(p, b, head, q);
@@ -318,34 +318,34 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     for (int part = 0; part < PARTS; part++) begin<true>(zero, q, part * STEPS / PARTS, part);
     float m = UNSEEN, total = 0.0f, sums[PARTS][ROW / 16][4] = {};
     for (int tile = first, stage = 0; tile < last; tile += WARPS, next += WARPS) {
-        wait_for_all_but<STAGES - 2>();
+        cp_async_wait_group<STAGES - 2>();
         __syncwarp();
         if (next < last) tiles.copy(next, shared_address(ring) + (stage ? stage - 1 : STAGES - 1) * STAGE);
         tiles.look_up(next + WARPS);
-        commit();
+        cp_async_commit_group();
         const unsigned char *const here = ring + stage * STAGE;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-        float s[KEYS / 8][2], row_max = m;
+        float s[BC / 8][2], row_max = m;
         score(here, q, zero, factor, s);
-        if (tile * KEYS + KEYS > limit || tile * KEYS < edge)
+        if (tile * BC + BC > limit || tile * BC < edge)
 #pragma unroll
-            for (int x = 0; x < KEYS / 4; x++) {
-                const int j = tile * KEYS + x / 2 * 8 + lane % 4 * 2 + x % 2;
+            for (int x = 0; x < BC / 4; x++) {
+                const int j = tile * BC + x / 2 * 8 + lane % 4 * 2 + x % 2;
                 if (j >= limit || j < edge) s[x / 2][x % 2] = -INFINITE;
             }
 #pragma unroll
-        for (int x = 0; x < KEYS / 4; x++) row_max = larger(row_max, s[x / 2][x % 2]);
+        for (int x = 0; x < BC / 4; x++) row_max = larger(row_max, s[x / 2][x % 2]);
         row_max = row_largest(row_max);
         const float rescale = exp2_of(m - row_max);
         total *= rescale, m = row_max;
 #pragma unroll
-        for (int x = 0; x < KEYS / 4; x++) total += s[x / 2][x % 2] = exp2_of(s[x / 2][x % 2] - m);
-        unsigned w[PARTS][KEYS / 32][4];
+        for (int x = 0; x < BC / 4; x++) total += s[x / 2][x % 2] = exp2_of(s[x / 2][x % 2] - m);
+        unsigned w[PARTS][BC / 32][4];
         float unit[PARTS];
         weigh(here, s, w, unit);
         add_values(here, w, unit, rescale, sums);
     }
-    wait_for_all_but<0>();
+    cp_async_wait_group<0>();
     __syncthreads();
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);

@@ -4,8 +4,8 @@
 // HBM traffic: 4 bytes a number read twice, 4 written.
 #include "split.cuh"
 
-#define CHUNKS (PAD_D / 4)  // of four numbers in a row
-#define ROWS 64             // of a block of tilegpt_largest; ops/cuda/split_fp16.py has it too
+#define CHUNKS (PADDED_D / 4)  // of four numbers in a row
+#define ROWS 64                // of a block of tilegpt_largest; ops/cuda/split_fp16.py has it too
 
 // The largest finite magnitude in q, k, v and, where the grid is four high, dout: (4, B, Hkv) as bits, in p.scratch,
 // which is zeros before. What lies beyond kv_lengths does not count: it may be anything. Grid: B * Hq * ROWS of the
@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_largest(const __grid_c
     const int first = blockIdx.x % parts * ROWS, end = min_of(first + ROWS, of_keys ? keys_of(p, b) : p.tq);
     int largest = 0;
 #pragma unroll 8
-    for (int index = threadIdx.x; index < ROWS * PAD_D; index += 256) {
-        const int t = first + index / PAD_D, d = index % PAD_D;
+    for (int index = threadIdx.x; index < ROWS * PADDED_D; index += 256) {
+        const int t = first + index / PADDED_D, d = index % PADDED_D;
         const int bits = t < end && d < HEAD_DIM ? __float_as_int(from[t * stride.t + d]) & 0x7fffffff : 0;
         if (bits < 0x7f800000) largest = max_of(largest, bits);
     }
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_largest(const __grid_c
         atomicMax((int *)p.scratch + (which * p.batch + b) * p.kv_heads + h / (heads / p.kv_heads), largest);
 }
 
-// Reads a (B, H, T, D) tensor, p.q by p.q_stride, T = p.tq, H = p.heads; writes p.out as (B, H, T, 2, PAD_D) fp16,
+// Reads a (B, H, T, D) tensor, p.q by p.q_stride, T = p.tq, H = p.heads; writes p.out as (B, H, T, 2, PADDED_D) fp16,
 // contiguous, zeros beyond D. p.scratch begins at that tensor's magnitudes. A thread takes four numbers of a row.
 extern "C" __global__ void __launch_bounds__(256) tilegpt_split_fp16(const __grid_constant__ Params p) {
     const long long index = (long long)blockIdx.x * 256 + threadIdx.x;
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_split_fp16(const __gri
     unsigned low[TERMS], high[TERMS];
     split(x[0] * factor, x[1] * factor, low[0], low[1]);
     split(x[2] * factor, x[3] * factor, high[0], high[1]);
-    uint2 *to = (uint2 *)((mma_element *)p.out + (long long)row * TERMS * PAD_D + d);
+    uint2 *to = (uint2 *)((mma_element *)p.out + (long long)row * TERMS * PADDED_D + d);
 #pragma unroll
-    for (int term = 0; term < TERMS; term++) to[term * PAD_D / 4] = make_uint2(low[term], high[term]);
+    for (int term = 0; term < TERMS; term++) to[term * PADDED_D / 4] = make_uint2(low[term], high[term]);
 }

@@ -7,9 +7,9 @@
 // dP^T = V dO^T, gets P^T through shared memory, as the registers lie, and sums dK += dS^T Q. The queries of a whole
 // group run past a tile of keys, so that GQA needs no further sum.
 //
-// q, k, v and dout are terms, (B, H, T, 2, PAD_D) fp16, contiguous (split_fp16.cu); lse_log2 is natural (delta.cu).
+// q, k, v and dout are terms, (B, H, T, 2, PADDED_D) fp16, contiguous (split_fp16.cu); padded_lse is a natural log.
 // HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dK and dV once.
-// From L2: Q and dO for every OWN keys.
+// From L2: Q and dO for every OUTER_TILE keys.
 // The host defines what split_fp16_backward.cuh says.
 #include "split_fp16_backward.cuh"
 
@@ -72,22 +72,22 @@ __device__ __forceinline__ void compute_ds_transposed(const Params &p, Scores &d
         }
 }
 
-// dK and dV of OWN keys of one key head. Grid: B * Hkv * n_tiles.
+// dK and dV of OUTER_TILE keys of one key head. Grid: B * Hkv * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of K and V, what is traded, then the stages
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
-    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OWN, warp = threadIdx.x / 32;
+    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), j_first = j0 + pair * OWN_ROWS;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
-    const bool second = warp >= WARPS / 2;
+    const bool computes_dp = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
-    const int real_keys = min_of(OWN, keys - j0);  // of the keys
+    const int real_keys = min_of(OUTER_TILE, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
     if (real_keys > 0) range = query_range(p, j0, real_keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
-    if (real_keys < OWN) range.full_lo = range.hi;  // every tile masks the keys that are not there
+    if (real_keys < OUTER_TILE) range.full_lo = range.hi;  // every tile masks the keys that are not there
 
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
     const long long first_row = (long long)(b * p.heads + kv_head * HEADS_PER_KV) * p.tq;
@@ -95,13 +95,13 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     TwoLoader next((const mma_element *)p.q + first_row * ROW, range.lo);
     const long long apart = (const mma_element *)p.dout - (const mma_element *)p.q;
     // The first INNER_TILE / 4 threads copy lse, the next INNER_TILE / 4 delta.
-    const float *statistic = (threadIdx.x < INNER_TILE / 4 ? p.lse_log2 : p.delta - INNER_TILE) + threadIdx.x * 4;
+    const float *statistic = (threadIdx.x < INNER_TILE / 4 ? p.padded_lse : p.delta - INNER_TILE) + threadIdx.x * 4;
     auto load = [&](int stage, int g, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
         next.load(to, apart, p.tq - i);
         if (threadIdx.x < INNER_TILE / 2)
-            copy_async(to + 2 * TILE_BYTES + 16 * threadIdx.x,
-                       statistic + (long long)(b * p.heads + kv_head * HEADS_PER_KV + g) * p.padded_tq + i, true);
+            cp_async_16(to + 2 * TILE_BYTES + 16 * threadIdx.x,
+                        statistic + (long long)(b * p.heads + kv_head * HEADS_PER_KV + g) * p.padded_tq + i, true);
         if (HEADS_PER_KV > 1 && i + INNER_TILE >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
     };
     const mma_element *k = (const mma_element *)p.k + (long long)head * p.tk * ROW;
@@ -109,52 +109,53 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     load_rest(k, j0, keys, rest);
     load_rest(v, j0, keys, rest + REST * OWN_BYTES);
     if (range.lo < range.hi) load(0, 0, range.lo);
-    commit();
+    cp_async_commit_group();
 
-    const Own own(second ? v : k, j_first, keys, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
-    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    const OwnRows own(computes_dp ? v : k, j_first, keys,
+                      rest + computes_dp * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
+    const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const Powers powers(p, b, kv_head);
     const float undo = powers.score_factor(), delta_factor = powers.delta_factor() / p.keep_scale;
-    Gradient sums;  // dV, of the second dK
+    Gradient sums;  // dV, or dK where it computes dP
     sums.clear();
     for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
         for (int i0 = range.lo; i0 < range.hi; i0 += INNER_TILE) {
-            wait_for_all_but<0>();
+            cp_async_wait_group<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
             const bool last_of_head = i0 + INNER_TILE >= range.hi, more = !last_of_head || g + 1 < HEADS_PER_KV;
             if (STAGES == 2 && more) load(stage ^ 1, g + last_of_head, last_of_head ? range.lo : i0 + INNER_TILE);
-            if (STAGES == 2) commit();
+            if (STAGES == 2) cp_async_commit_group();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
             const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
             const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + INNER_TILE > range.full_hi);
 #pragma unroll 1
             for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
                 Scores s, p_dsoftcap;
-                multiply_own(s, own, as_stored, transposed, (second ? do_tile : q_tile) + part * ROW_BYTES);
+                multiply_own(s, own, as_stored, transposed, (computes_dp ? do_tile : q_tile) + part * ROW_BYTES);
                 float4 *to = traded + part * OWN_ROWS / 4;
-                if (!second) {
+                if (!computes_dp) {
                     compute_p_transposed(p, s, p_dsoftcap, lse + part, i0 + part, j_first, keys, b,
                                          kv_head * HEADS_PER_KV + g, undo, masked);
                     send(to, p_dsoftcap);
                 }
                 meet_in_pair(pair);
-                if (second) {
+                if (computes_dp) {
                     receive(to, p_dsoftcap);
                     compute_ds_transposed(p, s, p_dsoftcap, lse + INNER_TILE + part, delta_factor);
                 }
-                add_split_product(sums, s, as_stored, (second ? q_tile : do_tile) + part * ROW_BYTES,
+                add_split_product(sums, s, as_stored, (computes_dp ? q_tile : do_tile) + part * ROW_BYTES,
                                   INNER_TILE * ROW_BYTES);
             }
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
                 if (more) load(0, g + last_of_head, last_of_head ? range.lo : i0 + INNER_TILE);
-                commit();
+                cp_async_commit_group();
             }
             stage ^= STAGES - 1;
         }
-    wait_for_all_but<0>();
-    const Strides &stride = second ? p.dk_stride : p.dv_stride;
-    float *to = matrix_of(second ? p.dk : p.dv, stride, b, kv_head) + j_first * stride.t;
-    const int power = second ? powers.ds_power() - powers.q : -powers.dout - P_POWER;
-    store_sums(sums, (second ? p.scale : 1.0f) * p.keep_scale, power, to, stride.t, p.tk - j_first, 0);
+    cp_async_wait_group<0>();
+    const Strides &stride = computes_dp ? p.dk_stride : p.dv_stride;
+    float *to = matrix_of(computes_dp ? p.dk : p.dv, stride, b, kv_head) + j_first * stride.t;
+    const int power = computes_dp ? powers.ds_power() - powers.q : -powers.dout - P_POWER;
+    store_sums(sums, (computes_dp ? p.scale : 1.0f) * p.keep_scale, power, to, stride.t, p.tk - j_first, 0);
 }

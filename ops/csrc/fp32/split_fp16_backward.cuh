@@ -13,12 +13,12 @@
 #include "split_products.cuh"
 
 #define THREADS (WARPS * 32)
-#define OWN_ROWS (ROW_TILES * 16)      // of a pair of warps
-#define OWN (WARPS / 2 * OWN_ROWS)     // of a block
+#define OWN_ROWS (ROW_TILES * 16)          // of a pair of warps
+#define OUTER_TILE (WARPS / 2 * OWN_ROWS)  // of a block
 #define PAIRS (AT_ONCE / 16)
-#define ROW (TERMS * PAD_D)          // numbers of a row
-#define OWN_BYTES (OWN * ROW_BYTES)  // of one term
-#define REST (TERMS - OWN_TERMS)     // terms of own rows in shared memory
+#define ROW (TERMS * PADDED_D)              // numbers of a row
+#define OWN_BYTES (OUTER_TILE * ROW_BYTES)  // of one term
+#define REST (TERMS - OWN_TERMS)            // terms of own rows in shared memory
 #define TILE_BYTES (TERMS * INNER_TILE * ROW_BYTES)
 #define STAGE_BYTES (2 * TILE_BYTES + 2 * INNER_TILE * 4)  // two tensors, lse, delta
 #define TRADED_BYTES (OWN_ROWS * INNER_TILE * 4)           // what a pair has for each other
@@ -37,11 +37,11 @@ __device__ __forceinline__ void meet_in_pair(int pair) {
 }
 
 // The rows that are a warp's own, as left operands.
-struct Own {
+struct OwnRows {
     unsigned held[OWN_TERMS ? OWN_TERMS : 1][ROW_TILES][D_STEPS][4], rest;
 
     // `matrix`: the terms of a (T, D) matrix; `rest`: where the terms that are not held will be, in shared memory.
-    __device__ __forceinline__ Own(const mma_element *matrix, int first, int end, unsigned rest) : rest(rest) {
+    __device__ __forceinline__ OwnRows(const mma_element *matrix, int first, int end, unsigned rest) : rest(rest) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int term = 0; term < OWN_TERMS; term++)
@@ -52,13 +52,13 @@ struct Own {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         const int row = first + t * 16 + e % 2 * 8 + lane / 4;
-                        const int column = term * PAD_D + d * 16 + e / 2 * 8 + lane % 4 * 2;
+                        const int column = term * PADDED_D + d * 16 + e / 2 * 8 + lane % 4 * 2;
                         const mma_element *at = matrix + (long long)row * ROW + column;
                         held[term][t][d][e] = row < end ? *(const unsigned *)at : 0;
                     }
     }
 
-    __device__ __forceinline__ void get(unsigned (&left)[TERMS][ROW_TILES][4], const LdmatrixLanes<PAD_D> &lanes,
+    __device__ __forceinline__ void get(unsigned (&left)[TERMS][ROW_TILES][4], const LdmatrixLanes<PADDED_D> &lanes,
                                         int d) const {
 #pragma unroll
         for (int term = 0; term < TERMS; term++)
@@ -88,13 +88,13 @@ struct TwoLoader {
 __device__ __forceinline__ void load_rest(const mma_element *matrix, int first, int end, unsigned to) {
 #pragma unroll
     for (int term = 0; term < REST; term++)
-        Loader<OWN, THREADS>(matrix + (OWN_TERMS + term) * PAD_D, ROW, first)
+        Loader<OUTER_TILE, THREADS>(matrix + (OWN_TERMS + term) * PADDED_D, ROW, first)
             .load(to + term * OWN_BYTES, ROW, end - first);
 }
 
 // s = A B^T over D: A is the warp's own, B's rows those of the split tile at `b`.
-__device__ __forceinline__ void multiply_own(Scores &s, const Own &own, const LdmatrixLanes<PAD_D> &a_lanes,
-                                             const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
+__device__ __forceinline__ void multiply_own(Scores &s, const OwnRows &own, const LdmatrixLanes<PADDED_D> &a_lanes,
+                                             const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
     Scores rest;
     s.clear(), rest.clear();
 #pragma unroll
@@ -143,15 +143,15 @@ __device__ __forceinline__ Accumulator<ROW_TILES, N> half_of(const Accumulator<R
 // Of a pair each keeps one half of its columns, the first warp the first, and gets the other's same half. `place`: as
 // much shared memory as one warp's sums.
 template <int N>
-__device__ __forceinline__ void trade(const Accumulator<ROW_TILES, 2 * N> &sums, bool second, float4 *place, int pair,
-                                      Accumulator<ROW_TILES, N> &kept, Accumulator<ROW_TILES, N> &got) {
+__device__ __forceinline__ void trade(const Accumulator<ROW_TILES, 2 * N> &sums, bool second_half, float4 *place,
+                                      int pair, Accumulator<ROW_TILES, N> &kept, Accumulator<ROW_TILES, N> &got) {
     const int half = ROW_TILES * N * 64;
-    if (second)
+    if (second_half)
         send(place, half_of<N>(sums, 0)), kept = half_of<N>(sums, 1);
     else
         send(place + half, half_of<N>(sums, 1)), kept = half_of<N>(sums, 0);
     meet_in_pair(pair);
-    receive(place + (second ? half : 0), got);
+    receive(place + (second_half ? half : 0), got);
 }
 
 // What little room fp16 has for P and dS. P, which may be a little more than 1 where scores are so large that lse is
@@ -159,7 +159,7 @@ __device__ __forceinline__ void trade(const Accumulator<ROW_TILES, 2 * N> &sums,
 // of D products below 2^28 and so is delta, keep_scale left out of both; it is divided by 2^DS_SHIFT.
 #define P_POWER 12
 #define P_FACTOR ((float)(1 << P_POWER))
-#define DS_SHIFT (PAD_D > 64 ? 21 : PAD_D > 32 ? 20 : 19)
+#define DS_SHIFT (PADDED_D > 64 ? 21 : PADDED_D > 32 ? 20 : 19)
 
 // The powers of two that a block's numbers have been multiplied by (split.cuh), and the
 // factors and the power that undo them: of a score, of delta beside dP, of dS.
@@ -178,11 +178,11 @@ struct Powers {
 // large where P is not small.
 __device__ __forceinline__ float probability_of(const Params &p, float dot, int i, int j, int causal_offset,
                                                 float slope, float lse, unsigned row_key, float &p_dsoftcap) {
-    float capped = 0.0f;
-    const float s = score_of(p, dot, i, j, causal_offset, slope, capped), weight = exp2_of((s - lse) * LOG2E);
-    p_dsoftcap = SOFTCAP ? weight * (1.0f - capped * capped) : weight;
+    float tanh_score = 0.0f;
+    const float s = score_of(p, dot, i, j, causal_offset, slope, tanh_score), weight = exp2_of((s - lse) * LOG2E);
+    p_dsoftcap = SOFTCAP ? weight * (1.0f - tanh_score * tanh_score) : weight;
 #if DROPOUT
-    if (!dropout_keeps(row_key, j, p.threshold)) {
+    if (!dropout_keeps(row_key, j, p.dropout_threshold)) {
         p_dsoftcap = -p_dsoftcap;
         return 0.0f;
     }
@@ -199,7 +199,9 @@ __device__ __forceinline__ float ds_of(const Params &p, float p_dsoftcap, float 
 #endif
 }
 
-__device__ __forceinline__ unsigned row_key_of(unsigned key, int i) { return DROPOUT ? absorb(key, (unsigned)i) : 0; }
+__device__ __forceinline__ unsigned row_key_of(unsigned key, int i) {
+    return DROPOUT ? hash_combine(key, (unsigned)i) : 0;
+}
 
 // A warp's rows times scale and 2^power to global memory from `column` on, those of `rows` that exist.
 template <int N>

@@ -6,7 +6,7 @@
 // and sums dQ += dS K over these. In the end they trade halves of D and add them up.
 //
 // HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dQ once. From L2:
-// K and V for every OWN queries. The host defines what split_fp16_backward.cuh says.
+// K and V for every OUTER_TILE queries. The host defines what split_fp16_backward.cuh says.
 #include "split_fp16_backward.cuh"
 
 static_assert(AT_ONCE % 32 == 0, "whole pairs of tiles for each warp of a pair");
@@ -58,18 +58,18 @@ __device__ __forceinline__ void compute_ds_rows(const Params &p, HalfScores &s, 
         }
 }
 
-// dQ of OWN queries of one head. Grid: B * Hq * n_tiles.
+// dQ of OUTER_TILE queries of one head. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of Q and dO, what is traded, then the stages
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * OWN, warp = threadIdx.x / 32;
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), keys = keys_of(p, b), i_first = i0 + pair * OWN_ROWS;
-    const bool second = warp >= WARPS / 2;
+    const bool computes_dp = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
     const Range range =
-        key_range(p, i0, min_of(OWN, p.tq - i0), keys, keys - p.tq, INNER_TILE, documents_of(p, b, tile));
+        key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, keys - p.tq, INNER_TILE, documents_of(p, b, tile));
 
     const long long to_keys = (long long)(b * p.kv_heads + h / HEADS_PER_KV) * p.tk * ROW;
     TwoLoader next((const mma_element *)p.k + to_keys, range.lo);
@@ -80,32 +80,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     load_rest(q, i0, p.tq, rest);
     load_rest(dout, i0, p.tq, rest + REST * OWN_BYTES);
     if (range.lo < range.hi) load(0, range.lo);
-    commit();
+    cp_async_commit_group();
 
-    const Own own(second ? dout : q, i_first, p.tq, rest + second * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
-    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    const float *lse = p.lse_log2 + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.lse_log2);
+    const OwnRows own(computes_dp ? dout : q, i_first, p.tq,
+                      rest + computes_dp * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
+    const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    const float *lse = p.padded_lse + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.padded_lse);
     const Powers powers(p, b, h / HEADS_PER_KV);
     const float undo = powers.score_factor(), delta_factor = powers.delta_factor() / p.keep_scale;
     Gradient sums;
     sums.clear();
     for (int start = range.lo, stage = 0; start < range.hi; start += INNER_TILE) {
-        wait_for_all_but<0>();
+        cp_async_wait_group<0>();
         __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
         const bool more = start + INNER_TILE < range.hi;
         if (STAGES == 2 && more) load(stage ^ 1, start + INNER_TILE);
-        if (STAGES == 2) commit();
+        if (STAGES == 2) cp_async_commit_group();
         const unsigned k_tile = stages + stage * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
         const bool masked = ((HAS_LEFT || DOCUMENT_IDS) && start < range.full_lo) || start >= range.full_hi;
 #pragma unroll 1
         for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
-            const int mine = part + second * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
+            const int mine = part + computes_dp * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
             Scores product;
-            multiply_own(product, own, as_stored, transposed, (second ? v_tile : k_tile) + part * ROW_BYTES);
+            multiply_own(product, own, as_stored, transposed, (computes_dp ? v_tile : k_tile) + part * ROW_BYTES);
             HalfScores kept, got;
-            trade(product, second, traded + part * OWN_ROWS / 4, pair, kept, got);
+            trade(product, computes_dp, traded + part * OWN_ROWS / 4, pair, kept, got);
             HalfScores s, dp;
-            if (second)
+            if (computes_dp)
                 s = got, dp = kept;
             else
                 s = kept, dp = got;
@@ -116,16 +117,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with K and V
             if (more) load(0, start + INNER_TILE);
-            commit();
+            cp_async_commit_group();
         }
         stage ^= STAGES - 1;
     }
-    wait_for_all_but<0>();
+    cp_async_wait_group<0>();
     __syncthreads();  // the stages are free: the halves of D go through them, where each is one sum
-    const int half_bytes = OWN_ROWS * PAD_D * 2;
+    const int half_bytes = OWN_ROWS * PADDED_D * 2;
     static_assert(WARPS * half_bytes <= STAGES * STAGE_BYTES, "room for half of every warp's sums");
     Accumulator<ROW_TILES, D_STEPS / 2> mine, theirs;
-    trade(sums, second, (float4 *)(memory + (stages - rest) + 2 * pair * half_bytes), pair, mine, theirs);
+    trade(sums, computes_dp, (float4 *)(memory + (stages - rest) + 2 * pair * half_bytes), pair, mine, theirs);
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
@@ -134,5 +135,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
             for (int e = 0; e < 4; e++) mine.c[t][n][e] += theirs.c[t][n][e];
     float *to = matrix_of(p.dq, p.dq_stride, b, h) + i_first * p.dq_stride.t;
     const int power = powers.ds_power() - powers.k;
-    store_sums(mine, p.scale * p.keep_scale, power, to, p.dq_stride.t, p.tq - i_first, second * (PAD_D / 2));
+    store_sums(mine, p.scale * p.keep_scale, power, to, p.dq_stride.t, p.tq - i_first, computes_dp * (PADDED_D / 2));
 }

@@ -22,7 +22,7 @@
 // of which nothing is cut off, of whole numbers say, comes out a unit too large.) For the other products, 2^11 times
 // smaller, it does not matter.
 //
-// In global memory (split_fp16.cu) a row is its two terms of PAD_D numbers, one behind the other; in shared memory a
+// In global memory (split_fp16.cu) a row is its two terms of PADDED_D numbers, one behind the other; in shared memory a
 // tile is two swizzled tiles, one behind the other.
 #pragma once
 #include "scores.cuh"
@@ -42,7 +42,7 @@ __device__ __forceinline__ void write_two(float *row, int column, float low, flo
 template <int ROWS, int THREADS> struct TermLoader {
     Loader<ROWS, THREADS> loader;
 
-    // `matrix`: the (T, TERMS * PAD_D) terms of a (T, D) matrix.
+    // `matrix`: the (T, TERMS * PADDED_D) terms of a (T, D) matrix.
     __device__ __forceinline__ TermLoader(const mma_element *matrix, long long stride, int first)
         : loader(matrix, stride, first) {}
 
@@ -51,28 +51,28 @@ template <int ROWS, int THREADS> struct TermLoader {
 #pragma unroll
         for (int term = 0; term < TERMS; term++) {
             loader.load(tile + term * ROWS * ROW_BYTES, stride, limit, 0);
-            loader.from += PAD_D;
+            loader.from += PADDED_D;
         }
-        loader.from += advance * stride - TERMS * PAD_D;
+        loader.from += advance * stride - TERMS * PADDED_D;
     }
 };
 
 // Pairs of C tiles that are computed side by side: a product waits for the one before it in the same C tile, and the
-// others of 16 * TILES rows fill that time.
-template <int TILES, int PAIRS> struct Beside {
-    static const int N = TILES == 1 && PAIRS % 2 == 0 ? 2 : 1;
+// others of 16 * M_TILES rows fill that time.
+template <int M_TILES, int PAIRS> struct Beside {
+    static const int N = M_TILES == 1 && PAIRS % 2 == 0 ? 2 : 1;
 };
 
-// Of a b, a of 16 * TILES rows, b of 16 * BESIDE columns, 16 deep: x0 y0 is added to `first`, and 2^11 times the rest
+// Of a b, a of 16 * M_TILES rows, b of 16 * BESIDE columns, 16 deep: x0 y0 is added to `first`, and 2^11 times the rest
 // to columns 16 n and on of `rest`.
-template <int BESIDE, int TILES, int PAIRS>
-__device__ __forceinline__ void add_products(Accumulator<TILES, BESIDE> &first, Accumulator<TILES, PAIRS> &rest, int n,
-                                             const unsigned (&a)[TERMS][TILES][4],
+template <int BESIDE, int M_TILES, int PAIRS>
+__device__ __forceinline__ void add_products(Accumulator<M_TILES, BESIDE> &first, Accumulator<M_TILES, PAIRS> &rest,
+                                             int n, const unsigned (&a)[TERMS][M_TILES][4],
                                              const unsigned (&b)[BESIDE][TERMS][4]) {
 #pragma unroll
     for (int product = 0; product < 3; product++)
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
 #pragma unroll
             for (int x = 0; x < 2 * BESIDE; x++) {
                 const unsigned(&left)[4] = a[product == 2][t], (&right)[4] = b[x / 2][product == 1];
@@ -81,21 +81,21 @@ __device__ __forceinline__ void add_products(Accumulator<TILES, BESIDE> &first, 
 }
 
 // Columns 16 n and on of sums += part * factor.
-template <int TILES, int PAIRS, int N>
-__device__ __forceinline__ void add_columns(Accumulator<TILES, PAIRS> &sums, int n, const Accumulator<TILES, N> &part,
-                                            float factor = 1.0f) {
+template <int M_TILES, int PAIRS, int N>
+__device__ __forceinline__ void add_columns(Accumulator<M_TILES, PAIRS> &sums, int n,
+                                            const Accumulator<M_TILES, N> &part, float factor = 1.0f) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int x = 0; x < 2 * N; x++)
 #pragma unroll
             for (int e = 0; e < 4; e++) sums.c[t][2 * n + x][e] += part.c[t][x][e] * factor;
 }
 
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void multiply_by(Accumulator<TILES, PAIRS> &sums, float factor) {
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void multiply_by(Accumulator<M_TILES, PAIRS> &sums, float factor) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
@@ -104,11 +104,11 @@ __device__ __forceinline__ void multiply_by(Accumulator<TILES, PAIRS> &sums, flo
 
 // Adds to the last part of a sum, columns 16 n and on, its rest, and what tensor cores have cut off the parts before,
 // on average.
-template <int BESIDE, int TILES, int PAIRS>
-__device__ __forceinline__ void finish_part(Accumulator<TILES, BESIDE> &part, const Accumulator<TILES, PAIRS> &sums,
-                                            const Accumulator<TILES, PAIRS> &rest, int n) {
+template <int BESIDE, int M_TILES, int PAIRS>
+__device__ __forceinline__ void finish_part(Accumulator<M_TILES, BESIDE> &part, const Accumulator<M_TILES, PAIRS> &sums,
+                                            const Accumulator<M_TILES, PAIRS> &rest, int n) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int x = 0; x < 2 * BESIDE; x++)
 #pragma unroll
@@ -118,13 +118,13 @@ __device__ __forceinline__ void finish_part(Accumulator<TILES, BESIDE> &part, co
             }
 }
 
-// sums += a B^T, a 16 * TILES rows of step d along D, in registers, and `rest`, as above: B's rows are rows of split
+// sums += a B^T, a 16 * M_TILES rows of step d along D, in registers, and `rest`, as above: B's rows are rows of split
 // tiles. `b`: the first row, in the first term; b_term: bytes from one term to the next.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, Accumulator<TILES, PAIRS> &rest,
-                                               const unsigned (&a)[TERMS][TILES][4], int d,
-                                               const LdmatrixLanes<PAD_D> &b_lanes, unsigned b, unsigned b_term) {
-    const int BESIDE = Beside<TILES, PAIRS>::N;
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void add_split_step(Accumulator<M_TILES, PAIRS> &sums, Accumulator<M_TILES, PAIRS> &rest,
+                                               const unsigned (&a)[TERMS][M_TILES][4], int d,
+                                               const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b, unsigned b_term) {
+    const int BESIDE = Beside<M_TILES, PAIRS>::N;
 #pragma unroll
     for (int n = 0; n < PAIRS; n += BESIDE) {
         unsigned right[BESIDE][TERMS][4];
@@ -133,7 +133,7 @@ __device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, 
 #pragma unroll
             for (int term = 0; term < TERMS; term++)
                 load_matrices(right[x][term], b_lanes(b + term * b_term, (n + x) * 16, d));
-        Accumulator<TILES, BESIDE> part;
+        Accumulator<M_TILES, BESIDE> part;
         part.clear();
         add_products(part, rest, n, a, right);
         if (d == D_STEPS - 1) finish_part(part, sums, rest, n);
@@ -143,20 +143,20 @@ __device__ __forceinline__ void add_split_step(Accumulator<TILES, PAIRS> &sums, 
 
 // sums = A B^T over D. The first STAY terms of A are in registers, of the others its rows are rows of split tiles.
 // `a`: the warp's first row in the first term that is not held; `b`: as above.
-template <int STAY, int TILES, int PAIRS>
-__device__ __forceinline__ void multiply_split(Accumulator<TILES, PAIRS> &sums,
-                                               const unsigned (&held)[D_STEPS][STAY ? STAY : 1][TILES][4],
-                                               const LdmatrixLanes<PAD_D> &a_lanes, unsigned a, unsigned a_term,
-                                               const LdmatrixLanes<PAD_D> &b_lanes, unsigned b, unsigned b_term) {
-    Accumulator<TILES, PAIRS> rest;
+template <int STAY, int M_TILES, int PAIRS>
+__device__ __forceinline__ void multiply_split(Accumulator<M_TILES, PAIRS> &sums,
+                                               const unsigned (&held)[D_STEPS][STAY ? STAY : 1][M_TILES][4],
+                                               const LdmatrixLanes<PADDED_D> &a_lanes, unsigned a, unsigned a_term,
+                                               const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b, unsigned b_term) {
+    Accumulator<M_TILES, PAIRS> rest;
     sums.clear(), rest.clear();
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
-        unsigned left[TERMS][TILES][4];
+        unsigned left[TERMS][M_TILES][4];
 #pragma unroll
         for (int term = 0; term < TERMS; term++)
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
+            for (int t = 0; t < M_TILES; t++)
                 if (term >= STAY)
                     load_matrices(left[term][t], a_lanes(a + (term - STAY) * a_term, t * 16, d));
                 else
@@ -167,22 +167,23 @@ __device__ __forceinline__ void multiply_split(Accumulator<TILES, PAIRS> &sums,
 }
 
 // sums += W B: W are the warp's own sums, split here, and B is the split tile at `b`, (16 * PAIRS) x D.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void add_split_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
-                                                  const LdmatrixLanes<PAD_D> &b_lanes, unsigned b, unsigned b_term) {
-    const int BESIDE = Beside<TILES, D_STEPS>::N;
-    unsigned left[PAIRS][TERMS][TILES][4];
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void add_split_product(Accumulator<M_TILES, D_STEPS> &sums,
+                                                  const Accumulator<M_TILES, PAIRS> &w,
+                                                  const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b, unsigned b_term) {
+    const int BESIDE = Beside<M_TILES, D_STEPS>::N;
+    unsigned left[PAIRS][TERMS][M_TILES][4];
 #pragma unroll
     for (int n = 0; n < PAIRS; n++)
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 split(w.c[t][2 * n + e / 2][e % 2 * 2], w.c[t][2 * n + e / 2][e % 2 * 2 + 1], left[n][0][t][e],
                       left[n][1][t][e]);
 #pragma unroll
     for (int d = 0; d < D_STEPS; d += BESIDE) {
-        Accumulator<TILES, BESIDE> part, rest;
+        Accumulator<M_TILES, BESIDE> part, rest;
         part.clear(), rest.clear();
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {

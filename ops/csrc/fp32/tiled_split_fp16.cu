@@ -13,7 +13,7 @@
 #include "softmax.cuh"
 
 #define THREADS (WARPS * 32)
-#define TILES (BR / WARPS / 16)  // of 16 rows in a warp
+#define ROW_TILES (BR / WARPS / 16)  // of 16 rows in a warp
 #define TERM_BYTES (BC * ROW_BYTES)
 #define TILE_BYTES (TERMS * TERM_BYTES)
 #define Q_TERM_BYTES (BR * ROW_BYTES)
@@ -30,15 +30,15 @@ __device__ __forceinline__ float2 read_two(const float *row, int column) {
     return x;
 }
 
-// Splits 16 * TILES rows of Q times `factor`, from `first` on: HELD terms into registers, the others into swizzled
+// Splits 16 * ROW_TILES rows of Q times `factor`, from `first` on: HELD terms into registers, the others into swizzled
 // tiles, of which `rows` is the warp's first row in the first.
-__device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEPS][HELD ? HELD : 1][TILES][4],
+__device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEPS][HELD ? HELD : 1][ROW_TILES][4],
                                         unsigned rows, const float *q, int first, float factor) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++)
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int row = t * 16 + e % 2 * 8 + lane / 4, chunk = d * 2 + e / 2;
@@ -51,23 +51,24 @@ __device__ __forceinline__ void split_q(const Params &p, unsigned (&held)[D_STEP
                     if (term < HELD)
                         held[d][HELD ? term % HELD : 0][t][e] = terms[term];
                     else
-                        store_shared(rows + (term - HELD) * Q_TERM_BYTES + swizzled<PAD_D>(row, chunk) + lane % 4 * 4,
-                                     terms[term]);
+                        store_shared(
+                            rows + (term - HELD) * Q_TERM_BYTES + swizzled<PADDED_D>(row, chunk) + lane % 4 * 4,
+                            terms[term]);
             }
 }
 
 // The warp's rows of a (T, D) matrix from row `first` on, of T.
 __device__ __forceinline__ void write_rows(float *matrix, long long stride, int first, int rows,
-                                           const Accumulator<TILES, D_STEPS> &sums) {
+                                           const Accumulator<ROW_TILES, D_STEPS> &sums) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = first + t * 16 + half * 8 + lane / 4;
             if (row >= rows) continue;
 #pragma unroll
-            for (int n = 0; n < PAD_D / 8; n++) {
+            for (int n = 0; n < PADDED_D / 8; n++) {
                 const float *c = &sums.c[t][n][2 * half];
                 write_two(matrix + row * stride, n * 8 + lane % 4 * 2, c[0], c[1]);
             }
@@ -81,8 +82,8 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
-    const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * TILES * 16;
-    const unsigned q_tile = shared_address(memory), q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * ROW_TILES * 16;
+    const unsigned q_tile = shared_address(memory), q_rows = q_tile + warp * ROW_TILES * 16 * ROW_BYTES;
     const unsigned k_tile = q_tile + (TERMS - HELD) * Q_TERM_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, causal_offset, BC, documents_of(p, b, tile));
     const int kv_head = h / HEADS_PER_KV;
@@ -90,7 +91,7 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     const float undo = power_of_two(-q_exponent - k_exponent);
     // not 0, as -inf is multiplied by it
     const float scale = SCALE_FIRST ? 1.0f : fmaxf(p.scale * undo, 1e-37f);
-    const Dropout<TILES> dropout(p, b, h, i_first);
+    const Dropout<ROW_TILES> dropout(p, b, h, i_first);
     const mma_element *k = matrix_of((const mma_element *)p.k, p.k_stride, b, kv_head);
     const mma_element *v = matrix_of((const mma_element *)p.v, p.v_stride, b, kv_head);
     TermLoader<BC, THREADS> next_k(k, p.k_stride.t, range.lo), next_v(v, p.v_stride.t, range.lo);
@@ -99,20 +100,20 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
         next_v.load(v_tile + buffer * TILE_BYTES, p.v_stride.t, keys - start);
     };
     if (range.lo < range.hi) load(range.lo, 0);
-    commit();
-    unsigned q[D_STEPS][HELD ? HELD : 1][TILES][4];
+    cp_async_commit_group();
+    unsigned q[D_STEPS][HELD ? HELD : 1][ROW_TILES][4];
     split_q(p, q, q_rows, matrix_of(p.q, p.q_stride, b, h), i_first, power_of_two(q_exponent));
-    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    SoftmaxState<TILES> rows;
+    const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    SoftmaxState<ROW_TILES> rows;
     rows.clear();
-    Accumulator<TILES, D_STEPS> o;
+    Accumulator<ROW_TILES, D_STEPS> o;
     o.clear();
     for (int start = range.lo, buffer = 0; start < range.hi; start += BC, buffer ^= 1) {
-        wait_for_all_but<0>();
+        cp_async_wait_group<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
         if (start + BC < range.hi) load(start + BC, buffer ^ 1);
-        commit();
-        Accumulator<TILES, BC / 16> s;
+        cp_async_commit_group();
+        Accumulator<ROW_TILES, BC / 16> s;
         const unsigned k_rows = k_tile + buffer * TILE_BYTES, v_rows = v_tile + buffer * TILE_BYTES;
         // S = Q K^T
         multiply_split<HELD>(s, q, as_stored, q_rows, Q_TERM_BYTES, transposed, k_rows, TERM_BYTES);

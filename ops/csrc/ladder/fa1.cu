@@ -15,7 +15,7 @@
 // heads fits: 50 MB on an H200.
 // Limits. A grid over batch and heads only: with fewer of them than multiprocessors (132 on an H200) the others idle.
 // Partial sums through shared memory. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
-// Scratch, of N = B * Hq * padded_tq rows: O (N, PAD_D), in blocks of 16 rows, in the order of the registers
+// Scratch, of N = B * Hq * padded_tq rows: O (N, PADDED_D), in blocks of 16 rows, in the order of the registers
 // (`output_fragment`); m (N); l (N).
 // The host also defines BR, BC, WARPS, BLOCKS, ALIGNED and SCALE_FIRST as for fa2.cu.
 #include "scores.cuh"
@@ -23,9 +23,9 @@
 #define THREADS (WARPS * 32)
 #define TEAM_WARPS 4  // that split the keys of a tile
 #define TEAMS (WARPS / TEAM_WARPS)
-#define TILES (BR / 16)
+#define ROW_TILES (BR / 16)
 #define WARP_KEYS (BC / TEAM_WARPS)  // keys of a warp
-#define D_TILES (PAD_D / 8)  // tiles of 16 x 8 in 16 rows of O
+#define D_TILES (PADDED_D / 8)  // tiles of 16 x 8 in 16 rows of O
 #define OWN_TILES (D_TILES / TEAM_WARPS)  // of these, the ones whose partial sums a warp adds up
 #define Q_BYTES (BR * ROW_BYTES)
 #define KV_BYTES (BC * ROW_BYTES)
@@ -33,7 +33,7 @@
 // two Q; parts of O, maxima and sums
 #define TEAM_BYTES (2 * Q_BYTES + PARTS_BYTES + 2 * BR * TEAM_WARPS * 4)
 
-typedef Accumulator<TILES, WARP_KEYS / 16> Scores;
+typedef Accumulator<ROW_TILES, WARP_KEYS / 16> Scores;
 typedef Loader<BR, TEAM_WARPS * 32> QLoader;
 static_assert(WARPS % TEAM_WARPS == 0 && OWN_TILES * TEAM_WARPS == D_TILES && BR % QLoader::STEP == 0,
               "whole shares for all");
@@ -45,7 +45,7 @@ __device__ __forceinline__ void team_barrier(int team) {
 
 // This lane's part of 16 rows of O in HBM: of C tile n at [n * 32], 512 bytes in a row for the warp.
 __device__ __forceinline__ float4 *output_fragment(const Params &p, long long row) {
-    return (float4 *)(p.scratch + row * PAD_D) + threadIdx.x % 32;
+    return (float4 *)(p.scratch + row * PADDED_D) + threadIdx.x % 32;
 }
 
 // A warp's share of 16 rows of O, zeros if no key has been seen. (One branch: `seen ? from[..] : 0` made one a load.)
@@ -63,7 +63,7 @@ __device__ __forceinline__ int row_of(int t, int half) { return t * 16 + half * 
 // The maxima of the warp's scores to maxima (BR, TEAM_WARPS).
 __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int warp) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float x = -INFINITE;
@@ -78,11 +78,11 @@ __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int
 
 // Replaces s by exp2(scale_log2 (s - m)), where m is the new maximum, and rescales l, the sum over the previous keys,
 // to it. The warp's sums are stored in sums (BR, TEAM_WARPS). The team's first warp writes m back.
-__device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[TILES][2], float (&l)[TILES][2],
+__device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[ROW_TILES][2], float (&l)[ROW_TILES][2],
                                                float *m_of_rows, const float *maxima, float *sums, int warp,
                                                float scale_log2) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = row_of(t, half);
@@ -174,18 +174,18 @@ struct Team {
         const long long n_rows = (long long)p.batch * p.heads * p.padded_tq;
         parts = (float4 *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + lane;
         maxima = (float *)(parts - lane) + PARTS_BYTES / 4, sums = maxima + BR * TEAM_WARPS;
-        m = p.scratch + n_rows * PAD_D + first_row, l = m + n_rows;
+        m = p.scratch + n_rows * PADDED_D + first_row, l = m + n_rows;
     }
 };
 
 // m and l of the rows of a query tile, of the keys before j0.
-__device__ __forceinline__ void read_statistics(float (&m_row)[TILES][2], float (&l_row)[TILES][2], const Team &team,
-                                                int i0, int j0) {
+__device__ __forceinline__ void read_statistics(float (&m_row)[ROW_TILES][2], float (&l_row)[ROW_TILES][2],
+                                                const Team &team, int i0, int j0) {
 #pragma unroll
-    for (int x = 0; x < 2 * TILES; x++) m_row[x / 2][x % 2] = -INFINITE, l_row[x / 2][x % 2] = 0.0f;
+    for (int x = 0; x < 2 * ROW_TILES; x++) m_row[x / 2][x % 2] = -INFINITE, l_row[x / 2][x % 2] = 0.0f;
     if (j0)
 #pragma unroll
-        for (int x = 0; x < 2 * TILES; x++) {
+        for (int x = 0; x < 2 * ROW_TILES; x++) {
             m_row[x / 2][x % 2] = team.m[i0 + row_of(x / 2, x % 2)];
             l_row[x / 2][x % 2] = team.l[i0 + row_of(x / 2, x % 2)];
         }
@@ -206,10 +206,11 @@ __device__ __forceinline__ void add_sums(float (&l)[2], const float *sums, int t
 
 // P V of the team's warps goes into O of the rows from i0 on: back to HBM, or after the last keys to out, with lse.
 __device__ __forceinline__ void update_output(const Params &p, const Team &team,
-                                              const Accumulator<TILES, D_STEPS> &o, float4 (&old)[OWN_TILES], float4 *to,
-                                              float (&l_row)[TILES][2], int i0, int j0, bool last, float scale_log2) {
+                                              const Accumulator<ROW_TILES, D_STEPS> &o, float4 (&old)[OWN_TILES],
+                                              float4 *to, float (&l_row)[ROW_TILES][2], int i0, int j0, bool last,
+                                              float scale_log2) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++, to += D_TILES * 32) {
+    for (int t = 0; t < ROW_TILES; t++, to += D_TILES * 32) {
         if (t) team_barrier(team.number);  // all have read the parts of the rows before
         float4 sum[OWN_TILES];
         share_parts(o.c[t], team.parts, sum, team.warp);
@@ -217,7 +218,7 @@ __device__ __forceinline__ void update_output(const Params &p, const Team &team,
         float keep[2], divide[2];
         add_sums(l_row[t], team.sums, t, keep, divide);
         add_parts(sum, old, team.parts, keep, divide, team.warp);
-        if (t + 1 < TILES) read_fragment(old, to + D_TILES * 32, j0);
+        if (t + 1 < ROW_TILES) read_fragment(old, to + D_TILES * 32, j0);
         if (last) {
             write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, scale_log2);
             continue;
@@ -248,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
     const element *q = matrix_of(p.q, p.q_stride, b, h);
     const element *k = matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV);
     const element *v = matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV);
-    // Loader derives rows from threadIdx.x, which makes the rows of this team's threads too large by `ahead`.
-    const int ahead = team.number * QLoader::STEP;
-    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    // Loader derives rows from threadIdx.x, which makes the rows of this team's threads too large by `row_offset`.
+    const int row_offset = team.number * QLoader::STEP;
+    const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const float scale_log2 = exponent_scale(p);
     for (int j0 = 0; j0 < keys; j0 += BC) {
         const Range range = query_range(p, j0, BC, keys - p.tq, BR, {});
@@ -259,21 +260,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
         Loader<BC, THREADS>(k, p.k_stride.t, j0).load(team.k_tile, p.k_stride.t, keys - j0);
         Loader<BC, THREADS>(v, p.v_stride.t, j0).load(team.v_tile, p.v_stride.t, keys - j0);
         int i0 = range.lo + team.number * BR;
-        QLoader next_q(q, p.q_stride.t, i0 - ahead);
+        QLoader next_q(q, p.q_stride.t, i0 - row_offset);
         auto load = [&](int start, int buffer) {
-            const unsigned to = team.q_tile + buffer * Q_BYTES - ahead * ROW_BYTES;
-            if (start < range.hi) next_q.load(to, p.q_stride.t, p.tq - start + ahead, TEAMS * BR);
-            commit();
+            const unsigned to = team.q_tile + buffer * Q_BYTES - row_offset * ROW_BYTES;
+            if (start < range.hi) next_q.load(to, p.q_stride.t, p.tq - start + row_offset, TEAMS * BR);
+            cp_async_commit_group();
         };
         load(i0, 0);
-        wait_for_all_but<0>();
+        cp_async_wait_group<0>();
         __syncthreads();  // K and V have landed
         for (int buffer = 0; i0 < range.hi; i0 += TEAMS * BR, buffer ^= 1) {
-            float m_row[TILES][2], l_row[TILES][2];
+            float m_row[ROW_TILES][2], l_row[ROW_TILES][2];
             read_statistics(m_row, l_row, team, i0, j0);
             // No query of this tile sees a key of the next.
             const bool last = j0 + BC >= keys || (HAS_RIGHT && j0 + BC > i0 + BR - 1 + keys - p.tq + p.window_right);
-            wait_for_all_but<0>();
+            cp_async_wait_group<0>();
             team_barrier(team.number);  // this Q has landed; the team is done with the other, and with parts, maxima, sums
             load(i0 + TEAMS * BR, buffer ^ 1);
             Scores s;
@@ -288,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, scale_log2);
             float4 *to = output_fragment(p, team.first_row + i0) + team.warp * OWN_TILES * 32, old[OWN_TILES];
             read_fragment(old, to, j0);
-            Accumulator<TILES, D_STEPS> o;
+            Accumulator<ROW_TILES, D_STEPS> o;
             o.clear();
             // P V of this warp's keys
             add_product(o, s, as_stored, team.v_tile + team.warp * WARP_KEYS * ROW_BYTES);

@@ -17,23 +17,23 @@
 #include "softmax.cuh"
 
 #define THREADS (WARPS * 32)
-#define TILES (BR / WARPS / 16)  // of 16 rows in a warp
+#define ROW_TILES (BR / WARPS / 16)  // of 16 rows in a warp
 #define TILE_BYTES (BC * ROW_BYTES)
-#define Q_IN_REGISTERS (PAD_D <= 64)  // in registers; at D = 128 too few are left, and Q is read again for each tile
+#define Q_IN_REGISTERS (PADDED_D <= 64)  // in registers; at D = 128 too few are left, and Q is read again for each tile
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, then two K and V
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
-    const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * TILES * 16;
+    const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * ROW_TILES * 16;
     const unsigned q_tile = shared_address(memory), k_tile = q_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
-    const unsigned q_rows = q_tile + warp * TILES * 16 * ROW_BYTES;
+    const unsigned q_rows = q_tile + warp * ROW_TILES * 16 * ROW_BYTES;
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, causal_offset, BC, documents_of(p, b, tile));
     const float scale_log2 = exponent_scale(p);
-    const Dropout<TILES> dropout(p, b, h, i_first);
+    const Dropout<ROW_TILES> dropout(p, b, h, i_first);
 #if BLOCK_MASK
-    KeptTiles<1> kept(p, b, h, tile);
+    BlockMaskTiles<1> kept(p, b, h, tile);
 #endif
     Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV), p.k_stride.t, LOADER_ORIGIN);
     Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV), p.v_stride.t, LOADER_ORIGIN);
@@ -46,28 +46,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
         load(FIRST_TILE, 0);
     }
-    commit();
-    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    SoftmaxState<TILES> rows;
+    cp_async_commit_group();
+    const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    SoftmaxState<ROW_TILES> rows;
     rows.clear();
-    Accumulator<TILES, D_STEPS> o;
+    Accumulator<ROW_TILES, D_STEPS> o;
     o.clear();
 #if Q_IN_REGISTERS
-    unsigned q[TILES][D_STEPS][4];
-    wait_for_all_but<0>();
+    unsigned q[ROW_TILES][D_STEPS][4];
+    cp_async_wait_group<0>();
     __syncthreads();
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
         for (int d = 0; d < D_STEPS; d++) load_matrices(q[t][d], as_stored(q_rows, t * 16, d));
 #endif
     for (int start = BEGIN_TILES, buffer = 0; IS_TILE(start); ADVANCE(start, BC), buffer ^= 1) {
-        wait_for_all_but<0>();
+        cp_async_wait_group<0>();
         __syncthreads();  // this tile has arrived, and no warp still reads the other buffer
         if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), buffer ^ 1);
-        commit();
+        cp_async_commit_group();
         PREFETCH_ENTRY;
-        Accumulator<TILES, BC / 16> s;
+        Accumulator<ROW_TILES, BC / 16> s;
         s.clear();
 #if Q_IN_REGISTERS
         multiply(s, q, transposed, k_tile + buffer * TILE_BYTES);  // S = Q K^T
@@ -83,5 +83,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     finish_rows(p, o, rows, head, i_first);
     // Only this warp reads its rows of Q, so O is staged in their place.
     element *out = matrix_of(p.out, p.out_stride, b, h) + (long long)i_first * p.out_stride.t;
-    store_rows<TILES>(q_rows, out, p.out_stride.t, p.tq - i_first, o);
+    store_rows<ROW_TILES>(q_rows, out, p.out_stride.t, p.tq - i_first, o);
 }

@@ -10,26 +10,27 @@
 // all, but the results are deterministic.
 // HBM traffic. Q and dO once per key tile, mostly from L2; K, V, dK, dV once; with ATOMIC also the fp32 dQ, written
 // and read, and Tk / BC additions to each of its numbers in the L2.
-// The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and how many
-// groups of warps share the rows of a product: ROWS_S (of S, dP), ROWS_KV (of dK, dV), ROWS_Q (of dQ).
+// The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and the
+// warps along the rows of a product: S_ROW_WARPS (of S, dP), KV_ROW_WARPS (of dK, dV), Q_ROW_WARPS (of dQ).
 // The macros of the loops (BEGIN_TILES, IS_TILE, ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
 #define THREADS (WARPS * 32)
-#define S_TILES (BR / ROWS_S / 16)
-#define S_COLUMNS (BC / (WARPS / ROWS_S))
-#define KV_TILES (BC / ROWS_KV / 16)
-#define KV_COLUMNS (PAD_D / (WARPS / ROWS_KV))
-#define Q_TILES (BR / ROWS_Q / 16)
-#define Q_COLUMNS (PAD_D / (WARPS / ROWS_Q))
+#define S_TILES (BR / S_ROW_WARPS / 16)
+#define S_COLUMNS (BC / (WARPS / S_ROW_WARPS))
+#define KV_TILES (BC / KV_ROW_WARPS / 16)
+#define KV_COLUMNS (PADDED_D / (WARPS / KV_ROW_WARPS))
+#define Q_TILES (BR / Q_ROW_WARPS / 16)
+#define Q_COLUMNS (PADDED_D / (WARPS / Q_ROW_WARPS))
 #define Q_BYTES (BR * ROW_BYTES)
 #define KV_BYTES (BC * ROW_BYTES)
 #define SCORE_BYTES (BR * BC * 2)
 #define STAGE_BYTES (2 * Q_BYTES + 2 * BR * 4)  // Q, dO, lse_log2, delta
 
-static_assert(S_TILES * 16 * ROWS_S == BR && KV_TILES * 16 * ROWS_KV == BC && Q_TILES * 16 * ROWS_Q == BR &&
-                  S_COLUMNS % 16 == 0 && KV_COLUMNS % 16 == 0 && Q_COLUMNS % 16 == 0,
+static_assert(S_TILES * 16 * S_ROW_WARPS == BR && KV_TILES * 16 * KV_ROW_WARPS == BC &&
+                  Q_TILES * 16 * Q_ROW_WARPS == BR && S_COLUMNS % 16 == 0 && KV_COLUMNS % 16 == 0 &&
+                  Q_COLUMNS % 16 == 0,
               "whole tiles for every warp");
 
 typedef Accumulator<S_TILES, S_COLUMNS / 16> Scores;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void store_gradient(const Accumulator<KV_TILES, KV_CO
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float *c = &sums.c[t][n][2 * half];
-                unsigned at = swizzled<PAD_D>(row + t * 16 + half * 8 + lane / 4, column / 8 + n) + lane % 4 * 4;
+                unsigned at = swizzled<PADDED_D>(row + t * 16 + half * 8 + lane / 4, column / 8 + n) + lane % 4 * 4;
                 store_shared(tile + at, pack(c[0] * scale, c[1] * scale));
             }
     __syncthreads();
@@ -84,20 +85,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
     const int first_head = kv_head * HEADS_PER_KV, n_rows = ceil_div(range.hi - range.lo, BR) * BR;
 #if BLOCK_MASK
-    KeptTiles<HEADS_PER_KV> kept(p, b, first_head, tile);
+    BlockMaskTiles<HEADS_PER_KV> kept(p, b, first_head, tile);
 #endif
     Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, LOADER_ORIGIN);
     Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, LOADER_ORIGIN);
     const long long first_row = (long long)(b * p.heads + first_head) * p.padded_tq + LOADER_ORIGIN;
-    const float *next_lse_log2 = p.lse_log2 + first_row + threadIdx.x * 4;
-    const long long to_delta = p.delta - p.lse_log2 - BR;
+    const float *next_lse_log2 = p.padded_lse + first_row + threadIdx.x * 4;
+    const long long to_delta = p.delta - p.padded_lse - BR;
     auto load = [&](int stage, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
         next_q.load_next(to, p.q_stride.t, i, p.tq, HEAD_OFFSET(p.q_stride.h));
         next_do.load_next(to + Q_BYTES, p.dout_stride.t, i, p.tq, HEAD_OFFSET(p.dout_stride.h));
         const float *lse_log2 = next_lse_log2 + ROW_OFFSET(p.padded_tq, i);
         if (threadIdx.x < BR / 2)
-            copy_async(to + 2 * Q_BYTES + 16 * threadIdx.x, lse_log2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
+            cp_async_16(to + 2 * Q_BYTES + 16 * threadIdx.x, lse_log2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
         if (BLOCK_MASK) return;
         next_lse_log2 += BR;
         if (HEADS_PER_KV > 1 && i + BR >= range.hi) {
@@ -107,24 +108,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
         }
     };
     if (HAS_TILES) load(0, FIRST_TILE);
-    commit();
+    cp_async_commit_group();
 
-    const int s_row = warp % ROWS_S * S_TILES * 16, s_column = warp / ROWS_S * S_COLUMNS;
-    const int kv_row = warp % ROWS_KV * KV_TILES * 16, kv_column = warp / ROWS_KV * KV_COLUMNS;
-    const int q_row = warp % ROWS_Q * Q_TILES * 16, q_column = warp / ROWS_Q * Q_COLUMNS;
-    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    const LdmatrixLanes<PAD_D> kv_columns(AS_STORED, kv_column), q_columns(AS_STORED, q_column);
+    const int s_row = warp % S_ROW_WARPS * S_TILES * 16, s_column = warp / S_ROW_WARPS * S_COLUMNS;
+    const int kv_row = warp % KV_ROW_WARPS * KV_TILES * 16, kv_column = warp / KV_ROW_WARPS * KV_COLUMNS;
+    const int q_row = warp % Q_ROW_WARPS * Q_TILES * 16, q_column = warp / Q_ROW_WARPS * Q_COLUMNS;
+    const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    const LdmatrixLanes<PADDED_D> kv_columns(AS_STORED, kv_column), q_columns(AS_STORED, q_column);
     const LdmatrixLanes<BC> scores_transposed(TRANSPOSED, kv_row), scores_as_stored(AS_STORED);
     Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
         for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
             const int h = kv_head * HEADS_PER_KV + g;
-            wait_for_all_but<0>();
+            cp_async_wait_group<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other, with P and with dS
             const bool last_of_head = IS_LAST_OF_HEAD(i0, BR), more = HAS_NEXT_OF_GROUP(g);
             if (STAGES == 2 && more) load(stage ^ 1, NEXT_OF_GROUP(i0, BR));
-            if (STAGES == 2) commit();
+            if (STAGES == 2) cp_async_commit_group();
             PREFETCH_ENTRY;
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES;
             const float *lse_log2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
@@ -144,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             Accumulator<Q_TILES, Q_COLUMNS / 16> dq;
             dq.clear();
             multiply<BC / 16, AS_STORED, AS_STORED>(dq, scores_as_stored, ds_tile + q_row * BC * 2, q_columns, k_tile);
-            float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PAD_D + lane * 4;
+            float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PADDED_D + lane * 4;
 #pragma unroll
             for (int t = 0; t < Q_TILES; t++)
 #pragma unroll
@@ -155,11 +156,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
                 if (more) load(0, NEXT_OF_GROUP(i0, BR));
-                commit();
+                cp_async_commit_group();
             }
             stage ^= STAGES - 1;
         }
-    wait_for_all_but<0>();
+    cp_async_wait_group<0>();
     __syncthreads();  // K and V have been read: dK and dV go out over them
     store_gradient(dk, p.scale, k_tile, kv_row, kv_column,
                    matrix_of(p.dk, p.dk_stride, b, kv_head) + j0 * p.dk_stride.t, p.dk_stride.t, p.tk - j0);
@@ -168,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
 }
 
 #if ATOMIC
-#define PITCH (PAD_D + 8)  // of a row in shared memory: no two lanes store to one bank
+#define PITCH (PADDED_D + 8)  // of a row in shared memory: no two lanes store to one bank
 
 // After: dQ from its accumulator, through shared memory, so that rows are written in chunks of 16 bytes. A warp takes 16
 // rows; a block 8 warps.
@@ -177,10 +178,10 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fa2_backward_finish(co
     const long long first = ((long long)blockIdx.x * 8 + threadIdx.x / 32) * 16;
     if (first >= (long long)p.batch * p.heads * p.padded_tq) return;
     const int head = first / p.padded_tq, lane = threadIdx.x % 32, i0 = first % p.padded_tq;
-    const float4 *from = (const float4 *)(p.scratch + first * PAD_D) + lane;
+    const float4 *from = (const float4 *)(p.scratch + first * PADDED_D) + lane;
     element *own = rows[threadIdx.x / 32], *at = own + lane / 4 * PITCH + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < PAD_D / 8; n++) {
+    for (int n = 0; n < PADDED_D / 8; n++) {
         const float4 x = from[n * 32];
         *(unsigned *)(at + n * 8) = pack(x.x * p.scale, x.y * p.scale);
         *(unsigned *)(at + 8 * PITCH + n * 8) = pack(x.z * p.scale, x.w * p.scale);
@@ -188,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fa2_backward_finish(co
     __syncwarp();
     element *to = matrix_of(p.dq, p.dq_stride, head / p.heads, head % p.heads);
 #pragma unroll
-    for (int chunk = lane; chunk < 2 * PAD_D; chunk += 32) {
-        const int row = chunk / (PAD_D / 8), column = chunk % (PAD_D / 8) * 8;
+    for (int chunk = lane; chunk < 2 * PADDED_D; chunk += 32) {
+        const int row = chunk / (PADDED_D / 8), column = chunk % (PADDED_D / 8) * 8;
         if (i0 + row < p.tq && column < HEAD_DIM)
             *(uint4 *)(to + (i0 + row) * p.dq_stride.t + column) = *(const uint4 *)(own + row * PITCH + column);
     }

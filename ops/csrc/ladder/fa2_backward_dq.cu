@@ -10,7 +10,7 @@
 #include "scores.cuh"
 
 #define THREADS (WARPS * 32)
-#define TILES (BR / WARPS / 16)
+#define ROW_TILES (BR / WARPS / 16)
 #define TILE_BYTES (BC * ROW_BYTES)
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -19,13 +19,13 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
-    const int keys = keys_of(p, b), i_first = i0 + warp * TILES * 16;
+    const int keys = keys_of(p, b), i_first = i0 + warp * ROW_TILES * 16;
     const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES;
     const unsigned k_tile = do_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
-    const unsigned first_row = warp * TILES * 16 * ROW_BYTES;
+    const unsigned first_row = warp * ROW_TILES * 16 * ROW_BYTES;
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, documents_of(p, b, tile));
 #if BLOCK_MASK
-    KeptTiles<1> kept(p, b, h, tile);
+    BlockMaskTiles<1> kept(p, b, h, tile);
 #endif
     Loader<BC, THREADS> next_k(matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV), p.k_stride.t, LOADER_ORIGIN);
     Loader<BC, THREADS> next_v(matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV), p.v_stride.t, LOADER_ORIGIN);
@@ -39,34 +39,34 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         Loader<BR, THREADS>(dout, p.dout_stride.t, i0).load(do_tile, p.dout_stride.t, p.tq - i0);
         load(FIRST_TILE, 0);
     }
-    commit();
-    const LdmatrixLanes<PAD_D> as_stored(AS_STORED), transposed(TRANSPOSED);
+    cp_async_commit_group();
+    const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const long long row = (long long)head * p.padded_tq + i_first;
-    Accumulator<TILES, D_STEPS> dq;
+    Accumulator<ROW_TILES, D_STEPS> dq;
     dq.clear();
     for (int start = BEGIN_TILES, buffer = 0; IS_TILE(start); ADVANCE(start, BC), buffer ^= 1) {
-        wait_for_all_but<0>();
+        cp_async_wait_group<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
         if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), buffer ^ 1);
-        commit();
+        cp_async_commit_group();
         PREFETCH_ENTRY;
-        Accumulator<TILES, BC / 16> s, dp;
+        Accumulator<ROW_TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
         multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + first_row, transposed,
                                                  k_tile + buffer * TILE_BYTES);
         multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + first_row, transposed,
                                                  v_tile + buffer * TILE_BYTES);
         const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
-        compute_p_and_ds(p, s, dp, p.lse_log2 + row, p.delta + row, i_first, start, keys, b, h, masked);
+        compute_p_and_ds(p, s, dp, p.padded_lse + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, as_stored, k_tile + buffer * TILE_BYTES);  // dQ += dS K
     }
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-        for (int n = 0; n < PAD_D / 8; n++)
+        for (int n = 0; n < PADDED_D / 8; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) dq.c[t][n][e] *= p.scale;
     // A warp's rows of Q are its own: dQ goes out over them.
     element *to = matrix_of(p.dq, p.dq_stride, b, h) + (long long)i_first * p.dq_stride.t;
-    store_rows<TILES>(q_tile + first_row, to, p.dq_stride.t, p.tq - i_first, dq);
+    store_rows<ROW_TILES>(q_tile + first_row, to, p.dq_stride.t, p.tq - i_first, dq);
 }

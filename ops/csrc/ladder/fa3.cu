@@ -24,17 +24,18 @@
 // HBM traffic. As fa2: Q and O once, K and V once per head as long as the heads in flight fit in the L2; lse.
 // With BLOCK_MASK the copying warp reads a list of tiles and publishes each with its K (kept_tiles.cuh has the macros).
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
-// The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), WARP_GROUPS
-// (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles of Q that
-// there is space for), O_OVER_Q (O has no shared memory of its own), COPY_REGISTERS and COMPUTE_REGISTERS of a thread,
-// PINGPONG, OVERLAP, PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as for fa2.
+// The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
+// WARP_GROUPS (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles
+// of Q that there is space for), O_OVER_Q (O has no shared memory of its own), PRODUCER_REGISTERS and
+// CONSUMER_REGISTERS of a thread, PINGPONG, OVERLAP, PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST
+// as for fa2.
 #include "fa3_consumer.cuh"
 #include "fa3_producer.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, K, V, and O unless it goes over Q
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
-    static __shared__ int slots[Q_SLOTS * TILE_INTS + BLOCK_MASK * STAGES];
+    static __shared__ int slots[Q_SLOTS * WORK_TILE_INTS + BLOCK_MASK * STAGES];
     const SharedLayout layout(memory, barriers, slots);
     if (threadIdx.x == 0) {
         for (int place = 0; place < BARRIERS; place++) {
@@ -48,10 +49,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(con
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {
-        setmaxnreg_dec<COPY_REGISTERS>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x < 32) producer(launch, layout);
     } else {
-        setmaxnreg_inc<COMPUTE_REGISTERS>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         Consumer(launch, layout, group - 1).run();
     }
 }

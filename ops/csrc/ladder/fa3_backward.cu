@@ -29,9 +29,9 @@
 // With BLOCK_MASK the copying warp, and those that add dQ, read lists of tiles (kept_tiles.cuh has the macros).
 // D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
-// The host also defines PAD_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PAD_D), BLOCK_D (columns
-// of a block in shared memory), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many, unless D > 192), LATE_DQ,
-// LATE_DK, PERSISTENT (as in fa3.cu), BOUNDED_WAITS.
+// The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
+// BLOCK_D (columns of a block in shared memory), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
+// unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WIDE
 #include "fa3_backward_wide.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_queries(const Launch &launch, const SharedL
     const long long row = (long long)(b * p.heads + h) * p.padded_tq + i0;
     mbarrier_arrive_expect_tx(q_full, Q_BYTES + STATISTIC_BYTES);
     load_tile<BR>(layout.q + stage * Q_BYTES, launch.q, q_full, i0, h, b);
-    bulk_load(layout.lse_log2 + stage * STATISTIC_BYTES, p.lse_log2 + row, STATISTIC_BYTES, q_full);
+    bulk_load(layout.lse_log2 + stage * STATISTIC_BYTES, p.padded_lse + row, STATISTIC_BYTES, q_full);
     if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + do_stage), do_parity ^ 1);  // else dO is released as Q is
     mbarrier_arrive_expect_tx(do_full, Q_BYTES + STATISTIC_BYTES);
     load_tile<BR>(layout.dout + do_stage * Q_BYTES, launch.dout, do_full, i0, h, b);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_queries(const Launch &launch, const SharedL
 }
 
 // K and V of a tile; issued.
-__device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, const Tile &tile) {
+__device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, const WorkTile &tile) {
     mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
     load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, tile.kv_head, tile.b);
     mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
@@ -68,19 +68,19 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     const Params &p = launch.p;
     const int n = total_tiles(p);
     const bool issues_copies = threadIdx.x == 0;
-    Ring<STAGES> stage;
+    PipelineState<STAGES> stage;
 #if WIDE
-    Ring<DO_STAGES> do_stage;
+    PipelineState<DO_STAGES> do_stage;
 #else
-    Ring<STAGES> &do_stage = stage;  // which has as many buffers
+    PipelineState<STAGES> &do_stage = stage;  // which has as many buffers
 #endif
-    Ring<2> slot;
-    Ring<1> kv;
+    PipelineState<2> slot;
+    PipelineState<1> kv;
     int taken = 0, index = blockIdx.x;
     while (true) {
 #if BLOCK_MASK
-        const Tile tile(p, min_of(index, n - 1));
-        KeptTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
+        const WorkTile tile(p, min_of(index, n - 1));
+        BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
         const int flag = HAS_TILES ? 0 : NO_QUERIES;
 #else
         const int flag = 0;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         slot.next();
         if (index >= n) return;
 #if !BLOCK_MASK
-        const Tile tile(p, index);
+        const WorkTile tile(p, index);
 #endif
         const Range &range = tile.range;
         bool first = true;
@@ -128,15 +128,15 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
 // A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: chunk after chunk
 // of a tile of queries.
 __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layout, int group) {
-    const bool all = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PAD_D;
+    const bool all = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PADDED_D;
     const unsigned bytes = all ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
-    Tiles tiles(layout);
-    Ring<1> dq;
+    WorkTiles tiles(layout);
+    PipelineState<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
-        const Tile tile(p, index);
+        const WorkTile tile(p, index);
         const Range &range = tile.range;
 #if BLOCK_MASK
-        KeptTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
+        BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
 #endif
         for (int g = 0; g < HEADS_PER_KV; g++)
             for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
                     const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                     mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
                     if (threadIdx.x % 32 == 0) {
-                        bulk_reduce_add(p.scratch + row * PAD_D + (2 * chunk + group) * (PART_BYTES / 4),
+                        bulk_reduce_add(p.scratch + row * PADDED_D + (2 * chunk + group) * (PART_BYTES / 4),
                                         layout.dq + group * PART_BYTES, bytes);
                         bulk_commit_group();
                         bulk_wait_group_read<0>();

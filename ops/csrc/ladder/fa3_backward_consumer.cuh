@@ -6,17 +6,17 @@
 struct Consumer : ScoreTile {
     const Launch &launch;
     const SharedLayout &layout;
-    Tiles tiles;
-    Ring<STAGES> stage;
-    Ring<2> ds;
-    Ring<1> kv, dq_slot;
+    WorkTiles tiles;
+    PipelineState<STAGES> stage;
+    PipelineState<2> ds;
+    PipelineState<1> kv, dq_slot;
     float dk[USED_D / 2], dv[USED_D / 2], dq[PART_BYTES / 512];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
         : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
     // S^T = K Q^T, or dP^T = V dO^T, issued.
-    __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
+    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
         const SmemDescriptor a(keys + group * 64 * BLOCK_ROW_BYTES), b(queries);
 #pragma unroll
         for (int step = 0; step < USED_D / 16; step++)
@@ -24,14 +24,15 @@ struct Consumer : ScoreTile {
         wgmma_commit_group();
     }
     // dV += P^T dO, or dK += dS^T Q, issued.
-    __device__ __forceinline__ void multiply_columns(float (&to)[USED_D / 2], const Rounded &a, unsigned queries) const {
+    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[USED_D / 2], const Rounded &a,
+                                                      unsigned queries) const {
         const SmemDescriptor b(queries, BR * BLOCK_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
             Wgmma<USED_D>::rs<1>(to, a[step], b.offset(step * 16 * BLOCK_ROW_BYTES), 1);
         wgmma_commit_group();
     }
-    // dQ = dS K, issued: half of the queries, or of the columns, which with PAD_D = 64 lie side by side in a
+    // dQ = dS K, issued: half of the queries, or of the columns, which with PADDED_D = 64 lie side by side in a
     // block.
     __device__ __forceinline__ void multiply_dq(int slot) {
 #if TRANSPOSED_DQ
@@ -41,7 +42,8 @@ struct Consumer : ScoreTile {
             Wgmma<BR>::ss<1, 0>(dq, a.offset(step * 16 * BLOCK_ROW_BYTES), b.offset(step_bytes<BR>(step)), step > 0);
 #else
         const SmemDescriptor a(layout.ds + slot * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
-        const SmemDescriptor b(layout.k + (DQ_SPLIT_BY_ROWS ? 0 : group * (PAD_D == 64 ? 64 : BC * BLOCK_ROW_BYTES)));
+        const SmemDescriptor b(layout.k +
+                               (DQ_SPLIT_BY_ROWS ? 0 : group * (PADDED_D == 64 ? 64 : BC * BLOCK_ROW_BYTES)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BLOCK_ROW_BYTES),
@@ -77,9 +79,9 @@ struct Consumer : ScoreTile {
     // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
     __device__ __forceinline__ void accumulate_dk_dq(unsigned q_tile, bool first) {
         if (LATE_DQ) {
-            multiply_columns(dk, ds16, q_tile);
+            multiply_dv_or_dk(dk, ds16, q_tile);
             wgmma_wait_group<1>();
-            pin(dq), pin(dv);
+            warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
             share_ds();
             if (!first) hand_over_dq();
         } else {
@@ -87,9 +89,9 @@ struct Consumer : ScoreTile {
             await_ds();
             wgmma_fence();
             multiply_dq(ds.index);
-            multiply_columns(dk, ds16, q_tile);
+            multiply_dv_or_dk(dk, ds16, q_tile);
             wgmma_wait_group<1>();
-            pin(dq), pin(dv);
+            warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
             hand_over_dq();
         }
     }
@@ -97,7 +99,7 @@ struct Consumer : ScoreTile {
     // Waits for dK, while up to NEWER products issued after it stay in flight; then releases the buffer of Q, if `any`.
     template <int NEWER> __device__ __forceinline__ void finish_dk(bool any, int slot) {
         wgmma_wait_group<NEWER>();
-        pin(dk), pin(dv);
+        warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
         if (any && lane == 0) mbarrier_arrive(layout.barrier(Q_EMPTY + slot));
     }
     // All products of the tile's keys with the queries that see them.
@@ -113,23 +115,23 @@ struct Consumer : ScoreTile {
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             read_queries(layout, stage.index);
             wgmma_fence();
-            multiply_rows(s, layout.k, q_tile);
+            multiply_s_or_dp(s, layout.k, q_tile);
             if (LATE_DK) finish_dk<1>(!first, (stage.index + STAGES - 1) % STAGES);
             mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);
             wgmma_fence();
-            multiply_rows(dp, layout.v, do_tile);
+            multiply_s_or_dp(dp, layout.v, do_tile);
             wgmma_wait_group<1>();
-            pin(s);
+            warpgroup_fence_operand(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
             wgmma_fence();
-            multiply_columns(dv, p16, do_tile);
+            multiply_dv_or_dk(dv, p16, do_tile);
             if (LATE_DQ) {
                 if (!first) await_ds();
                 wgmma_fence();
                 multiply_dq(ds.index ^ 1);  // for the first tile on unset data, its result unused: a branch costs more
             }
             wgmma_wait_group<LATE_DQ ? 2 : 1>();
-            pin(dp);
+            warpgroup_fence_operand(dp);
             compute_ds(layout.delta + stage.index * STATISTIC_BYTES);
             wgmma_fence();
             accumulate_dk_dq(q_tile, first);
@@ -145,7 +147,7 @@ struct Consumer : ScoreTile {
             wgmma_fence();
             multiply_dq(ds.index ^ 1);
             wgmma_wait_group<0>();
-            pin(dq);
+            warpgroup_fence_operand(dq);
             hand_over_dq();
         }
         if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY));
@@ -166,7 +168,7 @@ struct Consumer : ScoreTile {
     // and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * BR * 128;
-        const unsigned dk_tile = PAD_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * PART_BYTES;
+        const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * PART_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
 #pragma unroll
@@ -190,7 +192,7 @@ struct Consumer : ScoreTile {
 
     __device__ __forceinline__ void run() {
         for (int index = tiles.next(); index >= 0; index = tiles.next()) {
-            tile = Tile(p, index);
+            tile = WorkTile(p, index);
             loop_over_queries();
             finish();
         }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void pack_bits(unsigned (&bits)[2], const Predicate &
 struct ScoreTile {
     const Params &p;
     const int group, warp, lane;
-    Tile tile;
+    WorkTile tile;
     int i0, h, remaining;  // the tile's first query, and their head; tiles of queries to come, this one included
     Scores s, dp;
     Rounded p16, ds16;    // P and dS in 16 bits, as left operands
@@ -132,7 +132,7 @@ struct ScoreTile {
         const unsigned rows = lse_log2 + own_queries() * 4 + lane % 4 * 8;
         const float scale_log2 = (SOFTCAP ? p.softcap : p.scale) * LOG2E;
         const float softcap_scale = SOFTCAP ? p.scale / p.softcap : 0.0f;
-        const float ahead = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - first_query()) : 0.0f;
+        const float distance = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - first_query()) : 0.0f;
 #pragma unroll
         for (int n = 0; n < OWN_QUERIES / 8; n++) {
             const float2 shift = load_pair(rows + n * 32);
@@ -146,7 +146,7 @@ struct ScoreTile {
                 x = tanh_of(x * softcap_scale), factor[e] = 1.0f - x * x;
 #endif
                 float exponent = x * scale_log2 - (e % 2 ? shift.y : shift.x);
-                if (ALIBI) exponent -= slope * fabsf(ahead + (float)(e / 2 * 8 - n * 8 - e % 2));
+                if (ALIBI) exponent -= slope * fabsf(distance + (float)(e / 2 * 8 - n * 8 - e % 2));
                 x = exp2_of(exponent);
             }
 #if SOFTCAP
@@ -162,9 +162,9 @@ struct ScoreTile {
 #if DROPOUT
         const int key = first_key(), i_first = first_query();
         pack_bits(dropped, [&](int place) {
-            const unsigned row = absorb(dropout_head, (unsigned)(i_first + place));
-            return (dropout_keeps(row, key, p.threshold) ? 0u : 1u) |
-                   (dropout_keeps(row, key + 8, p.threshold) ? 0u : 2u);
+            const unsigned row = hash_combine(dropout_head, (unsigned)(i_first + place));
+            return (dropout_keeps(row, key, p.dropout_threshold) ? 0u : 1u) |
+                   (dropout_keeps(row, key + 8, p.dropout_threshold) ? 0u : 2u);
         });
 #pragma unroll
         for (int x = 0; x < OWN_QUERIES / 2; x++)
@@ -201,7 +201,7 @@ struct ScoreTile {
         __syncwarp();
     }
     // Until the tile's K and V are there.
-    __device__ __forceinline__ void await_keys(const SharedLayout &layout, Ring<1> &kv) const {
+    __device__ __forceinline__ void await_keys(const SharedLayout &layout, PipelineState<1> &kv) const {
         mbarrier_wait(layout.barrier(K_FULL), kv.parity), mbarrier_wait(layout.barrier(V_FULL), kv.parity);
         kv.next();
 #if LENGTHS

@@ -5,25 +5,25 @@
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
-#define WIDE (PAD_D > 128)  // the warp groups share a block's 64 keys (fa3_backward_wide.cuh); else each has 64 of 128
+#define WIDE (PADDED_D > 128)  // the warp groups share a block's 64 keys (fa3_backward_wide.cuh), else each has its 64
 #define BC (WIDE ? 64 : 128)
 #define OWN_QUERIES (WIDE ? BR / 2 : BR)  // of a warp group's scores
 #define THREADS 384    // a warp group that copies, two that compute
-#define Q_BYTES (BR * PAD_D * 2)
-#define KV_BYTES (BC * PAD_D * 2)
+#define Q_BYTES (BR * PADDED_D * 2)
+#define KV_BYTES (BC * PADDED_D * 2)
 #define DS_BYTES (BR * BC * 2)
 #define STATISTIC_BYTES (BR * 4)          // of lse_log2 or delta
 #define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has half of dQ's rows, or half of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
-#define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PAD_D : PAD_D / 2)
+#define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PADDED_D : PADDED_D / 2)
 #define DQ_CHUNKS (WIDE ? 2 : 1)  // parts in which dQ is written, as shared memory has no space for all of it
 #define CHUNK_COLUMNS (DQ_COLUMNS / DQ_CHUNKS)
-#define PART_BYTES (BR * PAD_D * 2 / DQ_CHUNKS)  // of a warp group's chunk
+#define PART_BYTES (BR * PADDED_D * 2 / DQ_CHUNKS)  // of a warp group's chunk
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 
 static_assert(!BLOCK_MASK || BR % 64 == 0, "flags beside where a tile begins");
-static_assert(BR == 64 || BR == 128 || (BR == 80 && PAD_D == 128), "a warp group has 64 rows or columns of dQ");
+static_assert(BR == 64 || BR == 128 || (BR == 80 && PADDED_D == 128), "a warp group has 64 rows or columns of dQ");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, dout, dk, dv;
@@ -43,11 +43,11 @@ __device__ __forceinline__ int arrivals(int place) {
 #define NO_QUERIES (1 << 30)  // with BLOCK_MASK, in a tile's index: the lists of its keys are empty
 
 // Keys of a key head, and the queries that see them. (With BLOCK_MASK lists have these, not the range.)
-struct Tile {
+struct WorkTile {
     int b, kv_head, j0, keys, real_keys;
     bool has_queries;  // known with BLOCK_MASK
     Range range;
-    __device__ __forceinline__ Tile(const Params &p, int index) {
+    __device__ __forceinline__ WorkTile(const Params &p, int index) {
         int tile, head;
 #if BLOCK_MASK
         has_queries = !(index & NO_QUERIES), index &= ~NO_QUERIES;
@@ -76,10 +76,10 @@ struct SharedLayout {
 };
 
 // The block's tiles, one after the other, for all but who chooses them. Uniform, as are all loops over it.
-struct Tiles {
+struct WorkTiles {
     const SharedLayout &layout;
-    Ring<2> slot;
-    __device__ __forceinline__ Tiles(const SharedLayout &layout) : layout(layout) {}
+    PipelineState<2> slot;
+    __device__ __forceinline__ WorkTiles(const SharedLayout &layout) : layout(layout) {}
     // The index of the next; negative: there is none.
     __device__ __forceinline__ int next() {
         mbarrier_wait(layout.barrier(TILE_FULL + slot.index), slot.parity);

@@ -8,17 +8,17 @@
 #pragma once
 #include "fa3_backward_scores.cuh"
 
-#define HALF_D (PAD_D / 2)
+#define HALF_D (PADDED_D / 2)
 #define HALF_BLOCKS (HALF_D / BLOCK_D)
 
 struct Consumer : ScoreTile {
     const Launch &launch;
     const SharedLayout &layout;
-    Tiles tiles;
-    Ring<STAGES> stage;
-    Ring<DO_STAGES> do_stage;
-    Ring<2> shared;  // of P and dS
-    Ring<1> kv, dq_slot;
+    WorkTiles tiles;
+    PipelineState<STAGES> stage;
+    PipelineState<DO_STAGES> do_stage;
+    PipelineState<2> shared;  // of P and dS
+    PipelineState<1> kv, dq_slot;
     // delayed_dq: the part of dQ that is added one tile later.
     float dk[HALF_D / 2], dv[HALF_D / 2], dq[HALF_D / 2], delayed_dq[HALF_D / 4];
 
@@ -29,15 +29,16 @@ struct Consumer : ScoreTile {
         if (lane == 0) mbarrier_arrive(layout.barrier(empty));
     }
     // S^T = K Q^T, or dP^T = V dO^T, issued: all keys, half of the queries.
-    __device__ __forceinline__ void multiply_rows(Scores &to, unsigned keys, unsigned queries) const {
+    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
         const SmemDescriptor a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW_BYTES);
 #pragma unroll
-        for (int step = 0; step < PAD_D / 16; step++)
+        for (int step = 0; step < PADDED_D / 16; step++)
             Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
     // dV += P^T dO, or dK += dS^T Q, issued: half of the columns.
-    __device__ __forceinline__ void multiply_columns(float (&to)[HALF_D / 2], unsigned scores, unsigned queries) const {
+    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[HALF_D / 2], unsigned scores,
+                                                      unsigned queries) const {
         const unsigned columns = queries + group * HALF_BLOCKS * BR * BLOCK_ROW_BYTES;
         const SmemDescriptor a(scores, 16, 128), b(columns, BR * BLOCK_ROW_BYTES);
 #pragma unroll
@@ -89,34 +90,34 @@ struct Consumer : ScoreTile {
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             read_queries(layout, stage.index);
             wgmma_fence();
-            multiply_rows(s, layout.k, q_tile);
+            multiply_s_or_dp(s, layout.k, q_tile);
             mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
             wgmma_fence();
-            multiply_rows(dp, layout.v, do_tile);
+            multiply_s_or_dp(dp, layout.v, do_tile);
             if (!first) hand_over_dq(delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
-            pin(s);
+            warpgroup_fence_operand(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
             exchange(p16, p_tile, P_FULL);
-            multiply_columns(dv, p_tile, do_tile);
+            multiply_dv_or_dk(dv, p_tile, do_tile);
             wgmma_wait_group<1>();
-            pin(dp);
+            warpgroup_fence_operand(dp);
             compute_ds(layout.delta + do_stage.index * STATISTIC_BYTES);
             exchange(ds16, ds_tile, DS_FULL);
             multiply_dq(ds_tile);
-            multiply_columns(dk, ds_tile, q_tile);
+            multiply_dv_or_dk(dk, ds_tile, q_tile);
             wgmma_wait_group<2>();
-            pin(dv);
+            warpgroup_fence_operand(dv);
             release(DO_EMPTY + do_stage.index);
             wgmma_wait_group<1>();
-            pin(dq);
+            warpgroup_fence_operand(dq);
             hand_over_dq(dq);
             // Copied by an addition: otherwise the compiler assumes that a product may still write these registers, and
             // waits for all products.
 #pragma unroll
             for (int x = 0; x < HALF_D / 4; x++) delayed_dq[x] = dq[HALF_D / 4 + x] + 0.0f;
             wgmma_wait_group<0>();
-            pin(dk);
+            warpgroup_fence_operand(dk);
             release(Q_EMPTY + stage.index);
             stage.next(), do_stage.next(), shared.next();
             first = false;
@@ -161,7 +162,7 @@ struct Consumer : ScoreTile {
 
     __device__ __forceinline__ void run() {
         for (int index = tiles.next(); index >= 0; index = tiles.next()) {
-            tile = Tile(p, index);
+            tile = WorkTile(p, index);
             loop_over_queries();
             finish();
         }

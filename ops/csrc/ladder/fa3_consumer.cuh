@@ -33,9 +33,9 @@ struct Consumer {
     const SharedLayout &layout;
     const int group, warp, lane;  // group: which of the warp groups that compute
     float scale_log2, q_scale_log2;  // softmax scale * log2(e); with FP8 of a tile of keys, and the queries' part of it
-    Ring<Q_SLOTS> q;
-    Ring<STAGES> k, v;
-    Tile tile;
+    PipelineState<Q_SLOTS> q;
+    PipelineState<STAGES> k, v;
+    WorkTile tile;
     Range own;  // keys that this warp group's queries see
     int slot;   // of its Q
     Scores s;
@@ -65,7 +65,7 @@ struct Consumer {
     // The next tile, once its Q is there; false if there is none.
     __device__ __forceinline__ bool await_tile() {
         mbarrier_wait(layout.barrier(Q_FULL + q.index), q.parity);
-        tile = Tile(layout.slots + q.index * TILE_INTS), slot = q.index;
+        tile = WorkTile(layout.slots + q.index * WORK_TILE_INTS), slot = q.index;
         q.next();
         const int i = min_of(tile.i0 + group * 64, p.tq - 1);
 #if !BLOCK_MASK
@@ -101,7 +101,7 @@ struct Consumer {
 #pragma unroll
         for (int x = 0; x < BC / 2; x++) flat(s)[x] = INT8_ORIGIN;
 #endif
-        pin(flat(s));
+        warpgroup_fence_operand(flat(s));
     }
     // S = Q K^T, issued.
     __device__ __forceinline__ void multiply_qk() {
@@ -126,7 +126,7 @@ struct Consumer {
 #endif
 #pragma unroll
         for (int step = 0; step < BC / WGMMA_K; step++) {
-            const int key = step * WGMMA_K, fp8_offset = key / V_BLOCK * V_BLOCK * PAD_D + key % V_BLOCK;
+            const int key = step * WGMMA_K, fp8_offset = key / V_BLOCK * V_BLOCK * PADDED_D + key % V_BLOCK;
             const int offset = FP8 ? fp8_offset : key * BLOCK_ROW_BYTES;
             Wgmma<USED_D>::rs<!FP8>(flat(o), rounded_p[step], values.offset(offset), 1);
         }
@@ -147,7 +147,7 @@ struct Consumer {
 
     // The scores of the keys from `start` on, which are there, become P.
     __device__ __forceinline__ void online_softmax(int start, float scale) {
-        pin(flat(s));
+        warpgroup_fence_operand(flat(s));
         if (FP8) scale_log2 = q_scale_log2 * scale;
         release(K_EMPTY + k.index), k.next();
         if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + slot);
@@ -247,7 +247,7 @@ struct Consumer {
             // exponentials, whose asm is not volatile, behind it, and P V would overlap with nothing.
             while (true) {
                 wgmma_wait_group<0>();
-                pin(flat(o));
+                warpgroup_fence_operand(flat(o));
                 if (IS_LATER(start)) done_with_v();
                 round_p(rounded_p, s);
                 if (needs_rescale) rescale_output(o, rescale);
@@ -257,7 +257,7 @@ struct Consumer {
                 const float scale = scale_of_keys(start);
                 await_k(start);
                 take_turn();
-                begin_scores(), pin(flat(o));
+                begin_scores(), warpgroup_fence_operand(flat(o));
                 wgmma_fence();
                 multiply_qk();
                 await_v(valid);
@@ -268,11 +268,11 @@ struct Consumer {
                 online_softmax(start, scale);
             }
             await_v(tile.keys - START_OF(start));
-            pin(flat(o));
+            warpgroup_fence_operand(flat(o));
             wgmma_fence();
             multiply_pv();
             wgmma_wait_group<0>();
-            pin(flat(o));
+            warpgroup_fence_operand(flat(o));
             done_with_v();
 #if !BLOCK_MASK
             for (start -= BC; start >= tile.lo; start -= BC) skip();

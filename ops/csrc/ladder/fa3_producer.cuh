@@ -3,7 +3,7 @@
 #include "fa3_tiles.cuh"
 
 // The output of queries that see no key, by a warp.
-__device__ __forceinline__ void write_zeros(const Params &p, const Tile &tile) {
+__device__ __forceinline__ void write_zeros(const Params &p, const WorkTile &tile) {
     const int rows = min_of(BR, p.tq - tile.i0);
     element *out = matrix_of(p.out, p.out_stride, tile.b, tile.h) + tile.i0 * p.out_stride.t;
     for (int i = 0; i < rows; i++) {
@@ -13,11 +13,12 @@ __device__ __forceinline__ void write_zeros(const Params &p, const Tile &tile) {
 }
 
 // Q of all warp groups to the next slot, and what tile it is.
-__device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout, Ring<Q_SLOTS> &q, const Tile &tile) {
+__device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout, PipelineState<Q_SLOTS> &q,
+                                       const WorkTile &tile) {
     const unsigned full = layout.barrier(Q_FULL + q.index);
     mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
     if (threadIdx.x == 0) {
-        tile.publish(layout.slots + q.index * TILE_INTS);
+        tile.publish(layout.slots + q.index * WORK_TILE_INTS);
         mbarrier_arrive_expect_tx(full, WARP_GROUPS * Q_BYTES);
         for (int group = 0; group < WARP_GROUPS; group++)
             load_tile<64>(layout.q + (q.index * WARP_GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
@@ -30,31 +31,31 @@ __device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout 
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
     const bool issues_copies = threadIdx.x == 0;
-    Ring<Q_SLOTS> q;
-    Ring<STAGES> k, v;
-    auto load = [&](const TensorMap &map, unsigned to, int full, int empty, Ring<STAGES> &ring, const Tile &tile,
-                    int start) {
-        mbarrier_wait(layout.barrier(empty + ring.index), ring.parity ^ 1);
+    PipelineState<Q_SLOTS> q;
+    PipelineState<STAGES> k, v;
+    auto load = [&](const TensorMap &map, unsigned to, int full, int empty, PipelineState<STAGES> &state,
+                    const WorkTile &tile, int start) {
+        mbarrier_wait(layout.barrier(empty + state.index), state.parity ^ 1);
         if (issues_copies) {
-            if (BLOCK_MASK && full == K_FULL) layout.key_tile(ring.index) = start;
+            if (BLOCK_MASK && full == K_FULL) layout.key_tile(state.index) = start;
             start = START_OF(start);
-            mbarrier_arrive_expect_tx(layout.barrier(full + ring.index), KV_BYTES);
-            const unsigned at = to + ring.index * KV_BYTES, barrier = layout.barrier(full + ring.index);
-            if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PAD_D of them a block
+            mbarrier_arrive_expect_tx(layout.barrier(full + state.index), KV_BYTES);
+            const unsigned at = to + state.index * KV_BYTES, barrier = layout.barrier(full + state.index);
+            if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PADDED_D of them a block
                 for (int keys = 0; keys < BC; keys += V_BLOCK)
-                    tma_load(at + keys * PAD_D, map, barrier, (start + keys) / 2, 0, tile.h / HEADS_PER_KV, tile.b);
+                    tma_load(at + keys * PADDED_D, map, barrier, (start + keys) / 2, 0, tile.h / HEADS_PER_KV, tile.b);
             else
                 load_tile<BC>(at, map, barrier, start, tile.h / HEADS_PER_KV, tile.b);
         }
-        ring.next();
+        state.next();
     };
     int next = 0;  // asked for after K's first tile, used when it has arrived
     for (int index = blockIdx.x; index < total_tiles(p); index = gridDim.x + __shfl_sync(~0u, next, 0)) {
-        const Tile tile(p, index);
+        const WorkTile tile(p, index);
 #if BLOCK_MASK
-        KeptTiles<1> kept(p, tile.b, tile.h, tile.i0 / BR);
+        BlockMaskTiles<1> kept(p, tile.b, tile.h, tile.i0 / BR);
 #else
-        const Tile &range = tile;
+        const WorkTile &range = tile;
 #endif
         if (!HAS_TILES) {
             write_zeros(p, tile);
@@ -84,6 +85,6 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     }
     mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
     if (!issues_copies) return;
-    layout.slots[q.index * TILE_INTS] = -1;  // of no batch row: the end
+    layout.slots[q.index * WORK_TILE_INTS] = -1;  // of no batch row: the end
     mbarrier_arrive(layout.barrier(Q_FULL + q.index));
 }

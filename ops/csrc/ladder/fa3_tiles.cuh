@@ -8,10 +8,10 @@
 
 #define BR (WARP_GROUPS * 64)
 #define THREADS ((WARP_GROUPS + 1) * 128)
-#define KV_BYTES (BC * PAD_D * OPERAND_BYTES)
-#define Q_BYTES (64 * PAD_D * OPERAND_BYTES)  // of a warp group
+#define KV_BYTES (BC * PADDED_D * OPERAND_BYTES)
+#define Q_BYTES (64 * PADDED_D * OPERAND_BYTES)  // of a warp group
 #define V_BLOCK (BC % 128 ? 64 : 128)  // keys in a row of transposed 8-bit V, one byte each
-#define O_BYTES (64 * PAD_D * 2)
+#define O_BYTES (64 * PADDED_D * 2)
 #define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
 #define BARRIER_OWN (BARRIER_TURN + WARP_GROUPS)
 
@@ -32,7 +32,7 @@ enum { Q_FULL, Q_EMPTY = Q_FULL + Q_SLOTS, K_FULL = Q_EMPTY + Q_SLOTS, K_EMPTY =
        V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, BARRIERS = V_EMPTY + STAGES };
 
 // Queries i0 .. i0 + BR of a head, whose keys lie in lo .. hi. (With BLOCK_MASK a list has them, not lo and hi.)
-struct Tile {
+struct WorkTile {
     int b, h, i0, keys, lo, hi;
 #if DOCUMENT_IDS
     Documents documents;
@@ -40,7 +40,7 @@ struct Tile {
 
     // The index-th in the grid's order. Only the producer works it out, and publishes it in shared memory for
     // the others: it takes divisions.
-    __device__ __forceinline__ Tile(const Params &p, int index) {
+    __device__ __forceinline__ WorkTile(const Params &p, int index) {
         int tile = 0, head = 0;
         scheduled_tile(p, index, p.batch * p.heads, HAS_RIGHT, tile, head);
         b = head / p.heads, h = head % p.heads, i0 = tile * BR, keys = keys_of(p, b);
@@ -51,7 +51,7 @@ struct Tile {
         lo = range.lo, hi = range.hi;
     }
     // As it was published; uniform, as are all loops over it.
-    __device__ __forceinline__ Tile(const volatile int *slot) {
+    __device__ __forceinline__ WorkTile(const volatile int *slot) {
         int *fields = (int *)this;
 #pragma unroll
         for (int x = 0; x < (int)(sizeof(*this) / sizeof(int)); x++) fields[x] = __shfl_sync(~0u, slot[x], 0);
@@ -69,7 +69,7 @@ struct Tile {
         return key_range(p, i, min_of(rows, p.tq - i), keys, keys - p.tq, BC, documents);
     }
 };
-#define TILE_INTS ((int)(sizeof(Tile) / sizeof(int)))
+#define WORK_TILE_INTS ((int)(sizeof(WorkTile) / sizeof(int)))
 
 __device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.heads; }
 __device__ __forceinline__ int last_of(int lo, int hi) { return max_of(lo, (hi - 1) / BC * BC); }
@@ -84,5 +84,7 @@ struct SharedLayout {
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
-    __device__ __forceinline__ volatile int &key_tile(int stage) const { return slots[Q_SLOTS * TILE_INTS + stage]; }
+    __device__ __forceinline__ volatile int &key_tile(int stage) const {
+        return slots[Q_SLOTS * WORK_TILE_INTS + stage];
+    }
 };

@@ -12,19 +12,19 @@
 // Therefore each 16 keys of V are stored in the order that makes the two the same, so P stays in registers.
 //
 // HBM traffic. q and k read once and written in half the bytes; V read twice and written once in half the bytes.
-// Params: the 8-bit q, k and v, with PAD_D numbers per row, are written to the pointers dq, dk and dv of a backward.
+// Params: the 8-bit q, k and v, with PADDED_D numbers per row, are written to the pointers dq, dk and dv of a backward.
 // scratch: the scales of q (B, Hq, queries / 64 in whole blocks), of k (B, Hkv, keys / BC) and of v (B, Hkv), then the
 // largest magnitudes in each BC keys of v (B, Hkv, keys / BC), from which the scale of v is computed. With GIVEN, the
 // scales of q and k are inputs.
 #include "fp8_scales.cuh"
 #include "hopper.cuh"
 
-#define ROWS_EACH (2048 / PAD_D)  // of a warp, so that a thread has 64 numbers
+#define ROWS_EACH (2048 / PADDED_D)  // of a warp, so that a thread has 64 numbers
 // of which 32 are of row 8 * ROW_OF(half) + lane / 4, in 128 columns from COLUMN_OF(half) on
-#define ROW_OF(half) (PAD_D == 128 ? 8 * (half) : 0)
-#define COLUMN_OF(half) (PAD_D == 128 ? 0 : 128 * (half))
+#define ROW_OF(half) (PADDED_D == 128 ? 8 * (half) : 0)
+#define COLUMN_OF(half) (PADDED_D == 128 ? 0 : 128 * (half))
 #define WARPS (BC / ROWS_EACH)
-#define KEYS 64  // keys that a block transposes
+#define V_TILE 64  // keys that a block transposes
 #define E4M3_MAX 448.0f
 #define QK_MAX (INT8 ? 127.0f : E4M3_MAX)  // of q and k
 // Lower bounds of the largest magnitude that a scale is computed from. A masked score, -inf, is multiplied by the
@@ -52,9 +52,9 @@ __device__ __forceinline__ void add_and_subtract(float &x, float &y) {
 }
 
 // Multiplies a warp's rows, as loaded from memory, by S and H. H is applied as the Kronecker product of H_16, by mma,
-// and H of order PAD_D / 16, within a thread. Column 32 j + 8 c + 4 i + 2 t + e is among the 16 bytes that lane 4 g + c
-// has loaded. For mma it is column 8 t + 2 c + e of A (mma.cuh), whose rows g and g + 8 are the two halves, so that
-// lanes exchange no data. What remains is H over i, j and, at D = 256, the halves.
+// and H of order PADDED_D / 16, within a thread. Column 32 j + 8 c + 4 i + 2 t + e is among the 16 bytes that lane
+// 4 g + c has loaded. For mma it is column 8 t + 2 c + e of A (mma.cuh), whose rows g and g + 8 are the two halves, so
+// that lanes exchange no data. What remains is H over i, j and, at D = 256, the halves.
 __device__ __forceinline__ void transform(float (&x)[2][4][8], const uint4 (&rows)[2][4]) {
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     const unsigned h = pack(__popc(2 * c & g) & 1 ? -1.0f : 1.0f, __popc((2 * c + 1) & g) & 1 ? -1.0f : 1.0f);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void transform(float (&x)[2][4][8], const uint4 (&row
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const int column = COLUMN_OF(half) + word / 4 * 32 + 8 * of + word % 4 * 2 + e;
-                    bits |= (absorb(0u, column) & 1) << (word + 16 * e);
+                    bits |= (hash_combine(0u, column) & 1) << (word + 16 * e);
                 }
             if (c == of) signs[half] = bits;
         }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void transform(float (&x)[2][4][8], const uint4 (&row
 #pragma unroll
             for (int n = 0; n < 32; n++)
                 if (!(n & step)) add_and_subtract(x[half][n / 8][n % 8], x[half][(n + step) / 8][(n + step) % 8]);
-    if (PAD_D == 256)
+    if (PADDED_D == 256)
 #pragma unroll
         for (int n = 0; n < 32; n++) add_and_subtract(x[0][n / 8][n % 8], x[1][n / 8][n % 8]);
 }
@@ -118,7 +118,7 @@ template <int N> __device__ __forceinline__ void load_part(float (&x)[N], const 
 }
 
 // A block of BC rows of a head of q (blockIdx.y < Hq), of k (the next Hkv), or, for their largest number, of v.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1)
     tilegpt_fp8_rows(const __grid_constant__ Params p) {
     static __shared__ float largest[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * BC, b = blockIdx.z;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
     }
     amax = fmaxf(amax, MIN_AMAX);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
-    const float norm = HADAMARD ? 1.0f / sqrtf((float)PAD_D) : 1.0f;
+    const float norm = HADAMARD ? 1.0f / sqrtf((float)PADDED_D) : 1.0f;
     float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + (first + from * ROWS_EACH) / FP8_QUERIES
                         : scales.k + (long long)head * scales.k_blocks + blockIdx.x;
     if (GIVEN)
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
     else if (lane == 0 && warp == from)
         *scale = amax * norm / QK_MAX;
     const float inverse = QK_MAX / amax;
-    unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PAD_D / 4);
+    unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PADDED_D / 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int at = token + ROW_OF(half);
@@ -184,17 +184,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PAD_D == 128 ? 2 : 1)
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int column = COLUMN_OF(half) + 32 * j + lane % 4 * 8;
-            *(uint2 *)(to + ((long long)at * PAD_D + column) / 4) =
+            *(uint2 *)(to + ((long long)at * PADDED_D + column) / 4) =
                 uint2{quantise_four(values[half][j], inverse), quantise_four(values[half][j] + 4, inverse)};
         }
     }
 }
 
-// KEYS keys of a head of V, transposed: (B, Hkv, PAD_D, Tk rounded up to KEYS).
+// V_TILE keys of a head of V, transposed: (B, Hkv, PADDED_D, Tk rounded up to V_TILE).
 extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __grid_constant__ Params p) {
-    static __shared__ unsigned transposed[PAD_D][KEYS / 4 + 2];  // rows r and r + 8 begin 16 banks apart
+    static __shared__ unsigned transposed[PADDED_D][V_TILE / 4 + 2];  // rows r and r + 8 begin 16 banks apart
     static __shared__ float largest[8];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * KEYS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * V_TILE;
     const int head = blockIdx.z * p.kv_heads + blockIdx.y;
     const Fp8Scales scales(p);
     float amax = 0.0f;
@@ -209,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
     if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[head] = amax / E4M3_MAX;
     const float inverse = E4M3_MAX / amax;
     const element *v = matrix_of(p.v, p.v_stride, blockIdx.z, blockIdx.y);
-    for (int x = threadIdx.x; x < PAD_D / 8 * (KEYS / 4); x += 256) {
-        const int word = x % (KEYS / 4), part = x / (KEYS / 4), token = first + word / 4 * 16 + word % 4 * 2;
+    for (int x = threadIdx.x; x < PADDED_D / 8 * (V_TILE / 4); x += 256) {
+        const int word = x % (V_TILE / 4), part = x / (V_TILE / 4), token = first + word / 4 * 16 + word % 4 * 2;
         float four[4][8];  // of the keys whose places are 4 word and on
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -223,8 +223,8 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
                 pack_e4m3(four[0][e] * inverse, four[1][e] * inverse, four[2][e] * inverse, four[3][e] * inverse);
     }
     __syncthreads();
-    const long long row = ceil_div(p.tk, KEYS) * (KEYS / 4);  // in words
-    unsigned *to = (unsigned *)p.dv + head * PAD_D * row + first / 4;
-    for (int x = threadIdx.x; x < PAD_D * (KEYS / 4); x += 256)
-        to[x / (KEYS / 4) * row + x % (KEYS / 4)] = transposed[x / (KEYS / 4)][x % (KEYS / 4)];
+    const long long row = ceil_div(p.tk, V_TILE) * (V_TILE / 4);  // in words
+    unsigned *to = (unsigned *)p.dv + head * PADDED_D * row + first / 4;
+    for (int x = threadIdx.x; x < PADDED_D * (V_TILE / 4); x += 256)
+        to[x / (V_TILE / 4) * row + x % (V_TILE / 4)] = transposed[x / (V_TILE / 4)][x % (V_TILE / 4)];
 }

@@ -48,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const
     }
     float *s = p.scratch + ((long long)head * p.tq + i0) * p.tk + j;
     for (int r = 0; r < STRIP && i0 + r < p.tq; ++r) {
-        float capped;
+        float tanh_score;
         const float dot = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
-        const float score = score_of(p, dot, i0 + r, j, causal_offset, 0.0f, capped);
+        const float score = score_of(p, dot, i0 + r, j, causal_offset, 0.0f, tanh_score);
         s[(long long)r * p.tk] = is_visible(p, i0 + r, j, keys, causal_offset, 0, 0) ? score : -INFINITE;
     }
 }

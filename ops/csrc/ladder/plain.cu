@@ -76,15 +76,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const
     row_of(p.out, p.out_stride, at.b, at.h, at.i)[at.j] = to_element(o);
 }
 
-// P again, from lse, and dS = P (dP - delta) * scale, with dP = dO V^T; delta, and lse_log2, which is lse, or inf for a
-// row that sees no key, are those of delta.cu. One thread per score.
+// P again, from lse, and dS = P (dP - delta) * scale, with dP = dO V^T; delta, and padded_lse, which is lse, or inf for
+// a row that sees no key, are those of delta.cu. One thread per score.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(const __grid_constant__ Params p) {
     const Position at = own_position(p.heads, p.tq, p.tk);
     if (at.b >= p.batch) return;
     const long long row = ((long long)at.b * p.heads + at.h) * p.padded_tq + at.i;
     const element *dout = row_of(p.dout, p.dout_stride, at.b, at.h, at.i);
     const element *v = row_of(p.v, p.v_stride, at.b, at.h / HEADS_PER_KV, at.j);
-    const float prob = expf(score(p, at) - p.lse_log2[row]);
+    const float prob = expf(score(p, at) - p.padded_lse[row]);
     const float dprob = sum(HEAD_DIM, [&](int d) { return to_float(dout[d]) * to_float(v[d]); });
     p.scratch[at.n] = prob;
     p.scratch[(long long)p.batch * p.heads * p.tq * p.tk + at.n] = prob * (dprob - p.delta[row]) * p.scale;

@@ -53,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(co
         for (int a = 0; a < KEYS_AT_ONCE; ++a) dots[a] = reduce_warp<Sum>(dots[a]);
 #pragma unroll
         for (int a = 0; a < KEYS_AT_ONCE; ++a) {
-            float capped;
-            const float score = score_of(p, dots[a], i, range.lo + first + a, causal_offset, 0.0f, capped);
+            float tanh_score;
+            const float score = score_of(p, dots[a], i, range.lo + first + a, causal_offset, 0.0f, tanh_score);
             if (lane == a && first + a < n) scores[first + a] = score;
         }
     }

@@ -1,7 +1,7 @@
 // Stage 3, tiled: FlashAttention in fp32. Tiles of queries and keys in shared memory, an online softmax, products in
 // registers; exact fp32 (FMA units, no TF32).
 //
-// Idea: a block computes QUERIES queries, WARP_ROWS per warp, in a loop over tiles of INNER_TILE keys. The softmax of
+// Idea: a block computes BR queries, WARP_ROWS per warp, in a loop over tiles of INNER_TILE keys. The softmax of
 // a row needs its final maximum m and sum l only at the end; until then, whenever a tile has a larger maximum, the
 // accumulated l and O are rescaled (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1):
 //     m' = max(m, rowmax S);  P = exp(S - m');  l = l e^(m - m') + rowsum P;  O = O e^(m - m') + P V
@@ -12,14 +12,14 @@
 // whole rows, so a row's maximum is reduced over 8 lanes, and P needs no barrier. Fully masked tiles are skipped; fully
 // visible tiles are not masked.
 //
-// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 8 N^2 D / QUERIES bytes per head,
-// QUERIES times less than `rowwise`. At QUERIES / 2 FLOPs per byte, the FMA units limit the speed.
+// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 8 N^2 D / BR bytes per head,
+// BR times less than `rowwise`. At BR / 2 FLOPs per byte, the FMA units limit the speed.
 //
-// Limits: shared memory, 4 (QUERIES (PADDED + INNER_TILE) + 2 INNER_TILE PADDED) bytes, and registers, ROWS PADDED /
+// Limits: shared memory, 4 (BR (PADDED_D + INNER_TILE) + 2 INNER_TILE PADDED_D) bytes, and registers, ROWS PADDED_D /
 // 8 for O: head dims up to 128. All options except a bias. The backward is in tiled_backward.cu.
 #include "tiles.cuh"
 
-#define QUERIES (WARP_ROWS * WARPS)
+#define BR (WARP_ROWS * WARPS)
 
 // -inf where query i, i + 4, ... of batch row b does not see key j, j + 8, ...
 __device__ __forceinline__ void mask(const Params &p, float (&s)[ROWS][COLS], int b, int i, int j, int keys,
@@ -41,11 +41,11 @@ __device__ __forceinline__ void mask(const Params &p, float (&s)[ROWS][COLS], in
 // out and lse. Grid: B * Hq * n_tiles; BLOCKS: the minimum of resident blocks per multiprocessor.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forward(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
-    float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + QUERIES * PADDED;
-    float *v_tile = k_tile + INNER_TILE * PADDED, *weights = v_tile + INNER_TILE * PADDED;
+    float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + BR * PADDED_D;
+    float *v_tile = k_tile + INNER_TILE * PADDED_D, *weights = v_tile + INNER_TILE * PADDED_D;
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * QUERIES;
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR;
     const int row = threadIdx.x / 32 * WARP_ROWS + lane_row(), col = lane_col();  // this thread's first of each
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
@@ -59,13 +59,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
     const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
     const Range range =
-        key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
+        key_range(p, i0, min_of(BR, p.tq - i0), keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
 
     // Of the rows that eight lanes share, each lane keeps m and l of one: r = lane_col.
     float m = Max::identity, l = 0.0f;
     float4 o[ROWS][FLOAT4S] = {};
-    load_tile<QUERIES, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
-    load_tile<INNER_TILE, BY_8>(k_tile, k, p.k_stride.t, range.lo, range.hi);
+    load_tile<BR, SWIZZLE_4_ROWS>(q_tile, q, p.q_stride.t, i0, p.tq);
+    load_tile<INNER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, range.lo, range.hi);
     for (int start = range.lo; start < range.hi; start += INNER_TILE) {
         wait_for_copies();
         __syncthreads();  // K has arrived, and no warp still reads the last V
@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
             for (int c = 0; c < COLS; ++c) {
-                float capped;
-                s[r][c] = score_of(p, s[r][c], i0 + row + 4 * r, start + col + 8 * c, causal_offset, slope, capped);
+                float tanh_score;
+                s[r][c] = score_of(p, s[r][c], i0 + row + 4 * r, start + col + 8 * c, causal_offset, slope, tanh_score);
             }
         if (start < range.full_lo || start >= range.full_hi) mask(p, s, b, i0 + row, start + col, keys, causal_offset);
         float rescale[ROWS];
@@ -91,14 +91,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
             largest = reduce_row<Max>(largest);
             rescale[r] = expf(before - largest);
 #if DROPOUT
-            const unsigned row_key = absorb(dropout_key, (unsigned)(i0 + row + 4 * r));
+            const unsigned row_key = hash_combine(dropout_key, (unsigned)(i0 + row + 4 * r));
 #endif
 #pragma unroll
             for (int c = 0; c < COLS; ++c) {
                 s[r][c] = expf(s[r][c] - largest);
                 sum += s[r][c];
 #if DROPOUT
-                if (!dropout_keeps(row_key, start + col + 8 * c, p.threshold)) s[r][c] = 0.0f;
+                if (!dropout_keeps(row_key, start + col + 8 * c, p.dropout_threshold)) s[r][c] = 0.0f;
 #endif
             }
             sum = reduce_row<Sum>(sum);
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         wait_for_copies();
         __syncthreads();  // V and P have arrived, and no warp still reads K
         if (start + INNER_TILE < range.hi)
-            load_tile<INNER_TILE, BY_8>(k_tile, k, p.k_stride.t, start + INNER_TILE, range.hi);
+            load_tile<INNER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, start + INNER_TILE, range.hi);
         // Separate sums per tile take no more instructions; one sum over 239 keys had 2.4 times the error of PyTorch's.
         float4 tile_sums[ROWS][FLOAT4S] = {};
         accumulate<ROWS, 0>(tile_sums, weights, row, v_tile, col);

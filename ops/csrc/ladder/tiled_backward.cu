@@ -15,7 +15,7 @@
 // HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every OUTER_TILE keys, and K and V
 // for every OUTER_TILE queries.
 //
-// Limits: as the forward; shared memory 8 ((OUTER_TILE + INNER_TILE) PADDED + OUTER_TILE INNER_TILE) bytes.
+// Limits: as the forward; shared memory 8 ((OUTER_TILE + INNER_TILE) PADDED_D + OUTER_TILE INNER_TILE) bytes.
 #include "tiles.cuh"
 
 #define OUTER_TILE (WARP_ROWS * WARPS / 2)  // rows of a block
@@ -26,79 +26,78 @@ struct Probability {
 };
 
 __device__ __forceinline__ Probability probability_of(const Params &p, float s, int b, int i, int j, int keys,
-                                                      int causal_offset, float slope, float lse, bool cut) {
-    float capped = 0.0f;
-    s = score_of(p, s, i, j, causal_offset, slope, capped);
+                                                      int causal_offset, float slope, float lse, bool masked) {
+    float tanh_score = 0.0f;
+    s = score_of(p, s, i, j, causal_offset, slope, tanh_score);
     int q_id = 0, k_id = 0;
 #if DOCUMENT_IDS
     q_id = i < p.tq ? p.q_document_ids[(long long)b * p.tq + i] : -1;
     k_id = j < keys ? p.k_document_ids[(long long)b * p.tk + j] : -1;
 #endif
-    if (cut && !is_visible(p, i, j, keys, causal_offset, q_id, k_id)) s = -INFINITE;
+    if (masked && !is_visible(p, i, j, keys, causal_offset, q_id, k_id)) s = -INFINITE;
     const float weight = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
-    Probability both = {weight, SOFTCAP ? weight * (1.0f - capped * capped) : weight};
+    Probability both = {weight, SOFTCAP ? weight * (1.0f - tanh_score * tanh_score) : weight};
     return both;
 }
 
 // dS from p_dsoftcap, dP and delta.
-__device__ __forceinline__ float ds_of(const Params &p, float p_dsoftcap, float dp, float delta, bool keep) {
-    return p_dsoftcap * ((keep ? dp * p.keep_scale : 0.0f) - delta);
+__device__ __forceinline__ float ds_of(const Params &p, float p_dsoftcap, float dp, float delta, bool is_kept) {
+    return p_dsoftcap * ((is_kept ? dp * p.keep_scale : 0.0f) - delta);
 }
 
 // dK and dV of OUTER_TILE keys of one key head. Rows are keys, columns queries. Grid: B * Hkv * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
-    float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED;
-    float *q_tile = v_tile + OUTER_TILE * PADDED, *dout_tile = q_tile + INNER_TILE * PADDED;
-    float *weights = dout_tile + INNER_TILE * PADDED, *ds_tile = weights + OUTER_TILE * INNER_TILE;
+    float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED_D;
+    float *q_tile = v_tile + OUTER_TILE * PADDED_D, *dout_tile = q_tile + INNER_TILE * PADDED_D;
+    float *weights = dout_tile + INNER_TILE * PADDED_D, *ds_tile = weights + OUTER_TILE * INNER_TILE;
     int tile, kv_row;  // kv_row: b * Hkv + the key head
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_row);
-    const int b = kv_row / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
-    const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
-    const bool second = warp % 2;  // dP, dS and dK; the first has S, P and dV
-    const int keys = keys_of(p, b), causal_offset = keys - p.tq;
+    const int b = kv_row / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32, keys = keys_of(p, b);
+    const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col(), causal_offset = keys - p.tq;
+    const bool computes_dp = warp % 2;  // and dS and dK; the other warp of the pair S, P and dV
     const element *k = p.k + b * p.k_stride.b + kv_row % p.kv_heads * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + kv_row % p.kv_heads * p.v_stride.h;
     auto range = query_range(p, j0, min_of(OUTER_TILE, p.tk - j0), causal_offset, INNER_TILE, documents_of(p, b, tile));
     if (j0 >= keys) range.hi = range.lo;
 
     float4 sums[ROWS][FLOAT4S] = {};
-    load_tile<OUTER_TILE, BY_4>(k_tile, k, p.k_stride.t, j0, keys);
-    load_tile<OUTER_TILE, BY_4>(v_tile, v, p.v_stride.t, j0, keys);
+    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(k_tile, k, p.k_stride.t, j0, keys);
+    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(v_tile, v, p.v_stride.t, j0, keys);
     for (int g = 0; g < HEADS_PER_KV; ++g) {
         const int h = kv_row % p.kv_heads * HEADS_PER_KV + g;
         const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
         const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
-        const float *statistic = (second ? p.delta : p.lse_log2) + ((long long)b * p.heads + h) * p.padded_tq;
+        const float *statistic = (computes_dp ? p.delta : p.padded_lse) + ((long long)b * p.heads + h) * p.padded_tq;
         const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
         const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
         for (int start = range.lo; start < range.hi; start += INNER_TILE) {
             __syncthreads();  // nobody still reads the last tiles
-            load_tile<INNER_TILE, BY_8>(q_tile, q, p.q_stride.t, start, p.tq);
-            load_tile<INNER_TILE, BY_8>(dout_tile, dout, p.dout_stride.t, start, p.tq);
+            load_tile<INNER_TILE, SWIZZLE_8_ROWS>(q_tile, q, p.q_stride.t, start, p.tq);
+            load_tile<INNER_TILE, SWIZZLE_8_ROWS>(dout_tile, dout, p.dout_stride.t, start, p.tq);
             wait_for_copies();
             __syncthreads();
-            const bool cut = start < range.full_lo || start >= range.full_hi;
+            const bool masked = start < range.full_lo || start >= range.full_hi;
             float s[ROWS][COLS];
-            product(s, second ? v_tile : k_tile, row, second ? dout_tile : q_tile, col);
-            if (!second) {
+            product(s, computes_dp ? v_tile : k_tile, row, computes_dp ? dout_tile : q_tile, col);
+            if (!computes_dp) {
                 float factors[ROWS][COLS];
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
                     const int i = start + col + 8 * c;
                     const float lse = statistic[i];
 #if DROPOUT
-                    const unsigned row_key = absorb(dropout_key, (unsigned)i);
+                    const unsigned row_key = hash_combine(dropout_key, (unsigned)i);
 #endif
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
                         const int j = j0 + row + 4 * r;
-                        const auto weight = probability_of(p, s[r][c], b, i, j, keys, causal_offset, slope, lse, cut);
-                        s[r][c] = weight.p, factors[r][c] = weight.p_dsoftcap;
+                        const auto prob = probability_of(p, s[r][c], b, i, j, keys, causal_offset, slope, lse, masked);
+                        s[r][c] = prob.p, factors[r][c] = prob.p_dsoftcap;
 #if DROPOUT
-                        if (!dropout_keeps(row_key, j, p.threshold)) s[r][c] = 0.0f;
+                        if (!dropout_keeps(row_key, j, p.dropout_threshold)) s[r][c] = 0.0f;
 #endif
                     }
                 }
@@ -106,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                 store_weights(ds_tile, row, col, factors);
             }
             __syncthreads();  // P is there for the other warp of the pair
-            if (second) {
+            if (computes_dp) {
                 float factors[ROWS][COLS];
                 load_weights(ds_tile, row, col, factors);
 #pragma unroll
@@ -114,27 +113,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                     const int i = start + col + 8 * c;
                     const float delta = statistic[i];
 #if DROPOUT
-                    const unsigned row_key = absorb(dropout_key, (unsigned)i);
+                    const unsigned row_key = hash_combine(dropout_key, (unsigned)i);
 #endif
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
-                        bool keep = true;
+                        bool is_kept = true;
 #if DROPOUT
-                        keep = dropout_keeps(row_key, j0 + row + 4 * r, p.threshold);
+                        is_kept = dropout_keeps(row_key, j0 + row + 4 * r, p.dropout_threshold);
 #endif
-                        s[r][c] = ds_of(p, factors[r][c], s[r][c], delta, keep);
+                        s[r][c] = ds_of(p, factors[r][c], s[r][c], delta, is_kept);
                     }
                 }
                 store_weights(ds_tile, row, col, s);
             }
             __syncwarp();  // from here, a warp reads only weights that it wrote itself
-            accumulate<ROWS, BY_8>(sums, second ? ds_tile : weights, row, second ? q_tile : dout_tile, col);
+            accumulate<ROWS, SWIZZLE_8_ROWS>(sums, computes_dp ? ds_tile : weights, row,
+                                             computes_dp ? q_tile : dout_tile, col);
         }
     }
     wait_for_copies();
 
-    element *to = second ? p.dk : p.dv;
-    const Strides stride = second ? p.dk_stride : p.dv_stride;
+    element *to = computes_dp ? p.dk : p.dv;
+    const Strides stride = computes_dp ? p.dk_stride : p.dv_stride;
     to += b * stride.b + kv_row % p.kv_heads * stride.h;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -143,27 +143,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
         if (j >= keys)  // K is zero there, P is not
 #pragma unroll
             for (int n = 0; n < FLOAT4S; ++n) sums[r][n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        store_row(to + j * stride.t, col, sums[r], second ? p.scale : p.keep_scale);
+        store_row(to + j * stride.t, col, sums[r], computes_dp ? p.scale : p.keep_scale);
     }
 }
 
 // dQ of OUTER_TILE queries of one head. Rows are queries, columns keys. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
-    float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + OUTER_TILE * PADDED;
-    float *k_tile = dout_tile + OUTER_TILE * PADDED, *v_tile = k_tile + INNER_TILE * PADDED;
-    float *ds_tile = v_tile + INNER_TILE * PADDED;  // p_dsoftcap, then dS
+    float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + OUTER_TILE * PADDED_D;
+    float *k_tile = dout_tile + OUTER_TILE * PADDED_D, *v_tile = k_tile + INNER_TILE * PADDED_D;
+    float *ds_tile = v_tile + INNER_TILE * PADDED_D;  // p_dsoftcap, then dS
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
-    const bool second = warp % 2;  // dP and dS; the first has S and P. Each has half of their rows of dQ.
+    const bool computes_dp = warp % 2;  // and dS; the other of the pair S and P. Each has half of their rows of dQ.
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
     const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
     const element *k = p.k + b * p.k_stride.b + h / HEADS_PER_KV * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + h / HEADS_PER_KV * p.v_stride.h;
-    const float *statistic = (second ? p.delta : p.lse_log2) + (long long)head * p.padded_tq + i0 + row;
+    const float *statistic = (computes_dp ? p.delta : p.padded_lse) + (long long)head * p.padded_tq + i0 + row;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
     const unsigned dropout_key = dropout_head_key(p, b, h);
@@ -172,55 +172,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
         key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
 
     float4 sums[ROWS / 2][FLOAT4S] = {};
-    load_tile<OUTER_TILE, BY_4>(q_tile, q, p.q_stride.t, i0, p.tq);
-    load_tile<OUTER_TILE, BY_4>(dout_tile, dout, p.dout_stride.t, i0, p.tq);
+    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(q_tile, q, p.q_stride.t, i0, p.tq);
+    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(dout_tile, dout, p.dout_stride.t, i0, p.tq);
     for (int start = range.lo; start < range.hi; start += INNER_TILE) {
         __syncthreads();  // nobody still reads the last tiles
-        load_tile<INNER_TILE, BY_8>(k_tile, k, p.k_stride.t, start, range.hi);
-        load_tile<INNER_TILE, BY_8>(v_tile, v, p.v_stride.t, start, range.hi);
+        load_tile<INNER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, start, range.hi);
+        load_tile<INNER_TILE, SWIZZLE_8_ROWS>(v_tile, v, p.v_stride.t, start, range.hi);
         wait_for_copies();
         __syncthreads();
-        const bool cut = start < range.full_lo || start >= range.full_hi;
+        const bool masked = start < range.full_lo || start >= range.full_hi;
         float s[ROWS][COLS], factors[ROWS][COLS];
-        product(s, second ? dout_tile : q_tile, row, second ? v_tile : k_tile, col);
-        if (!second) {
+        product(s, computes_dp ? dout_tile : q_tile, row, computes_dp ? v_tile : k_tile, col);
+        if (!computes_dp) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                 for (int c = 0; c < COLS; ++c)
                     s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, causal_offset,
-                                             slope, statistic[4 * r], cut)
+                                             slope, statistic[4 * r], masked)
                                   .p_dsoftcap;
             store_weights(ds_tile, row, col, s);
         }
         __syncthreads();  // P is there
-        if (second) {
+        if (computes_dp) {
             load_weights(ds_tile, row, col, factors);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #if DROPOUT
-                const unsigned row_key = absorb(dropout_key, (unsigned)(i0 + row + 4 * r));
+                const unsigned row_key = hash_combine(dropout_key, (unsigned)(i0 + row + 4 * r));
 #endif
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
-                    bool keep = true;
+                    bool is_kept = true;
 #if DROPOUT
-                    keep = dropout_keeps(row_key, start + col + 8 * c, p.threshold);
+                    is_kept = dropout_keeps(row_key, start + col + 8 * c, p.dropout_threshold);
 #endif
-                    s[r][c] = ds_of(p, factors[r][c], s[r][c], statistic[4 * r], keep);
+                    s[r][c] = ds_of(p, factors[r][c], s[r][c], statistic[4 * r], is_kept);
                 }
             }
             store_weights(ds_tile, row, col, s);
         }
         __syncthreads();  // dS is there
-        accumulate<ROWS / 2, BY_8>(sums, ds_tile, row + WARP_ROWS / 2 * second, k_tile, col);
+        accumulate<ROWS / 2, SWIZZLE_8_ROWS>(sums, ds_tile, row + WARP_ROWS / 2 * computes_dp, k_tile, col);
     }
     wait_for_copies();
 
     element *dq = p.dq + b * p.dq_stride.b + h * p.dq_stride.h;
 #pragma unroll
     for (int r = 0; r < ROWS / 2; ++r) {
-        const int i = i0 + row + WARP_ROWS / 2 * second + 4 * r;
+        const int i = i0 + row + WARP_ROWS / 2 * computes_dp + 4 * r;
         if (i < p.tq) store_row(dq + i * p.dq_stride.t, col, sums[r], p.scale);
     }
 }

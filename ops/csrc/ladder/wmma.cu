@@ -1,6 +1,6 @@
 // Stage 4, wmma: tensor cores with fragments of 16 x 16, loaded from shared memory and stored there.
 //
-// Idea. The loops of `tiled`: a block computes QUERIES queries in a loop over tiles of KEYS keys. A warp handles 16 of
+// Idea. The loops of `tiled`: a block computes BR queries in a loop over tiles of BC keys. A warp handles 16 of
 // the queries and multiplies 16 x 16 x 16 at a time. CUDA does not say which lane holds which element of a fragment, so
 // operations on rows cannot work on fragments: S is stored to shared memory for the softmax, and P is loaded from
 // there. O is kept there too: it is rescaled by rows, loaded as the accumulator of P V, and stored again.
@@ -11,31 +11,31 @@
 //
 // New since `tiled`. Products of 16-bit numbers on tensor cores, summed in fp32. Rows in shared memory are 16 bytes
 // longer than the data, so that the rows of a fragment begin in different banks.
-// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 4 N^2 D / QUERIES bytes per head.
+// HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 4 N^2 D / BR bytes per head.
 // Limits. Shared-memory traffic: each score is stored in 4 bytes, loaded by the softmax, and stored and loaded again as P
 // in 2; each number of O is loaded and stored for every tile of keys, and once more where it is rescaled. Copies are synchronous: K and V share one buffer
 // in turn. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
-// The host also defines WARPS, KEYS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether rows begin
+// The host also defines WARPS, BC, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether rows begin
 // at multiples of 16 bytes) and VECTOR (plain.cuh).
 #include "wmma.cuh"
 
 #include "plain.cuh"
 
 #define THREADS (32 * WARPS)
-#define QUERIES (16 * WARPS)
-#define PITCH (PAD_D + 8)    // elements from row to row of Q, K and V,
-#define P_PITCH (KEYS + 8)   // and of P
-#define S_PITCH (KEYS + 4)   // floats of S,
-#define O_PITCH (PAD_D + 4)  // and of O
-#define D_STEPS (PAD_D / 16)
-#define KEY_STEPS (KEYS / 16)
+#define BR (16 * WARPS)
+#define PITCH (PADDED_D + 8)    // elements from row to row of Q, K and V,
+#define P_PITCH (BC + 8)        // and of P
+#define S_PITCH (BC + 4)        // floats of S,
+#define O_PITCH (PADDED_D + 4)  // and of O
+#define D_STEPS (PADDED_D / 16)
+#define KEY_STEPS (BC / 16)
 
 // Rows first .. first + ROWS of x into a tile; zeros from row `end` on, and beyond HEAD_DIM.
 template <int ROWS>
 __device__ __forceinline__ void load_tile(element *tile, const element *x, long long stride, int first, int end) {
 #pragma unroll 4
-    for (int at = threadIdx.x * 8; at < ROWS * PAD_D; at += THREADS * 8) {
-        const int row = at / PAD_D, d = at % PAD_D;
+    for (int at = threadIdx.x * 8; at < ROWS * PADDED_D; at += THREADS * 8) {
+        const int row = at / PADDED_D, d = at % PADDED_D;
         const bool inside = first + row < end && d < HEAD_DIM;
         const element *from = x + (first + row) * stride + d;
         element *to = tile + row * PITCH + d;
@@ -55,11 +55,11 @@ __device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_ro
 #pragma unroll
     for (int d = 0; d < D_STEPS; ++d) {
         Fragment q, k;
-        load_left(q, q_rows + d * 16, PITCH);
+        load_a(q, q_rows + d * 16, PITCH);
 #pragma unroll
         for (int n = 0; n < KEY_STEPS; ++n) {
-            load_columns(k, k_tile + n * 16 * PITCH + d * 16, PITCH);
-            multiply_columns(s[n], q, k);
+            load_b_col_major(k, k_tile + n * 16 * PITCH + d * 16, PITCH);
+            mma_col_major(s[n], q, k);
         }
     }
 #pragma unroll
@@ -70,15 +70,15 @@ __device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_ro
 __device__ __forceinline__ void add_values(float *o_rows, const element *p_rows, const element *v_tile) {
     Fragment weights[KEY_STEPS], v;
 #pragma unroll
-    for (int n = 0; n < KEY_STEPS; ++n) load_left(weights[n], p_rows + n * 16, P_PITCH);
+    for (int n = 0; n < KEY_STEPS; ++n) load_a(weights[n], p_rows + n * 16, P_PITCH);
 #pragma unroll
     for (int d = 0; d < D_STEPS; ++d) {
         Sums o;
         load_sums(o, o_rows + d * 16, O_PITCH);
 #pragma unroll
         for (int n = 0; n < KEY_STEPS; ++n) {
-            load_rows(v, v_tile + n * 16 * PITCH + d * 16, PITCH);
-            multiply_rows(o, weights[n], v);
+            load_b_row_major(v, v_tile + n * 16 * PITCH + d * 16, PITCH);
+            mma_row_major(o, weights[n], v);
         }
         store_sums(o_rows + d * 16, o, O_PITCH);
     }
@@ -96,9 +96,9 @@ __device__ __forceinline__ int column_of(int n) {
 __device__ __forceinline__ void online_softmax(const Params &p, const float *s, element *weights, float *o, float &m,
                                                float &l, int query, int start, int keys, bool masked) {
     const float scale_log2 = p.scale * LOG2E;
-    float x[KEYS / 2], row_max = m, sum = 0.0f;
+    float x[BC / 2], row_max = m, sum = 0.0f;
 #pragma unroll
-    for (int n = 0; n < KEYS / 2; ++n) {
+    for (int n = 0; n < BC / 2; ++n) {
         x[n] = s[column_of(n)] * scale_log2;
         if (masked && !is_visible(p, query, start + column_of(n), keys, keys - p.tq, 0, 0)) x[n] = -INFINITE;
         row_max = fmaxf(row_max, x[n]);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void online_softmax(const Params &p, const float *s, 
     // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
     const float shift = row_max == -INFINITE ? 0.0f : row_max, factor = exp2f(m - shift);
 #pragma unroll
-    for (int n = 0; n < KEYS / 2; ++n) {
+    for (int n = 0; n < BC / 2; ++n) {
         x[n] = exp2f(x[n] - shift);
         sum += x[n];
         weights[column_of(n)] = to_element(x[n]);
@@ -115,34 +115,34 @@ __device__ __forceinline__ void online_softmax(const Params &p, const float *s, 
     l = l * factor + sum + __shfl_xor_sync(~0u, sum, 1);
     if (__any_sync(~0u, row_max > m))
 #pragma unroll
-        for (int n = 0; n < PAD_D / 2; ++n) o[column_of(n)] *= factor;
+        for (int n = 0; n < PADDED_D / 2; ++n) o[column_of(n)] *= factor;
     m = row_max;
 }
 
 // out and lse. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_wmma_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    element *q_tile = (element *)memory, *kv_tile = q_tile + QUERIES * PITCH, *p_tile = kv_tile + KEYS * PITCH;
-    float *s_tile = (float *)(p_tile + QUERIES * P_PITCH), *o_tile = s_tile + QUERIES * S_PITCH;
+    element *q_tile = (element *)memory, *kv_tile = q_tile + BR * PITCH, *p_tile = kv_tile + BC * PITCH;
+    float *s_tile = (float *)(p_tile + BR * P_PITCH), *o_tile = s_tile + BR * S_PITCH;
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * 16, row = warp_row + lane / 2;  // the warp's first, and the lane's
-    const int i0 = tile * QUERIES, keys = keys_of(p, b);
+    const int i0 = tile * BR, keys = keys_of(p, b);
     const element *k = matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV);
     const element *v = matrix_of(p.v, p.v_stride, b, h / HEADS_PER_KV);
-    const Range range = key_range(p, i0, min_of(QUERIES, p.tq - i0), keys, keys - p.tq, KEYS, {});
+    const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, {});
 
-    load_tile<QUERIES>(q_tile, matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0, p.tq);
+    load_tile<BR>(q_tile, matrix_of(p.q, p.q_stride, b, h), p.q_stride.t, i0, p.tq);
     float *o_row = o_tile + row * O_PITCH, m = -INFINITE, l = 0.0f;
-    for (int n = 0; n < PAD_D / 2; ++n) o_row[column_of(n)] = 0.0f;
-    for (int start = range.lo; start < range.hi; start += KEYS) {
+    for (int n = 0; n < PADDED_D / 2; ++n) o_row[column_of(n)] = 0.0f;
+    for (int start = range.lo; start < range.hi; start += BC) {
         __syncthreads();  // all have read the last V
-        load_tile<KEYS>(kv_tile, k, p.k_stride.t, start, keys);
+        load_tile<BC>(kv_tile, k, p.k_stride.t, start, keys);
         __syncthreads();  // K is there
         multiply_keys(s_tile + warp_row * S_PITCH, q_tile + warp_row * PITCH, kv_tile);
         __syncthreads();  // all have read K, and stored S
-        load_tile<KEYS>(kv_tile, v, p.v_stride.t, start, keys);
+        load_tile<BC>(kv_tile, v, p.v_stride.t, start, keys);
         online_softmax(p, s_tile + row * S_PITCH, p_tile + row * P_PITCH, o_row, m, l, i0 + row, start, keys,
                        start < range.full_lo || start >= range.full_hi);
         __syncthreads();  // V and P are there, and O is rescaled

@@ -45,7 +45,7 @@ struct Params {
     float *lse;                               // (B, Hq, Tq), natural logarithm
     const element *dout;                      // (B, Hq, Tq, D)
     element *dq, *dk, *dv;                    // as q, k, v
-    float *lse_log2, *delta;                  // (B, Hq, padded_tq): lse * log2(e), rowsum(out * dout); backward only
+    float *padded_lse, *delta;                // (B, Hq, padded_tq): lse in base 2, or e (delta.cu); rowsum(out * dout)
     float *scratch;                           // the stage's own: see its .cu
     const float *alibi_slopes;                // (Hq,)
     const int *q_document_ids, *k_document_ids;  // (B, Tq), (B, Tk)
@@ -62,7 +62,7 @@ struct Params {
     int tail;                                 // tiles of a head, the shortest, that are left for the end
     int window_left, window_right;            // read with HAS_LEFT, HAS_RIGHT
     float scale, softcap, keep_scale;         // keep_scale = 1 / (1 - dropout_p)
-    unsigned threshold;                       // a probability is kept where its bits are >= threshold
+    unsigned dropout_threshold;               // a probability is kept where its bits are >= dropout_threshold
     int lead;                                 // with BLOCK_MASK: tiles of a head that come before all others
 };
 
@@ -96,13 +96,13 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 
 // The score of query i and key j from dot = <q_i, k_j>, before the mask. `causal_offset` = keys - Tq: the distance is
-// j - i - causal_offset. `capped` gets tanh(scale * dot / softcap), which the backward needs.
+// j - i - causal_offset. `tanh_score` gets tanh(scale * dot / softcap), which the backward needs.
 __device__ __forceinline__ float score_of(const Params &p, float dot, int i, int j, int causal_offset, float slope,
-                                          float &capped) {
+                                          float &tanh_score) {
     float s = dot * p.scale;
 #if SOFTCAP
-    capped = tanh_of(s / p.softcap);
-    s = capped * p.softcap;
+    tanh_score = tanh_of(s / p.softcap);
+    s = tanh_score * p.softcap;
 #endif
 #if ALIBI
     s -= slope * fabsf((float)(j - i - causal_offset));
@@ -228,18 +228,18 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
 // of all heads come in the end, and with BLOCK_MASK `lead` of all heads at the beginning (ops/order.py).
 __device__ __forceinline__ void scheduled_tile(const Params &p, int index, int n_heads, bool last_first, int &tile,
                                           int &head) {
-    int ahead = p.n_tiles - p.tail, first = 0, width = n_heads, within = index, lead = 0;
+    int before_tail = p.n_tiles - p.tail, first = 0, width = n_heads, within = index, lead = 0;
 #if BLOCK_MASK
     if (index < p.lead * n_heads)
-        ahead = 0;
+        before_tail = 0;
     else
-        lead = p.lead, ahead -= lead, within = index -= lead * n_heads;
+        lead = p.lead, before_tail -= lead, within = index -= lead * n_heads;
 #endif
-    if (index < ahead * n_heads) {
-        first = index / (p.heads_in_l2 * ahead) * p.heads_in_l2;
-        width = min_of(p.heads_in_l2, n_heads - first), within = index - first * ahead;
+    if (index < before_tail * n_heads) {
+        first = index / (p.heads_in_l2 * before_tail) * p.heads_in_l2;
+        width = min_of(p.heads_in_l2, n_heads - first), within = index - first * before_tail;
     }
-    tile = lead + within / width;  // of all heads the tail's come behind `ahead` others
+    tile = lead + within / width;  // of all heads the tail's come behind `before_tail` others
     head = first + within % width;
     if (last_first) tile = p.n_tiles - 1 - tile;
 }
@@ -250,14 +250,15 @@ __device__ __forceinline__ unsigned fmix32(unsigned x) {
     return x ^ (x >> 16);
 }
 
-__device__ __forceinline__ unsigned absorb(unsigned key, unsigned x) { return fmix32((key ^ x) + 0x9E3779B9u); }
+__device__ __forceinline__ unsigned hash_combine(unsigned key, unsigned x) { return fmix32((key ^ x) + 0x9E3779B9u); }
 
-// The key of the head's rows: one `absorb` more gives row i's.
+// The key of the head's rows: one `hash_combine` more gives row i's.
 __device__ __forceinline__ unsigned dropout_head_key(const Params &p, int b, int h) {
     unsigned long long seed = (unsigned long long)*p.seed;
-    return absorb(absorb(absorb(absorb(0u, (unsigned)seed), (unsigned)(seed >> 32)), (unsigned)b), (unsigned)h);
+    return hash_combine(
+        hash_combine(hash_combine(hash_combine(0u, (unsigned)seed), (unsigned)(seed >> 32)), (unsigned)b), (unsigned)h);
 }
 
-__device__ __forceinline__ bool dropout_keeps(unsigned row_key, int j, unsigned threshold) {
-    return fmix32(row_key + 0x9E3779B9u * (unsigned)j) >= threshold;
+__device__ __forceinline__ bool dropout_keeps(unsigned row_key, int j, unsigned dropout_threshold) {
+    return fmix32(row_key + 0x9E3779B9u * (unsigned)j) >= dropout_threshold;
 }

@@ -3,8 +3,8 @@
 // dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(out * dout) (Dao et al. 2022, section 3.1): two rows of D
 // numbers instead of a pass over all keys. With dropout it holds too, as out and dP have the same mask.
 //
-// lse_log2: lse * log2(e), for exponentials of base 2; with NATURAL = 1 lse itself. A row that sees no key, or lies
-// beyond Tq, gets +inf, so that exp(s - lse_log2) is 0 for any score. Both are (B, Hq, padded_tq).
+// padded_lse: lse * log2(e), for exponentials of base 2; with NATURAL_LOG = 1 lse itself. A row that sees no key, or
+// lies beyond Tq, gets +inf, so that exp(s - padded_lse) is 0 for any score. Both are (B, Hq, padded_tq).
 //
 // HBM traffic: out and dout once. Grid: B * Hq * padded_tq / 8, a warp a row.
 #include "plain.cuh"
@@ -25,6 +25,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_delta(const __g
     sum = reduce_warp<Sum>(sum);
     if (lane == 0) {
         p.delta[row] = sum;
-        p.lse_log2[row] = lse == -INFINITE ? INFINITE : NATURAL ? lse : lse * LOG2E;
+        p.padded_lse[row] = lse == -INFINITE ? INFINITE : NATURAL_LOG ? lse : lse * LOG2E;
     }
 }

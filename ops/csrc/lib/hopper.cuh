@@ -1,22 +1,22 @@
 // Hopper's own instructions under their PTX names, for sm_90a: mbarriers, copies by TMA through tensor maps, wgmma, named
 // barriers, registers that move between warp groups.
 //
-// A tile in shared memory is what TMA writes and wgmma reads: PAD_D / BLOCK_D blocks of columns one after the other, each
-// of BLOCK_D columns (128 or 64 bytes a row), its 16-byte chunks swizzled within groups of 8 rows. All tiles begin at
-// multiples of 1,024 bytes.
+// A tile in shared memory is what TMA writes and wgmma reads: PADDED_D / BLOCK_D blocks of columns one after the other,
+// each of BLOCK_D columns (128 or 64 bytes a row), its 16-byte chunks swizzled within groups of 8 rows. All tiles begin
+// at multiples of 1,024 bytes.
 #pragma once
 #include "mma.cuh"
 
 #ifndef BLOCK_D
-#define BLOCK_D (PAD_D % 64 ? 32 : 64)  // columns of a block
+#define BLOCK_D (PADDED_D % 64 ? 32 : 64)  // columns of a block
 #endif
-#define COLUMN_BLOCKS (PAD_D / BLOCK_D)
+#define COLUMN_BLOCKS (PADDED_D / BLOCK_D)
 #ifndef USED_D
-#define USED_D PAD_D  // columns that are multiplied
+#define USED_D PADDED_D  // columns that are multiplied
 #endif
 #define BLOCK_ROW_BYTES (BLOCK_D * 2)  // of a row of a block
 
-// With FP8 what is multiplied is e4m3, which TMA and shared memory have as pairs, PAD_D / 2 columns of 16 bits.
+// With FP8 what is multiplied is e4m3, which TMA and shared memory have as pairs, PADDED_D / 2 columns of 16 bits.
 #ifndef FP8
 #define FP8 0
 #endif
@@ -68,11 +68,12 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 #endif
 }
 
-// Where a ring of buffers is, and the parity of the phase in which this one is filled.
-template <int BUFFERS> struct Ring {
+// Where a pipeline is in its ring of buffers, and the parity of the phase in which this one is filled: CUTLASS's
+// PipelineState.
+template <int BUFFERS> struct PipelineState {
     int index;
     unsigned parity;
-    __device__ __forceinline__ Ring() : index(0), parity(0) {}
+    __device__ __forceinline__ PipelineState() : index(0), parity(0) {}
     __device__ __forceinline__ void next() {
         if (++index == BUFFERS) index = 0, parity ^= 1;
     }
@@ -198,8 +199,8 @@ template <int N> __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 // The compiler may not move what reads or writes these registers over this point: it does not know that a wgmma that was
-// issued writes them until it is waited for.
-template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
+// issued writes them until it is waited for. (CUTLASS's word for it.)
+template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }

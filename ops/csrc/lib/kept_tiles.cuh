@@ -14,16 +14,16 @@
 #define LAST_FLAG 4
 #define START_OF(entry) ((entry) & -64)
 
-// Each entry is read two tiles ahead, so that where the next tile begins is known by the time its copies start. The
-// lists of HEADS query heads follow each other, and any of them may be empty.
-template <int HEADS> struct KeptTiles {
+// The tiles that the block mask keeps. Each entry is prefetched two tiles ahead, so that where the next tile begins is
+// known by the time its copies start. The lists of HEADS query heads follow each other, and any of them may be empty.
+template <int HEADS> struct BlockMaskTiles {
     const Params &p;
     const int *list, *entry;  // of the head of the next tile, and how far that list has been read
     int here, next, after;    // entries; `after` as it was read: it may be the end of a list that another follows
     int head, next_head;      // of the HEADS
 
     // Of tile number `tile` of p.n_tiles, from head h on: `next` is its first tile.
-    __device__ __forceinline__ KeptTiles(const Params &p, int b, int h, int tile)
+    __device__ __forceinline__ BlockMaskTiles(const Params &p, int b, int h, int tile)
         : p(p), next(END_OF_LIST), next_head(0) {
         list = entry = matrix_of(p.kept, p.kept_stride, b, h) + tile * p.kept_stride.t;
         after = *entry;
@@ -58,8 +58,8 @@ template <int HEADS> struct KeptTiles {
 //         ...
 //     }
 //
-// Here they are those of a KeptTiles `kept`. They are macros, as with functions in their place ptxas gave the kernels
-// without BLOCK_MASK other registers, and the backward spilled.
+// Here they are those of a BlockMaskTiles `kept`. They are macros, as with functions in their place ptxas gave the
+// kernels without BLOCK_MASK other registers, and the backward spilled.
 #define LOADER_ORIGIN 0                                // the row from which Loaders count
 #define HAS_TILES (kept.next >= 0)                     // before the loop
 #define FIRST_TILE kept.next_start()                   // whose copies start before the loop

@@ -18,11 +18,11 @@ typedef element mma_element;
 static_assert(HEAD_DIM % 8 == 0, "rows are copied in chunks of 8 elements");
 #endif
 
-#ifndef PAD_D
-#define PAD_D ((HEAD_DIM + 31) / 32 * 32)
+#ifndef PADDED_D
+#define PADDED_D ((HEAD_DIM + 31) / 32 * 32)
 #endif
-#define ROW_BYTES (PAD_D * 2)
-#define D_STEPS (PAD_D / 16)  // of 16 along the head dim
+#define ROW_BYTES (PADDED_D * 2)
+#define D_STEPS (PADDED_D / 16)  // of 16 along the head dim
 
 // Where chunk `chunk` of 16 bytes of row `row` lies in a swizzled tile of COLUMNS: chunks trade places within groups of
 // 8, or of 4, so that one chunk of 8 rows falls into 8 different groups of banks.
@@ -60,7 +60,7 @@ __device__ __forceinline__ unsigned shared_address(const void *pointer) {
 }
 
 // 16 bytes from global to shared memory, or 16 zeros.
-__device__ __forceinline__ void copy_async(unsigned to, const void *from, bool inside) {
+__device__ __forceinline__ void cp_async_16(unsigned to, const void *from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
@@ -68,10 +68,10 @@ __device__ __forceinline__ void store_shared(unsigned to, unsigned bits) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
 }
 
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until all but the newest N groups of copies have landed.
-template <int N> __device__ __forceinline__ void wait_for_all_but() {
+template <int N> __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
@@ -89,12 +89,12 @@ __device__ __forceinline__ void load_transposed(unsigned (&r)[4], unsigned addre
                  : "memory");
 }
 
-// TILES x 2 * PAIRS C tiles of a warp: 16 * TILES rows, 16 * PAIRS columns.
-template <int TILES, int PAIRS> struct Accumulator {
-    float c[TILES][2 * PAIRS][4];
+// M_TILES x 2 * PAIRS C tiles of a warp: 16 * M_TILES rows, 16 * PAIRS columns.
+template <int M_TILES, int PAIRS> struct Accumulator {
+    float c[M_TILES][2 * PAIRS][4];
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; n++) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.0f;
     }
@@ -148,7 +148,8 @@ __device__ __forceinline__ float exp2_of(float x) {
 // worked out once; a tile then takes a comparison, an addition and a copy a chunk (computing them anew took a fifth of
 // all instructions of the forward).
 template <int ROWS, int THREADS> struct Loader {
-    static const int LANES = PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : 16, STEP = THREADS / LANES;  // threads of a row; rows
+    static const int LANES = PADDED_D <= 32 ? 4 : PADDED_D <= 64 ? 8 : 16;  // threads of a row
+    static const int STEP = THREADS / LANES;                                // rows
     static_assert(STEP % 8 == 0, "the swizzle of a thread's chunks is the same in all its rows");
     const mma_element *from;
     unsigned to;
@@ -160,8 +161,8 @@ template <int ROWS, int THREADS> struct Loader {
         const int chunk = threadIdx.x % LANES;
         row = threadIdx.x / LANES;
         from = matrix + (first + row) * stride + chunk * 8;
-        to = swizzled<PAD_D>(row, chunk);
-        inside = chunk * 8 < PAD_D;
+        to = swizzled<PADDED_D>(row, chunk);
+        inside = chunk * 8 < PADDED_D;
     }
 
     // Into a swizzled tile, zeros from the tile's row `limit` on and beyond D; then `advance` rows on. With ALIGNED the
@@ -170,11 +171,11 @@ template <int ROWS, int THREADS> struct Loader {
         const mma_element *at = from;
 #pragma unroll
         for (int x = 0; x < (ROWS + STEP - 1) / STEP; x++, at += STEP * stride) {
-            if ((LANES * 8 > PAD_D && !inside) || (ROWS % STEP && row + x * STEP >= ROWS)) continue;
-            const bool real = row + x * STEP < limit && (HEAD_DIM == PAD_D || threadIdx.x % LANES * 8 < HEAD_DIM);
+            if ((LANES * 8 > PADDED_D && !inside) || (ROWS % STEP && row + x * STEP >= ROWS)) continue;
+            const bool real = row + x * STEP < limit && (HEAD_DIM == PADDED_D || threadIdx.x % LANES * 8 < HEAD_DIM);
             const unsigned target = tile + to + x * STEP * ROW_BYTES;
 #if ALIGNED
-            copy_async(target, at, real);
+            cp_async_16(target, at, real);
 #else
             for (int e = 0; e < 8; e += 2) {
                 const unsigned low = real ? ((const unsigned short *)at)[e] : 0;
@@ -201,14 +202,14 @@ template <int ROWS, int THREADS> struct Loader {
 };
 
 // sums += A B over STEPS of 16, where the tiles `a` and `b` hold A and B as A_LAYOUT and B_LAYOUT say.
-template <int STEPS, Layout A_LAYOUT, Layout B_LAYOUT, int TILES, int PAIRS, int COLUMNS>
-__device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
-                                         unsigned a, const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
+template <int STEPS, Layout A_LAYOUT, Layout B_LAYOUT, int M_TILES, int PAIRS, int COLUMNS>
+__device__ __forceinline__ void multiply(Accumulator<M_TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
+                                         unsigned a, const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        unsigned left[TILES][4], right[4];
+        unsigned left[M_TILES][4], right[4];
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
             if (A_LAYOUT == TRANSPOSED)
                 load_transposed(left[t], a_lanes(a, step * 16, t));
             else
@@ -220,7 +221,7 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
             else
                 load_transposed(right, b_lanes(b, step * 16, n));
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
+            for (int t = 0; t < M_TILES; t++) {
                 mma(sums.c[t][2 * n], left[t], right[0], right[1]);
                 mma(sums.c[t][2 * n + 1], left[t], right[2], right[3]);
             }
@@ -229,9 +230,9 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
 }
 
 // sums += A B, where A is in registers, and B's columns are the rows of tile `b`.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const unsigned (&a)[TILES][D_STEPS][4],
-                                         const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void multiply(Accumulator<M_TILES, PAIRS> &sums, const unsigned (&a)[M_TILES][D_STEPS][4],
+                                         const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned right[4];
@@ -239,7 +240,7 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
         for (int n = 0; n < PAIRS; n++) {
             load_matrices(right, b_lanes(b, n * 16, d));
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
+            for (int t = 0; t < M_TILES; t++) {
                 mma(sums.c[t][2 * n], a[t][d], right[0], right[1]);
                 mma(sums.c[t][2 * n + 1], a[t][d], right[2], right[3]);
             }
@@ -248,14 +249,14 @@ __device__ __forceinline__ void multiply(Accumulator<TILES, PAIRS> &sums, const 
 }
 
 // sums += W B, where W are the warp's own sums, rounded to 16 bits, and B is the tile at `b`, (16 * PAIRS) x D.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void add_product(Accumulator<TILES, D_STEPS> &sums, const Accumulator<TILES, PAIRS> &w,
-                                            const LdmatrixLanes<PAD_D> &b_lanes, unsigned b) {
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void add_product(Accumulator<M_TILES, D_STEPS> &sums, const Accumulator<M_TILES, PAIRS> &w,
+                                            const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int n = 0; n < PAIRS; n++) {
-        unsigned left[TILES][4], right[4];
+        unsigned left[M_TILES][4], right[4];
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 left[t][e] = pack(w.c[t][2 * n + e / 2][e % 2 * 2], w.c[t][2 * n + e / 2][e % 2 * 2 + 1]);
@@ -263,7 +264,7 @@ __device__ __forceinline__ void add_product(Accumulator<TILES, D_STEPS> &sums, c
         for (int d = 0; d < D_STEPS; d++) {
             load_transposed(right, b_lanes(b, n * 16, d));
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
+            for (int t = 0; t < M_TILES; t++) {
                 mma(sums.c[t][2 * d], left[t], right[0], right[1]);
                 mma(sums.c[t][2 * d + 1], left[t], right[2], right[3]);
             }
@@ -276,7 +277,7 @@ __device__ __forceinline__ void add_product(Accumulator<TILES, D_STEPS> &sums, c
 // `rows` rows of a swizzled tile that has ROWS to global memory, by THREADS threads, in chunks of 16 bytes.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void copy_rows(unsigned tile, int thread, element *to, long long stride, int rows) {
-    const int chunks = PAD_D / 8;
+    const int chunks = PADDED_D / 8;
 #pragma unroll
     for (int x = thread; x < ROWS * chunks; x += THREADS) {
         int row = x / chunks, chunk = x % chunks;
@@ -284,7 +285,7 @@ __device__ __forceinline__ void copy_rows(unsigned tile, int thread, element *to
             uint4 bits;
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                         : "r"(tile + swizzled<PAD_D>(row, chunk))
+                         : "r"(tile + swizzled<PADDED_D>(row, chunk))
                          : "memory");
             *(uint4 *)(to + row * stride + chunk * 8) = bits;
         }
@@ -293,21 +294,21 @@ __device__ __forceinline__ void copy_rows(unsigned tile, int thread, element *to
 
 // A warp's rows, as 16 bits, over its own rows of a swizzled tile and from there to global memory. `tile`: the warp's
 // first row; `to`: that row of the (T, D) matrix, of which `rows` exist.
-template <int TILES>
+template <int M_TILES>
 __device__ __forceinline__ void store_rows(unsigned tile, element *to, long long stride, int rows,
-                                           const Accumulator<TILES, D_STEPS> &sums) {
+                                           const Accumulator<M_TILES, D_STEPS> &sums) {
     int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
-        for (int n = 0; n < PAD_D / 8; n++)
+        for (int n = 0; n < PADDED_D / 8; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                store_shared(tile + swizzled<PAD_D>(t * 16 + half * 8 + lane / 4, n) + lane % 4 * 4,
+                store_shared(tile + swizzled<PADDED_D>(t * 16 + half * 8 + lane / 4, n) + lane % 4 * 4,
                              pack(sums.c[t][n][2 * half], sums.c[t][n][2 * half + 1]));
     __syncwarp();
-    copy_rows<TILES * 16, 32>(tile, lane, to, stride, rows);
+    copy_rows<M_TILES * 16, 32>(tile, lane, to, stride, rows);
 }
 
 #endif

@@ -1,12 +1,12 @@
-// The first kernel of a backward on tensor cores: delta = rowsum(dout * out) and lse_log2 = lse * log2(e), infinite
+// The first kernel of a backward on tensor cores: delta = rowsum(dout * out) and padded_lse = lse * log2(e), infinite
 // where the row sees no key or does not exist, so that its P is 0 (delta.cu tells why); and with CLEAR the accumulator
-// of dQ, PAD_D floats a row, is cleared, and with COUNTER a counter behind it. All for (B, Hq, padded_tq) rows.
+// of dQ, PADDED_D floats a row, is cleared, and with COUNTER a counter behind it. All for (B, Hq, padded_tq) rows.
 //
 // HBM traffic: out and dout once, the accumulator once. A block takes THREADS / LANES rows.
 #include "mma.cuh"
 
 #define THREADS 256
-#define LANES (PAD_D <= 32 ? 4 : PAD_D <= 64 ? 8 : PAD_D <= 128 ? 16 : 32)  // that share a row, 8 numbers each
+#define LANES (PADDED_D <= 32 ? 4 : PADDED_D <= 64 ? 8 : PADDED_D <= 128 ? 16 : 32)  // that share a row, 8 numbers each
 
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(const __grid_constant__ Params p) {
     const long long row = (long long)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
@@ -30,13 +30,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(c
     for (int lanes = LANES / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(__activemask(), sum, lanes);
     if (part == 0) {
         const float lse = i < p.tq ? p.lse[(long long)head * p.tq + i] : -INFINITE;
-        p.lse_log2[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        p.padded_lse[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
         p.delta[row] = sum;
-        if (COUNTER && row == 0) *(int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PAD_D) = 0;
+        if (COUNTER && row == 0) *(int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D) = 0;
     }
 #if CLEAR
-    float4 *accumulator = (float4 *)(p.scratch + row * PAD_D);
+    float4 *accumulator = (float4 *)(p.scratch + row * PADDED_D);
 #pragma unroll
-    for (int x = part; x < PAD_D / 4; x += LANES) accumulator[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int x = part; x < PADDED_D / 4; x += LANES) accumulator[x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #endif
 }

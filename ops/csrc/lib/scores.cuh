@@ -24,20 +24,20 @@ __device__ __forceinline__ int id_of_key(const Params &p, int b, int j) {
 
 // `hidden` in the place of what is not seen of a tile. Keys outside, rows inside: two keys' ids are alive at a time.
 // (Rows outside, all ids of the tile were, and 584 bytes a thread spilled.)
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void apply_mask(const Params &p, Accumulator<TILES, PAIRS> &s, float hidden, int i_first,
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void apply_mask(const Params &p, Accumulator<M_TILES, PAIRS> &s, float hidden, int i_first,
                                            int j_first, int keys, int b) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
-    int ids[2 * TILES];
+    int ids[2 * M_TILES];
 #pragma unroll
-    for (int r = 0; r < 2 * TILES; r++) ids[r] = id_of_query(p, b, row + r * 8);
+    for (int r = 0; r < 2 * M_TILES; r++) ids[r] = id_of_query(p, b, row + r * 8);
 #pragma unroll
     for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int j = column + n * 8 + e, id = id_of_key(p, b, j);
 #pragma unroll
-            for (int r = 0; r < 2 * TILES; r++) {  // by what they are beyond `row`: fewer numbers to keep
+            for (int r = 0; r < 2 * M_TILES; r++) {  // by what they are beyond `row`: fewer numbers to keep
                 const bool seen = is_visible(p, r * 8, j - row, keys - row, keys - p.tq, ids[r], id);
                 if (!seen) s.c[r / 2][n][r % 2 * 2 + e] = hidden;
             }
@@ -45,21 +45,21 @@ __device__ __forceinline__ void apply_mask(const Params &p, Accumulator<TILES, P
 }
 
 // Scores of a tile that is not seen in full, or that takes more than a scale: -inf where unseen.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void finish_scores(const Params &p, Accumulator<TILES, PAIRS> &s, int i_first, int j_first,
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void finish_scores(const Params &p, Accumulator<M_TILES, PAIRS> &s, int i_first, int j_first,
                                               int keys, int b, int h, bool masked) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     if (SCALE_FIRST)
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    float &x = s.c[t][n][e], capped;
+                    float &x = s.c[t][n][e], tanh_score;
                     const int i = row + t * 16 + e / 2 * 8, j = column + n * 8 + e % 2;
-                    x = score_of(p, x, i, j, keys - p.tq, slope, capped);
+                    x = score_of(p, x, i, j, keys - p.tq, slope, tanh_score);
                 }
     if (masked) apply_mask(p, s, -INFINITE, i_first, j_first, keys, b);
 }
@@ -67,34 +67,34 @@ __device__ __forceinline__ void finish_scores(const Params &p, Accumulator<TILES
 // s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse_log2 and delta begin at row i_first. In
 // three passes, so that the mask is a branch of its own: within one, the compiler made selections of it that every tile
 // paid. Dropout is drawn ahead, into a bit for each column: kept as signs of P, it spilled 300 to 664 bytes.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TILES, PAIRS> &s,
-                                                 Accumulator<TILES, PAIRS> &dp, const float *lse_log2,
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_TILES, PAIRS> &s,
+                                                 Accumulator<M_TILES, PAIRS> &dp, const float *lse_log2,
                                                  const float *delta, int i_first, int j_first, int keys,
                                                  int b, int h, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float scale_log2 = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
     static_assert(PAIRS <= 8, "a bit for each column of a row");
-    unsigned dropped[TILES][2];
+    unsigned dropped[M_TILES][2];
 #endif
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int at = t * 16 + half * 8 + row;
             const float shift = lse_log2[at], mean = delta[at];
 #if DROPOUT
-            const unsigned row_key = absorb(dropout_head_key(p, b, h), (unsigned)(i_first + at));
+            const unsigned row_key = hash_combine(dropout_head_key(p, b, h), (unsigned)(i_first + at));
             dropped[t][half] = 0;
 #pragma unroll
             for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const bool keep = dropout_keeps(row_key, j_first + n * 8 + column + e, p.threshold);
+                    const bool is_kept = dropout_keeps(row_key, j_first + n * 8 + column + e, p.dropout_threshold);
                     float &gradient = dp.c[t][n][2 * half + e];
-                    gradient = keep ? gradient * p.keep_scale : 0.0f;
-                    if (!keep) dropped[t][half] |= 1u << (2 * n + e);
+                    gradient = is_kept ? gradient * p.keep_scale : 0.0f;
+                    if (!is_kept) dropped[t][half] |= 1u << (2 * n + e);
                 }
 #endif
 #pragma unroll
@@ -102,18 +102,18 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<TI
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
-                    float &weight = s.c[t][n][e], &gradient = dp.c[t][n][e], capped = 0.0f;
-                    if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, capped);
+                    float &weight = s.c[t][n][e], &gradient = dp.c[t][n][e], tanh_score = 0.0f;
+                    if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, tanh_score);
                     weight = exp2_of(weight * scale_log2 - shift);
                     gradient -= mean;
 #if SOFTCAP
-                    gradient *= 1.0f - capped * capped;
+                    gradient *= 1.0f - tanh_score * tanh_score;
 #endif
                 }
         }
     if (masked) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int n = 0; n < 2 * PAIRS; n++)
 #pragma unroll

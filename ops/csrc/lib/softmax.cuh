@@ -4,11 +4,11 @@
 
 // Of rows g and g + 8: the shift, in units of log2 (in fp32: of the scores), and the sum, of which each lane has its
 // own part.
-template <int TILES> struct SoftmaxState {
-    float m[TILES][2], l[TILES][2];
+template <int M_TILES> struct SoftmaxState {
+    float m[M_TILES][2], l[M_TILES][2];
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int t = 0; t < TILES; t++) m[t][0] = m[t][1] = -INFINITE, l[t][0] = l[t][1] = 0.0f;
+        for (int t = 0; t < M_TILES; t++) m[t][0] = m[t][1] = -INFINITE, l[t][0] = l[t][1] = 0.0f;
     }
 };
 
@@ -42,13 +42,13 @@ template <int TILES> struct SoftmaxState {
 // the power of what m was rounded by.
 // Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
 // warp needed it.
-template <int TILES, int PAIRS, typename Rescale>
-__device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, SoftmaxState<TILES> &rows,
+template <int M_TILES, int PAIRS, typename Rescale>
+__device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, PAIRS> &s, SoftmaxState<M_TILES> &rows,
                                                float scale_log2, const Rescale &rescale) {
-    float row_max[TILES][2];
+    float row_max[M_TILES][2];
     bool needs_rescale = false;
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float &x = row_max[t][half];
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Sof
     needs_rescale = __any_sync(~0u, needs_rescale);
     if (needs_rescale) {
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 // Row by row: a row's bits depend on no other row.
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Sof
             }
     }
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
@@ -104,38 +104,39 @@ __device__ __forceinline__ bool online_softmax(Accumulator<TILES, PAIRS> &s, Sof
 }
 
 // The same, with o rescaled at once.
-template <int TILES, int PAIRS>
-__device__ __forceinline__ void online_softmax(Accumulator<TILES, PAIRS> &s, Accumulator<TILES, D_STEPS> &o,
-                                               SoftmaxState<TILES> &rows, float scale_log2) {
+template <int M_TILES, int PAIRS>
+__device__ __forceinline__ void online_softmax(Accumulator<M_TILES, PAIRS> &s, Accumulator<M_TILES, D_STEPS> &o,
+                                               SoftmaxState<M_TILES> &rows, float scale_log2) {
     online_softmax(s, rows, scale_log2, [&](int t, int half, float factor) {
 #pragma unroll
-        for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= factor, o.c[t][n][2 * half + 1] *= factor;
+        for (int n = 0; n < PADDED_D / 8; n++) o.c[t][n][2 * half] *= factor, o.c[t][n][2 * half + 1] *= factor;
     });
 }
 
 // What dropout leaves of the weights of keys j_first and on.
-template <int TILES> struct Dropout {
+template <int M_TILES> struct Dropout {
 #if DROPOUT
-    unsigned row_key[TILES][2];
+    unsigned row_key[M_TILES][2];
 #endif
     __device__ __forceinline__ Dropout(const Params &p, int b, int h, int i_first) {
 #if DROPOUT
         const unsigned head_key = dropout_head_key(p, b, h);
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
             for (int half = 0; half < 2; half++)
-                row_key[t][half] = absorb(head_key, (unsigned)(i_first + t * 16 + half * 8 + threadIdx.x % 32 / 4));
+                row_key[t][half] =
+                    hash_combine(head_key, (unsigned)(i_first + t * 16 + half * 8 + threadIdx.x % 32 / 4));
 #endif
     }
     template <int PAIRS>
-    __device__ __forceinline__ void drop(const Params &p, Accumulator<TILES, PAIRS> &s, int j_first) const {
+    __device__ __forceinline__ void drop(const Params &p, Accumulator<M_TILES, PAIRS> &s, int j_first) const {
 #if DROPOUT
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < M_TILES; t++)
             for (int n = 0; n < 2 * PAIRS; n++)
                 for (int e = 0; e < 4; e++) {
                     const int j = j_first + n * 8 + threadIdx.x % 4 * 2 + e % 2;
-                    if (!dropout_keeps(row_key[t][e / 2], j, p.threshold)) s.c[t][n][e] = 0.0f;
+                    if (!dropout_keeps(row_key[t][e / 2], j, p.dropout_threshold)) s.c[t][n][e] = 0.0f;
                 }
 #endif
     }
@@ -143,12 +144,13 @@ template <int TILES> struct Dropout {
 
 // Divides o by the sums, and writes lse of the rows from i_first on. scale: of fp32, what the shift is to be multiplied
 // by.
-template <int TILES>
-__device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, D_STEPS> &o,
-                                            const SoftmaxState<TILES> &rows, int head, int i_first, float scale = 1.0f) {
+template <int M_TILES>
+__device__ __forceinline__ void finish_rows(const Params &p, Accumulator<M_TILES, D_STEPS> &o,
+                                            const SoftmaxState<M_TILES> &rows, int head, int i_first,
+                                            float scale = 1.0f) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float l = rows.l[t][half];
@@ -163,6 +165,7 @@ __device__ __forceinline__ void finish_rows(const Params &p, Accumulator<TILES, 
 #endif
             if (lane % 4 == 0 && i < p.tq) p.lse[(long long)head * p.tq + i] = l == 0.0f ? -INFINITE : lse;
 #pragma unroll
-            for (int n = 0; n < PAD_D / 8; n++) o.c[t][n][2 * half] *= inverse_l, o.c[t][n][2 * half + 1] *= inverse_l;
+            for (int n = 0; n < PADDED_D / 8; n++)
+                o.c[t][n][2 * half] *= inverse_l, o.c[t][n][2 * half + 1] *= inverse_l;
         }
 }

@@ -10,13 +10,13 @@
 
 #define THREADS (32 * WARPS)
 #define WARP_ROWS (4 * ROWS)
-#define INNER_TILE (8 * COLS)               // columns of a product of two tiles
-#define PADDED ((HEAD_DIM + 31) / 32 * 32)  // floats in a row of a tile of Q, K, V or dout
-#define FLOAT4S (PADDED / 32)               // of a row of out, dQ, dK or dV, a thread's
+#define INNER_TILE (8 * COLS)                 // columns of a product of two tiles
+#define PADDED_D ((HEAD_DIM + 31) / 32 * 32)  // floats in a row of a tile of Q, K, V or dout
+#define FLOAT4S (PADDED_D / 32)               // of a row of out, dQ, dK or dV, a thread's
 
-// How rows are swizzled: readers of four rows at once need BY_4, readers of eight BY_8.
-#define BY_4 3
-#define BY_8 7
+// How rows are swizzled: readers of four rows at once need SWIZZLE_4_ROWS, readers of eight SWIZZLE_8_ROWS.
+#define SWIZZLE_4_ROWS 3
+#define SWIZZLE_8_ROWS 7
 
 // Products are summed over parts of D, as one query on 239 keys (fp32) is allowed twice the error of PyTorch's: one sum
 // of 128 had 1.2 times that, sums of 32 had 1.14 times, sums of 16 have two thirds of what these had.
@@ -73,8 +73,8 @@ __device__ __forceinline__ void load_tile(float *tile, const element *x, long lo
 #pragma unroll 4
     for (int n = 0; n < N; n += at_once, x += at_once * stride)
 #pragma unroll
-        for (int c = chunk; c < PADDED / 4; c += 8)
-            copy_chunk(at<PADDED, SWIZZLE>(tile, own + n, c), x, 4 * c, first + own + n < limit && 4 * c < HEAD_DIM);
+        for (int c = chunk; c < PADDED_D / 4; c += 8)
+            copy_chunk(at<PADDED_D, SWIZZLE>(tile, own + n, c), x, 4 * c, first + own + n < limit && 4 * c < HEAD_DIM);
 }
 
 // What this thread has started to copy is there; a barrier makes it so for all.
@@ -84,7 +84,8 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// s[r][c] = <row of a, row of b>, where a's rows are row, row + 4, ... (BY_4), and b's col, col + 8, ... (BY_8).
+// s[r][c] = <row of a, row of b>, where a's rows are row, row + 4, ... (SWIZZLE_4_ROWS), and b's col, col + 8, ...
+// (SWIZZLE_8_ROWS).
 __device__ __forceinline__ void product(float (&s)[ROWS][COLS], float *a, int row, float *b, int col) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
@@ -97,9 +98,9 @@ __device__ __forceinline__ void product(float (&s)[ROWS][COLS], float *a, int ro
         for (int chunk = first / 4; chunk < (min_of(first + PART, HEAD_DIM) + 3) / 4; ++chunk) {
             float4 x[ROWS], y[COLS];
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) x[r] = at<PADDED, BY_4>(a, row + 4 * r, chunk);
+            for (int r = 0; r < ROWS; ++r) x[r] = at<PADDED_D, SWIZZLE_4_ROWS>(a, row + 4 * r, chunk);
 #pragma unroll
-            for (int c = 0; c < COLS; ++c) y[c] = at<PADDED, BY_8>(b, col + 8 * c, chunk);
+            for (int c = 0; c < COLS; ++c) y[c] = at<PADDED_D, SWIZZLE_8_ROWS>(b, col + 8 * c, chunk);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -124,7 +125,7 @@ __device__ __forceinline__ void store_weights(float *weights, int row, int col, 
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4)
-            at<INNER_TILE, BY_4>(weights, row + 4 * r, (col * COLS + c) / 4) =
+            at<INNER_TILE, SWIZZLE_4_ROWS>(weights, row + 4 * r, (col * COLS + c) / 4) =
                 make_float4(s[r][c], s[r][c + 1], s[r][c + 2], s[r][c + 3]);
 }
 
@@ -133,7 +134,7 @@ __device__ __forceinline__ void load_weights(float *weights, int row, int col, f
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4) {
-            const float4 four = at<INNER_TILE, BY_4>(weights, row + 4 * r, (col * COLS + c) / 4);
+            const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(weights, row + 4 * r, (col * COLS + c) / 4);
             s[r][c] = four.x, s[r][c + 1] = four.y, s[r][c + 2] = four.z, s[r][c + 3] = four.w;
         }
 }
@@ -149,14 +150,14 @@ __device__ __forceinline__ void accumulate(float4 (&sums)[N][FLOAT4S], float *we
             float w[N][4];
 #pragma unroll
             for (int r = 0; r < N; ++r) {
-                const float4 four = at<INNER_TILE, BY_4>(weights, row + 4 * r, (t * COLS + c) / 4);
+                const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(weights, row + 4 * r, (t * COLS + c) / 4);
                 w[r][0] = four.x, w[r][1] = four.y, w[r][2] = four.z, w[r][3] = four.w;
             }
 #pragma unroll
             for (int e = 0; e < 4; ++e)
 #pragma unroll
                 for (int n = 0; n < FLOAT4S; ++n) {
-                    const float4 x = at<PADDED, SWIZZLE>(tile, t + 8 * (c + e), col + 8 * n);
+                    const float4 x = at<PADDED_D, SWIZZLE>(tile, t + 8 * (c + e), col + 8 * n);
 #pragma unroll
                     for (int r = 0; r < N; ++r) {
                         sums[r][n].x += w[r][e] * x.x, sums[r][n].y += w[r][e] * x.y;

@@ -7,8 +7,8 @@
 #pragma once
 #include "attention.cuh"
 
-#ifndef PAD_D
-#define PAD_D ((HEAD_DIM + 31) / 32 * 32)
+#ifndef PADDED_D
+#define PADDED_D ((HEAD_DIM + 31) / 32 * 32)
 #endif
 
 // In PTX. (tests/ops/wmma_cpu.h has the rest of this file for a CPU.)
@@ -64,13 +64,13 @@ __device__ __forceinline__ unsigned address_of(const void *pointer) {
 #endif
 
 // A left operand; a right one, whose rows lie in memory one after the other; and one whose columns do.
-__device__ __forceinline__ void load_left(Fragment &to, const element *from, int pitch) { LOAD("a", "row"); }
-__device__ __forceinline__ void load_rows(Fragment &to, const element *from, int pitch) { LOAD("b", "row"); }
-__device__ __forceinline__ void load_columns(Fragment &to, const element *from, int pitch) { LOAD("b", "col"); }
+__device__ __forceinline__ void load_a(Fragment &to, const element *from, int pitch) { LOAD("a", "row"); }
+__device__ __forceinline__ void load_b_row_major(Fragment &to, const element *from, int pitch) { LOAD("b", "row"); }
+__device__ __forceinline__ void load_b_col_major(Fragment &to, const element *from, int pitch) { LOAD("b", "col"); }
 
-// c += a b, where b came by load_rows, or by load_columns.
-__device__ __forceinline__ void multiply_rows(Sums &c, const Fragment &a, const Fragment &b) { MULTIPLY("row"); }
-__device__ __forceinline__ void multiply_columns(Sums &c, const Fragment &a, const Fragment &b) { MULTIPLY("col"); }
+// c += a b, where b came by load_b_row_major, or by load_b_col_major.
+__device__ __forceinline__ void mma_row_major(Sums &c, const Fragment &a, const Fragment &b) { MULTIPLY("row"); }
+__device__ __forceinline__ void mma_col_major(Sums &c, const Fragment &a, const Fragment &b) { MULTIPLY("col"); }
 
 __device__ __forceinline__ void load_sums(Sums &to, const float *from, int pitch) {
     asm volatile("wmma.load.c.sync.aligned.row.m16n16k16.shared.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;"

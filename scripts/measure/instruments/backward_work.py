@@ -69,7 +69,7 @@ def kind_of(name: str, shape: Shape) -> Kind:
 
     costs = shared_instance(name).costs(call_of(shape, "cuda"))
     keeps = costs.writes_scores and costs.kept_bytes > 0
-    return Kind(keeps, costs.backward_products, skips=not costs.writes_scores)
+    return Kind(keeps, costs.backward_matmuls, skips=not costs.writes_scores)
 
 
 def flops_done(kind: Kind, shape: Shape) -> float:

@@ -62,7 +62,7 @@ def fused(name: str) -> bool:
     """Among the fused kernels that are compared with each other: one that multiplies on tensor cores in 16
     bits, and does not choose among those that are here by themselves."""
     made = registry.declaration(name)
-    apart = made.writes_scores or made.launches_each_tile or made.chooses or compiles_each_shape(name)
+    apart = made.writes_scores or made.launches_each_tile or made.dispatches_to or compiles_each_shape(name)
     return made.tensor_cores and not apart and name not in SLOWER
 
 

@@ -33,13 +33,13 @@ def is_ranked(name: str) -> bool:
     """Whether auto may take it for its speed: not what chooses, as that is one of the others, nor what writes
     the scores, nor what it takes last whatever the speed."""
     made = registry.declaration(name)
-    return name in registry.names() and not (made.chooses or made.writes_scores or name in LAST)
+    return name in registry.names() and not (made.dispatches_to or made.writes_scores or name in LAST)
 
 
 def decodes_fast(name: str) -> bool:
     """The same for a compiled step over a cache, which fuses naive attention."""
     made = registry.declaration(name)
-    choosing = made.chooses == "implementations"
+    choosing = made.dispatches_to == "implementations"
     return name in registry.names() and not (choosing or made.launches_each_tile)
 
 

@@ -81,7 +81,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--no-ncu", dest="ncu", action="store_false", help="no counters")
     options = made.parse_args(given)
     for name in options.attention or ():
-        if registry.declaration(name).chooses == "implementations":
+        if registry.declaration(name).dispatches_to == "implementations":
             made.error(f"--attention {name}: it runs another one; name that")
     return options
 
@@ -111,7 +111,7 @@ def usual_names(shape: Shape, cuda: bool) -> list[str]:
     kernel, beside those that they choose among."""
     from scripts.measure.instruments.contestants import usual
 
-    found = [name for name in usual(shape, cuda) if not registry.declaration(name).chooses]
+    found = [name for name in usual(shape, cuda) if not registry.declaration(name).dispatches_to]
     formulas = ["naive_checkpointed", *(["standard_compiled"] if cuda and shape.dtype != "fp32" else [])]
     return [*formulas, *(name for name in found if not is_slow_to_compile(registry.declaration(name)))]
 
