@@ -26,7 +26,7 @@ from attention.base import (
     Declaration,
     UnsupportedAttention,
 )
-from attention.call import cached_call_fields, call_fields
+from attention.call import NEED_MASK, cached_call_fields, call_fields
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -45,15 +45,12 @@ LAST = ("sdpa", "tiled", "naive")
 # Two classes of lengths, as the winners differ: a short call is a few waves of tiles, whose launch and tail
 # count, a long one is its inner loop. More classes would give the same names on a GPU at hand.
 SHORT = 1024
-# For these SDPA needs a mask of Tq x Tk entries; others skip masked tiles.
-MASKS = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
-MASKS |= {"relative_bias"}
 
 
 def table_key(call: AttentionCall) -> tuple[str, str]:
     """(purpose, mask) as in the table: training, forward or decode; causal, full or masked."""
     purpose = "training" if call.backward else "decode" if call.tq == 1 else "forward"
-    if call.features & MASKS or (call.causal and 1 < call.tq != call.tk):
+    if call.features & NEED_MASK or (call.causal and 1 < call.tq != call.tk):
         return purpose, "masked"
     return purpose, "causal" if call.causal or call.tq == 1 else "full"
 
@@ -74,10 +71,10 @@ def order(call: AttentionCall, compiled: bool = False) -> Order:
     purposes = (["compiled decode"] if short_decode else []) + [purpose]
     # Where no masked call has been measured, the order without a mask; SDPA, which writes it out, at the end.
     masks = [mask] if mask != "masked" else ["masked", "causal"]
-    for purpose, known in ((p, m) for p in purposes for m in masks):
-        if found := _measured(call, purpose, known):
+    for purpose, measured_mask in ((p, m) for p in purposes for m in masks):
+        if found := _measured(call, purpose, measured_mask):
             names, where = found
-            if known != mask:
+            if measured_mask != mask:
                 names = tuple(sorted(names, key=_writes_masks))
                 where += ", those last that write the mask out"
             return Order(tuple(dict.fromkeys((*names, *LAST))), where, len(names))
@@ -194,7 +191,7 @@ class AutoAttention(Attention):
         return reasons or super().unsupported_reasons(call)
 
     @torch.compiler.assume_constant_result
-    def _cached_choice(self, index: int | None, compiled: bool, facts: dict[str, Any]) -> str:
+    def _memoised_choice(self, index: int | None, compiled: bool, facts: dict[str, Any]) -> str:
         """The choice by an AttentionCall's facts, which torch.compile evaluates once, while it traces."""
         key = (index, compiled, torch.are_deterministic_algorithms_enabled(), *facts.values())
         if key not in self._chosen:
@@ -219,10 +216,10 @@ class AutoAttention(Attention):
         # they are 1, whether they are short or long, and which one is greater. A refusal of a certain length
         # (sdpa_cudnn's, and flex's where nothing is compiled) is not seen here.
         tq, tk = facts["tq"], facts["tk"]
-        short = 1 if tk == 1 else SHORT if tk <= SHORT else 2 * SHORT
-        queries = short if tq == tk else short - 1 if tq < tk else short + 1
-        facts |= {"batch": 1, "tq": 1 if tq == 1 else queries, "tk": short}
-        return self._built[self._cached_choice(q.device.index, torch.compiler.is_compiling(), facts)]
+        representative_tk = 1 if tk == 1 else SHORT if tk <= SHORT else 2 * SHORT
+        others = 0 if tq == tk else -1 if tq < tk else 1
+        facts |= {"batch": 1, "tq": 1 if tq == 1 else representative_tk + others, "tk": representative_tk}
+        return self._built[self._memoised_choice(q.device.index, torch.compiler.is_compiling(), facts)]
 
 
 def _without_remedy(reason: str) -> str:

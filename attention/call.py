@@ -34,6 +34,10 @@ FEATURES: dict[str, str] = {
     "rectangular": "as many queries as keys (not trainer=context_parallel)",
     "lse": "return_lse=False",
 }
+# For these SDPA needs a mask of Tq x Tk entries (attn_mask), as it does for a causal mask with Tq different
+# from Tk and more than one query; others skip masked tiles.
+NEED_MASK = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
+NEED_MASK |= {"relative_bias"}
 # Caches that are read in place of k and v (ops/cache_view.py), and what to change to do without one.
 CACHES: dict[str, str] = {"paged": "cache=dense", **dict.fromkeys(CACHE_DTYPES, "cache_dtype=auto")}
 # Features that no implementation has where a cache is read in place of k and v.

@@ -102,13 +102,13 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
     *args, tuning, bias_grad = args
     if torch.are_deterministic_algorithms_enabled():
         tuning = [1, *tuning[1:]]
-    if tuning and tuning[0] and (reason := _not_deterministic(stage, q.shape[3])):
+    if tuning and tuning[0] and (reason := _nondeterminism_reason(stage, q.shape[3])):
         raise UnsupportedAttention(f"cuda_{stage}", [reason])
     backward = getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")
     return backward(dout, q, *args, tuning, bias_grad)
 
 
-def _not_deterministic(stage: str | None, head_dim: int) -> str | None:
+def _nondeterminism_reason(stage: str | None, head_dim: int) -> str | None:
     """Why fa3 has no deterministic backward at this head dim, if so: it takes fa2's."""
     fa2_max_head_dim = STAGES["fa2"].capabilities.max_head_dim
     if stage != "fa3" or not fa2_max_head_dim < head_dim <= STAGES["fa3"].capabilities.max_head_dim:
@@ -208,7 +208,7 @@ class CudaStage(Attention):
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)
         if call.backward and (self.deterministic or must_be_deterministic()):
-            reasons += filter(None, [_not_deterministic(self.stage, call.head_dim)])
+            reasons += filter(None, [_nondeterminism_reason(self.stage, call.head_dim)])
         if self.stage == "rowwise" and call.arch and call.tk > (most := rowwise_max_keys(call.arch)):
             reasons.append(
                 f"no {call.tk} keys: needs at most {most} on {arch_name(call.arch)}, whose scores fit into "
@@ -239,10 +239,10 @@ class CudaStage(Attention):
                 return Costs(lse_bytes(call), rows, backward_matmuls=7)
             values = call.batch * (call.heads * call.tq + call.kv_heads * call.tk)
             split = 4 * 2 * values * math.ceil(call.head_dim / 32) * 32
-            more = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved, for one that would have been
+            traffic_ratio = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved, for one that would have been
             moved = (
-                int(more * 2 * k_bytes(call) + q_bytes(call)),
-                int(more * 2 * (q_bytes(call) + k_bytes(call))),
+                int(traffic_ratio * 2 * k_bytes(call) + q_bytes(call)),
+                int(traffic_ratio * 2 * (q_bytes(call) + k_bytes(call))),
             )
             return Costs(lse_bytes(call), rows + split, 0, moved, backward_matmuls=7, split_matmuls=3)
         if self.deterministic or must_be_deterministic():
@@ -293,8 +293,9 @@ class CudaAttention(CudaStage):
         """fa3's where it is the best stage, as it takes wider heads than the others, and fa2's with a block
         mask, which tiled does not have."""
         wide = call.device == "cuda" and _best(call) == "fa3"
-        alone = wide or "block_mask" in call.features
-        return self.resolve(call).unsupported_reasons(call) if alone else super().unsupported_reasons(call)
+        if wide or "block_mask" in call.features:
+            return self.resolve(call).unsupported_reasons(call)
+        return super().unsupported_reasons(call)
 
     def choice(self, call: AttentionCall, *, compiled: bool = False) -> tuple[str, str]:
         """(stage, why) of what will run `call`. Raises UnsupportedAttention where none can."""

@@ -32,7 +32,7 @@ class Documents:
     max_seqlen_k: int
     keyless: Tensor | None
     # Each document ends on the diagonal of the whole, so that its own bottom-right corner lies there too.
-    aligned: bool
+    ends_on_diagonal: bool
 
     def varlen_arguments(self) -> dict[str, Tensor | int]:
         """As all versions name them."""
@@ -59,8 +59,8 @@ def documents(q_ids: Tensor, k_ids: Tensor) -> Documents:
     given = (q_ids, k_ids)
     # What inference mode makes counts no changes, so nothing can be kept for it.
     versions = None if any(ids.is_inference() for ids in given) else tuple(ids._version for ids in given)
-    for refs, known, found in tuple(_RECENT):
-        if versions == known and all(ref() is ids for ref, ids in zip(refs, given, strict=True)):
+    for refs, of_versions, found in tuple(_RECENT):
+        if versions == of_versions and all(ref() is ids for ref, ids in zip(refs, given, strict=True)):
             return found
     found = _find(q_ids, k_ids)
     if versions is not None:
@@ -98,7 +98,7 @@ def _find(q_ids: Tensor, k_ids: Tensor) -> Documents:
         max_seqlen_q=int(lengths.max()),
         max_seqlen_k=int(k_counts.max()),
         keyless=keyless,
-        aligned=torch.equal(*from_the_end),
+        ends_on_diagonal=torch.equal(*from_the_end),
     )
 
 

@@ -38,14 +38,14 @@ from ops.library import register_attention
 
 
 def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    library, o = VERSIONS[version], _library_options(*options)
-    varlen = o.documents is not None
-    out, lse = library.forward(library.load(), o, *(_to_library_layout(x, varlen) for x in (q, k, v)))
+    library, call = VERSIONS[version], _library_options(*options)
+    varlen = call.documents is not None
+    out, lse = library.forward(library.load(), call, *(_to_library_layout(x, varlen) for x in (q, k, v)))
     out = _from_library_layout(out, q)
     if varlen:
         lse = lse.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)  # (H, B * Tq) -> (B, H, Tq)
-        if o.documents.keyless is not None:
-            keyless = o.documents.keyless.unsqueeze(1)  # (B, 1, Tq)
+        if call.documents.keyless is not None:
+            keyless = call.documents.keyless.unsqueeze(1)  # (B, 1, Tq)
             # +inf, not -inf: backward's exp(s - lse) is to be 0.
             out, lse = out.masked_fill_(keyless.unsqueeze(-1), 0), lse.masked_fill(keyless, torch.inf)
     return out, lse.contiguous()
@@ -54,12 +54,12 @@ def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tu
 def _backward(
     version: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    library, o = VERSIONS[version], _library_options(*options[:-1])
-    varlen = o.documents is not None
+    library, call = VERSIONS[version], _library_options(*options[:-1])
+    varlen = call.documents is not None
     if varlen:
         lse = lse.transpose(0, 1).flatten(1).contiguous()  # (B, H, Tq) -> (H, B * Tq)
-        if o.documents.keyless is not None:
-            dout = dout.masked_fill(o.documents.keyless[:, None, :, None], 0)
+        if call.documents.keyless is not None:
+            dout = dout.masked_fill(call.documents.keyless[:, None, :, None], 0)
     inputs = {"q": q, "k": k, "v": v}
     tensors = {name: _to_library_layout(x, varlen) for name, x in inputs.items()}
     grads = {f"d{name}": torch.empty_like(x) for name, x in tensors.items()}
@@ -68,7 +68,7 @@ def _backward(
         "out": _to_library_layout(out, varlen),
         "softmax_lse": lse,
     }
-    library.backward(library.load(), o, **tensors, **grads)
+    library.backward(library.load(), call, **tensors, **grads)
     dq, dk, dv = (_from_library_layout(grads[f"d{name}"], x) for name, x in inputs.items())
     return dq, dk, dv, q.new_empty(0)
 
@@ -79,8 +79,8 @@ def _library_options(
     """The op's options as flash_versions.py takes them. Raises UserError for document ids that do not fit."""
     found = None if options.document_ids is None else documents(*options.document_ids)
     left, right = options.band
-    ordered = left >= 0 or right >= 0 or options.alibi_slopes is not None
-    if found is not None and ordered and not found.aligned:
+    position_dependent = left >= 0 or right >= 0 or options.alibi_slopes is not None
+    if found is not None and position_dependent and not found.ends_on_diagonal:
         raise UserError(
             "document_ids: a document of the queries ends elsewhere on the diagonal than among the keys, and "
             "the flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys "

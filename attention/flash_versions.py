@@ -130,47 +130,50 @@ def _parameters(function: Any) -> list[str] | None:
     return None if takes_all else list(parameters)
 
 
-def _forward2(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward2(library: Any, call: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     tq, tk = q.shape[-3], k.shape[-3]
-    if o.documents is not None:
-        tq, tk = o.documents.max_seqlen_q, o.documents.max_seqlen_k
-    if tq > tk and (o.right >= tk or tk > o.left >= 0 > o.right):
+    if call.documents is not None:
+        tq, tk = call.documents.max_seqlen_q, call.documents.max_seqlen_k
+    if tq > tk and (call.right >= tk or tk > call.left >= 0 > call.right):
         # flash2 treats window_right >= Tk as unbounded, and an unbounded right side beside a left bound as
         # Tk; both are correct only if Tq <= Tk.
         raise UnsupportedAttention(
             "flash2",
-            [f"no window {o.left, o.right} for {tq} queries on {tk} keys: needs a right bound below {tk}"],
+            [
+                f"no window {call.left, call.right} for {tq} queries on {tk} keys: "
+                f"needs a right bound below {tk}"
+            ],
         )
-    if o.kv_lengths is not None:
-        return _with_cache(library, o, q, k, v, alibi_slopes=o.options.alibi_slopes)
-    forward = library._flash_attn_forward if o.documents is None else library._flash_attn_varlen_forward
-    with _generator_at(o.dropout_seed, q.device):
+    if call.kv_lengths is not None:
+        return _with_cache(library, call, q, k, v, alibi_slopes=call.options.alibi_slopes)
+    forward = library._flash_attn_forward if call.documents is None else library._flash_attn_varlen_forward
+    with _generator_at(call.dropout_seed, q.device):
         out, lse, *_ = forward(
             q,
             k,
             v,
-            **o.varlen_arguments(),
-            **o.common(),
-            **o.window_arguments(),
-            **_options_of_version2(o),
+            **call.varlen_arguments(),
+            **call.common(),
+            **call.window_arguments(),
+            **_options_of_version2(call),
             return_softmax=False,
         )
     return out, lse
 
 
-def _backward2(library: Any, o: LibraryCall, **tensors: Tensor) -> None:
+def _backward2(library: Any, call: LibraryCall, **tensors: Tensor) -> None:
     # The forward drew from its generator at the seed and offset 0. Filled on the device, with no transfer.
     rng_state = torch.empty(2, dtype=torch.int64, device=tensors["q"].device)
-    if o.dropout_seed is not None:
-        rng_state[0].fill_(int(o.dropout_seed))
+    if call.dropout_seed is not None:
+        rng_state[0].fill_(int(call.dropout_seed))
         rng_state[1].fill_(0)
-    backward = library._flash_attn_backward if o.documents is None else library._flash_attn_varlen_backward
-    options = o.varlen_arguments() | o.common() | o.window_arguments() | _options_of_version2(o)
-    backward(**tensors, **options, deterministic=o.deterministic, rng_state=rng_state)
+    backward = library._flash_attn_backward if call.documents is None else library._flash_attn_varlen_backward
+    options = call.varlen_arguments() | call.common() | call.window_arguments() | _options_of_version2(call)
+    backward(**tensors, **options, deterministic=call.deterministic, rng_state=rng_state)
 
 
-def _options_of_version2(o: LibraryCall) -> dict[str, Any]:
-    return {"dropout_p": o.options.dropout_p, "alibi_slopes": o.options.alibi_slopes}
+def _options_of_version2(call: LibraryCall) -> dict[str, Any]:
+    return {"dropout_p": call.options.dropout_p, "alibi_slopes": call.options.alibi_slopes}
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
@@ -193,42 +196,42 @@ def _generator_at(seed: Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 def _with_cache(
-    library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor, **own: Any
+    library: Any, call: LibraryCall, q: Tensor, k: Tensor, v: Tensor, **own: Any
 ) -> tuple[Tensor, Tensor]:
     """The decoding interface of versions 2 and 3, which splits the keys over the GPU; it has no backward."""
-    lengths = {"cache_seqlens": o.kv_lengths.contiguous()}
+    lengths = {"cache_seqlens": call.kv_lengths.contiguous()}
     out, lse, *_ = library.flash_attn_with_kvcache(
-        q, k, v, **lengths, **o.common(), window_size=o.window, return_softmax_lse=True, **own
+        q, k, v, **lengths, **call.common(), window_size=call.window, return_softmax_lse=True, **own
     )
     return out, lse
 
 
-def _forward3(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if o.kv_lengths is not None:
-        return _with_cache(library, o, q, k, _zero_v_beyond_lengths(v, o.kv_lengths))
+def _forward3(library: Any, call: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if call.kv_lengths is not None:
+        return _with_cache(library, call, q, k, _zero_v_beyond_lengths(v, call.kv_lengths))
     out, lse, *_ = library._flash_attn_forward(
-        q, k, v, **o.varlen_arguments(), **o.common(), **o.window_arguments()
+        q, k, v, **call.varlen_arguments(), **call.common(), **call.window_arguments()
     )
     return out, lse
 
 
-def _backward3(library: Any, o: LibraryCall, **tensors: Tensor) -> None:
-    options = o.varlen_arguments() | o.common() | o.window_arguments()
+def _backward3(library: Any, call: LibraryCall, **tensors: Tensor) -> None:
+    options = call.varlen_arguments() | call.common() | call.window_arguments()
     options["is_causal"] = options.pop("causal")
-    library._flash_attn_backward(**tensors, **options, deterministic=o.deterministic)
+    library._flash_attn_backward(**tensors, **options, deterministic=call.deterministic)
 
 
-def _forward4(library: Any, o: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    options = o.varlen_arguments() | o.common() | o.window_arguments(unbounded=None)
-    if o.kv_lengths is not None:
-        v, options["seqused_k"] = _zero_v_beyond_lengths(v, o.kv_lengths), o.kv_lengths.contiguous()
+def _forward4(library: Any, call: LibraryCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    options = call.varlen_arguments() | call.common() | call.window_arguments(unbounded=None)
+    if call.kv_lengths is not None:
+        v, options["seqused_k"] = _zero_v_beyond_lengths(v, call.kv_lengths), call.kv_lengths.contiguous()
     out, lse, *_ = library._flash_attn_fwd(q, k, v, **options, return_lse=True)
     return out, lse
 
 
-def _backward4(library: Any, o: LibraryCall, *, softmax_lse: Tensor, **tensors: Tensor) -> None:
-    options = o.varlen_arguments() | o.common() | o.window_arguments(unbounded=None)
-    library._flash_attn_bwd(**tensors, lse=softmax_lse, **options, deterministic=o.deterministic)
+def _backward4(library: Any, call: LibraryCall, *, softmax_lse: Tensor, **tensors: Tensor) -> None:
+    options = call.varlen_arguments() | call.common() | call.window_arguments(unbounded=None)
+    library._flash_attn_bwd(**tensors, lse=softmax_lse, **options, deterministic=call.deterministic)
 
 
 def _zero_v_beyond_lengths(v: Tensor, kv_lengths: Tensor) -> Tensor:

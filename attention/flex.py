@@ -44,6 +44,7 @@ from attention.base import (
 from attention.declaration import lse_bytes, q_bytes, row_bytes
 from attention.flex_masks import TILE, DocumentIds, Limits, Lists, RecentResults, tile_lists, unmasked_lists
 from attention.geometry import FAR, zero_beyond_lengths
+from ops.options import MASK_BLOCK
 
 # Uncompiled, PyTorch makes a few fp32 copies of all scores: 256 MiB each at this bound.
 MAX_DENSE_SCORES = 2**26
@@ -62,19 +63,19 @@ def _mask_mod(
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         queries, keys, left, right = limits.for_row(b)
-        own = _plus(i, keys - queries)  # the key on the diagonal
+        diagonal_key = _plus(i, keys - queries)  # the key on the diagonal
         seen = []
         if isinstance(right, Tensor) or right != FAR:
-            seen.append(_plus(own, right) >= j)
+            seen.append(_plus(diagonal_key, right) >= j)
         if isinstance(left, Tensor) or left != FAR:
-            seen.append(j + left >= own)
+            seen.append(j + left >= diagonal_key)
         if isinstance(keys, Tensor):  # PyTorch minds Tk itself
             seen.append(j < keys)
         if document_ids is not None:
             seen.append(document_ids[0][b, i] == document_ids[1][b, j])
         if block_mask is not None:
             row, head = (0 * x if n == 1 else x for x, n in zip((b, h), block_mask.shape[:2], strict=True))
-            seen.append(block_mask[row, head, i // TILE, j // TILE])
+            seen.append(block_mask[row, head, i // MASK_BLOCK, j // MASK_BLOCK])
         return reduce(operator.and_, seen)
 
     return visible

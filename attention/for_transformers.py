@@ -53,10 +53,12 @@ class Pattern(NamedTuple):
 def pattern_of(mask_function: Callable[..., Any], name: str) -> Pattern:
     """The pattern that `mask_function` was made for: a tree of closures of transformers.masking_utils.
     UnsupportedAttention, for the implementation `name`, where it is something else."""
-    ours = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
-    maker = mask_function.__qualname__.partition(".")[0] if ours else None
+    from_transformers = getattr(mask_function, "__module__", "") == "transformers.masking_utils"
+    maker = mask_function.__qualname__.partition(".")[0] if from_transformers else None
     cells = (
-        zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True) if ours else ()
+        zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True)
+        if from_transformers
+        else ()
     )
     inside = {variable: cell.cell_contents for variable, cell in cells}
     if maker == "and_masks":
@@ -109,17 +111,17 @@ def encode_mask(
         keys = attention_mask[:, kv_offset : kv_offset + kv_length]
         keys = torch.nn.functional.pad(keys, (0, kv_length - keys.shape[1]))  # of a cache that is not full
         parts = [keys.new_ones(batch_size, q_length), keys]
-    known = CAUSAL * causal + WINDOW * window + DOCUMENTS * bool(parts)
+    flags = CAUSAL * causal + WINDOW * window + DOCUMENTS * bool(parts)
     # Rows of a cache that was allocated whole count up to the last query, which is where our diagonal ends.
     end = q_offset - kv_offset + q_length
     if causal and (isinstance(end, Tensor) or end != kv_length):
-        known += LENGTHS
+        flags += LENGTHS
         parts.append(torch.as_tensor(end, device=device).reshape(-1, 1).expand(batch_size, 1))
-    if known == CAUSAL:
+    if flags == CAUSAL:
         return None
     empty = torch.empty(1, 0, dtype=torch.int32, device=device)
     row = torch.cat([part.to(device, torch.int32) for part in parts], dim=1) if parts else empty
-    return row[:, None, None].expand(-1, 1 + known, -1, -1)
+    return row[:, None, None].expand(-1, 1 + flags, -1, -1)
 
 
 def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: str) -> AttentionOptions:

@@ -129,8 +129,8 @@ def align_to_16_bytes(x: Tensor) -> Tensor:
 
 def empty_attention(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, lse) where B, Tq or Tk is 0: zeros and -inf, with gradients of zero rather than an error."""
-    nothing = torch.ones((), dtype=torch.bool, device=q.device)
-    out = q.masked_fill(nothing, 0) + (k[..., :0].sum() + v[..., :0].sum())
+    everything = torch.ones((), dtype=torch.bool, device=q.device)
+    out = q.masked_fill(everything, 0) + (k[..., :0].sum() + v[..., :0].sum())
     for bias in biases:
         if bias is not None:
             out = out + bias.flatten()[:0].sum().to(out.dtype)

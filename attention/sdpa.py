@@ -32,6 +32,7 @@ from attention.base import (
     Declaration,
     Kernels,
 )
+from attention.call import NEED_MASK
 from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, q_fp32_bytes, row_bytes, scores_bytes
 from attention.geometry import (
     align_to_16_bytes,
@@ -62,9 +63,6 @@ _KERNELS = {
 # The headings of PyTorch's warnings on why it did not choose a backend.
 _HEADINGS = {"flash": "flash attention", "efficient": "memory efficient", "cudnn": "cudnn attention"}
 _SUPPORTED_FEATURES = frozenset(FEATURES) - {"softcap", "lse"}
-# These need attn_mask, as does a causal mask with Tq different from Tk and more than one query.
-_MASKED = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
-_MASKED |= {"relative_bias"}
 
 
 def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch.dtype]) -> Capabilities:
@@ -76,7 +74,7 @@ def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch
 # By backend and device; `auto` and `math` run everything everywhere. Tried on torch 2.13 (CPU).
 _SUPPORTED = {
     ("flash", "cpu"): _capabilities(_SUPPORTED_FEATURES - {"dropout", "bias_grad"}, "cpu", FLOATS),
-    ("flash", "cuda"): _capabilities(_SUPPORTED_FEATURES - _MASKED, "cuda", LOW_PRECISION),
+    ("flash", "cuda"): _capabilities(_SUPPORTED_FEATURES - NEED_MASK, "cuda", LOW_PRECISION),
     # In fp32 its products are sums of three TF32 products, with up to 2.6 times the allowed error (one query,
     # 239 keys, window, H200), so fp32 is left to the other kernels.
     ("efficient", "cuda"): _capabilities(_SUPPORTED_FEATURES - {"gqa"}, "cuda", LOW_PRECISION),
@@ -133,8 +131,8 @@ class SDPAAttention(Attention):
         blocks = block_mask_of(options.block_mask, i, j)
         mask = visible(rel, j, options.band, kv_lengths, options.document_ids, blocks)
         # A row that sees no key may see them all, and its output is dropped: no NaN, not in gradients either.
-        blind = ~mask.any(dim=-1, keepdim=True)
-        mask = mask | blind
+        keyless = ~mask.any(dim=-1, keepdim=True)
+        mask = mask | keyless
         # For cuDNN PyTorch 2.11 makes -65504 of a bool mask's False, and scores of a large q differ by more.
         needs_float_mask = q.is_cuda and q.dtype in LOW_PRECISION
         if any(x is not None for x in (alibi_slopes, bias, relative_bias)) or needs_float_mask:
@@ -148,7 +146,7 @@ class SDPAAttention(Attention):
             if mask.stride(-1) != 1:  # as that of a transposed bias, which the CUDA kernels refuse
                 mask = mask.clone(memory_format=torch.contiguous_format)
         k, v = zero_beyond_lengths(k, kv_lengths), zero_beyond_lengths(v, kv_lengths)
-        return self._sdpa(q, k, v, mask, dropout_p, False, scale, gqa).masked_fill(blind, 0), None
+        return self._sdpa(q, k, v, mask, dropout_p, False, scale, gqa).masked_fill(keyless, 0), None
 
     def _sdpa(self, q, k, v, mask, dropout_p, is_causal, scale, gqa) -> Tensor:
         forced = self._forced
@@ -218,8 +216,8 @@ class SDPAAttention(Attention):
             ]
         # Both tables name softcap and lse.
         reasons += [reason for reason in limits.reasons(call) if reason not in reasons]
-        masked = bool(call.features & _MASKED) or (call.causal and 1 < call.tq != call.tk)
-        if masked and self.backend == "flash" and call.device == "cuda" and not call.features & _MASKED:
+        masked = bool(call.features & NEED_MASK) or (call.causal and 1 < call.tq != call.tk)
+        if masked and self.backend == "flash" and call.device == "cuda" and not call.features & NEED_MASK:
             reasons.append("no causal mask for fewer or more queries than keys: needs Tq = Tk or Tq = 1")
         if self.backend == "cudnn" and masked and call.backward and _ends_in_half_a_tile(call.tk):
             reasons.append(

@@ -36,14 +36,14 @@ def standard_attention(
     v: Tensor,
     options: AttentionOptions,
     softmax: Callable[[Tensor], Tensor] = torch_softmax,
-    scale_first: bool = False,
+    scale_q: bool = False,
 ) -> Tensor:
     """out (B, H, Tq, D): all scores in memory, the mask as -inf, probabilities kept by autograd.
 
-    `softmax` over the last dimension; `scale_first`: the scale goes into q, before the product. Every query
+    `softmax` over the last dimension; `scale_q`: the scale goes into q, before the product. Every query
     has to see a key, and what lies beyond `kv_lengths` to be finite; all of it is computed."""
     causal, scale, kv_lengths = options.causal, options.scale, options.kv_lengths
-    scores = (q * scale) @ k.mT if scale_first else (q @ k.mT) * scale  # (B, H, Tq, Tk)
+    scores = (q * scale) @ k.mT if scale_q else (q @ k.mT) * scale  # (B, H, Tq, Tk)
     hidden, tq, tk = None, q.shape[2], k.shape[2]
     if kv_lengths is not None:
         i, j = torch.arange(tq, device=q.device).view(-1, 1), torch.arange(tk, device=q.device)
@@ -93,12 +93,16 @@ class StandardAttention(Attention):
         there are two, the 16-bit probabilities; compiled, one fp32 matrix is kept and one is transient, and
         all layers share a mask. Passes over the scores, in the precision of q: Q K^T 1, scale 2, mask 2,
         softmax 2, P V 1; dV and dP 2, softmax 3, mask 2, scale 2, dQ and dK 2."""
-        matrix, walk = scores_bytes(call), scores_bytes(call) * call.dtype.itemsize // 4
+        matrix, scores_in_dtype = scores_bytes(call), scores_bytes(call) * call.dtype.itemsize // 4
         copies, mask = 3 * q_bytes(call), call.tq * call.tk if call.causal else 0
-        written = {"moved_bytes": (8 * walk, 11 * walk), "writes_scores": True, "backward_matmuls": 4}
+        written = {
+            "moved_bytes": (8 * scores_in_dtype, 11 * scores_in_dtype),
+            "writes_scores": True,
+            "backward_matmuls": 4,
+        }
         if compiled:
             return Costs(matrix + copies, matrix, mask, **written)
         twice = call.dtype.itemsize == 2 and call.device == "cuda" and self.autocast
-        kept = walk + (matrix if twice else 0) + copies + mask
-        backward = (2 * matrix - walk if twice else 2 * walk) - q_bytes(call)
+        kept = scores_in_dtype + (matrix if twice else 0) + copies + mask
+        backward = (2 * matrix - scores_in_dtype if twice else 2 * scores_in_dtype) - q_bytes(call)
         return Costs(kept, backward, **written)

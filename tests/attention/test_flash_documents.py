@@ -17,12 +17,17 @@ def test_documents() -> None:
     found = flash_documents.documents(same, same)
     assert found.cu_seqlens_q.tolist() == found.cu_seqlens_k.tolist() == [0, 3, 5, 6, 12]
     assert found.cu_seqlens_q.dtype == torch.int32
-    assert (found.max_seqlen_q, found.max_seqlen_k, found.keyless, found.aligned) == (6, 6, None, True)
+    assert (found.max_seqlen_q, found.max_seqlen_k, found.keyless, found.ends_on_diagonal) == (
+        6,
+        6,
+        None,
+        True,
+    )
     # The last 3 of 6: documents of the keys may have no queries; 9 has no keys, and is counted to its place.
     found = flash_documents.documents(ids_of([2, 9, 3]), ids_of([1, 1, 2, 2, 2, 3]))
     assert (found.cu_seqlens_q.tolist(), found.cu_seqlens_k.tolist()) == ([0, 0, 2, 3], [0, 2, 5, 6])
-    assert found.keyless.tolist() == [[False, True, False]] and found.aligned
-    assert not flash_documents.documents(ids_of([1, 2, 2]), ids_of([1, 1, 2])).aligned
+    assert found.keyless.tolist() == [[False, True, False]] and found.ends_on_diagonal
+    assert not flash_documents.documents(ids_of([1, 2, 2]), ids_of([1, 1, 2])).ends_on_diagonal
 
 
 def test_documents_are_read_once_per_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
