@@ -121,7 +121,7 @@ __device__ __forceinline__ void share_parts(const float (&o)[D_TILES][4], float4
 
 // Adds the team's partial sums of this warp's share of O to the old O, both scaled: the new O is normalised by l.
 __device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4 (&old)[OWN_TILES], const float4 *parts,
-                                          const float (&keep)[2], const float (&divide)[2], int warp) {
+                                          const float (&old_scale)[2], const float (&inverse_l)[2], int warp) {
 #pragma unroll
     for (int n = 0; n < OWN_TILES; n++) {
         float4 &x = sum[n], was = old[n];
@@ -130,8 +130,8 @@ __device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4
             const float4 part = parts[((warp * (TEAM_WARPS - 1) + from) * OWN_TILES + n) * 32];
             x.x += part.x, x.y += part.y, x.z += part.z, x.w += part.w;
         }
-        x = make_float4(was.x * keep[0] + x.x * divide[0], was.y * keep[0] + x.y * divide[0],
-                        was.z * keep[1] + x.z * divide[1], was.w * keep[1] + x.w * divide[1]);
+        x = make_float4(was.x * old_scale[0] + x.x * inverse_l[0], was.y * old_scale[0] + x.y * inverse_l[0],
+                        was.z * old_scale[1] + x.z * inverse_l[1], was.w * old_scale[1] + x.w * inverse_l[1]);
     }
 }
 
@@ -191,15 +191,16 @@ __device__ __forceinline__ void read_statistics(float (&m_row)[ROW_TILES][2], fl
         }
 }
 
-// Adds the team's sums to l of 16 rows, and computes the factors of the old O (`keep`) and of the new P V (`divide`).
-__device__ __forceinline__ void add_sums(float (&l)[2], const float *sums, int t, float (&keep)[2],
-                                         float (&divide)[2]) {
+// Adds the team's sums to l of 16 rows, and computes the factors of the old O (`old_scale`) and of the new P V
+// (`inverse_l`).
+__device__ __forceinline__ void add_sums(float (&l)[2], const float *sums, int t, float (&old_scale)[2],
+                                         float (&inverse_l)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float4 x = ((const float4 *)sums)[row_of(t, half)];
         const float total = l[half] + ((x.x + x.y) + (x.z + x.w));
-        divide[half] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
-        keep[half] = l[half] * divide[half];
+        inverse_l[half] = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+        old_scale[half] = l[half] * inverse_l[half];
         l[half] = total;
     }
 }
@@ -215,9 +216,9 @@ __device__ __forceinline__ void update_output(const Params &p, const Team &team,
         float4 sum[OWN_TILES];
         share_parts(o.c[t], team.parts, sum, team.warp);
         team_barrier(team.number);  // parts and sums are whole
-        float keep[2], divide[2];
-        add_sums(l_row[t], team.sums, t, keep, divide);
-        add_parts(sum, old, team.parts, keep, divide, team.warp);
+        float old_scale[2], inverse_l[2];
+        add_sums(l_row[t], team.sums, t, old_scale, inverse_l);
+        add_parts(sum, old, team.parts, old_scale, inverse_l, team.warp);
         if (t + 1 < ROW_TILES) read_fragment(old, to + D_TILES * 32, j0);
         if (last) {
             write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, scale_log2);

@@ -91,14 +91,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, LOADER_ORIGIN);
     const long long first_row = (long long)(b * p.heads + first_head) * p.padded_tq + LOADER_ORIGIN;
     const float *next_lse_log2 = p.padded_lse + first_row + threadIdx.x * 4;
-    const long long to_delta = p.delta - p.padded_lse - BR;
+    const long long lse_to_delta = p.delta - p.padded_lse - BR;
     auto load = [&](int stage, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
         next_q.load_next(to, p.q_stride.t, i, p.tq, HEAD_OFFSET(p.q_stride.h));
         next_do.load_next(to + Q_BYTES, p.dout_stride.t, i, p.tq, HEAD_OFFSET(p.dout_stride.h));
         const float *lse_log2 = next_lse_log2 + ROW_OFFSET(p.padded_tq, i);
         if (threadIdx.x < BR / 2)
-            cp_async_16(to + 2 * Q_BYTES + 16 * threadIdx.x, lse_log2 + (threadIdx.x < BR / 4 ? 0 : to_delta), true);
+            cp_async_16(to + 2 * Q_BYTES + 16 * threadIdx.x, lse_log2 + (threadIdx.x < BR / 4 ? 0 : lse_to_delta),
+                        true);
         if (BLOCK_MASK) return;
         next_lse_log2 += BR;
         if (HEADS_PER_KV > 1 && i + BR >= range.hi) {

@@ -22,7 +22,7 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     const int keys = keys_of(p, b), i_first = i0 + warp * ROW_TILES * 16;
     const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES;
     const unsigned k_tile = do_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
-    const unsigned first_row = warp * ROW_TILES * 16 * ROW_BYTES;
+    const unsigned warp_bytes = warp * ROW_TILES * 16 * ROW_BYTES;
     const Range range = key_range(p, i0, min_of(BR, p.tq - i0), keys, keys - p.tq, BC, documents_of(p, b, tile));
 #if BLOCK_MASK
     BlockMaskTiles<1> kept(p, b, h, tile);
@@ -52,9 +52,9 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         PREFETCH_ENTRY;
         Accumulator<ROW_TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + first_row, transposed,
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + warp_bytes, transposed,
                                                  k_tile + buffer * TILE_BYTES);
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + first_row, transposed,
+        multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + warp_bytes, transposed,
                                                  v_tile + buffer * TILE_BYTES);
         const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
         compute_p_and_ds(p, s, dp, p.padded_lse + row, p.delta + row, i_first, start, keys, b, h, masked);
@@ -68,5 +68,5 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
             for (int e = 0; e < 4; e++) dq.c[t][n][e] *= p.scale;
     // A warp's rows of Q are its own: dQ goes out over them.
     element *to = matrix_of(p.dq, p.dq_stride, b, h) + (long long)i_first * p.dq_stride.t;
-    store_rows<ROW_TILES>(q_tile + first_row, to, p.dq_stride.t, p.tq - i_first, dq);
+    store_rows<ROW_TILES>(q_tile + warp_bytes, to, p.dq_stride.t, p.tq - i_first, dq);
 }

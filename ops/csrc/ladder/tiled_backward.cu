@@ -21,11 +21,11 @@
 #define OUTER_TILE (WARP_ROWS * WARPS / 2)  // rows of a block
 
 // The probability of one score: P, and P times the derivative of the softcap, p_dsoftcap. s: <q_i, k_j>.
-struct Probability {
+struct PAndDsoftcap {
     float p, p_dsoftcap;
 };
 
-__device__ __forceinline__ Probability probability_of(const Params &p, float s, int b, int i, int j, int keys,
+__device__ __forceinline__ PAndDsoftcap probability_of(const Params &p, float s, int b, int i, int j, int keys,
                                                       int causal_offset, float slope, float lse, bool masked) {
     float tanh_score = 0.0f;
     s = score_of(p, s, i, j, causal_offset, slope, tanh_score);
@@ -36,7 +36,7 @@ __device__ __forceinline__ Probability probability_of(const Params &p, float s, 
 #endif
     if (masked && !is_visible(p, i, j, keys, causal_offset, q_id, k_id)) s = -INFINITE;
     const float weight = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
-    Probability both = {weight, SOFTCAP ? weight * (1.0f - tanh_score * tanh_score) : weight};
+    PAndDsoftcap both = {weight, SOFTCAP ? weight * (1.0f - tanh_score * tanh_score) : weight};
     return both;
 }
 
@@ -51,13 +51,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED_D;
     float *q_tile = v_tile + OUTER_TILE * PADDED_D, *dout_tile = q_tile + INNER_TILE * PADDED_D;
     float *weights = dout_tile + INNER_TILE * PADDED_D, *ds_tile = weights + OUTER_TILE * INNER_TILE;
-    int tile, kv_row;  // kv_row: b * Hkv + the key head
-    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, kv_row);
-    const int b = kv_row / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32, keys = keys_of(p, b);
+    int tile, batch_head;  // b * Hkv + the key head
+    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, batch_head);
+    const int b = batch_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32, keys = keys_of(p, b);
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col(), causal_offset = keys - p.tq;
     const bool computes_dp = warp % 2;  // and dS and dK; the other warp of the pair S, P and dV
-    const element *k = p.k + b * p.k_stride.b + kv_row % p.kv_heads * p.k_stride.h;
-    const element *v = p.v + b * p.v_stride.b + kv_row % p.kv_heads * p.v_stride.h;
+    const element *k = p.k + b * p.k_stride.b + batch_head % p.kv_heads * p.k_stride.h;
+    const element *v = p.v + b * p.v_stride.b + batch_head % p.kv_heads * p.v_stride.h;
     auto range = query_range(p, j0, min_of(OUTER_TILE, p.tk - j0), causal_offset, INNER_TILE, documents_of(p, b, tile));
     if (j0 >= keys) range.hi = range.lo;
 
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(k_tile, k, p.k_stride.t, j0, keys);
     load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(v_tile, v, p.v_stride.t, j0, keys);
     for (int g = 0; g < HEADS_PER_KV; ++g) {
-        const int h = kv_row % p.kv_heads * HEADS_PER_KV + g;
+        const int h = batch_head % p.kv_heads * HEADS_PER_KV + g;
         const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
         const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
         const float *statistic = (computes_dp ? p.delta : p.padded_lse) + ((long long)b * p.heads + h) * p.padded_tq;
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
             float s[ROWS][COLS];
             product(s, computes_dp ? v_tile : k_tile, row, computes_dp ? dout_tile : q_tile, col);
             if (!computes_dp) {
-                float factors[ROWS][COLS];
+                float p_dsoftcap[ROWS][COLS];
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
                     const int i = start + col + 8 * c;
@@ -95,19 +95,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                     for (int r = 0; r < ROWS; ++r) {
                         const int j = j0 + row + 4 * r;
                         const auto prob = probability_of(p, s[r][c], b, i, j, keys, causal_offset, slope, lse, masked);
-                        s[r][c] = prob.p, factors[r][c] = prob.p_dsoftcap;
+                        s[r][c] = prob.p, p_dsoftcap[r][c] = prob.p_dsoftcap;
 #if DROPOUT
                         if (!dropout_keeps(row_key, j, p.dropout_threshold)) s[r][c] = 0.0f;
 #endif
                     }
                 }
                 store_weights(weights, row, col, s);
-                store_weights(ds_tile, row, col, factors);
+                store_weights(ds_tile, row, col, p_dsoftcap);
             }
             __syncthreads();  // P is there for the other warp of the pair
             if (computes_dp) {
-                float factors[ROWS][COLS];
-                load_weights(ds_tile, row, col, factors);
+                float p_dsoftcap[ROWS][COLS];
+                load_weights(ds_tile, row, col, p_dsoftcap);
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
                     const int i = start + col + 8 * c;
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #if DROPOUT
                         is_kept = dropout_keeps(row_key, j0 + row + 4 * r, p.dropout_threshold);
 #endif
-                        s[r][c] = ds_of(p, factors[r][c], s[r][c], delta, is_kept);
+                        s[r][c] = ds_of(p, p_dsoftcap[r][c], s[r][c], delta, is_kept);
                     }
                 }
                 store_weights(ds_tile, row, col, s);
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 
     element *to = computes_dp ? p.dk : p.dv;
     const Strides stride = computes_dp ? p.dk_stride : p.dv_stride;
-    to += b * stride.b + kv_row % p.kv_heads * stride.h;
+    to += b * stride.b + batch_head % p.kv_heads * stride.h;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int j = j0 + row + 4 * r;
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
         wait_for_copies();
         __syncthreads();
         const bool masked = start < range.full_lo || start >= range.full_hi;
-        float s[ROWS][COLS], factors[ROWS][COLS];
+        float s[ROWS][COLS], p_dsoftcap[ROWS][COLS];
         product(s, computes_dp ? dout_tile : q_tile, row, computes_dp ? v_tile : k_tile, col);
         if (!computes_dp) {
 #pragma unroll
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
         }
         __syncthreads();  // P is there
         if (computes_dp) {
-            load_weights(ds_tile, row, col, factors);
+            load_weights(ds_tile, row, col, p_dsoftcap);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #if DROPOUT
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
 #if DROPOUT
                     is_kept = dropout_keeps(row_key, start + col + 8 * c, p.dropout_threshold);
 #endif
-                    s[r][c] = ds_of(p, factors[r][c], s[r][c], statistic[4 * r], is_kept);
+                    s[r][c] = ds_of(p, p_dsoftcap[r][c], s[r][c], statistic[4 * r], is_kept);
                 }
             }
             store_weights(ds_tile, row, col, s);

@@ -83,7 +83,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int at = t * 16 + half * 8 + row;
-            const float shift = lse_log2[at], mean = delta[at];
+            const float lse_i = lse_log2[at], delta_i = delta[at];
 #if DROPOUT
             const unsigned row_key = hash_combine(dropout_head_key(p, b, h), (unsigned)(i_first + at));
             dropped[t][half] = 0;
@@ -104,8 +104,8 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
                     const int j = j_first + n * 8 + column + e % 2;
                     float &weight = s.c[t][n][e], &gradient = dp.c[t][n][e], tanh_score = 0.0f;
                     if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, tanh_score);
-                    weight = exp2_of(weight * scale_log2 - shift);
-                    gradient -= mean;
+                    weight = exp2_of(weight * scale_log2 - lse_i);
+                    gradient -= delta_i;
 #if SOFTCAP
                     gradient *= 1.0f - tanh_score * tanh_score;
 #endif
