@@ -27,7 +27,7 @@ from ops.cuda.hopper_tiles import (
 from ops.cuda.kept_tiles import kept_tiles
 from ops.cuda.plain import document_ranges
 from ops.cuda.tensor_cores import fa2_backward, prepare_backward
-from ops.library import empty_as, gradients
+from ops.library import empty_as, gradients, rows_aligned
 from ops.order import multiprocessors
 
 _MAP_BYTES = 128
@@ -87,11 +87,10 @@ def _tensor_map(
 def _mappable(x: Tensor) -> Tensor:
     """x, or a copy whose rows begin at multiples of 16 bytes, with no stride of 0, as TMA needs them."""
     b, h, t, _ = x.stride()
-    strided = (b | h | t) % 8 == 0 and b * h * t > 0
-    if not strided:  # where a dimension has one entry, its stride may be anything
-        outer = zip(x.shape, (b, h, t), strict=False)
-        strided = all(stride > 0 and stride % 8 == 0 for n, stride in outer if n > 1)
-    return x if x.data_ptr() % 16 == 0 and strided else x.clone(memory_format=torch.contiguous_format)
+    repeats = b * h * t == 0 and any(
+        n > 1 and not stride for n, stride in zip(x.shape, (b, h, t), strict=False)
+    )
+    return x if rows_aligned(x) and not repeats else x.clone(memory_format=torch.contiguous_format)
 
 
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from ops import nvrtc
 from ops.cuda.call import PADDED_TO, Call, padded
 from ops.cuda.kept_tiles import kept_tiles
 from ops.cuda.plain import document_ranges
-from ops.library import empty_as, gradients
+from ops.library import empty_as, gradients, rows_aligned
 
 _PREPARE_THREADS = 256
 _FINISH_ROWS = 128  # of a block
@@ -112,14 +112,7 @@ def backward_tile(head_dim: int, max_bytes: int) -> BackwardTile:
 
 def _aligned(*tensors: Tensor) -> bool:
     """Whether all rows, those beyond the last too, begin at multiples of 16 bytes, as cp.async needs them."""
-    for x in tensors:
-        b, h, t, _ = x.stride()
-        if x.data_ptr() % 16 or t % 8:
-            return False
-        # one test for both, before the shape: half the time of this function, which every call pays
-        if (b | h) % 8 and any(n > 1 and stride % 8 for n, stride in zip(x.shape, (b, h), strict=False)):
-            return False
-    return True
+    return all(x.stride(2) % 8 == 0 and rows_aligned(x) for x in tensors)
 
 
 def _defines(call: Call, tile: Tile | BackwardTile, *tensors: Tensor) -> dict[str, int | str]:

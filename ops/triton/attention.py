@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.dropout import dropout_threshold
-from ops.library import empty_as, gradients
+from ops.library import empty_as, gradients, rows_aligned
 from ops.options import MASK_BLOCK, AttentionOptions
 from ops.order import multiprocessors, order
 from ops.triton import configs
@@ -52,16 +52,7 @@ def _check(*tensors: Tensor) -> None:
 
 def _describable(*tensors: Tensor) -> bool:
     """TMA needs 16-byte aligned addresses and strides."""
-    for x in tensors:
-        b, h, t, _ = x.stride()
-        of_16_bytes = 16 // x.element_size()
-        if x.data_ptr() % 16:
-            return False
-        if (b | h | t) % of_16_bytes and any(
-            n > 1 and stride % of_16_bytes for n, stride in zip(x.shape, (b, h, t), strict=False)
-        ):
-            return False
-    return True
+    return all(map(rows_aligned, tensors))
 
 
 def _described(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
