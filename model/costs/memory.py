@@ -64,14 +64,13 @@ def saved_by_layer(run: Run) -> dict[str, int]:
 
 
 def cast_weight_bytes(run: Run) -> int:
-    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step, where FSDP2 gathers
-    block by block of the output embedding alone; the loss in chunks lets go of the output embedding's."""
+    """The 16-bit copies of all matrices that autocast makes and keeps for the whole step; with FSDP2, which
+    gathers the others in 16 bits, of the output embedding alone. The loss in chunks lets go of this one."""
     if run.value_bytes == 4:
         return 0
     parts = parameter_count(run.config)
     output = 0 if with_gradients(run) else output_bytes(run) // 2
-    copied = run.shards == 1 or gathered_whole(run.config)
-    return (2 * (parts["attention"] + parts["mlp"]) if copied else 0) + output
+    return (2 * (parts["attention"] + parts["mlp"]) if run.shards == 1 else 0) + output
 
 
 def table_bytes(run: Run) -> int:
@@ -163,8 +162,9 @@ def memory_snapshots(run: Run) -> list[MemorySnapshot]:
 def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnapshot]:
     """The moments of a step of which each of n devices holds a part of the state (FSDP2): of the parameters,
     their gradients and both of Adam's moments; and besides, where all is gathered at once, all parameters
-    until the end of the backward, in the forward a second time, as they came from the other devices; all
-    gradients, and a copy of these on their way there (reduction).
+    until the end of the backward, the matrices in e bytes, and these in the forward a second time, as they
+    came from the other devices; all gradients, the matrices' in e bytes, with micro-batches before in fp32 as
+    well; and copies in fp32 on their way there (reduction), first of those in no block, then of the others.
     Else, with g the matrices of a block in e bytes:
 
     - until the end of the backward all that is in no block, gathered, and the gradient of the embedding;
@@ -177,7 +177,7 @@ def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnaps
     held = root if run.accumulates else table  # gradients of what is in no block
     whole, found = gathered_whole(run.config), []
     if whole:
-        snapshots = [*snapshots, replace(snapshots[-1], name="reduction")]
+        snapshots = [*snapshots, *(replace(snapshots[-1], name=f"reduction {i}") for i in (1, 2))]
     for snapshot in snapshots:
         moment, _, number = snapshot.name.partition(" ")
         index = int(number or 0)
@@ -185,9 +185,16 @@ def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnaps
         if moment == "update":
             gathered, gradients = 0, parameters // n
         elif moment == "reduction":
-            gathered, gradients = 0, 2 * parameters
+            reduced = L * (block if run.accumulates else g)
+            gathered = L * g if index == 1 else 0
+            gradients = reduced + (2 * root if index == 1 else root // n + L * block)
         elif whole:
-            gathered = parameters * (2 if moment == "loss" else 1)
+            gathered += L * g * (2 if moment == "loss" else 1)
+            computed = min(max(snapshot.gradients - table, 0), L * block)
+            if run.accumulates:
+                gradients += computed // 2 if run.value_bytes == 2 else 0
+            else:
+                gradients -= computed - computed * run.value_bytes // 4
         elif index:
             done = L - index
             left = index * block if run.accumulates else 0

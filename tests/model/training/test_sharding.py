@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from attention.naive import NaiveAttention
 from model.costs import flops
@@ -44,7 +45,7 @@ def losses_and_gradients(net: GPT, bf16: bool, sharded: bool) -> tuple[Tensor, d
 def test_a_sharded_step_is_the_step(
     bf16: bool, checkpointing: bool, at_once: bool, mesh: dist.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bits, and what is gathered in 16 bits, block by block, is what autocast would cast."""
+    """The same bits, and what is gathered in 16 bits is what autocast would cast."""
     if not at_once:
         monkeypatch.setattr(flops, "WHOLE_BYTES", 0)
     torch.manual_seed(0)
@@ -63,5 +64,14 @@ def test_a_sharded_step_is_the_step(
         assert gradients[name].dtype == torch.float32
         assert torch.equal(gradients[name], gradient), name
     gathered = {name.rpartition(".")[2] for name, dtype in seen.items() if dtype == torch.bfloat16}
-    assert gathered == ({"c_attn", "c_proj", "c_fc"} if bf16 and not at_once else set())
+    assert gathered == ({"c_attn", "c_proj", "c_fc"} if bf16 else set())
     assert {"ln_1", "ln_2", "ln_f", "wte"} <= {name.rpartition(".")[2] for name in seen} - gathered
+
+
+def test_compiled_what_is_gathered_at_once_is_one_graph(mesh: dist.DeviceMesh) -> None:
+    net = GPT(GPTConfig(vocab_size=60, seq_len=16, n_layer=2, n_head=2, n_embd=16), NaiveAttention("naive"))
+    shard(net, mesh, True)
+    counter = CompileCounter()
+    net.compile(backend=counter, dynamic=False)
+    losses_and_gradients(net, True, True)
+    assert counter.frame_count == 1
