@@ -117,7 +117,7 @@ class HopperBackwardTile:
         return {
             "PADDED_D": backward_head_dim(head_dim),
             "USED_D": used_columns(head_dim, backward_head_dim(head_dim)),
-            "BLOCK_D": backward_columns(head_dim),
+            "BOX_COLUMNS": backward_columns(head_dim),
             "BR": self.br,
             "STAGES": self.stages,
             "DO_STAGES": self.do_stages,

@@ -206,11 +206,11 @@ template <int N> static inline void bulk_wait_group() { bulk_wait_group_read<N>(
 static inline void fence_proxy_async() {}
 static inline void fence_mbarrier_init() {}
 
-static inline void store_matrices(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+static inline void stmatrix(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
     const unsigned *rows = cpu::bring(to), lane = threadIdx.x % 32, x[4] = {a, b, c, d};
     for (int m = 0; m < 4; m++) memcpy(cpu::at(rows[m * 8 + lane / 4] + lane % 4 * 4), &x[m], 4);
 }
-static inline void store_transposed(unsigned to, const unsigned (&x)[4]) {
+static inline void stmatrix_trans(unsigned to, const unsigned (&x)[4]) {
     const unsigned *rows = cpu::bring(to), lane = threadIdx.x % 32;
     for (int m = 0; m < 4; m++)
         for (int e = 0; e < 2; e++)

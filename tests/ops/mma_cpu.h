@@ -109,11 +109,11 @@ template <int N> static inline void cp_async_wait_group() {
             else
                 memset(memory + x.to, 0, 16);
 }
-static inline void load_matrices(unsigned (&r)[4], unsigned address) {
+static inline void ldmatrix(unsigned (&r)[4], unsigned address) {
     const unsigned *rows = cpu::bring(address), lane = threadIdx.x % 32;
     for (int x = 0; x < 4; x++) memcpy(&r[x], memory + rows[x * 8 + lane / 4] + lane % 4 * 4, 4);
 }
-static inline void load_transposed(unsigned (&r)[4], unsigned address) {
+static inline void ldmatrix_trans(unsigned (&r)[4], unsigned address) {
     const unsigned *rows = cpu::bring(address), lane = threadIdx.x % 32;
     for (int x = 0; x < 4; x++)
         for (int e = 0; e < 2; e++)

@@ -79,7 +79,7 @@ def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...], element: str) 
     if "BLOCK_MASK" in on:
         assert MASK_BLOCK % tile.br == MASK_BLOCK % tile.bc == 0
     # a half is whole blocks
-    assert found["PADDED_D"] <= 128 or found["PADDED_D"] // 2 % found["BLOCK_D"] == 0
+    assert found["PADDED_D"] <= 128 or found["PADDED_D"] // 2 % found["BOX_COLUMNS"] == 0
     # P as it was rounded is 0 where dropout hides it, and has no softcap's derivative.
     if {"SOFTCAP", "DROPOUT"} & set(on):
         assert not found["LATE_DQ"] and not found["LATE_DK"] and found["BR"] == 64

@@ -168,7 +168,7 @@ __device__ __forceinline__ void score(const unsigned char *tile, const unsigned 
 #pragma unroll
         for (int half = 0; half < ROW / 64; half++) {
             unsigned bytes[4];
-            load_matrices(bytes, (rows ^ half * 64) + n * 8 * ROW);
+            ldmatrix(bytes, (rows ^ half * 64) + n * 8 * ROW);
 #pragma unroll
             for (int part = 0; part < PARTS; part++)
 #pragma unroll
@@ -231,7 +231,7 @@ __device__ __forceinline__ void add_values(const unsigned char *tile, const unsi
 #pragma unroll
         for (int k = 0; k < BC / 32; k++) {
             unsigned pairs[4];  // two channels of each of two keys
-            load_transposed(pairs, (rows ^ chunk << 4) + k * 32 * ROW);
+            ldmatrix_trans(pairs, (rows ^ chunk << 4) + k * 32 * ROW);
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 const unsigned order = odd ? 0x7531 : 0x6420;

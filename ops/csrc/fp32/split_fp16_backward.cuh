@@ -68,7 +68,7 @@ struct OwnRows {
 #pragma unroll
                     for (int e = 0; e < 4; e++) left[term][t][e] = held[term < OWN_TERMS ? term : 0][t][d][e];
                 else
-                    load_matrices(left[term][t], lanes(rest + (term - OWN_TERMS) * OWN_BYTES, t * 16, d));
+                    ldmatrix(left[term][t], lanes(rest + (term - OWN_TERMS) * OWN_BYTES, t * 16, d));
     }
 };
 

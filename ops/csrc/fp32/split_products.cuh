@@ -132,7 +132,7 @@ __device__ __forceinline__ void add_split_step(Accumulator<M_TILES, PAIRS> &sums
         for (int x = 0; x < BESIDE; x++)
 #pragma unroll
             for (int term = 0; term < TERMS; term++)
-                load_matrices(right[x][term], b_lanes(b + term * b_term, (n + x) * 16, d));
+                ldmatrix(right[x][term], b_lanes(b + term * b_term, (n + x) * 16, d));
         Accumulator<M_TILES, BESIDE> part;
         part.clear();
         add_products(part, rest, n, a, right);
@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply_split(Accumulator<M_TILES, PAIRS> &sums
 #pragma unroll
             for (int t = 0; t < M_TILES; t++)
                 if (term >= STAY)
-                    load_matrices(left[term][t], a_lanes(a + (term - STAY) * a_term, t * 16, d));
+                    ldmatrix(left[term][t], a_lanes(a + (term - STAY) * a_term, t * 16, d));
                 else
 #pragma unroll
                     for (int e = 0; e < 4; e++) left[term][t][e] = held[d][STAY ? term % STAY : 0][t][e];
@@ -192,7 +192,7 @@ __device__ __forceinline__ void add_split_product(Accumulator<M_TILES, D_STEPS> 
             for (int x = 0; x < BESIDE; x++)
 #pragma unroll
                 for (int term = 0; term < TERMS; term++)
-                    load_transposed(right[x][term], b_lanes(b + term * b_term, n * 16, d + x));
+                    ldmatrix_trans(right[x][term], b_lanes(b + term * b_term, n * 16, d + x));
             add_products(part, rest, 0, left[n], right);
         }
         add_columns(sums, d, part);

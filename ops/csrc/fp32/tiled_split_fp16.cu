@@ -119,7 +119,7 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
         multiply_split<HELD>(s, q, as_stored, q_rows, Q_TERM_BYTES, transposed, k_rows, TERM_BYTES);
         const bool masked = start < range.full_lo || start >= range.full_hi;
         if (SCALE_FIRST) multiply_by(s, undo);
-        if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
+        if (SCALE_FIRST || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
         online_softmax(s, o, rows, scale * LOG2E);
         dropout.drop(p, s, start);
         add_split_product(o, s, as_stored, v_rows, TERM_BYTES);  // O += P V

@@ -280,11 +280,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             load(i0 + TEAMS * BR, buffer ^ 1);
             Scores s;
             s.clear();
-            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, team.q_tile + buffer * Q_BYTES, transposed,
+            add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, team.q_tile + buffer * Q_BYTES, transposed,
                                                  team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
             if (SCALE_FIRST || masked)
-                finish_scores(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);
+                scale_and_mask(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);
             share_maxima(s, team.maxima, team.warp);
             team_barrier(team.number);  // maxima are whole, and all have read m
             online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, scale_log2);

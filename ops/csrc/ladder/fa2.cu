@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
-        for (int d = 0; d < D_STEPS; d++) load_matrices(q[t][d], as_stored(q_rows, t * 16, d));
+        for (int d = 0; d < D_STEPS; d++) ldmatrix(q[t][d], as_stored(q_rows, t * 16, d));
 #endif
     for (int start = BEGIN_TILES, buffer = 0; IS_TILE(start); ADVANCE(start, BC), buffer ^= 1) {
         cp_async_wait_group<0>();
@@ -70,12 +70,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         Accumulator<ROW_TILES, BC / 16> s;
         s.clear();
 #if Q_IN_REGISTERS
-        multiply(s, q, transposed, k_tile + buffer * TILE_BYTES);  // S = Q K^T
+        add_product(s, q, transposed, k_tile + buffer * TILE_BYTES);  // S = Q K^T
 #else
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_rows, transposed, k_tile + buffer * TILE_BYTES);
+        add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_rows, transposed, k_tile + buffer * TILE_BYTES);
 #endif
         const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
-        if (SCALE_FIRST || masked) finish_scores(p, s, i_first, start, keys, b, h, masked);
+        if (SCALE_FIRST || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
         online_softmax(s, o, rows, scale_log2);
         dropout.drop(p, s, start);
         add_product(o, s, as_stored, v_tile + buffer * TILE_BYTES);  // O += P V

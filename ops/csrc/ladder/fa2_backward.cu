@@ -132,20 +132,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             const float *lse_log2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
             Scores s, dp;
             s.clear(), dp.clear();
-            multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + s_row * ROW_BYTES, transposed,
+            add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + s_row * ROW_BYTES, transposed,
                                                  k_tile + s_column * ROW_BYTES);
-            multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + s_row * ROW_BYTES, transposed,
+            add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + s_row * ROW_BYTES, transposed,
                                                  v_tile + s_column * ROW_BYTES);
             const bool masked = NEEDS_MASKING(real_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
             compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
             __syncthreads();  // P and dS are whole
-            multiply<BR / 16, TRANSPOSED, AS_STORED>(dv, scores_transposed, p_tile, kv_columns, do_tile);
+            add_product<BR / 16, TRANSPOSED, AS_STORED>(dv, scores_transposed, p_tile, kv_columns, do_tile);
 #if ATOMIC
             Accumulator<Q_TILES, Q_COLUMNS / 16> dq;
             dq.clear();
-            multiply<BC / 16, AS_STORED, AS_STORED>(dq, scores_as_stored, ds_tile + q_row * BC * 2, q_columns, k_tile);
+            const unsigned ds_rows = ds_tile + q_row * BC * 2;
+            add_product<BC / 16, AS_STORED, AS_STORED>(dq, scores_as_stored, ds_rows, q_columns, k_tile);
             float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PADDED_D + lane * 4;
 #pragma unroll
             for (int t = 0; t < Q_TILES; t++)
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                 for (int n = 0; n < Q_COLUMNS / 8; n++)
                     add_four(to + (t * 2 * D_STEPS + q_column / 8 + n) * 128, &dq.c[t][n][0], &dq.c[t][n][2]);
 #endif
-            multiply<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, kv_columns, q_tile);
+            add_product<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, kv_columns, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
                 if (more) load(0, NEXT_OF_GROUP(i0, BR));

@@ -52,9 +52,9 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         PREFETCH_ENTRY;
         Accumulator<ROW_TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + warp_bytes, transposed,
+        add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + warp_bytes, transposed,
                                                  k_tile + buffer * TILE_BYTES);
-        multiply<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + warp_bytes, transposed,
+        add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + warp_bytes, transposed,
                                                  v_tile + buffer * TILE_BYTES);
         const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
         compute_p_and_ds(p, s, dp, p.padded_lse + row, p.delta + row, i_first, start, keys, b, h, masked);

@@ -30,7 +30,7 @@
 // D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
-// BLOCK_D (columns of a block in shared memory), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
+// BOX_COLUMNS (of a box of a TMA copy, hopper.cuh), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
 // unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WIDE
@@ -129,7 +129,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
 // of a tile of queries.
 __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layout, int group) {
     const bool all = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PADDED_D;
-    const unsigned bytes = all ? PART_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
+    const unsigned bytes = all ? DQ_CHUNK_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     WorkTiles tiles(layout);
     PipelineState<1> dq;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
@@ -146,8 +146,8 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
                     const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
                     mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
                     if (threadIdx.x % 32 == 0) {
-                        bulk_reduce_add(p.scratch + row * PADDED_D + (2 * chunk + group) * (PART_BYTES / 4),
-                                        layout.dq + group * PART_BYTES, bytes);
+                        bulk_reduce_add(p.scratch + row * PADDED_D + (2 * chunk + group) * (DQ_CHUNK_BYTES / 4),
+                                        layout.dq + group * DQ_CHUNK_BYTES, bytes);
                         bulk_commit_group();
                         bulk_wait_group_read<0>();
                         mbarrier_arrive(layout.barrier(DQ_EMPTY + group));
@@ -185,17 +185,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
 
 // Runs last: rounds dQ from its accumulator. A block handles one chunk of a tile that one warp group left;
 // a thread handles 8 columns of 2 rows, which are adjacent rows where dQ^T was computed.
-extern "C" __global__ void __launch_bounds__(PART_BYTES / 64) tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
+    tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
     const unsigned of = blockIdx.x / 2 / DQ_CHUNKS;
-    const int row_threads = CHUNK_COLUMNS / 8, group = blockIdx.x % 2, chunk = blockIdx.x / 2 % DQ_CHUNKS;
+    const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % 2, chunk = blockIdx.x / 2 % DQ_CHUNKS;
     const int tiles = p.padded_tq / BR, tile = of % tiles, head = of / tiles, b = head / p.heads, h = head % p.heads;
     const int n = threadIdx.x % row_threads, row = threadIdx.x / row_threads, between = TRANSPOSED_DQ ? 1 : 8;
-    const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * CHUNK_COLUMNS + n * 8;
+    const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * DQ_CHUNK_COLUMNS + n * 8;
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
 #if TRANSPOSED_DQ
     const int i = tile * BR + row * 2;
-    const float2 *from = (const float2 *)p.scratch + blockIdx.x * (PART_BYTES / 8ll);
+    const float2 *from = (const float2 *)p.scratch + blockIdx.x * (DQ_CHUNK_BYTES / 8ll);
     from += row / 4 * 256 + n / 2 * 64 + row % 4 * 2 + n % 2;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
@@ -205,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(PART_BYTES / 64) tilegpt_fa3_backwa
 #else
     const int g = row % 8, warp = row / 8;
     const int i = tile * BR + (DQ_SPLIT_BY_ROWS ? group * 64 : 0) + warp * 16 + g;
-    const float4 *from = (const float4 *)p.scratch + blockIdx.x * (PART_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
+    const float4 *from = (const float4 *)p.scratch + blockIdx.x * (DQ_CHUNK_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
         const float4 x = from[c];

@@ -10,14 +10,14 @@ struct Consumer : ScoreTile {
     PipelineState<STAGES> stage;
     PipelineState<2> ds;
     PipelineState<1> kv, dq_slot;
-    float dk[USED_D / 2], dv[USED_D / 2], dq[PART_BYTES / 512];
+    float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_CHUNK_BYTES / 512];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
         : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
     // S^T = K Q^T, or dP^T = V dO^T, issued.
     __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
-        const SmemDescriptor a(keys + group * 64 * BLOCK_ROW_BYTES), b(queries);
+        const SmemDescriptor a(keys + group * 64 * BOX_ROW_BYTES), b(queries);
 #pragma unroll
         for (int step = 0; step < USED_D / 16; step++)
             Wgmma<BR>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
@@ -26,27 +26,27 @@ struct Consumer : ScoreTile {
     // dV += P^T dO, or dK += dS^T Q, issued.
     __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[USED_D / 2], const Rounded &a,
                                                       unsigned queries) const {
-        const SmemDescriptor b(queries, BR * BLOCK_ROW_BYTES);
+        const SmemDescriptor b(queries, BR * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<USED_D>::rs<1>(to, a[step], b.offset(step * 16 * BLOCK_ROW_BYTES), 1);
+            Wgmma<USED_D>::rs<1>(to, a[step], b.offset(step * 16 * BOX_ROW_BYTES), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the queries, or of the columns, which with PADDED_D = 64 lie side by side in a
     // block.
     __device__ __forceinline__ void multiply_dq(int slot) {
 #if TRANSPOSED_DQ
-        const SmemDescriptor a(layout.k + group * BC * BLOCK_ROW_BYTES), b(layout.ds + slot * DS_BYTES);
+        const SmemDescriptor a(layout.k + group * BC * BOX_ROW_BYTES), b(layout.ds + slot * DS_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<BR>::ss<1, 0>(dq, a.offset(step * 16 * BLOCK_ROW_BYTES), b.offset(step_bytes<BR>(step)), step > 0);
+            Wgmma<BR>::ss<1, 0>(dq, a.offset(step * 16 * BOX_ROW_BYTES), b.offset(step_bytes<BR>(step)), step > 0);
 #else
         const SmemDescriptor a(layout.ds + slot * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
         const SmemDescriptor b(layout.k +
-                               (DQ_SPLIT_BY_ROWS ? 0 : group * (PADDED_D == 64 ? 64 : BC * BLOCK_ROW_BYTES)));
+                               (DQ_SPLIT_BY_ROWS ? 0 : group * (PADDED_D == 64 ? 64 : BC * BOX_ROW_BYTES)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BLOCK_ROW_BYTES),
+            Wgmma<DQ_COLUMNS>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BOX_ROW_BYTES),
                                         step > 0);
 #endif
         wgmma_commit_group();
@@ -68,9 +68,9 @@ struct Consumer : ScoreTile {
     __device__ __forceinline__ void hand_over_dq() {
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
         dq_slot.next();
-        const unsigned to = layout.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
+        const unsigned to = layout.dq + group * DQ_CHUNK_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
-        for (int n = 0; n < PART_BYTES / 2048; n++) store_four(to + n * 2048, &dq[4 * n]);
+        for (int n = 0; n < DQ_CHUNK_BYTES / 2048; n++) store_four(to + n * 2048, &dq[4 * n]);
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
@@ -159,7 +159,7 @@ struct Consumer : ScoreTile {
 #pragma unroll
         for (int step = 0; step < 4 && 64 * block + 16 * step < USED_D; step++) {
             const float *y = x + 32 * block + 8 * step;
-            store_matrices(to + swizzled<64>(warp * 16 + lane % 16, 2 * step + lane / 16),
+            stmatrix(to + swizzled<64>(warp * 16 + lane % 16, 2 * step + lane / 16),
                            pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                            pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
@@ -168,21 +168,21 @@ struct Consumer : ScoreTile {
     // and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * BR * 128;
-        const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * PART_BYTES;
+        const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * DQ_CHUNK_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
 #pragma unroll
-        for (int block = 0; block < COLUMN_BLOCKS; block++) {
+        for (int block = 0; block < BOXES; block++) {
             write_tile(dv, block, DROPOUT ? p.keep_scale : 1.0f, dv_tile + block * DS_BYTES);
-            write_tile(dk, block, p.scale, dk_tile + block * 64 * BLOCK_ROW_BYTES);
+            write_tile(dk, block, p.scale, dk_tile + block * 64 * BOX_ROW_BYTES);
         }
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
-            for (int block = 0; block < COLUMN_BLOCKS; block++) {
+            for (int block = 0; block < BOXES; block++) {
                 const int d = block * 64, j = tile.j0 + group * 64;
                 tma_store(launch.dv, dv_tile + block * DS_BYTES, d, j, tile.kv_head, tile.b);
-                tma_store(launch.dk, dk_tile + block * 64 * BLOCK_ROW_BYTES, d, j, tile.kv_head, tile.b);
+                tma_store(launch.dk, dk_tile + block * 64 * BOX_ROW_BYTES, d, j, tile.kv_head, tile.b);
             }
             bulk_commit_group();
             bulk_wait_group_read<0>();

@@ -32,7 +32,9 @@ struct ScoreTile {
     const Params &p;
     const int group, warp, lane;
     WorkTile tile;
-    int i0, h, remaining;  // the tile's first query, and their head; tiles of queries to come, this one included
+    // The tile's first query (with BLOCK_MASK its entry: START_OF(i0) is the query, the rest are flags), and its head;
+    // tiles of queries to come, this one included.
+    int i0, h, remaining;
     Scores s, dp;
     Rounded p16, ds16;    // P and dS in 16 bits, as left operands
     unsigned dropped[2];  // see `pack_bits`
@@ -196,7 +198,7 @@ struct ScoreTile {
         const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
 #pragma unroll
         for (int step = 0; step < OWN_QUERIES / 16; step++)
-            store_transposed(to + swizzled<64>(step * 16 + row, chunk), x[step]);
+            stmatrix_trans(to + swizzled<64>(step * 16 + row, chunk), x[step]);
         fence_proxy_async();
         __syncwarp();
     }

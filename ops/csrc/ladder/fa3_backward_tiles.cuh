@@ -17,8 +17,8 @@
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
 #define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PADDED_D : PADDED_D / 2)
 #define DQ_CHUNKS (WIDE ? 2 : 1)  // parts in which dQ is written, as shared memory has no space for all of it
-#define CHUNK_COLUMNS (DQ_COLUMNS / DQ_CHUNKS)
-#define PART_BYTES (BR * PADDED_D * 2 / DQ_CHUNKS)  // of a warp group's chunk
+#define DQ_CHUNK_COLUMNS (DQ_COLUMNS / DQ_CHUNKS)
+#define DQ_CHUNK_BYTES (BR * PADDED_D * 2 / DQ_CHUNKS)  // of a warp group's chunk
 #define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 
@@ -69,7 +69,7 @@ struct SharedLayout {
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
         ds = dout + DO_STAGES * Q_BYTES, p = ds + 2 * DS_BYTES, dq = p + (WIDE ? 2 * DS_BYTES : 0);
-        lse_log2 = dq + 2 * PART_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
+        lse_log2 = dq + 2 * DQ_CHUNK_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
     __device__ __forceinline__ volatile int *stage_slots(int stage) const { return slots + 2 + 2 * stage; }

@@ -9,7 +9,7 @@
 #include "fa3_backward_scores.cuh"
 
 #define HALF_D (PADDED_D / 2)
-#define HALF_BLOCKS (HALF_D / BLOCK_D)
+#define HALF_BOXES (HALF_D / BOX_COLUMNS)
 
 struct Consumer : ScoreTile {
     const Launch &launch;
@@ -30,7 +30,7 @@ struct Consumer : ScoreTile {
     }
     // S^T = K Q^T, or dP^T = V dO^T, issued: all keys, half of the queries.
     __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
-        const SmemDescriptor a(keys), b(queries + group * OWN_QUERIES * BLOCK_ROW_BYTES);
+        const SmemDescriptor a(keys), b(queries + group * OWN_QUERIES * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < PADDED_D / 16; step++)
             Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
@@ -39,20 +39,20 @@ struct Consumer : ScoreTile {
     // dV += P^T dO, or dK += dS^T Q, issued: half of the columns.
     __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[HALF_D / 2], unsigned scores,
                                                       unsigned queries) const {
-        const unsigned columns = queries + group * HALF_BLOCKS * BR * BLOCK_ROW_BYTES;
-        const SmemDescriptor a(scores, 16, 128), b(columns, BR * BLOCK_ROW_BYTES);
+        const unsigned columns = queries + group * HALF_BOXES * BR * BOX_ROW_BYTES;
+        const SmemDescriptor a(scores, 16, 128), b(columns, BR * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
-            Wgmma<HALF_D>::ss<1, 1>(to, a.offset(step * 16 * 128), b.offset(step * 16 * BLOCK_ROW_BYTES), 1);
+            Wgmma<HALF_D>::ss<1, 1>(to, a.offset(step * 16 * 128), b.offset(step * 16 * BOX_ROW_BYTES), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the columns.
     __device__ __forceinline__ void multiply_dq(unsigned scores) {
-        const unsigned columns = layout.k + group * HALF_BLOCKS * BC * BLOCK_ROW_BYTES;
-        const SmemDescriptor a(scores, 16, 128), b(columns, BC * BLOCK_ROW_BYTES);
+        const unsigned columns = layout.k + group * HALF_BOXES * BC * BOX_ROW_BYTES;
+        const SmemDescriptor a(scores, 16, 128), b(columns, BC * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
-            Wgmma<HALF_D>::ss<0, 1>(dq, a.offset(step * 32), b.offset(step * 16 * BLOCK_ROW_BYTES), step > 0);
+            Wgmma<HALF_D>::ss<0, 1>(dq, a.offset(step * 32), b.offset(step * 16 * BOX_ROW_BYTES), step > 0);
         wgmma_commit_group();
     }
 
@@ -68,9 +68,9 @@ struct Consumer : ScoreTile {
     __device__ __forceinline__ void hand_over_dq(const float *half) {
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
         dq_slot.next();
-        const unsigned to = layout.dq + group * PART_BYTES + threadIdx.x % 128 * 16;
+        const unsigned to = layout.dq + group * DQ_CHUNK_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
-        for (int n = 0; n < CHUNK_COLUMNS / 8; n++) store_four(to + n * 2048, half + 4 * n);
+        for (int n = 0; n < DQ_CHUNK_COLUMNS / 8; n++) store_four(to + n * 2048, half + 4 * n);
         fence_proxy_async();
         __syncwarp();
         release(DQ_FULL + group);
@@ -133,15 +133,15 @@ struct Consumer : ScoreTile {
 #pragma unroll
         for (int step = 0; step < HALF_D / 16; step++) {
             const float *y = x + 8 * step;
-            const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + lane / 16;
-            store_matrices(to + block * 64 * BLOCK_ROW_BYTES + swizzled<BLOCK_D>(warp * 16 + lane % 16, chunk),
+            const int block = step * 16 / BOX_COLUMNS, chunk = step * 16 % BOX_COLUMNS / 8 + lane / 16;
+            stmatrix(to + block * 64 * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(warp * 16 + lane % 16, chunk),
                            pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                            pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
     }
     // dV is staged in P's and dS's buffers, dK in dQ's, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
-        const unsigned dv_tile = layout.ds + group * 64 * HALF_D * 2, dk_tile = layout.dq + group * PART_BYTES;
+        const unsigned dv_tile = layout.ds + group * 64 * HALF_D * 2, dk_tile = layout.dq + group * DQ_CHUNK_BYTES;
         bar_sync(BARRIER_ALL, 256);  // the other group has read P and dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
         write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, dv_tile);
@@ -149,8 +149,8 @@ struct Consumer : ScoreTile {
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
-            for (int block = 0; block < HALF_BLOCKS; block++) {
-                const int d = group * HALF_D + block * BLOCK_D, at = block * 64 * BLOCK_ROW_BYTES;
+            for (int block = 0; block < HALF_BOXES; block++) {
+                const int d = group * HALF_D + block * BOX_COLUMNS, at = block * 64 * BOX_ROW_BYTES;
                 tma_store(launch.dv, dv_tile + at, d, tile.j0, tile.kv_head, tile.b);
                 tma_store(launch.dk, dk_tile + at, d, tile.j0, tile.kv_head, tile.b);
             }

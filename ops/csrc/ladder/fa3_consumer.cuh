@@ -20,9 +20,9 @@ __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int
 #pragma unroll
     for (int step = 0; step < USED_D / 16; step++) {
         const float(&x)[4] = o.c[0][2 * step], (&y)[4] = o.c[0][2 * step + 1];
-        const int block = step * 16 / BLOCK_D, chunk = step * 16 % BLOCK_D / 8 + half;
-        const unsigned to = tile + block * 64 * BLOCK_ROW_BYTES + swizzled<BLOCK_D>(row, chunk);
-        store_matrices(to, pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
+        const int block = step * 16 / BOX_COLUMNS, chunk = step * 16 % BOX_COLUMNS / 8 + half;
+        const unsigned to = tile + block * 64 * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(row, chunk);
+        stmatrix(to, pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
     }
 }
 
@@ -99,7 +99,7 @@ struct Consumer {
     __device__ __forceinline__ void begin_scores() {
 #if INT8
 #pragma unroll
-        for (int x = 0; x < BC / 2; x++) flat(s)[x] = INT8_ORIGIN;
+        for (int x = 0; x < BC / 2; x++) flat(s)[x] = INT8_MAGIC;
 #endif
         warpgroup_fence_operand(flat(s));
     }
@@ -122,12 +122,12 @@ struct Consumer {
 #if FP8
         const SmemDescriptor values(layout.v + v.index * KV_BYTES, 16, V_BLOCK);
 #else
-        const SmemDescriptor values(layout.v + v.index * KV_BYTES, BC * BLOCK_ROW_BYTES);
+        const SmemDescriptor values(layout.v + v.index * KV_BYTES, BC * BOX_ROW_BYTES);
 #endif
 #pragma unroll
         for (int step = 0; step < BC / WGMMA_K; step++) {
             const int key = step * WGMMA_K, fp8_offset = key / V_BLOCK * V_BLOCK * PADDED_D + key % V_BLOCK;
-            const int offset = FP8 ? fp8_offset : key * BLOCK_ROW_BYTES;
+            const int offset = FP8 ? fp8_offset : key * BOX_ROW_BYTES;
             Wgmma<USED_D>::rs<!FP8>(flat(o), rounded_p[step], values.offset(offset), 1);
         }
         wgmma_commit_group();
@@ -155,7 +155,7 @@ struct Consumer {
         const int i_first = first_row();
         start = START_OF(start);
         if (SCALE_FIRST || (DOCUMENT_IDS && masked))
-            finish_scores(p, s, i_first, start, tile.keys, tile.b, tile.h, DOCUMENT_IDS && masked);
+            scale_and_mask(p, s, i_first, start, tile.keys, tile.b, tile.h, DOCUMENT_IDS && masked);
         if (!DOCUMENT_IDS && masked) apply_interval_mask(p, s, i_first, start, tile.keys);
         rescale[0] = rescale[1] = 1.0f;
         needs_rescale =

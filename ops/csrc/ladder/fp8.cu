@@ -39,7 +39,7 @@ __device__ __forceinline__ unsigned quantise_four(const float *x, float factor) 
     unsigned packed = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++)  // the sum is rounded to an integer, whose low 8 bits are those of its bit pattern
-        packed |= ((unsigned)__float_as_int(fmaf(x[i], factor, INT8_ORIGIN)) & 255) << 8 * i;
+        packed |= ((unsigned)__float_as_int(fmaf(x[i], factor, INT8_MAGIC)) & 255) << 8 * i;
     return packed;
 #else
     return pack_e4m3(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor);

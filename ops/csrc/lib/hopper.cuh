@@ -1,20 +1,19 @@
 // Hopper's own instructions under their PTX names, for sm_90a: mbarriers, copies by TMA through tensor maps, wgmma, named
 // barriers, registers that move between warp groups.
 //
-// A tile in shared memory is what TMA writes and wgmma reads: PADDED_D / BLOCK_D blocks of columns one after the other,
-// each of BLOCK_D columns (128 or 64 bytes a row), its 16-byte chunks swizzled within groups of 8 rows. All tiles begin
-// at multiples of 1,024 bytes.
+// A tile in shared memory is what TMA writes and wgmma reads: boxes of BOX_COLUMNS columns (128 or 64 bytes a row), one
+// after the other, their 16-byte chunks swizzled within groups of 8 rows. All tiles begin at multiples of 1,024 bytes.
 #pragma once
 #include "mma.cuh"
 
-#ifndef BLOCK_D
-#define BLOCK_D (PADDED_D % 64 ? 32 : 64)  // columns of a block
+#ifndef BOX_COLUMNS
+#define BOX_COLUMNS (PADDED_D % 64 ? 32 : 64)
 #endif
-#define COLUMN_BLOCKS (PADDED_D / BLOCK_D)
+#define BOXES (PADDED_D / BOX_COLUMNS)  // of a tile
 #ifndef USED_D
 #define USED_D PADDED_D  // columns that are multiplied
 #endif
-#define BLOCK_ROW_BYTES (BLOCK_D * 2)  // of a row of a block
+#define BOX_ROW_BYTES (BOX_COLUMNS * 2)
 
 // With FP8 what is multiplied is e4m3, which TMA and shared memory have as pairs, PADDED_D / 2 columns of 16 bits.
 #ifndef FP8
@@ -25,9 +24,9 @@
 #ifndef INT8
 #define INT8 0
 #endif
-#define INT8_ORIGIN 12582912.0f  // 1.5 * 2^23
+#define INT8_MAGIC 12582912.0f  // 1.5 * 2^23
 #define OPERAND_BYTES (FP8 ? 1 : 2)
-#define OPERAND_BLOCKS (FP8 ? COLUMN_BLOCKS / 2 : COLUMN_BLOCKS)
+#define OPERAND_BLOCKS (FP8 ? BOXES / 2 : BOXES)
 #define WGMMA_K (FP8 ? 32 : 16)  // of the reduction, in a wgmma
 
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
@@ -123,24 +122,24 @@ template <int ROWS>
 __device__ __forceinline__ void load_tile(unsigned to, const TensorMap &map, unsigned barrier, int t, int h, int b) {
 #pragma unroll
     for (int block = 0; block < OPERAND_BLOCKS; block++)
-        tma_load(to + block * ROWS * BLOCK_ROW_BYTES, map, barrier, block * BLOCK_D, t, h, b);
+        tma_load(to + block * ROWS * BOX_ROW_BYTES, map, barrier, block * BOX_COLUMNS, t, h, b);
 }
 template <int ROWS>
 __device__ __forceinline__ void store_tile(const TensorMap &map, unsigned from, int t, int h, int b) {
 #pragma unroll
-    for (int block = 0; block < COLUMN_BLOCKS; block++)
-        tma_store(map, from + block * ROWS * BLOCK_ROW_BYTES, block * BLOCK_D, t, h, b);
+    for (int block = 0; block < BOXES; block++)
+        tma_store(map, from + block * ROWS * BOX_ROW_BYTES, block * BOX_COLUMNS, t, h, b);
 }
 
 // --- shared memory by warps
 
 // Four 8 x 8 matrices of 16 bits, as mma.cuh's A lies in registers; a lane's address is that of a row of 16 bytes.
-__device__ __forceinline__ void store_matrices(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
+__device__ __forceinline__ void stmatrix(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
 }
-__device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&x)[4]) {
+__device__ __forceinline__ void stmatrix_trans(unsigned to, const unsigned (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
@@ -160,8 +159,8 @@ __device__ __forceinline__ void store_zeros(unsigned to) {
 }
 // Zeros over the rows of a tile of ROWS from `from` on, by the 128 threads of a warp group, before a fence and a barrier.
 template <int ROWS> __device__ __forceinline__ void clear_rows(unsigned tile, int from) {
-    const int chunks = BLOCK_ROW_BYTES / 16;
-    for (int x = threadIdx.x % 128; x < COLUMN_BLOCKS * ROWS * chunks; x += 128)
+    const int chunks = BOX_ROW_BYTES / 16;
+    for (int x = threadIdx.x % 128; x < BOXES * ROWS * chunks; x += 128)
         if (x / chunks % ROWS >= from) store_zeros(tile + x * 16);
 }
 
@@ -210,7 +209,7 @@ template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (
 struct SmemDescriptor {
     unsigned low, high;
     __device__ __forceinline__ SmemDescriptor(unsigned tile, unsigned block_bytes = 16,
-                                              unsigned row_bytes = BLOCK_ROW_BYTES)
+                                              unsigned row_bytes = BOX_ROW_BYTES)
         : low((tile & 0x3ffff) >> 4 | block_bytes >> 4 << 16),
           high((row_bytes == 128 ? 1u : 2u) << 30 | 8 * row_bytes >> 4) {}
     // The descriptor of what begins `bytes` further.
@@ -220,8 +219,8 @@ struct SmemDescriptor {
 };
 // Of 32 bytes of columns, the step-th, of a K-major tile with ROWS rows.
 template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
-    const int steps = BLOCK_D / 16;
-    return step / steps * ROWS * BLOCK_ROW_BYTES + step % steps * 32;
+    const int steps = BOX_COLUMNS / 16;
+    return step / steps * ROWS * BOX_ROW_BYTES + step % steps * 32;
 }
 
 // MAJOR: which operand is MN-major; one of 8 bits never is.
@@ -274,16 +273,18 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 #define F_96 F_80, F8(80), F8(88)
 #define F_128 F_96, F8(96), F8(104), F8(112), F8(120)
 
-// Of each N that a tile may have: A and B by descriptors, both K-major, cleared first with `add` = 0; or A from
-// registers (the layout of mma.cuh's A) and B by descriptor, MN-major or K-major.
+// Of each N that a tile may have: A and B by descriptors (ss), both K-major, cleared first with `add` = 0; or A from
+// registers (rs) and B by descriptor, MN-major or K-major. The macro gets the M floats of D that a thread has, and the
+// names of the operands after these: in ss X0 to X4 are a, b, add, A_MN and B_MN; in rs X0 to X3 are A's registers, X4 to
+// X6 b, add and B_MN.
 template <int N> struct Wgmma;
-#define WGMMA(N, M, A0, A1, A2, A3, B, ADD, MN)                                                                         \
+#define WGMMA(N, M, X0, X1, X2, X3, X4, X5, X6)                                                                         \
     template <> struct Wgmma<N> {                                                                                      \
         template <int A_MN, int B_MN>                                                                                  \
         static __device__ __forceinline__ void ss(float (&d)[M], unsigned long long a, unsigned long long b, int add) { \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, " A2 ", 0;\n"                                                  \
-                         "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_TYPES "{" R_##M "}, " A0 ", " A1                 \
-                         ", p, 1, 1" MAJOR(A3) MAJOR(B) ";}"                                                           \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, " X2 ", 0;\n"                                                  \
+                         "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_TYPES "{" R_##M "}, " X0 ", " X1                 \
+                         ", p, 1, 1" MAJOR(X3) MAJOR(X4) ";}"                                                          \
                          : F_##M                                                                                       \
                          : "l"(a), "l"(b), "r"(add), "n"(A_MN), "n"(B_MN)                                              \
                          : "memory");                                                                                  \
@@ -291,9 +292,9 @@ template <int N> struct Wgmma;
         template <int B_MN>                                                                                            \
         static __device__ __forceinline__ void rs(float (&d)[M], const unsigned (&a)[4], unsigned long long b,         \
                                                   int add) {                                                           \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                 \
-                         "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_TYPES "{" R_##M "}, {" A0 ", " A1 ", " A2        \
-                         ", " A3 "}, " B ", p, 1, 1" MAJOR(MN) ";}"                                                    \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, " X5 ", 0;\n"                                                  \
+                         "wgmma.mma_async.sync.aligned.m64n" #N WGMMA_TYPES "{" R_##M "}, {" X0 ", " X1 ", " X2        \
+                         ", " X3 "}, " X4 ", p, 1, 1" MAJOR(X6) ";}"                                                   \
                          : F_##M                                                                                       \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(B_MN)                     \
                          : "memory");                                                                                  \
@@ -309,7 +310,7 @@ WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
 WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
-// d += A B of integers, both K-major, by descriptors; d is floats from INT8_ORIGIN on.
+// d += A B of integers, both K-major, by descriptors; d is floats from INT8_MAGIC on.
 #define I8(i)                                                                                                          \
     "+r"((int &)d[i]), "+r"((int &)d[i + 1]), "+r"((int &)d[i + 2]), "+r"((int &)d[i + 3]), "+r"((int &)d[i + 4]),     \
         "+r"((int &)d[i + 5]), "+r"((int &)d[i + 6]), "+r"((int &)d[i + 7])

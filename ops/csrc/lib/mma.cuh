@@ -31,7 +31,8 @@ template <int COLUMNS> __device__ __forceinline__ unsigned swizzled(int row, int
     return row * COLUMNS * 2 + ((chunk ^ (COLUMNS % 64 ? (row >> 1) & 3 : row & 7)) << 4);
 }
 
-// Whether a tile in shared memory is an operand of a product as it is stored, or has to be transposed.
+// How a tile in shared memory is an operand of a product A B: its rows are the operand's rows, or its columns. (So A is
+// K-major as stored, and B is transposed, as K is in Q K^T.)
 enum Layout { AS_STORED, TRANSPOSED };
 
 // A lane's addresses for ldmatrix.x4, 16 x 16 as four 8 x 8, from column `first` on. The swizzle lets one base
@@ -41,7 +42,7 @@ template <int COLUMNS> struct LdmatrixLanes {
     static const int BASES = COLUMNS == 96 ? PERIOD : 1;  // of 96 a warp may have 48, and begin within a period
     unsigned at[BASES];
     // With AS_STORED the four matrices go down the rows first, else along the columns. A right operand as stored, and a
-    // left one transposed, are loaded by .trans (load_transposed).
+    // left one transposed, are loaded by .trans (ldmatrix_trans).
     __device__ __forceinline__ LdmatrixLanes(Layout layout, int first = 0) {
         const int lane = threadIdx.x % 32, low = lane % 8, second = lane / 8 % 2, third = lane / 16;
         const bool rows_first = layout == AS_STORED;
@@ -75,14 +76,14 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
+__device__ __forceinline__ void ldmatrix(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");
 }
 
-__device__ __forceinline__ void load_transposed(unsigned (&r)[4], unsigned address) {
+__device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
@@ -203,7 +204,7 @@ template <int ROWS, int THREADS> struct Loader {
 
 // sums += A B over STEPS of 16, where the tiles `a` and `b` hold A and B as A_LAYOUT and B_LAYOUT say.
 template <int STEPS, Layout A_LAYOUT, Layout B_LAYOUT, int M_TILES, int PAIRS, int COLUMNS>
-__device__ __forceinline__ void multiply(Accumulator<M_TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
+__device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
                                          unsigned a, const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -211,15 +212,15 @@ __device__ __forceinline__ void multiply(Accumulator<M_TILES, PAIRS> &sums, cons
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)
             if (A_LAYOUT == TRANSPOSED)
-                load_transposed(left[t], a_lanes(a, step * 16, t));
+                ldmatrix_trans(left[t], a_lanes(a, step * 16, t));
             else
-                load_matrices(left[t], a_lanes(a, t * 16, step));
+                ldmatrix(left[t], a_lanes(a, t * 16, step));
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
             if (B_LAYOUT == TRANSPOSED)
-                load_matrices(right, b_lanes(b, n * 16, step));
+                ldmatrix(right, b_lanes(b, n * 16, step));
             else
-                load_transposed(right, b_lanes(b, step * 16, n));
+                ldmatrix_trans(right, b_lanes(b, step * 16, n));
 #pragma unroll
             for (int t = 0; t < M_TILES; t++) {
                 mma(sums.c[t][2 * n], left[t], right[0], right[1]);
@@ -231,14 +232,14 @@ __device__ __forceinline__ void multiply(Accumulator<M_TILES, PAIRS> &sums, cons
 
 // sums += A B, where A is in registers, and B's columns are the rows of tile `b`.
 template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void multiply(Accumulator<M_TILES, PAIRS> &sums, const unsigned (&a)[M_TILES][D_STEPS][4],
+__device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, const unsigned (&a)[M_TILES][D_STEPS][4],
                                          const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned right[4];
 #pragma unroll
         for (int n = 0; n < PAIRS; n++) {
-            load_matrices(right, b_lanes(b, n * 16, d));
+            ldmatrix(right, b_lanes(b, n * 16, d));
 #pragma unroll
             for (int t = 0; t < M_TILES; t++) {
                 mma(sums.c[t][2 * n], a[t][d], right[0], right[1]);
@@ -262,7 +263,7 @@ __device__ __forceinline__ void add_product(Accumulator<M_TILES, D_STEPS> &sums,
                 left[t][e] = pack(w.c[t][2 * n + e / 2][e % 2 * 2], w.c[t][2 * n + e / 2][e % 2 * 2 + 1]);
 #pragma unroll
         for (int d = 0; d < D_STEPS; d++) {
-            load_transposed(right, b_lanes(b, n * 16, d));
+            ldmatrix_trans(right, b_lanes(b, n * 16, d));
 #pragma unroll
             for (int t = 0; t < M_TILES; t++) {
                 mma(sums.c[t][2 * d], left[t], right[0], right[1]);

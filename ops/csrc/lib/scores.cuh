@@ -46,8 +46,8 @@ __device__ __forceinline__ void apply_mask(const Params &p, Accumulator<M_TILES,
 
 // Scores of a tile that is not seen in full, or that takes more than a scale: -inf where unseen.
 template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void finish_scores(const Params &p, Accumulator<M_TILES, PAIRS> &s, int i_first, int j_first,
-                                              int keys, int b, int h, bool masked) {
+__device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TILES, PAIRS> &s, int i_first,
+                                               int j_first, int keys, int b, int h, bool masked) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     if (SCALE_FIRST)

@@ -18,13 +18,13 @@ template <int M_TILES> struct SoftmaxState {
 // Exponentials are up to 2^8 times EXP_FACTOR: small ones are to lose no bits in fp16 (split_products.cuh).
 #define EXP_FACTOR 128.0f
 #elif INT8
-// s begins at INT8_ORIGIN (hopper.cuh). Rounding the sum, one for all keys of a tile, moves s by less than 1.
-#define EXPONENT(s, m, scale_log2) ((s) * (scale_log2) - ((m) + INT8_ORIGIN * (scale_log2)))
-#define FROM_ORIGIN(s) ((s) - INT8_ORIGIN)
+// s begins at INT8_MAGIC (hopper.cuh). Rounding the sum, one for all keys of a tile, moves s by less than 1.
+#define EXPONENT(s, m, scale_log2) ((s) * (scale_log2) - ((m) + INT8_MAGIC * (scale_log2)))
+#define WITHOUT_MAGIC(s) ((s) - INT8_MAGIC)
 #define EXP_FACTOR 1.0f
 #else
 #define EXPONENT(s, m, scale_log2) ((s) * (scale_log2) - (m))
-#define FROM_ORIGIN(s) (s)
+#define WITHOUT_MAGIC(s) (s)
 #define EXP_FACTOR 1.0f
 #endif
 // How far m is set below a row's maximum. In fp8 it is 5, and m stays until the maximum is more than 8 above it: the
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, PAIRS> &s, S
                 const float m = row_max[t][half], factor = exp2_of((rows.m[t][half] - m) * scale_log2);
 #else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
-                const float m = __fmul_rn(FROM_ORIGIN(row_max[t][half]), scale_log2) - MAX_OFFSET;
+                const float m = __fmul_rn(WITHOUT_MAGIC(row_max[t][half]), scale_log2) - MAX_OFFSET;
                 const float factor = exp2_of(rows.m[t][half] - m);
 #endif
                 rows.m[t][half] = m, rows.l[t][half] *= factor;
