@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from model.costs.flops import gathered_whole, parameter_count
-from model.costs.memory_loss import head_bytes, loss_bytes, output_bytes, with_gradients
+from model.costs.memory_loss import head_bytes, loss_bytes, loss_computes_gradients, output_bytes
 from model.costs.run import Run
 
 
@@ -69,7 +69,7 @@ def cast_weight_bytes(run: Run) -> int:
     if run.value_bytes == 4:
         return 0
     parts = parameter_count(run.config)
-    output = 0 if with_gradients(run) else output_bytes(run) // 2
+    output = 0 if loss_computes_gradients(run) else output_bytes(run) // 2
     return (2 * (parts["attention"] + parts["mlp"]) if run.shards == 1 else 0) + output
 
 

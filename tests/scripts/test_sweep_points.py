@@ -60,7 +60,7 @@ def test_standard_attention_is_a_value_of_the_grid(monkeypatch):
     room = Room(GPUS["h200"], 8)
     assert room.needs(found[0]) > 1.5 * room.needs(found[1])  # its scores are there
     # What it took on an H200, when the loss had passes in fp32.
-    monkeypatch.setattr(memory_loss, "one_kernel", lambda run: False)
+    monkeypatch.setattr(memory_loss, "fused_loss", lambda run: False)
     needed = _needs.__wrapped__(found[0], GPUS["h200"])
     assert needed == pytest.approx(43_885 * 2**20, rel=0.05)
 
