@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             Scores s;
             s.clear();
             add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, team.q_tile + buffer * Q_BYTES, transposed,
-                                                 team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
+                                                        team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
             if (SCALE_FIRST || masked)
                 scale_and_mask(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);

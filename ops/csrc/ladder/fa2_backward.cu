@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int q_row = warp % Q_ROW_WARPS * Q_TILES * 16, q_column = warp / Q_ROW_WARPS * Q_COLUMNS;
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const LdmatrixLanes<PADDED_D> kv_columns(AS_STORED, kv_column), q_columns(AS_STORED, q_column);
-    const LdmatrixLanes<BC> scores_transposed(TRANSPOSED, kv_row), scores_as_stored(AS_STORED);
+    const LdmatrixLanes<BC> scores_transposed(TRANSPOSED, kv_row), ds_as_stored(AS_STORED);
     Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
@@ -133,9 +133,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             Scores s, dp;
             s.clear(), dp.clear();
             add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + s_row * ROW_BYTES, transposed,
-                                                 k_tile + s_column * ROW_BYTES);
+                                                        k_tile + s_column * ROW_BYTES);
             add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + s_row * ROW_BYTES, transposed,
-                                                 v_tile + s_column * ROW_BYTES);
+                                                        v_tile + s_column * ROW_BYTES);
             const bool masked = NEEDS_MASKING(real_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
             compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
@@ -145,8 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
 #if ATOMIC
             Accumulator<Q_TILES, Q_COLUMNS / 16> dq;
             dq.clear();
-            const unsigned ds_rows = ds_tile + q_row * BC * 2;
-            add_product<BC / 16, AS_STORED, AS_STORED>(dq, scores_as_stored, ds_rows, q_columns, k_tile);
+            add_product<BC / 16, AS_STORED, AS_STORED>(dq, ds_as_stored, ds_tile + q_row * BC * 2, q_columns, k_tile);
             float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PADDED_D + lane * 4;
 #pragma unroll
             for (int t = 0; t < Q_TILES; t++)

@@ -53,9 +53,9 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         Accumulator<ROW_TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
         add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + warp_bytes, transposed,
-                                                 k_tile + buffer * TILE_BYTES);
+                                                    k_tile + buffer * TILE_BYTES);
         add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + warp_bytes, transposed,
-                                                 v_tile + buffer * TILE_BYTES);
+                                                    v_tile + buffer * TILE_BYTES);
         const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
         compute_p_and_ds(p, s, dp, p.padded_lse + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, as_stored, k_tile + buffer * TILE_BYTES);  // dQ += dS K

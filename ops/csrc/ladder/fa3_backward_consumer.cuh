@@ -160,8 +160,8 @@ struct Consumer : ScoreTile {
         for (int step = 0; step < 4 && 64 * block + 16 * step < USED_D; step++) {
             const float *y = x + 32 * block + 8 * step;
             stmatrix(to + swizzled<64>(warp * 16 + lane % 16, 2 * step + lane / 16),
-                           pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
-                           pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
+                     pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
+                     pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
     }
     // dV is staged in this group's part of dS's buffer, and dK behind it or in its part of dQ's, so that K

@@ -135,8 +135,8 @@ struct Consumer : ScoreTile {
             const float *y = x + 8 * step;
             const int block = step * 16 / BOX_COLUMNS, chunk = step * 16 % BOX_COLUMNS / 8 + lane / 16;
             stmatrix(to + block * 64 * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(warp * 16 + lane % 16, chunk),
-                           pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
-                           pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
+                     pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
+                     pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
     }
     // dV is staged in P's and dS's buffers, dK in dQ's, so that K and V of the next tile are on their way.

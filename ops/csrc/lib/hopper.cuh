@@ -275,8 +275,8 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 
 // Of each N that a tile may have: A and B by descriptors (ss), both K-major, cleared first with `add` = 0; or A from
 // registers (rs) and B by descriptor, MN-major or K-major. The macro gets the M floats of D that a thread has, and the
-// names of the operands after these: in ss X0 to X4 are a, b, add, A_MN and B_MN; in rs X0 to X3 are A's registers, X4 to
-// X6 b, add and B_MN.
+// names of the operands after these: in ss X0 to X4 are a, b, add, A_MN and B_MN; in rs X0 to X3 are A's registers, and
+// X4 to X6 b, add and B_MN.
 template <int N> struct Wgmma;
 #define WGMMA(N, M, X0, X1, X2, X3, X4, X5, X6)                                                                         \
     template <> struct Wgmma<N> {                                                                                      \

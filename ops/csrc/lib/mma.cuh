@@ -205,7 +205,7 @@ template <int ROWS, int THREADS> struct Loader {
 // sums += A B over STEPS of 16, where the tiles `a` and `b` hold A and B as A_LAYOUT and B_LAYOUT say.
 template <int STEPS, Layout A_LAYOUT, Layout B_LAYOUT, int M_TILES, int PAIRS, int COLUMNS>
 __device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
-                                         unsigned a, const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
+                                            unsigned a, const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         unsigned left[M_TILES][4], right[4];
@@ -233,7 +233,7 @@ __device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, c
 // sums += A B, where A is in registers, and B's columns are the rows of tile `b`.
 template <int M_TILES, int PAIRS>
 __device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, const unsigned (&a)[M_TILES][D_STEPS][4],
-                                         const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
+                                            const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned right[4];
