@@ -177,17 +177,19 @@ def fully_sharded(run: Run, snapshots: list[MemorySnapshot]) -> list[MemorySnaps
     held = root if run.accumulates else table  # gradients of what is in no block
     whole, found = gathered_whole(run.config), []
     if whole:
-        snapshots = [*snapshots, *(replace(snapshots[-1], name=f"reduction {i}") for i in (1, 2))]
+        reductions = ("reduction of embeddings", "reduction of matrices")
+        snapshots = [*snapshots, *(replace(snapshots[-1], name=name) for name in reductions)]
     for snapshot in snapshots:
         moment, _, number = snapshot.name.partition(" ")
-        index = int(number or 0)
+        index = int(number) if number.isdigit() else 0
         gathered, gradients = root, parameters if run.accumulates else snapshot.gradients
         if moment == "update":
             gathered, gradients = 0, parameters // n
         elif moment == "reduction":
             reduced = L * (block if run.accumulates else g)
-            gathered = L * g if index == 1 else 0
-            gradients = reduced + (2 * root if index == 1 else root // n + L * block)
+            first = number == "of embeddings"
+            gathered = L * g if first else 0
+            gradients = reduced + (2 * root if first else root // n + L * block)
         elif whole:
             gathered += L * g * (2 if moment == "loss" else 1)
             computed = min(max(snapshot.gradients - table, 0), L * block)

@@ -120,7 +120,7 @@ def run_forward(
     # (the zero above has bound torch's context to this thread, which encoding a map needs)
     own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
     specialised = call.defines | tile.defines(head_dim) | own | {"OVERLAP": 1} | defines
-    columns = 32 if specialised["PADDED_D"] % 64 else 64  # of a block (hopper.cuh)
+    columns = 32 if specialised["PADDED_D"] % 64 else 64  # of a box (hopper.cuh)
     boxes = operands or ((q_mapped, 64, columns), (k, tile.bc, columns), (v, tile.bc, columns))
     maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
     ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)

@@ -156,7 +156,7 @@ def backward_head_dim(head_dim: int) -> int:
 
 
 def backward_columns(head_dim: int) -> int:
-    """Columns of a block in shared memory (hopper.cuh); beyond 128 each half of a row is whole blocks."""
+    """Columns of a box in shared memory (hopper.cuh); beyond 128 each half of a row is whole boxes."""
     return 32 if backward_head_dim(head_dim) == 192 else 64
 
 

@@ -26,7 +26,7 @@
 #endif
 #define INT8_MAGIC 12582912.0f  // 1.5 * 2^23
 #define OPERAND_BYTES (FP8 ? 1 : 2)
-#define OPERAND_BLOCKS (FP8 ? BOXES / 2 : BOXES)
+#define OPERAND_BOXES (FP8 ? BOXES / 2 : BOXES)
 #define WGMMA_K (FP8 ? 32 : 16)  // of the reduction, in a wgmma
 
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
@@ -121,7 +121,7 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 template <int ROWS>
 __device__ __forceinline__ void load_tile(unsigned to, const TensorMap &map, unsigned barrier, int t, int h, int b) {
 #pragma unroll
-    for (int block = 0; block < OPERAND_BLOCKS; block++)
+    for (int block = 0; block < OPERAND_BOXES; block++)
         tma_load(to + block * ROWS * BOX_ROW_BYTES, map, barrier, block * BOX_COLUMNS, t, h, b);
 }
 template <int ROWS>
@@ -273,10 +273,10 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 #define F_96 F_80, F8(80), F8(88)
 #define F_128 F_96, F8(96), F8(104), F8(112), F8(120)
 
-// Of each N that a tile may have: A and B by descriptors (ss), both K-major, cleared first with `add` = 0; or A from
-// registers (rs) and B by descriptor, MN-major or K-major. The macro gets the M floats of D that a thread has, and the
-// names of the operands after these: in ss X0 to X4 are a, b, add, A_MN and B_MN; in rs X0 to X3 are A's registers, and
-// X4 to X6 b, add and B_MN.
+// Of each N that a tile may have: A and B by descriptors (ss), or A from registers and B by descriptor (rs); what a
+// descriptor is of is K-major, or with A_MN or B_MN = 1 MN-major. With `add` = 0, D is cleared first. The macro gets the
+// M floats of D that a thread has, and the names of the operands after these: in ss X0 to X4 are a, b, add, A_MN and
+// B_MN; in rs X0 to X3 are A's registers, and X4 to X6 b, add and B_MN.
 template <int N> struct Wgmma;
 #define WGMMA(N, M, X0, X1, X2, X3, X4, X5, X6)                                                                         \
     template <> struct Wgmma<N> {                                                                                      \
