@@ -274,9 +274,9 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 #define F_128 F_96, F8(96), F8(104), F8(112), F8(120)
 
 // Of each N that a tile may have: A and B by descriptors (ss), or A from registers and B by descriptor (rs); what a
-// descriptor is of is K-major, or with A_MN or B_MN = 1 MN-major. With `add` = 0, D is cleared first. The macro gets the
-// M floats of D that a thread has, and the names of the operands after these: in ss X0 to X4 are a, b, add, A_MN and
-// B_MN; in rs X0 to X3 are A's registers, and X4 to X6 b, add and B_MN.
+// descriptor is of is K-major, or with A_MN or B_MN = 1 MN-major. With `add` = 0, D is cleared first. The macro gets
+// the M floats of D that a thread has, and the names of the operands after these: in ss X0 to X4 are a, b, add, A_MN
+// and B_MN; in rs X0 to X3 are A's registers, and X4 to X6 b, add and B_MN.
 template <int N> struct Wgmma;
 #define WGMMA(N, M, X0, X1, X2, X3, X4, X5, X6)                                                                         \
     template <> struct Wgmma<N> {                                                                                      \
