@@ -247,7 +247,18 @@ class CudaStage(Attention):
             return Costs(lse_bytes(call), rows + split, 0, moved, backward_matmuls=7, split_matmuls=3)
         if self.deterministic or must_be_deterministic():
             return Costs(lse_bytes(call), rows, backward_matmuls=7)
-        return Costs(lse_bytes(call), rows + accumulator_bytes(call))
+        return Costs(lse_bytes(call), rows + accumulator_bytes(call) + self._head_bytes(call))
+
+    def _head_bytes(self, call: AttentionCall) -> int:
+        """dK and dV of each query head, where fa3 sums those of a group."""
+        if self.stage != "fa3":
+            return 0
+        from ops.cuda.hopper_tiles import by_query_head
+
+        group, uneven = call.heads // call.kv_heads, call.causal and "window" not in call.features
+        has = ("document_ids" in call.features, "block_mask" in call.features)
+        split = by_query_head(call.tq, call.head_dim, group, uneven, *has)
+        return 2 * group * k_bytes(call) if split else 0
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int] | None:
         if self.stage != "fa2":

@@ -34,8 +34,10 @@ def order(
     times: int = 1,
     over: int = 1,
     blocks: int | None = None,
-) -> tuple[int, int]:
-    """(heads of a group, tiles of each head that are left for the end) of a grid of n_heads * n_tiles blocks.
+    block_mask: bool = False,
+) -> tuple[int, int, int]:
+    """(heads of a group, tiles of each head that are left for the end, and that come before any group) of a
+    grid of n_heads * n_tiles blocks.
 
     Args:
         x: k, in the backward q, (B, H, T, D): what a group's heads read again and again, with its twin.
@@ -43,18 +45,20 @@ def order(
         times, over: a head of x serves `times` heads of the grid; a head of the grid reads `over` heads of x.
         blocks: that a multiprocessor runs at once. Fewer leave a shorter tail, whose heads are too many for
             the L2.
+        block_mask: which may make the first tiles many times as long as the others (column 0, which all
+            queries see). In the last group they would begin late, and most multiprocessors would wait for
+            them: as many as run at a time come first.
     """
     fitting = HEADS_IN_L2_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size())
     heads_in_l2 = min(n_heads, max(1, max(1, fitting) * times // over))
     slots = (blocks or _BLOCKS) * multiprocessors(x.device)
-    return heads_in_l2, tail(n_tiles, n_heads, heads_in_l2, slots) if uneven else 0
-
-
-def lead(x: Tensor, n_heads: int, blocks: int | None = None) -> int:
-    """How many tiles of each head come before those of any group, where a block mask may make the first many
-    times as long as the others (column 0, which all queries see): as many as run at a time. In the last group
-    it would begin late, and most multiprocessors would wait for it. `blocks`: see `order`."""
-    return math.ceil((blocks or _BLOCKS) * multiprocessors(x.device) / n_heads)
+    left = tail(n_tiles, n_heads, heads_in_l2, slots) if uneven else 0
+    if not block_mask:
+        return heads_in_l2, left, 0
+    first = min(n_tiles, math.ceil(slots / n_heads))
+    if uneven:  # the shortest of all heads at the end: 0.5 to 2%, with 12% of the tiles
+        left = max(left, first)
+    return heads_in_l2, left, min(n_tiles - left, first)
 
 
 def tail(n_tiles: int, n_heads: int, heads_in_l2: int, slots: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.dropout import dropout_threshold
 from ops.options import AttentionOptions
-from ops.order import lead, order
+from ops.order import order
 
 # Rows of padded_lse, delta and what else a backward keeps are padded to the largest tile of queries.
 PADDED_TO = 128
@@ -148,14 +148,14 @@ class Call:
         changes_scores = self.defines["SOFTCAP"] or self.defines["ALIBI"]
         return int(bool(changes_scores or self.params.scale <= 0))
 
+    @property
+    def uneven(self) -> bool:
+        """Whether tiles of queries see, and tiles of keys are seen by, evenly growing numbers of others."""
+        return bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])
+
     def in_order(self, n_tiles: int, n_heads: int, x: Tensor, **how: int) -> int:
         """Sets the order of a grid of n_tiles tiles of n_heads heads, by ops/order.py; gives its blocks."""
-        uneven = bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])
+        found = order(x, n_heads, n_tiles, self.uneven, block_mask=self.block_mask is not None, **how)
         self.params.n_tiles = n_tiles
-        self.params.heads_in_l2, self.params.tail = order(x, n_heads, n_tiles, uneven, **how)
-        if self.defines["BLOCK_MASK"]:
-            first = lead(x, n_heads, how.get("blocks"))
-            if uneven:  # the shortest of all heads at the end: 0.5 to 2%, with 12% of the tiles
-                self.params.tail = max(self.params.tail, min(n_tiles, first))
-            self.params.lead = min(n_tiles - self.params.tail, first)
+        self.params.heads_in_l2, self.params.tail, self.params.lead = found
         return n_tiles * n_heads

@@ -22,6 +22,7 @@ from ops.cuda.hopper_tiles import (
     backward_columns,
     backward_head_dim,
     backward_tile,
+    by_query_head,
     forward_tile,
 )
 from ops.cuda.kept_tiles import kept_tiles
@@ -149,7 +150,10 @@ def fa3_backward(
     call = Call(*map(_mappable, (q, k, v)), *of_call)
     if call.tuning and call.tuning[0]:  # deterministic: here dQ is added up in any order
         return fa2_backward(dout, q, k, v, out, lse, *options)
-    return run_backward(dout, q, k, v, out, lse, call, backward_tile(q.shape[3], call.defines))
+    tile = backward_tile(q.shape[3], call.defines)
+    has = (bool(call.defines[name]) for name in ("DOCUMENT_IDS", "BLOCK_MASK"))
+    split = by_query_head(*q.shape[2:], q.shape[1] // k.shape[1], call.uneven, *has)
+    return run_backward(dout, q, k, v, out, lse, call, tile, split)
 
 
 def run_backward(
@@ -161,20 +165,25 @@ def run_backward(
     lse: Tensor,
     call: Call,
     tile: HopperBackwardTile,
+    split: bool = False,
     **defines: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`call` with `tile`; `defines` of fa3_backward.cu beside its own."""
+    """`call` with `tile`; `defines` of fa3_backward.cu beside its own. `split`: see `by_query_head`."""
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     # out.sum() sends one number, expanded
     dout = _mappable(dout if dout.stride(3) == 1 else empty_as(out).copy_(dout))
     dq, dk, dv = gradients(q, k, v, call.options)
+    written = dk, dv
+    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PERSISTENT": 1, "KV_SHARED_BY": 1}
+    if split:
+        written = q.new_empty((2, batch, heads, tk, head_dim)).unbind()
+        own |= {"HEADS_PER_KV": 1, "KV_SHARED_BY": heads // kv_heads}
+        kv_heads = call.params.kv_heads = heads
     tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
     n_rows = batch * heads * tiles * tile.br
     scratch = q.new_empty((2 + width) * n_rows + 1, dtype=torch.float32)
     lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
-    params = call.params.bind(
-        dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, padded_lse=lse_log2, delta=delta
-    )
+    params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, padded_lse=lse_log2, delta=delta)
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
     params.bind(scratch=accumulator, ranges=ranges)
     kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
@@ -184,10 +193,10 @@ def run_backward(
     blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over, blocks=1)
     prepare_backward(call, out, dout, width, clear=True, counter=True)
     launch = BackwardLaunch(params=params, next_tile=accumulator[-1:].data_ptr())
-    boxes = zip((*call.tensors[:3], dout, dk, dv), (tile.br, tile.bc, tile.bc, tile.br, 64, 64), strict=True)
+    mapped = (*call.tensors[:3], dout, *written)
+    boxes = zip(mapped, (tile.br, tile.bc, tile.bc, tile.br, 64, 64), strict=True)
     maps = (tensor_map(x, rows, backward_columns(head_dim)) for x, rows in boxes)
     ctypes.memmove(launch.maps, b"".join(maps), 6 * _MAP_BYTES)
-    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
     specialised = call.defines | tile.defines(head_dim) | own | defines
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
@@ -195,4 +204,7 @@ def run_backward(
     chunks = 2 if width > 128 else 1  # DQ_CHUNKS
     threads = tile.br * width // (2 * chunks) // 16  # 16 numbers of a warp group's part each
     kernel(name="tilegpt_fa3_backward_finish").launch(2 * chunks * batch * heads * tiles, threads, params)
+    if split:
+        for of_heads, summed in zip(written, (dk, dv), strict=True):
+            torch.sum(of_heads.unflatten(1, (k.shape[1], -1)), 2, out=summed)
     return dq, dk, dv, q.new_empty(0)

@@ -139,6 +139,10 @@ class _Call:
         key = (kind, learned, self.shape, self.masked, self.heavy, *self.flags.values())
         return fastest(key, list(dict.fromkeys([tile, *configs.candidates(kind, *self.device_facts)])), run)
 
+    def order(self, x: Tensor, n_heads: int, n_tiles: int, **how: int) -> tuple[int, int, int]:
+        """`heads_in_l2`, `tail` and `lead` of a grid of n_tiles tiles of n_heads heads: see ops/order.py."""
+        return order(x, n_heads, n_tiles, self.uneven, block_mask=self.block_mask is not None, **how)
+
     def even(self, tk: int, block: int) -> bool:
         """Whether no tile of keys that a loop meets ends beyond Tk."""
         return self.kv_lengths is None and tk % (block if self.block_mask is None else MASK_BLOCK) == 0
@@ -230,7 +234,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: _Call, tile: Tile) -> tup
         *args, out, lse, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *call.bias_strides,
         *block_strides, heads, tq, tk, n_tiles, batch * heads,
-        *order(k, batch * heads, n_tiles, call.uneven, times=call.heads_per_kv), *call.numbers,
+        *call.order(k, batch * heads, n_tiles, times=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -341,7 +345,7 @@ def run_dkdv(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
         *dv.stride()[:3], *call.bias_strides, *block_strides,
         kv_heads, tq, tk, padded_lse.shape[2], n_tiles, batch * kv_heads,
-        *order(q, batch * kv_heads, n_tiles, call.uneven, over=call.heads_per_kv), *call.numbers,
+        *call.order(q, batch * kv_heads, n_tiles, over=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, DESC=desc, MASK_BLOCK=MASK_BLOCK,
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -379,7 +383,7 @@ def run_dq(
         *args, padded_lse, delta, dq, dbias, by_distance, *call.tensors(call.ranges(tile.m), blocks),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
         *call.bias_strides, *block_strides, heads, tq, tk, padded_lse.shape[2], n_tiles, batch * heads,
-        *order(k, batch * heads, n_tiles, call.uneven, times=call.heads_per_kv), *call.numbers,
+        *call.order(k, batch * heads, n_tiles, times=call.heads_per_kv), *call.numbers,
         **call.flags, SCALE_LATE=call.scale_late, EVEN_K=call.even(tk, tile.n), MASK_BLOCK=MASK_BLOCK,
         BIAS_ROWS=rows, BIAS_COLS=cols,
         DESC=desc, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages,

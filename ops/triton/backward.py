@@ -232,6 +232,7 @@ def _tilegpt_attention_backward_dkdv(
     n_heads,
     heads_in_l2,
     tail,
+    lead,
     window_left,
     window_right,
     scale,
@@ -260,7 +261,7 @@ def _tilegpt_attention_backward_dkdv(
     DOCUMENT_IDS: tl.constexpr = q_document_ids is not None
     LENGTHS: tl.constexpr = kv_lengths is not None
     BLOCKS: tl.constexpr = blocks is not None
-    tile, kv_row = scheduled_tile(tl.program_id(0), n_tiles, n_heads, heads_in_l2, tail, False)
+    tile, kv_row = scheduled_tile(tl.program_id(0), n_tiles, n_heads, heads_in_l2, tail, lead, False, BLOCKS)
     b, kv_head = kv_row // kv_heads, kv_row % kv_heads
     b64 = b.to(tl.int64)
     if SLOPES_B:

@@ -31,6 +31,7 @@ PLAIN = [
     "n_heads",
     "heads_in_l2",
     "tail",
+    "lead",
     "window_left",
     "window_right",
     "dropout_threshold",
@@ -358,18 +359,25 @@ def kept(keys, j, dropout_threshold):
 
 
 @triton.jit
-def scheduled_tile(pid, n_tiles, n_heads, heads_in_l2, tail, LAST_FIRST: tl.constexpr):
+def scheduled_tile(
+    pid, n_tiles, n_heads, heads_in_l2, tail, lead, LAST_FIRST: tl.constexpr, HAS_LEAD: tl.constexpr
+):
     """(tile, head) of program `pid`: `heads_in_l2` heads side by side, so that their K and V stay in L2, and
     within them tile after tile, with LAST_FIRST from the last, which is the longest under a causal mask;
-    `tail` tiles of all heads come in the end (ops/order.py)."""
+    `lead` tiles of all heads come first (HAS_LEAD), `tail` in the end (ops/order.py)."""
     before_tail = n_tiles - tail
+    ahead = 0
+    if HAS_LEAD:
+        ahead = tl.where(pid < lead * n_heads, 0, lead)
+        before_tail = tl.where(pid < lead * n_heads, 0, before_tail - lead)
+        pid -= ahead * n_heads
     first, width, within = 0, n_heads, pid
     if pid < before_tail * n_heads:
         # The host keeps heads_in_l2 * n_tiles within the grid, and so within 32 bits.
         first = pid // (heads_in_l2 * before_tail) * heads_in_l2
         width = tl.minimum(heads_in_l2, n_heads - first)
         within = pid - first * before_tail
-    tile = within // width  # of all heads the tail's come behind `before_tail` others
+    tile = ahead + within // width  # of all heads the tail's come behind `before_tail` others
     if LAST_FIRST:
         tile = n_tiles - 1 - tile
     return tile, first + within % width

@@ -115,6 +115,7 @@ def _tilegpt_attention_forward(
     n_heads,
     heads_in_l2,
     tail,
+    lead,
     window_left,
     window_right,
     scale,
@@ -146,7 +147,8 @@ def _tilegpt_attention_forward(
     BLOCKS: tl.constexpr = blocks is not None
     RELATIVE: tl.constexpr = relative_bias is not None
     BIASED: tl.constexpr = bias is not None or RELATIVE
-    tile, head = scheduled_tile(tl.program_id(0), n_tiles, n_heads, heads_in_l2, tail, HAS_RIGHT)
+    pid = tl.program_id(0)
+    tile, head = scheduled_tile(pid, n_tiles, n_heads, heads_in_l2, tail, lead, HAS_RIGHT, BLOCKS)
     b, h = head // heads, head % heads
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), h // HEADS_PER_KV
     i0 = tile * BLOCK_M

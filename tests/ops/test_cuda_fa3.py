@@ -10,6 +10,7 @@ import torch
 
 from ops.cuda import hopper
 from ops.cuda.call import ELEMENTS, Call
+from ops.cuda.hopper_tiles import by_query_head
 from ops.options import MASK_BLOCK, AttentionOptions
 from tests.ops.recorded import SHARED_BYTES
 
@@ -104,6 +105,29 @@ def test_which_backward(
     monkeypatch.setattr(hopper, "fa2_backward", lambda *_: "fa2")
     asked = AttentionOptions(scale=0.125, **options), torch.tensor(5), [deterministic], False
     assert hopper.fa3_backward(x, x, x, x, x, x, *asked) == stage
+
+
+@pytest.mark.parametrize(
+    ("tq", "head_dim", "heads_per_kv", "others", "faster"),
+    [
+        (512, 128, 4, (True, False, False), False),
+        (1024, 128, 4, (True, False, False), True),
+        (1024, 64, 4, (True, False, False), False),
+        (2048, 64, 4, (True, False, False), True),
+        (2048, 128, 2, (True, False, False), False),
+        (4096, 128, 2, (True, False, False), True),
+        (4096, 128, 4, (True, True, False), False),
+        (8192, 128, 4, (True, True, False), True),
+        (8192, 128, 4, (True, False, True), False),
+        (16384, 128, 4, (True, False, True), True),
+        (16384, 128, 4, (False, False, False), False),
+        (16384, 128, 1, (True, False, False), False),
+    ],
+)
+def test_where_blocks_of_a_query_head_are_faster(
+    tq: int, head_dim: int, heads_per_kv: int, others: tuple[bool, bool, bool], faster: bool
+) -> None:
+    assert by_query_head(tq, head_dim, heads_per_kv, *others) == faster
 
 
 BACKWARD_OPTIONS: list[dict[str, Any]] = [

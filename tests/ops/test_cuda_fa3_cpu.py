@@ -140,6 +140,22 @@ def test_values_of_both(
     test_values(shape, made, options)
 
 
+_GROUPED = [CASES[6], WIDE[0], SPARSE_CASES[0], ((260, 300, 96), {"heads": (4, 2)}, {"dropout_p": 0.1})]
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"), long_but(_GROUPED, 0), ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _GROUPED]
+)
+def test_values_by_query_head(
+    shape: tuple[int, int, int],
+    made: dict[str, Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hopper, "by_query_head", lambda *_: True)
+    test_values(shape, made, options)
+
+
 _WAITS = {
     "of dQ's space": "mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);\n        dq_slot",
     "for dO": "mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);",

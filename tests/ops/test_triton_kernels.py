@@ -181,12 +181,17 @@ def test_any_strides(device: str) -> None:
             torch.testing.assert_close(got[name], x, rtol=2e-3, atol=2e-3)
 
 
-def test_in_any_order(device: str, request: pytest.FixtureRequest) -> None:
-    """Heads in groups, and with the shortest tiles of all at the end, give the same bits."""
+@pytest.mark.parametrize("sparse", [False, True])
+def test_in_any_order(sparse: bool, device: str, request: pytest.FixtureRequest) -> None:
+    """Heads in groups, and with the shortest tiles of all at the end, or the first at the beginning, give the
+    same bits."""
     q, k, v, dout = (random(device, 1, 6, 300, 64, dtype=dtype) for dtype in [torch.float16] * 4)
-    before = computed(q, k, v, dout)
+    mask = torch.ones(1, 6, 3, 3, dtype=torch.bool, device=device)
+    mask[:, ::2, 2, 1] = False
+    options = {"block_mask": mask} if sparse else {}
+    before = computed(q, k, v, dout, **options)
     request.getfixturevalue("small_groups")
-    after = computed(q, k, v, dout)
+    after = computed(q, k, v, dout, **options)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

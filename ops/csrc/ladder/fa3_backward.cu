@@ -27,11 +27,15 @@
 // Options. Masks and document ids are applied only in tiles that a boundary of the visible queries crosses. Softcap,
 // ALiBi and dropout change P and dS in registers; only dropout keeps state, one bit per score.
 // With BLOCK_MASK the copying warp, and those that add dQ, read lists of tiles (kept_tiles.cuh has the macros).
+// Query heads that share K and V: a block goes through them all, or with KV_SHARED_BY of them has one, which is faster
+// under a causal mask (hopper_tiles.py: by_query_head), and dK and dV of a group's heads are summed afterwards.
+// p.kv_heads is then that of the query heads, and HEADS_PER_KV is 1.
 // D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh.
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // BOX_COLUMNS (of a box of a TMA copy, hopper.cuh), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
-// unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), BOUNDED_WAITS.
+// unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), KV_SHARED_BY (1 where a block goes through all heads),
+// BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WIDE
 #include "fa3_backward_wide.cuh"
@@ -56,10 +60,11 @@ __device__ __forceinline__ void load_queries(const Launch &launch, const SharedL
 
 // K and V of a tile; issued.
 __device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, const WorkTile &tile) {
+    const int kv_head = tile.kv_head / KV_SHARED_BY;
     mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
-    load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, tile.kv_head, tile.b);
+    load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, kv_head, tile.b);
     mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
-    load_tile<BC>(layout.v, launch.v, layout.barrier(V_FULL), tile.j0, tile.kv_head, tile.b);
+    load_tile<BC>(layout.v, launch.v, layout.barrier(V_FULL), tile.j0, kv_head, tile.b);
 }
 
 // The copying warp: its first thread starts the copies, and takes the block's tiles from the counter. Q and dO of the next
