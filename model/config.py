@@ -48,7 +48,13 @@ class GPTConfig:
     # What belongs to the training and not to the weights: with init_from, the new run's own is used.
     TRAINING: ClassVar[frozenset[str]] = frozenset({"dropout", "attn_dropout", "loss_chunk", "fp32_residual"})
     # What a resumed run, and one with init_from, may set to another value: no weight's shape depends on it.
-    FREE: ClassVar[frozenset[str]] = TRAINING | {"rope_base", "rope_scaling", "window", "softcap", "causal"}
+    FREE: ClassVar[frozenset[str]] = TRAINING | {
+        "rope_base",
+        "rope_scaling",
+        "window",
+        "softcap",
+        "causal",
+    }
 
     def __post_init__(self) -> None:
         """UserError for a value that no model can have, wherever it comes from: conf/ or a checkpoint."""
