@@ -103,6 +103,23 @@ ONE_SEED = {
 }
 
 
+def test_steps_of_the_same_sources_are_timed() -> None:
+    """AdamW's first seed and Muon's were measured before, when steps took longer."""
+    plan, rows = muon.Plan(muon.arguments([]), "cuda"), []
+    for name, code, ms in (
+        ("adamw", "a", 29.0),
+        ("muon", "a", 36.0),
+        ("adamw", "b", 10.0),
+        ("muon", "b", 15.0),
+        ("adamw", "c", 9.0),
+    ):
+        point = plan.point(name, 2e-3, muon.SEED + len(rows))
+        rows.append(row_of(point, result(3.0, ms, point["steps"]), code=code))
+    found = muon.report(rows)
+    assert "A step of Muon takes 1.50x the time of AdamW's." in found.notes
+    assert [line[-1] for line in found.tables[0].lines[1:]] == ["10.00", "15.00"]
+
+
 def test_what_rows_say() -> None:
     losses = {("adamw", 1.0): [3.00, 3.02, 3.01], ("muon", 1.0): [2.90, 2.92, 2.91]}
     losses |= {("muon", 1.1): [2.95, 2.96, 2.97], ("muon", 1.25): [2.99, 3.00, 3.01]}

@@ -15,6 +15,9 @@ NAMES = {"adamw": "AdamW", "muon": "Muon"}
 HEAD = "|learning rate|steps|tokens|seeds|held-out loss|less AdamW's|95%|ms per step"
 
 
+Groups = dict[tuple[str, float], list[Record]]  # runs by optimiser and share
+
+
 def last(r: Record) -> float:
     return r.held_out[-1]["loss"]
 
@@ -27,15 +30,26 @@ def ms_per_step(r: Record) -> float:
     return 1e3 * seconds / (later[-1]["step"] - first["step"])
 
 
+def timed(groups: Groups) -> Groups:
+    """Of each group the runs whose steps are timed: those of the newest sources that all groups have runs of,
+    or where there are none, all."""
+    sources = [[r.machine.get("code") for r in mine] for mine in groups.values()]
+    shared = [code for code in sources[0] if all(code in each for each in sources)] if sources else []
+    return {
+        key: [r for r in mine if not shared or r.machine.get("code") == shared[-1]]
+        for key, mine in groups.items()
+    }
+
+
 def with_evaluations(runs: Iterable[Record]) -> str:
     """What is to be said of the times of steps."""
     return "" if all("took" in each for r in runs for each in r.held_out) else ", with evaluations"
 
 
-def compared(runs: Sequence[Record]) -> dict[tuple[str, float], list[Record]]:
+def compared(runs: Sequence[Record]) -> Groups:
     """Runs by optimiser and share, of the learning rate at which the optimiser has the most seeds, and among
     these of that with the lowest loss."""
-    found: dict[tuple[str, float], list[Record]] = {}
+    found: Groups = {}
     for name in NAMES:
         mine = where(runs, optimizer=name)
         lrs = distinct(mine, "lr")
@@ -77,7 +91,8 @@ def report(rows: list[Row]) -> Report:
         if name == "muon" and (gap := difference(mine, adamw))
     }
     reached = [share for share, (gap, half) in apart.items() if gap + half <= 0]
-    times = {name: mean(map(ms_per_step, mine)) for (name, share), mine in groups.items() if share == 1.0}
+    clocked = timed({key: mine for key, mine in groups.items() if key[1] == 1.0})
+    times = {name: mean(map(ms_per_step, mine)) for (name, _), mine in clocked.items()}
     return page(
         "muon",
         [table(groups, adamw)],
@@ -86,7 +101,7 @@ def report(rows: list[Row]) -> Report:
         reached=max(reached, default=None),
         earlier=earlier(groups.get(("muon", 1.0), []), adamw),
         steps=adamw[0].steps if adamw else 0,
-        apart_from=with_evaluations(runs),
+        apart_from=with_evaluations(r for mine in clocked.values() for r in mine),
         slower=times["muon"] / times["adamw"] if len(times) == 2 else None,
         tokens=adamw[0].steps * adamw[0].tokens_per_step if adamw else 0,
         tried=[
@@ -98,32 +113,35 @@ def report(rows: list[Row]) -> Report:
     )
 
 
-def table(groups: dict[tuple[str, float], list[Record]], adamw: Sequence[Record]) -> Table:
+def table(groups: Groups, adamw: Sequence[Record]) -> Table:
+    clocked = timed(groups)
+
     def line(item: tuple[tuple[str, float], list[Record]]) -> list[str]:
-        (name, _), mine = item
+        key, mine = item
+        name = key[0]
         r = mine[0]
         gap = difference(mine, adamw) if name == "muon" else None
         apart = [f"{gap[0]:+.4f}", f"{gap[1]:.4f}"] if gap else ["", ""]
         cells = [NAMES[name], f"{r.lr:g}", f"{r.steps:,}", f"{r.steps * r.tokens_per_step:,}", f"{len(mine)}"]
-        return [*cells, f"{mean(map(last, mine)):.4f}", *apart, f"{mean(map(ms_per_step, mine)):.2f}"]
+        return [*cells, f"{mean(map(last, mine)):.4f}", *apart, f"{mean(map(ms_per_step, clocked[key])):.2f}"]
 
-    head = HEAD + with_evaluations(r for mine in groups.values() for r in mine)
+    head = HEAD + with_evaluations(r for mine in clocked.values() for r in mine)
     return listed("Loss of held-out packages, nats per token", head, list(groups.items()), line)
 
 
-def picture(rows: list[Row], groups: dict[tuple[str, float], list[Record]]) -> str:
+def picture(rows: list[Row], groups: Groups) -> str:
     """Means over the seeds of the runs on all tokens."""
     figure, axes = canvas(rows, "Muon and AdamW", 2)
-    by_tokens, by_time = [], []
+    by_tokens, by_time, clocked = [], [], timed({key: mine for key, mine in groups.items() if key[1] == 1.0})
     for at, name in enumerate(NAMES):
         if not (mine := groups.get((name, 1.0), [])):
             continue
         steps = sorted({e["step"] for e in mine[0].held_out} - {0})
         losses = {at: mean(e["loss"] for r in mine for e in r.held_out if e["step"] == at) for at in steps}
-        millions, s = mine[0].tokens_per_step / 1e6, mean(map(ms_per_step, mine)) / 1e3
+        millions, s = mine[0].tokens_per_step / 1e6, mean(map(ms_per_step, clocked[name, 1.0])) / 1e3
         by_tokens.append(Line(NAMES[name], {step * millions: one for step, one in losses.items()}, at))
         by_time.append(Line(NAMES[name], {step * s: one for step, one in losses.items()}, at))
-    apart = with_evaluations(r for mine in groups.values() for r in mine)
+    apart = with_evaluations(r for mine in clocked.values() for r in mine)
     linear = {"log_x": False, "log_y": False}
     panel(axes[0, 0], by_tokens, "held-out loss by tokens", "million tokens", "nats per token", **linear)
     panel(
