@@ -100,25 +100,33 @@ struct ScoreTile {
         const int key = first_key(), i_first = first_query(), keys = tile.keys;
         unsigned same[2];
 #if DOCUMENT_IDS
-        const int ids[2] = {id_of_key(p, tile.b, key), id_of_key(p, tile.b, key + 8)};
-        pack_bits(same, [&](int place) {
-            const int id = id_of_query(p, tile.b, i_first + place);
-            return (id == ids[0] ? 1u : 0u) | (id == ids[1] ? 2u : 0u);
-        });
+        const Documents documents = documents_of(p, tile.b, tile.j0 / BC);
+        same[0] = same[1] = ~0u;
+        if (!documents.whole) {  // else its bounds say all
+            const int ids[2] = {id_of_key(p, tile.b, key), id_of_key(p, tile.b, key + 8)};
+            pack_bits(same, [&](int place) {
+                const int id = id_of_query(p, tile.b, i_first + place);
+                return (id == ids[0] ? 1u : 0u) | (id == ids[1] ? 2u : 0u);
+            });
+        }
 #endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int j = key + half * 8, causal_offset = keys - p.tq;
-            const int begin = j >= keys   ? OWN_QUERIES
-                              : HAS_RIGHT ? j - causal_offset - p.window_right - i_first
-                                          : -i_first;
-            const int end = HAS_LEFT ? j - causal_offset + p.window_left + 1 - i_first : OWN_QUERIES;
+            int begin = j >= keys   ? OWN_QUERIES
+                        : HAS_RIGHT ? j - causal_offset - p.window_right - i_first
+                                    : -i_first;
+            int end = HAS_LEFT ? j - causal_offset + p.window_left + 1 - i_first : OWN_QUERIES;
+#if DOCUMENT_IDS
+            begin = max_of(begin, documents.first - i_first), end = min_of(end, documents.end - i_first);
+#endif
 #pragma unroll
             for (int n = 0; n < OWN_QUERIES / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const bool other = DOCUMENT_IDS && !(same[half] >> (2 * n + e) & 1);
-                    if (n * 8 + e < begin || (HAS_LEFT && n * 8 + e >= end) || other) clear(4 * n + 2 * half + e, SOFTCAP);
+                    const bool beyond = (HAS_LEFT || DOCUMENT_IDS) && n * 8 + e >= end;
+                    if (n * 8 + e < begin || beyond || other) clear(4 * n + 2 * half + e, SOFTCAP);
                 }
         }
     }

@@ -154,9 +154,14 @@ struct Consumer {
         const bool masked = IS_MASKED(start);
         const int i_first = first_row();
         start = START_OF(start);
-        if (SCALE_FIRST || (DOCUMENT_IDS && masked))
-            scale_and_mask(p, s, i_first, start, tile.keys, tile.b, tile.h, DOCUMENT_IDS && masked);
-        if (!DOCUMENT_IDS && masked) apply_interval_mask(p, s, i_first, start, tile.keys);
+#if DOCUMENT_IDS
+        const Documents &documents = tile.documents;
+#else
+        const Documents documents = documents_of(p, tile.b, 0);
+#endif
+        const bool by_ids = masked && !documents.whole;
+        if (SCALE_FIRST || by_ids) scale_and_mask(p, s, i_first, start, tile.keys, tile.b, tile.h, by_ids);
+        if (masked && !by_ids) apply_interval_mask(p, s, i_first, start, tile.keys, documents);
         rescale[0] = rescale[1] = 1.0f;
         needs_rescale =
             ::online_softmax(s, rows, scale_log2, [&](int, int half, float factor) { rescale[half] = factor; });

@@ -11,20 +11,23 @@ template <int PAIRS> __device__ __forceinline__ float (&flat(Accumulator<1, PAIR
     return reinterpret_cast<float (&)[8 * PAIRS]>(sums.c);
 }
 
-// -inf in the place of what is not seen, where that is keys outside of one interval a row: a comparison of a register
-// with a number, where `apply_mask` has four registers a column.
-__device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, int i_first, int j_first, int keys) {
+// -inf in the place of what is not seen, where that is keys outside of one interval a row, which lies within that of
+// the documents: a comparison of a register with a number, where `apply_mask` has four registers a column.
+__device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, int i_first, int j_first, int keys,
+                                                    const Documents &documents) {
     const int column = j_first + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int diagonal_key = i_first + threadIdx.x % 32 / 4 + half * 8 + keys - p.tq;
-        const int end = (HAS_RIGHT ? min_of(keys, diagonal_key + p.window_right + 1) : keys) - column;
-        const int begin = HAS_LEFT ? diagonal_key - p.window_left - column : 0;
+        int end = (HAS_RIGHT ? min_of(keys, diagonal_key + p.window_right + 1) : keys) - column;
+        int begin = HAS_LEFT ? diagonal_key - p.window_left - column : 0;
+        if (DOCUMENT_IDS) begin = max_of(begin, documents.first - column), end = min_of(end, documents.end - column);
 #pragma unroll
         for (int n = 0; n < BC / 8; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                if (n * 8 + e >= end || (HAS_LEFT && n * 8 + e < begin)) s.c[0][n][2 * half + e] = -INFINITE;
+                if (n * 8 + e >= end || ((HAS_LEFT || DOCUMENT_IDS) && n * 8 + e < begin))
+                    s.c[0][n][2 * half + e] = -INFINITE;
     }
 }
 
