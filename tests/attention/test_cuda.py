@@ -121,6 +121,16 @@ def test_what_no_stage_does_is_refused() -> None:
         assert build("cuda_tiled").unsupported_reasons(call)
 
 
+def test_what_the_backward_takes_with_grouped_heads() -> None:
+    """fa3 has dK and dV of each query head under a causal mask, from a length on; fa2 has not."""
+    grouped = replace(CALL, heads=8, kv_heads=2, tq=2048, tk=2048)
+    values = 2 * 8 * 2048 * 64  # of q, and of dK of each query head
+    others = 2 * 4 * values // 64 + 4 * values
+    for call, more in ((grouped, 2 * 2 * values), (replace(grouped, causal=False), 0)):
+        assert CudaStage("fa3").costs(call).transient_bytes == others + more
+        assert CudaStage("fa2").costs(call).transient_bytes == others
+
+
 def test_determinism_is_an_option() -> None:
     for name, deterministic in (("cuda", False), ("cuda_fa2", False), ("cuda_tiled", True)):
         assert build(name).capabilities.deterministic is deterministic
