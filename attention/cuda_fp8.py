@@ -27,7 +27,7 @@ from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
 
-SCALES, SCORES = ("block", "tensor"), ("e4m3", "int8")
+SCALES, QK_DTYPES = ("block", "tensor"), ("e4m3", "int8")
 
 
 def _forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -57,8 +57,8 @@ class CudaFp8(Attention):
             outliers and changes no score.
         scales: block: one for each 64 queries and each tile of keys of a head; tensor: one for all of q, and
             one for all of k. Each head of v has one.
-        scores: the numbers that q and k become. int8: integers, in even steps, finer than those of e4m3
-            where the transform leaves no outliers; e4m3 is a little faster.
+        qk_dtype: what q and k are rounded to. int8: integers, in even steps, finer than those of e4m3 where
+            the transform leaves no outliers; e4m3 is a little faster.
     """
 
     capabilities = Capabilities(
@@ -79,13 +79,13 @@ class CudaFp8(Attention):
     )
 
     def __init__(
-        self, hadamard: bool = True, scales: str = "block", scores: str = "int8", name: str = "cuda_fp8"
+        self, hadamard: bool = True, scales: str = "block", qk_dtype: str = "int8", name: str = "cuda_fp8"
     ):
-        for option, given, known in (("scales", scales, SCALES), ("scores", scores, SCORES)):
+        for option, given, known in (("scales", scales, SCALES), ("qk_dtype", qk_dtype, QK_DTYPES)):
             if given not in known:
                 raise UserError(f"{option} is {given!r}; cuda_fp8 has {', '.join(known)}")
         super().__init__(name)
-        self.tuning = [int(hadamard), SCALES.index(scales), SCORES.index(scores)]
+        self.tuning = [int(hadamard), SCALES.index(scales), QK_DTYPES.index(qk_dtype)]
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         return super().unsupported_reasons(call) + [reason for reason in [missing()] if reason]

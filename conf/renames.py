@@ -14,7 +14,10 @@ from typing import Any
 from conf.values import is_first
 
 # As it was called -> as it is called: "optim.learning_rate": "optim.lr", say.
-RENAMED: dict[str, str] = {"segments": "document_ids"}  # a key of compare.py, a feature of which_kernel.py
+RENAMED: dict[str, str] = {
+    "segments": "document_ids",  # a key of compare.py, a feature of which_kernel.py
+    "attention.scores": "attention.qk_dtype",  # of cuda_fp8
+}
 # (3, "optim.lr", 6e-4, 1e-3): rows of schemas before 3 that do not name the key had 6e-4, now it is 1e-3
 DEFAULTS: list[tuple[int, str, Any, Any]] = []
 

@@ -62,24 +62,24 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("scores", "shape", "heads", "options"), long_but(CASES, 1, 4, 6, 9))
+@pytest.mark.parametrize(("qk_dtype", "shape", "heads", "options"), long_but(CASES, 1, 4, 6, 9))
 def test_values(
-    scores: str, shape: tuple[int, int, int], heads: tuple[int, int], options: dict[str, Any]
+    qk_dtype: str, shape: tuple[int, int, int], heads: tuple[int, int], options: dict[str, Any]
 ) -> None:
     q, k, v, _ = cpu.inputs(shape, heads, dtype=torch.bfloat16)
-    problem, attention = Problem(q, k, v, options), CudaFp8(scores=scores)
+    problem, attention = Problem(q, k, v, options), CudaFp8(qk_dtype=qk_dtype)
     got = computed(attention, problem)
     ratios = error_ratios(got, *expected(problem, operand_dtype=torch.float8_e4m3fn), q.dtype)
     assert ratios.keys() == {"out", "lse"} and max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("scores", ["e4m3", "int8"])
+@pytest.mark.parametrize("qk_dtype", ["e4m3", "int8"])
 @pytest.mark.parametrize("factors", [(0, 1, 1), (1, 0, 1), (1e-13, 1e-13, 1), (1, 1, 1e-37)], ids=str)
-def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float], scores: str) -> None:
+def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float], qk_dtype: str) -> None:
     inputs = cpu.inputs((70, 70, 64), (1, 1), dtype=torch.bfloat16)[:3]
     q, k, v = (x * factor for x, factor in zip(inputs, factors, strict=True))
-    out = CudaFp8(scores=scores)(q, k, v)
+    out = CudaFp8(qk_dtype=qk_dtype)(q, k, v)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert (out - exact).abs().max() <= max(0.06 * float(exact.abs().max()), 1e-33)
 
@@ -179,7 +179,7 @@ def test_e4m3_on_a_gpu(case: Case) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         if dtype == torch.float16 and case.id == "no_key-250x40-d128":
             pytest.xfail("lse over 40 keys")
-        ratios = run_case(CudaFp8(scores="e4m3"), case, "cuda", dtype) or {}
+        ratios = run_case(CudaFp8(qk_dtype="e4m3"), case, "cuda", dtype) or {}
         assert all(ratio <= 1 for ratio in ratios.values()), (dtype, ratios)
 
 
@@ -187,8 +187,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"scales is 'row'; cuda_fp8 has block, tensor"):
         CudaFp8(scales="row")
     x = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
-    with pytest.raises(UserError, match=r"scores is 'int4'; cuda_fp8 has e4m3, int8"):
-        CudaFp8(scores="int4")
+    with pytest.raises(UserError, match=r"qk_dtype is 'int4'; cuda_fp8 has e4m3, int8"):
+        CudaFp8(qk_dtype="int4")
     with pytest.raises(UnsupportedAttention, match=r"cuda_fp8"):
         CudaFp8()(x, x, x)
 
