@@ -51,12 +51,12 @@ from ops.options import MASK_BLOCK
 
 
 def online_softmax_step(
-    m: Tensor, total: Tensor, acc: Tensor, scores: Tensor, values: Tensor, weight: Tensor | None = None
+    m: Tensor, total: Tensor, acc: Tensor, scores: Tensor, values: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One more tile of keys: the running row maximum m, row sum and unnormalised P V of all keys seen so far.
 
     m, total (..., r, 1), starting at -inf and 0; acc (..., r, D), starting at 0; scores (..., r, c); values
-    (..., c, D); weight (..., r, c) multiplies what reaches acc (dropout). Milakov and Gimelshein 2018,
+    (..., c, D); factor (..., r, c) multiplies what reaches acc (dropout). Milakov and Gimelshein 2018,
     algorithm 3.
     """
     m_new = torch.maximum(m, scores.amax(dim=-1, keepdim=True))
@@ -65,7 +65,7 @@ def online_softmax_step(
     p = (scores - shift).exp_()
     rescale = (m - shift).exp_()
     total = total * rescale + p.sum(dim=-1, keepdim=True)
-    acc = acc * rescale + (p if weight is None else p * weight) @ values
+    acc = acc * rescale + (p if factor is None else p * factor) @ values
     return m_new, total, acc
 
 
@@ -205,7 +205,7 @@ class _TiledCall:
         tq, tk = self.q.shape[2], self.k.shape[2]
         return i, j, relative_positions(i, j, tq, tk, self.options.kv_lengths)
 
-    def dropout_weight(self, rows: range, cols: range) -> Tensor | None:
+    def dropout_factor(self, rows: range, cols: range) -> Tensor | None:
         """0 or 1 / (1 - p) for each probability of the tile, (B, Hkv, G * rows, cols)."""
         if self.options.dropout_p == 0:
             return None
@@ -232,8 +232,8 @@ def tiled_forward(
             m = torch.full_like(total, -torch.inf)
             for cols, masked in seen:
                 scores, _ = call.scores(qs, call.keys(k, cols), rows, cols, masked)
-                weight = call.dropout_weight(rows, cols)
-                m, total, acc = online_softmax_step(m, total, acc, scores, call.keys(v, cols), weight)
+                factor = call.dropout_factor(rows, cols)
+                m, total, acc = online_softmax_step(m, total, acc, scores, call.keys(v, cols), factor)
             at = slice(rows.start, rows.stop)
             out[:, :, at] = call.per_head(acc / total.masked_fill(total == 0, 1), rows)
             lse[:, :, at] = call.per_head(m + total.log(), rows).squeeze(-1)
@@ -270,10 +270,10 @@ def tiled_backward(
                 scores, tanh_score = call.scores(qs, ks, rows, cols, masked)
                 p = (scores - call.queries(lse, rows)).exp_()
                 dp = do @ vs.transpose(-2, -1)
-                weight = call.dropout_weight(rows, cols)
-                if weight is not None:
-                    dp = dp * weight
-                dvs += (p if weight is None else p * weight).transpose(-2, -1) @ do
+                factor = call.dropout_factor(rows, cols)
+                if factor is not None:
+                    dp = dp * factor
+                dvs += (p if factor is None else p * factor).transpose(-2, -1) @ do
                 ds = p * (dp - call.queries(delta, rows))
                 if bias_grad:
                     part = bias_tile(dbias, rows, cols)

@@ -179,15 +179,15 @@ struct Powers {
 __device__ __forceinline__ float probability_of(const Params &p, float dot, int i, int j, int causal_offset,
                                                 float slope, float lse, unsigned row_key, float &p_dsoftcap) {
     float tanh_score = 0.0f;
-    const float s = score_of(p, dot, i, j, causal_offset, slope, tanh_score), weight = exp2_of((s - lse) * LOG2E);
-    p_dsoftcap = SOFTCAP ? weight * (1.0f - tanh_score * tanh_score) : weight;
+    const float s = score_of(p, dot, i, j, causal_offset, slope, tanh_score), prob = exp2_of((s - lse) * LOG2E);
+    p_dsoftcap = SOFTCAP ? prob * (1.0f - tanh_score * tanh_score) : prob;
 #if DROPOUT
     if (!dropout_keeps(row_key, j, p.dropout_threshold)) {
         p_dsoftcap = -p_dsoftcap;
         return 0.0f;
     }
 #endif
-    return weight * P_FACTOR;
+    return prob * P_FACTOR;
 }
 
 // dS, but for its scale and keep_scale: of dp, and of delta as delta_factor has it, by keep_scale.

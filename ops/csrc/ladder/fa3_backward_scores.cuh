@@ -193,9 +193,9 @@ struct ScoreTile {
             for (int e = 0; e < 8; e++) {
                 float &gradient = dp[8 * step + e];
                 const bool from_p16 = LATE_DQ || LATE_DK || TRANSPOSED_DQ;
-                const float weight = from_p16 ? unpack(p16[step][e / 2], e % 2) : s[8 * step + e];
+                const float prob = from_p16 ? unpack(p16[step][e / 2], e % 2) : s[8 * step + e];
                 if (DROPOUT) gradient = is_dropped(8 * step + e) ? 0.0f : gradient * p.keep_scale;
-                gradient = weight * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
+                gradient = prob * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
             }
             round_step(ds16[step], dp + 8 * step);
         }

@@ -35,8 +35,8 @@ __device__ __forceinline__ PAndDsoftcap probability_of(const Params &p, float s,
     k_id = j < keys ? p.k_document_ids[(long long)b * p.tk + j] : -1;
 #endif
     if (masked && !is_visible(p, i, j, keys, causal_offset, q_id, k_id)) s = -INFINITE;
-    const float weight = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
-    PAndDsoftcap both = {weight, SOFTCAP ? weight * (1.0f - tanh_score * tanh_score) : weight};
+    const float prob = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
+    PAndDsoftcap both = {prob, SOFTCAP ? prob * (1.0f - tanh_score * tanh_score) : prob};
     return both;
 }
 
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     extern __shared__ float4 shared[];
     float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED_D;
     float *q_tile = v_tile + OUTER_TILE * PADDED_D, *dout_tile = q_tile + INNER_TILE * PADDED_D;
-    float *weights = dout_tile + INNER_TILE * PADDED_D, *ds_tile = weights + OUTER_TILE * INNER_TILE;
+    float *probs = dout_tile + INNER_TILE * PADDED_D, *ds_tile = probs + OUTER_TILE * INNER_TILE;
     int tile, batch_head;  // b * Hkv + the key head
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, batch_head);
     const int b = batch_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32, keys = keys_of(p, b);
@@ -101,13 +101,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #endif
                     }
                 }
-                store_weights(weights, row, col, s);
-                store_weights(ds_tile, row, col, p_dsoftcap);
+                store_scores(probs, row, col, s);
+                store_scores(ds_tile, row, col, p_dsoftcap);
             }
             __syncthreads();  // P is there for the other warp of the pair
             if (computes_dp) {
                 float p_dsoftcap[ROWS][COLS];
-                load_weights(ds_tile, row, col, p_dsoftcap);
+                load_scores(ds_tile, row, col, p_dsoftcap);
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
                     const int i = start + col + 8 * c;
@@ -124,10 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                         s[r][c] = ds_of(p, p_dsoftcap[r][c], s[r][c], delta, is_kept);
                     }
                 }
-                store_weights(ds_tile, row, col, s);
+                store_scores(ds_tile, row, col, s);
             }
-            __syncwarp();  // from here, a warp reads only weights that it wrote itself
-            accumulate<ROWS, SWIZZLE_8_ROWS>(sums, computes_dp ? ds_tile : weights, row,
+            __syncwarp();  // from here, a warp reads only P and dS that it wrote itself
+            accumulate<ROWS, SWIZZLE_8_ROWS>(sums, computes_dp ? ds_tile : probs, row,
                                              computes_dp ? q_tile : dout_tile, col);
         }
     }
@@ -191,11 +191,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
                     s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, causal_offset,
                                              slope, statistic[4 * r], masked)
                                   .p_dsoftcap;
-            store_weights(ds_tile, row, col, s);
+            store_scores(ds_tile, row, col, s);
         }
         __syncthreads();  // P is there
         if (computes_dp) {
-            load_weights(ds_tile, row, col, p_dsoftcap);
+            load_scores(ds_tile, row, col, p_dsoftcap);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #if DROPOUT
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
                     s[r][c] = ds_of(p, p_dsoftcap[r][c], s[r][c], statistic[4 * r], is_kept);
                 }
             }
-            store_weights(ds_tile, row, col, s);
+            store_scores(ds_tile, row, col, s);
         }
         __syncthreads();  // dS is there
         accumulate<ROWS / 2, SWIZZLE_8_ROWS>(sums, ds_tile, row + WARP_ROWS / 2 * computes_dp, k_tile, col);

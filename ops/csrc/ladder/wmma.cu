@@ -68,9 +68,9 @@ __device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_ro
 
 // O += P V of the warp's 16 queries.
 __device__ __forceinline__ void add_values(float *o_rows, const element *p_rows, const element *v_tile) {
-    Fragment weights[KEY_STEPS], v;
+    Fragment probs[KEY_STEPS], v;
 #pragma unroll
-    for (int n = 0; n < KEY_STEPS; ++n) load_a(weights[n], p_rows + n * 16, P_PITCH);
+    for (int n = 0; n < KEY_STEPS; ++n) load_a(probs[n], p_rows + n * 16, P_PITCH);
 #pragma unroll
     for (int d = 0; d < D_STEPS; ++d) {
         Sums o;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_values(float *o_rows, const element *p_rows,
 #pragma unroll
         for (int n = 0; n < KEY_STEPS; ++n) {
             load_b_row_major(v, v_tile + n * 16 * PITCH + d * 16, PITCH);
-            mma_row_major(o, weights[n], v);
+            mma_row_major(o, probs[n], v);
         }
         store_sums(o_rows + d * 16, o, O_PITCH);
     }
@@ -92,8 +92,8 @@ __device__ __forceinline__ int column_of(int n) {
 }
 
 // P = exp2(scale_log2 S - m) of the warp's rows, where m, in units of scale_log2 S, and l go on over these keys, and O
-// is rescaled. `s`, `weights` and `o` begin at the lane's row. query: the row's; start: the first key.
-__device__ __forceinline__ void online_softmax(const Params &p, const float *s, element *weights, float *o, float &m,
+// is rescaled. `s`, `probs` and `o` begin at the lane's row. query: the row's; start: the first key.
+__device__ __forceinline__ void online_softmax(const Params &p, const float *s, element *probs, float *o, float &m,
                                                float &l, int query, int start, int keys, bool masked) {
     const float scale_log2 = p.scale * LOG2E;
     float x[BC / 2], row_max = m, sum = 0.0f;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void online_softmax(const Params &p, const float *s, 
     for (int n = 0; n < BC / 2; ++n) {
         x[n] = exp2f(x[n] - shift);
         sum += x[n];
-        weights[column_of(n)] = to_element(x[n]);
+        probs[column_of(n)] = to_element(x[n]);
     }
     l = l * factor + sum + __shfl_xor_sync(~0u, sum, 1);
     if (__any_sync(~0u, row_max > m))

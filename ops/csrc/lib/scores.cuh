@@ -102,9 +102,9 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
-                    float &weight = s.c[t][n][e], &gradient = dp.c[t][n][e], tanh_score = 0.0f;
-                    if (SCALE_FIRST) weight = score_of(p, weight, i_first + at, j, keys - p.tq, slope, tanh_score);
-                    weight = exp2_of(weight * scale_log2 - lse_i);
+                    float &prob = s.c[t][n][e], &gradient = dp.c[t][n][e], tanh_score = 0.0f;
+                    if (SCALE_FIRST) prob = score_of(p, prob, i_first + at, j, keys - p.tq, slope, tanh_score);
+                    prob = exp2_of(prob * scale_log2 - lse_i);
                     gradient -= delta_i;
 #if SOFTCAP
                     gradient *= 1.0f - tanh_score * tanh_score;

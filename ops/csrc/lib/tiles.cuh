@@ -118,40 +118,40 @@ __device__ __forceinline__ void product(float (&s)[ROWS][COLS], float *a, int ro
     }
 }
 
-// A warp's weights (its rows of a product) into shared memory, in the order in which the threads hold them: the columns
+// A warp's P or dS (its rows of a product) into shared memory, in the order in which the threads hold them: the columns
 // col, col + 8, ... of a thread lie side by side.
-__device__ __forceinline__ void store_weights(float *weights, int row, int col, const float (&s)[ROWS][COLS]) {
+__device__ __forceinline__ void store_scores(float *tile, int row, int col, const float (&s)[ROWS][COLS]) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4)
-            at<INNER_TILE, SWIZZLE_4_ROWS>(weights, row + 4 * r, (col * COLS + c) / 4) =
+            at<INNER_TILE, SWIZZLE_4_ROWS>(tile, row + 4 * r, (col * COLS + c) / 4) =
                 make_float4(s[r][c], s[r][c + 1], s[r][c + 2], s[r][c + 3]);
 }
 
-__device__ __forceinline__ void load_weights(float *weights, int row, int col, float (&s)[ROWS][COLS]) {
+__device__ __forceinline__ void load_scores(float *tile, int row, int col, float (&s)[ROWS][COLS]) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4) {
-            const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(weights, row + 4 * r, (col * COLS + c) / 4);
+            const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(tile, row + 4 * r, (col * COLS + c) / 4);
             s[r][c] = four.x, s[r][c + 1] = four.y, s[r][c + 2] = four.z, s[r][c + 3] = four.w;
         }
 }
 
-// sums += weights * tile: the rows row, row + 4, ... of the weights with all rows of the tile, at the columns
+// sums += left * tile: the rows row, row + 4, ... of `left` with all rows of the tile, at the columns
 // 4 (col + 8 n) of the tile.
 template <int N, int SWIZZLE>
-__device__ __forceinline__ void accumulate(float4 (&sums)[N][FLOAT4S], float *weights, int row, float *tile, int col) {
+__device__ __forceinline__ void accumulate(float4 (&sums)[N][FLOAT4S], float *left, int row, float *tile, int col) {
 #pragma unroll 1
     for (int t = 0; t < 8; ++t) {
 #pragma unroll
         for (int c = 0; c < COLS; c += 4) {
-            float w[N][4];
+            float l[N][4];
 #pragma unroll
             for (int r = 0; r < N; ++r) {
-                const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(weights, row + 4 * r, (t * COLS + c) / 4);
-                w[r][0] = four.x, w[r][1] = four.y, w[r][2] = four.z, w[r][3] = four.w;
+                const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(left, row + 4 * r, (t * COLS + c) / 4);
+                l[r][0] = four.x, l[r][1] = four.y, l[r][2] = four.z, l[r][3] = four.w;
             }
 #pragma unroll
             for (int e = 0; e < 4; ++e)
@@ -160,8 +160,8 @@ __device__ __forceinline__ void accumulate(float4 (&sums)[N][FLOAT4S], float *we
                     const float4 x = at<PADDED_D, SWIZZLE>(tile, t + 8 * (c + e), col + 8 * n);
 #pragma unroll
                     for (int r = 0; r < N; ++r) {
-                        sums[r][n].x += w[r][e] * x.x, sums[r][n].y += w[r][e] * x.y;
-                        sums[r][n].z += w[r][e] * x.z, sums[r][n].w += w[r][e] * x.w;
+                        sums[r][n].x += l[r][e] * x.x, sums[r][n].y += l[r][e] * x.y;
+                        sums[r][n].z += l[r][e] * x.z, sums[r][n].w += l[r][e] * x.w;
                     }
                 }
         }
