@@ -78,7 +78,7 @@ BUDGETS = {
     ),
     "tilegpt_split_fp16_dq": Budget(has=TENSOR_CORES, has_not=(), spilled_bytes=64, spilled_with_options=256),
     "tilegpt_delta": Budget(registers=64, blocks=4),
-    "tilegpt_document_ranges": Budget(registers=64, blocks=4),
+    "tilegpt_document_ranges": Budget(registers=40, blocks=3),  # of 512 threads: all that an sm_89 has
     "tilegpt_kept_tiles": Budget(registers=64, blocks=4),
     "tilegpt_wmma_forward": Budget(blocks=1, has=("HMMA", "LDSM"), has_not=()),
     # Where its rows begin, read once a step. (Less is spilled, 0 to 64 bytes, where a step's loads are
