@@ -55,7 +55,7 @@ def order(
     left = tail(n_tiles, n_heads, heads_in_l2, slots) if uneven else 0
     if not block_mask:
         return heads_in_l2, left, 0
-    first = min(n_tiles, math.ceil(slots / n_heads))
+    first = min(n_tiles, math.ceil(slots / max(1, n_heads)))
     if uneven:  # the shortest of all heads at the end: 0.5 to 2%, with 12% of the tiles
         left = max(left, first)
     return heads_in_l2, left, min(n_tiles - left, first)

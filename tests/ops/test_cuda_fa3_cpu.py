@@ -140,7 +140,14 @@ def test_values_of_both(
     test_values(shape, made, options)
 
 
-_GROUPED = [CASES[6], WIDE[0], SPARSE_CASES[0], ((260, 300, 96), {"heads": (4, 2)}, {"dropout_p": 0.1})]
+_GROUPED = [
+    CASES[6],
+    WIDE[0],
+    SPARSE_CASES[0],
+    SPARSE_CASES[8],
+    ((260, 300, 96), {"heads": (4, 2)}, {"dropout_p": 0.1, "alibi_slopes": torch.arange(4) / 9}),
+    ((150, 140, 64), {"heads": (4, 2), "batch": 2, "lengths": [140, 77]}, {}),
+]
 
 
 @pytest.mark.parametrize(

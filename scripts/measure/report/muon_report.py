@@ -30,15 +30,13 @@ def ms_per_step(r: Record) -> float:
     return 1e3 * seconds / (later[-1]["step"] - first["step"])
 
 
-def timed(groups: Groups) -> Groups:
-    """Of each group the runs whose steps are timed: those of the newest sources that all groups have runs of,
-    or where there are none, all."""
-    sources = [[r.machine.get("code") for r in mine] for mine in groups.values()]
-    shared = [code for code in sources[0] if all(code in each for each in sources)] if sources else []
-    return {
-        key: [r for r in mine if not shared or r.machine.get("code") == shared[-1]]
-        for key, mine in groups.items()
-    }
+def timed(groups: Groups, runs: Iterable[Record]) -> Groups:
+    """Of each group the runs whose steps are timed: those of the last sources in `runs` of which both
+    optimisers have runs on all tokens; where a group has none, all."""
+    of_all = [{r.machine.get("code") for r in mine} for (_, share), mine in groups.items() if share == 1.0]
+    sources = [r.machine.get("code") for r in runs]
+    newest = next((code for code in reversed(sources) if all(code in each for each in of_all)), None)
+    return {key: [r for r in mine if r.machine.get("code") == newest] or mine for key, mine in groups.items()}
 
 
 def with_evaluations(runs: Iterable[Record]) -> str:
@@ -91,12 +89,12 @@ def report(rows: list[Row]) -> Report:
         if name == "muon" and (gap := difference(mine, adamw))
     }
     reached = [share for share, (gap, half) in apart.items() if gap + half <= 0]
-    clocked = timed({key: mine for key, mine in groups.items() if key[1] == 1.0})
-    times = {name: mean(map(ms_per_step, mine)) for (name, _), mine in clocked.items()}
+    clocked = timed(groups, runs)
+    times = {name: mean(map(ms_per_step, mine)) for (name, share), mine in clocked.items() if share == 1.0}
     return page(
         "muon",
-        [table(groups, adamw)],
-        {"": picture(rows, groups)} if adamw else {},
+        [table(groups, adamw, clocked)],
+        {"": picture(rows, groups, clocked)} if adamw else {},
         apart=apart,
         reached=max(reached, default=None),
         earlier=earlier(groups.get(("muon", 1.0), []), adamw),
@@ -113,9 +111,7 @@ def report(rows: list[Row]) -> Report:
     )
 
 
-def table(groups: Groups, adamw: Sequence[Record]) -> Table:
-    clocked = timed(groups)
-
+def table(groups: Groups, adamw: Sequence[Record], clocked: Groups) -> Table:
     def line(item: tuple[tuple[str, float], list[Record]]) -> list[str]:
         key, mine = item
         name = key[0]
@@ -129,10 +125,10 @@ def table(groups: Groups, adamw: Sequence[Record]) -> Table:
     return listed("Loss of held-out packages, nats per token", head, list(groups.items()), line)
 
 
-def picture(rows: list[Row], groups: Groups) -> str:
+def picture(rows: list[Row], groups: Groups, clocked: Groups) -> str:
     """Means over the seeds of the runs on all tokens."""
     figure, axes = canvas(rows, "Muon and AdamW", 2)
-    by_tokens, by_time, clocked = [], [], timed({key: mine for key, mine in groups.items() if key[1] == 1.0})
+    by_tokens, by_time = [], []
     for at, name in enumerate(NAMES):
         if not (mine := groups.get((name, 1.0), [])):
             continue
