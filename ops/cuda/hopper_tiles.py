@@ -174,9 +174,10 @@ def by_query_head(
     """Whether blocks of the backward compute dK and dV of one query head each, which are then summed, where
     `heads_per_kv` query heads share K and V; `uneven`: see `Call.uneven`.
 
-    Under a causal mask, blocks of a K/V head, which go through its query heads in turn, are slower. With 32
-    heads on 8, D = 128, T = 1k and 4k, blocks of a query head are 1.13 and 1.38x as fast; with 16 on 1, 1.27
-    and 1.69x; without a mask 0.85 and 0.95x, as each query head's dK and dV are written and read, in 16 bits.
+    Under a causal mask, blocks of a K/V head, which go through its query heads in turn, are slower. On an
+    H100, with 32 heads on 8, D = 128, T = 1k and 4k, blocks of a query head are 1.13 and 1.38x as fast; with
+    16 on 1, 1.27 and 1.69x; without a mask 0.85 and 0.95x, as each query head's dK and dV are written and
+    read, in 16 bits. (On an H200 1.14x at 4k, 1.15x at 16k.)
     """
     fewest = 16384 if block_mask else 8192 if documents else 1024
     return uneven and tq >= fewest and tq * (heads_per_kv - 1) * head_dim > 1 << 18
