@@ -48,11 +48,11 @@ SHORT = 1024
 
 
 def table_key(call: AttentionCall) -> tuple[str, str]:
-    """(purpose, mask) as in the table: training, forward or decode; causal, full or masked."""
-    purpose = "training" if call.backward else "decode" if call.tq == 1 else "forward"
+    """(workload, mask) as in the table: training, forward or decode; causal, full or masked."""
+    workload = "training" if call.backward else "decode" if call.tq == 1 else "forward"
     if call.features & NEED_MASK or (call.causal and 1 < call.tq != call.tk):
-        return purpose, "masked"
-    return purpose, "causal" if call.causal or call.tq == 1 else "full"
+        return workload, "masked"
+    return workload, "causal" if call.causal or call.tq == 1 else "full"
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ class Order:
 
 def order(call: AttentionCall, compiled: bool = False) -> Order:
     """Whom to try for `call`, in a compiled step or not."""
-    purpose, mask = table_key(call)
-    short_decode = call.device == "cuda" and compiled and (purpose, mask) == ("decode", "masked")
-    purposes = (["compiled decode"] if short_decode else []) + [purpose]
+    workload, mask = table_key(call)
+    short_decode = call.device == "cuda" and compiled and (workload, mask) == ("decode", "masked")
+    workloads = (["compiled decode"] if short_decode else []) + [workload]
     # Where no masked call has been measured, the order without a mask; SDPA, which writes it out, at the end.
     masks = [mask] if mask != "masked" else ["masked", "causal"]
-    for purpose, measured_mask in ((p, m) for p in purposes for m in masks):
-        if found := _measured(call, purpose, measured_mask):
+    for workload, measured_mask in ((p, m) for p in workloads for m in masks):
+        if found := _measured(call, workload, measured_mask):
             names, where = found
             if measured_mask != mask:
                 names = tuple(sorted(names, key=_writes_masks))
                 where += ", those last that write the mask out"
             return Order(tuple(dict.fromkeys((*names, *LAST))), where, len(names))
-        if purpose == "compiled decode" and call.tk <= SHORT:
+        if workload == "compiled decode" and call.tk <= SHORT:
             return Order(COMPILED_DECODE, "in a compiled step")
     names = DEFAULT.get(call.device, ())
     if mask == "masked" and call.device == "cuda":
@@ -90,16 +90,16 @@ def _writes_masks(name: str) -> bool:
     return registry.declaration(name).writes_masks
 
 
-def _measured(call: AttentionCall, purpose: str, mask: str) -> tuple[tuple[str, ...], str] | None:
+def _measured(call: AttentionCall, workload: str, mask: str) -> tuple[tuple[str, ...], str] | None:
     """The line of the table for a call, and what it is of."""
-    lines = MEASURED.get((call.arch or (0, 0), 8 * call.dtype.itemsize, purpose, mask))
+    lines = MEASURED.get((call.arch or (0, 0), 8 * call.dtype.itemsize, workload, mask))
     if not lines:
         return None
     dims = sorted({head_dim for head_dim, _, _ in lines if head_dim is not None})
     dim = next((d for d in dims if call.head_dim <= d), dims[-1] if dims else None)
     lines = [line for line in lines if line[0] in (dim, None)]
     _, longest, names = next((line for line in lines if line[1] is None or call.tk <= line[1]), lines[-1])
-    words = [f"{mask} {purpose}" if purpose in ("training", "forward") else purpose]
+    words = [f"{mask} {workload}" if workload in ("training", "forward") else workload]
     words += [] if dim is None else [f"D <= {dim}"]
     words += [] if longest is None else [f"T <= {longest:,}"]
     return tuple(names.split()), f"of those measured for {', '.join(words)}"

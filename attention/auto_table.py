@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 Ranking = tuple[tuple[int | None, int | None, str], ...]
-# (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)
+# (compute capability, bits of a dtype, workload, mask) -> (head dim and keys up to, fastest first)
 MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
     ((9, 0), 16, "training", "causal"): (
         (

@@ -42,7 +42,15 @@ from attention.base import (
     Kernels,
 )
 from attention.declaration import lse_bytes, q_bytes, row_bytes
-from attention.flex_masks import TILE, DocumentIds, Limits, Lists, RecentResults, tile_lists, unmasked_lists
+from attention.flex_masks import (
+    TILE,
+    DocumentIds,
+    Limits,
+    RecentResults,
+    TileLists,
+    tile_lists,
+    unmasked_lists,
+)
 from attention.geometry import FAR, zero_beyond_lengths
 from ops.options import MASK_BLOCK
 
@@ -114,7 +122,7 @@ def flex(
     k: Tensor,
     v: Tensor,
     limits: Limits,
-    lists: Lists,
+    lists: TileLists,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) by PyTorch's flex_attention; of the options, causal and window are in `limits`.
@@ -145,7 +153,7 @@ def flex(
 
 
 _RECENT = RecentResults()
-_STATIC: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor | None]], Limits, Lists]] = {}
+_STATIC: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor | None]], Limits, TileLists]] = {}
 _STATIC_COUNT: Counter[Any] = Counter()
 _NAMES: dict[Any, str] = {}
 
@@ -220,7 +228,7 @@ def _run_static(
 
 def _lists(
     tq: int, tk: int, limits: Limits, options: AttentionOptions, device: torch.device, spare: int = 1
-) -> Lists:
+) -> TileLists:
     document_ids, block_mask = options.document_ids, options.block_mask
     everything = limits.left == limits.right == FAR and not isinstance(limits.keys, Tensor)
     if everything and document_ids is None and block_mask is None:
@@ -235,7 +243,7 @@ def _run_dynamic(
     batch, tq, tk, asked = q.shape[0], q.shape[2], k.shape[2], options
     options = options._replace(block_mask=None)  # the lists say it
 
-    def make() -> tuple[Limits, Lists]:
+    def make() -> tuple[Limits, TileLists]:
         lists = _lists(tq, tk, limits, asked, q.device)
         for t in lists:  # else one compilation more, when both of their sizes have changed
             if t is not None:

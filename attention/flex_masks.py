@@ -18,7 +18,7 @@ from torch import Tensor
 TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
 
 DocumentIds = tuple[Tensor, Tensor]
-Lists = tuple[Tensor | None, ...]
+TileLists = tuple[Tensor | None, ...]
 
 
 class Limits(NamedTuple):
@@ -50,7 +50,7 @@ def tile_lists(
     device: torch.device,
     spare: int = 1,
     block_mask: Tensor | None = None,
-) -> Lists:
+) -> TileLists:
     """The tiles to compute, in the order of BlockMask's arguments.
 
     How many key tiles a query tile sees in part, and which come first; the same in full; then both by key
@@ -82,7 +82,7 @@ def tile_lists(
     )
 
 
-def unmasked_lists(tq: int, tk: int, device: torch.device) -> Lists:
+def unmasked_lists(tq: int, tk: int, device: torch.device) -> TileLists:
     """The tiles where every query sees every key: no list of full ones, so that the kernel has one loop.
 
     One tile of FAR x FAR, the same that PyTorch makes where it is given no mask, but PyTorch runs a dozen

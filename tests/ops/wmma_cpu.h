@@ -12,7 +12,7 @@ static inline __nv_bfloat16 __float2bfloat16(float x) {
 struct Fragment {
     float x[16][16];
 };
-struct Sums {
+struct Accumulator {
     float x[8];
 };
 
@@ -31,21 +31,21 @@ static inline void load_b_col_major(Fragment &to, const element *from, int pitch
     for (int c = 0; c < 16; c++)
         for (int r = 0; r < 16; r++) to.x[r][c] = from[c * pitch + r];
 }
-static inline void mma_row_major(Sums &c, const Fragment &a, const Fragment &b) {
+static inline void mma_row_major(Accumulator &c, const Fragment &a, const Fragment &b) {
     for (int e = 0; e < 8; e++) {
         const int at = e * 32 + threadIdx.x % 32;
         for (int k = 0; k < 16; k++) c.x[e] += a.x[at / 16][k] * b.x[k][at % 16];
     }
 }
-static inline void mma_col_major(Sums &c, const Fragment &a, const Fragment &b) { mma_row_major(c, a, b); }
-static inline void load_sums(Sums &to, const float *from, int pitch) {
+static inline void mma_col_major(Accumulator &c, const Fragment &a, const Fragment &b) { mma_row_major(c, a, b); }
+static inline void load_accumulator(Accumulator &to, const float *from, int pitch) {
     check_place(from, pitch, 4);
     for (int e = 0; e < 8; e++) {
         const int at = e * 32 + threadIdx.x % 32;
         to.x[e] = from[at / 16 * pitch + at % 16];
     }
 }
-static inline void store_sums(float *to, const Sums &from, int pitch) {
+static inline void store_accumulator(float *to, const Accumulator &from, int pitch) {
     check_place(to, pitch, 4);
     for (int e = 0; e < 8; e++) {
         const int at = e * 32 + threadIdx.x % 32;

@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_tile(element *tile, const element *x, long 
 
 // S = Q K^T of the warp's 16 queries.
 __device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_rows, const element *k_tile) {
-    Sums s[KEY_STEPS] = {};
+    Accumulator s[KEY_STEPS] = {};
 #pragma unroll
     for (int d = 0; d < D_STEPS; ++d) {
         Fragment q, k;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply_keys(float *s_rows, const element *q_ro
         }
     }
 #pragma unroll
-    for (int n = 0; n < KEY_STEPS; ++n) store_sums(s_rows + n * 16, s[n], S_PITCH);
+    for (int n = 0; n < KEY_STEPS; ++n) store_accumulator(s_rows + n * 16, s[n], S_PITCH);
 }
 
 // O += P V of the warp's 16 queries.
@@ -73,14 +73,14 @@ __device__ __forceinline__ void add_values(float *o_rows, const element *p_rows,
     for (int n = 0; n < KEY_STEPS; ++n) load_a(probs[n], p_rows + n * 16, P_PITCH);
 #pragma unroll
     for (int d = 0; d < D_STEPS; ++d) {
-        Sums o;
-        load_sums(o, o_rows + d * 16, O_PITCH);
+        Accumulator o;
+        load_accumulator(o, o_rows + d * 16, O_PITCH);
 #pragma unroll
         for (int n = 0; n < KEY_STEPS; ++n) {
             load_b_row_major(v, v_tile + n * 16 * PITCH + d * 16, PITCH);
             mma_row_major(o, probs[n], v);
         }
-        store_sums(o_rows + d * 16, o, O_PITCH);
+        store_accumulator(o_rows + d * 16, o, O_PITCH);
     }
 }
 

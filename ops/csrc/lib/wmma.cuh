@@ -18,11 +18,11 @@
 #define REGISTERS 8
 #endif
 
-// A left or right operand; the sums are another type, Sums.
+// A left or right operand; what is accumulated is another type, Accumulator.
 struct Fragment {
     unsigned x[REGISTERS];
 };
-struct Sums {
+struct Accumulator {
     float x[8];
 };
 
@@ -69,10 +69,10 @@ __device__ __forceinline__ void load_b_row_major(Fragment &to, const element *fr
 __device__ __forceinline__ void load_b_col_major(Fragment &to, const element *from, int pitch) { LOAD("b", "col"); }
 
 // c += a b, where b came by load_b_row_major, or by load_b_col_major.
-__device__ __forceinline__ void mma_row_major(Sums &c, const Fragment &a, const Fragment &b) { MULTIPLY("row"); }
-__device__ __forceinline__ void mma_col_major(Sums &c, const Fragment &a, const Fragment &b) { MULTIPLY("col"); }
+__device__ __forceinline__ void mma_row_major(Accumulator &c, const Fragment &a, const Fragment &b) { MULTIPLY("row"); }
+__device__ __forceinline__ void mma_col_major(Accumulator &c, const Fragment &a, const Fragment &b) { MULTIPLY("col"); }
 
-__device__ __forceinline__ void load_sums(Sums &to, const float *from, int pitch) {
+__device__ __forceinline__ void load_accumulator(Accumulator &to, const float *from, int pitch) {
     asm volatile("wmma.load.c.sync.aligned.row.m16n16k16.shared.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;"
                  : "=f"(to.x[0]), "=f"(to.x[1]), "=f"(to.x[2]), "=f"(to.x[3]), "=f"(to.x[4]), "=f"(to.x[5]),
                    "=f"(to.x[6]), "=f"(to.x[7])
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_sums(Sums &to, const float *from, int pitch
                  : "memory");
 }
 
-__device__ __forceinline__ void store_sums(float *to, const Sums &from, int pitch) {
+__device__ __forceinline__ void store_accumulator(float *to, const Accumulator &from, int pitch) {
     asm volatile("wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%8], {%0, %1, %2, %3, %4, %5, %6, %7}, %9;"
                  ::"f"(from.x[0]), "f"(from.x[1]), "f"(from.x[2]), "f"(from.x[3]), "f"(from.x[4]), "f"(from.x[5]),
                    "f"(from.x[6]), "f"(from.x[7]), "r"(address_of(to)), "r"(pitch)

@@ -60,9 +60,9 @@ def classes(rows: Iterable[Row]) -> dict[Class, dict[tuple, dict[str, list[Row]]
         dim = next((d for d in HEAD_DIMS if p["head_dim"] <= d), HEAD_DIMS[-1])
         longest = SHORT if p["kv_len"] <= SHORT else None
         point = tuple(value for key, value in p.items() if key not in ("implementation", "pass", "study"))
-        purposes = {"forward": ("forward", "training"), "backward": ("training",), "decode": ("decode",)}
-        for purpose in purposes[p["pass"]]:
-            key = (arch, BITS[p["dtype"]], purpose, mask, dim, longest)
+        workloads = {"forward": ("forward", "training"), "backward": ("training",), "decode": ("decode",)}
+        for workload in workloads[p["pass"]]:
+            key = (arch, BITS[p["dtype"]], workload, mask, dim, longest)
             named = found.setdefault(key, {}).setdefault((row["machine"]["gpu"], *point), {})
             named.setdefault(p["implementation"], []).append(row)
     return found
@@ -100,10 +100,10 @@ def ranking(rows: Iterable[Row]) -> dict[Class, dict[str, float]]:
 
 
 def _order(key: Class) -> tuple[Any, ...]:
-    arch, bits, purpose, mask, dim, longest = key
-    purposes = ("training", "forward", "decode", "compiled decode")
+    arch, bits, workload, mask, dim, longest = key
+    workloads = ("training", "forward", "decode", "compiled decode")
     masks = ("causal", "full", "masked")
-    return arch, bits, purposes.index(purpose), masks.index(mask), dim or 0, longest or float("inf")
+    return arch, bits, workloads.index(workload), masks.index(mask), dim or 0, longest or float("inf")
 
 
 def compiled_decode(rows: Iterable[Row]) -> dict[Class, dict[str, float]]:
@@ -141,7 +141,7 @@ def table_source(ranks: dict[Class, dict[str, float]]) -> str:
         "from __future__ import annotations",
         "",
         "Ranking = tuple[tuple[int | None, int | None, str], ...]",
-        "# (compute capability, bits of a dtype, purpose, mask) -> (head dim and keys up to, fastest first)",
+        "# (compute capability, bits of a dtype, workload, mask) -> (head dim and keys up to, fastest first)",
     ]
     kind = "MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {"
     groups: dict[tuple, list[str]] = {}
@@ -152,6 +152,6 @@ def table_source(ranks: dict[Class, dict[str, float]]) -> str:
             entry = "\n".join(["        (", *(f"            {part}," for part in parts), "        ),"])
         groups.setdefault(tuple(key), []).append(entry)
     lines.append(kind if groups else kind + "}")
-    for (arch, bits, purpose, mask), entries in groups.items():
-        lines += [f'    ({arch}, {bits}, "{purpose}", "{mask}"): (', *entries, "    ),"]
+    for (arch, bits, workload, mask), entries in groups.items():
+        lines += [f'    ({arch}, {bits}, "{workload}", "{mask}"): (', *entries, "    ),"]
     return "\n".join([*lines, *(["}"] if groups else []), ""])
