@@ -109,7 +109,8 @@ class TritonAttention(Attention):
         masked = call.causal or "window" in call.features
         learned = "bias" if "bias_grad" in call.features else ""
         learned = "relative_bias" if "relative_bias" in call.features else learned
-        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy), learned
+        sparse = "block_mask" in call.features
+        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy), learned, sparse
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
         from ops.triton.configs import tile_of

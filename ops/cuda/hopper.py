@@ -24,6 +24,7 @@ from ops.cuda.hopper_tiles import (
     backward_tile,
     by_query_head,
     forward_tile,
+    stores_first_dq,
 )
 from ops.cuda.kept_tiles import kept_tiles
 from ops.cuda.plain import document_ranges
@@ -110,15 +111,18 @@ def run_forward(
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
     rows = 64 * tile.warp_groups
-    # Both live until the launch: the parameters hold addresses. A zero of the launch's own: one that is kept
-    # from call to call would lie in whatever memory pool or graph it was first asked for in.
-    ranges, counter = document_ranges(call, rows), q.new_zeros(1, dtype=torch.int32)
+    # All live until the launch: the parameters hold addresses. A zero of the launch's own: one that is kept
+    # from call to call would lie in whatever memory pool or graph it was first asked for in. With a block
+    # mask kept_tiles writes it, which is a launch less.
+    ranges = document_ranges(call, rows)
     params = call.params.bind(out=out, lse=lse, ranges=ranges)
-    kept = kept_tiles(call, rows, tile.bc)  # lives until the launch
+    make = q.new_zeros if call.block_mask is None else q.new_empty
+    counter = make(1, dtype=torch.int32)
+    kept = kept_tiles(call, rows, tile.bc, counter=counter)
     params.bind(kept=kept)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
     launch = Launch(params=params, next_tile=counter.data_ptr())
-    # (the zero above has bound torch's context to this thread, which encoding a map needs)
+    # (a launch has bound torch's context to this thread, which encoding a map needs)
     own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
     specialised = call.defines | tile.defines(head_dim) | own | {"OVERLAP": 1} | defines
     columns = 32 if specialised["PADDED_D"] % 64 else 64  # of a box (hopper.cuh)
@@ -138,6 +142,7 @@ class BackwardLaunch(ctypes.Structure):
         ("maps", ctypes.c_ubyte * (6 * _MAP_BYTES)),
         ("params", Params),
         ("next_tile", ctypes.c_void_p),
+        ("dq_states", ctypes.c_void_p),
         ("_", ctypes.c_ubyte * 64),
     ]
 
@@ -176,13 +181,17 @@ def run_backward(
     dq, dk, dv = gradients(q, k, v, call.options)
     written = dk, dv
     own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PERSISTENT": 1, "KV_SHARED_BY": 1}
+    own["STORES_FIRST_DQ"] = int(stores_first_dq(tk, head_dim, call.defines))
     if split:
         written = q.new_empty((2, batch, heads, tk, head_dim)).unbind()
         own |= {"HEADS_PER_KV": 1, "KV_SHARED_BY": heads // kv_heads}
         kv_heads = call.params.kv_heads = heads
     tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
     n_rows = batch * heads * tiles * tile.br
-    scratch = q.new_empty((2 + width) * n_rows + 1, dtype=torch.float32)
+    specialised = call.defines | tile.defines(head_dim) | own | defines
+    parts = tile.warp_groups * (2 if width > 128 else 1)  # of a tile of dQ, DQ_PARTS
+    states = parts * specialised["STORES_FIRST_DQ"]
+    scratch = q.new_empty((2 + width) * n_rows + 1 + states * batch * heads * tiles, dtype=torch.float32)
     lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, padded_lse=lse_log2, delta=delta)
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
@@ -192,19 +201,20 @@ def run_backward(
     params.padded_tq = tiles * tile.br
     over = 2 * heads // kv_heads  # with the accumulator of dQ
     blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over, blocks=1)
-    prepare_backward(call, out, dout, width, clear=True, counter=True)
-    launch = BackwardLaunch(params=params, next_tile=accumulator[-1:].data_ptr())
+    prepare_backward(call, out, dout, width, clear=not states, states=(tile.br, states))
+    counter = accumulator.data_ptr() + 4 * n_rows * width
+    launch = BackwardLaunch(params=params, next_tile=counter, dq_states=counter + 4)
     mapped = (*call.tensors[:3], dout, *written)
-    boxes = zip(mapped, (tile.br, tile.bc, tile.bc, tile.br, 64, 64), strict=True)
+    stored = tile.bc if tile.warp_groups == 3 else 64  # rows of dK and dV at a time
+    boxes = zip(mapped, (tile.br, tile.bc, tile.bc, tile.br, stored, stored), strict=True)
     maps = (tensor_map(x, rows, backward_columns(head_dim)) for x, rows in boxes)
     ctypes.memmove(launch.maps, b"".join(maps), 6 * _MAP_BYTES)
-    specialised = call.defines | tile.defines(head_dim) | own | defines
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
-    kernel(name="tilegpt_fa3_backward").launch(grid, 384, launch, tile.shared_bytes(head_dim))
-    chunks = 2 if width > 128 else 1  # DQ_CHUNKS
-    threads = tile.br * width // (2 * chunks) // 16  # 16 numbers of a warp group's part each
-    kernel(name="tilegpt_fa3_backward_finish").launch(2 * chunks * batch * heads * tiles, threads, params)
+    threads = 128 * (tile.warp_groups + 1)
+    kernel(name="tilegpt_fa3_backward").launch(grid, threads, launch, tile.shared_bytes(head_dim))
+    threads = tile.br * width // parts // 16  # 16 numbers each
+    kernel(name="tilegpt_fa3_backward_finish").launch(parts * batch * heads * tiles, threads, params)
     if split:
         for of_heads, summed in zip(written, (dk, dv), strict=True):
             torch.sum(of_heads.unflatten(1, (k.shape[1], -1)), 2, out=summed)

@@ -97,7 +97,7 @@ def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> Ho
 @dataclass(frozen=True)
 class HopperBackwardTile:
     """Queries and keys of a tile; tiles of Q and of dO in flight; whether dQ is a tile late, and whether dK
-    is waited for behind S of the next tile."""
+    is waited for behind S of the next tile; warp groups that compute."""
 
     br: int
     bc: int
@@ -105,15 +105,18 @@ class HopperBackwardTile:
     do_stages: int
     late_dq: bool = False
     late_dk: bool = False
+    warp_groups: int = 2
 
     def shared_bytes(self, head_dim: int) -> int:
-        """K, V; Q, dO, with lse and delta; two tiles of dS; dQ. For D > 128 two of P too, and half of dQ."""
+        """K, V; Q, dO, with lse and delta; two tiles of dS (with three warp groups one); dQ. For D > 128 as
+        many of P too, and half of dQ."""
         row, wide = 2 * backward_head_dim(head_dim), backward_head_dim(head_dim) > 128
-        scores = (8 if wide else 4) * self.bc
+        scores = (8 if wide and self.warp_groups == 2 else 4) * self.bc
         query_bytes = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
         return 2 * self.bc * row + self.br * query_bytes
 
     def defines(self, head_dim: int) -> dict[str, int]:
+        copying, computing = _REGISTERS[self.warp_groups]
         return {
             "PADDED_D": backward_head_dim(head_dim),
             "USED_D": used_columns(head_dim, backward_head_dim(head_dim)),
@@ -123,6 +126,9 @@ class HopperBackwardTile:
             "DO_STAGES": self.do_stages,
             "LATE_DQ": int(self.late_dq),
             "LATE_DK": int(self.late_dk),
+            "WARP_GROUPS": self.warp_groups,
+            "PRODUCER_REGISTERS": copying,
+            "CONSUMER_REGISTERS": computing,
         }
 
 
@@ -135,14 +141,18 @@ _BACKWARD = {
     192: HopperBackwardTile(64, 64, 2, 2),
     256: HopperBackwardTile(64, 64, 2, 1),
 }
-# A causal mask alone: with other options as well, dK behind S is slower. In fp16 late dQ spills at D = 128.
-_LATE_DK = {112: HopperBackwardTile(64, 128, 2, 2, late_dk=True)}
+# No option but a causal mask: with others dK behind S is slower, and fa3_backward_three.cuh, at D = 192 1.06
+# to 1.12x (H200, T = 1k, 4k, 16k), does not know them. In fp16 late dQ spills at D = 128.
+_PLAIN = {
+    112: HopperBackwardTile(64, 128, 2, 2, late_dk=True),
+    192: HopperBackwardTile(64, 96, 2, 2, warp_groups=3),
+}
 _BACKWARD_CAUSAL = {
-    "bf16": _BACKWARD | _LATE_DK | {128: HopperBackwardTile(64, 128, 2, 2, late_dq=True, late_dk=True)},
-    "f16": _BACKWARD | _LATE_DK,
+    "bf16": _BACKWARD | _PLAIN | {128: HopperBackwardTile(64, 128, 2, 2, late_dq=True, late_dk=True)},
+    "f16": _BACKWARD | _PLAIN,
 }
 # No mask, which would leave less of a tile of more queries.
-_BACKWARD_FULL = _BACKWARD | _LATE_DK | {128: HopperBackwardTile(80, 128, 2, 2)}
+_BACKWARD_FULL = _BACKWARD | _PLAIN | {128: HopperBackwardTile(80, 128, 2, 2)}
 # With a softcap or dropout, which need P in fp32 until dS is there: at D <= 64 that spills with 128 queries.
 _BACKWARD_EXACT = _BACKWARD | dict.fromkeys((64, 112, 128), HopperBackwardTile(64, 128, 2, 2))
 
@@ -166,6 +176,20 @@ def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBack
     if not any(defines[name] for name in _OPTIONS):
         tiles = _BACKWARD_CAUSAL[str(defines["ELEMENT"])] if defines["HAS_RIGHT"] else _BACKWARD_FULL
     return next(tile for largest, tile in tiles.items() if largest >= head_dim)
+
+
+def stores_first_dq(tk: int, head_dim: int, defines: Mapping[str, int | str]) -> bool:
+    """Whether the first of dQ that comes to a part of its fp32 accumulator is stored there, instead of added
+    to zeros that are written first.
+
+    Faster where few tiles of keys are added: on an H200, 16,384 tokens, T = 1k 1.02 to 1.03x (32 query heads
+    on 8 1.10x), T = 16k with a window or documents of 1,024 0.99 to 1.03x, and with an eighth of the tiles at
+    D = 64 1.03x, but at D = 128 0.98x. Else slower, as blocks wait for each other and for the states: at T =
+    4k and 16k 0.94 to 1.02x, at D = 192 and 256 0.85 to 0.99x.
+    """
+    if head_dim > 128 or (defines["BLOCK_MASK"] and head_dim > 64):
+        return False
+    return tk <= 1024 or any(defines[name] for name in ("HAS_LEFT", "DOCUMENT_IDS", "BLOCK_MASK"))
 
 
 def by_query_head(

@@ -15,11 +15,13 @@ _THREADS = 256
 _SHARED_DEFINES = ("PARAMS_BYTES", "HAS_LEFT", "HAS_RIGHT", "DOCUMENT_IDS", "LENGTHS", "BLOCK_MASK")
 
 
-def kept_tiles(call: Call, own: int, other: int, transposed: bool = False) -> Tensor | None:
+def kept_tiles(
+    call: Call, own: int, other: int, transposed: bool = False, counter: Tensor | None = None
+) -> Tensor | None:
     """(B, Hq, tiles, 1 + most tiles of a list) int32: for each tile of `own` queries the tiles of `other`
     keys that it visits; `transposed`: for each tile of `own` keys the tiles of `other` queries. Strides are 0
     where all batch rows or heads share. None without a block mask. `call.params` has the documents' ranges of
-    the same tiles. See the kernel for the entries."""
+    the same tiles. `counter` (1,) int32 becomes 0. See the kernel for the entries."""
     mask = call.block_mask
     if mask is None:
         return None
@@ -32,7 +34,7 @@ def kept_tiles(call: Call, own: int, other: int, transposed: bool = False) -> Te
     kept = torch.empty(shape, dtype=torch.int32, device=mask.device)
     params = Params.from_buffer_copy(call.params)
     params.heads, params.n_tiles = heads, shape[2]
-    params.bind(block_mask=mask.expand(batch, -1, -1, -1), kept=kept)
+    params.bind(block_mask=mask.expand(batch, -1, -1, -1), kept=kept, scratch=counter)
     defines = {name: call.defines[name] for name in _SHARED_DEFINES} | {"ELEMENT": "float"}
     defines |= {"OWN_TILE": own, "OTHER_TILE": other, "MASK_BLOCK": MASK_BLOCK, "TRANSPOSED": int(transposed)}
     kernel = nvrtc.kernel("lib/kept_tiles.cu", "tilegpt_kept_tiles", defines, mask.device)

@@ -133,7 +133,8 @@ class _Call:
     def tile(self, kind: str, run: Any, learned: str = "") -> Tile:
         """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`. `learned`: the
         bias that is to get a gradient."""
-        tile = configs.tile(kind, *self.device_facts, self.masked, self.heavy, learned)
+        sparse = self.block_mask is not None
+        tile = configs.tile(kind, *self.device_facts, self.masked, self.heavy, learned, sparse)
         if not self.autotune or INTERPRETED:
             return tile
         key = (kind, learned, self.shape, self.masked, self.heavy, *self.flags.values())

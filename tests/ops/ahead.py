@@ -64,7 +64,8 @@ class Build:
             return cache_tile(rows, self.bits, self.block_d, stored, "paged" in self.extras)
         if self.kind in ("decode", "combine"):
             return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
-        return configs.tile(self.kind, *facts, self.masked, self.heavy, self.learned)
+        sparse = "block_mask" in self.extras
+        return configs.tile(self.kind, *facts, self.masked, self.heavy, self.learned, sparse)
 
     def __str__(self) -> str:
         words = [self.kind, "sm_{}{}".format(*self.arch), f"{self.bits} bits", f"D={self.head_dim}"]

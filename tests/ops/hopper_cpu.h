@@ -81,7 +81,8 @@ static void land(const Load &load) {
 
 struct Leaving {
     unsigned from, bytes;
-    float *sums;  // += , or null: a box
+    float *sums;  // or null: a box
+    bool adds;    // to the sums, or replaces them
     Box box;
     int place[4];
 };
@@ -146,6 +147,17 @@ static void give_up() {
 }
 }  // namespace cpu
 
+static inline int load_relaxed(const int *flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED); }
+static inline int load_acquire(const int *flag) {
+    if (cpu::idle++ > 3000000) cpu::give_up();
+    cpu::take_turns();
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
+static inline void store_release(int *flag, int value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+static inline int atomicCAS(int *to, int expected, int value) {
+    __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+    return expected;
+}
 static inline int atomicAdd(int *to, int x) { return __atomic_fetch_add(to, x, __ATOMIC_RELAXED); }
 static inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
     for (cpu::Named &each : cpu::named) each.arrived = 0;  // a turn that the last block left
@@ -184,10 +196,13 @@ static inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsi
     cpu::phases.at(barrier).loads.push_back({to, from, bytes, {}, {}});
 }
 template <class Map> static inline void tma_store(const Map &map, unsigned from, int d, int t, int h, int b) {
-    cpu::leaving[threadIdx.x].push_back({from, 0, nullptr, box_of(&map), {d, t, h, b}});
+    cpu::leaving[threadIdx.x].push_back({from, 0, nullptr, false, box_of(&map), {d, t, h, b}});
 }
 static inline void bulk_reduce_add(float *to, unsigned from, unsigned bytes) {
-    cpu::leaving[threadIdx.x].push_back({from, bytes, to, {}, {}});
+    cpu::leaving[threadIdx.x].push_back({from, bytes, to, true, {}, {}});
+}
+static inline void bulk_store(float *to, unsigned from, unsigned bytes) {
+    cpu::leaving[threadIdx.x].push_back({from, bytes, to, false, {}, {}});
 }
 static inline void bulk_commit_group() {}
 template <int N> static inline void bulk_wait_group_read() {
@@ -195,7 +210,8 @@ template <int N> static inline void bulk_wait_group_read() {
     for (int turn = 0; turn < 64; turn++) cpu::take_turns();  // who does not wait is far ahead
     for (const cpu::Leaving &x : cpu::leaving[threadIdx.x])
         if (x.sums)
-            for (unsigned n = 0; n < x.bytes / 4; n++) x.sums[n] += ((const float *)cpu::at(x.from))[n];
+            for (unsigned n = 0; n < x.bytes / 4; n++)
+                x.sums[n] = (x.adds ? x.sums[n] : 0) + ((const float *)cpu::at(x.from))[n];
         else
             cpu::over_box(x.box, x.place, x.from, [](unsigned short *from, unsigned short *to) {
                 if (to) *to = *from;

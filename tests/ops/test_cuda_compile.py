@@ -22,7 +22,7 @@ from ops import nvrtc
 from ops.nvrtc_build import SOURCES
 from tests.compilers import pinned
 from tests.grid import CASES, Case, build, long_but, make_inputs
-from tests.ops.recorded import SHARED_BYTES, Compiled, compiled, launches
+from tests.ops.recorded import SHARED_BYTES, Compiled, Launch, compiled, launches
 
 pytestmark = [
     pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing())),
@@ -96,9 +96,14 @@ BUDGETS = {
         has=("HGMMA", "UTMALDG", "UTMASTG"), spilled_bytes=128, spilled_with_options=400
     ),
     # ptxas counts 168 for each thread; who computes has 240 by setmaxnreg. (fp16 at D = 64 spills 52 bytes:
-    # its P takes a conversion to be read back.)
+    # its P takes a conversion to be read back. ALiBi there spills up to 88; with tiles of 64 queries nothing,
+    # but it takes 1.25 times as long.)
     "tilegpt_fa3_backward": Budget(
-        has=("HGMMA", "UTMALDG", "UBLKRED", "UTMASTG"), spilled_bytes=8, spilled_with_options=32
+        has=("HGMMA", "UTMALDG", "UBLKRED", "UTMASTG"), spilled_bytes=8, spilled_with_options=88
+    ),
+    # Of 160 registers dK and dV take 96; outside of the loop over queries.
+    "tilegpt_fa3_backward, three warp groups": Budget(
+        registers=128, has=("HGMMA", "UTMALDG", "UBLKRED", "UTMASTG"), spilled_bytes=80
     ),
     "tilegpt_fa3_backward_finish": Budget(registers=64, blocks=4),
     # Two blocks where a multiprocessor has 100 KiB, and registers for 64 KiB that they load at once.
@@ -123,6 +128,11 @@ def able(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) -> b
         call = AttentionCall.of(inputs.q, inputs.k, inputs.v, AttentionOptions(**inputs.options))
     facts = {name: getattr(call, name) for name in AttentionCall.__dataclass_fields__}
     return not stage_attention.unsupported_reasons(AttentionCall(**facts | {"device": "cuda", "arch": arch}))
+
+
+def budget_of(launch: Launch) -> Budget:
+    groups = ", three warp groups" if dict(launch.defines).get("WARP_GROUPS") == 3 else ""
+    return BUDGETS.get(launch.name + groups, BUDGETS[launch.name])
 
 
 @cache
@@ -155,7 +165,7 @@ def check(stage: str, cases: list[Case], dtype: torch.dtype, arch: tuple[int, in
     found, wrong = [], []
     for launch in dict.fromkeys(launch for case in cases for launch in launches(stage, case, dtype, arch)):
         try:
-            each, budget = compiled(launch, arch), BUDGETS[launch.name]
+            each, budget = compiled(launch, arch), budget_of(launch)
         except nvrtc.CudaError as error:
             wrong.append(f"{launch}: {error}")
             continue
@@ -188,7 +198,7 @@ def test_fits_and_does_as_meant(
     cases = [Case("usual", 128, 128, head_dim) for head_dim in head_dims]
     for each in check(stage, cases, dtype, arch):
         if dict(each.launch.defines).get("HEAD_DIM") == head_dims[0]:
-            budget = BUDGETS[each.launch.name]
+            budget = budget_of(each.launch)
             found = set(sass(each.cubin, each.launch.name))
             assert found.issuperset(budget.has), f"{each}: has {sorted(found)}, {budget}"
             assert not found & set(budget.has_not), f"{each}: has {sorted(found)}, {budget}"
@@ -276,4 +286,5 @@ def test_the_check_finds_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_kernel_has_a_budget() -> None:
     texts = (path.read_text() for path in SOURCES.rglob("*.cu"))
-    assert {name for text in texts for name in re.findall(r"\btilegpt_\w+(?=\()", text)} == BUDGETS.keys()
+    kernels = {name for text in texts for name in re.findall(r"\btilegpt_\w+(?=\()", text)}
+    assert kernels == {name.split(",")[0] for name in BUDGETS}

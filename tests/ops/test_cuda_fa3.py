@@ -10,7 +10,7 @@ import torch
 
 from ops.cuda import hopper
 from ops.cuda.call import ELEMENTS, Call
-from ops.cuda.hopper_tiles import by_query_head
+from ops.cuda.hopper_tiles import by_query_head, stores_first_dq
 from ops.options import MASK_BLOCK, AttentionOptions
 from tests.ops.recorded import SHARED_BYTES
 
@@ -79,8 +79,11 @@ def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...], element: str) 
     assert found["BR"] == 64 or (found["PADDED_D"], found["BR"]) in ((64, 128), (128, 80))
     if "BLOCK_MASK" in on:
         assert MASK_BLOCK % tile.br == MASK_BLOCK % tile.bc == 0
-    # a half is whole blocks
-    assert found["PADDED_D"] <= 128 or found["PADDED_D"] // 2 % found["BOX_COLUMNS"] == 0
+    # a warp group's columns are whole blocks
+    shares = found["PADDED_D"] // tile.warp_groups
+    assert found["PADDED_D"] <= 128 or shares % found["BOX_COLUMNS"] == 0
+    assert 128 * (found["PRODUCER_REGISTERS"] + tile.warp_groups * found["CONSUMER_REGISTERS"]) <= 1 << 16
+    assert (tile.warp_groups == 3) == (found["PADDED_D"] == 192 and set(on) <= {"HAS_RIGHT"})
     # P as it was rounded is 0 where dropout hides it, and has no softcap's derivative.
     if {"SOFTCAP", "DROPOUT"} & set(on):
         assert not found["LATE_DQ"] and not found["LATE_DK"] and found["BR"] == 64
@@ -105,6 +108,22 @@ def test_which_backward(
     monkeypatch.setattr(hopper, "fa2_backward", lambda *_: "fa2")
     asked = AttentionOptions(scale=0.125, **options), torch.tensor(5), [deterministic], False
     assert hopper.fa3_backward(x, x, x, x, x, x, *asked) == stage
+
+
+@pytest.mark.parametrize(
+    ("tk", "head_dim", "on", "faster"),
+    [
+        (1024, 128, (), True),
+        (1025, 128, (), False),
+        (1024, 136, (), False),
+        (16384, 128, ("HAS_LEFT",), True),
+        (16384, 128, ("DOCUMENT_IDS",), True),
+        (16384, 64, ("BLOCK_MASK",), True),
+        (1024, 128, ("BLOCK_MASK",), False),
+    ],
+)
+def test_where_dq_is_not_cleared(tk: int, head_dim: int, on: tuple[str, ...], faster: bool) -> None:
+    assert stores_first_dq(tk, head_dim, dict.fromkeys(OF_A_TILE, 0) | dict.fromkeys(on, 1)) == faster
 
 
 @pytest.mark.parametrize(

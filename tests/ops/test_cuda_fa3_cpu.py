@@ -3,6 +3,7 @@ mbarriers are imitated (mma_cpu.h, hopper_cpu.h); the rest is real. out and lse 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ WIDE: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((140, 150, 256), {}, {"softcap": 2.0, "dropout_p": 0.1}),
     ((300, 70, 200), {}, {}),  # whole tiles of queries that see no key
 ]
+# By three warp groups.
+_THREE: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((150, 200, 192), {"heads": (2, 1)}, {}),
+    ((40, 150, 136), {"heads": (6, 2), "batch": 2}, {}),
+    ((300, 310, 192), {}, {"causal": False}),
+    ((300, 70, 192), {}, {}),  # whole tiles of queries that see no key
+    ((700, 700, 160), {"heads": (2, 1)}, {"causal": False}),
+]
 _TILES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((1100, 1100, 64), {"heads": (2, 1)}, {}),
     ((700, 900, 128), {"heads": (2, 1)}, {"causal": False}),
@@ -72,12 +81,15 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> cpu.HopperCores:
 
 
 @pytest.fixture(autouse=True)
-def use(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> Iterator[None]:
     monkeypatch.setattr(cuda, "missing", lambda: None)
     monkeypatch.setitem(cuda._OPS, "fa2", _OP)
     monkeypatch.setattr(hopper, "tensor_map", cpu.tensor_map)
     monkeypatch.setattr(nvrtc, "kernel", compiler)
     monkeypatch.setattr(plain, "_kernel", compiler)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is allocated is filled with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def _ratios(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
@@ -98,6 +110,29 @@ def _ratios(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str
 def test_values(shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]) -> None:
     ratios = _ratios(shape, made, options)
     assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"), long_but(_THREE, 0, 1), ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _THREE]
+)
+def test_values_by_three_warp_groups(
+    shape: tuple[int, int, int], made: dict[str, Any], options: dict[str, Any]
+) -> None:
+    test_values(shape, made, options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"), long_but([CASES[1], CASES[7], SPARSE_CASES[0]], 0), ids=str
+)
+def test_values_where_dq_is_cleared(
+    shape: tuple[int, int, int],
+    made: dict[str, Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it is for more keys than these."""
+    monkeypatch.setattr(hopper, "stores_first_dq", lambda *_: False)
+    test_values(shape, made, options)
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(96, False), (72, True), (128, False), (32, True)])
@@ -143,6 +178,7 @@ def test_values_of_both(
 _GROUPED = [
     CASES[6],
     WIDE[0],
+    _THREE[0],
     SPARSE_CASES[0],
     SPARSE_CASES[8],
     ((260, 300, 96), {"heads": (4, 2)}, {"dropout_p": 0.1, "alibi_slopes": torch.arange(4) / 9}),

@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.cuda.hopper_tiles import backward_tile
+from ops.cuda.hopper_tiles import backward_tile, stores_first_dq
 from scripts.measure.rows import append, read
 from scripts.measure.studies import hopper_ablation as study
 
 
 @pytest.mark.parametrize("shape", study.shapes()[::3], ids=str)
-def test_late_products_are_left_out_where_there_are_any(shape: study.Shape) -> None:
+def test_an_idea_is_left_out_where_there_is_one(shape: study.Shape) -> None:
     options = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS", "BLOCK_MASK")
     defines = dict.fromkeys(options, 0)
-    tile = backward_tile(shape.head_dim, defines | {"HAS_RIGHT": int(shape.causal), "ELEMENT": "bf16"})
+    defines |= {"HAS_RIGHT": int(shape.causal), "ELEMENT": "bf16"}
+    tile = backward_tile(shape.head_dim, defines)
     named = {point["without"] for point in study.points(shape)["backward"]}
     assert (study.LATE in named) == (tile.late_dq or tile.late_dk)
+    assert (study.STORED in named) == stores_first_dq(shape.tokens, shape.head_dim, defines)
 
 
 def test_a_variant_that_differs_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +36,7 @@ def test_a_variant_that_differs_is_no_result(monkeypatch: pytest.MonkeyPatch) ->
     assert by_name["overlap"]["status"] == "error" and "5.00e-03" in by_name["overlap"]["reason"]
     assert by_name["persistence"]["status"] == "ok" and by_name["persistence"]["difference"] == 0
     # of a gradient, P's rounding is allowed
-    assert [r["status"] for r in study.timed(shape, of["backward"])] == ["ok"] * 3
+    assert [r["status"] for r in study.timed(shape, of["backward"])] == ["ok"] * 4
 
 
 def test_what_rows_say(tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ def test_what_rows_say(tmp_path: Path) -> None:
                 )
     report = study.report(list(read(out).values()))
     forward, backward = report.tables
-    assert len(forward.lines) == 1 + 4 * 4 and len(backward.lines) == 1 + 3 * 2 + 1
+    assert len(forward.lines) == 1 + 4 * 4 and len(backward.lines) == 1 + 3 * 3 + 2
     assert ["D = 64, causal", "overlap", "0.90", "0.90", "0.90"] in forward.lines
     assert ["D = 128, no mask", "persistence", "", "1.00", "1.00"] in backward.lines
     assert ", overlap 0.90x, " in report.found and report.found.endswith("persistence 1.00x (backward).")

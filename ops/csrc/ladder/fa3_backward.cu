@@ -1,7 +1,7 @@
 // Stage 7, fa3: FlashAttention-3, backward, our own implementation; only for Hopper (sm_90a).
 //
 // Idea. As in fa2_backward.cu, a block computes dK and dV of BC keys and loops over the queries. As in fa3.cu, one warp
-// group copies by TMA and two compute by wgmma, with 64 keys each; every product is asynchronous.
+// group copies by TMA and two compute by wgmma, with 64 keys each (for D > 128: below); every product is asynchronous.
 // New since fa2_backward.
 //   - Transposed: a warp group has S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO
 //     and dK += dS^T Q straight from registers. Only dS passes through shared memory, for dQ = dS K, of which each
@@ -23,21 +23,24 @@
 //        adds                                                 += dQ, beside all that follows
 //
 // HBM traffic. Q and dO once per key tile, from L2 mostly; K, V, dK, dV once; dQ in fp32 is cleared and read
-// once, and receives Tk / BC additions in the L2.
+// once, and receives Tk / BC additions in the L2; with STORES_FIRST_DQ it is not cleared, and receives one less.
 // Options. Masks and document ids are applied only in tiles that a boundary of the visible queries crosses. Softcap,
 // ALiBi and dropout change P and dS in registers; only dropout keeps state, one bit per score.
 // With BLOCK_MASK the copying warp, and those that add dQ, read lists of tiles (kept_tiles.cuh has the macros).
 // Query heads that share K and V: a block goes through them all, or with KV_SHARED_BY of them has one, which is faster
 // under a causal mask (hopper_tiles.py: by_query_head), and dK and dV of a group's heads are summed afterwards.
 // p.kv_heads is then that of the query heads, and HEADS_PER_KV is 1.
-// D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh.
+// D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh, and for D <= 192 with no
+// option but a causal mask fa3_backward_three.cuh, which has a third computing warp group (WARP_GROUPS).
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // BOX_COLUMNS (of a box of a TMA copy, hopper.cuh), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
 // unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), KV_SHARED_BY (1 where a block goes through all heads),
-// BOUNDED_WAITS.
+// WARP_GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, STORES_FIRST_DQ (hopper_tiles.py: stores_first_dq), BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
-#if WIDE
+#if WARP_GROUPS == 3
+#include "fa3_backward_three.cuh"
+#elif WIDE
 #include "fa3_backward_wide.cuh"
 #else
 #include "fa3_backward_consumer.cuh"
@@ -130,13 +133,32 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     }
 }
 
+// Adds a part of dQ to its accumulator, or stores it where it is the first; issued. Whether it was added. `before`: the
+// part's state a while ago. Who comes while the first is being stored waits. A state that was read as STORED needs no
+// acquire, which would take a microsecond each time: the addition too is made in the L2, where the store was complete
+// before the state was.
+__device__ __forceinline__ bool add_or_store(float *to, unsigned from, unsigned bytes, int *state, int before) {
+    if (before == UNTOUCHED) before = atomicCAS(state, UNTOUCHED, CLAIMED);
+    if (before == UNTOUCHED) {
+        bulk_store(to, from, bytes);
+        return false;
+    }
+    while (before != STORED) before = load_acquire(state);
+    bulk_reduce_add(to, from, bytes);
+    return true;
+}
+
 // A warp, whose first thread adds what warp group `group` leaves of dQ to the accumulator: chunk after chunk
 // of a tile of queries.
-__device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layout, int group) {
+__device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout &layout, int group) {
+    const Params &p = launch.p;
     const bool all = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PADDED_D;
     const unsigned bytes = all ? DQ_CHUNK_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
+    const bool issues = threadIdx.x % 32 == 0;
     WorkTiles tiles(layout);
     PipelineState<1> dq;
+    unsigned part_ahead = ~0u;  // whose state `before` is
+    int before = STORED;
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
         const WorkTile tile(p, index);
         const Range &range = tile.range;
@@ -147,22 +169,32 @@ __device__ __forceinline__ void add_dq(const Params &p, const SharedLayout &layo
             for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
                 PREFETCH_ENTRY;
                 const int h = tile.kv_head * HEADS_PER_KV + g;
+                const unsigned query_tile = (tile.b * p.heads + h) * (p.padded_tq / BR) + i0 / BR;
                 for (int chunk = 0; chunk < DQ_CHUNKS; chunk++) {
-                    const long long row = (long long)(tile.b * p.heads + h) * p.padded_tq + i0;
+                    const unsigned part = query_tile * DQ_PARTS + WARP_GROUPS * chunk + group;
+                    float *to = p.scratch + part * (DQ_CHUNK_BYTES / 4ll);
+                    int *state = launch.dq_states + part;
+                    if (STORES_FIRST_DQ && issues && part != part_ahead) before = load_relaxed(state);
                     mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
-                    if (threadIdx.x % 32 == 0) {
-                        bulk_reduce_add(p.scratch + row * PADDED_D + (2 * chunk + group) * (DQ_CHUNK_BYTES / 4),
-                                        layout.dq + group * DQ_CHUNK_BYTES, bytes);
+                    if (issues) {
+                        const bool added = add_or_store(to, layout.dq + group * DQ_CHUNK_BYTES, bytes, state, before);
                         bulk_commit_group();
+#if STORES_FIRST_DQ && !BLOCK_MASK  // the next state comes while this part is read
+                        if (HAS_NEXT(i0, BR)) {
+                            part_ahead = part + (NEXT_TILE(i0, BR) - i0) / BR * DQ_PARTS;
+                            before = load_relaxed(launch.dq_states + part_ahead);
+                        }
+#endif
                         bulk_wait_group_read<0>();
                         mbarrier_arrive(layout.barrier(DQ_EMPTY + group));
+                        if (!added) bulk_wait_group<0>(), store_release(state, STORED);
                     }
                     __syncwarp();
                     dq.next();
                 }
             }
     }
-    if (threadIdx.x % 32 == 0) bulk_wait_group<0>();
+    if (issues) bulk_wait_group<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(const __grid_constant__ Launch launch) {
@@ -177,13 +209,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (group == 0) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == 0)
             producer(launch, layout);
-        else if (warp < 3)
-            add_dq(launch.p, layout, warp - 1);
+        else if (warp < 1 + WARP_GROUPS)
+            add_dq(launch, layout, warp - 1);
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         Consumer(launch, layout, group - 1).run();
     }
 }
@@ -192,11 +224,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
 // a thread handles 8 columns of 2 rows, which are adjacent rows where dQ^T was computed.
 extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
-    const unsigned of = blockIdx.x / 2 / DQ_CHUNKS;
-    const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % 2, chunk = blockIdx.x / 2 % DQ_CHUNKS;
+    const unsigned of = blockIdx.x / WARP_GROUPS / DQ_CHUNKS;
+    const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % WARP_GROUPS;
+    const int chunk = blockIdx.x / WARP_GROUPS % DQ_CHUNKS;
     const int tiles = p.padded_tq / BR, tile = of % tiles, head = of / tiles, b = head / p.heads, h = head % p.heads;
     const int n = threadIdx.x % row_threads, row = threadIdx.x / row_threads, between = TRANSPOSED_DQ ? 1 : 8;
     const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * DQ_CHUNK_COLUMNS + n * 8;
+#if STORES_FIRST_DQ
+    const int *dq_states = (const int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D) + 1;
+    const bool stored = dq_states[blockIdx.x] == STORED;  // else no key is visible, and dQ is 0
+#else
+    const bool stored = true;
+#endif
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
 #if TRANSPOSED_DQ
@@ -205,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     from += row / 4 * 256 + n / 2 * 64 + row % 4 * 2 + n % 2;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-        const float2 x = from[16 * c], y = from[16 * c + 8];
+        const float2 zero = {0.0f, 0.0f}, x = stored ? from[16 * c] : zero, y = stored ? from[16 * c + 8] : zero;
         lows[c] = pack(x.x * p.scale, y.x * p.scale), highs[c] = pack(x.y * p.scale, y.y * p.scale);
     }
 #else
@@ -214,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     const float4 *from = (const float4 *)p.scratch + blockIdx.x * (DQ_CHUNK_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-        const float4 x = from[c];
+        const float4 x = stored ? from[c] : float4{0.0f, 0.0f, 0.0f, 0.0f};
         lows[c] = pack(x.x * p.scale, x.y * p.scale), highs[c] = pack(x.z * p.scale, x.w * p.scale);
     }
 #endif

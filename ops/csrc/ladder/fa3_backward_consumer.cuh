@@ -169,7 +169,7 @@ struct Consumer : ScoreTile {
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * BR * 128;
         const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * DQ_CHUNK_BYTES;
-        bar_sync(BARRIER_ALL, 256);  // the other group has read dS
+        bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
 #pragma unroll
         for (int block = 0; block < BOXES; block++) {

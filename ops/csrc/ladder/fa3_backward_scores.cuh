@@ -4,7 +4,8 @@
 #pragma once
 #include "fa3_backward_tiles.cuh"
 
-// S^T of a thread: keys g and g + 8 of its warp's 16, queries 8 n + 2 c and the next: [4 n + 2 half + e].
+// S^T of a thread: keys g and g + 8 of its warp's 16, queries 8 n + 2 c and the next: [4 n + 2 half + e]. (S in
+// fa3_backward_three.cuh, where keys and queries change places.)
 typedef float Scores[OWN_QUERIES / 2];
 typedef unsigned Rounded[OWN_QUERIES / 16][4];
 
@@ -218,7 +219,7 @@ struct ScoreTile {
         if (tile.real_keys < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
             clear_rows<BC>(layout.k, tile.real_keys), clear_rows<BC>(layout.v, tile.real_keys);
             fence_proxy_async();
-            bar_sync(BARRIER_ALL, 256);
+            bar_sync(BARRIER_ALL, COMPUTING);
         }
 #endif
     }

@@ -5,39 +5,48 @@
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
-#define WIDE (PADDED_D > 128)  // the warp groups share a block's 64 keys (fa3_backward_wide.cuh), else each has its 64
-#define BC (WIDE ? 64 : 128)
-#define OWN_QUERIES (WIDE ? BR / 2 : BR)  // of a warp group's scores
-#define THREADS 384    // a warp group that copies, two that compute
+#define WIDE (PADDED_D > 128)  // the warp groups share a block's keys (fa3_backward_wide.cuh, _three.cuh), else each has 64
+#define BC (WARP_GROUPS == 3 ? 96 : WIDE ? 64 : 128)
+#define OWN_QUERIES (WIDE ? BR / 2 : BR)  // of a warp group's scores (in fa3_backward_three.cuh as many keys)
+#define COMPUTING (128 * WARP_GROUPS)  // threads; 128 more copy
+#define THREADS (COMPUTING + 128)
 #define Q_BYTES (BR * PADDED_D * 2)
 #define KV_BYTES (BC * PADDED_D * 2)
 #define DS_BYTES (BR * BC * 2)
+#define DS_SLOTS (WARP_GROUPS == 3 ? 1 : 2)  // tiles of dS, and with WIDE of P
 #define STATISTIC_BYTES (BR * 4)          // of lse_log2 or delta
-#define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has half of dQ's rows, or half of its columns
+#define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has its share of dQ's rows, or of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
-#define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PADDED_D : PADDED_D / 2)
+#define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PADDED_D : PADDED_D / WARP_GROUPS)
 #define DQ_CHUNKS (WIDE ? 2 : 1)  // parts in which dQ is written, as shared memory has no space for all of it
 #define DQ_CHUNK_COLUMNS (DQ_COLUMNS / DQ_CHUNKS)
-#define DQ_CHUNK_BYTES (BR * PADDED_D * 2 / DQ_CHUNKS)  // of a warp group's chunk
-#define BARRIER_ALL 1  // the named barriers of both computing warp groups, and of each by itself
+#define DQ_CHUNK_BYTES (BR * PADDED_D * 4 / WARP_GROUPS / DQ_CHUNKS)  // of a warp group's chunk
+#define DQ_PARTS (WARP_GROUPS * DQ_CHUNKS)  // of a tile of dQ
+#define BARRIER_ALL 1  // the named barriers of all computing warp groups, and of each by itself
 #define BARRIER_OWN 2
 
 static_assert(!BLOCK_MASK || BR % 64 == 0, "flags beside where a tile begins");
+static_assert(!STORES_FIRST_DQ || DQ_CHUNKS == 1, "add_dq knows the state of one part ahead");
 static_assert(BR == 64 || BR == 128 || (BR == 80 && PADDED_D == 128), "a warp group has 64 rows or columns of dQ");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, dout, dk, dv;
     Params p;
     int *next_tile;  // a counter of the tiles beyond each block's first; 0 at the launch
+    int *dq_states;  // of each part of dQ's accumulator, with STORES_FIRST_DQ; UNTOUCHED at the launch
 };
+
+// With STORES_FIRST_DQ the accumulator is not cleared: the first of dQ that comes to a part of it is stored.
+enum { UNTOUCHED, CLAIMED, STORED };
 
 // The indices of the mbarriers. The copying thread arrives when a buffer that it loads is full, and one thread of the
 // warp that adds dQ when that buffer is empty. For the others, which warps fill (dQ, dS, P) or read, each warp arrives.
 enum { TILE_FULL, K_FULL = TILE_FULL + 2, V_FULL, Q_FULL, DO_FULL = Q_FULL + STAGES, DQ_EMPTY = DO_FULL + DO_STAGES,
-       DQ_FULL = DQ_EMPTY + 2, DS_FULL = DQ_FULL + 2, P_FULL = DS_FULL + 2, KV_EMPTY = P_FULL + WIDE * 2,
-       Q_EMPTY, DO_EMPTY = Q_EMPTY + STAGES, TILE_EMPTY = DO_EMPTY + WIDE * DO_STAGES, BARRIERS = TILE_EMPTY + 2 };
+       DQ_FULL = DQ_EMPTY + WARP_GROUPS, DS_FULL = DQ_FULL + WARP_GROUPS, P_FULL = DS_FULL + DS_SLOTS,
+       KV_EMPTY = P_FULL + WIDE * DS_SLOTS, Q_EMPTY, DO_EMPTY = Q_EMPTY + STAGES,
+       P_EMPTY = DO_EMPTY + WIDE * DO_STAGES, DS_EMPTY, TILE_EMPTY, BARRIERS = TILE_EMPTY + 2 };
 __device__ __forceinline__ int arrivals(int place) {
-    return place < DQ_FULL ? 1 : place < DS_FULL ? 4 : place < TILE_EMPTY ? 8 : 10;
+    return place < DQ_FULL ? 1 : place < DS_FULL ? 4 : place < TILE_EMPTY ? 4 * WARP_GROUPS : 5 * WARP_GROUPS;
 }
 
 #define NO_QUERIES (1 << 30)  // with BLOCK_MASK, in a tile's index: the lists of its keys are empty
@@ -68,8 +77,8 @@ struct SharedLayout {
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
-        ds = dout + DO_STAGES * Q_BYTES, p = ds + 2 * DS_BYTES, dq = p + (WIDE ? 2 * DS_BYTES : 0);
-        lse_log2 = dq + 2 * DQ_CHUNK_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
+        ds = dout + DO_STAGES * Q_BYTES, p = ds + DS_SLOTS * DS_BYTES, dq = p + (WIDE ? DS_SLOTS * DS_BYTES : 0);
+        lse_log2 = dq + WARP_GROUPS * DQ_CHUNK_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
     __device__ __forceinline__ volatile int *stage_slots(int stage) const { return slots + 2 + 2 * stage; }

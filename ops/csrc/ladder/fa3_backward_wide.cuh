@@ -142,7 +142,7 @@ struct Consumer : ScoreTile {
     // dV is staged in P's and dS's buffers, dK in dQ's, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * 64 * HALF_D * 2, dk_tile = layout.dq + group * DQ_CHUNK_BYTES;
-        bar_sync(BARRIER_ALL, 256);  // the other group has read P and dS
+        bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read P and dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
         write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, dv_tile);
         write_tile(dk, p.scale, dk_tile);
@@ -157,7 +157,7 @@ struct Consumer : ScoreTile {
             bulk_commit_group();
             bulk_wait_group_read<0>();
         }
-        bar_sync(BARRIER_ALL, 256);  // the other group may write there
+        bar_sync(BARRIER_ALL, COMPUTING);  // the other group may write there
     }
 
     __device__ __forceinline__ void run() {

@@ -108,6 +108,10 @@ __device__ __forceinline__ void bulk_load(unsigned to, const void *from, unsigne
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
+__device__ __forceinline__ void bulk_store(void *to, unsigned from, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
 // Floats of global memory += those of shared memory.
 __device__ __forceinline__ void bulk_reduce_add(float *to, unsigned from, unsigned bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -116,6 +120,22 @@ __device__ __forceinline__ void bulk_reduce_add(float *to, unsigned from, unsign
 }
 // Ordinary stores to shared memory are seen by TMA and wgmma after this and a barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- flags in global memory, between blocks: what copies have written before a release is seen by copies after an acquire
+
+__device__ __forceinline__ int load_relaxed(const int *flag) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+__device__ __forceinline__ int load_acquire(const int *flag) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1]; fence.proxy.async;" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release(int *flag, int value) {
+    asm volatile("fence.proxy.async; st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
 
 // A whole tile of ROWS rows, by one thread.
 template <int ROWS>

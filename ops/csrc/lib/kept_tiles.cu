@@ -3,7 +3,8 @@
 // Per tile of OWN_TILE queries the tiles of OTHER_TILE keys that are in a kept block of MASK_BLOCK x MASK_BLOCK and
 // that some of the queries see by all other masks (key_range), in order: where each begins, plus MASK_FLAG where it
 // needs a mask; then END_OF_LIST. (B or 1, H or 1, n_tiles, 1 + Tk / OTHER_TILE) integers, Hq / H heads of a call
-// sharing a list. TRANSPOSED: for tiles of OWN_TILE keys the tiles of OTHER_TILE queries, as dK and dV have them.
+// sharing a list. TRANSPOSED: for tiles of OWN_TILE keys the tiles of OTHER_TILE queries, as dK and dV have them. With
+// p.scratch, a zero there: the counter of the kernel that follows.
 //
 // HBM traffic: a byte a block of the mask; 4 bytes an entry, written here and read once by each head (T = 16k, tiles of
 // 128 x 64: 131 KB where all entries are kept). Grid: a block a list.
@@ -50,4 +51,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const _
         list += all;
     }
     if (threadIdx.x == 0) *list = END_OF_LIST;
+    if (p.scratch && blockIdx.x == 0 && threadIdx.x == 0) *(int *)p.scratch = 0;
 }

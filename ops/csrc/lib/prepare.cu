@@ -1,8 +1,9 @@
 // The first kernel of a backward on tensor cores: delta = rowsum(dout * out) and padded_lse = lse * log2(e), infinite
 // where the row sees no key or does not exist, so that its P is 0 (delta.cu tells why); and with CLEAR the accumulator
-// of dQ, PADDED_D floats a row, is cleared, and with COUNTER a counter behind it. All for (B, Hq, padded_tq) rows.
+// of dQ, PADDED_D floats a row, is cleared; and with TILE_ROWS what is behind it, a counter and TILE_STATES integers for
+// each tile of so many rows. All for (B, Hq, padded_tq) rows.
 //
-// HBM traffic: out and dout once, the accumulator once. A block takes THREADS / LANES rows.
+// HBM traffic: out and dout once, with CLEAR the accumulator once. A block takes THREADS / LANES rows.
 #include "mma.cuh"
 
 #define THREADS 256
@@ -32,7 +33,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(c
         const float lse = i < p.tq ? p.lse[(long long)head * p.tq + i] : -INFINITE;
         p.padded_lse[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
         p.delta[row] = sum;
-        if (COUNTER && row == 0) *(int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D) = 0;
+#if TILE_ROWS
+        int *counter = (int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D);
+        if (row == 0) *counter = 0;
+        if (row % TILE_ROWS == 0)
+            for (int x = 0; x < TILE_STATES; x++) counter[1 + row / TILE_ROWS * TILE_STATES + x] = 0;
+#endif
     }
 #if CLEAR
     float4 *accumulator = (float4 *)(p.scratch + row * PADDED_D);
