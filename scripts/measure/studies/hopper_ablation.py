@@ -139,7 +139,8 @@ def report(rows: list[Row]) -> Report:
             lines, kept = ratios(mine)
             tables.append(Table(f"Speed without an idea, relative to the kernel with all; {passed}", lines))
             pictures[passed] = picture([row for row in rows if row["point"]["pass"] == passed], mine)
-            means += [(passed, name, geometric_mean(of)) for name, of in kept.items()]
+            # (what is of one T alone has no mean beside those of all)
+            means += [(passed, name, geometric_mean(of)) for name, of in kept.items() if name != STORED]
     return page(STUDY, tables, pictures, means=means)
 
 
