@@ -200,16 +200,22 @@ def test_values_by_query_head(
 
 
 _WAITS = {
-    "of dQ's space": "mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);\n        dq_slot",
-    "for dO": "mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);",
-    "for both groups' dS": "await_ds();\n            wgmma_fence();\n            multiply_dq(ds.index);",
+    "of dQ's space": (
+        "scores",
+        "mbarrier_wait(layout.barrier(DQ_EMPTY + group), slot.parity ^ 1);\n        slot",
+    ),
+    "for dO": ("consumer", "mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);"),
+    "for both groups' dS": (
+        "consumer",
+        "await_ds();\n            wgmma_fence();\n            multiply_dq(ds.index);",
+    ),
 }
 
 
 @pytest.mark.parametrize("wait", [pytest.param(each, marks=pytest.mark.long) for each in _WAITS])
 def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler, old = cpu.HopperCores(tmp_path), _WAITS[wait]
-    path = tmp_path / "fa3_backward_consumer.cuh"
+    compiler, (file, old) = cpu.HopperCores(tmp_path), _WAITS[wait]
+    path = tmp_path / f"fa3_backward_{file}.cuh"
     text = path.read_text()
     assert text.count(old) == 1
     path.write_text(text.replace(old, old.partition(";")[2].strip()))

@@ -64,17 +64,6 @@ struct Consumer : ScoreTile {
         const int slot = LATE_DQ ? ds.index ^ 1 : ds.index;
         mbarrier_wait(layout.barrier(DS_FULL + slot), LATE_DQ && slot ? ds.parity ^ 1 : ds.parity);
     }
-    // dQ, as the registers lie, for the warp that adds it.
-    __device__ __forceinline__ void hand_over_dq() {
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
-        dq_slot.next();
-        const unsigned to = layout.dq + group * DQ_CHUNK_BYTES + threadIdx.x % 128 * 16;
-#pragma unroll
-        for (int n = 0; n < DQ_CHUNK_BYTES / 2048; n++) store_four(to + n * 2048, &dq[4 * n]);
-        fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
-    }
 
     // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
     __device__ __forceinline__ void accumulate_dk_dq(unsigned q_tile, bool first) {
@@ -83,7 +72,7 @@ struct Consumer : ScoreTile {
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
             share_ds();
-            if (!first) hand_over_dq();
+            if (!first) hand_over_dq(layout, dq_slot, dq);
         } else {
             share_ds();
             await_ds();
@@ -92,7 +81,7 @@ struct Consumer : ScoreTile {
             multiply_dv_or_dk(dk, ds16, q_tile);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
-            hand_over_dq();
+            hand_over_dq(layout, dq_slot, dq);
         }
     }
 
@@ -148,7 +137,7 @@ struct Consumer : ScoreTile {
             multiply_dq(ds.index ^ 1);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
-            hand_over_dq();
+            hand_over_dq(layout, dq_slot, dq);
         }
         if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY));
     }

@@ -211,6 +211,18 @@ struct ScoreTile {
         fence_proxy_async();
         __syncwarp();
     }
+    // This group's chunk of dQ, as the registers lie, for the warp that adds it.
+    __device__ __forceinline__ void hand_over_dq(const SharedLayout &layout, PipelineState<1> &slot,
+                                                 const float *chunk) const {
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), slot.parity ^ 1);
+        slot.next();
+        const unsigned to = layout.dq + group * DQ_CHUNK_BYTES + threadIdx.x % 128 * 16;
+#pragma unroll
+        for (int n = 0; n < DQ_CHUNK_BYTES / 2048; n++) store_four(to + n * 2048, chunk + 4 * n);
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
+    }
     // Until the tile's K and V are there.
     __device__ __forceinline__ void await_keys(const SharedLayout &layout, PipelineState<1> &kv) const {
         mbarrier_wait(layout.barrier(K_FULL), kv.parity), mbarrier_wait(layout.barrier(V_FULL), kv.parity);

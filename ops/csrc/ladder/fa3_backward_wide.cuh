@@ -64,17 +64,6 @@ struct Consumer : ScoreTile {
         mbarrier_wait(layout.barrier(full + shared.index), shared.parity);
         wgmma_fence();
     }
-    // Half of dQ's columns, as the registers lie, for the warp that adds it.
-    __device__ __forceinline__ void hand_over_dq(const float *half) {
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
-        dq_slot.next();
-        const unsigned to = layout.dq + group * DQ_CHUNK_BYTES + threadIdx.x % 128 * 16;
-#pragma unroll
-        for (int n = 0; n < DQ_CHUNK_COLUMNS / 8; n++) store_four(to + n * 2048, half + 4 * n);
-        fence_proxy_async();
-        __syncwarp();
-        release(DQ_FULL + group);
-    }
 
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void loop_over_queries() {
@@ -94,7 +83,7 @@ struct Consumer : ScoreTile {
             mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
             wgmma_fence();
             multiply_s_or_dp(dp, layout.v, do_tile);
-            if (!first) hand_over_dq(delayed_dq);  // of the last tile
+            if (!first) hand_over_dq(layout, dq_slot, delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
@@ -111,7 +100,7 @@ struct Consumer : ScoreTile {
             release(DO_EMPTY + do_stage.index);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(dq);
+            hand_over_dq(layout, dq_slot, dq);
             // Copied by an addition: otherwise the compiler assumes that a product may still write these registers, and
             // waits for all products.
 #pragma unroll
@@ -124,7 +113,7 @@ struct Consumer : ScoreTile {
             next_queries();
         }
         if (first) return;
-        hand_over_dq(delayed_dq);
+        hand_over_dq(layout, dq_slot, delayed_dq);
         release(KV_EMPTY);
     }
 

@@ -4,9 +4,9 @@
 
 Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group (OVERLAP = 0),
 without both, and with a block for each tile of queries instead of a persistent kernel. Backward: without
-products that are a tile late (LATE_DQ, LATE_DK) and with a dQ that is cleared before (STORES_FIRST_DQ = 0),
-where a call has them, and not persistent. In bf16, 16,384 tokens of width 2,048. On an H200 16 seconds; it
-needs a Hopper GPU.
+products that are a tile late (LATE_DQ, LATE_DK), where a call has them; with a dQ that is cleared before,
+where it is not, and the other way round (STORES_FIRST_DQ); not persistent. In bf16, 16,384 tokens of width
+2,048. On an H200 16 seconds; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -37,7 +37,14 @@ FORWARD: dict[str, dict[str, int]] = {
     "ping-pong and overlap": {"PINGPONG": 0, "OVERLAP": 0},
     "persistence": {"PERSISTENT": 0},
 }
-LATE, STORED = "late products", "storing the first dQ"
+LATE, STORED, CLEARED = "late products", "storing the first dQ", "clearing dQ"
+BACKWARD: dict[str, dict[str, int]] = {
+    "": {},
+    LATE: {},  # its tile has them
+    STORED: {"STORES_FIRST_DQ": 0},
+    CLEARED: {"STORES_FIRST_DQ": 1},
+    "persistence": {"PERSISTENT": 0},
+}
 SHOWN = {LATE: "delayed dQ and dK"}  # where a name in the rows is not the one in reports
 ALLOWED = 2**-6  # of a gradient's largest number: late products take P as it was rounded
 
@@ -56,11 +63,10 @@ def shapes() -> list[Shape]:
 
 
 def points(shape: Shape) -> dict[str, list[Point]]:
-    """Those of a shape, by pass. A backward of D = 128 without a mask has no late products, and one of more
-    keys clears dQ."""
+    """Those of a shape, by pass. A backward of D = 128 without a mask has no late products."""
     late = [] if shape.head_dim == 128 and not shape.causal else [LATE]
-    stored = [STORED] if shape.tokens <= LENGTHS[0] else []
-    names = {"forward": list(FORWARD), "backward": ["", *late, *stored, "persistence"]}
+    first = STORED if shape.tokens <= LENGTHS[0] else CLEARED
+    names = {"forward": list(FORWARD), "backward": ["", *late, first, "persistence"]}
     return {at: [shape.point("cuda_fa3", at) | {"without": name} for name in of] for at, of in names.items()}
 
 
@@ -99,8 +105,7 @@ def variants(shape: Shape, passed: str) -> Callable[[str], tuple[Any, ...]]:
         if passed == "forward":
             return hopper.run_forward(q, call, forward, **FORWARD[without])
         tile = replace(backward, late_dq=False, late_dk=False) if without == LATE else backward
-        changed = {"persistence": {"PERSISTENT": 0}, STORED: {"STORES_FIRST_DQ": 0}}.get(without, {})
-        return hopper.run_backward(dout, q, k, v, out, lse, call, tile, **changed)[:3]
+        return hopper.run_backward(dout, q, k, v, out, lse, call, tile, **BACKWARD[without])[:3]
 
     return run
 
@@ -139,8 +144,9 @@ def report(rows: list[Row]) -> Report:
             lines, kept = ratios(mine)
             tables.append(Table(f"Speed without an idea, relative to the kernel with all; {passed}", lines))
             pictures[passed] = picture([row for row in rows if row["point"]["pass"] == passed], mine)
-            # (what is of one T alone has no mean beside those of all)
-            means += [(passed, name, geometric_mean(of)) for name, of in kept.items() if name != STORED]
+            # (what is of some T alone has no mean beside those of all)
+            every = {name: of for name, of in kept.items() if name not in (STORED, CLEARED)}
+            means += [(passed, name, geometric_mean(of)) for name, of in every.items()]
     return page(STUDY, tables, pictures, means=means)
 
 
@@ -171,7 +177,7 @@ def ratios(found: list[Record]) -> tuple[list[list[str]], dict[str, list[float]]
 def picture(rows: list[Row], found: list[Record]) -> str:
     from scripts.measure.report.figures import Line, panel, panels_of, svg
 
-    shown, names = panels(found), [*FORWARD, LATE, STORED]
+    shown, names = panels(found), [*FORWARD, LATE, STORED, CLEARED]
     said = (
         f"cuda_fa3, {found[0].passed}, with all its ideas and without one, bf16, 16,384 tokens, width 2,048"
     )
