@@ -64,30 +64,45 @@ class Kernel:
         self._launch, self._stream = _driver().cuLaunchKernel, torch._C._cuda_getCurrentRawStream
 
     def launch(
-        self, grid: int | tuple[int, int, int], threads: int, params: ctypes.Structure, shared_bytes: int = 0
+        self,
+        grid: int | tuple[int, int, int],
+        threads: int,
+        params: ctypes.Structure,
+        shared_bytes: int = 0,
+        early: bool = False,
     ) -> None:
         """Launches `grid` blocks of `threads` on torch's current stream.
 
         Args:
             params: the kernel's one argument; it is copied, what it points to is not.
             shared_bytes: of dynamic shared memory.
+            early: blocks may start while the stream's previous kernel ends (programmatic dependent launch,
+                sm_90 and newer); the kernel waits by griddepcontrol.wait before it reads what that wrote.
 
         Raises:
             CudaError: the launch was refused. What goes wrong later shows at the next synchronisation.
         """
         if torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
-                return self.launch(grid, threads, params, shared_bytes)
+                return self.launch(grid, threads, params, shared_bytes, early)
         if shared_bytes > self._allowed_bytes:
             self._allow(shared_bytes)
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
         # The kernel's one argument, by reference, in the driver's array of arguments.
         arguments = ctypes.c_void_p(ctypes.addressof(params))
-        where = (self._stream(self.index), ctypes.addressof(arguments), 0)
-        (status,) = self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, *where)
+        stream, by_reference = self._stream(self.index), ctypes.addressof(arguments)
+        if early:
+            config = _early()
+            config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+            config.blockDimX, config.sharedMemBytes, config.hStream = threads, shared_bytes, stream
+            launch, arguments_of = _driver().cuLaunchKernelEx, (config, self._function, by_reference, 0)
+        else:
+            launch = self._launch
+            arguments_of = (self._function, x, y, z, threads, 1, 1, shared_bytes, stream, by_reference, 0)
+        (status,) = launch(*arguments_of)
         # A thread that autograd started may have no context yet.
         if status and _bind(self.index):
-            (status,) = self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, *where)
+            (status,) = launch(*arguments_of)
         if status:
             raise CudaError(self._refusal(status, (x, y, z), threads, shared_bytes))
         return None
@@ -159,6 +174,21 @@ def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
+
+
+_of_thread = threading.local()
+
+
+def _early() -> Any:
+    """This thread's launch configuration for blocks that start early."""
+    if not hasattr(_of_thread, "early"):
+        driver = _driver()
+        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs, config.blockDimY, config.blockDimZ = [attribute], 1, 1, 1
+        _of_thread.early = config
+    return _of_thread.early
 
 
 def _bind(index: int) -> bool:

@@ -131,7 +131,7 @@ def run_forward(
     ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
-    kernel.launch(grid, 128 * (tile.warp_groups + 1), launch, tile.shared_bytes(head_dim))
+    kernel.launch(grid, 128 * (tile.warp_groups + 1), launch, tile.shared_bytes(head_dim), early=True)
     return out, lse
 
 
@@ -212,9 +212,9 @@ def run_backward(
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
     threads = 128 * (tile.warp_groups + 1)
-    kernel(name="tilegpt_fa3_backward").launch(grid, threads, launch, tile.shared_bytes(head_dim))
+    kernel(name="tilegpt_fa3_backward").launch(grid, threads, launch, tile.shared_bytes(head_dim), early=True)
     threads = tile.br * width // parts // 16  # 16 numbers each
-    kernel(name="tilegpt_fa3_backward_finish").launch(parts * batch * heads * tiles, threads, params)
+    kernel(name="tilegpt_fa3_backward_finish").launch(parts * batch * heads * tiles, threads, params, early=True)
     if split:
         for of_heads, summed in zip(written, (dk, dv), strict=True):
             torch.sum(of_heads.unflatten(1, (k.shape[1], -1)), 2, out=summed)

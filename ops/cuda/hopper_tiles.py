@@ -70,7 +70,7 @@ _MANY, _MANY_KEYS = HopperTile(2, 192, 2, q_slots=2), 4096
 
 # With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of. At D = 64,
 # ping-pong is 2% slower (T = 16k, local:8), at D = 128 as fast.
-_SPARSE_SMALL = replace(_SMALL, ping_pong=False)
+_SPARSE_SMALL = replace(_SMALL, ping_pong=False, stages=5)
 _SPARSE = {32: _SPARSE_SMALL, 64: _SPARSE_SMALL, 96: _FORWARD[96], 128: _FORWARD[128]}
 _SPARSE |= {d: HopperTile(2, 64, 2, q_slots=1, o_over_q=True) for d in (160, 192, 256)}
 

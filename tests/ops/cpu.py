@@ -99,6 +99,7 @@ class Kernel:
         threads: int,
         params: ctypes.Structure,
         shared_bytes: int = 0,
+        early: bool = False,
     ) -> None:
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
         assert min(x, y, z) > 0 and max(y, z) <= 65_535 and threads % 32 == 0 and shared_bytes <= 232_448

@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(con
         }
         fence_mbarrier_init();
     }
+    griddepcontrol_wait();
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {

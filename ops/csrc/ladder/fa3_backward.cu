@@ -206,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
         for (int place = 0; place < BARRIERS; place++) mbarrier_init(layout.barrier(place), arrivals(place));
         fence_mbarrier_init();
     }
+    griddepcontrol_wait();
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (group == 0) {
@@ -224,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
 // a thread handles 8 columns of 2 rows, which are adjacent rows where dQ^T was computed.
 extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
+    griddepcontrol_wait();
     const unsigned of = blockIdx.x / WARP_GROUPS / DQ_CHUNKS;
     const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % WARP_GROUPS;
     const int chunk = blockIdx.x / WARP_GROUPS % DQ_CHUNKS;

@@ -16,6 +16,7 @@ static_assert(MASK_BLOCK % OWN_TILE == 0 && MASK_BLOCK % OTHER_TILE == 0 && OTHE
               "whole tiles; a bit for MASK_FLAG");
 
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const __grid_constant__ Params p) {
+    griddepcontrol_launch_dependents();
     static __shared__ unsigned kept_lanes[THREADS / 32];
     const int tile = blockIdx.x % p.n_tiles, head = blockIdx.x / p.n_tiles, b = head / p.heads, h = head % p.heads;
     const int keys = keys_of(p, b), own = tile * OWN_TILE, lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -10,6 +10,7 @@
 #define LANES (PADDED_D <= 32 ? 4 : PADDED_D <= 64 ? 8 : PADDED_D <= 128 ? 16 : 32)  // that share a row, 8 numbers each
 
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(const __grid_constant__ Params p) {
+    griddepcontrol_launch_dependents();
     const long long row = (long long)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
     const int part = threadIdx.x % LANES, head = row / p.padded_tq, i = row % p.padded_tq;
     if (row >= (long long)p.batch * p.heads * p.padded_tq) return;
