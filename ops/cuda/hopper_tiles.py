@@ -12,8 +12,8 @@ _REGISTERS = {2: (24, 240), 3: (32, 160)}
 @dataclass(frozen=True)
 class HopperTile:
     """Warp groups that compute, of 64 queries each; keys of a tile; tiles of K and of V in flight; tiles of Q
-    that there is room for; whether O is staged in Q's buffer, and whether the groups take turns with the
-    tensor cores."""
+    that there is room for; whether O is staged in Q's buffer, whether the groups take turns with the tensor
+    cores, and whether P is multiplied from shared memory, else from registers."""
 
     warp_groups: int
     bc: int
@@ -21,11 +21,13 @@ class HopperTile:
     q_slots: int
     o_over_q: bool = False
     ping_pong: bool = True
+    p_in_shared: bool = False
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Q, K, V and, where it has room of its own, O."""
+        """Q, K, V and, where they have room of their own, O and P."""
         rows = 64 * self.warp_groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
-        return 2 * tile_head_dim(head_dim) * rows
+        scores = 64 * self.warp_groups * self.bc * self.p_in_shared
+        return 2 * (tile_head_dim(head_dim) * rows + scores)
 
     def defines(self, head_dim: int) -> dict[str, int]:
         copying, computing = _REGISTERS[self.warp_groups]
@@ -38,6 +40,7 @@ class HopperTile:
             "Q_SLOTS": self.q_slots,
             "O_OVER_Q": int(self.o_over_q),
             "PINGPONG": int(self.ping_pong),
+            "P_IN_SHARED": int(self.p_in_shared),
             "PRODUCER_REGISTERS": copying,
             "CONSUMER_REGISTERS": computing,
         }
@@ -55,23 +58,20 @@ def used_columns(head_dim: int, padded: int) -> int:
 _FORWARD = {
     32: HopperTile(3, 128, 3, q_slots=1),
     64: HopperTile(3, 128, 3, q_slots=1),
-    96: HopperTile(2, 128, 3, q_slots=2),
+    96: HopperTile(3, 128, 2, q_slots=1, p_in_shared=True),
     128: HopperTile(2, 128, 2, q_slots=2),
     160: HopperTile(2, 112, 2, q_slots=2, o_over_q=True),
     192: HopperTile(2, 112, 2, q_slots=1, o_over_q=True),
     256: HopperTile(2, 80, 2, q_slots=1, o_over_q=True),
 }
-# At D <= 64: with more registers a thread, where three groups spill 160 to 570 bytes; and of fewer queries,
+# At D <= 96: with more registers a thread, where three groups spill 160 to 570 bytes; and of fewer queries,
 # where a causal mask leaves little of a tile (T = 1k, D = 64: 333 TFLOP/s for 310).
 _SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_slots=2), 1536
-# At D = 96 from 4k keys on: 1.04 to 1.08x at 8k and 16k; at 1k 0.92 to 0.95x.
-_MANY, _MANY_KEYS = HopperTile(2, 192, 2, q_slots=2), 4096
-
 
 # With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of. At D = 64,
 # ping-pong is 2% slower (T = 16k, local:8), at D = 128 as fast.
 _SPARSE_SMALL = replace(_SMALL, ping_pong=False, stages=5)
-_SPARSE = {32: _SPARSE_SMALL, 64: _SPARSE_SMALL, 96: _FORWARD[96], 128: _FORWARD[128]}
+_SPARSE = {32: _SPARSE_SMALL, 64: _SPARSE_SMALL, 96: _SMALL, 128: _FORWARD[128]}
 _SPARSE |= {d: HopperTile(2, 64, 2, q_slots=1, o_over_q=True) for d in (160, 192, 256)}
 
 
@@ -89,9 +89,7 @@ def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> Ho
         return _SPARSE[tile_head_dim(head_dim)]
     width, plain = tile_head_dim(head_dim), not (defines["SOFTCAP"] or defines["DOCUMENT_IDS"])
     short = tk <= _SMALL_KEYS and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
-    if width <= 64 and (short or not plain):
-        return _SMALL
-    return _MANY if width == 96 and plain and tk >= _MANY_KEYS else _FORWARD[width]
+    return _SMALL if width <= 96 and (short or not plain) else _FORWARD[width]
 
 
 @dataclass(frozen=True)

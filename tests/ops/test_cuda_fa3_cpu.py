@@ -52,6 +52,7 @@ _THREE: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
 _TILES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((1100, 1100, 64), {"heads": (2, 1)}, {}),
     ((700, 900, 128), {"heads": (2, 1)}, {"causal": False}),
+    ((700, 900, 96), {"heads": (2, 1)}, {"causal": False}),
     ((700, 700, 64), {"heads": (2, 2)}, {"window": (150, 0)}),
     ((800, 600, 96), {}, {"causal": False, "document_ids": (documents(300, 1, 499), documents(200, 400))}),
 ]

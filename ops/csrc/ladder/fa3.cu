@@ -7,7 +7,7 @@
 // New since fa2.
 //   - TMA: one thread starts the copy of a whole tile, which is swizzled and padded with zeros; an mbarrier signals its end.
 //   - wgmma: 64 x N x 16 by a warp group; K and V are read from shared memory once for 64 queries, where mma.sync reads
-//     them for every 32; P is its left operand straight from registers.
+//     them for every 32; P is its left operand straight from registers (at D = 96 from shared memory).
 //   - Overlap in a warp group: S of the next tile of keys is issued before P V of this one, so that its softmax overlaps
 //     with P V.
 //   - Ping-pong: warp groups take turns with the tensor cores (named barriers), so that the softmax of one overlaps with
@@ -26,14 +26,14 @@
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // WARP_GROUPS (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles
-// of Q that there is space for), O_OVER_Q (O has no shared memory of its own), PRODUCER_REGISTERS and
-// CONSUMER_REGISTERS of a thread, PINGPONG, OVERLAP, PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST
-// as for fa2.
+// of Q that there is space for), O_OVER_Q (O has no shared memory of its own), P_IN_SHARED (P V reads P from there, which
+// leaves registers for a third warp group), PRODUCER_REGISTERS and CONSUMER_REGISTERS of a thread, PINGPONG, OVERLAP,
+// PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as for fa2.
 #include "fa3_consumer.cuh"
 #include "fa3_producer.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(const __grid_constant__ Launch launch) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // Q, K, V, and O unless it goes over Q
+    extern __shared__ __align__(1024) unsigned char memory[];  // Q, K, V, O unless it goes over Q, and P_IN_SHARED
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
     static __shared__ int slots[Q_SLOTS * WORK_TILE_INTS + BLOCK_MASK * STAGES];
     const SharedLayout layout(memory, barriers, slots);

@@ -43,7 +43,7 @@ struct Consumer {
     SoftmaxState<1> rows;
     float rescale[2];
     bool needs_rescale;
-    unsigned rounded_p[BC / WGMMA_K][4];  // P as the left operand of P V
+    unsigned rounded_p[BC / WGMMA_K][4];  // P as the left operand of P V, unless P_IN_SHARED
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
         : launch(launch), p(launch.p), layout(layout), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
@@ -124,15 +124,38 @@ struct Consumer {
 #else
         const SmemDescriptor values(layout.v + v.index * KV_BYTES, BC * BOX_ROW_BYTES);
 #endif
+        const SmemDescriptor probs(layout.p + group * P_BYTES, 16, 128);
 #pragma unroll
         for (int step = 0; step < BC / WGMMA_K; step++) {
             const int key = step * WGMMA_K, fp8_offset = key / V_BLOCK * V_BLOCK * PADDED_D + key % V_BLOCK;
             const int offset = FP8 ? fp8_offset : key * BOX_ROW_BYTES;
+#if P_IN_SHARED
+            const int box = step / 4, column_bytes = step % 4 * 32;
+            Wgmma<USED_D>::ss<0, 1>(flat(o), probs.offset(box * P_BOX_BYTES + column_bytes), values.offset(offset), 1);
+#else
             Wgmma<USED_D>::rs<!FP8>(flat(o), rounded_p[step], values.offset(offset), 1);
+#endif
         }
         wgmma_commit_group();
     }
 
+    // P rounded, as the left operand of P V. In shared memory a warp's rows are read for that warp alone, so that no
+    // other has to be waited for.
+    __device__ __forceinline__ void round_scores() {
+#if P_IN_SHARED
+#pragma unroll
+        for (int step = 0; step < BC / 16; step++) {
+            const float(&x)[4] = s.c[0][2 * step], (&y)[4] = s.c[0][2 * step + 1];
+            const unsigned to = layout.p + group * P_BYTES + step / 4 * P_BOX_BYTES;
+            stmatrix(to + swizzled<64>(warp * 16 + lane % 16, step % 4 * 2 + lane / 16), pack(x[0], x[1]),
+                     pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
+        }
+        fence_proxy_async();
+        __syncwarp();
+#else
+        round_p(rounded_p, s);
+#endif
+    }
     __device__ __forceinline__ void await_v(int valid) {
         mbarrier_wait(layout.barrier(V_FULL + v.index), v.parity);
 #if LENGTHS
@@ -254,7 +277,7 @@ struct Consumer {
                 wgmma_wait_group<0>();
                 warpgroup_fence_operand(flat(o));
                 if (IS_LATER(start)) done_with_v();
-                round_p(rounded_p, s);
+                round_scores();
                 if (needs_rescale) rescale_output(o, rescale);
                 if (IS_LAST(start)) break;
                 const int valid = tile.keys - START_OF(start);

@@ -12,6 +12,8 @@
 #define Q_BYTES (64 * PADDED_D * OPERAND_BYTES)  // of a warp group
 #define V_BLOCK (BC % 128 ? 64 : 128)  // keys in a row of transposed 8-bit V, one byte each
 #define O_BYTES (64 * PADDED_D * 2)
+#define P_BOX_BYTES (64 * 128)  // 64 keys; with P_IN_SHARED
+#define P_BYTES (BC / 64 * P_BOX_BYTES)  // of a warp group
 #define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
 #define BARRIER_OWN (BARRIER_TURN + WARP_GROUPS)
 
@@ -20,6 +22,7 @@ static_assert(!FP8 || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole
 static_assert(64 * (WARP_GROUPS - 1) <= BC,
               "the last key tile that a group sees is at most one before the block's last");
 static_assert(!BLOCK_MASK || BC % 64 == 0, "flags beside where a tile begins");
+static_assert(!P_IN_SHARED || (BC % 64 == 0 && !FP8), "P lies in whole boxes of 16-bit numbers");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, out;
@@ -76,12 +79,13 @@ __device__ __forceinline__ int last_of(int lo, int hi) { return max_of(lo, (hi -
 
 // Where the tiles are in shared memory.
 struct SharedLayout {
-    unsigned barriers, q, k, v, o;
+    unsigned barriers, q, k, v, o, p;
     volatile int *slots;  // what tile is in each slot of Q, and with BLOCK_MASK in each stage of K
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         q = shared_address(memory), k = q + Q_SLOTS * WARP_GROUPS * Q_BYTES;
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
+        p = o + !O_OVER_Q * WARP_GROUPS * O_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
     __device__ __forceinline__ volatile int &key_tile(int stage) const {
