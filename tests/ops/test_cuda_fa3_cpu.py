@@ -138,8 +138,13 @@ def test_values_where_dq_is_cleared(
 
 @pytest.mark.parametrize(
     ("tk", "head_dim", "options"),
-    [(261, 96, {"window": (2, 0)}), (260, 128, {}), (230, 112, {"causal": False, "window": (90, 10)})],
-    ids=str,
+    [
+        (261, 96, {"window": (2, 0)}),
+        (260, 128, {}),
+        (230, 112, {"causal": False, "window": (90, 10)}),
+        (260, 128, {"block_mask": torch.eye(3, dtype=torch.bool)[None, None]}),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x),
 )
 def test_values_where_a_warp_group_skips_queries(tk: int, head_dim: int, options: dict[str, Any]) -> None:
     """The first of them, or with a window also the last. With 261 keys, one less would be one too many."""

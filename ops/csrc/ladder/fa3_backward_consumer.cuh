@@ -4,7 +4,8 @@
 
 // The first tile of queries may see the first half of a block's keys alone, and with a window the last tile the second
 // half: whose group is the other skips it. Outside of the loop, as a test within it made the loop 1.08x slower.
-#define SKIPS (BR == 64 && HEADS_PER_KV == 1 && !BLOCK_MASK)
+#define SKIPS_FIRST (BR == 64 && HEADS_PER_KV == 1 && HAS_RIGHT)
+#define SKIPS_LAST (BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !BLOCK_MASK)
 
 // A computing warp group.
 struct Consumer : ScoreTile {
@@ -125,9 +126,14 @@ struct Consumer : ScoreTile {
         begin_queries();
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
         if (remaining > 0) await_keys(layout, kv);
-        if (SKIPS && HAS_RIGHT && remaining > 0 && !is_visible(i0)) skip_queries(), first = false;
-        const bool skips_last = SKIPS && HAS_LEFT && !LATE_DQ && !LATE_DK && remaining > 0 &&
-                                !is_visible(i0 + (remaining - 1) * BR);
+        if (SKIPS_FIRST && remaining > 0) {
+#if BLOCK_MASK
+            mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
+            read_queries(layout, stage.index);
+#endif
+            if (!is_visible(START_OF(i0))) skip_queries(), first = false;
+        }
+        const bool skips_last = SKIPS_LAST && remaining > 0 && !is_visible(i0 + (remaining - 1) * BR);
         while (remaining > skips_last) {
             const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + stage.index * Q_BYTES;
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
