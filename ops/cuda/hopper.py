@@ -123,15 +123,17 @@ def run_forward(
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (a launch has bound torch's context to this thread, which encoding a map needs)
-    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0, "PERSISTENT": 1}
-    specialised = call.defines | tile.defines(head_dim) | own | {"OVERLAP": 1} | defines
+    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0}
+    own |= {"PERSISTENT": 1, "OVERLAP": 1, "EARLY_LAUNCH": 1}
+    specialised = call.defines | tile.defines(head_dim) | own | defines
     columns = 32 if specialised["PADDED_D"] % 64 else 64  # of a box (hopper.cuh)
     boxes = operands or ((q_mapped, 64, columns), (k, tile.bc, columns), (v, tile.bc, columns))
     maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
     ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
-    kernel.launch(grid, 128 * (tile.warp_groups + 1), launch, tile.shared_bytes(head_dim), early=True)
+    early, threads = bool(specialised["EARLY_LAUNCH"]), 128 * (tile.warp_groups + 1)
+    kernel.launch(grid, threads, launch, tile.shared_bytes(head_dim), early)
     return out, lse
 
 
@@ -180,7 +182,8 @@ def run_backward(
     dout = _mappable(dout if dout.stride(3) == 1 else empty_as(out).copy_(dout))
     dq, dk, dv = gradients(q, k, v, call.options)
     written = dk, dv
-    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PERSISTENT": 1, "KV_SHARED_BY": 1}
+    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "KV_SHARED_BY": 1}
+    own |= {"PERSISTENT": 1, "EARLY_LAUNCH": 1, "SKIPS": 1}
     own["STORES_FIRST_DQ"] = int(stores_first_dq(tk, head_dim, call.defines))
     if split:
         written = q.new_empty((2, batch, heads, tk, head_dim)).unbind()
@@ -211,10 +214,11 @@ def run_backward(
     ctypes.memmove(launch.maps, b"".join(maps), 6 * _MAP_BYTES)
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
-    threads = 128 * (tile.warp_groups + 1)
-    kernel(name="tilegpt_fa3_backward").launch(grid, threads, launch, tile.shared_bytes(head_dim), early=True)
+    early, threads = bool(specialised["EARLY_LAUNCH"]), 128 * (tile.warp_groups + 1)
+    kernel(name="tilegpt_fa3_backward").launch(grid, threads, launch, tile.shared_bytes(head_dim), early)
     threads = tile.br * width // parts // 16  # 16 numbers each
-    kernel(name="tilegpt_fa3_backward_finish").launch(parts * batch * heads * tiles, threads, params, early=True)
+    blocks = parts * batch * heads * tiles
+    kernel(name="tilegpt_fa3_backward_finish").launch(blocks, threads, params, early=early)
     if split:
         for of_heads, summed in zip(written, (dk, dv), strict=True):
             torch.sum(of_heads.unflatten(1, (k.shape[1], -1)), 2, out=summed)

@@ -84,7 +84,9 @@ class _Recorder:
     def __init__(self, note: Callable[[int, int], None]):
         self._note = note
 
-    def launch(self, grid: Any, threads: int, params: Any, shared_bytes: int = 0, early: bool = False) -> None:
+    def launch(
+        self, grid: Any, threads: int, params: Any, shared_bytes: int = 0, early: bool = False
+    ) -> None:
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
         assert 0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16, grid
         self._note(threads, shared_bytes)

@@ -21,6 +21,7 @@ def test_an_idea_is_left_out_where_there_is_one(shape: study.Shape) -> None:
     named = {point["without"] for point in study.points(shape)["backward"]}
     assert (study.LATE in named) == (tile.late_dq or tile.late_dk)
     stored = stores_first_dq(shape.tokens, shape.head_dim, defines)
+    assert (study.SKIPPED in named) == (shape.causal and tile.br == 64)
     assert named & {study.STORED, study.CLEARED} == {study.STORED if stored else study.CLEARED}
 
 
@@ -37,7 +38,7 @@ def test_a_variant_that_differs_is_no_result(monkeypatch: pytest.MonkeyPatch) ->
     assert by_name["overlap"]["status"] == "error" and "5.00e-03" in by_name["overlap"]["reason"]
     assert by_name["persistence"]["status"] == "ok" and by_name["persistence"]["difference"] == 0
     # of a gradient, P's rounding is allowed
-    assert [r["status"] for r in study.timed(shape, of["backward"])] == ["ok"] * 4
+    assert [r["status"] for r in study.timed(shape, of["backward"])] == ["ok"] * 5
 
 
 def test_what_rows_say(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_what_rows_say(tmp_path: Path) -> None:
                 )
     report = study.report(list(read(out).values()))
     forward, backward = report.tables
-    assert len(forward.lines) == 1 + 4 * 4 and len(backward.lines) == 1 + 3 * 4 + 3
+    assert len(forward.lines) == 1 + 5 * 4 and len(backward.lines) == 1 + 4 * 4 + 3 + 1
     assert ["D = 64, causal", "overlap", "0.90", "0.90", "0.90"] in forward.lines
     assert ["D = 128, no mask", "persistence", "", "1.00", "1.00"] in backward.lines
     assert ", overlap 0.90x, " in report.found and report.found.endswith("persistence 1.00x (backward).")

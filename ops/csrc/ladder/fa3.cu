@@ -28,7 +28,8 @@
 // WARP_GROUPS (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles
 // of Q that there is space for), O_OVER_Q (O has no shared memory of its own), P_IN_SHARED (P V reads P from there, which
 // leaves registers for a third warp group), PRODUCER_REGISTERS and CONSUMER_REGISTERS of a thread, PINGPONG, OVERLAP,
-// PERSISTENT (0: it launches a block for each tile), and SCALE_FIRST as for fa2.
+// PERSISTENT (0: it launches a block for each tile), EARLY_LAUNCH (attention.cuh: griddepcontrol), and SCALE_FIRST as for
+// fa2.
 #include "fa3_consumer.cuh"
 #include "fa3_producer.cuh"
 
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(con
         }
         fence_mbarrier_init();
     }
-    griddepcontrol_wait();
+    if (EARLY_LAUNCH) griddepcontrol_wait();
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == 0) {

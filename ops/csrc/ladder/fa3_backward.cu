@@ -36,7 +36,8 @@
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // BOX_COLUMNS (of a box of a TMA copy, hopper.cuh), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
 // unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), KV_SHARED_BY (1 where a block goes through all heads),
-// WARP_GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, STORES_FIRST_DQ (hopper_tiles.py: stores_first_dq), BOUNDED_WAITS.
+// WARP_GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, STORES_FIRST_DQ (hopper_tiles.py: stores_first_dq), SKIPS (0: halves
+// of tiles that see nothing are computed too), EARLY_LAUNCH and BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WARP_GROUPS == 3
 #include "fa3_backward_three.cuh"
@@ -206,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
         for (int place = 0; place < BARRIERS; place++) mbarrier_init(layout.barrier(place), arrivals(place));
         fence_mbarrier_init();
     }
-    griddepcontrol_wait();
+    if (EARLY_LAUNCH) griddepcontrol_wait();
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (group == 0) {
@@ -225,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
 // a thread handles 8 columns of 2 rows, which are adjacent rows where dQ^T was computed.
 extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
-    griddepcontrol_wait();
+    if (EARLY_LAUNCH) griddepcontrol_wait();
     const unsigned of = blockIdx.x / WARP_GROUPS / DQ_CHUNKS;
     const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % WARP_GROUPS;
     const int chunk = blockIdx.x / WARP_GROUPS % DQ_CHUNKS;

@@ -4,8 +4,8 @@
 
 // The first tile of queries may see the first half of a block's keys alone, and with a window the last tile the second
 // half: whose group is the other skips it. Outside of the loop, as a test within it made the loop 1.08x slower.
-#define SKIPS_FIRST (BR == 64 && HEADS_PER_KV == 1 && HAS_RIGHT)
-#define SKIPS_LAST (BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !BLOCK_MASK)
+#define SKIPS_FIRST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_RIGHT)
+#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !BLOCK_MASK)
 
 // A computing warp group.
 struct Consumer : ScoreTile {

@@ -90,7 +90,9 @@ def recorded() -> Iterator[list[Launch]]:
     seen: list[Launch] = []
     plain = nvrtc.Kernel.launch
 
-    def launch(kernel: Any, grid: Any, threads: int, params: Any, shared_bytes: int = 0, early: bool = False) -> None:
+    def launch(
+        kernel: Any, grid: Any, threads: int, params: Any, shared_bytes: int = 0, early: bool = False
+    ) -> None:
         plain(kernel, grid, threads, params, shared_bytes, early)
         defines = dict(re.findall(r"(\w+)=(\w+)", kernel.label))
         shared = kernel.shared_bytes + shared_bytes

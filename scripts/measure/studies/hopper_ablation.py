@@ -3,10 +3,11 @@
     python scripts/study.py hopper_ablation
 
 Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group (OVERLAP = 0),
-without both, and with a block for each tile of queries instead of a persistent kernel. Backward: without
-products that are a tile late (LATE_DQ, LATE_DK), where a call has them; with a dQ that is cleared before,
-where it is not, and the other way round (STORES_FIRST_DQ); not persistent. In bf16, 16,384 tokens of width
-2,048. On an H200 16 seconds; it needs a Hopper GPU.
+without both, with a block for each tile of queries instead of a persistent kernel, and launched only when the
+kernel before has ended (EARLY_LAUNCH). Backward: without products that are a tile late (LATE_DQ, LATE_DK),
+where a call has them; with a dQ that is cleared before, where it is not, and the other way round
+(STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible (SKIPS); the last two of the
+forward. In bf16, 16,384 tokens of width 2,048. On an H200 20 seconds; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -30,21 +31,27 @@ from scripts.measure.studies import Point, Report, Row, Table
 STUDY, GPU_S, ESTIMATED = "hopper_ablation", 16, False
 HEAD_DIMS, LENGTHS = (64, 128), (1024, 4096, 16384)
 BUDGET_S = 0.1
+EARLY = "early launch"
 FORWARD: dict[str, dict[str, int]] = {
     "": {},
     "ping-pong": {"PINGPONG": 0},
     "overlap": {"OVERLAP": 0},
     "ping-pong and overlap": {"PINGPONG": 0, "OVERLAP": 0},
     "persistence": {"PERSISTENT": 0},
+    EARLY: {"EARLY_LAUNCH": 0},
 }
 LATE, STORED, CLEARED = "late products", "storing the first dQ", "clearing dQ"
+SKIPPED = "skipping hidden halves of tiles"
 BACKWARD: dict[str, dict[str, int]] = {
     "": {},
     LATE: {},  # its tile has them
     STORED: {"STORES_FIRST_DQ": 0},
     CLEARED: {"STORES_FIRST_DQ": 1},
+    SKIPPED: {"SKIPS": 0},
     "persistence": {"PERSISTENT": 0},
+    EARLY: {"EARLY_LAUNCH": 0},
 }
+UNNAMED = (STORED, CLEARED, SKIPPED, EARLY)  # in what was found: of some T alone, or 1% at most
 SHOWN = {LATE: "delayed dQ and dK"}  # where a name in the rows is not the one in reports
 ALLOWED = 2**-6  # of a gradient's largest number: late products take P as it was rounded
 
@@ -63,10 +70,13 @@ def shapes() -> list[Shape]:
 
 
 def points(shape: Shape) -> dict[str, list[Point]]:
-    """Those of a shape, by pass. A backward of D = 128 without a mask has no late products."""
+    """Those of a shape, by pass. A backward of D = 128 has no late products without a mask; with one, its
+    tiles of 64 queries have hidden halves."""
     late = [] if shape.head_dim == 128 and not shape.causal else [LATE]
     first = STORED if shape.tokens <= LENGTHS[0] else CLEARED
-    names = {"forward": list(FORWARD), "backward": ["", *late, first, "persistence"]}
+    skipped = [SKIPPED] if shape.head_dim == 128 and shape.causal else []
+    backward = ["", *late, first, *skipped, "persistence", EARLY]
+    names = {"forward": list(FORWARD), "backward": backward}
     return {at: [shape.point("cuda_fa3", at) | {"without": name} for name in of] for at, of in names.items()}
 
 
@@ -144,8 +154,7 @@ def report(rows: list[Row]) -> Report:
             lines, kept = ratios(mine)
             tables.append(Table(f"Speed without an idea, relative to the kernel with all; {passed}", lines))
             pictures[passed] = picture([row for row in rows if row["point"]["pass"] == passed], mine)
-            # (what is of some T alone has no mean beside those of all)
-            every = {name: of for name, of in kept.items() if name not in (STORED, CLEARED)}
+            every = {name: of for name, of in kept.items() if name not in UNNAMED}
             means += [(passed, name, geometric_mean(of)) for name, of in every.items()]
     return page(STUDY, tables, pictures, means=means)
 
@@ -177,7 +186,7 @@ def ratios(found: list[Record]) -> tuple[list[list[str]], dict[str, list[float]]
 def picture(rows: list[Row], found: list[Record]) -> str:
     from scripts.measure.report.figures import Line, panel, panels_of, svg
 
-    shown, names = panels(found), [*FORWARD, LATE, STORED, CLEARED]
+    shown, names = panels(found), [*FORWARD, LATE, STORED, CLEARED, SKIPPED]
     said = (
         f"cuda_fa3, {found[0].passed}, with all its ideas and without one, bf16, 16,384 tokens, width 2,048"
     )
