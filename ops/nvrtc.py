@@ -92,7 +92,7 @@ class Kernel:
         arguments = ctypes.c_void_p(ctypes.addressof(params))
         stream, by_reference = self._stream(self.index), ctypes.addressof(arguments)
         if early:
-            config = _early()
+            config = _early_config()
             config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
             config.blockDimX, config.sharedMemBytes, config.hStream = threads, shared_bytes, stream
             launch, arguments_of = _driver().cuLaunchKernelEx, (config, self._function, by_reference, 0)
@@ -176,19 +176,19 @@ def _driver() -> Any:
     return driver
 
 
-_of_thread = threading.local()
+_thread_local = threading.local()
 
 
-def _early() -> Any:
-    """This thread's launch configuration for blocks that start early."""
-    if not hasattr(_of_thread, "early"):
+def _early_config() -> Any:
+    """This thread's launch configuration for blocks that start early; a launch sets all that differs."""
+    if not hasattr(_thread_local, "early_config"):
         driver = _driver()
         config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs, config.numAttrs, config.blockDimY, config.blockDimZ = [attribute], 1, 1, 1
-        _of_thread.early = config
-    return _of_thread.early
+        _thread_local.early_config = config
+    return _thread_local.early_config
 
 
 def _bind(index: int) -> bool:

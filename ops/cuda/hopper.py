@@ -33,6 +33,7 @@ from ops.library import empty_as, gradients, rows_aligned
 from ops.order import multiprocessors
 
 _MAP_BYTES = 128
+_OF_A_LAUNCH = {"BOUNDED_WAITS": 0, "PERSISTENT": 1, "EARLY_LAUNCH": 1}
 
 
 class Launch(ctypes.Structure):
@@ -102,6 +103,12 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     return run_forward(q, call, forward_tile(q.shape[3], k.shape[2], call.defines))
 
 
+def forward_defines(call: Call, tile: HopperTile, head_dim: int) -> dict[str, int | str]:
+    """Those of fa3.cu."""
+    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "OVERLAP": 1}
+    return call.defines | tile.defines(head_dim) | own | _OF_A_LAUNCH
+
+
 def run_forward(
     q: Tensor, call: Call, tile: HopperTile, operands: Sequence[tuple[Tensor, int, int]] = (), **defines: int
 ) -> tuple[Tensor, Tensor]:
@@ -123,9 +130,7 @@ def run_forward(
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
     launch = Launch(params=params, next_tile=counter.data_ptr())
     # (a launch has bound torch's context to this thread, which encoding a map needs)
-    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "BOUNDED_WAITS": 0}
-    own |= {"PERSISTENT": 1, "OVERLAP": 1, "EARLY_LAUNCH": 1}
-    specialised = call.defines | tile.defines(head_dim) | own | defines
+    specialised = forward_defines(call, tile, head_dim) | defines
     columns = 32 if specialised["PADDED_D"] % 64 else 64  # of a box (hopper.cuh)
     boxes = operands or ((q_mapped, 64, columns), (k, tile.bc, columns), (v, tile.bc, columns))
     maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
@@ -182,8 +187,7 @@ def run_backward(
     dout = _mappable(dout if dout.stride(3) == 1 else empty_as(out).copy_(dout))
     dq, dk, dv = gradients(q, k, v, call.options)
     written = dk, dv
-    own = {"SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "KV_SHARED_BY": 1}
-    own |= {"PERSISTENT": 1, "EARLY_LAUNCH": 1, "SKIPS": 1}
+    own = _OF_A_LAUNCH | {"SCALE_FIRST": 0, "KV_SHARED_BY": 1, "SKIPS": 1}
     own["STORES_FIRST_DQ"] = int(stores_first_dq(tk, head_dim, call.defines))
     if split:
         written = q.new_empty((2, batch, heads, tk, head_dim)).unbind()

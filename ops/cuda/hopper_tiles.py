@@ -64,14 +64,14 @@ _FORWARD = {
     192: HopperTile(2, 112, 2, q_slots=1, o_over_q=True),
     256: HopperTile(2, 80, 2, q_slots=1, o_over_q=True),
 }
-# At D <= 96: with more registers a thread, where three groups spill 160 to 570 bytes; and of fewer queries,
+# At D <= 96: with more registers a thread, where three groups spill 100 to 616 bytes; and of fewer queries,
 # where a causal mask leaves little of a tile (T = 1k, D = 64: 333 TFLOP/s for 310).
 _SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_slots=2), 1536
 
 # With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of. At D = 64,
-# ping-pong is 2% slower (T = 16k, local:8), at D = 128 as fast.
-_SPARSE_SMALL = replace(_SMALL, ping_pong=False, stages=5)
-_SPARSE = {32: _SPARSE_SMALL, 64: _SPARSE_SMALL, 96: _SMALL, 128: _FORWARD[128]}
+# ping-pong is 2% slower (T = 16k, local:8), at D = 128 as fast; four stages are 1% slower than five.
+_SPARSE_SMALL = replace(_SMALL, ping_pong=False)
+_SPARSE = {32: _SPARSE_SMALL, 64: replace(_SPARSE_SMALL, stages=5), 96: _SMALL, 128: _FORWARD[128]}
 _SPARSE |= {d: HopperTile(2, 64, 2, q_slots=1, o_over_q=True) for d in (160, 192, 256)}
 
 

@@ -32,13 +32,14 @@ PROCESSORS = {(8, 0): 108, (8, 9): 128, (9, 0): 132}
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. `shared_bytes` are dynamic."""
+    """One launch. `shared_bytes` are dynamic; `early`: before the kernel that it follows has ended."""
 
     source: str
     name: str
     defines: tuple[tuple[str, int | str], ...]
     threads: int
     shared_bytes: int
+    early: bool = False
 
     def __str__(self) -> str:
         on = (f"{name}={value}" for name, value in self.defines if value and name != "PARAMS_BYTES")
@@ -81,7 +82,7 @@ def compiled(launch: Launch, arch: tuple[int, int]) -> Compiled:
 class _Recorder:
     """Stands for a Kernel."""
 
-    def __init__(self, note: Callable[[int, int], None]):
+    def __init__(self, note: Callable[[int, int, bool], None]):
         self._note = note
 
     def launch(
@@ -89,7 +90,7 @@ class _Recorder:
     ) -> None:
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
         assert 0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16, grid
-        self._note(threads, shared_bytes)
+        self._note(threads, shared_bytes, early)
 
 
 def _bare(x: Any) -> Any:
@@ -107,8 +108,8 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
     found: list[Launch] = []
 
     def kernel(source: str, name: str, defines: dict[str, int | str], device: torch.device) -> _Recorder:
-        def note(threads: int, shared_bytes: int) -> None:
-            found.append(Launch(source, name, tuple(defines.items()), threads, shared_bytes))
+        def note(*launched: Any) -> None:
+            found.append(Launch(source, name, tuple(defines.items()), *launched))
 
         return _Recorder(note)
 

@@ -202,6 +202,7 @@ def test_fits_and_does_as_meant(
             found = set(sass(each.cubin, each.launch.name))
             assert found.issuperset(budget.has), f"{each}: has {sorted(found)}, {budget}"
             assert not found & set(budget.has_not), f"{each}: has {sorted(found)}, {budget}"
+            assert ("ACQBULK" in found) == each.launch.early  # the wait for the kernel before
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention import cuda
 from attention.cuda import CudaStage
 from ops import nvrtc
-from ops.cuda import hopper, plain
+from ops.cuda import hopper, hopper_tiles, plain
 from ops.library import register_attention
 from scripts.accuracy import Problem, computed, error_ratios, expected
 from tests.grid import long_but
@@ -136,20 +136,52 @@ def test_values_where_dq_is_cleared(
     test_values(shape, made, options)
 
 
-@pytest.mark.parametrize(
-    ("tk", "head_dim", "options"),
-    [
-        (261, 96, {"window": (2, 0)}),
-        (260, 128, {}),
-        (230, 112, {"causal": False, "window": (90, 10)}),
-        (260, 128, {"block_mask": torch.eye(3, dtype=torch.bool)[None, None]}),
-    ],
-    ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x),
-)
-def test_values_where_a_warp_group_skips_queries(tk: int, head_dim: int, options: dict[str, Any]) -> None:
-    """The first of them, or with a window also the last. With 261 keys, one less would be one too many."""
+# (Tk, D, options) of 260 queries, where a warp group skips the first or with a window also the last of them.
+_SKIPPING: list[tuple[int, int, dict[str, Any]]] = [
+    (261, 96, {"window": (2, 0)}),
+    (260, 128, {}),
+    (230, 112, {"causal": False, "window": (90, 10)}),
+    (260, 128, {"block_mask": torch.eye(3, dtype=torch.bool)[None, None]}),
+]
+
+
+def _id_of_skipping(case: tuple[int, int, dict[str, Any]]) -> str:
+    return "-".join([*map(str, case[:2]), *case[2]])
+
+
+@pytest.mark.parametrize("case", _SKIPPING, ids=_id_of_skipping)
+def test_values_where_a_warp_group_skips_queries(
+    case: tuple[int, int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 261 keys, one less would be one too many."""
+    tk, head_dim, options = case
+    run, asked = hopper.run_backward, []
+
+    def both(*arguments: Any) -> tuple[Tensor, ...]:
+        """The gradients; dK and dV are the same bits if nothing is skipped."""
+        skipping, computing = run(*arguments), run(*arguments, SKIPS=0)
+        asked.append(all(map(torch.equal, skipping[1:3], computing[1:3])))
+        return skipping
+
+    monkeypatch.setattr(hopper, "run_backward", both)
     ratios = _ratios((260, tk, head_dim), {}, options)
     assert max(ratios.values()) <= 1, ratios
+    assert asked == [True]
+
+
+@pytest.mark.parametrize("case", _SKIPPING, ids=_id_of_skipping)
+def test_what_a_warp_group_skips_is_skipped(
+    case: tuple[int, int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A wrong dS in its place shows."""
+    compiler, (tk, head_dim, options) = cpu.HopperCores(tmp_path), case
+    path, old = tmp_path / "fa3_backward_consumer.cuh", "ds16[x / 4][x % 4] = 0;"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, old.replace("0;", "0x3f803f80;")))  # 1, twice
+    monkeypatch.setattr(nvrtc, "kernel", compiler)
+    ratios = _ratios((260, tk, head_dim), {}, options)
+    assert ratios["dq"] > 1, ratios
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(96, False), (72, True), (128, False), (32, True)])
@@ -157,6 +189,30 @@ def test_values_of_fewer_columns_or_more_queries(head_dim: int, causal: bool) ->
     """Columns: D up to 32, and from 72 to 112. Queries: from D = 72 on, without a mask."""
     ratios = _ratios((150, 170, head_dim), {"heads": (2, 1)}, {"causal": causal})
     assert max(ratios.values()) <= 1, ratios
+
+
+_IN_SHARED: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((260, 300, 96), {"heads": (2, 1)}, {}),
+    ((400, 400, 96), {}, {"window": (150, 0), "dropout_p": 0.1}),
+    ((300, 260, 88), {"batch": 2, "lengths": [260, 77]}, {"alibi_slopes": torch.arange(1, 2) / 9}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "options"),
+    long_but(_IN_SHARED, 0),
+    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _IN_SHARED],
+)
+def test_values_where_p_is_multiplied_from_shared_memory(
+    shape: tuple[int, int, int],
+    made: dict[str, Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it is for more keys than these; by three warp groups, which skip what others see."""
+    monkeypatch.setattr(hopper_tiles, "_SMALL_KEYS", 0)
+    monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
+    test_values(shape, made, options)
 
 
 @pytest.mark.parametrize(

@@ -141,17 +141,17 @@ def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right:
     q = meta(1, 2, 256, head_dim)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "data_ptr", lambda _: 256)
-        defines = Call(q, q, q, AttentionOptions(causal=bool(right), scale=1.0)).defines
-    defines |= tile.defines(head_dim) | {"INT8": integers}
-    own = {"ALIGNED": 1, "SCALE_FIRST": 0, "BOUNDED_WAITS": 0, "PINGPONG": 1 - integers, "OVERLAP": 1}
-    of_fa3 = tuple((defines | own).items())
+        call = Call(q, q, q, AttentionOptions(causal=bool(right), scale=1.0))
+    own = {"INT8": integers, "PINGPONG": 1 - integers}
+    of_fa3 = tuple((hopper.forward_defines(call, tile, head_dim) | own).items())
     made = compiled(
         Launch("ladder/fa3.cu", "tilegpt_fa3_forward", of_fa3, 384, tile.shared_bytes(head_dim)), (9, 0)
     )
     assert made.spilled_bytes <= spilled and made.shared_bytes <= 232_448, made
     (sass,) = (part for part in sections(made.cubin.code) if part.startswith(".text.tilegpt_fa3_forward"))
     assert "GMMA" in sass and not overwritten(sass)
-    of_rounding = tuple((defines | {"HADAMARD": 1, "GIVEN": 0}).items())
+    rounding = call.defines | tile.defines(head_dim) | {"INT8": integers, "HADAMARD": 1, "GIVEN": 0}
+    of_rounding = tuple(rounding.items())
     for name, threads in (("tilegpt_fp8_rows", tile.bc * head_dim // 64), ("tilegpt_fp8_values", 256)):
         made, most = compiled(Launch("ladder/fp8.cu", name, of_rounding, threads, 0), (9, 0)), BUDGETS[name]
         assert made.registers <= most.registers and made.spilled_bytes <= most.spilled_bytes, made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,14 @@ class FakeDriver:
     def __init__(self, *statuses: str, context: int = 1):
         from cuda.bindings import driver
 
-        self.CUresult, self.CUfunction_attribute = driver.CUresult, driver.CUfunction_attribute
+        for name in (
+            "CUresult",
+            "CUfunction_attribute",
+            "CUlaunchConfig",
+            "CUlaunchAttribute",
+            "CUlaunchAttributeID",
+        ):
+            setattr(self, name, getattr(driver, name))
         self.statuses, self.context, self.calls = list(statuses), context, []
 
     def _ok(self, *values: Any) -> tuple[Any, ...]:
@@ -37,6 +45,14 @@ class FakeDriver:
 
     def cuLaunchKernel(self, *arguments: Any) -> tuple[Any]:
         self.calls.append(arguments)
+        return (getattr(self.CUresult, f"CUDA_{self.statuses.pop(0)}"),)
+
+    def cuLaunchKernelEx(self, config: Any, *arguments: Any) -> tuple[Any]:
+        (attribute,) = config.attrs
+        kind = attribute.id.name, attribute.value.programmaticStreamSerializationAllowed
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        self.calls.append((kind, grid, block, config.sharedMemBytes, int(config.hStream), arguments[0]))
         return (getattr(self.CUresult, f"CUDA_{self.statuses.pop(0)}"),)
 
     def cuCtxGetCurrent(self) -> tuple[Any, ...]:
@@ -93,6 +109,27 @@ def test_a_launch(on_fake: Any) -> None:
     driver.calls.clear()
     kernel.launch(5, 128, Params(), shared_bytes=90_000)
     assert driver.calls[0] == ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", 90_000)
+
+
+def test_an_early_launch(on_fake: Any) -> None:
+    """Nothing of a launch is kept for the next, and a refused one is told."""
+    kernel, driver = on_fake("SUCCESS", "SUCCESS", "ERROR_INVALID_VALUE")
+    kernel.launch((5, 6, 7), 128, Params(n=3), shared_bytes=47 * 1024, early=True)
+    kernel.launch(9, 64, Params(n=3), early=True)
+    kind = ("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)
+    assert driver.calls == [
+        (kind, (5, 6, 7), (128, 1, 1), 47 * 1024, 77, "function"),
+        (kind, (9, 1, 1), (64, 1, 1), 0, 77, "function"),
+    ]
+    with pytest.raises(nvrtc.CudaError, match="grid"):
+        kernel.launch(5, 128, Params(), early=True)
+
+
+def test_threads_launch_early_by_configurations_of_their_own(on_fake: Any) -> None:
+    on_fake()
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(nvrtc._early_config).result()
+    assert nvrtc._early_config() is nvrtc._early_config() is not theirs
 
 
 def test_more_shared_memory_is_asked_for_once(on_fake: Any) -> None:

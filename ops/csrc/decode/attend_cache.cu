@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const int first = lo + (int)((long long)split * n_tiles / p.splits) + warp;
     const int last = lo + (int)((split + 1LL) * n_tiles / p.splits);
     unsigned char *const ring = memory + warp * STAGES * STAGE;
-    launch_dependents();
+    griddepcontrol_launch_dependents();
 
     Tiles tiles(p, b, head, limit);
     int next = first;

@@ -2,10 +2,13 @@
 #pragma once
 #include "fa3_backward_scores.cuh"
 
-// The first tile of queries may see the first half of a block's keys alone, and with a window the last tile the second
-// half: whose group is the other skips it. Outside of the loop, as a test within it made the loop 1.08x slower.
+// The first tile of queries may see only the first half of a block's keys, and with a window the last tile only the
+// second half. The warp group that has the other half skips that tile, before and behind the loop over queries: a test
+// within it made it up to 1.08x slower. So the tiles of one query head alone can be skipped; the last one only where its
+// query is known before (no BLOCK_MASK), nothing of the tile before is in flight, and no other option spills for it.
 #define SKIPS_FIRST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_RIGHT)
-#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !BLOCK_MASK)
+#define OTHER_OPTIONS (BLOCK_MASK || SOFTCAP || DROPOUT || ALIBI || LENGTHS)
+#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !OTHER_OPTIONS)
 
 // A computing warp group.
 struct Consumer : ScoreTile {
@@ -101,11 +104,19 @@ struct Consumer : ScoreTile {
         warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
         if (any && lane == 0) mbarrier_arrive(layout.barrier(Q_EMPTY + slot));
     }
-    // A tile whose queries see none of this group's keys: dS is 0, and of the products only dQ is computed.
+    // Whether a causal mask and a window let the queries of a tile, from `first` on, see any of this group's 64 keys. Other
+    // masks are not looked at: they only hide more.
+    __device__ __forceinline__ bool sees_keys(int first) const {
+        const int distance = first + tile.keys - p.tq - tile.j0 - group * 64;  // from the first key to the first query
+        return !(HAS_RIGHT && distance + BR <= -p.window_right) && !(HAS_LEFT && distance > p.window_left + 63);
+    }
+    // A tile whose queries see none of this group's keys: dS is 0, and of the products only dQ is computed. Q and dO are
+    // not read, but a phase of their mbarriers that nobody waited for could be taken for a later one.
     __device__ __forceinline__ void skip_queries() {
         mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
         mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);
-        clear_ds();
+#pragma unroll
+        for (int x = 0; x < OWN_QUERIES / 4; x++) ds16[x / 4][x % 4] = 0;
         if (LATE_DQ) {
             share_ds();
         } else {
@@ -131,9 +142,9 @@ struct Consumer : ScoreTile {
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             read_queries(layout, stage.index);
 #endif
-            if (!is_visible(START_OF(i0))) skip_queries(), first = false;
+            if (!sees_keys(START_OF(i0))) skip_queries(), first = false;
         }
-        const bool skips_last = SKIPS_LAST && remaining > 0 && !is_visible(i0 + (remaining - 1) * BR);
+        const bool skips_last = SKIPS_LAST && remaining > 0 && !sees_keys(i0 + (remaining - 1) * BR);
         while (remaining > skips_last) {
             const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + stage.index * Q_BYTES;
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);

@@ -87,12 +87,6 @@ struct ScoreTile {
 #endif
     }
 
-    // Whether a causal mask and a window let any of the queries from i0 on see any of the group's 64 keys.
-    __device__ __forceinline__ bool is_visible(int i0) const {
-        const int query = i0 + tile.keys - p.tq - tile.j0 - group * 64;  // the first, from the first key's diagonal on
-        return !(HAS_RIGHT && query + BR <= -p.window_right) && !(HAS_LEFT && query > p.window_left + 63);
-    }
-
     // A thread's first key, and its first query.
     __device__ __forceinline__ int first_key() const {
         return tile.j0 + (WIDE ? 0 : group * 64) + warp * 16 + lane / 4;
@@ -206,12 +200,6 @@ struct ScoreTile {
             }
             round_step(ds16[step], dp + 8 * step);
         }
-    }
-
-    // No query sees a key.
-    __device__ __forceinline__ void clear_ds() {
-#pragma unroll
-        for (int x = 0; x < OWN_QUERIES / 4; x++) ds16[x / 4][x % 4] = 0;
     }
 
     // P^T or dS^T to shared memory as P or dS: a row a query, 64 keys. Then a barrier.

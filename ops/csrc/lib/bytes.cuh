@@ -32,13 +32,6 @@ __device__ __forceinline__ float larger(float x, float y) {
     return z;
 }
 
-// A kernel that was launched as a programmatic dependent of this one may start; it waits for the results itself.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
 // The 16-bit integers hi * 256 + lo of four numbers, as bytes: four `hi` and four `lo`.
 __device__ __forceinline__ void halves(unsigned a, unsigned b, unsigned c, unsigned d, unsigned &hi, unsigned &lo) {
     const unsigned ab = __byte_perm(a, b, 0x5410), cd = __byte_perm(c, d, 0x5410);

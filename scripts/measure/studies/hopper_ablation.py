@@ -7,7 +7,7 @@ without both, with a block for each tile of queries instead of a persistent kern
 kernel before has ended (EARLY_LAUNCH). Backward: without products that are a tile late (LATE_DQ, LATE_DK),
 where a call has them; with a dQ that is cleared before, where it is not, and the other way round
 (STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible (SKIPS); the last two of the
-forward. In bf16, 16,384 tokens of width 2,048. On an H200 20 seconds; it needs a Hopper GPU.
+forward. In bf16, 16,384 tokens of width 2,048. On an H200 a minute; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -28,7 +28,7 @@ from scripts.measure.report.tables import Record, records, where
 from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, Table
 
-STUDY, GPU_S, ESTIMATED = "hopper_ablation", 16, False
+STUDY, GPU_S, ESTIMATED = "hopper_ablation", 60, False
 HEAD_DIMS, LENGTHS = (64, 128), (1024, 4096, 16384)
 BUDGET_S = 0.1
 EARLY = "early launch"
@@ -51,7 +51,7 @@ BACKWARD: dict[str, dict[str, int]] = {
     "persistence": {"PERSISTENT": 0},
     EARLY: {"EARLY_LAUNCH": 0},
 }
-UNNAMED = (STORED, CLEARED, SKIPPED, EARLY)  # in what was found: of some T alone, or 1% at most
+NOT_SUMMARISED = (STORED, CLEARED, SKIPPED, EARLY)  # of some T alone, or of 1% at most
 SHOWN = {LATE: "delayed dQ and dK"}  # where a name in the rows is not the one in reports
 ALLOWED = 2**-6  # of a gradient's largest number: late products take P as it was rounded
 
@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     import torch
 
     work = [(shape, of) for shape in shapes() for of in points(shape).values()]
-    run.left([point for _, of in work for point in of], "about 30 s")
+    run.left([point for _, of in work for point in of], "about a minute")
     groups = [(shape, left) for shape, of in work if (left := run.kept.todo(of))]
     if groups and not (run.device == "cuda" and torch.cuda.get_device_capability() == (9, 0)):
         raise SystemExit(f"{STUDY} measures kernels for Hopper (sm_90), and torch sees no such GPU here.")
@@ -154,7 +154,7 @@ def report(rows: list[Row]) -> Report:
             lines, kept = ratios(mine)
             tables.append(Table(f"Speed without an idea, relative to the kernel with all; {passed}", lines))
             pictures[passed] = picture([row for row in rows if row["point"]["pass"] == passed], mine)
-            every = {name: of for name, of in kept.items() if name not in UNNAMED}
+            every = {name: of for name, of in kept.items() if name not in NOT_SUMMARISED}
             means += [(passed, name, geometric_mean(of)) for name, of in every.items()]
     return page(STUDY, tables, pictures, means=means)
 
