@@ -24,7 +24,7 @@ class Fp8Tile(HopperTile):
 
     def shared_bytes(self, head_dim: int) -> int:
         """Q, K and V in 8 bits, O in 16."""
-        rows = 64 * self.warp_groups * (self.q_slots + 2) + 2 * self.stages * self.bc
+        rows = 64 * self.warp_groups * (self.q_stages + 2) + 2 * self.stages * self.bc
         return padded_head_dim(head_dim) * rows
 
     def scales(self, tq: int, tk: int) -> tuple[int, int]:
@@ -36,7 +36,7 @@ class Fp8Tile(HopperTile):
         return super().defines(head_dim) | {"PADDED_D": width, "USED_D": width, "FP8": 1}
 
 
-_TILES = {128: Fp8Tile(2, 192, 3, q_slots=2), 256: Fp8Tile(2, 128, 2, q_slots=1)}
+_TILES = {128: Fp8Tile(2, 192, 3, q_stages=2), 256: Fp8Tile(2, 128, 2, q_stages=1)}
 
 
 def padded_head_dim(head_dim: int) -> int:

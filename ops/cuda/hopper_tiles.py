@@ -18,14 +18,14 @@ class HopperTile:
     warp_groups: int
     bc: int
     stages: int
-    q_slots: int
+    q_stages: int
     o_over_q: bool = False
     ping_pong: bool = True
     p_in_shared: bool = False
 
     def shared_bytes(self, head_dim: int) -> int:
         """Q, K, V and, where they have room of their own, O and P."""
-        rows = 64 * self.warp_groups * (self.q_slots + (not self.o_over_q)) + 2 * self.stages * self.bc
+        rows = 64 * self.warp_groups * (self.q_stages + (not self.o_over_q)) + 2 * self.stages * self.bc
         scores = 64 * self.warp_groups * self.bc * self.p_in_shared
         return 2 * (tile_head_dim(head_dim) * rows + scores)
 
@@ -37,7 +37,7 @@ class HopperTile:
             "WARP_GROUPS": self.warp_groups,
             "BC": self.bc,
             "STAGES": self.stages,
-            "Q_SLOTS": self.q_slots,
+            "Q_STAGES": self.q_stages,
             "O_OVER_Q": int(self.o_over_q),
             "PINGPONG": int(self.ping_pong),
             "P_IN_SHARED": int(self.p_in_shared),
@@ -56,23 +56,23 @@ def used_columns(head_dim: int, padded: int) -> int:
 
 # By the padded head dim.
 _FORWARD = {
-    32: HopperTile(3, 128, 3, q_slots=1),
-    64: HopperTile(3, 128, 3, q_slots=1),
-    96: HopperTile(3, 128, 2, q_slots=1, p_in_shared=True),
-    128: HopperTile(2, 128, 2, q_slots=2),
-    160: HopperTile(2, 112, 2, q_slots=2, o_over_q=True),
-    192: HopperTile(2, 112, 2, q_slots=1, o_over_q=True),
-    256: HopperTile(2, 80, 2, q_slots=1, o_over_q=True),
+    32: HopperTile(3, 128, 3, q_stages=1),
+    64: HopperTile(3, 128, 3, q_stages=1),
+    96: HopperTile(3, 128, 2, q_stages=1, p_in_shared=True),
+    128: HopperTile(2, 128, 2, q_stages=2),
+    160: HopperTile(2, 112, 2, q_stages=2, o_over_q=True),
+    192: HopperTile(2, 112, 2, q_stages=1, o_over_q=True),
+    256: HopperTile(2, 80, 2, q_stages=1, o_over_q=True),
 }
 # At D <= 96: with more registers a thread, where three groups spill 100 to 616 bytes; and of fewer queries,
 # where a causal mask leaves little of a tile (T = 1k, D = 64: 333 TFLOP/s for 310).
-_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_slots=2), 1536
+_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_stages=2), 1536
 
 # With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of. At D = 64,
 # ping-pong is 2% slower (T = 16k, local:8), at D = 128 as fast; four stages are 1% slower than five.
 _SPARSE_SMALL = replace(_SMALL, ping_pong=False)
 _SPARSE = {32: _SPARSE_SMALL, 64: replace(_SPARSE_SMALL, stages=5), 96: _SMALL, 128: _FORWARD[128]}
-_SPARSE |= {d: HopperTile(2, 64, 2, q_slots=1, o_over_q=True) for d in (160, 192, 256)}
+_SPARSE |= {d: HopperTile(2, 64, 2, q_stages=1, o_over_q=True) for d in (160, 192, 256)}
 
 
 def tile_head_dim(head_dim: int) -> int:

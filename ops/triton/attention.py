@@ -119,8 +119,8 @@ class _Call:
         self.scale_late = plain_scores and scale > 0
         self.masked = left >= 0 or right >= 0
         self.uneven = right >= 0 > left
-        self.heavy = not plain_scores or dropout_p > 0
-        self.heavy |= self.q_ids is not None or self.kv_lengths is not None
+        self.has_options = not plain_scores or dropout_p > 0
+        self.has_options |= self.q_ids is not None or self.kv_lengths is not None
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.device_facts = arch, 8 * q.element_size(), self.block_d
         self.autotune = bool(tuning and tuning[0])
@@ -130,14 +130,14 @@ class _Call:
             sparse = options.block_mask is not None
             self.shape = (q.device, q.dtype, described, sparse, *q.shape, *k.shape[1:3])
 
-    def tile(self, kind: str, run: Any, learned: str = "") -> Tile:
-        """The table's tile for the kernel `kind`; with autotuning the fastest in `run(tile)`. `learned`: the
-        bias that is to get a gradient."""
+    def tile(self, kind: str, run: Any, bias_with_grad: str = "") -> Tile:
+        """The table's tile for the kernel `kind` (configs.tile has `bias_with_grad`); with autotuning the
+        fastest in `run(tile)`."""
         sparse = self.block_mask is not None
-        tile = configs.tile(kind, *self.device_facts, self.masked, self.heavy, learned, sparse)
+        tile = configs.tile(kind, *self.device_facts, self.masked, self.has_options, bias_with_grad, sparse)
         if not self.autotune or INTERPRETED:
             return tile
-        key = (kind, learned, self.shape, self.masked, self.heavy, *self.flags.values())
+        key = (kind, bias_with_grad, self.shape, self.masked, self.has_options, *self.flags.values())
         return fastest(key, list(dict.fromkeys([tile, *configs.candidates(kind, *self.device_facts)])), run)
 
     def order(self, x: Tensor, n_heads: int, n_tiles: int, **how: int) -> tuple[int, int, int]:
@@ -291,11 +291,11 @@ def backward(
     problem = (dout, q, k, v, *statistics, call)
     dq, dk, dv = gradients(q, k, v, options[0])
     run_dkdv(*problem, dk, dv, call.tile("dkdv", lambda tile: run_dkdv(*problem, dk, dv, tile)))
-    learned = options[0].bias if bias_grad else None
+    bias_with_grad = options[0].bias if bias_grad else None
     name = "relative_bias" if call.relative_bias is not None else "bias" if bias_grad else ""
-    tile = call.tile("dq", lambda tile: run_dq(*problem, dq, tile, learned), name)
-    dbias, by_distance = run_dq(*problem, dq, tile, learned)
-    grads = dq, dk, dv, q.new_empty(0) if dbias is None else _bias_gradient(dbias, learned)
+    tile = call.tile("dq", lambda tile: run_dq(*problem, dq, tile, bias_with_grad), name)
+    dbias, by_distance = run_dq(*problem, dq, tile, bias_with_grad)
+    grads = dq, dk, dv, q.new_empty(0) if dbias is None else _bias_gradient(dbias, bias_with_grad)
     if by_distance is None:
         return grads
     return *grads, _table_gradient(by_distance, call.reach).to(options[0].relative_bias.dtype)
@@ -362,20 +362,20 @@ def run_dq(
     call: _Call,
     dq: Tensor,
     tile: Tile,
-    learned: Tensor | None = None,
+    bias_with_grad: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dq, written, and what adds up to the gradients of `learned`, a bias, and of a relative bias: see the
-    kernel."""
+    """dq, written, and what adds up to the gradients of `bias_with_grad`, a bias, and of a relative bias: see
+    the kernel."""
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
     dbias = by_distance = None
     desc, args = _inputs(q, k, v, dout, call, tile)
     n_tiles = triton.cdiv(tq, tile.m)
     rows = cols = False
-    if learned is not None:
-        _, _, rows, cols = (n > 1 for n in _four(learned))
-        whole = learned.shape == (batch, heads, tq, tk)
+    if bias_with_grad is not None:
+        _, _, rows, cols = (n > 1 for n in _four(bias_with_grad))
+        whole = bias_with_grad.shape == (batch, heads, tq, tk)
         shape = batch, heads, tq if rows else n_tiles, tk if cols else 1
-        dbias = padded_lse.new_zeros(shape, dtype=learned.dtype if whole else torch.float32)
+        dbias = padded_lse.new_zeros(shape, dtype=bias_with_grad.dtype if whole else torch.float32)
     if call.relative_bias is not None:
         shape = configs.by_distance_shape(tile, tq, call.reach)
         by_distance = padded_lse.new_zeros(batch, heads, *shape)

@@ -123,28 +123,28 @@ def tile(
     bits: int,
     block_d: int,
     masked: bool,
-    heavy: bool,
-    learned: str = "",
+    has_options: bool,
+    bias_with_grad: str = "",
     block_mask: bool = False,
 ) -> Tile:
     """The tile of `kind`: forward, dkdv or dq.
 
     Args:
         arch: compute capability; bits: 16 or 32 of the dtype; block_d: the head dim as a power of two.
-        masked: causal or a window; heavy: softcap, ALiBi, bias, dropout, documents or
-            lengths; learned: the bias that gets a gradient, "relative_bias" or "bias", if any; block_mask:
+        masked: causal or a window; has_options: softcap, ALiBi, bias, dropout, documents or lengths;
+            bias_with_grad: the bias that gets a gradient, "relative_bias" or "bias", if any; block_mask:
             whether there is one.
     """
     if INTERPRETED:
         return _INTERPRETED
-    usual = _table(arch, bits)[kind, max(32, block_d)][2 if heavy else int(masked)]
-    if learned and kind == "dq":
-        return _DQ_AND_BIAS.get((learned, _family(arch), bits, block_d), usual)
+    usual = _table(arch, bits)[kind, max(32, block_d)][2 if has_options else int(masked)]
+    if bias_with_grad and kind == "dq":
+        return _DQ_AND_BIAS.get((bias_with_grad, _family(arch), bits, block_d), usual)
     return _BLOCK_MASK.get((kind, _family(arch), bits, block_d), usual) if block_mask else usual
 
 
 def tile_of(kind: str, arch: Arch, value_bytes: int, head_dim: int, *of_call: Any) -> Tile:
-    """The tile of `kind` for any head dim; `of_call`: masked, heavy, learned and block_mask of `tile`."""
+    """The tile of `kind` for any head dim; `of_call`: masked and what follows it in `tile`."""
     return tile(kind, arch, 8 * value_bytes, _power(head_dim), *of_call)
 
 

@@ -38,13 +38,13 @@ class Build:
     split: bool = True
 
     @property
-    def heavy(self) -> bool:
+    def has_options(self) -> bool:
         return bool(set(self.extras) - {"pointers", "block_mask"})
 
     @property
-    def learned(self) -> str:
+    def bias_with_grad(self) -> str:
         names = {"relative_bias": "relative_bias", "bias_grad": "bias"}
-        return next((learned for name, learned in names.items() if name in self.extras), "")
+        return next((bias for name, bias in names.items() if name in self.extras), "")
 
     @property
     def block_d(self) -> int:
@@ -65,7 +65,7 @@ class Build:
         if self.kind in ("decode", "combine"):
             return configs.decode_tile(*facts, full=not self.split, desc=self.describable)
         sparse = "block_mask" in self.extras
-        return configs.tile(self.kind, *facts, self.masked, self.heavy, self.learned, sparse)
+        return configs.tile(self.kind, *facts, self.masked, self.has_options, self.bias_with_grad, sparse)
 
     def __str__(self) -> str:
         words = [self.kind, "sm_{}{}".format(*self.arch), f"{self.bits} bits", f"D={self.head_dim}"]

@@ -275,7 +275,7 @@ def test_values_by_query_head(
 _WAITS = {
     "of dQ's space": (
         "scores",
-        "mbarrier_wait(layout.barrier(DQ_EMPTY + group), slot.parity ^ 1);\n        slot",
+        "mbarrier_wait(layout.barrier(DQ_EMPTY + group), stage.parity ^ 1);\n        stage",
     ),
     "for dO": (
         "consumer",

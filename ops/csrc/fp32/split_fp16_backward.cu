@@ -22,7 +22,7 @@ __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s,
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     const unsigned key = DROPOUT ? dropout_head_key(p, b, h) : 0;
 #pragma unroll
-    for (int n = 0; n < 2 * PAIRS; n++)
+    for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
             const int at = n * 8 + column + parity;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s,
 #pragma unroll
         for (int half = 0; half < 2; half++) ids[t][half] = id_of_key(p, b, j_first + t * 16 + half * 8 + row);
 #pragma unroll
-    for (int n = 0; n < 2 * PAIRS; n++)
+    for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
             const int i = i_first + n * 8 + column + parity, id = id_of_query(p, b, i);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s,
 __device__ __forceinline__ void compute_ds_transposed(const Params &p, Scores &dp, const Scores &p_dsoftcap,
                                                       const float *delta, float factor) {
 #pragma unroll
-    for (int n = 0; n < 2 * PAIRS; n++)
+    for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float mean = delta[n * 8 + threadIdx.x % 4 * 2 + e % 2] * factor;

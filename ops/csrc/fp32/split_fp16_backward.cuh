@@ -15,7 +15,7 @@
 #define THREADS (WARPS * 32)
 #define OWN_ROWS (ROW_TILES * 16)          // of a pair of warps
 #define OUTER_TILE (WARPS / 2 * OWN_ROWS)  // of a block
-#define PAIRS (AT_ONCE / 16)
+#define N_STEPS (AT_ONCE / 16)
 #define ROW (TERMS * PADDED_D)              // numbers of a row
 #define OWN_BYTES (OUTER_TILE * ROW_BYTES)  // of one term
 #define REST (TERMS - OWN_TERMS)            // terms of own rows in shared memory
@@ -26,7 +26,7 @@
 static_assert(WARPS % 2 == 0 && AT_ONCE % 16 == 0 && INNER_TILE % AT_ONCE == 0, "whole pairs and tiles");
 static_assert(WARPS / 2 < 16, "a named barrier for each pair");
 
-typedef Accumulator<ROW_TILES, PAIRS> Scores;
+typedef Accumulator<ROW_TILES, N_STEPS> Scores;
 typedef Accumulator<ROW_TILES, D_STEPS> Gradient;
 
 // For the 64 threads of a pair: what one wrote before is there for the other behind it. Both by one instruction, or

@@ -10,7 +10,7 @@
 #include "split_fp16_backward.cuh"
 
 static_assert(AT_ONCE % 32 == 0, "whole pairs of tiles for each warp of a pair");
-typedef Accumulator<ROW_TILES, PAIRS / 2> HalfScores;
+typedef Accumulator<ROW_TILES, N_STEPS / 2> HalfScores;
 
 // s = <q_i, k_j> becomes what dS has in the place of P, p_dsoftcap of probability_of. lse begins at query
 // i_first.
@@ -28,7 +28,7 @@ __device__ __forceinline__ void compute_p_dsoftcap(const Params &p, HalfScores &
             const float shift = lse[at];
             const unsigned row_key = row_key_of(key, i_first + at);
 #pragma unroll
-            for (int n = 0; n < PAIRS; n++)
+            for (int n = 0; n < N_STEPS; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void compute_ds_rows(const Params &p, HalfScores &s, 
         for (int half = 0; half < 2; half++) {
             const float mean = delta[t * 16 + half * 8 + threadIdx.x % 32 / 4] * factor;
 #pragma unroll
-            for (int n = 0; n < PAIRS; n++)
+            for (int n = 0; n < N_STEPS; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++)
                     s.c[t][n][e] = ds_of(p, s.c[t][n][e], dp.c[t][n][e], mean);

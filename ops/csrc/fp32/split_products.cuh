@@ -59,14 +59,14 @@ template <int ROWS, int THREADS> struct TermLoader {
 
 // Pairs of C tiles that are computed side by side: a product waits for the one before it in the same C tile, and the
 // others of 16 * M_TILES rows fill that time.
-template <int M_TILES, int PAIRS> struct Beside {
-    static const int N = M_TILES == 1 && PAIRS % 2 == 0 ? 2 : 1;
+template <int M_TILES, int N_STEPS> struct Beside {
+    static const int N = M_TILES == 1 && N_STEPS % 2 == 0 ? 2 : 1;
 };
 
 // Of a b, a of 16 * M_TILES rows, b of 16 * BESIDE columns, 16 deep: x0 y0 is added to `first`, and 2^11 times the rest
 // to columns 16 n and on of `rest`.
-template <int BESIDE, int M_TILES, int PAIRS>
-__device__ __forceinline__ void add_products(Accumulator<M_TILES, BESIDE> &first, Accumulator<M_TILES, PAIRS> &rest,
+template <int BESIDE, int M_TILES, int N_STEPS>
+__device__ __forceinline__ void add_products(Accumulator<M_TILES, BESIDE> &first, Accumulator<M_TILES, N_STEPS> &rest,
                                              int n, const unsigned (&a)[TERMS][M_TILES][4],
                                              const unsigned (&b)[BESIDE][TERMS][4]) {
 #pragma unroll
@@ -81,8 +81,8 @@ __device__ __forceinline__ void add_products(Accumulator<M_TILES, BESIDE> &first
 }
 
 // Columns 16 n and on of sums += part * factor.
-template <int M_TILES, int PAIRS, int N>
-__device__ __forceinline__ void add_columns(Accumulator<M_TILES, PAIRS> &sums, int n,
+template <int M_TILES, int N_STEPS, int N>
+__device__ __forceinline__ void add_columns(Accumulator<M_TILES, N_STEPS> &sums, int n,
                                             const Accumulator<M_TILES, N> &part, float factor = 1.0f) {
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
@@ -92,21 +92,21 @@ __device__ __forceinline__ void add_columns(Accumulator<M_TILES, PAIRS> &sums, i
             for (int e = 0; e < 4; e++) sums.c[t][2 * n + x][e] += part.c[t][x][e] * factor;
 }
 
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void multiply_by(Accumulator<M_TILES, PAIRS> &sums, float factor) {
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void multiply_by(Accumulator<M_TILES, N_STEPS> &sums, float factor) {
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
 #pragma unroll
-        for (int n = 0; n < 2 * PAIRS; n++)
+        for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) sums.c[t][n][e] *= factor;
 }
 
 // Adds to the last part of a sum, columns 16 n and on, its rest, and what tensor cores have cut off the parts before,
 // on average.
-template <int BESIDE, int M_TILES, int PAIRS>
-__device__ __forceinline__ void finish_part(Accumulator<M_TILES, BESIDE> &part, const Accumulator<M_TILES, PAIRS> &sums,
-                                            const Accumulator<M_TILES, PAIRS> &rest, int n) {
+template <int BESIDE, int M_TILES, int N_STEPS>
+__device__ __forceinline__ void finish_part(Accumulator<M_TILES, BESIDE> &part, const Accumulator<M_TILES, N_STEPS> &sums,
+                                            const Accumulator<M_TILES, N_STEPS> &rest, int n) {
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
 #pragma unroll
@@ -120,13 +120,13 @@ __device__ __forceinline__ void finish_part(Accumulator<M_TILES, BESIDE> &part, 
 
 // sums += a B^T, a 16 * M_TILES rows of step d along D, in registers, and `rest`, as above: B's rows are rows of split
 // tiles. `b`: the first row, in the first term; b_term: bytes from one term to the next.
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void add_split_step(Accumulator<M_TILES, PAIRS> &sums, Accumulator<M_TILES, PAIRS> &rest,
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void add_split_step(Accumulator<M_TILES, N_STEPS> &sums, Accumulator<M_TILES, N_STEPS> &rest,
                                                const unsigned (&a)[TERMS][M_TILES][4], int d,
                                                const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b, unsigned b_term) {
-    const int BESIDE = Beside<M_TILES, PAIRS>::N;
+    const int BESIDE = Beside<M_TILES, N_STEPS>::N;
 #pragma unroll
-    for (int n = 0; n < PAIRS; n += BESIDE) {
+    for (int n = 0; n < N_STEPS; n += BESIDE) {
         unsigned right[BESIDE][TERMS][4];
 #pragma unroll
         for (int x = 0; x < BESIDE; x++)
@@ -143,12 +143,12 @@ __device__ __forceinline__ void add_split_step(Accumulator<M_TILES, PAIRS> &sums
 
 // sums = A B^T over D. The first STAY terms of A are in registers, of the others its rows are rows of split tiles.
 // `a`: the warp's first row in the first term that is not held; `b`: as above.
-template <int STAY, int M_TILES, int PAIRS>
-__device__ __forceinline__ void multiply_split(Accumulator<M_TILES, PAIRS> &sums,
+template <int STAY, int M_TILES, int N_STEPS>
+__device__ __forceinline__ void multiply_split(Accumulator<M_TILES, N_STEPS> &sums,
                                                const unsigned (&held)[D_STEPS][STAY ? STAY : 1][M_TILES][4],
                                                const LdmatrixLanes<PADDED_D> &a_lanes, unsigned a, unsigned a_term,
                                                const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b, unsigned b_term) {
-    Accumulator<M_TILES, PAIRS> rest;
+    Accumulator<M_TILES, N_STEPS> rest;
     sums.clear(), rest.clear();
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
@@ -166,15 +166,15 @@ __device__ __forceinline__ void multiply_split(Accumulator<M_TILES, PAIRS> &sums
     }
 }
 
-// sums += W B: W are the warp's own sums, split here, and B is the split tile at `b`, (16 * PAIRS) x D.
-template <int M_TILES, int PAIRS>
+// sums += W B: W are the warp's own sums, split here, and B is the split tile at `b`, (16 * N_STEPS) x D.
+template <int M_TILES, int N_STEPS>
 __device__ __forceinline__ void add_split_product(Accumulator<M_TILES, D_STEPS> &sums,
-                                                  const Accumulator<M_TILES, PAIRS> &w,
+                                                  const Accumulator<M_TILES, N_STEPS> &w,
                                                   const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b, unsigned b_term) {
     const int BESIDE = Beside<M_TILES, D_STEPS>::N;
-    unsigned left[PAIRS][TERMS][M_TILES][4];
+    unsigned left[N_STEPS][TERMS][M_TILES][4];
 #pragma unroll
-    for (int n = 0; n < PAIRS; n++)
+    for (int n = 0; n < N_STEPS; n++)
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ __forceinline__ void add_split_product(Accumulator<M_TILES, D_STEPS> 
         Accumulator<M_TILES, BESIDE> part, rest;
         part.clear(), rest.clear();
 #pragma unroll
-        for (int n = 0; n < PAIRS; n++) {
+        for (int n = 0; n < N_STEPS; n++) {
             unsigned right[BESIDE][TERMS][4];
 #pragma unroll
             for (int x = 0; x < BESIDE; x++)

@@ -25,7 +25,7 @@
 // With BLOCK_MASK the copying warp reads a list of tiles and publishes each with its K (kept_tiles.cuh has the macros).
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
-// WARP_GROUPS (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_SLOTS (tiles
+// WARP_GROUPS (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_STAGES (tiles
 // of Q that there is space for), O_OVER_Q (O has no shared memory of its own), P_IN_SHARED (P V reads P from there, which
 // leaves registers for a third warp group), PRODUCER_REGISTERS and CONSUMER_REGISTERS of a thread, PINGPONG, OVERLAP,
 // PERSISTENT (0: it launches a block for each tile), EARLY_LAUNCH (attention.cuh: griddepcontrol), and SCALE_FIRST as for
@@ -36,7 +36,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_forward(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, K, V, O unless it goes over Q, and P_IN_SHARED
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
-    static __shared__ int slots[Q_SLOTS * WORK_TILE_INTS + BLOCK_MASK * STAGES];
+    static __shared__ int slots[Q_STAGES * WORK_TILE_INTS + BLOCK_MASK * STAGES];
     const SharedLayout layout(memory, barriers, slots);
     if (threadIdx.x == 0) {
         for (int place = 0; place < BARRIERS; place++) {

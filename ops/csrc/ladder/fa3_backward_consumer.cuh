@@ -17,7 +17,7 @@ struct Consumer : ScoreTile {
     WorkTiles tiles;
     PipelineState<STAGES> stage;
     PipelineState<2> ds;
-    PipelineState<1> kv, dq_slot;
+    PipelineState<1> kv, dq_stage;
     float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_CHUNK_BYTES / 512];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
@@ -42,14 +42,14 @@ struct Consumer : ScoreTile {
     }
     // dQ = dS K, issued: half of the queries, or of the columns, which with PADDED_D = 64 lie side by side in a
     // block.
-    __device__ __forceinline__ void multiply_dq(int slot) {
+    __device__ __forceinline__ void multiply_dq(int ds_stage) {
 #if TRANSPOSED_DQ
-        const SmemDescriptor a(layout.k + group * BC * BOX_ROW_BYTES), b(layout.ds + slot * DS_BYTES);
+        const SmemDescriptor a(layout.k + group * BC * BOX_ROW_BYTES), b(layout.ds + ds_stage * DS_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<BR>::ss<1, 0>(dq, a.offset(step * 16 * BOX_ROW_BYTES), b.offset(step_bytes<BR>(step)), step > 0);
 #else
-        const SmemDescriptor a(layout.ds + slot * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
+        const SmemDescriptor a(layout.ds + ds_stage * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
         const SmemDescriptor b(layout.k +
                                (DQ_SPLIT_BY_ROWS ? 0 : group * (PADDED_D == 64 ? 64 : BC * BOX_ROW_BYTES)));
 #pragma unroll
@@ -69,8 +69,8 @@ struct Consumer : ScoreTile {
     }
     // Until both warp groups have shared the tile, with LATE_DQ the one before.
     __device__ __forceinline__ void await_ds() const {
-        const int slot = LATE_DQ ? ds.index ^ 1 : ds.index;
-        mbarrier_wait(layout.barrier(DS_FULL + slot), LATE_DQ && slot ? ds.parity ^ 1 : ds.parity);
+        const int ds_stage = LATE_DQ ? ds.index ^ 1 : ds.index;
+        mbarrier_wait(layout.barrier(DS_FULL + ds_stage), LATE_DQ && ds_stage ? ds.parity ^ 1 : ds.parity);
     }
 
     // dQ of the tile at hand, issued.
@@ -88,21 +88,21 @@ struct Consumer : ScoreTile {
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
             share_ds();
-            if (!first) hand_over_dq(layout, dq_slot, dq);
+            if (!first) hand_over_dq(layout, dq_stage, dq);
         } else {
             multiply_shared_dq();
             multiply_dv_or_dk(dk, ds16, q_tile);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
-            hand_over_dq(layout, dq_slot, dq);
+            hand_over_dq(layout, dq_stage, dq);
         }
     }
 
     // Waits for dK, while up to NEWER products issued after it stay in flight; then releases the buffer of Q, if `any`.
-    template <int NEWER> __device__ __forceinline__ void finish_dk(bool any, int slot) {
+    template <int NEWER> __device__ __forceinline__ void finish_dk(bool any, int q_stage) {
         wgmma_wait_group<NEWER>();
         warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
-        if (any && lane == 0) mbarrier_arrive(layout.barrier(Q_EMPTY + slot));
+        if (any && lane == 0) mbarrier_arrive(layout.barrier(Q_EMPTY + q_stage));
     }
     // Whether a causal mask and a window let the queries of a tile, from `first` on, see any of this group's 64 keys. Other
     // masks are not looked at: they only hide more.
@@ -123,7 +123,7 @@ struct Consumer : ScoreTile {
             multiply_shared_dq();
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_slot, dq);
+            hand_over_dq(layout, dq_stage, dq);
         }
         if (!LATE_DK) finish_dk<0>(true, stage.index);
         stage.next(), ds.next();
@@ -184,7 +184,7 @@ struct Consumer : ScoreTile {
             multiply_dq(ds.index ^ 1);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_slot, dq);
+            hand_over_dq(layout, dq_stage, dq);
         }
         if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY));
     }
@@ -206,7 +206,7 @@ struct Consumer : ScoreTile {
         const unsigned dv_tile = layout.ds + group * BR * 128;
         const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * DQ_CHUNK_BYTES;
         bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read dS
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_stage.parity ^ 1);
 #pragma unroll
         for (int block = 0; block < BOXES; block++) {
             write_tile(dv, block, DROPOUT ? p.keep_scale : 1.0f, dv_tile + block * DS_BYTES);

@@ -22,7 +22,7 @@ struct Consumer : ScoreTile {
     PipelineState<STAGES> stage;
     PipelineState<DO_STAGES> do_stage;
     PipelineState<1> shared;  // P and dS
-    PipelineState<1> kv, dq_slot;
+    PipelineState<1> kv, dq_stage;
     // dK^T and dV^T; delayed_dq: the part of dQ that is added one tile later.
     float dk[BC / 2], dv[BC / 2], dq[OWN_D / 2], delayed_dq[OWN_D / 4];
 
@@ -126,7 +126,7 @@ struct Consumer : ScoreTile {
             mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
             wgmma_fence();
             multiply_s_or_dp(dp, do_tile, layout.v);
-            if (!first) hand_over_dq(layout, dq_slot, delayed_dq);  // of the last tile
+            if (!first) hand_over_dq(layout, dq_stage, delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
@@ -143,7 +143,7 @@ struct Consumer : ScoreTile {
             release(DO_EMPTY + do_stage.index), release(P_EMPTY);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_slot, dq);
+            hand_over_dq(layout, dq_stage, dq);
             // Copied by an addition: see fa3_backward_wide.cuh.
 #pragma unroll
             for (int x = 0; x < OWN_D / 4; x++) delayed_dq[x] = dq[OWN_D / 4 + x] + 0.0f;
@@ -155,7 +155,7 @@ struct Consumer : ScoreTile {
             next_queries();
         }
         if (first) return;
-        hand_over_dq(layout, dq_slot, delayed_dq);
+        hand_over_dq(layout, dq_stage, delayed_dq);
         release(KV_EMPTY);
     }
 
@@ -184,7 +184,7 @@ struct Consumer : ScoreTile {
     }
     // dV, then dK are staged in the buffers of dS, P and dQ, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_stage.parity ^ 1);
         bar_sync(BARRIER_ALL, COMPUTING);  // all groups have read P and dS, and have no dQ on its way
         store(dv, 1.0f, launch.dv);
         store(dk, p.scale, launch.dk);

@@ -13,7 +13,7 @@
 #define Q_BYTES (BR * PADDED_D * 2)
 #define KV_BYTES (BC * PADDED_D * 2)
 #define DS_BYTES (BR * BC * 2)
-#define DS_SLOTS (WARP_GROUPS == 3 ? 1 : 2)  // tiles of dS, and with WIDE of P
+#define DS_STAGES (WARP_GROUPS == 3 ? 1 : 2)  // tiles of dS, and with WIDE of P
 #define STATISTIC_BYTES (BR * 4)          // of lse_log2 or delta
 #define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has its share of dQ's rows, or of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
@@ -42,8 +42,8 @@ enum { UNTOUCHED, CLAIMED, STORED };
 // The indices of the mbarriers. The copying thread arrives when a buffer that it loads is full, and one thread of the
 // warp that adds dQ when that buffer is empty. For the others, which warps fill (dQ, dS, P) or read, each warp arrives.
 enum { TILE_FULL, K_FULL = TILE_FULL + 2, V_FULL, Q_FULL, DO_FULL = Q_FULL + STAGES, DQ_EMPTY = DO_FULL + DO_STAGES,
-       DQ_FULL = DQ_EMPTY + WARP_GROUPS, DS_FULL = DQ_FULL + WARP_GROUPS, P_FULL = DS_FULL + DS_SLOTS,
-       KV_EMPTY = P_FULL + WIDE * DS_SLOTS, Q_EMPTY, DO_EMPTY = Q_EMPTY + STAGES,
+       DQ_FULL = DQ_EMPTY + WARP_GROUPS, DS_FULL = DQ_FULL + WARP_GROUPS, P_FULL = DS_FULL + DS_STAGES,
+       KV_EMPTY = P_FULL + WIDE * DS_STAGES, Q_EMPTY, DO_EMPTY = Q_EMPTY + STAGES,
        P_EMPTY = DO_EMPTY + WIDE * DO_STAGES, DS_EMPTY, TILE_EMPTY, BARRIERS = TILE_EMPTY + 2 };
 __device__ __forceinline__ int arrivals(int place) {
     return place < DQ_FULL ? 1 : place < DS_FULL ? 4 : place < TILE_EMPTY ? 4 * WARP_GROUPS : 5 * WARP_GROUPS;
@@ -77,7 +77,7 @@ struct SharedLayout {
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
         k = shared_address(memory), v = k + KV_BYTES, q = v + KV_BYTES, dout = q + STAGES * Q_BYTES;
-        ds = dout + DO_STAGES * Q_BYTES, p = ds + DS_SLOTS * DS_BYTES, dq = p + (WIDE ? DS_SLOTS * DS_BYTES : 0);
+        ds = dout + DO_STAGES * Q_BYTES, p = ds + DS_STAGES * DS_BYTES, dq = p + (WIDE ? DS_STAGES * DS_BYTES : 0);
         lse_log2 = dq + WARP_GROUPS * DQ_CHUNK_BYTES, delta = lse_log2 + STAGES * STATISTIC_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }

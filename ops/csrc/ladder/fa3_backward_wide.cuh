@@ -18,7 +18,7 @@ struct Consumer : ScoreTile {
     PipelineState<STAGES> stage;
     PipelineState<DO_STAGES> do_stage;
     PipelineState<2> shared;  // of P and dS
-    PipelineState<1> kv, dq_slot;
+    PipelineState<1> kv, dq_stage;
     // delayed_dq: the part of dQ that is added one tile later.
     float dk[HALF_D / 2], dv[HALF_D / 2], dq[HALF_D / 2], delayed_dq[HALF_D / 4];
 
@@ -83,7 +83,7 @@ struct Consumer : ScoreTile {
             mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
             wgmma_fence();
             multiply_s_or_dp(dp, layout.v, do_tile);
-            if (!first) hand_over_dq(layout, dq_slot, delayed_dq);  // of the last tile
+            if (!first) hand_over_dq(layout, dq_stage, delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
@@ -100,7 +100,7 @@ struct Consumer : ScoreTile {
             release(DO_EMPTY + do_stage.index);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_slot, dq);
+            hand_over_dq(layout, dq_stage, dq);
             // Copied by an addition: otherwise the compiler assumes that a product may still write these registers, and
             // waits for all products.
 #pragma unroll
@@ -113,7 +113,7 @@ struct Consumer : ScoreTile {
             next_queries();
         }
         if (first) return;
-        hand_over_dq(layout, dq_slot, delayed_dq);
+        hand_over_dq(layout, dq_stage, delayed_dq);
         release(KV_EMPTY);
     }
 
@@ -132,7 +132,7 @@ struct Consumer : ScoreTile {
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * 64 * HALF_D * 2, dk_tile = layout.dq + group * DQ_CHUNK_BYTES;
         bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read P and dS
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_slot.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_stage.parity ^ 1);
         write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, dv_tile);
         write_tile(dk, p.scale, dk_tile);
         fence_proxy_async();

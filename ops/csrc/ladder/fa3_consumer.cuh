@@ -33,11 +33,11 @@ struct Consumer {
     const SharedLayout &layout;
     const int group, warp, lane;  // group: which of the warp groups that compute
     float scale_log2, q_scale_log2;  // softmax scale * log2(e); with FP8 of a tile of keys, and the queries' part of it
-    PipelineState<Q_SLOTS> q;
+    PipelineState<Q_STAGES> q;
     PipelineState<STAGES> k, v;
     WorkTile tile;
     Range own;  // keys that this warp group's queries see
-    int slot;   // of its Q
+    int q_stage;   // of its Q
     Scores s;
     Output o;
     SoftmaxState<1> rows;
@@ -65,7 +65,7 @@ struct Consumer {
     // The next tile, once its Q is there; false if there is none.
     __device__ __forceinline__ bool await_tile() {
         mbarrier_wait(layout.barrier(Q_FULL + q.index), q.parity);
-        tile = WorkTile(layout.slots + q.index * WORK_TILE_INTS), slot = q.index;
+        tile = WorkTile(layout.slots + q.index * WORK_TILE_INTS), q_stage = q.index;
         q.next();
         const int i = min_of(tile.i0 + group * 64, p.tq - 1);
 #if !BLOCK_MASK
@@ -105,7 +105,7 @@ struct Consumer {
     }
     // S = Q K^T, issued.
     __device__ __forceinline__ void multiply_qk() {
-        const SmemDescriptor queries(layout.q + (slot * WARP_GROUPS + group) * Q_BYTES);
+        const SmemDescriptor queries(layout.q + (q_stage * WARP_GROUPS + group) * Q_BYTES);
         const SmemDescriptor keys(layout.k + k.index * KV_BYTES);
 #pragma unroll
         for (int step = 0; step < USED_D / WGMMA_K; step++)
@@ -173,7 +173,7 @@ struct Consumer {
         warpgroup_fence_operand(flat(s));
         if (FP8) scale_log2 = q_scale_log2 * scale;
         release(K_EMPTY + k.index), k.next();
-        if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + slot);
+        if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + q_stage);
         const bool masked = IS_MASKED(start);
         const int i_first = first_row();
         start = START_OF(start);
@@ -220,7 +220,7 @@ struct Consumer {
 
     // Stores O, then lse: if lse were stored before the proxy fence, the fence would wait for that store.
     __device__ __forceinline__ void finish() {
-        const unsigned to = O_OVER_Q ? layout.q + (slot * WARP_GROUPS + group) * Q_BYTES : layout.o + group * O_BYTES;
+        const unsigned to = O_OVER_Q ? layout.q + (q_stage * WARP_GROUPS + group) * Q_BYTES : layout.o + group * O_BYTES;
         const bool storing = warp == 0 && lane == 0;
         const int barrier = BARRIER_OWN + group;
         float inverse_l[2], scale = p.keep_scale;
@@ -243,7 +243,7 @@ struct Consumer {
             bulk_commit_group();
             if (O_OVER_Q) bulk_wait_group_read<0>();
         }
-        if (O_OVER_Q) __syncwarp(), release(Q_EMPTY + slot);
+        if (O_OVER_Q) __syncwarp(), release(Q_EMPTY + q_stage);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = first_row() + half * 8 + lane / 4;
@@ -267,7 +267,7 @@ struct Consumer {
             for (; start > last; start -= BC) skip();
 #endif
             if (beyond) {
-                release(Q_EMPTY + slot);
+                release(Q_EMPTY + q_stage);
                 continue;
             }
             begin(start);

@@ -12,8 +12,8 @@ __device__ __forceinline__ void write_zeros(const Params &p, const WorkTile &til
     }
 }
 
-// Q of all warp groups to the next slot, and what tile it is.
-__device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout, PipelineState<Q_SLOTS> &q,
+// Q of all warp groups to the next stage, and what tile it is.
+__device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout, PipelineState<Q_STAGES> &q,
                                        const WorkTile &tile) {
     const unsigned full = layout.barrier(Q_FULL + q.index);
     mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout 
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
     const bool issues_copies = threadIdx.x == 0;
-    PipelineState<Q_SLOTS> q;
+    PipelineState<Q_STAGES> q;
     PipelineState<STAGES> k, v;
     auto load = [&](const TensorMap &map, unsigned to, int full, int empty, PipelineState<STAGES> &state,
                     const WorkTile &tile, int start) {

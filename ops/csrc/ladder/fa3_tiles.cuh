@@ -30,8 +30,8 @@ struct __align__(64) Launch {
     int *next_tile;  // a counter of the tiles beyond each block's first; 0 at the launch
 };
 
-// The mbarriers, by their place: full and empty ones of the slots of Q, and of the stages of K and of V.
-enum { Q_FULL, Q_EMPTY = Q_FULL + Q_SLOTS, K_FULL = Q_EMPTY + Q_SLOTS, K_EMPTY = K_FULL + STAGES,
+// The mbarriers, by their place: full and empty ones of the stages of Q, of K and of V.
+enum { Q_FULL, Q_EMPTY = Q_FULL + Q_STAGES, K_FULL = Q_EMPTY + Q_STAGES, K_EMPTY = K_FULL + STAGES,
        V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, BARRIERS = V_EMPTY + STAGES };
 
 // Queries i0 .. i0 + BR of a head, whose keys lie in lo .. hi. (With BLOCK_MASK a list has them, not lo and hi.)
@@ -83,12 +83,12 @@ struct SharedLayout {
     volatile int *slots;  // what tile is in each slot of Q, and with BLOCK_MASK in each stage of K
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
-        q = shared_address(memory), k = q + Q_SLOTS * WARP_GROUPS * Q_BYTES;
+        q = shared_address(memory), k = q + Q_STAGES * WARP_GROUPS * Q_BYTES;
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
         p = o + !O_OVER_Q * WARP_GROUPS * O_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
     __device__ __forceinline__ volatile int &key_tile(int stage) const {
-        return slots[Q_SLOTS * WORK_TILE_INTS + stage];
+        return slots[Q_STAGES * WORK_TILE_INTS + stage];
     }
 };

@@ -7,8 +7,8 @@
 typedef Accumulator<1, BC / 16> Scores;
 typedef Accumulator<1, USED_D / 16> Output;
 
-template <int PAIRS> __device__ __forceinline__ float (&flat(Accumulator<1, PAIRS> &sums))[8 * PAIRS] {
-    return reinterpret_cast<float (&)[8 * PAIRS]>(sums.c);
+template <int N_STEPS> __device__ __forceinline__ float (&flat(Accumulator<1, N_STEPS> &sums))[8 * N_STEPS] {
+    return reinterpret_cast<float (&)[8 * N_STEPS]>(sums.c);
 }
 
 // -inf in the place of what is not seen, where that is keys outside of one interval a row, which lies within that of

@@ -90,14 +90,14 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], unsigned addres
                  : "memory");
 }
 
-// M_TILES x 2 * PAIRS C tiles of a warp: 16 * M_TILES rows, 16 * PAIRS columns.
-template <int M_TILES, int PAIRS> struct Accumulator {
-    float c[M_TILES][2 * PAIRS][4];
+// M_TILES x 2 * N_STEPS C tiles of a warp: 16 * M_TILES rows, 16 * N_STEPS columns.
+template <int M_TILES, int N_STEPS> struct Accumulator {
+    float c[M_TILES][2 * N_STEPS][4];
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)
 #pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.0f;
+            for (int n = 0; n < 2 * N_STEPS; n++) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.0f;
     }
 };
 
@@ -203,8 +203,8 @@ template <int ROWS, int THREADS> struct Loader {
 };
 
 // sums += A B over STEPS of 16, where the tiles `a` and `b` hold A and B as A_LAYOUT and B_LAYOUT say.
-template <int STEPS, Layout A_LAYOUT, Layout B_LAYOUT, int M_TILES, int PAIRS, int COLUMNS>
-__device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
+template <int STEPS, Layout A_LAYOUT, Layout B_LAYOUT, int M_TILES, int N_STEPS, int COLUMNS>
+__device__ __forceinline__ void add_product(Accumulator<M_TILES, N_STEPS> &sums, const LdmatrixLanes<COLUMNS> &a_lanes,
                                             unsigned a, const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -216,7 +216,7 @@ __device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, c
             else
                 ldmatrix(left[t], a_lanes(a, t * 16, step));
 #pragma unroll
-        for (int n = 0; n < PAIRS; n++) {
+        for (int n = 0; n < N_STEPS; n++) {
             if (B_LAYOUT == TRANSPOSED)
                 ldmatrix(right, b_lanes(b, n * 16, step));
             else
@@ -231,14 +231,14 @@ __device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, c
 }
 
 // sums += A B, where A is in registers, and B's columns are the rows of tile `b`.
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, const unsigned (&a)[M_TILES][D_STEPS][4],
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void add_product(Accumulator<M_TILES, N_STEPS> &sums, const unsigned (&a)[M_TILES][D_STEPS][4],
                                             const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; d++) {
         unsigned right[4];
 #pragma unroll
-        for (int n = 0; n < PAIRS; n++) {
+        for (int n = 0; n < N_STEPS; n++) {
             ldmatrix(right, b_lanes(b, n * 16, d));
 #pragma unroll
             for (int t = 0; t < M_TILES; t++) {
@@ -249,12 +249,12 @@ __device__ __forceinline__ void add_product(Accumulator<M_TILES, PAIRS> &sums, c
     }
 }
 
-// sums += W B, where W are the warp's own sums, rounded to 16 bits, and B is the tile at `b`, (16 * PAIRS) x D.
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void add_product(Accumulator<M_TILES, D_STEPS> &sums, const Accumulator<M_TILES, PAIRS> &w,
+// sums += W B, where W are the warp's own sums, rounded to 16 bits, and B is the tile at `b`, (16 * N_STEPS) x D.
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void add_product(Accumulator<M_TILES, D_STEPS> &sums, const Accumulator<M_TILES, N_STEPS> &w,
                                             const LdmatrixLanes<PADDED_D> &b_lanes, unsigned b) {
 #pragma unroll
-    for (int n = 0; n < PAIRS; n++) {
+    for (int n = 0; n < N_STEPS; n++) {
         unsigned left[M_TILES][4], right[4];
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)

@@ -24,15 +24,15 @@ __device__ __forceinline__ int id_of_key(const Params &p, int b, int j) {
 
 // `hidden` in the place of what is not seen of a tile. Keys outside, rows inside: two keys' ids are alive at a time.
 // (Rows outside, all ids of the tile were, and 584 bytes a thread spilled.)
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void apply_mask(const Params &p, Accumulator<M_TILES, PAIRS> &s, float hidden, int i_first,
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void apply_mask(const Params &p, Accumulator<M_TILES, N_STEPS> &s, float hidden, int i_first,
                                            int j_first, int keys, int b) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     int ids[2 * M_TILES];
 #pragma unroll
     for (int r = 0; r < 2 * M_TILES; r++) ids[r] = id_of_query(p, b, row + r * 8);
 #pragma unroll
-    for (int n = 0; n < 2 * PAIRS; n++)
+    for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int j = column + n * 8 + e, id = id_of_key(p, b, j);
@@ -45,8 +45,8 @@ __device__ __forceinline__ void apply_mask(const Params &p, Accumulator<M_TILES,
 }
 
 // Scores of a tile that is not seen in full, or that takes more than a scale: -inf where unseen.
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TILES, PAIRS> &s, int i_first,
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TILES, N_STEPS> &s, int i_first,
                                                int j_first, int keys, int b, int h, bool masked) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TI
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)
 #pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++)
+            for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     float &x = s.c[t][n][e], tanh_score;
@@ -67,15 +67,15 @@ __device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TI
 // s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse_log2 and delta begin at row i_first. In
 // three passes, so that the mask is a branch of its own: within one, the compiler made selections of it that every tile
 // paid. Dropout is drawn ahead, into a bit for each column: kept as signs of P, it spilled 300 to 664 bytes.
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_TILES, PAIRS> &s,
-                                                 Accumulator<M_TILES, PAIRS> &dp, const float *lse_log2,
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_TILES, N_STEPS> &s,
+                                                 Accumulator<M_TILES, N_STEPS> &dp, const float *lse_log2,
                                                  const float *delta, int i_first, int j_first, int keys,
                                                  int b, int h, bool masked) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float scale_log2 = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
-    static_assert(PAIRS <= 8, "a bit for each column of a row");
+    static_assert(N_STEPS <= 8, "a bit for each column of a row");
     unsigned dropped[M_TILES][2];
 #endif
 #pragma unroll
@@ -88,7 +88,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
             const unsigned row_key = hash_combine(dropout_head_key(p, b, h), (unsigned)(i_first + at));
             dropped[t][half] = 0;
 #pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++)
+            for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const bool is_kept = dropout_keeps(row_key, j_first + n * 8 + column + e, p.dropout_threshold);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
                 }
 #endif
 #pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++)
+            for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
 #pragma unroll
-        for (int n = 0; n < 2 * PAIRS; n++)
+        for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 dp.c[t][n][e] *= s.c[t][n][e];

@@ -42,8 +42,8 @@ template <int M_TILES> struct SoftmaxState {
 // the power of what m was rounded by.
 // Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
 // warp needed it.
-template <int M_TILES, int PAIRS, typename Rescale>
-__device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, PAIRS> &s, SoftmaxState<M_TILES> &rows,
+template <int M_TILES, int N_STEPS, typename Rescale>
+__device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s, SoftmaxState<M_TILES> &rows,
                                                float scale_log2, const Rescale &rescale) {
     float row_max[M_TILES][2];
     bool needs_rescale = false;
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, PAIRS> &s, S
             float &x = row_max[t][half];
             x = -INFINITE;
 #pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            for (int n = 0; n < 2 * N_STEPS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
             needs_rescale |= EXPONENT(x, rows.m[t][half], scale_log2) > 8.0f;
@@ -90,7 +90,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, PAIRS> &s, S
             float &sum = rows.l[t][half];
 #endif
 #pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++)
+            for (int n = 0; n < 2 * N_STEPS; n++)
 #pragma unroll
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     s.c[t][n][e] = EXP_FACTOR * exp2_of(EXPONENT(s.c[t][n][e], shift, scale_log2));
@@ -104,8 +104,8 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, PAIRS> &s, S
 }
 
 // The same, with o rescaled at once.
-template <int M_TILES, int PAIRS>
-__device__ __forceinline__ void online_softmax(Accumulator<M_TILES, PAIRS> &s, Accumulator<M_TILES, D_STEPS> &o,
+template <int M_TILES, int N_STEPS>
+__device__ __forceinline__ void online_softmax(Accumulator<M_TILES, N_STEPS> &s, Accumulator<M_TILES, D_STEPS> &o,
                                                SoftmaxState<M_TILES> &rows, float scale_log2) {
     online_softmax(s, rows, scale_log2, [&](int t, int half, float factor) {
 #pragma unroll
@@ -128,12 +128,12 @@ template <int M_TILES> struct Dropout {
                     hash_combine(head_key, (unsigned)(i_first + t * 16 + half * 8 + threadIdx.x % 32 / 4));
 #endif
     }
-    template <int PAIRS>
-    __device__ __forceinline__ void drop(const Params &p, Accumulator<M_TILES, PAIRS> &s, int j_first) const {
+    template <int N_STEPS>
+    __device__ __forceinline__ void drop(const Params &p, Accumulator<M_TILES, N_STEPS> &s, int j_first) const {
 #if DROPOUT
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)
-            for (int n = 0; n < 2 * PAIRS; n++)
+            for (int n = 0; n < 2 * N_STEPS; n++)
                 for (int e = 0; e < 4; e++) {
                     const int j = j_first + n * 8 + threadIdx.x % 4 * 2 + e % 2;
                     if (!dropout_keeps(row_key[t][e / 2], j, p.dropout_threshold)) s.c[t][n][e] = 0.0f;
