@@ -9,7 +9,7 @@
 #define IS_LAST(start) (start & LAST_FLAG)
 #define IS_MASKED(start) (start & MASK_FLAG)
 #else
-#define IS_LATER(start) (start < last)
+#define IS_LATER(start) (start < highest)
 #define IS_LAST(start) (start == own.lo)
 #define IS_MASKED(start) (start < own.full_lo || start >= own.full_hi)
 #endif
@@ -71,7 +71,7 @@ struct Consumer {
 #if !BLOCK_MASK
         own = tile.seen(p, i, 64);
         // A group that sees no key computes one tile of keys, all masked, so that l and O are 0.
-        own.lo = min_of(own.lo, last_of(tile.lo, tile.hi));
+        own.lo = min_of(own.lo, highest_tile(tile.lo, tile.hi));
 #endif
         if (FP8 && tile.b >= 0) {
             const Fp8Scales scales(p);
@@ -262,9 +262,9 @@ struct Consumer {
 #if BLOCK_MASK
             int start = 0;
 #else
-            const int last = beyond ? tile.lo - BC : last_of(own.lo, own.hi);
-            int start = last_of(tile.lo, tile.hi);
-            for (; start > last; start -= BC) skip();
+            const int highest = beyond ? tile.lo - BC : highest_tile(own.lo, own.hi);
+            int start = highest_tile(tile.lo, tile.hi);
+            for (; start > highest; start -= BC) skip();
 #endif
             if (beyond) {
                 release(Q_EMPTY + q_stage);

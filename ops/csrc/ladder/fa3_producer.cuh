@@ -74,10 +74,10 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         }
         load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, before);
 #else
-        const int last = last_of(tile.lo, tile.hi);
-        load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, last);
+        const int highest = highest_tile(tile.lo, tile.hi);
+        load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, highest);
         if (issues_copies) next = atomicAdd(launch.next_tile, 1);
-        for (int start = last; start >= tile.lo; start -= BC) {
+        for (int start = highest; start >= tile.lo; start -= BC) {
             if (start > tile.lo) load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, start - BC);
             load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, start);
         }

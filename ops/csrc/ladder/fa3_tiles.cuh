@@ -75,7 +75,8 @@ struct WorkTile {
 #define WORK_TILE_INTS ((int)(sizeof(WorkTile) / sizeof(int)))
 
 __device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.heads; }
-__device__ __forceinline__ int last_of(int lo, int hi) { return max_of(lo, (hi - 1) / BC * BC); }
+// Where the highest tile of the keys lo .. hi begins: the first of a walk, which goes down.
+__device__ __forceinline__ int highest_tile(int lo, int hi) { return max_of(lo, (hi - 1) / BC * BC); }
 
 // Where the tiles are in shared memory.
 struct SharedLayout {

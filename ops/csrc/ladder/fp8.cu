@@ -176,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
     else if (lane == 0 && warp == from)
         *scale = amax * norm / QK_MAX;
     const float inverse = QK_MAX / amax;
-    unsigned *to = (unsigned *)(of_q ? p.dq : p.dk) + (long long)head * tokens * (PADDED_D / 4);
+    unsigned *q8 = (unsigned *)p.dq, *k8 = (unsigned *)p.dk;  // there is no backward (ops/cuda/fp8.py)
+    unsigned *to = (of_q ? q8 : k8) + (long long)head * tokens * (PADDED_D / 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int at = token + ROW_OF(half);
@@ -224,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
     }
     __syncthreads();
     const long long row = ceil_div(p.tk, V_TILE) * (V_TILE / 4);  // in words
-    unsigned *to = (unsigned *)p.dv + head * PADDED_D * row + first / 4;
+    unsigned *v8 = (unsigned *)p.dv;
+    unsigned *to = v8 + head * PADDED_D * row + first / 4;
     for (int x = threadIdx.x; x < PADDED_D * (V_TILE / 4); x += 256)
         to[x / (V_TILE / 4) * row + x % (V_TILE / 4)] = transposed[x / (V_TILE / 4)][x % (V_TILE / 4)];
 }
