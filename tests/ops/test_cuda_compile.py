@@ -207,7 +207,9 @@ def test_fits_and_does_as_meant(
 
 @pytest.mark.parametrize(
     ("stage", "arch", "head_dims"),
-    long_but([("fa2", *each) for each in USUAL] + [("fa3", (9, 0), (64, 96, 128))], 0, len(USUAL)),
+    long_but(
+        [*(("fa2", *each) for each in USUAL), *(("fa3", (9, 0), (d,)) for d in (64, 96, 128))], 0, len(USUAL)
+    ),
 )
 def test_fits_with_a_block_mask(stage: str, arch: tuple[int, int], head_dims: tuple[int, ...]) -> None:
     """Within what is allowed without options."""
