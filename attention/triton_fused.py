@@ -104,13 +104,14 @@ class TritonAttention(Attention):
 
     def _facts(self, call: AttentionCall) -> tuple[Any, ...]:
         """What decides about tiles, as ops/triton/configs.py takes it."""
-        heavy = {"softcap", "alibi", "bias", "relative_bias", "dropout", "document_ids", "kv_lengths"}
-        heavy &= call.features
+        options = {"softcap", "alibi", "bias", "relative_bias", "dropout", "document_ids", "kv_lengths"}
+        has_options = bool(options & call.features)
         masked = call.causal or "window" in call.features
-        learned = "bias" if "bias_grad" in call.features else ""
-        learned = "relative_bias" if "relative_bias" in call.features else learned
-        sparse = "block_mask" in call.features
-        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, masked, bool(heavy), learned, sparse
+        bias_with_grad = "bias" if "bias_grad" in call.features else ""
+        if "relative_bias" in call.features:
+            bias_with_grad = "relative_bias"
+        of_call = masked, has_options, bias_with_grad, "block_mask" in call.features
+        return call.arch or (8, 0), call.dtype.itemsize, call.head_dim, *of_call
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
         from ops.triton.configs import tile_of

@@ -30,8 +30,8 @@
 // Query heads that share K and V: a block goes through them all, or with KV_SHARED_BY of them has one, which is faster
 // under a causal mask (hopper_tiles.py: by_query_head), and dK and dV of a group's heads are summed afterwards.
 // p.kv_heads is then that of the query heads, and HEADS_PER_KV is 1.
-// D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh, and for D <= 192 with no
-// option but a causal mask fa3_backward_three.cuh, which has a third computing warp group (WARP_GROUPS).
+// D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh. For D <= 192 with no option
+// but a causal mask there is a third computing warp group (WARP_GROUPS).
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // BOX_COLUMNS (of a box of a TMA copy, hopper.cuh), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
@@ -39,9 +39,7 @@
 // WARP_GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, STORES_FIRST_DQ (hopper_tiles.py: stores_first_dq), SKIPS (0: halves
 // of tiles that see nothing are computed too), EARLY_LAUNCH and BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
-#if WARP_GROUPS == 3
-#include "fa3_backward_three.cuh"
-#elif WIDE
+#if WIDE
 #include "fa3_backward_wide.cuh"
 #else
 #include "fa3_backward_consumer.cuh"

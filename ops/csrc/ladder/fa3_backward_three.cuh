@@ -1,39 +1,22 @@
-// A warp group of fa3_backward.cu that computes, for 128 < D <= 192 with no option but a causal mask: three of them share
-// 96 keys. Each has 32 of the keys of S and dP, and passes its P and dS through shared memory; then it has 64 of the
-// columns of dV, dK and dQ. dQ receives two thirds of the additions that tiles of 64 keys (fa3_backward_wide.cuh) make,
-// which bound that kernel: a multiprocessor adds about 12 bytes a clock.
+// What a warp group of fa3_backward_wide.cuh multiplies where there are three, for 128 < D <= 192 with no option but a
+// causal mask: each has 32 of the 96 keys of S and dP, and then 64 of the columns of dV, dK and dQ. dQ receives two thirds
+// of the additions that tiles of 64 keys (fa3_backward_two.cuh) make, which bound that kernel: a multiprocessor adds about
+// 12 bytes a clock.
 //
 //   - dV and dK are computed transposed, dV^T += dO^T P: a wgmma has 64 rows, and a group 64 columns.
 //   - There is space for one tile of P and of dS: who stores the next waits until all groups have read this one.
 //   - 160 registers a thread: dK and dV take 96, and dQ and S with dP are not needed at once.
 #pragma once
-#include "fa3_backward_scores.cuh"
 
-#define OWN_D 64     // columns of a warp group
-#define OWN_KEYS 32  // of its scores
-#define OWN_BOXES (OWN_D / BOX_COLUMNS)
+#define OWN_KEYS 32  // of a warp group's scores
 
 static_assert(PADDED_D == 192 && BR == 64 && BOX_COLUMNS == 32, "64 columns and 32 keys a warp group");
 
-struct Consumer : ScoreTile {
-    const Launch &launch;
-    const SharedLayout &layout;
-    WorkTiles tiles;
-    PipelineState<STAGES> stage;
-    PipelineState<DO_STAGES> do_stage;
-    PipelineState<1> shared;  // P and dS
-    PipelineState<1> kv, dq_stage;
-    // dK^T and dV^T; delayed_dq: the part of dQ that is added one tile later.
-    float dk[BC / 2], dv[BC / 2], dq[OWN_D / 2], delayed_dq[OWN_D / 4];
+struct Products : WideTile {
+    using WideTile::WideTile;
 
-    __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
-        : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
-
-    __device__ __forceinline__ void release(int empty) const {
-        if (lane == 0) mbarrier_arrive(layout.barrier(empty));
-    }
     // S = Q K^T, or dP = dO V^T, issued: all queries, 32 keys.
-    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned queries, unsigned keys) const {
+    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
         const SmemDescriptor a(queries), b(keys + group * OWN_KEYS * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < PADDED_D / 16; step++)
@@ -41,7 +24,8 @@ struct Consumer : ScoreTile {
         wgmma_commit_group();
     }
     // dV^T += dO^T P, or dK^T += Q^T dS, issued: 64 columns, all keys.
-    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[BC / 2], unsigned queries, unsigned scores) const {
+    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[OWN_D * BC / 128], unsigned scores,
+                                                      unsigned queries) const {
         const unsigned columns = queries + group * OWN_BOXES * BR * BOX_ROW_BYTES;
         const SmemDescriptor a(columns, BR * BOX_ROW_BYTES), b(scores, BR * BOX_ROW_BYTES);
 #pragma unroll
@@ -50,9 +34,9 @@ struct Consumer : ScoreTile {
         wgmma_commit_group();
     }
     // dQ = dS K, issued: 64 columns.
-    __device__ __forceinline__ void multiply_dq() {
+    __device__ __forceinline__ void multiply_dq(unsigned scores) {
         const unsigned columns = layout.k + group * OWN_BOXES * BC * BOX_ROW_BYTES;
-        const SmemDescriptor a(layout.ds), b(columns, BC * BOX_ROW_BYTES);
+        const SmemDescriptor a(scores), b(columns, BC * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<OWN_D>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BOX_ROW_BYTES), step > 0);
@@ -98,7 +82,7 @@ struct Consumer : ScoreTile {
     }
 
     // This group's keys of P or dS to shared memory, a row a query, and until those of the others are there.
-    __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int empty, int full) const {
+    __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full, int empty) const {
         mbarrier_wait(layout.barrier(empty), shared.parity ^ 1);
 #pragma unroll
         for (int step = 0; step < OWN_KEYS / 16; step++)
@@ -111,56 +95,8 @@ struct Consumer : ScoreTile {
         wgmma_fence();
     }
 
-    // All products of the tile's keys with the queries that see them.
-    __device__ __forceinline__ void loop_over_queries() {
-        bool first = true;
-#pragma unroll
-        for (int x = 0; x < BC / 2; x++) dk[x] = dv[x] = 0.0f;
-        begin_queries();
-        if (remaining > 0) await_keys(layout, kv);
-        while (remaining > 0) {
-            const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + do_stage.index * Q_BYTES;
-            mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
-            wgmma_fence();
-            multiply_s_or_dp(s, q_tile, layout.k);
-            mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
-            wgmma_fence();
-            multiply_s_or_dp(dp, do_tile, layout.v);
-            if (!first) hand_over_dq(layout, dq_stage, delayed_dq);  // of the last tile
-            wgmma_wait_group<1>();
-            warpgroup_fence_operand(s);
-            compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
-            exchange(p16, layout.p, P_EMPTY, P_FULL);
-            multiply_dv_or_dk(dv, do_tile, layout.p);
-            wgmma_wait_group<1>();
-            warpgroup_fence_operand(dp);
-            compute_ds(layout.delta + do_stage.index * STATISTIC_BYTES);
-            exchange(ds16, layout.ds, DS_EMPTY, DS_FULL);
-            multiply_dq();
-            multiply_dv_or_dk(dk, q_tile, layout.ds);
-            wgmma_wait_group<2>();
-            warpgroup_fence_operand(dv);
-            release(DO_EMPTY + do_stage.index), release(P_EMPTY);
-            wgmma_wait_group<1>();
-            warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_stage, dq);
-            // Copied by an addition: see fa3_backward_wide.cuh.
-#pragma unroll
-            for (int x = 0; x < OWN_D / 4; x++) delayed_dq[x] = dq[OWN_D / 4 + x] + 0.0f;
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(dk);
-            release(Q_EMPTY + stage.index), release(DS_EMPTY);
-            stage.next(), do_stage.next(), shared.next();
-            first = false;
-            next_queries();
-        }
-        if (first) return;
-        hand_over_dq(layout, dq_stage, delayed_dq);
-        release(KV_EMPTY);
-    }
-
     // Its columns of dK or dV, of which it has the transpose, through shared memory to global memory.
-    __device__ __forceinline__ void store(const float (&x)[BC / 2], float scale, const TensorMap &map) const {
+    __device__ __forceinline__ void store(const float (&x)[OWN_D * BC / 128], float scale, const TensorMap &map) const {
         const unsigned own = layout.ds + group * OWN_BOXES * BC * BOX_ROW_BYTES;
         const unsigned box = own + warp / 2 * BC * BOX_ROW_BYTES;
         const int row = lane / 16 * 8 + lane % 8, chunk = warp % 2 * 2 + lane / 8 % 2;
@@ -189,13 +125,5 @@ struct Consumer : ScoreTile {
         store(dv, 1.0f, launch.dv);
         store(dk, p.scale, launch.dk);
         bar_sync(BARRIER_ALL, COMPUTING);  // the others may write there
-    }
-
-    __device__ __forceinline__ void run() {
-        for (int index = tiles.next(); index >= 0; index = tiles.next()) {
-            tile = WorkTile(p, index);
-            loop_over_queries();
-            finish();
-        }
     }
 };

@@ -5,7 +5,7 @@
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
-#define WIDE (PADDED_D > 128)  // the warp groups share a block's keys (fa3_backward_wide.cuh, _three.cuh), else each has 64
+#define WIDE (PADDED_D > 128)  // the warp groups share a block's keys (fa3_backward_wide.cuh), else each has 64
 #define BC (WARP_GROUPS == 3 ? 96 : WIDE ? 64 : 128)
 #define OWN_QUERIES (WIDE ? BR / 2 : BR)  // of a warp group's scores (in fa3_backward_three.cuh as many keys)
 #define COMPUTING (128 * WARP_GROUPS)  // threads; 128 more copy

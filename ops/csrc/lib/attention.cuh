@@ -70,6 +70,8 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "ops/cuda/call.py and struct Param
 
 __device__ __forceinline__ int min_of(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int max_of(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // Programmatic dependent launch: a kernel that is launched `early` (ops/nvrtc.py) may start once all blocks of the kernel
 // before it have said so or ended, and waits here until that is complete.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
@@ -82,7 +84,6 @@ __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The (T, D) matrix of head h of batch row b.
 template <typename T> __device__ __forceinline__ T *matrix_of(T *x, const Strides &stride, int b, int h) {
