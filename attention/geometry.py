@@ -18,7 +18,9 @@ def normalise_window(window: Sequence[int | None] | None) -> tuple[int, int] | N
     """(left, right) with -1 for unbounded, at most FAR; None when both sides are unbounded."""
     if window is None:
         return None
-    left, right = (-1 if side is None else min(side, FAR) for side in window)
+    # Compared, where min() would give Inductor an expression of a window that varies, which a mask of
+    # flex_attention may not hold (torch 2.11).
+    left, right = (-1 if side is None else FAR if side > FAR else side for side in window)
     return None if left < 0 and right < 0 else (left, right)
 
 

@@ -190,13 +190,18 @@ def expected(
 ) -> tuple[Result, Result]:
     """(the reference in fp64, the plain formula in the inputs' own dtype), `at_once` scores in a piece; the
     formula's q, k and v rounded to `operand_dtype`."""
-    plain = problem
-    if operand_dtype is not None:
-        plain = replace(problem, **{name: rounded(getattr(problem, name), operand_dtype) for name in "qkv"})
+    plain = with_operands(problem, operand_dtype)
     return (
         formula(problem, torch.float64, attention_probs, at_once),
         formula(plain, problem.q.dtype, plain_softmax, at_once),
     )
+
+
+def with_operands(problem: Problem, operand_dtype: torch.dtype | None) -> Problem:
+    """The problem with q, k and v rounded to `operand_dtype`, if any."""
+    if operand_dtype is None:
+        return problem
+    return replace(problem, **{name: rounded(getattr(problem, name), operand_dtype) for name in "qkv"})
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -149,7 +149,8 @@ def _check_outputs(call: Call, inputs: Inputs, got: dict[str, Tensor], wanted: b
 
 
 def _judge(attention: Attention, call: Call, device: str, inputs: Inputs, got: Result) -> None:
-    draws = [measure(call, inputs, got)]
+    operand_dtype = attention.declaration.operand_dtype
+    draws = [measure(call, inputs, got, operand_dtype)]
     wrong, little = _exceeding(draws)
     for enough in (DRAWS, MANY_DRAWS):
         again = little or (enough == DRAWS and all(error < torch.inf for error, _ in wrong.values()))
@@ -157,7 +158,7 @@ def _judge(attention: Attention, call: Call, device: str, inputs: Inputs, got: R
             break
         for draw in range(len(draws), enough):
             inputs = inputs_of(call, device, draw)
-            draws.append(measure(call, inputs, _run(attention, call, inputs)))
+            draws.append(measure(call, inputs, _run(attention, call, inputs), operand_dtype))
         wrong, little = _exceeding(draws)
     if (
         wrong and little and call.poison

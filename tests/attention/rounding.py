@@ -16,7 +16,16 @@ from torch import Tensor
 from attention import geometry
 from attention.naive import attention_probs, attention_scores
 from ops.options import AttentionOptions
-from scripts.accuracy import Problem, Result, allowed, error_ratio, expected, formula, plain_softmax
+from scripts.accuracy import (
+    Problem,
+    Result,
+    allowed,
+    error_ratio,
+    expected,
+    formula,
+    plain_softmax,
+    with_operands,
+)
 from tests.attention.calls import Call
 from tests.grid import Inputs
 
@@ -28,18 +37,22 @@ def problem_of(call: Call, inputs: Inputs) -> Problem:
     return Problem(inputs.q, inputs.k, inputs.v, options, inputs.dout if call.grads else None)
 
 
-def measure(call: Call, inputs: Inputs, got: Result) -> dict[str, tuple[float, float]]:
-    """(error, allowed) of each tensor."""
+def measure(
+    call: Call, inputs: Inputs, got: Result, operand_dtype: torch.dtype | None = None
+) -> dict[str, tuple[float, float]]:
+    """(error, allowed) of each tensor; `operand_dtype` as the implementation declares it."""
     problem, dtype = problem_of(call, inputs), inputs.q.dtype
     got = {name: x.cpu() for name, x in got.items()}
-    reference, plain = ({name: x.cpu() for name, x in each.items()} for each in expected(problem, 2**62))
+    both = expected(problem, 2**62, operand_dtype)
+    reference, plain = ({name: x.cpu() for name, x in each.items()} for each in both)
+    in_low_precision = with_operands(problem, operand_dtype)
     if dtype == torch.float16 and problem.dout is not None and _overflows(problem, reference):
         got = {name: x for name, x in got.items() if name not in ("dq", "dk", "dbias")}
     if not _finite_alike(got, plain, reference):
-        plain = _plain_of_small_values(problem)  # dP beyond fp16
+        plain = _plain_of_small_values(in_low_precision)  # dP beyond fp16
     if not _finite_alike(got, plain, reference):
         # Scores beyond fp16: fp32, as all accumulate in, says what is to be had.
-        plain = formula(problem, torch.float32, plain_softmax, 2**62)
+        plain = formula(in_low_precision, torch.float32, plain_softmax, 2**62)
         plain = {name: x.cpu().to(x.dtype if name == "lse" else dtype) for name, x in plain.items()}
     cancelled = any(name in got and float(x.abs().amax()) < 1e-9 for name, x in reference.items())
     slack = {} if call.tame and not cancelled else _slack(problem, reference, call)
@@ -60,8 +73,9 @@ def measure(call: Call, inputs: Inputs, got: Result) -> dict[str, tuple[float, f
             if name == "lse":
                 # All rows may have one lse (scores of about 0), which the rule's sum with 0.3 and the plain
                 # formula round by luck to almost nothing. In fp32 (m + log2 l) ln 2 has the error of log2,
-                # 2**-22 of it on a GPU (PTX, lg2.approx), and that of l, which is absolute.
-                may = max(may, EPS32 * (1 + 2 * most))
+                # 2**-22 of it on a GPU (PTX, lg2.approx), and that of l, which is absolute. In 8 bits m is 5
+                # below the maximum, and log2 l above 5 (MAX_OFFSET, ops/csrc/lib/softmax.cuh).
+                may = max(may, EPS32 * (1 + 2 * (most + (0 if operand_dtype is None else 5))))
         found[name] = error, may + slack.get(name, 0.0)
     return found
 

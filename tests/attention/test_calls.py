@@ -113,6 +113,12 @@ REGRESSIONS = (
          layouts=("one_token", "offset", *PLAIN), magnitudes=TINY, equal="q", seed=576),
     Call("auto", 16, 62, head_dim=128, heads=3, kv_heads=3, scale=1e-4, alibi="bfloat16", slope=8.0,
          lengths=(62,), lse=True, mode="inference", equal="qkv", seed=901),
+    # A NaN where q and k become integers; operands of 8 bits; an lse near 0 whose m lies 5 below it.
+    Call("cuda_fp8", 1, 1, dtype="bfloat16", mode="no_grad", poison="nan q"),
+    Call("cuda_fp8", 2, 300, dtype="float16", heads=4, kv_heads=2, mode="no_grad", poison="nan k"),
+    Call("cuda_fp8", 1, 1, dtype="bfloat16", mode="no_grad"),
+    Call("cuda_fp8", 7, 1, dtype="bfloat16", head_dim=80, batch=3, heads=21, kv_heads=3, lse=True,
+         mode="no_grad", magnitudes=TINY, equal="qkv", seed=678),
 )  # fmt: skip
 
 

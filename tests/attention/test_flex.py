@@ -7,6 +7,7 @@ CPU, though its dense form has them: here that refusal is lifted, to check them 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,24 @@ def test_traced_in_one_graph_with_dynamic_length(gradients_on_cpu: None) -> None
         wanted = torch.autograd.grad(expected, leaves, inputs.dout)
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_limits_of_a_traced_window_are_symbols() -> None:
+    """A mask may hold no expression of what varies (Inductor of torch 2.11: no attribute dtype)."""
+    captured: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        (call,) = (node for node in graph.graph.nodes if node.target is torch.ops.higher_order.flex_attention)
+        captured.append([x.meta["example_value"] for x in call.args[-1] if isinstance(x, torch.fx.Node)])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(FlexAttention(), fullgraph=True, backend=backend)
+    q = torch.randn(1, 1, 64, 16)
+    for window in ((9, 5), (20, 11)):  # what has changed is dynamic
+        compiled(q, q, q, causal=False, window=window)
+    limits = [x for x in captured[1] if isinstance(x, torch.SymInt)]
+    assert len(limits) == 2 and all(x.node.expr.is_Symbol for x in limits), limits
 
 
 def test_made_in_validation_serves_training(gradients_on_cpu: None) -> None:

@@ -84,6 +84,20 @@ def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float
     assert (out - exact).abs().max() <= max(0.06 * float(exact.abs().max()), 1e-33)
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("qk_dtype", ["e4m3", "int8"])
+def test_a_nan_reaches_the_rows_that_see_it(qk_dtype: str) -> None:
+    attention = CudaFp8(qk_dtype=qk_dtype)
+    q, k, v, _ = cpu.inputs((70, 70, 64), (1, 1), dtype=torch.bfloat16)
+    for of, row, clean in ((q, 67, slice(0, 64)), (k, 3, slice(0, 3))):
+        poisoned = of.clone()
+        poisoned[0, 0, row, 5] = torch.nan
+        out = attention(*(poisoned if x is of else x for x in (q, k, v)))
+        assert out[0, 0, 67].isnan().all()
+        if of is q:  # a scale is of 64 queries
+            assert torch.equal(out[0, 0, clean], attention(q, k, v)[0, 0, clean])
+
+
 def _error_of_scores(hadamard: int, one_scale: int, integers: int, inputs: tuple[Tensor, ...]) -> float:
     q, k, _ = (x.double() for x in inputs)
     exact = torch.logsumexp(q @ k.mT / math.sqrt(q.shape[3]), -1)

@@ -117,6 +117,17 @@ template <int N> __device__ __forceinline__ void load_part(float (&x)[N], const 
     }
 }
 
+// The largest magnitude of a thread's numbers; with KEEP_NAN it is NaN where one of them is.
+template <bool KEEP_NAN> __device__ __forceinline__ float amax_of(const float (&values)[2][4][8]) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int n = 0; n < 64; n++) {
+        const float x = fabsf(values[n / 32][n / 8 % 4][n % 8]);
+        amax = KEEP_NAN ? max_nan(amax, x) : fmaxf(amax, x);
+    }
+    return amax;
+}
+
 // A block of BC rows of a head of q (blockIdx.y < Hq), of k (the next Hkv), or, for their largest number, of v.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1)
     tilegpt_fp8_rows(const __grid_constant__ Params p) {
@@ -131,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
     const long long stride = of_q ? p.q_stride.t : of_v ? p.v_stride.t : p.k_stride.t;
     const int token = first + warp * ROWS_EACH + lane / 4;
     uint4 rows[2][4];
-    float values[2][4][8], amax = 0.0f;
+    float values[2][4][8], amax;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -150,23 +161,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
 #pragma unroll
             for (int e = 0; e < 8; e++) values[j / 4][j % 4][e] = unpack(words[e / 2], e % 2);
         }
+    // No integer is NaN, so a NaN in q or k makes their scale NaN; e4m3 has a NaN of its own.
+    if (INT8 && !of_v)
+        amax = amax_of<true>(values);
+    else
+        amax = amax_of<false>(values);
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-#pragma unroll
-        for (int e = 0; e < 8; e++) amax = fmaxf(amax, fabsf(values[j / 4][j % 4][e]));
-#pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lanes));
+    for (int lanes = 16; lanes; lanes /= 2) amax = max_nan(amax, __shfl_xor_sync(~0u, amax, lanes));
     if (lane == 0) largest[warp] = amax;
     __syncthreads();
     const int warps = (of_q ? FP8_QUERIES : BC) / ROWS_EACH, from = warp / warps * warps;  // that share a scale
-    for (int other = from; other < from + warps; other++) amax = fmaxf(amax, largest[other]);
+    for (int other = from; other < from + warps; other++) amax = max_nan(amax, largest[other]);
     const int head = b * heads + h;
     const Fp8Scales scales(p);
     if (of_v) {
         if (threadIdx.x == 0) scales.amax_v(p, head)[blockIdx.x] = amax;
         return;
     }
-    amax = fmaxf(amax, MIN_AMAX);
+    amax = max_nan(amax, MIN_AMAX);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
     const float norm = HADAMARD ? 1.0f / sqrtf((float)PADDED_D) : 1.0f;
     float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + (first + from * ROWS_EACH) / FP8_QUERIES

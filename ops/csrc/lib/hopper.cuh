@@ -209,6 +209,13 @@ __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d
     return packed;
 }
 
+// The larger number; NaN where one is (fmaxf gives the other).
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 // --- wgmma: D (64 x N, fp32, in registers) += A (64 x WGMMA_K) B (WGMMA_K x N)
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
