@@ -26,7 +26,7 @@ from attention.base import (
     Declaration,
     UnsupportedAttention,
 )
-from attention.call import NEED_MASK, cached_call_fields, call_fields
+from attention.call import NEEDS_ATTN_MASK, cached_call_fields, call_fields
 from attention.checks import arch_name
 
 # Where nothing is measured: what is known to be fast, before the two that do everything.
@@ -50,7 +50,7 @@ SHORT = 1024
 def table_key(call: AttentionCall) -> tuple[str, str]:
     """(workload, mask) as in the table: training, forward or decode; causal, full or masked."""
     workload = "training" if call.backward else "decode" if call.tq == 1 else "forward"
-    if call.features & NEED_MASK or (call.causal and 1 < call.tq != call.tk):
+    if call.features & NEEDS_ATTN_MASK or (call.causal and 1 < call.tq != call.tk):
         return workload, "masked"
     return workload, "causal" if call.causal or call.tq == 1 else "full"
 
@@ -217,8 +217,8 @@ class AutoAttention(Attention):
         # (sdpa_cudnn's, and flex's where nothing is compiled) is not seen here.
         tq, tk = facts["tq"], facts["tk"]
         representative_tk = 1 if tk == 1 else SHORT if tk <= SHORT else 2 * SHORT
-        others = 0 if tq == tk else -1 if tq < tk else 1
-        facts |= {"batch": 1, "tq": 1 if tq == 1 else representative_tk + others, "tk": representative_tk}
+        tq_offset = 0 if tq == tk else -1 if tq < tk else 1
+        facts |= {"batch": 1, "tq": 1 if tq == 1 else representative_tk + tq_offset, "tk": representative_tk}
         return self._built[self._memoised_choice(q.device.index, torch.compiler.is_compiling(), facts)]
 
 

@@ -36,8 +36,8 @@ FEATURES: dict[str, str] = {
 }
 # For these SDPA needs a mask of Tq x Tk entries (attn_mask), as it does for a causal mask with Tq different
 # from Tk and more than one query; others skip masked tiles.
-NEED_MASK = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths", "block_mask"})
-NEED_MASK |= {"relative_bias"}
+NEEDS_ATTN_MASK = frozenset({"window", "alibi", "bias", "bias_grad", "document_ids", "kv_lengths"})
+NEEDS_ATTN_MASK |= {"block_mask", "relative_bias"}
 # Caches that are read in place of k and v (ops/cache_view.py), and what to change to do without one.
 CACHES: dict[str, str] = {"paged": "cache=dense", **dict.fromkeys(CACHE_DTYPES, "cache_dtype=auto")}
 # Features that no implementation has where a cache is read in place of k and v.
@@ -198,7 +198,7 @@ class Capabilities:
     head_dim_multiple: int = 1
     backward: bool = True
     # Features that run forward only.
-    no_gradient: frozenset[str] = frozenset()
+    forward_only_features: frozenset[str] = frozenset()
     # Names of CACHES that it reads in place of k and v.
     caches: frozenset[str] = frozenset()
     # The same call gives the same bits, forward and backward: always, or once
@@ -239,6 +239,6 @@ class Capabilities:
         if call.backward and not self.backward:
             reasons.append("no backward: runs forward only (generation, validation)")
         elif call.backward:
-            lacking = sorted(call.features & self.no_gradient)
+            lacking = sorted(call.features & self.forward_only_features)
             reasons += [f"no gradient with {f}: needs {FEATURES[f]}" for f in lacking]
         return reasons

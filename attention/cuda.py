@@ -29,7 +29,14 @@ from attention.base import (
     must_be_deterministic,
 )
 from attention.checks import arch_name, check_inputs
-from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, q_bytes, row_bytes, scores_bytes
+from attention.declaration import (
+    accumulator_bytes,
+    k_bytes,
+    lse_bytes,
+    padded_statistic_bytes,
+    q_bytes,
+    scores_bytes,
+)
 from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
@@ -99,13 +106,13 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
         raise UnsupportedAttention(
             f"cuda_{stage}", ["no backward: runs forward only (attention=cuda has one)"]
         )
-    *args, tuning, bias_grad = args
+    *args, settings, bias_grad = args
     if torch.are_deterministic_algorithms_enabled():
-        tuning = [1, *tuning[1:]]
-    if tuning and tuning[0] and (reason := _nondeterminism_reason(stage, q.shape[3])):
+        settings = [1, *settings[1:]]
+    if settings and settings[0] and (reason := _nondeterminism_reason(stage, q.shape[3])):
         raise UnsupportedAttention(f"cuda_{stage}", [reason])
     backward = getattr(importlib.import_module(STAGES[stage].module), f"{stage}_backward")
-    return backward(dout, q, *args, tuning, bias_grad)
+    return backward(dout, q, *args, settings, bias_grad)
 
 
 def _nondeterminism_reason(stage: str | None, head_dim: int) -> str | None:
@@ -230,7 +237,7 @@ class CudaStage(Attention):
         matrix = scores_bytes(call)
         if self.stage == "naive":
             return Costs(moved_bytes=(4 * matrix, 0), writes_scores=True)
-        rows = 2 * row_bytes(call)
+        rows = 2 * padded_statistic_bytes(call)
         if self.stage == "plain":
             moved = (6 * matrix, 5 * matrix)
             return Costs(lse_bytes(call), 2 * matrix + rows, 0, moved, writes_scores=True)
@@ -256,8 +263,8 @@ class CudaStage(Attention):
         from ops.cuda.hopper_tiles import by_query_head
 
         group, uneven = call.heads // call.kv_heads, call.causal and "window" not in call.features
-        has = ("document_ids" in call.features, "block_mask" in call.features)
-        split = by_query_head(call.tq, call.head_dim, group, uneven, *has)
+        documents, block_mask = (name in call.features for name in ("document_ids", "block_mask"))
+        split = by_query_head(call.tq, call.head_dim, group, uneven, documents, block_mask)
         return 2 * group * k_bytes(call) if split else 0
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int] | None:
@@ -277,8 +284,8 @@ class CudaStage(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        tuning = [int(self.deterministic), PRODUCT_MODES.index(self.products)]
-        return _OPS[self.stage](q, k, v, options, dropout_seed, tuning)
+        settings = [int(self.deterministic), PRODUCT_MODES.index(self.products)]
+        return _OPS[self.stage](q, k, v, options, dropout_seed, settings)
 
 
 class CudaAttention(CudaStage):
@@ -303,8 +310,8 @@ class CudaAttention(CudaStage):
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         """fa3's where it is the best stage, as it takes wider heads than the others, and fa2's with a block
         mask, which tiled does not have."""
-        wide = call.device == "cuda" and _best(call) == "fa3"
-        if wide or "block_mask" in call.features:
+        by_fa3 = call.device == "cuda" and _best(call) == "fa3"
+        if by_fa3 or "block_mask" in call.features:
             return self.resolve(call).unsupported_reasons(call)
         return super().unsupported_reasons(call)
 

@@ -85,7 +85,7 @@ class CudaFp8(Attention):
             if given not in known:
                 raise UserError(f"{option} is {given!r}; cuda_fp8 has {', '.join(known)}")
         super().__init__(name)
-        self.tuning = [int(hadamard), SCALES.index(scales), QK_DTYPES.index(qk_dtype)]
+        self.settings = [int(hadamard), SCALES.index(scales), QK_DTYPES.index(qk_dtype)]
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         return super().unsupported_reasons(call) + [reason for reason in [missing()] if reason]
@@ -103,4 +103,4 @@ class CudaFp8(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return _OP(q, k, v, options, dropout_seed, self.tuning)
+        return _OP(q, k, v, options, dropout_seed, self.settings)

@@ -68,7 +68,7 @@ class Costs:
     """What a layer's call costs beyond its tensors: q, k, v, out and lse, and in the backward dout, dq, dk,
     dv.
 
-    kept_bytes: kept for the backward beyond q, k, v and out; with all scores in memory, this includes copies
+    saved_bytes: kept for the backward beyond q, k, v and out; with all scores in memory, this includes copies
     that are kept instead of q, k and v;
     transient_bytes: the most during the backward beyond those kept and dq, dk, dv;
     kept_per_model_bytes: kept once for all layers;
@@ -79,7 +79,7 @@ class Costs:
     split_matmuls: how many 16-bit products on tensor cores replace each fp32 product; 0: fp32 is not split.
     """
 
-    kept_bytes: int = 0
+    saved_bytes: int = 0
     transient_bytes: int = 0
     kept_per_model_bytes: int = 0
     moved_bytes: tuple[int, int] = (0, 0)
@@ -123,11 +123,11 @@ def q_fp32_bytes(call: AttentionCall) -> int:
     return 4 * call.batch * call.heads * call.tq * call.head_dim
 
 
-def row_bytes(call: AttentionCall, tile: int = 128) -> int:
+def padded_statistic_bytes(call: AttentionCall, tile: int = 128) -> int:
     """A number in fp32 for each query, rows padded to whole tiles."""
     return 4 * call.batch * call.heads * math.ceil(call.tq / tile) * tile
 
 
 def accumulator_bytes(call: AttentionCall, tile: int = 128) -> int:
     """dQ in fp32, to which blocks of keys add by atomics: rows padded to whole tiles, columns to 32."""
-    return row_bytes(call, tile) * math.ceil(call.head_dim / 32) * 32
+    return padded_statistic_bytes(call, tile) * math.ceil(call.head_dim / 32) * 32

@@ -29,7 +29,7 @@ from attention.base import (
     Declaration,
     must_be_deterministic,
 )
-from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, q_bytes, row_bytes
+from attention.declaration import accumulator_bytes, k_bytes, lse_bytes, padded_statistic_bytes, q_bytes
 from attention.flash_documents import documents
 from attention.flash_versions import VERSIONS, LibraryCall
 from attention.geometry import align_to_16_bytes
@@ -74,7 +74,7 @@ def _backward(
 
 
 def _library_options(
-    options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]
+    options: AttentionOptions, dropout_seed: Tensor | None, settings: list[int]
 ) -> LibraryCall:
     """The op's options as flash_versions.py takes them. Raises UserError for document ids that do not fit."""
     found = None if options.document_ids is None else documents(*options.document_ids)
@@ -86,7 +86,7 @@ def _library_options(
             "the flash-attn library aligns causal, window and ALiBi with each document's end; pass the keys "
             "of each document up to its last query, or use attention=tiled"
         )
-    return LibraryCall(options, found, dropout_seed, bool(tuning[0]) or must_be_deterministic())
+    return LibraryCall(options, found, dropout_seed, bool(settings[0]) or must_be_deterministic())
 
 
 def _to_library_layout(x: Tensor, varlen: bool) -> Tensor:
@@ -177,7 +177,7 @@ class FlashLibAttention(Attention):
         """lse; in the backward dQ's accumulator, and the padded statistics of rows: delta, from version 3 on
         lse_log2 too. With GQA version 2 writes dk and dv for each query head before it sums them, 3 and 4 in
         fp32."""
-        gqa, rows = call.kv_heads < call.heads, row_bytes(call)
+        gqa, rows = call.kv_heads < call.heads, padded_statistic_bytes(call)
         if self.version == 2:
             more = rows + (2 * q_bytes(call) if gqa else 0)
         else:

@@ -65,7 +65,7 @@ class LibraryCall:
         return self.right == 0
 
     @property
-    def window(self) -> tuple[int, int]:
+    def window_size(self) -> tuple[int, int]:
         """(left, right) beside `causal`, -1 for no bound: with `causal`, which bounds the right side itself,
         right is -1, so that a single query gets the decoding kernels."""
         return self.left, -1 if self.causal else self.right
@@ -77,7 +77,7 @@ class LibraryCall:
         return {"softmax_scale": self.options.scale, "causal": self.causal, "softcap": self.softcap}
 
     def window_arguments(self, unbounded: int | None = -1) -> dict[str, int | None]:
-        left, right = (unbounded if side < 0 else side for side in self.window)
+        left, right = (unbounded if side < 0 else side for side in self.window_size)
         return {"window_size_left": left, "window_size_right": right}
 
 
@@ -201,7 +201,7 @@ def _with_cache(
     """The decoding interface of versions 2 and 3, which splits the keys over the GPU; it has no backward."""
     lengths = {"cache_seqlens": call.kv_lengths.contiguous()}
     out, lse, *_ = library.flash_attn_with_kvcache(
-        q, k, v, **lengths, **call.common(), window_size=call.window, return_softmax_lse=True, **own
+        q, k, v, **lengths, **call.common(), window_size=call.window_size, return_softmax_lse=True, **own
     )
     return out, lse
 
@@ -246,7 +246,7 @@ def _capabilities(features: frozenset[str], **limits: Any) -> Capabilities:
         dtypes=LOW_PRECISION,
         max_head_dim=256,
         head_dim_multiple=8,  # the public functions pad to it, which copies q, k and v
-        no_gradient=frozenset({"kv_lengths"}),
+        forward_only_features=frozenset({"kv_lengths"}),
         deterministic_on_request=True,
         **limits,
     )

@@ -41,7 +41,7 @@ from attention.base import (
     Declaration,
     Kernels,
 )
-from attention.declaration import lse_bytes, q_bytes, row_bytes
+from attention.declaration import lse_bytes, padded_statistic_bytes, q_bytes
 from attention.flex_masks import (
     TILE,
     DocumentIds,
@@ -135,19 +135,19 @@ def flex(
         v = zero_beyond_lengths(v, options.kv_lengths)
         k = zero_beyond_lengths(k, options.kv_lengths) if torch.is_grad_enabled() else k
     # The decoding kernel packs a group's heads and queries in one tile, which many queries outgrow.
-    tuning = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
+    kernel_options = {"FORCE_USE_FLEX_ATTENTION": True} if q.shape[2] != 1 else {}
     if options.relative_bias is not None and q.shape[2] != 1:
         # What is read of the table for a tile of scores lies in shared memory with K and V, once a stage: in
         # three, as usual, 240 KiB of the H200's 227 (forward, D = 64) and 228.1 (backward, D = 128).
-        tuning["num_stages"] = 2
+        kernel_options["num_stages"] = 2
     lengths, gqa, aux = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1], AuxRequest(lse=options.return_lse)
-    unmasked = lists[2] is None
+    unmasked = lists.full_kv_num_blocks is None
     tile = FAR if unmasked and q.shape[2] != 1 else TILE
     visible = noop_mask if unmasked else _mask_mod(limits, options.document_ids, options.block_mask)
     mask = BlockMask(lengths, *lists, BLOCK_SIZE=(tile, tile), mask_mod=visible)
     score_mod = _score_mod(limits, options)
     out, aux = flex_attention(
-        q, k, v, score_mod, mask, options.scale, enable_gqa=gqa, kernel_options=tuning, return_aux=aux
+        q, k, v, score_mod, mask, options.scale, enable_gqa=gqa, kernel_options=kernel_options, return_aux=aux
     )
     return out, aux.lse
 
@@ -254,7 +254,7 @@ def _run_dynamic(
     facts = (batch, tq, tk, limits.left, limits.right, *(t is None for t in given[:2]), q.device)
     tensors = [t for t in given if t is not None]
     data, lists = _RECENT.get(facts, tensors, make)
-    kind = (*_compile_key(q, k, v, options), lists[2] is None)
+    kind = (*_compile_key(q, k, v, options), lists.full_kv_num_blocks is None)
     return _compiled(kind, backend)(q, k, v, data, lists, options)
 
 
@@ -301,7 +301,7 @@ class FlexAttention(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """lse; in the backward delta, and dout times out, of which it is the sum."""
-        return Costs(lse_bytes(call), row_bytes(call) + q_bytes(call), backward_matmuls=7)
+        return Costs(lse_bytes(call), padded_statistic_bytes(call) + q_bytes(call), backward_matmuls=7)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)

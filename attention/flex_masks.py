@@ -18,7 +18,21 @@ from torch import Tensor
 TILE = 128  # PyTorch's sparse tiles; a kernel's own are divisors
 
 DocumentIds = tuple[Tensor, Tensor]
-TileLists = tuple[Tensor | None, ...]
+
+
+class TileLists(NamedTuple):
+    """Which tiles are computed, as BlockMask takes them, (1 or B, 1 or H, rows) and (1 or B, 1 or H, rows,
+    columns), int32: how many key tiles a query tile sees in part, and which; the same in full; and how many
+    query tiles see a key tile, and which. None in the place of full ones: every query sees every key."""
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor | None
+    full_q_indices: Tensor | None
 
 
 class Limits(NamedTuple):
@@ -51,12 +65,8 @@ def tile_lists(
     spare: int = 1,
     block_mask: Tensor | None = None,
 ) -> TileLists:
-    """The tiles to compute, in the order of BlockMask's arguments.
-
-    How many key tiles a query tile sees in part, and which come first; the same in full; then both by key
-    tile: (1 or B, 1 or H, rows) and (1 or B, 1 or H, rows, columns), int32. There are `spare` rows and
-    columns more than tiles: with one, torch.compile does not specialise on a single tile.
-    """
+    """The tiles to compute. There are `spare` rows and columns more than tiles: with one, torch.compile does
+    not specialise on a single tile."""
     queries, keys, left, right = (n.view(-1, 1, 1, 1) if isinstance(n, Tensor) else n for n in limits)
     i = TILE * torch.arange((tq + TILE - 1) // TILE + spare, device=device).view(1, 1, -1, 1)
     j = TILE * torch.arange((tk + TILE - 1) // TILE + spare, device=device).view(1, 1, 1, -1)
@@ -76,7 +86,7 @@ def tile_lists(
         kept = torch.nn.functional.pad(block_mask, (0, spare, 0, spare))
         some, full = some & kept, full & kept
     kinds = (some & ~full, full)
-    return (
+    return TileLists(
         *(part for kind in kinds for part in _ordered(kind)),
         *(part for kind in kinds for part in _ordered(kind.transpose(-2, -1))),
     )
@@ -94,7 +104,7 @@ def unmasked_lists(tq: int, tk: int, device: torch.device) -> TileLists:
     order = torch.arange(tiles + (tq == 1), **like).view(1, 1, -1)  # a spare one: see tile_lists
     by_query = torch.full((1, 1, 1), tiles, **like), order[:, :, None]
     by_key = (order < tiles).to(torch.int32), torch.zeros_like(order)[..., None]
-    return (*by_query, None, None, *by_key, None, None)
+    return TileLists(*by_query, None, None, *by_key, None, None)
 
 
 def _tile_range(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,15 @@ from attention.base import (
     Declaration,
     Kernels,
 )
-from attention.call import NEED_MASK
-from attention.declaration import accumulator_bytes, lse_bytes, q_bytes, q_fp32_bytes, row_bytes, scores_bytes
+from attention.call import NEEDS_ATTN_MASK
+from attention.declaration import (
+    accumulator_bytes,
+    lse_bytes,
+    padded_statistic_bytes,
+    q_bytes,
+    q_fp32_bytes,
+    scores_bytes,
+)
 from attention.geometry import (
     align_to_16_bytes,
     block_mask_of,
@@ -68,13 +75,15 @@ _SUPPORTED_FEATURES = frozenset(FEATURES) - {"softcap", "lse"}
 def _capabilities(features: frozenset[str], device: str, dtypes: frozenset[torch.dtype]) -> Capabilities:
     # if a mask has no gradient, neither have the options that it is computed from
     constant = frozenset({"relative_bias"} if "bias_grad" not in features else ())
-    return Capabilities(features=features, devices=frozenset({device}), dtypes=dtypes, no_gradient=constant)
+    return Capabilities(
+        features=features, devices=frozenset({device}), dtypes=dtypes, forward_only_features=constant
+    )
 
 
 # By backend and device; `auto` and `math` run everything everywhere. Tried on torch 2.13 (CPU).
 _SUPPORTED = {
     ("flash", "cpu"): _capabilities(_SUPPORTED_FEATURES - {"dropout", "bias_grad"}, "cpu", FLOATS),
-    ("flash", "cuda"): _capabilities(_SUPPORTED_FEATURES - NEED_MASK, "cuda", LOW_PRECISION),
+    ("flash", "cuda"): _capabilities(_SUPPORTED_FEATURES - NEEDS_ATTN_MASK, "cuda", LOW_PRECISION),
     # In fp32 its products are sums of three TF32 products, with up to 2.6 times the allowed error (one query,
     # 239 keys, window, H200), so fp32 is left to the other kernels.
     ("efficient", "cuda"): _capabilities(_SUPPORTED_FEATURES - {"gqa"}, "cuda", LOW_PRECISION),
@@ -195,7 +204,7 @@ class SDPAAttention(Attention):
             matrices = 1 if compiled else 3 if on_gpu else 2
             moved = 6 * matrix, 7 * matrix
             return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_matmuls=4)
-        kept, rows = lse_bytes(call) + masks, row_bytes(call)
+        kept, rows = lse_bytes(call) + masks, padded_statistic_bytes(call)
         if not on_gpu:
             return Costs(kept)
         if self.backend in ("auto", "flash"):
@@ -216,8 +225,13 @@ class SDPAAttention(Attention):
             ]
         # Both tables name softcap and lse.
         reasons += [reason for reason in limits.reasons(call) if reason not in reasons]
-        masked = bool(call.features & NEED_MASK) or (call.causal and 1 < call.tq != call.tk)
-        if masked and self.backend == "flash" and call.device == "cuda" and not call.features & NEED_MASK:
+        masked = bool(call.features & NEEDS_ATTN_MASK) or (call.causal and 1 < call.tq != call.tk)
+        if (
+            masked
+            and self.backend == "flash"
+            and call.device == "cuda"
+            and not call.features & NEEDS_ATTN_MASK
+        ):
             reasons.append("no causal mask for fewer or more queries than keys: needs Tq = Tk or Tq = 1")
         if self.backend == "cudnn" and masked and call.backward and _ends_in_half_a_tile(call.tk):
             reasons.append(

@@ -147,12 +147,12 @@ class _TiledCall:
         )
         return [[bool(some[r, c].any()) for c in cols] for r in rows]
 
-    def queries(self, x: Tensor, rows: range) -> Tensor:
+    def rows_of(self, x: Tensor, rows: range) -> Tensor:
         """The rows of q, out or lse: (B, Hq, Tq, n) -> (B, Hkv, G * rows, n), in the accumulation's dtype."""
         x = x[:, :, rows.start : rows.stop].to(self.dtype)
         return x.reshape(x.shape[0], self.k.shape[1], -1, x.shape[-1])
 
-    def keys(self, x: Tensor | CachedTensor, cols: range) -> Tensor:
+    def cols_of(self, x: Tensor | CachedTensor, cols: range) -> Tensor:
         """The cols of k or v: (B, Hkv, Tk, D) -> (B, Hkv, cols, D)."""
         cached = isinstance(x, CachedTensor)
         x = x.tokens(cols.start, cols.stop) if cached else x[:, :, cols.start : cols.stop]
@@ -184,15 +184,15 @@ class _TiledCall:
         biases = self.options.alibi_slopes, self.options.bias, self.options.relative_bias
         if not masked and all(bias is None for bias in biases):
             return s, tanh_score
-        heads = self.per_head(s, rows)
+        head_scores = self.per_head(s, rows)
         i, j, rel = self.positions(rows, cols)
         if self.options.alibi_slopes is not None:
-            slopes = self.options.alibi_slopes.to(s.dtype).view(-1, heads.shape[1], 1, 1)
-            heads = heads - slopes * rel.abs()
+            slopes = self.options.alibi_slopes.to(s.dtype).view(-1, head_scores.shape[1], 1, 1)
+            head_scores = head_scores - slopes * rel.abs()
         if self.options.bias is not None:
-            heads = heads + bias_tile(self.options.bias, rows, cols).to(s.dtype)
+            head_scores = head_scores + bias_tile(self.options.bias, rows, cols).to(s.dtype)
         if self.options.relative_bias is not None:
-            heads = heads + relative_bias_of(self.options.relative_bias, rel, s.dtype)
+            head_scores = head_scores + relative_bias_of(self.options.relative_bias, rel, s.dtype)
         if masked:
             document_ids = None
             if self.document_ids[0] is not None:
@@ -202,8 +202,8 @@ class _TiledCall:
                 )
             blocks = block_mask_of(self.options.block_mask, i, j)
             seen = visible(rel, j, self.options.band, self.options.kv_lengths, document_ids, blocks)
-            heads = heads.masked_fill(~seen, -torch.inf)
-        return heads.reshape(s.shape), tanh_score
+            head_scores = head_scores.masked_fill(~seen, -torch.inf)
+        return head_scores.reshape(s.shape), tanh_score
 
     def positions(self, rows: range, cols: range) -> tuple[Tensor, Tensor, Tensor]:
         """Queries i and keys j of a tile (1-d), and rel, their distances (B or 1, 1, rows, cols)."""
@@ -223,7 +223,7 @@ class _TiledCall:
 def tiled_forward(
     q: Tensor, k: Tensor | CachedTensor, v: Tensor | CachedTensor, *options
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Tq, D), lse (B, Hq, Tq); `options` as in ops/library.py, tuning = [block_q, block_k]."""
+    """out (B, Hq, Tq, D), lse (B, Hq, Tq); `options` as in ops/library.py, settings = [block_q, block_k]."""
     call = _TiledCall.of(q, k, *options)
     batch, heads, tq, _ = q.shape
     out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=call.dtype)
@@ -231,15 +231,15 @@ def tiled_forward(
     for rows, cols, masked in call.visible_tiles():
         by_rows.setdefault(rows, []).append((cols, masked))
     with torch.autocast(q.device.type, enabled=False):
-        for rows, seen in by_rows.items():
-            qs = call.queries(q, rows) * call.options.scale
+        for rows, cols_of_rows in by_rows.items():
+            qs = call.rows_of(q, rows) * call.options.scale
             acc = torch.zeros_like(qs)
             total = qs.new_zeros((*qs.shape[:3], 1))
             m = torch.full_like(total, -torch.inf)
-            for cols, masked in seen:
-                scores, _ = call.scores(qs, call.keys(k, cols), rows, cols, masked)
+            for cols, masked in cols_of_rows:
+                scores, _ = call.scores(qs, call.cols_of(k, cols), rows, cols, masked)
                 factor = call.dropout_factor(rows, cols)
-                m, total, acc = online_softmax_step(m, total, acc, scores, call.keys(v, cols), factor)
+                m, total, acc = online_softmax_step(m, total, acc, scores, call.cols_of(v, cols), factor)
             at = slice(rows.start, rows.stop)
             out[:, :, at] = call.per_head(acc / total.masked_fill(total == 0, 1), rows)
             lse[:, :, at] = call.per_head(m + total.log(), rows).squeeze(-1)
@@ -268,19 +268,19 @@ def tiled_backward(
     lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     delta = (dout.to(call.dtype) * out).sum(dim=-1, keepdim=True)  # (B, Hq, Tq, 1)
     with torch.autocast(q.device.type, enabled=False):
-        for cols, seen in by_cols.items():
-            ks, vs = call.keys(k, cols), call.keys(v, cols)
+        for cols, rows_of_cols in by_cols.items():
+            ks, vs = call.cols_of(k, cols), call.cols_of(v, cols)
             dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
-            for rows, masked in seen:
-                qs, do = call.queries(q, rows) * call.options.scale, call.queries(dout, rows)
+            for rows, masked in rows_of_cols:
+                qs, do = call.rows_of(q, rows) * call.options.scale, call.rows_of(dout, rows)
                 scores, tanh_score = call.scores(qs, ks, rows, cols, masked)
-                p = (scores - call.queries(lse, rows)).exp_()
+                p = (scores - call.rows_of(lse, rows)).exp_()
                 dp = do @ vs.transpose(-2, -1)
                 factor = call.dropout_factor(rows, cols)
                 if factor is not None:
                     dp = dp * factor
                 dvs += (p if factor is None else p * factor).transpose(-2, -1) @ do
-                ds = p * (dp - call.queries(delta, rows))
+                ds = p * (dp - call.rows_of(delta, rows))
                 if bias_grad:
                     part = bias_tile(dbias, rows, cols)
                     part += call.per_head(ds, rows).sum_to_size(part.shape)

@@ -24,7 +24,7 @@ from attention.base import (
     Declaration,
     Kernels,
 )
-from attention.declaration import lse_bytes, row_bytes
+from attention.declaration import lse_bytes, padded_statistic_bytes
 from ops.library import register_attention, register_cached_attention
 from ops.triton.interpret import INTERPRETED
 
@@ -94,7 +94,7 @@ class TritonAttention(Attention):
         An fp32 product is made of six of 16 bits (docs/kernels.md). A relative bias, taken to be T5's of 128
         distances to each side, has its gradient left by each tile of queries."""
         split = 6 if call.dtype == torch.float32 and call.device == "cuda" else 0
-        transient = 2 * row_bytes(call)
+        transient = 2 * padded_statistic_bytes(call)
         if "relative_bias" in call.features:
             from ops.triton.configs import by_distance_shape, tile_of
 

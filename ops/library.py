@@ -2,15 +2,15 @@
 
 All share one schema, so that schema, fakes and autograd are written once, here:
 
-    tilegpt::<name>(q, k, v, <options>, tuning) -> (out, lse)
-    tilegpt::<name>_backward(dout, q, k, v, out, lse, <options>, tuning)
+    tilegpt::<name>(q, k, v, <options>, settings) -> (out, lse)
+    tilegpt::<name>_backward(dout, q, k, v, out, lse, <options>, settings)
         -> (dq, dk, dv, dbias, drelative_bias)
 
 and the same for q, k and v that are views of one tensor, qkv (B, T, (Hq + 2 Hkv) D), whose gradient is
 written as one, where three would be copied into it:
 
-    tilegpt::<name>_packed(qkv, <options>, tuning, heads, kv_heads) -> (out, lse)
-    tilegpt::<name>_packed_backward(dout, qkv, out, lse, <options>, tuning, heads, kv_heads)
+    tilegpt::<name>_packed(qkv, <options>, settings, heads, kv_heads) -> (out, lse)
+    tilegpt::<name>_packed_backward(dout, qkv, out, lse, <options>, settings, heads, kv_heads)
         -> (dqkv, dbias, drelative_bias)
 
 torch.compile sees each as one opaque node. Registered with `Library.define` and `impl`, which costs 9 us a
@@ -29,12 +29,12 @@ from ops.cache_view import CachedTensor, CacheView
 from ops.options import AttentionOptions, flattened, gathered
 
 # What `flattened` makes of AttentionOptions: window_left and window_right are the band around the diagonal,
-# -1 for unbounded, causal is window_right = 0; softcap = 0 is off. `tuning` is the implementation's own (tile
-# sizes, say).
+# -1 for unbounded, causal is window_right = 0; softcap = 0 is off. `settings` are the implementation's own
+# (tile sizes, say).
 _OPTIONS = (
     "Tensor? alibi_slopes, Tensor? bias, Tensor? q_document_ids, Tensor? k_document_ids, Tensor? kv_lengths, "
     "Tensor? block_mask, Tensor? relative_bias, Tensor? dropout_seed, float scale, int window_left, "
-    "int window_right, float softcap, float dropout_p, int[] tuning"
+    "int window_right, float softcap, float dropout_p, int[] settings"
 )
 _N_TENSORS = _OPTIONS.count("Tensor?")
 _BIAS, _RELATIVE_BIAS = 1, 6  # among the options
@@ -49,10 +49,10 @@ def register_attention(
     check: Callable[..., None] | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Registers tilegpt::`name`, tilegpt::`name`_packed and their backward ops; gives the forward op that
-    fits as `call(q, k, v, options, dropout_seed, tuning)`, with normalised AttentionOptions.
+    fits as `call(q, k, v, options, dropout_seed, settings)`, with normalised AttentionOptions.
 
-    `forward(q, k, v, options, dropout_seed, tuning)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq),
-    contiguous, fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, options, dropout_seed, tuning,
+    `forward(q, k, v, options, dropout_seed, settings)` gives out, made by `empty_as(q)`, and lse (B, Hq, Tq),
+    contiguous, fp32 (fp64 for fp64). `backward(dout, q, k, v, out, lse, options, dropout_seed, settings,
     bias_grad)` gives dq, dk, dv and dbias, made by `gradients` or `empty_as` and `torch.empty_like` of bias;
     without `bias_grad` dbias is `q.new_empty(0)`. Where there is a relative_bias, its gradient comes fifth,
     contiguous. Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels. `check(q, k, v,
@@ -77,9 +77,9 @@ def register_attention(
         v: Tensor,
         options: AttentionOptions,
         dropout_seed: Tensor | None,
-        tuning: list[int],
+        settings: list[int],
     ) -> tuple[Tensor, Tensor]:
-        flat = flattened(options, dropout_seed, tuning)
+        flat = flattened(options, dropout_seed, settings)
         if options.packed is None:
             return plain(q, k, v, *flat)
         return packed(options.packed, *flat, q.shape[1], k.shape[1])
@@ -240,12 +240,12 @@ def packed_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *flat: Any) -> tuple[Tensor, ...]:
         *flat, heads, kv_heads, bias_grad = flat
-        options, seed, tuning = gathered(flat)
+        options, seed, settings = gathered(flat)
         options = options._replace(packed=torch.empty_like(qkv))
         views = unpacked(options.packed, heads, kv_heads)
         q, k, v = unpacked(qkv, heads, kv_heads)
         *grads, dbias, drelative_bias = _five(
-            backward(dout, q, k, v, out, lse, options, seed, tuning, bias_grad)
+            backward(dout, q, k, v, out, lse, options, seed, settings, bias_grad)
         )
         for view, grad in zip(views, grads, strict=True):
             if grad.data_ptr() != view.data_ptr():

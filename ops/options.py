@@ -38,19 +38,19 @@ class AttentionOptions(NamedTuple):
         return (left, 0) if self.causal else (left, right)
 
 
-def flattened(options: AttentionOptions, dropout_seed: Tensor | None, tuning: list[int]) -> tuple[Any, ...]:
+def flattened(options: AttentionOptions, dropout_seed: Tensor | None, settings: list[int]) -> tuple[Any, ...]:
     """Normalised options as the arguments of an op, in the order of the schema of ops/library.py."""
     left, right = options.window or (-1, -1)
     right = 0 if options.causal else right
     ids, lengths = options.document_ids or (None, None), options.kv_lengths
     tensors = options.alibi_slopes, options.bias, *ids, lengths, options.block_mask, options.relative_bias
     numbers = options.scale, left, right, options.softcap or 0.0, options.dropout_p
-    return *tensors, dropout_seed, *numbers, tuning
+    return *tensors, dropout_seed, *numbers, settings
 
 
 def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | None, list[int]]:
-    """The inverse of `flattened`: (options, dropout_seed, tuning) from an op's arguments."""
-    slopes, bias, q_ids, k_ids, lengths, blocks, relative, seed, *numbers, tuning = arguments
+    """The inverse of `flattened`: (options, dropout_seed, settings) from an op's arguments."""
+    slopes, bias, q_ids, k_ids, lengths, blocks, relative, seed, *numbers, settings = arguments
     scale, left, right, softcap, dropout_p = numbers
     causal = right == 0
     right = -1 if causal else right
@@ -59,4 +59,4 @@ def gathered(arguments: tuple[Any, ...]) -> tuple[AttentionOptions, Tensor | Non
     options = AttentionOptions(
         causal, scale, window, softcap or None, slopes, bias, ids, lengths, blocks, relative, dropout_p
     )
-    return options, seed, tuning
+    return options, seed, settings

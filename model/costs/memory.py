@@ -15,7 +15,7 @@ from model.costs.run import Run
 def attention_kept(run: Run) -> int:
     """Bytes that a layer's attention keeps for backward beyond q, k, v and out, its share of what layers
     share among them."""
-    return run.costs.kept_bytes + run.costs.kept_per_model_bytes // run.config.n_layer
+    return run.costs.saved_bytes + run.costs.kept_per_model_bytes // run.config.n_layer
 
 
 def saved_by_layer(run: Run) -> dict[str, int]:

@@ -123,4 +123,4 @@ class Run:
     def costs(self) -> Costs:
         """Of a layer's attention. Raises CostsNotDeclared where the implementation says nothing of them."""
         costs = self.attention.costs(self.call, self.compiled)
-        return costs if self.sequence_ranks == 1 else replace(costs, kept_bytes=2 * costs.kept_bytes)
+        return costs if self.sequence_ranks == 1 else replace(costs, saved_bytes=2 * costs.saved_bytes)

@@ -28,7 +28,7 @@ class Strides(ctypes.Structure):
 
 _POINTERS = (
     "q k v out lse dout dq dk dv padded_lse delta scratch "
-    "alibi_slopes q_document_ids k_document_ids ranges kv_lengths seed block_mask kept"
+    "alibi_slopes q_document_ids k_document_ids document_bounds kv_lengths seed block_mask kept"
 )
 _STRIDED = "q k v out dout dq dk dv block_mask kept"
 _INTEGERS = "batch heads kv_heads tq tk padded_tq n_tiles heads_in_l2 tail window_left window_right"
@@ -74,8 +74,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Call:
-    """What forward and backward derive from q (B, Hq, Tq, D), k, v and normalised options; `tuning` as of the
-    op.
+    """What forward and backward derive from q (B, Hq, Tq, D), k, v, normalised options and `settings`.
 
     `params`: all that does not depend on the kernel. `defines`: the specialisation, as far as all stages
     share it. `tensors`: what `params` points to.
@@ -88,11 +87,11 @@ class Call:
         v: Tensor,
         options: AttentionOptions,
         seed: Tensor | None = None,
-        tuning: Sequence[int] = (),
+        settings: Sequence[int] = (),
     ):
         self.options = options
         slopes, kv_lengths, dropout_p = options.alibi_slopes, options.kv_lengths, options.dropout_p
-        (left, right), softcap, self.tuning = options.band, options.softcap or 0.0, tuning
+        (left, right), softcap, self.settings = options.band, options.softcap or 0.0, settings
         q_ids, k_ids = options.document_ids or (None, None)
         if options.bias is not None:
             raise ValueError("attention=cuda takes no bias; attention=triton, flex, tiled and naive do")
@@ -143,7 +142,7 @@ class Call:
         }
 
     @property
-    def scale_first(self) -> int:
+    def scale_before_max(self) -> int:
         """Whether the kernels on tensor cores scale the scores before anything else (scores.cuh)."""
         changes_scores = self.defines["SOFTCAP"] or self.defines["ALIBI"]
         return int(bool(changes_scores or self.params.scale <= 0))

@@ -1,4 +1,4 @@
-"""Launches attention in fp8 on Hopper, forward only (ops/csrc/ladder/fp8.cu, and fa3.cu with FP8)."""
+"""Launches attention in fp8 on Hopper, forward only (ops/csrc/ladder/fp8.cu, fa3.cu with OPERANDS_8BIT)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fp8Tile(HopperTile):
 
     def defines(self, head_dim: int) -> dict[str, int]:
         width = padded_head_dim(head_dim)
-        return super().defines(head_dim) | {"PADDED_D": width, "USED_D": width, "FP8": 1}
+        return super().defines(head_dim) | {"PADDED_D": width, "USED_D": width, "OPERANDS_8BIT": 1}
 
 
 _TILES = {128: Fp8Tile(2, 192, 3, q_stages=2), 256: Fp8Tile(2, 128, 2, q_stages=1)}
@@ -54,10 +54,10 @@ def scratch_bytes(batch: int, heads: int, kv_heads: int, tq: int, tk: int, head_
 
 def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32; options as in ops/library.py, and
-    tuning = [whether q and k are transformed, whether one scale is for all of q, and of k, whether both are
+    settings = [whether q and k are transformed, whether one scale is for all of q, and of k, whether both are
     integers]."""
     call = Call(*map(_mappable, (q, k, v)), *options)
-    hadamard, one_scale, integers = call.tuning or (1, 0, 1)
+    hadamard, one_scale, integers = call.settings or (1, 0, 1)
     (batch, heads, tq, head_dim), (kv_heads, tk) = q.shape, k.shape[1:3]
     tile, width = _TILES[padded_head_dim(head_dim)], padded_head_dim(head_dim)
     rows, (q_blocks, k_blocks) = V_TILE * math.ceil(tk / V_TILE), tile.scales(tq, tk)
@@ -70,7 +70,7 @@ def fp8_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor,
     blocks = (math.ceil(max(tq, tk) / tile.bc), heads + 2 * kv_heads, batch)
 
     def launch(name: str, grid: tuple[int, int, int], threads: int, given: int = 0) -> None:
-        own = {"INT8": integers, "HADAMARD": int(hadamard), "GIVEN": given}
+        own = {"INT8": integers, "HADAMARD": int(hadamard), "SCALES_GIVEN": given}
         defines = call.defines | tile.defines(head_dim) | own
         nvrtc.kernel("ladder/fp8.cu", name, defines, q.device).launch(grid, threads, params)
 

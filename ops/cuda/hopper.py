@@ -42,7 +42,7 @@ class Launch(ctypes.Structure):
     _fields_ = [
         ("maps", ctypes.c_ubyte * (4 * _MAP_BYTES)),
         ("params", Params),
-        ("next_tile", ctypes.c_void_p),
+        ("tile_counter", ctypes.c_void_p),
         ("_", ctypes.c_ubyte * 64),
     ]
 
@@ -98,14 +98,14 @@ def _mappable(x: Tensor) -> Tensor:
 
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32; options as in ops/library.py, and
-    tuning = [deterministic], which the backward reads."""
+    settings = [deterministic], which the backward reads."""
     call = Call(*map(_mappable, (q, k, v)), *options)
     return run_forward(q, call, forward_tile(q.shape[3], k.shape[2], call.defines))
 
 
 def forward_defines(call: Call, tile: HopperTile, head_dim: int) -> dict[str, int | str]:
     """Those of fa3.cu."""
-    own = {"ALIGNED": 1, "SCALE_FIRST": call.scale_first, "OVERLAP": 1}
+    own = {"ALIGNED": 1, "SCALE_BEFORE_MAX": call.scale_before_max, "INTRA_GROUP_OVERLAP": 1}
     return call.defines | tile.defines(head_dim) | own | _OF_A_LAUNCH
 
 
@@ -122,13 +122,13 @@ def run_forward(
     # from call to call would lie in whatever memory pool or graph it was first asked for in. With a block
     # mask kept_tiles writes it, which is a launch less.
     ranges = document_ranges(call, rows)
-    params = call.params.bind(out=out, lse=lse, ranges=ranges)
+    params = call.params.bind(out=out, lse=lse, document_bounds=ranges)
     make = q.new_zeros if call.block_mask is None else q.new_empty
     counter = make(1, dtype=torch.int32)
     kept = kept_tiles(call, rows, tile.bc, counter=counter)
     params.bind(kept=kept)
     blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
-    launch = Launch(params=params, next_tile=counter.data_ptr())
+    launch = Launch(params=params, tile_counter=counter.data_ptr())
     # (a launch has bound torch's context to this thread, which encoding a map needs)
     specialised = forward_defines(call, tile, head_dim) | defines
     columns = 32 if specialised["PADDED_D"] % 64 else 64  # of a box (hopper.cuh)
@@ -148,7 +148,7 @@ class BackwardLaunch(ctypes.Structure):
     _fields_ = [
         ("maps", ctypes.c_ubyte * (6 * _MAP_BYTES)),
         ("params", Params),
-        ("next_tile", ctypes.c_void_p),
+        ("tile_counter", ctypes.c_void_p),
         ("dq_states", ctypes.c_void_p),
         ("_", ctypes.c_ubyte * 64),
     ]
@@ -160,7 +160,7 @@ def fa3_backward(
     """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
     *of_call, _ = options
     call = Call(*map(_mappable, (q, k, v)), *of_call)
-    if call.tuning and call.tuning[0]:  # deterministic: here dQ is added up in any order
+    if call.settings and call.settings[0]:  # deterministic: here dQ is added up in any order
         return fa2_backward(dout, q, k, v, out, lse, *options)
     tile = backward_tile(q.shape[3], call.defines)
     has = (bool(call.defines[name]) for name in ("DOCUMENT_IDS", "BLOCK_MASK"))
@@ -187,11 +187,11 @@ def run_backward(
     dout = _mappable(dout if dout.stride(3) == 1 else empty_as(out).copy_(dout))
     dq, dk, dv = gradients(q, k, v, call.options)
     written = dk, dv
-    own = _OF_A_LAUNCH | {"SCALE_FIRST": 0, "KV_SHARED_BY": 1, "SKIPS": 1}
+    own = _OF_A_LAUNCH | {"SCALE_BEFORE_MAX": 0, "DKV_EXPANSION": 1, "SKIPS": 1}
     own["STORES_FIRST_DQ"] = int(stores_first_dq(tk, head_dim, call.defines))
     if split:
         written = q.new_empty((2, batch, heads, tk, head_dim)).unbind()
-        own |= {"HEADS_PER_KV": 1, "KV_SHARED_BY": heads // kv_heads}
+        own |= {"HEADS_PER_KV": 1, "DKV_EXPANSION": heads // kv_heads}
         kv_heads = call.params.kv_heads = heads
     tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
     n_rows = batch * heads * tiles * tile.br
@@ -202,7 +202,7 @@ def run_backward(
     lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, padded_lse=lse_log2, delta=delta)
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
-    params.bind(scratch=accumulator, ranges=ranges)
+    params.bind(scratch=accumulator, document_bounds=ranges)
     kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
     params.bind(kept=kept)
     params.padded_tq = tiles * tile.br
@@ -210,7 +210,7 @@ def run_backward(
     blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over, blocks=1)
     prepare_backward(call, out, dout, width, clear=not states, states=(tile.br, states))
     counter = accumulator.data_ptr() + 4 * n_rows * width
-    launch = BackwardLaunch(params=params, next_tile=counter, dq_states=counter + 4)
+    launch = BackwardLaunch(params=params, tile_counter=counter, dq_states=counter + 4)
     mapped = (*call.tensors[:3], dout, *written)
     stored = tile.bc if tile.warp_groups == 3 else 64  # rows of dK and dV at a time
     boxes = zip(mapped, (tile.br, tile.bc, tile.bc, tile.br, stored, stored), strict=True)

@@ -169,7 +169,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, *of_call: Any) -> tuple[Tenso
     (batch, heads, tq, head_dim), queries = q.shape, choice.tokens(backward=False)
     out, lse = _outputs(q)
     ranges = document_ranges(call, queries)
-    params = call.params.bind(out=out, lse=lse, ranges=ranges)
+    params = call.params.bind(out=out, lse=lse, document_bounds=ranges)
     blocks = call.in_order(math.ceil(tq / queries), batch * heads, k, times=heads // k.shape[1])
     defines = call.defines | _vector(q, k, v, out) | choice.defines
     kernel = _kernel("ladder/tiled.cu", "tilegpt_tiled_forward", defines, q.device)
@@ -194,7 +194,7 @@ def tiled_backward(
     rows, shared = choice.tokens(backward=True), choice.shared_bytes(head_dim, backward=True)
 
     def launch(name: str, blocks: int, ranges: Tensor | None) -> None:
-        params.bind(ranges=ranges)
+        params.bind(document_bounds=ranges)
         kernel = _kernel("ladder/tiled_backward.cu", name, defines, q.device)
         kernel.launch(blocks, 32 * choice.warps, params, shared)
 
@@ -235,7 +235,7 @@ def document_ranges(call: Call, rows: int, transposed: bool = False) -> Tensor |
     n_tiles = math.ceil(n_own / rows)
     ranges = torch.empty((batch, n_tiles, 3), dtype=torch.int32, device=own.device)
     params = Params(tq=n_own, tk=n_other, n_tiles=n_tiles)
-    params.bind(q_document_ids=own, k_document_ids=other, ranges=ranges)
+    params.bind(q_document_ids=own, k_document_ids=other, document_bounds=ranges)
     defines = {"PARAMS_BYTES": call.defines["PARAMS_BYTES"], "ELEMENT": "float", "TILE": rows}
     kernel = _kernel("lib/document_ranges.cu", "tilegpt_document_ranges", defines, own.device)
     kernel.launch(n_tiles * batch, _RANGE_THREADS, params)

@@ -145,9 +145,9 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     found = largest(call, q, k, v)
     k, v = split("k", k, found, call), split("v", v, found, call)
     ranges = plain.document_ranges(call, tile.br)
-    params = call.params.bind(k=k, v=v, out=out, lse=lse, ranges=ranges)
+    params = call.params.bind(k=k, v=v, out=out, lse=lse, document_bounds=ranges)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
-    own = {"ALIGNED": 1, "EVEN": int(even(q, out)), "SCALE_FIRST": call.scale_first}
+    own = {"ALIGNED": 1, "EVEN": int(even(q, out)), "SCALE_BEFORE_MAX": call.scale_before_max}
     defines = call.defines | tile.defines | own
     kernel = plain._kernel("fp32/tiled_split_fp16.cu", "tilegpt_tiled_split_fp16_forward", defines, q.device)
     kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))

@@ -20,7 +20,7 @@ class Tile:
     bounds the registers, stages of tiles, and terms of a warp's own rows that stay in registers."""
 
     row_tiles: int
-    inner_tile: int
+    other_tile: int
     at_once: int
     warps: int
     blocks: int = 1
@@ -28,7 +28,7 @@ class Tile:
     own_terms: int = TERMS
 
     @property
-    def outer_tile(self) -> int:
+    def own_tile(self) -> int:
         """Queries or keys that a block owns."""
         return 8 * self.warps * self.row_tiles
 
@@ -40,9 +40,9 @@ class Tile:
         """What two tensors have of own rows outside of registers, what pairs of warps trade, and per stage a
         tile of two tensors and two numbers a row."""
         row = 2 * padded(head_dim)
-        rest = 2 * (TERMS - self.own_terms) * self.outer_tile * row
-        traded = 4 * self.outer_tile * self.inner_tile
-        return rest + traded + self.stages * self.inner_tile * (2 * TERMS * row + 8)
+        rest = 2 * (TERMS - self.own_terms) * self.own_tile * row
+        traded = 4 * self.own_tile * self.other_tile
+        return rest + traded + self.stages * self.other_tile * (2 * TERMS * row + 8)
 
 
 _SMALL = Tile(1, 32, 32, 4, blocks=2)
@@ -101,19 +101,19 @@ def run_backward(
     found = largest(call, q, k, v, dout)
     terms = {name: split(name, x, found, call) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
     params = call.params.bind(**terms, dq=dq, dk=dk, dv=dv)
-    defines = call.defines | {"ALIGNED": 1, "SCALE_FIRST": 0, "EVEN": int(even(dq, dk, dv))}
+    defines = call.defines | {"ALIGNED": 1, "SCALE_BEFORE_MAX": 0, "EVEN": int(even(dq, dk, dv))}
 
     def launch(source: str, name: str, blocks: int, tile: Tile, ranges: Tensor | None) -> None:
-        params.bind(ranges=ranges)
+        params.bind(document_bounds=ranges)
         kernel = plain._kernel(source, name, defines | tile.defines, q.device)
         kernel.launch(blocks, 32 * tile.warps, params, tile.shared_bytes(head_dim))
 
-    key_ranges = plain.document_ranges(call, dkdv_tile.outer_tile, transposed=True)
-    n_tiles = math.ceil(tk / dkdv_tile.outer_tile)
+    key_ranges = plain.document_ranges(call, dkdv_tile.own_tile, transposed=True)
+    n_tiles = math.ceil(tk / dkdv_tile.own_tile)
     blocks = call.in_order(n_tiles, batch * kv_heads, terms["q"], over=heads // kv_heads)
     launch("fp32/split_fp16_backward.cu", "tilegpt_split_fp16_dkdv", blocks, dkdv_tile, key_ranges)
-    query_ranges = plain.document_ranges(call, dq_tile.outer_tile)
-    n_tiles = math.ceil(tq / dq_tile.outer_tile)
+    query_ranges = plain.document_ranges(call, dq_tile.own_tile)
+    n_tiles = math.ceil(tq / dq_tile.own_tile)
     blocks = call.in_order(n_tiles, batch * heads, terms["k"], times=heads // kv_heads)
     launch("fp32/split_fp16_backward_dq.cu", "tilegpt_split_fp16_dq", blocks, dq_tile, query_ranges)
     del statistics, found, terms, key_ranges, query_ranges  # alive until the last launch

@@ -117,7 +117,7 @@ def _aligned(*tensors: Tensor) -> bool:
 
 def _defines(call: Call, tile: Tile | BackwardTile, *tensors: Tensor) -> dict[str, int | str]:
     """The specialisation of a kernel of this file that reads `tensors`."""
-    own = {"ALIGNED": int(_aligned(*tensors)), "SCALE_FIRST": call.scale_first}
+    own = {"ALIGNED": int(_aligned(*tensors)), "SCALE_BEFORE_MAX": call.scale_before_max}
     return call.defines | _tile_defines(tile) | own
 
 
@@ -133,7 +133,7 @@ def fa1_tile(head_dim: int, max_bytes: int) -> TeamTile:
 
 
 def fa1_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """As fa2_forward; it reads no tuning. Of the options scale and a causal mask only."""
+    """As fa2_forward; it reads no settings. Of the options scale and a causal mask only."""
     call = Call(q, k, v, *options)
     return run_fa1(q, k, v, call, fa1_tile(q.shape[3], _shared_bytes(q.device)))
 
@@ -152,7 +152,7 @@ def run_fa1(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: TeamTile) -> tupl
 
 def fa2_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32; options as in ops/library.py, and
-    tuning = [deterministic], which the backward reads."""
+    settings = [deterministic], which the backward reads."""
     call = Call(q, k, v, *options)
     return run_forward(q, k, v, call, _FORWARD[padded(q.shape[3])])
 
@@ -161,7 +161,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, tile: Tile) -> tupl
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty((batch, heads, tq), dtype=torch.float32)
     ranges = document_ranges(call, tile.br)
-    params = call.params.bind(out=out, lse=lse, ranges=ranges)
+    params = call.params.bind(out=out, lse=lse, document_bounds=ranges)
     kept = kept_tiles(call, tile.br, tile.bc)  # lives until the launch, as `ranges` does
     params.bind(kept=kept)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])
@@ -176,7 +176,7 @@ def fa2_backward(
     """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
     *options, _ = options
     call = Call(q, k, v, *options)
-    deterministic = bool(call.tuning and call.tuning[0])
+    deterministic = bool(call.settings and call.settings[0])
     tile = backward_tile(q.shape[3], _shared_bytes(q.device))
     return run_backward(dout, q, k, v, out, lse, call, tile, deterministic)
 
@@ -205,7 +205,7 @@ def run_backward(
     params = call.params.bind(
         dout=dout, out=out, lse=lse, dq=dq, dk=dk, dv=dv, padded_lse=lse_log2, delta=delta
     )
-    params.bind(ranges=ranges, scratch=None if deterministic else accumulator)
+    params.bind(document_bounds=ranges, scratch=None if deterministic else accumulator)
     kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
     params.bind(kept=kept)
     params.padded_tq = padded_tq
@@ -245,7 +245,7 @@ def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:
     (batch, heads, tq, head_dim), params = q.shape, call.params
     tile = _DQ[padded(head_dim)]
     ranges = document_ranges(call, tile.br)
-    params.bind(ranges=ranges)
+    params.bind(document_bounds=ranges)
     kept = kept_tiles(call, tile.br, tile.bc)
     params.bind(kept=kept)
     blocks = call.in_order(math.ceil(tq / tile.br), batch * heads, k, times=heads // k.shape[1])

@@ -1,7 +1,7 @@
 """Launches stage `tiled` of the CUDA ladder: fp32 by terms of fp16 on tensor cores where the call is one for
 them (split_fp16.py), everything else on FMA units (plain.py).
 
-The functions are those of register_attention in ops/library.py, where the options are said; tuning =
+The functions are those of register_attention in ops/library.py, where the options are said; settings =
 [deterministic, fma]: both ways are deterministic, and `fma` asks for FMA units.
 """
 
@@ -16,17 +16,22 @@ from ops.cuda.call import Call
 from ops.options import AttentionOptions
 
 
-def _by_split_fp16(q: Tensor, tuning: Sequence[int]) -> bool:
-    return split_fp16.usable(q) and not any(tuning[1:])
+def _by_split_fp16(q: Tensor, settings: Sequence[int]) -> bool:
+    return split_fp16.usable(q) and not any(settings[1:])
 
 
 def tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seed: Tensor | None, tuning: Sequence[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    seed: Tensor | None,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32."""
-    if _by_split_fp16(q, tuning):
-        return split_fp16.forward(q, k, v, Call(q, k, v, options, seed, tuning))
-    return plain.tiled_forward(q, k, v, options, seed, tuning)
+    if _by_split_fp16(q, settings):
+        return split_fp16.forward(q, k, v, Call(q, k, v, options, seed, settings))
+    return plain.tiled_forward(q, k, v, options, seed, settings)
 
 
 def tiled_backward(
@@ -38,11 +43,11 @@ def tiled_backward(
     lse: Tensor,
     options: AttentionOptions,
     seed: Tensor | None,
-    tuning: Sequence[int],
+    settings: Sequence[int],
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the layouts of q, k and v, and nothing for the bias: it has none."""
-    if _by_split_fp16(q, tuning):
-        call = Call(q, k, v, options, seed, tuning)
+    if _by_split_fp16(q, settings):
+        call = Call(q, k, v, options, seed, settings)
         return *split_fp16_backward.backward(dout, q, k, v, out, lse, call), q.new_empty(0)
-    return plain.tiled_backward(dout, q, k, v, out, lse, options, seed, tuning, bias_grad)
+    return plain.tiled_backward(dout, q, k, v, out, lse, options, seed, settings, bias_grad)

@@ -26,7 +26,7 @@ def shared_bytes(head_dim: int) -> int:
 
 def wmma_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout and lse (B, Hq, Tq) fp32; of the options of ops/library.py
-    scale and a causal mask only. It reads no tuning."""
+    scale and a causal mask only. It reads no settings."""
     call = Call(q, k, v, *options)
     batch, heads, tq, head_dim = q.shape
     out, lse = empty_as(q), q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -70,7 +70,7 @@ def _kept_from(dropout_p: float) -> int:
 
 
 class _Call:
-    """What forward and backward derive from normalised options; `tuning` as of the op."""
+    """What forward and backward derive from normalised options; `settings` as of the op."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class _Call:
         k: Tensor,
         options: AttentionOptions,
         seed: Tensor | None = None,
-        tuning: Sequence[int] = (),
+        settings: Sequence[int] = (),
     ):
         self.bias, self.seed, table = options.bias, seed, options.relative_bias
         (left, right), softcap = options.band, options.softcap or 0.0
@@ -123,7 +123,7 @@ class _Call:
         self.has_options |= self.q_ids is not None or self.kv_lengths is not None
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         self.device_facts = arch, 8 * q.element_size(), self.block_d
-        self.autotune = bool(tuning and tuning[0])
+        self.autotune = bool(settings and settings[0])
         self.shape = None
         if self.autotune:  # what a measured choice holds for
             described = self.kv_lengths is None and _describable(q, k)
@@ -204,13 +204,18 @@ def _blocks_in_bias(options: AttentionOptions, q: Tensor, k: Tensor) -> Attentio
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, seed: Tensor | None, tuning: Sequence[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    seed: Tensor | None,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Tq, D) in q's dtype and layout, lse (B, Hq, Tq) fp32; options as in ops/library.py, and
-    tuning = [autotune]."""
+    settings = [autotune]."""
     _check(q, k, v)
     few = q.shape[2] * q.shape[1] // k.shape[1] <= _DECODE_ROWS
-    call = _Call(q, k, _blocks_in_bias(options, q, k) if few else options, seed, tuning)
+    call = _Call(q, k, _blocks_in_bias(options, q, k) if few else options, seed, settings)
     if few:
         full = k.shape[0] * k.shape[1] >= 0.9 * multiprocessors(q.device)
         desc = call.kv_lengths is None and _describable(k, v)

@@ -78,7 +78,7 @@ def test_a_verdict_is_kept_for_the_same_call_only() -> None:
 def test_all_reasons_and_remedies() -> None:
     able = Capabilities(
         devices=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16}), min_arch=(9, 0), max_head_dim=128,
-        head_dim_multiple=8, features=frozenset({"bias"}), no_gradient=frozenset({"bias"}),
+        head_dim_multiple=8, features=frozenset({"bias"}), forward_only_features=frozenset({"bias"}),
     )  # fmt: skip
     call = AttentionCall(
         "training",

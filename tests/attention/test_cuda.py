@@ -181,7 +181,7 @@ def test_products_are_chosen_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("strict", "deterministic"), [(False, 0), (False, 1), (True, 0)])
 def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool, deterministic: int) -> None:
-    """By the op's schema, forward and backward: causal is a right bound of 0, `tuning` says deterministic."""
+    """By the op's schema, forward and backward: causal is a right bound of 0, `settings` has determinism."""
     calls: dict[str, tuple[Any, ...]] = {}
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
@@ -208,9 +208,9 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
     finally:
         torch.use_deterministic_algorithms(False)
         library._destroy()
-    *tensors, scale, left, right, softcap, dropout_p, tuning = calls["forward"]
+    *tensors, scale, left, right, softcap, dropout_p, settings = calls["forward"]
     assert [x is None for x in tensors] == [True] * 4 + [False, True, True, True]
-    assert (scale, left, right, softcap, dropout_p, list(tuning)) == (
+    assert (scale, left, right, softcap, dropout_p, list(settings)) == (
         0.25,
         3,
         0,
@@ -218,9 +218,9 @@ def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool
         0.0,
         [deterministic, 0],
     )
-    _, _, *options, tuning, bias_grad = calls["backward"]
+    _, _, *options, settings, bias_grad = calls["backward"]
     assert options[8:] == [0.25, 3, 0, 2.0, 0.0] and bias_grad is False
-    assert list(tuning) == [int(deterministic or strict), 0]
+    assert list(settings) == [int(deterministic or strict), 0]
     assert torch.equal(q.grad, torch.full_like(q, 3))
 
 

@@ -95,7 +95,7 @@ def test_the_fakes_can_fail(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         return run_case(on_cpu(version)[0], case, "cpu", torch.float32)
 
     with monkeypatch.context() as patch:
-        patch.setattr(flash_versions.LibraryCall, "window", property(lambda o: (o.left, -1)))
+        patch.setattr(flash_versions.LibraryCall, "window_size", property(lambda o: (o.left, -1)))
         assert max(ratios(3, windowed).values()) > 1
     with monkeypatch.context() as patch:
         patch.setattr(flash_versions, "_zero_v_beyond_lengths", lambda v, kv_lengths: v)

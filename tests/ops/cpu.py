@@ -253,11 +253,11 @@ def documents(*runs: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs)).int()[None]
 
 
-def call_of(problem: Problem, tuning: list[int]) -> Call:
+def call_of(problem: Problem, settings: list[int]) -> Call:
     """As the launch functions take it."""
     q, o = problem.q, problem.options
     options = AttentionOptions(**{"scale": q.shape[3] ** -0.5} | o)
-    return Call(q, problem.k, problem.v, options, dropout_seed(q.device), tuning)
+    return Call(q, problem.k, problem.v, options, dropout_seed(q.device), settings)
 
 
 class Sanitizer:

@@ -6,15 +6,15 @@
 // next when they are waited for.
 #pragma once
 
-#ifndef FP8
-#define FP8 0
+#ifndef OPERANDS_8BIT
+#define OPERANDS_8BIT 0
 #endif
 #ifndef INT8
 #define INT8 0
 #endif
 
 namespace cpu {
-static const int depth = FP8 ? 32 : 16;  // of the reduction, in a product
+static const int depth = OPERANDS_8BIT ? 32 : 16;  // of the reduction, in a product
 // e4m3: a sign, 4 bits of exponent, whose bias is 7, and 3 of the number; 0x7f is NaN.
 static float float_of_e4m3(unsigned char bits) {
     const int exponent = bits >> 3 & 15, rest = bits & 7;
@@ -108,8 +108,8 @@ static float operand(unsigned long long descriptor, bool mn, int x, int k, bool 
     const unsigned eight = (descriptor >> 32 & 0x3fff) << 4, row_bytes = 256 >> (descriptor >> 62);
     const unsigned wide = row_bytes / 2;
     const unsigned address = mn ? start + x / wide * block + k / 8 * eight + k % 8 * row_bytes + x % wide * 2
-                                : start + x / 8 * eight + x % 8 * row_bytes + k * (FP8 ? 1 : 2);
-    if (FP8) {
+                                : start + x / 8 * eight + x % 8 * row_bytes + k * (OPERANDS_8BIT ? 1 : 2);
+    if (OPERANDS_8BIT) {
         const unsigned char bits = *at(swizzled_address(address, row_bytes));
         return integers ? (float)(signed char)bits : float_of_e4m3(bits);
     }
@@ -291,7 +291,7 @@ template <int N> struct Wgmma {
         const int row = threadIdx.x % 32 / 4 * 4;
         for (int half = 0; half < 2; half++)
             for (int k = 0; k < cpu::depth; k++)
-                product.rows[half][k] = FP8 ? cpu::float_of_e4m3(of[row + k % 16 / 4].a[half + k / 16 * 2] >> 8 * (k % 4))
+                product.rows[half][k] = OPERANDS_8BIT ? cpu::float_of_e4m3(of[row + k % 16 / 4].a[half + k / 16 * 2] >> 8 * (k % 4))
                                             : unpack(of[row + k % 8 / 2].a[half + k / 8 * 2], k % 2);
         cpu::of_thread().back().push_back(product);
     }

@@ -156,10 +156,10 @@ def launches(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) 
         *options, default = given["options"]
         able = cuda.STAGES[stage].capabilities
         other = [0, 1] if stage == "tiled" else [0, 0] if able.deterministic else [1, 0]
-        for tuning in dict.fromkeys((tuple(default), tuple(other))):
-            out, lse = cuda._forward(stage, q, k, v, *options, tuning)
-            if able.backward and not (tuning[0] and cuda._nondeterminism_reason(stage, q.shape[3])):
-                cuda._backward(stage, dout, q, k, v, out, lse, *options, tuning, False)
+        for settings in dict.fromkeys((tuple(default), tuple(other))):
+            out, lse = cuda._forward(stage, q, k, v, *options, settings)
+            if able.backward and not (settings[0] and cuda._nondeterminism_reason(stage, q.shape[3])):
+                cuda._backward(stage, dout, q, k, v, out, lse, *options, settings, False)
     return found
 
 

@@ -203,7 +203,7 @@ def test_the_same_bits_each_time_and_by_each_schedule(
     if "block_mask" in options:
         options = {"block_mask": half_of_all_blocks(tokens, tokens)}
     out, lse = forward(x, options)
-    for defines in ({"PINGPONG": 0}, {"OVERLAP": 0}, {"BOUNDED_WAITS": 1 << 20}):
+    for defines in ({"PINGPONG": 0}, {"INTRA_GROUP_OVERLAP": 0}, {"BOUNDED_WAITS": 1 << 20}):
         assert all(map(torch.equal, (out, lse), forward(x, options, **defines))), defines
     for _ in range(100):
         assert all(map(torch.equal, (out, lse), forward(x, options)))

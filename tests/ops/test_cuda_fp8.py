@@ -57,7 +57,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, compiler: cpu.HopperCores) -> None:
         (CudaFp8, "unsupported_reasons", lambda *_: []),
     ):
         monkeypatch.setattr(owner, name, value)
-    run = lambda of, q, k, v, options, seed: fp8.fp8_forward(q, k, v, options, seed, of.tuning)  # noqa: E731
+    run = lambda of, q, k, v, options, seed: fp8.fp8_forward(q, k, v, options, seed, of.settings)  # noqa: E731
     monkeypatch.setattr(CudaFp8, "attend", run)
 
 
@@ -164,7 +164,7 @@ def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right:
     assert made.spilled_bytes <= spilled and made.shared_bytes <= 232_448, made
     (sass,) = (part for part in sections(made.cubin.code) if part.startswith(".text.tilegpt_fa3_forward"))
     assert "GMMA" in sass and not overwritten(sass)
-    rounding = call.defines | tile.defines(head_dim) | {"INT8": integers, "HADAMARD": 1, "GIVEN": 0}
+    rounding = call.defines | tile.defines(head_dim) | {"INT8": integers, "HADAMARD": 1, "SCALES_GIVEN": 0}
     of_rounding = tuple(rounding.items())
     for name, threads in (("tilegpt_fp8_rows", tile.bc * head_dim // 64), ("tilegpt_fp8_values", 256)):
         made, most = compiled(Launch("ladder/fp8.cu", name, of_rounding, threads, 0), (9, 0)), BUDGETS[name]

@@ -76,7 +76,7 @@ def test_lists(tq: int, tk: int, options: dict[str, Any], own: int, other: int, 
     asked = AttentionOptions(**options, scale=1.0, block_mask=mask)
     call = Call(q, k, v, asked)
     ranges = plain.document_ranges(call, own, transposed=transposed)
-    call.params.bind(ranges=ranges)
+    call.params.bind(document_bounds=ranges)
     call.params.n_tiles = -(-(tk if transposed else tq) // own)
     made = kept_tiles(call, own, other, transposed)
     i, j = torch.arange(tq), torch.arange(tk)

@@ -47,10 +47,25 @@ def option_sets(name: str, device: str, tq: int = TQ) -> dict[str, list[Any]]:
     blocks = torch.ones(BATCH, 1, 1, 1, dtype=torch.bool, device=device)
     table = torch.randn(HEADS, 11, generator=torch.Generator().manual_seed(2)).to(device)
     seed = torch.tensor(1234567890123, device=device)
-    scale, tuning = D**-0.5, TUNING[name]
+    scale, settings = D**-0.5, TUNING[name]
     sets = {
-        "plain": [None] * 8 + [scale, -1, 0, 0.0, 0.0, tuning],
-        "all": [slopes, bias, q_ids, k_ids, lengths, blocks, table, seed, scale, 15, 2, 1.5, 0.3, tuning],
+        "plain": [None] * 8 + [scale, -1, 0, 0.0, 0.0, settings],
+        "all": [
+            slopes,
+            bias,
+            q_ids,
+            k_ids,
+            lengths,
+            blocks,
+            table,
+            seed,
+            scale,
+            15,
+            2,
+            1.5,
+            0.3,
+            settings,
+        ],
     }
     learned = [*sets["all"][1:6], table.T.clone().T.requires_grad_(), *sets["all"][7:]]  # of any strides
     sets["relative_bias"] = [None, *learned]

@@ -147,7 +147,7 @@ class Odd(Attention):
         max_arch=(11, 0),
         max_head_dim=128,
         head_dim_multiple=8,
-        no_gradient=frozenset({"kv_lengths"}),
+        forward_only_features=frozenset({"kv_lengths"}),
     )
 
     def unsupported_reasons(self, call):

@@ -9,7 +9,7 @@
 //
 // q, k, v and dout are terms, (B, H, T, 2, PADDED_D) fp16, contiguous (split_fp16.cu); padded_lse is a natural log.
 // HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dK and dV once.
-// From L2: Q and dO for every OUTER_TILE keys.
+// From L2: Q and dO for every OWN_TILE keys.
 // The host defines what split_fp16_backward.cuh says.
 #include "split_fp16_backward.cuh"
 
@@ -72,37 +72,37 @@ __device__ __forceinline__ void compute_ds_transposed(const Params &p, Scores &d
         }
 }
 
-// dK and dV of OUTER_TILE keys of one key head. Grid: B * Hkv * n_tiles.
+// dK and dV of OWN_TILE keys of one key head. Grid: B * Hkv * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of K and V, what is traded, then the stages
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
-    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
+    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OWN_TILE, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), j_first = j0 + pair * OWN_ROWS;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const bool computes_dp = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
-    const int real_keys = min_of(OUTER_TILE, keys - j0);  // of the keys
+    const int valid_keys = min_of(OWN_TILE, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real_keys > 0) range = query_range(p, j0, real_keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
-    if (real_keys < OUTER_TILE) range.full_lo = range.hi;  // every tile masks the keys that are not there
+    if (valid_keys > 0) range = query_range(p, j0, valid_keys, causal_offset, OTHER_TILE, documents_of(p, b, tile));
+    if (valid_keys < OWN_TILE) range.full_lo = range.hi;  // every tile masks the keys that are not there
 
     // Q, dO and what their rows need, tile after tile; then back to the first tile, of the next head.
     const long long first_row = (long long)(b * p.heads + kv_head * HEADS_PER_KV) * p.tq;
-    const int n_rows = ceil_div(range.hi - range.lo, INNER_TILE) * INNER_TILE;
+    const int n_rows = ceil_div(range.hi - range.lo, OTHER_TILE) * OTHER_TILE;
     TwoLoader next((const mma_element *)p.q + first_row * ROW, range.lo);
     const long long apart = (const mma_element *)p.dout - (const mma_element *)p.q;
-    // The first INNER_TILE / 4 threads copy lse, the next INNER_TILE / 4 delta.
-    const float *statistic = (threadIdx.x < INNER_TILE / 4 ? p.padded_lse : p.delta - INNER_TILE) + threadIdx.x * 4;
+    // The first OTHER_TILE / 4 threads copy lse, the next OTHER_TILE / 4 delta.
+    const float *statistic = (threadIdx.x < OTHER_TILE / 4 ? p.padded_lse : p.delta - OTHER_TILE) + threadIdx.x * 4;
     auto load = [&](int stage, int g, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
         next.load(to, apart, p.tq - i);
-        if (threadIdx.x < INNER_TILE / 2)
+        if (threadIdx.x < OTHER_TILE / 2)
             cp_async_16(to + 2 * TILE_BYTES + 16 * threadIdx.x,
                         statistic + (long long)(b * p.heads + kv_head * HEADS_PER_KV + g) * p.padded_tq + i, true);
-        if (HEADS_PER_KV > 1 && i + INNER_TILE >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
+        if (HEADS_PER_KV > 1 && i + OTHER_TILE >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
     };
     const mma_element *k = (const mma_element *)p.k + (long long)head * p.tk * ROW;
     const mma_element *v = (const mma_element *)p.v + (long long)head * p.tk * ROW;
@@ -119,17 +119,17 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     Gradient sums;  // dV, or dK where it computes dP
     sums.clear();
     for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
-        for (int i0 = range.lo; i0 < range.hi; i0 += INNER_TILE) {
+        for (int i0 = range.lo; i0 < range.hi; i0 += OTHER_TILE) {
             cp_async_wait_group<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
-            const bool last_of_head = i0 + INNER_TILE >= range.hi, more = !last_of_head || g + 1 < HEADS_PER_KV;
-            if (STAGES == 2 && more) load(stage ^ 1, g + last_of_head, last_of_head ? range.lo : i0 + INNER_TILE);
+            const bool last_of_head = i0 + OTHER_TILE >= range.hi, more = !last_of_head || g + 1 < HEADS_PER_KV;
+            if (STAGES == 2 && more) load(stage ^ 1, g + last_of_head, last_of_head ? range.lo : i0 + OTHER_TILE);
             if (STAGES == 2) cp_async_commit_group();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
             const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
-            const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + INNER_TILE > range.full_hi);
+            const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + OTHER_TILE > range.full_hi);
 #pragma unroll 1
-            for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
+            for (int part = 0; part < OTHER_TILE; part += AT_ONCE) {
                 Scores s, p_dsoftcap;
                 multiply_own(s, own, as_stored, transposed, (computes_dp ? do_tile : q_tile) + part * ROW_BYTES);
                 float4 *to = traded + part * OWN_ROWS / 4;
@@ -141,14 +141,14 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
                 meet_in_pair(pair);
                 if (computes_dp) {
                     receive(to, p_dsoftcap);
-                    compute_ds_transposed(p, s, p_dsoftcap, lse + INNER_TILE + part, delta_factor);
+                    compute_ds_transposed(p, s, p_dsoftcap, lse + OTHER_TILE + part, delta_factor);
                 }
                 add_split_product(sums, s, as_stored, (computes_dp ? q_tile : do_tile) + part * ROW_BYTES,
-                                  INNER_TILE * ROW_BYTES);
+                                  OTHER_TILE * ROW_BYTES);
             }
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
-                if (more) load(0, g + last_of_head, last_of_head ? range.lo : i0 + INNER_TILE);
+                if (more) load(0, g + last_of_head, last_of_head ? range.lo : i0 + OTHER_TILE);
                 cp_async_commit_group();
             }
             stage ^= STAGES - 1;

@@ -5,7 +5,7 @@
 // ldmatrix takes it for as long as tensor cores take for three products, so a warp's own rows (K or V, Q or dO), which
 // are the same in all tiles, stay in registers as far as there is room, straight from global memory.
 //
-// The host defines ROW_TILES (of 16 rows of a pair), INNER_TILE (queries or keys of a tile), AT_ONCE (of them; a tile is
+// The host defines ROW_TILES (of 16 rows of a pair), OTHER_TILE (queries or keys of a tile), AT_ONCE (of them; a tile is
 // walked in one part or two), WARPS, BLOCKS (that are to share a multiprocessor), STAGES (of tiles), OWN_TERMS (of the
 // own rows that stay in registers; the others are read from shared memory each time), EVEN (two numbers of a gradient
 // can be written at once).
@@ -14,16 +14,16 @@
 
 #define THREADS (WARPS * 32)
 #define OWN_ROWS (ROW_TILES * 16)          // of a pair of warps
-#define OUTER_TILE (WARPS / 2 * OWN_ROWS)  // of a block
+#define OWN_TILE (WARPS / 2 * OWN_ROWS)  // of a block
 #define N_STEPS (AT_ONCE / 16)
 #define ROW (TERMS * PADDED_D)              // numbers of a row
-#define OWN_BYTES (OUTER_TILE * ROW_BYTES)  // of one term
+#define OWN_BYTES (OWN_TILE * ROW_BYTES)  // of one term
 #define REST (TERMS - OWN_TERMS)            // terms of own rows in shared memory
-#define TILE_BYTES (TERMS * INNER_TILE * ROW_BYTES)
-#define STAGE_BYTES (2 * TILE_BYTES + 2 * INNER_TILE * 4)  // two tensors, lse, delta
-#define TRADED_BYTES (OWN_ROWS * INNER_TILE * 4)           // what a pair has for each other
+#define TILE_BYTES (TERMS * OTHER_TILE * ROW_BYTES)
+#define STAGE_BYTES (2 * TILE_BYTES + 2 * OTHER_TILE * 4)  // two tensors, lse, delta
+#define TRADED_BYTES (OWN_ROWS * OTHER_TILE * 4)           // what a pair has for each other
 
-static_assert(WARPS % 2 == 0 && AT_ONCE % 16 == 0 && INNER_TILE % AT_ONCE == 0, "whole pairs and tiles");
+static_assert(WARPS % 2 == 0 && AT_ONCE % 16 == 0 && OTHER_TILE % AT_ONCE == 0, "whole pairs and tiles");
 static_assert(WARPS / 2 < 16, "a named barrier for each pair");
 
 typedef Accumulator<ROW_TILES, N_STEPS> Scores;
@@ -74,7 +74,7 @@ struct OwnRows {
 
 // Loads the tiles of two tensors of one shape, the second `apart` numbers behind the first.
 struct TwoLoader {
-    TermLoader<INNER_TILE, THREADS> next;
+    TermLoader<OTHER_TILE, THREADS> next;
     __device__ __forceinline__ TwoLoader(const mma_element *matrix, int first) : next(matrix, ROW, first) {}
     __device__ __forceinline__ void load(unsigned tile, long long apart, int limit) {
         next.load(tile, ROW, limit, 0);
@@ -88,7 +88,7 @@ struct TwoLoader {
 __device__ __forceinline__ void load_rest(const mma_element *matrix, int first, int end, unsigned to) {
 #pragma unroll
     for (int term = 0; term < REST; term++)
-        Loader<OUTER_TILE, THREADS>(matrix + (OWN_TERMS + term) * PADDED_D, ROW, first)
+        Loader<OWN_TILE, THREADS>(matrix + (OWN_TERMS + term) * PADDED_D, ROW, first)
             .load(to + term * OWN_BYTES, ROW, end - first);
 }
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply_own(Scores &s, const OwnRows &own, cons
     for (int d = 0; d < D_STEPS; d++) {
         unsigned left[TERMS][ROW_TILES][4];
         own.get(left, a_lanes, d);
-        add_split_step(s, rest, left, d, b_lanes, b, INNER_TILE * ROW_BYTES);
+        add_split_step(s, rest, left, d, b_lanes, b, OTHER_TILE * ROW_BYTES);
     }
 }
 

@@ -6,7 +6,7 @@
 // and sums dQ += dS K over these. In the end they trade halves of D and add them up.
 //
 // HBM traffic: 4 bytes a number of q, k, v and dout, once as long as the heads at work fit in the L2; dQ once. From L2:
-// K and V for every OUTER_TILE queries. The host defines what split_fp16_backward.cuh says.
+// K and V for every OWN_TILE queries. The host defines what split_fp16_backward.cuh says.
 #include "split_fp16_backward.cuh"
 
 static_assert(AT_ONCE % 32 == 0, "whole pairs of tiles for each warp of a pair");
@@ -58,18 +58,18 @@ __device__ __forceinline__ void compute_ds_rows(const Params &p, HalfScores &s, 
         }
 }
 
-// dQ of OUTER_TILE queries of one head. Grid: B * Hq * n_tiles.
+// dQ of OWN_TILE queries of one head. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of Q and dO, what is traded, then the stages
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * OWN_TILE, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), keys = keys_of(p, b), i_first = i0 + pair * OWN_ROWS;
     const bool computes_dp = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
     float4 *traded = (float4 *)(memory + 2 * REST * OWN_BYTES + pair * TRADED_BYTES);
     const Range range =
-        key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, keys - p.tq, INNER_TILE, documents_of(p, b, tile));
+        key_range(p, i0, min_of(OWN_TILE, p.tq - i0), keys, keys - p.tq, OTHER_TILE, documents_of(p, b, tile));
 
     const long long to_keys = (long long)(b * p.kv_heads + h / HEADS_PER_KV) * p.tk * ROW;
     TwoLoader next((const mma_element *)p.k + to_keys, range.lo);
@@ -90,16 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     const float undo = powers.score_factor(), delta_factor = powers.delta_factor() / p.keep_scale;
     Gradient sums;
     sums.clear();
-    for (int start = range.lo, stage = 0; start < range.hi; start += INNER_TILE) {
+    for (int start = range.lo, stage = 0; start < range.hi; start += OTHER_TILE) {
         cp_async_wait_group<0>();
         __syncthreads();  // this stage has landed, and all warps are done with the other and with what was traded
-        const bool more = start + INNER_TILE < range.hi;
-        if (STAGES == 2 && more) load(stage ^ 1, start + INNER_TILE);
+        const bool more = start + OTHER_TILE < range.hi;
+        if (STAGES == 2 && more) load(stage ^ 1, start + OTHER_TILE);
         if (STAGES == 2) cp_async_commit_group();
         const unsigned k_tile = stages + stage * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
         const bool masked = ((HAS_LEFT || DOCUMENT_IDS) && start < range.full_lo) || start >= range.full_hi;
 #pragma unroll 1
-        for (int part = 0; part < INNER_TILE; part += AT_ONCE) {
+        for (int part = 0; part < OTHER_TILE; part += AT_ONCE) {
             const int mine = part + computes_dp * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
             Scores product;
             multiply_own(product, own, as_stored, transposed, (computes_dp ? v_tile : k_tile) + part * ROW_BYTES);
@@ -112,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
                 s = kept, dp = got;
             compute_p_dsoftcap(p, s, lse, i_first, start + mine, keys, b, h, undo, masked);
             compute_ds_rows(p, s, dp, delta, delta_factor);
-            add_split_product(sums, s, as_stored, k_tile + mine * ROW_BYTES, INNER_TILE * ROW_BYTES);
+            add_split_product(sums, s, as_stored, k_tile + mine * ROW_BYTES, OTHER_TILE * ROW_BYTES);
         }
         if (STAGES == 1) {
             __syncthreads();  // all warps are done with K and V
-            if (more) load(0, start + INNER_TILE);
+            if (more) load(0, start + OTHER_TILE);
             cp_async_commit_group();
         }
         stage ^= STAGES - 1;

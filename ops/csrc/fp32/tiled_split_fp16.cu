@@ -8,7 +8,7 @@
 // Limits: fp32, D up to 128, sm_80 and newer. Every option but a bias. FMA units do the rest (tiled.cu).
 // The host also defines BR, BC, WARPS, BLOCKS (of an SM, at least), HELD (terms of Q that stay in registers; the
 // others are in shared memory, and read again for each tile), EVEN (rows of q and out begin at multiples of two
-// numbers), and SCALE_FIRST.
+// numbers), and SCALE_BEFORE_MAX.
 #include "split_products.cuh"
 #include "softmax.cuh"
 
@@ -90,7 +90,7 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     const int q_exponent = exponent_of(p, OF_Q, b, kv_head), k_exponent = exponent_of(p, OF_K, b, kv_head);
     const float undo = power_of_two(-q_exponent - k_exponent);
     // not 0, as -inf is multiplied by it
-    const float scale = SCALE_FIRST ? 1.0f : fmaxf(p.scale * undo, 1e-37f);
+    const float scale = SCALE_BEFORE_MAX ? 1.0f : fmaxf(p.scale * undo, 1e-37f);
     const Dropout<ROW_TILES> dropout(p, b, h, i_first);
     const mma_element *k = matrix_of((const mma_element *)p.k, p.k_stride, b, kv_head);
     const mma_element *v = matrix_of((const mma_element *)p.v, p.v_stride, b, kv_head);
@@ -118,8 +118,8 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
         // S = Q K^T
         multiply_split<HELD>(s, q, as_stored, q_rows, Q_TERM_BYTES, transposed, k_rows, TERM_BYTES);
         const bool masked = start < range.full_lo || start >= range.full_hi;
-        if (SCALE_FIRST) multiply_by(s, undo);
-        if (SCALE_FIRST || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
+        if (SCALE_BEFORE_MAX) multiply_by(s, undo);
+        if (SCALE_BEFORE_MAX || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
         online_softmax(s, o, rows, scale * LOG2E);
         dropout.drop(p, s, start);
         add_split_product(o, s, as_stored, v_rows, TERM_BYTES);  // O += P V

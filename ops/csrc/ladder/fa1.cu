@@ -17,7 +17,7 @@
 // Partial sums through shared memory. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer; forward only.
 // Scratch, of N = B * Hq * padded_tq rows: O (N, PADDED_D), in blocks of 16 rows, in the order of the registers
 // (`output_fragment`); m (N); l (N).
-// The host also defines BR, BC, WARPS, BLOCKS, ALIGNED and SCALE_FIRST as for fa2.cu.
+// The host also defines BR, BC, WARPS, BLOCKS, ALIGNED and SCALE_BEFORE_MAX as for fa2.cu.
 #include "scores.cuh"
 
 #define THREADS (WARPS * 32)
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, team.q_tile + buffer * Q_BYTES, transposed,
                                                         team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
             const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
-            if (SCALE_FIRST || masked)
+            if (SCALE_BEFORE_MAX || masked)
                 scale_and_mask(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);
             share_maxima(s, team.maxima, team.warp);
             team_barrier(team.number);  // maxima are whole, and all have read m

@@ -10,9 +10,9 @@
 // though they are read Tq / BR times from the L2; lse. No Tq x Tk matrix.
 // Limits. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer.
 // The host also defines BR, BC, WARPS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether all rows
-// begin at multiples of 16 bytes), and SCALE_FIRST (with softcap, ALiBi, or a scale that is not positive: the scores
+// begin at multiples of 16 bytes), and SCALE_BEFORE_MAX (with softcap, ALiBi, or a scale that is not positive: the scores
 // are scaled before their maximum is taken).
-// The macros of the loops (BEGIN_TILES, IS_TILE, ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
+// The macros of the loops (LOOP_ENTER, LOOP_IS_TILE, LOOP_ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "softmax.cuh"
 
@@ -41,10 +41,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
         next_k.load_next(k_tile + buffer * TILE_BYTES, p.k_stride.t, start, keys);
         next_v.load_next(v_tile + buffer * TILE_BYTES, p.v_stride.t, start, keys);
     };
-    if (HAS_TILES) {  // else Q would arrive, without a wait, in the buffer from which O is stored
+    if (LOOP_HAS_TILES) {  // else Q would arrive, without a wait, in the buffer from which O is stored
         const element *q = matrix_of(p.q, p.q_stride, b, h);
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
-        load(FIRST_TILE, 0);
+        load(LOOP_FIRST, 0);
     }
     cp_async_commit_group();
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
@@ -61,12 +61,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #pragma unroll
         for (int d = 0; d < D_STEPS; d++) ldmatrix(q[t][d], as_stored(q_rows, t * 16, d));
 #endif
-    for (int start = BEGIN_TILES, buffer = 0; IS_TILE(start); ADVANCE(start, BC), buffer ^= 1) {
+    for (int start = LOOP_ENTER, buffer = 0; LOOP_IS_TILE(start); LOOP_ADVANCE(start, BC), buffer ^= 1) {
         cp_async_wait_group<0>();
         __syncthreads();  // this tile has arrived, and no warp still reads the other buffer
-        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), buffer ^ 1);
+        if (LOOP_HAS_NEXT(start, BC)) load(LOOP_NEXT(start, BC), buffer ^ 1);
         cp_async_commit_group();
-        PREFETCH_ENTRY;
+        LOOP_PREFETCH;
         Accumulator<ROW_TILES, BC / 16> s;
         s.clear();
 #if Q_IN_REGISTERS
@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #else
         add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_rows, transposed, k_tile + buffer * TILE_BYTES);
 #endif
-        const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
-        if (SCALE_FIRST || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
+        const bool masked = LOOP_NEEDS_MASK(start < range.full_lo || start >= range.full_hi);
+        if (SCALE_BEFORE_MAX || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
         online_softmax(s, o, rows, scale_log2);
         dropout.drop(p, s, start);
         add_product(o, s, as_stored, v_tile + buffer * TILE_BYTES);  // O += P V

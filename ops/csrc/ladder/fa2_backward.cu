@@ -10,9 +10,9 @@
 // all, but the results are deterministic.
 // HBM traffic. Q and dO once per key tile, mostly from L2; K, V, dK, dV once; with ATOMIC also the fp32 dQ, written
 // and read, and Tk / BC additions to each of its numbers in the L2.
-// The host also defines BR, BC, WARPS, ALIGNED, SCALE_FIRST as for fa2.cu, STAGES (of Q and dO), ATOMIC, and the
+// The host also defines BR, BC, WARPS, ALIGNED, SCALE_BEFORE_MAX as for fa2.cu, STAGES (of Q and dO), ATOMIC, and the
 // warps along the rows of a product: S_ROW_WARPS (of S, dP), KV_ROW_WARPS (of dK, dV), Q_ROW_WARPS (of dQ).
-// The macros of the loops (BEGIN_TILES, IS_TILE, ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
+// The macros of the loops (LOOP_ENTER, LOOP_IS_TILE, LOOP_ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
@@ -76,9 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int keys = keys_of(p, b), causal_offset = keys - p.tq, lane = threadIdx.x % 32;
     const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
     const unsigned p_tile = v_tile + KV_BYTES, ds_tile = p_tile + SCORE_BYTES, stages = ds_tile + SCORE_BYTES;
-    const int real_keys = min_of(BC, keys - j0);  // of the keys
+    const int valid_keys = min_of(BC, keys - j0);  // of the keys
     Range range = {0, 0, 0, 0};
-    if (real_keys > 0) range = query_range(p, j0, real_keys, causal_offset, BR, documents_of(p, b, tile));
+    if (valid_keys > 0) range = query_range(p, j0, valid_keys, causal_offset, BR, documents_of(p, b, tile));
 
     Loader<BC, THREADS>(matrix_of(p.k, p.k_stride, b, kv_head), p.k_stride.t, j0).load(k_tile, p.k_stride.t, keys - j0);
     Loader<BC, THREADS>(matrix_of(p.v, p.v_stride, b, kv_head), p.v_stride.t, j0).load(v_tile, p.v_stride.t, keys - j0);
@@ -90,13 +90,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     Loader<BR, THREADS> next_q(matrix_of(p.q, p.q_stride, b, first_head), p.q_stride.t, LOADER_ORIGIN);
     Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, LOADER_ORIGIN);
     const long long first_row = (long long)(b * p.heads + first_head) * p.padded_tq + LOADER_ORIGIN;
-    const float *next_lse_log2 = p.padded_lse + first_row + threadIdx.x * 4;
-    const long long lse_to_delta = p.delta - p.padded_lse - BR;
+    const float *next_lse_log2 = p.lse_log2 + first_row + threadIdx.x * 4;
+    const long long lse_to_delta = p.delta - p.lse_log2 - BR;
     auto load = [&](int stage, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
-        next_q.load_next(to, p.q_stride.t, i, p.tq, HEAD_OFFSET(p.q_stride.h));
-        next_do.load_next(to + Q_BYTES, p.dout_stride.t, i, p.tq, HEAD_OFFSET(p.dout_stride.h));
-        const float *lse_log2 = next_lse_log2 + ROW_OFFSET(p.padded_tq, i);
+        next_q.load_next(to, p.q_stride.t, i, p.tq, LOOP_HEAD_OFFSET(p.q_stride.h));
+        next_do.load_next(to + Q_BYTES, p.dout_stride.t, i, p.tq, LOOP_HEAD_OFFSET(p.dout_stride.h));
+        const float *lse_log2 = next_lse_log2 + LOOP_ROW_OFFSET(p.padded_tq, i);
         if (threadIdx.x < BR / 2)
             cp_async_16(to + 2 * Q_BYTES + 16 * threadIdx.x, lse_log2 + (threadIdx.x < BR / 4 ? 0 : lse_to_delta),
                         true);
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             next_lse_log2 += p.padded_tq - n_rows;
         }
     };
-    if (HAS_TILES) load(0, FIRST_TILE);
+    if (LOOP_HAS_TILES) load(0, LOOP_FIRST);
     cp_async_commit_group();
 
     const int s_row = warp % S_ROW_WARPS * S_TILES * 16, s_column = warp / S_ROW_WARPS * S_COLUMNS;
@@ -120,14 +120,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
-        for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
+        for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
             const int h = kv_head * HEADS_PER_KV + g;
             cp_async_wait_group<0>();
             __syncthreads();  // this stage has landed, and all warps are done with the other, with P and with dS
-            const bool last_of_head = IS_LAST_OF_HEAD(i0, BR), more = HAS_NEXT_OF_GROUP(g);
-            if (STAGES == 2 && more) load(stage ^ 1, NEXT_OF_GROUP(i0, BR));
+            const bool last_of_head = LOOP_IS_LAST_OF_HEAD(i0, BR), more = LOOP_HAS_NEXT_OF_GROUP(g);
+            if (STAGES == 2 && more) load(stage ^ 1, LOOP_NEXT_OF_GROUP(i0, BR));
             if (STAGES == 2) cp_async_commit_group();
-            PREFETCH_ENTRY;
+            LOOP_PREFETCH;
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES;
             const float *lse_log2 = (const float *)(memory + (q_tile - k_tile) + 2 * Q_BYTES) + s_row;
             Scores s, dp;
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                                                         k_tile + s_column * ROW_BYTES);
             add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + s_row * ROW_BYTES, transposed,
                                                         v_tile + s_column * ROW_BYTES);
-            const bool masked = NEEDS_MASKING(real_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
+            const bool masked = LOOP_NEEDS_MASK(valid_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
             compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             add_product<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, kv_columns, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
-                if (more) load(0, NEXT_OF_GROUP(i0, BR));
+                if (more) load(0, LOOP_NEXT_OF_GROUP(i0, BR));
                 cp_async_commit_group();
             }
             stage ^= STAGES - 1;

@@ -5,7 +5,7 @@
 // atomics and no accumulator in global memory, but S and dP are computed twice, here and for dK and dV
 // (fa2_backward.cu without ATOMIC).
 // HBM traffic. Q, dO and dQ once, K and V once per query tile, mostly from L2.
-// The host also defines BR, BC, WARPS, BLOCKS, ALIGNED, SCALE_FIRST as for fa2.cu.
+// The host also defines BR, BC, WARPS, BLOCKS, ALIGNED, SCALE_BEFORE_MAX as for fa2.cu.
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
@@ -33,31 +33,31 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
         next_k.load_next(k_tile + buffer * TILE_BYTES, p.k_stride.t, start, keys);
         next_v.load_next(v_tile + buffer * TILE_BYTES, p.v_stride.t, start, keys);
     };
-    if (HAS_TILES) {  // else Q would land, unwaited for, where dQ goes out
+    if (LOOP_HAS_TILES) {  // else Q would land, unwaited for, where dQ goes out
         const element *q = matrix_of(p.q, p.q_stride, b, h), *dout = matrix_of(p.dout, p.dout_stride, b, h);
         Loader<BR, THREADS>(q, p.q_stride.t, i0).load(q_tile, p.q_stride.t, p.tq - i0);
         Loader<BR, THREADS>(dout, p.dout_stride.t, i0).load(do_tile, p.dout_stride.t, p.tq - i0);
-        load(FIRST_TILE, 0);
+        load(LOOP_FIRST, 0);
     }
     cp_async_commit_group();
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
     const long long row = (long long)head * p.padded_tq + i_first;
     Accumulator<ROW_TILES, D_STEPS> dq;
     dq.clear();
-    for (int start = BEGIN_TILES, buffer = 0; IS_TILE(start); ADVANCE(start, BC), buffer ^= 1) {
+    for (int start = LOOP_ENTER, buffer = 0; LOOP_IS_TILE(start); LOOP_ADVANCE(start, BC), buffer ^= 1) {
         cp_async_wait_group<0>();
         __syncthreads();  // this tile has landed, and all warps are done with the other buffer
-        if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC), buffer ^ 1);
+        if (LOOP_HAS_NEXT(start, BC)) load(LOOP_NEXT(start, BC), buffer ^ 1);
         cp_async_commit_group();
-        PREFETCH_ENTRY;
+        LOOP_PREFETCH;
         Accumulator<ROW_TILES, BC / 16> s, dp;
         s.clear(), dp.clear();
         add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_tile + warp_bytes, transposed,
                                                     k_tile + buffer * TILE_BYTES);
         add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + warp_bytes, transposed,
                                                     v_tile + buffer * TILE_BYTES);
-        const bool masked = NEEDS_MASKING(start < range.full_lo || start >= range.full_hi);
-        compute_p_and_ds(p, s, dp, p.padded_lse + row, p.delta + row, i_first, start, keys, b, h, masked);
+        const bool masked = LOOP_NEEDS_MASK(start < range.full_lo || start >= range.full_hi);
+        compute_p_and_ds(p, s, dp, p.lse_log2 + row, p.delta + row, i_first, start, keys, b, h, masked);
         add_product(dq, dp, as_stored, k_tile + buffer * TILE_BYTES);  // dQ += dS K
     }
 #pragma unroll

@@ -27,9 +27,9 @@
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // WARP_GROUPS (those that compute; a tile has BR = 64 WARP_GROUPS queries), BC, STAGES (of K and of V), Q_STAGES (tiles
 // of Q that there is space for), O_OVER_Q (O has no shared memory of its own), P_IN_SHARED (P V reads P from there, which
-// leaves registers for a third warp group), PRODUCER_REGISTERS and CONSUMER_REGISTERS of a thread, PINGPONG, OVERLAP,
-// PERSISTENT (0: it launches a block for each tile), EARLY_LAUNCH (attention.cuh: griddepcontrol), and SCALE_FIRST as for
-// fa2.
+// leaves registers for a third warp group), PRODUCER_REGISTERS and CONSUMER_REGISTERS of a thread, PINGPONG,
+// INTRA_GROUP_OVERLAP, PERSISTENT (0: it launches a block for each tile), EARLY_LAUNCH (attention.cuh: griddepcontrol), and
+// SCALE_BEFORE_MAX as for fa2.
 #include "fa3_consumer.cuh"
 #include "fa3_producer.cuh"
 

@@ -27,15 +27,15 @@
 // Options. Masks and document ids are applied only in tiles that a boundary of the visible queries crosses. Softcap,
 // ALiBi and dropout change P and dS in registers; only dropout keeps state, one bit per score.
 // With BLOCK_MASK the copying warp, and those that add dQ, read lists of tiles (kept_tiles.cuh has the macros).
-// Query heads that share K and V: a block goes through them all, or with KV_SHARED_BY of them has one, which is faster
-// under a causal mask (hopper_tiles.py: by_query_head), and dK and dV of a group's heads are summed afterwards.
-// p.kv_heads is then that of the query heads, and HEADS_PER_KV is 1.
+// Query heads that share K and V: a block goes through all of them. Or it handles one, which is faster under a causal mask
+// (hopper_tiles.py: by_query_head): then DKV_EXPANSION is the number of query heads of a K/V head, HEADS_PER_KV is 1, dK,
+// dV and p.kv_heads have a head for each query head, and the dK and dV of a group are summed afterwards.
 // D > 128: there are not enough registers for dK and dV of 64 keys; see fa3_backward_wide.cuh. For D <= 192 with no option
 // but a causal mask there is a third computing warp group (WARP_GROUPS).
 // Limits. 16-bit inputs, D up to 256 in steps of 8 (padded to 64, 128, 192 or 256); the additions to dQ come in any order.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // BOX_COLUMNS (of a box of a TMA copy, hopper.cuh), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
-// unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), KV_SHARED_BY (1 where a block goes through all heads),
+// unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), DKV_EXPANSION (1 where a block goes through all heads),
 // WARP_GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, STORES_FIRST_DQ (hopper_tiles.py: stores_first_dq), SKIPS (0: halves
 // of tiles that see nothing are computed too), EARLY_LAUNCH and BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_queries(const Launch &launch, const SharedL
     const long long row = (long long)(b * p.heads + h) * p.padded_tq + i0;
     mbarrier_arrive_expect_tx(q_full, Q_BYTES + STATISTIC_BYTES);
     load_tile<BR>(layout.q + stage * Q_BYTES, launch.q, q_full, i0, h, b);
-    bulk_load(layout.lse_log2 + stage * STATISTIC_BYTES, p.padded_lse + row, STATISTIC_BYTES, q_full);
+    bulk_load(layout.lse_log2 + stage * STATISTIC_BYTES, p.lse_log2 + row, STATISTIC_BYTES, q_full);
     if (WIDE) mbarrier_wait(layout.barrier(DO_EMPTY + do_stage), do_parity ^ 1);  // else dO is released as Q is
     mbarrier_arrive_expect_tx(do_full, Q_BYTES + STATISTIC_BYTES);
     load_tile<BR>(layout.dout + do_stage * Q_BYTES, launch.dout, do_full, i0, h, b);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_queries(const Launch &launch, const SharedL
 
 // K and V of a tile; issued.
 __device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, const WorkTile &tile) {
-    const int kv_head = tile.kv_head / KV_SHARED_BY;
+    const int kv_head = tile.kv_head / DKV_EXPANSION;
     mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
     load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, kv_head, tile.b);
     mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
@@ -83,12 +83,12 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
 #endif
     PipelineState<2> slot;
     PipelineState<1> kv;
-    int taken = 0, index = blockIdx.x;
+    int drawn = 0, index = blockIdx.x;
     while (true) {
 #if BLOCK_MASK
         const WorkTile tile(p, min_of(index, n - 1));
         BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
-        const int flag = HAS_TILES ? 0 : NO_QUERIES;
+        const int flag = LOOP_HAS_TILES ? 0 : NO_QUERIES;
 #else
         const int flag = 0;
 #endif
@@ -105,7 +105,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         const Range &range = tile.range;
         bool first = true;
         for (int g = 0; g < HEADS_PER_KV; g++)
-            for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
+            for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
                 const int h = tile.kv_head * HEADS_PER_KV + g;
                 mbarrier_wait(layout.barrier(Q_EMPTY + stage.index), stage.parity ^ 1);
                 if (issues_copies) {
@@ -117,32 +117,32 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
                 }
                 stage.next();
                 if (WIDE) do_stage.next();
-                PREFETCH_ENTRY;
+                LOOP_PREFETCH;
                 if (!first) continue;
                 first = false;
                 mbarrier_wait(layout.barrier(KV_EMPTY), kv.parity ^ 1);
                 if (issues_copies) {
                     load_keys(launch, layout, tile);
-                    taken = atomicAdd(launch.next_tile, 1);
+                    drawn = atomicAdd(launch.tile_counter, 1);
                 }
                 kv.next();
             }
-        if (first && issues_copies) taken = atomicAdd(launch.next_tile, 1);
-        index = gridDim.x + __shfl_sync(~0u, taken, 0);
+        if (first && issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
+        index = gridDim.x + __shfl_sync(~0u, drawn, 0);
     }
 }
 
-// Adds a part of dQ to its accumulator, or stores it where it is the first; issued. Whether it was added. `before`: the
+// Adds a part of dQ to its accumulator, or stores it where it is the first; issued. Whether it was added. `known_state`: the
 // part's state a while ago. Who comes while the first is being stored waits. A state that was read as STORED needs no
 // acquire, which would take a microsecond each time: the addition too is made in the L2, where the store was complete
 // before the state was.
-__device__ __forceinline__ bool add_or_store(float *to, unsigned from, unsigned bytes, int *state, int before) {
-    if (before == UNTOUCHED) before = atomicCAS(state, UNTOUCHED, CLAIMED);
-    if (before == UNTOUCHED) {
+__device__ __forceinline__ bool add_or_store(float *to, unsigned from, unsigned bytes, int *state, int known_state) {
+    if (known_state == UNTOUCHED) known_state = atomicCAS(state, UNTOUCHED, CLAIMED);
+    if (known_state == UNTOUCHED) {
         bulk_store(to, from, bytes);
         return false;
     }
-    while (before != STORED) before = load_acquire(state);
+    while (known_state != STORED) known_state = load_acquire(state);
     bulk_reduce_add(to, from, bytes);
     return true;
 }
@@ -151,13 +151,13 @@ __device__ __forceinline__ bool add_or_store(float *to, unsigned from, unsigned 
 // of a tile of queries.
 __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout &layout, int group) {
     const Params &p = launch.p;
-    const bool all = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PADDED_D;
-    const unsigned bytes = all ? DQ_CHUNK_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
+    const bool whole_chunk = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PADDED_D;
+    const unsigned bytes = whole_chunk ? DQ_CHUNK_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     const bool issues = threadIdx.x % 32 == 0;
-    WorkTiles tiles(layout);
+    TileScheduler tiles(layout);
     PipelineState<1> dq;
-    unsigned part_ahead = ~0u;  // whose state `before` is
-    int before = STORED;
+    unsigned prefetched_part = ~0u;
+    int prefetched_state = STORED;  // that of the part
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
         const WorkTile tile(p, index);
         const Range &range = tile.range;
@@ -165,23 +165,24 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
         BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
 #endif
         for (int g = 0; g < HEADS_PER_KV; g++)
-            for (int i0 = BEGIN_TILES_OF(g); IS_TILE_OF(i0, g); ADVANCE(i0, BR)) {
-                PREFETCH_ENTRY;
+            for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
+                LOOP_PREFETCH;
                 const int h = tile.kv_head * HEADS_PER_KV + g;
                 const unsigned query_tile = (tile.b * p.heads + h) * (p.padded_tq / BR) + i0 / BR;
                 for (int chunk = 0; chunk < DQ_CHUNKS; chunk++) {
                     const unsigned part = query_tile * DQ_PARTS + WARP_GROUPS * chunk + group;
                     float *to = p.scratch + part * (DQ_CHUNK_BYTES / 4ll);
                     int *state = launch.dq_states + part;
-                    if (STORES_FIRST_DQ && issues && part != part_ahead) before = load_relaxed(state);
+                    if (STORES_FIRST_DQ && issues && part != prefetched_part) prefetched_state = load_relaxed(state);
                     mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
                     if (issues) {
-                        const bool added = add_or_store(to, layout.dq + group * DQ_CHUNK_BYTES, bytes, state, before);
+                        const unsigned from = layout.dq + group * DQ_CHUNK_BYTES;
+                        const bool added = add_or_store(to, from, bytes, state, prefetched_state);
                         bulk_commit_group();
 #if STORES_FIRST_DQ && !BLOCK_MASK  // the next state comes while this part is read
-                        if (HAS_NEXT(i0, BR)) {
-                            part_ahead = part + (NEXT_TILE(i0, BR) - i0) / BR * DQ_PARTS;
-                            before = load_relaxed(launch.dq_states + part_ahead);
+                        if (LOOP_HAS_NEXT(i0, BR)) {
+                            prefetched_part = part + (LOOP_NEXT(i0, BR) - i0) / BR * DQ_PARTS;
+                            prefetched_state = load_relaxed(launch.dq_states + prefetched_part);
                         }
 #endif
                         bulk_wait_group_read<0>();
@@ -225,11 +226,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
 extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
     if (EARLY_LAUNCH) griddepcontrol_wait();
-    const unsigned of = blockIdx.x / WARP_GROUPS / DQ_CHUNKS;
+    const unsigned query_tile = blockIdx.x / WARP_GROUPS / DQ_CHUNKS;
     const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % WARP_GROUPS;
     const int chunk = blockIdx.x / WARP_GROUPS % DQ_CHUNKS;
-    const int tiles = p.padded_tq / BR, tile = of % tiles, head = of / tiles, b = head / p.heads, h = head % p.heads;
-    const int n = threadIdx.x % row_threads, row = threadIdx.x / row_threads, between = TRANSPOSED_DQ ? 1 : 8;
+    const int tiles = p.padded_tq / BR, tile = query_tile % tiles, head = query_tile / tiles;
+    const int b = head / p.heads, h = head % p.heads;
+    const int n = threadIdx.x % row_threads, row = threadIdx.x / row_threads;
+    const int row_step = TRANSPOSED_DQ ? 1 : 8;
     const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * DQ_CHUNK_COLUMNS + n * 8;
 #if STORES_FIRST_DQ
     const int *dq_states = (const int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D) + 1;
@@ -261,5 +264,5 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     if (d >= HEAD_DIM) return;
     element *to = matrix_of(p.dq, p.dq_stride, b, h) + i * p.dq_stride.t + d;
     if (i < p.tq) *(uint4 *)to = low;
-    if (i + between < p.tq) *(uint4 *)(to + between * p.dq_stride.t) = high;
+    if (i + row_step < p.tq) *(uint4 *)(to + row_step * p.dq_stride.t) = high;
 }

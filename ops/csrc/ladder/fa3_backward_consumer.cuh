@@ -14,7 +14,7 @@
 struct Consumer : ScoreTile {
     const Launch &launch;
     const SharedLayout &layout;
-    WorkTiles tiles;
+    TileScheduler tiles;
     PipelineState<STAGES> stage;
     PipelineState<2> ds;
     PipelineState<1> kv, dq_stage;
@@ -24,8 +24,8 @@ struct Consumer : ScoreTile {
         : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
     // S^T = K Q^T, or dP^T = V dO^T, issued.
-    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
-        const SmemDescriptor a(keys + group * 64 * BOX_ROW_BYTES), b(queries);
+    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned k_or_v, unsigned q_or_do) const {
+        const SmemDescriptor a(k_or_v + group * 64 * BOX_ROW_BYTES), b(q_or_do);
 #pragma unroll
         for (int step = 0; step < USED_D / 16; step++)
             Wgmma<BR>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
@@ -33,8 +33,8 @@ struct Consumer : ScoreTile {
     }
     // dV += P^T dO, or dK += dS^T Q, issued.
     __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[USED_D / 2], const Rounded &a,
-                                                      unsigned queries) const {
-        const SmemDescriptor b(queries, BR * BOX_ROW_BYTES);
+                                                      unsigned q_or_do) const {
+        const SmemDescriptor b(q_or_do, BR * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
             Wgmma<USED_D>::rs<1>(to, a[step], b.offset(step * 16 * BOX_ROW_BYTES), 1);
@@ -116,7 +116,7 @@ struct Consumer : ScoreTile {
         mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
         mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);
 #pragma unroll
-        for (int x = 0; x < OWN_QUERIES / 4; x++) ds16[x / 4][x % 4] = 0;
+        for (int x = 0; x < SCORE_COLUMNS / 4; x++) ds16[x / 4][x % 4] = 0;
         if (LATE_DQ) {
             share_ds();
         } else {

@@ -6,8 +6,8 @@
 
 // S^T of a thread: keys g and g + 8 of its warp's 16, queries 8 n + 2 c and the next: [4 n + 2 half + e]. (S in
 // fa3_backward_three.cuh, where keys and queries change places.)
-typedef float Scores[OWN_QUERIES / 2];
-typedef unsigned Rounded[OWN_QUERIES / 16][4];
+typedef float Scores[SCORE_COLUMNS / 2];
+typedef unsigned Rounded[SCORE_COLUMNS / 16][4];
 
 __device__ __forceinline__ void round_step(unsigned (&to)[4], const float *s) {
 #pragma unroll
@@ -22,13 +22,13 @@ template <typename Predicate>
 __device__ __forceinline__ void pack_bits(unsigned (&bits)[2], const Predicate &predicate) {
     bits[0] = bits[1] = 0;
 #pragma unroll 2
-    for (int x = 0; x < OWN_QUERIES / 4; x++) {
+    for (int x = 0; x < SCORE_COLUMNS / 4; x++) {
         const unsigned both = predicate(x / 2 * 8 + x % 2);
         bits[0] |= (both & 1) << x, bits[1] |= (both >> 1) << x;
     }
 }
 
-// A warp group's part of a tile: 64 keys, OWN_QUERIES queries.
+// A warp group's part of a tile: 64 keys, SCORE_COLUMNS queries.
 struct ScoreTile {
     const Params &p;
     const int group, warp, lane;
@@ -83,7 +83,7 @@ struct ScoreTile {
 #if BLOCK_MASK
         return i0 & MASK_FLAG;
 #else
-        return tile.real_keys < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi;
+        return tile.valid_keys < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi;
 #endif
     }
 
@@ -92,18 +92,18 @@ struct ScoreTile {
         return tile.j0 + (WIDE ? 0 : group * 64) + warp * 16 + lane / 4;
     }
     __device__ __forceinline__ int first_query() const {
-        return START_OF(i0) + own_queries() + threadIdx.x % 4 * 2;
+        return START_OF(i0) + query_offset() + threadIdx.x % 4 * 2;
     }
-    __device__ __forceinline__ int own_queries() const { return WIDE ? group * OWN_QUERIES : 0; }
+    __device__ __forceinline__ int query_offset() const { return WIDE ? group * SCORE_COLUMNS : 0; }
 
     // 0 in the place of P where it is not seen.
     __device__ __forceinline__ void apply_mask() {
         const int key = first_key(), i_first = first_query(), keys = tile.keys;
         unsigned same[2];
 #if DOCUMENT_IDS
-        const Documents documents = documents_of(p, tile.b, tile.j0 / BC);
+        const DocumentBounds documents = documents_of(p, tile.b, tile.j0 / BC);
         same[0] = same[1] = ~0u;
-        if (!documents.whole) {  // else its bounds say all
+        if (!documents.single_document) {  // else its bounds say all
             const int ids[2] = {id_of_key(p, tile.b, key), id_of_key(p, tile.b, key + 8)};
             pack_bits(same, [&](int place) {
                 const int id = id_of_query(p, tile.b, i_first + place);
@@ -114,15 +114,15 @@ struct ScoreTile {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int j = key + half * 8, causal_offset = keys - p.tq;
-            int begin = j >= keys   ? OWN_QUERIES
+            int begin = j >= keys   ? SCORE_COLUMNS
                         : HAS_RIGHT ? j - causal_offset - p.window_right - i_first
                                     : -i_first;
-            int end = HAS_LEFT ? j - causal_offset + p.window_left + 1 - i_first : OWN_QUERIES;
+            int end = HAS_LEFT ? j - causal_offset + p.window_left + 1 - i_first : SCORE_COLUMNS;
 #if DOCUMENT_IDS
             begin = max_of(begin, documents.first - i_first), end = min_of(end, documents.end - i_first);
 #endif
 #pragma unroll
-            for (int n = 0; n < OWN_QUERIES / 8; n++)
+            for (int n = 0; n < SCORE_COLUMNS / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const bool other = DOCUMENT_IDS && !(same[half] >> (2 * n + e) & 1);
@@ -140,12 +140,12 @@ struct ScoreTile {
     // Computes P from S, in fp32 and rounded to 16 bits. With a softcap, P is rounded before it is masked, and the fp32
     // P is multiplied by the derivative of the softcap, which only dS needs.
     __device__ __forceinline__ void compute_p(unsigned lse_log2) {
-        const unsigned rows = lse_log2 + own_queries() * 4 + lane % 4 * 8;
+        const unsigned rows = lse_log2 + query_offset() * 4 + lane % 4 * 8;
         const float scale_log2 = (SOFTCAP ? p.softcap : p.scale) * LOG2E;
         const float softcap_scale = SOFTCAP ? p.scale / p.softcap : 0.0f;
         const float distance = ALIBI ? (float)(first_key() - (tile.keys - p.tq) - first_query()) : 0.0f;
 #pragma unroll
-        for (int n = 0; n < OWN_QUERIES / 8; n++) {
+        for (int n = 0; n < SCORE_COLUMNS / 8; n++) {
             const float2 shift = load_pair(rows + n * 32);
 #if SOFTCAP
             float factor[4];
@@ -169,7 +169,7 @@ struct ScoreTile {
         }
         if (needs_masking()) apply_mask();
 #pragma unroll
-        for (int step = 0; step < OWN_QUERIES / 16 && !SOFTCAP; step++) round_step(p16[step], s + 8 * step);
+        for (int step = 0; step < SCORE_COLUMNS / 16 && !SOFTCAP; step++) round_step(p16[step], s + 8 * step);
 #if DROPOUT
         const int key = first_key(), i_first = first_query();
         pack_bits(dropped, [&](int place) {
@@ -178,7 +178,7 @@ struct ScoreTile {
                    (dropout_keeps(row, key + 8, p.dropout_threshold) ? 0u : 2u);
         });
 #pragma unroll
-        for (int x = 0; x < OWN_QUERIES / 2; x++)
+        for (int x = 0; x < SCORE_COLUMNS / 2; x++)
             if (is_dropped(x)) clear(x, true, false);
 #endif
     }
@@ -186,9 +186,9 @@ struct ScoreTile {
 
     // dP becomes dS, which is rounded too.
     __device__ __forceinline__ void compute_ds(unsigned deltas) {
-        const unsigned rows = deltas + own_queries() * 4 + lane % 4 * 8;
+        const unsigned rows = deltas + query_offset() * 4 + lane % 4 * 8;
 #pragma unroll
-        for (int step = 0; step < OWN_QUERIES / 16; step++) {
+        for (int step = 0; step < SCORE_COLUMNS / 16; step++) {
             const float2 delta[2] = {load_pair(rows + step * 64), load_pair(rows + step * 64 + 32)};
 #pragma unroll
             for (int e = 0; e < 8; e++) {
@@ -206,7 +206,7 @@ struct ScoreTile {
     __device__ __forceinline__ void share(const Rounded &x, unsigned to) const {
         const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
 #pragma unroll
-        for (int step = 0; step < OWN_QUERIES / 16; step++)
+        for (int step = 0; step < SCORE_COLUMNS / 16; step++)
             stmatrix_trans(to + swizzled<64>(step * 16 + row, chunk), x[step]);
         fence_proxy_async();
         __syncwarp();
@@ -228,8 +228,8 @@ struct ScoreTile {
         mbarrier_wait(layout.barrier(K_FULL), kv.parity), mbarrier_wait(layout.barrier(V_FULL), kv.parity);
         kv.next();
 #if LENGTHS
-        if (tile.real_keys < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(layout.k, tile.real_keys), clear_rows<BC>(layout.v, tile.real_keys);
+        if (tile.valid_keys < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
+            clear_rows<BC>(layout.k, tile.valid_keys), clear_rows<BC>(layout.v, tile.valid_keys);
             fence_proxy_async();
             bar_sync(BARRIER_ALL, COMPUTING);
         }

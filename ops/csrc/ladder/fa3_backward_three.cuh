@@ -16,27 +16,27 @@ struct Products : WideTile {
     using WideTile::WideTile;
 
     // S = Q K^T, or dP = dO V^T, issued: all queries, 32 keys.
-    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
-        const SmemDescriptor a(queries), b(keys + group * OWN_KEYS * BOX_ROW_BYTES);
+    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned k_or_v, unsigned q_or_do) const {
+        const SmemDescriptor a(q_or_do), b(k_or_v + group * OWN_KEYS * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < PADDED_D / 16; step++)
             Wgmma<OWN_KEYS>::ss<0, 0>(to, a.offset(step_bytes<BR>(step)), b.offset(step_bytes<BC>(step)), step > 0);
         wgmma_commit_group();
     }
     // dV^T += dO^T P, or dK^T += Q^T dS, issued: 64 columns, all keys.
-    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[OWN_D * BC / 128], unsigned scores,
-                                                      unsigned queries) const {
-        const unsigned columns = queries + group * OWN_BOXES * BR * BOX_ROW_BYTES;
-        const SmemDescriptor a(columns, BR * BOX_ROW_BYTES), b(scores, BR * BOX_ROW_BYTES);
+    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[OWN_D * BC / 128], unsigned p_or_ds,
+                                                      unsigned q_or_do) const {
+        const unsigned columns = q_or_do + group * OWN_BOXES * BR * BOX_ROW_BYTES;
+        const SmemDescriptor a(columns, BR * BOX_ROW_BYTES), b(p_or_ds, BR * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
             Wgmma<BC>::ss<1, 1>(to, a.offset(step * 16 * BOX_ROW_BYTES), b.offset(step * 16 * BOX_ROW_BYTES), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: 64 columns.
-    __device__ __forceinline__ void multiply_dq(unsigned scores) {
+    __device__ __forceinline__ void multiply_dq(unsigned p_or_ds) {
         const unsigned columns = layout.k + group * OWN_BOXES * BC * BOX_ROW_BYTES;
-        const SmemDescriptor a(scores), b(columns, BC * BOX_ROW_BYTES);
+        const SmemDescriptor a(p_or_ds), b(columns, BC * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<OWN_D>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BOX_ROW_BYTES), step > 0);

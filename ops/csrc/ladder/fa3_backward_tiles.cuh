@@ -7,7 +7,7 @@
 
 #define WIDE (PADDED_D > 128)  // the warp groups share a block's keys (fa3_backward_wide.cuh), else each has 64
 #define BC (WARP_GROUPS == 3 ? 96 : WIDE ? 64 : 128)
-#define OWN_QUERIES (WIDE ? BR / 2 : BR)  // of a warp group's scores (in fa3_backward_three.cuh as many keys)
+#define SCORE_COLUMNS (WIDE ? BR / 2 : BR)  // of a warp group's scores (in fa3_backward_three.cuh as many keys)
 #define COMPUTING (128 * WARP_GROUPS)  // threads; 128 more copy
 #define THREADS (COMPUTING + 128)
 #define Q_BYTES (BR * PADDED_D * 2)
@@ -32,7 +32,7 @@ static_assert(BR == 64 || BR == 128 || (BR == 80 && PADDED_D == 128), "a warp gr
 struct __align__(64) Launch {
     TensorMap q, k, v, dout, dk, dv;
     Params p;
-    int *next_tile;  // a counter of the tiles beyond each block's first; 0 at the launch
+    int *tile_counter;  // a counter of the tiles beyond each block's first; 0 at the launch
     int *dq_states;  // of each part of dQ's accumulator, with STORES_FIRST_DQ; UNTOUCHED at the launch
 };
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ int arrivals(int place) {
 
 // Keys of a key head, and the queries that see them. (With BLOCK_MASK lists have these, not the range.)
 struct WorkTile {
-    int b, kv_head, j0, keys, real_keys;
+    int b, kv_head, j0, keys, valid_keys;
     bool has_queries;  // known with BLOCK_MASK
     Range range;
     __device__ __forceinline__ WorkTile(const Params &p, int index) {
@@ -63,9 +63,9 @@ struct WorkTile {
 #endif
         scheduled_tile(p, index, p.batch * p.kv_heads, false, tile, head);
         b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
-        real_keys = min_of(BC, keys - j0);
+        valid_keys = min_of(BC, keys - j0);
         range.lo = range.full_lo = range.full_hi = range.hi = 0;
-        if (real_keys > 0) range = query_range(p, j0, real_keys, keys - p.tq, BR, documents_of(p, b, tile));
+        if (valid_keys > 0) range = query_range(p, j0, valid_keys, keys - p.tq, BR, documents_of(p, b, tile));
     }
 };
 __device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
@@ -85,10 +85,10 @@ struct SharedLayout {
 };
 
 // The block's tiles, one after the other, for all but who chooses them. Uniform, as are all loops over it.
-struct WorkTiles {
+struct TileScheduler {
     const SharedLayout &layout;
     PipelineState<2> slot;
-    __device__ __forceinline__ WorkTiles(const SharedLayout &layout) : layout(layout) {}
+    __device__ __forceinline__ TileScheduler(const SharedLayout &layout) : layout(layout) {}
     // The index of the next; negative: there is none.
     __device__ __forceinline__ int next() {
         mbarrier_wait(layout.barrier(TILE_FULL + slot.index), slot.parity);

@@ -6,27 +6,27 @@ struct Products : WideTile {
     using WideTile::WideTile;
 
     // S^T = K Q^T, or dP^T = V dO^T, issued: all keys, half of the queries.
-    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned keys, unsigned queries) const {
-        const SmemDescriptor a(keys), b(queries + group * OWN_QUERIES * BOX_ROW_BYTES);
+    __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned k_or_v, unsigned q_or_do) const {
+        const SmemDescriptor a(k_or_v), b(q_or_do + group * SCORE_COLUMNS * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < PADDED_D / 16; step++)
-            Wgmma<OWN_QUERIES>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
+            Wgmma<SCORE_COLUMNS>::ss<0, 0>(to, a.offset(step_bytes<BC>(step)), b.offset(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
     }
     // dV += P^T dO, or dK += dS^T Q, issued: half of the columns.
-    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[OWN_D * BC / 128], unsigned scores,
-                                                      unsigned queries) const {
-        const unsigned columns = queries + group * OWN_BOXES * BR * BOX_ROW_BYTES;
-        const SmemDescriptor a(scores, 16, 128), b(columns, BR * BOX_ROW_BYTES);
+    __device__ __forceinline__ void multiply_dv_or_dk(float (&to)[OWN_D * BC / 128], unsigned p_or_ds,
+                                                      unsigned q_or_do) const {
+        const unsigned columns = q_or_do + group * OWN_BOXES * BR * BOX_ROW_BYTES;
+        const SmemDescriptor a(p_or_ds, 16, 128), b(columns, BR * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BR / 16; step++)
             Wgmma<OWN_D>::ss<1, 1>(to, a.offset(step * 16 * 128), b.offset(step * 16 * BOX_ROW_BYTES), 1);
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the columns.
-    __device__ __forceinline__ void multiply_dq(unsigned scores) {
+    __device__ __forceinline__ void multiply_dq(unsigned p_or_ds) {
         const unsigned columns = layout.k + group * OWN_BOXES * BC * BOX_ROW_BYTES;
-        const SmemDescriptor a(scores, 16, 128), b(columns, BC * BOX_ROW_BYTES);
+        const SmemDescriptor a(p_or_ds, 16, 128), b(columns, BC * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<OWN_D>::ss<0, 1>(dq, a.offset(step * 32), b.offset(step * 16 * BOX_ROW_BYTES), step > 0);
@@ -36,7 +36,7 @@ struct Products : WideTile {
     // Half of the scores to shared memory, and until the other half is there. Two tiles of each are enough: who shares
     // one has seen that the other group shared the tile before, and was done with all products before that.
     __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full, int) const {
-        share(x, to + group * OWN_QUERIES * 128);
+        share(x, to + group * SCORE_COLUMNS * 128);
         release(full + shared.index);
         mbarrier_wait(layout.barrier(full + shared.index), shared.parity);
         wgmma_fence();

@@ -16,7 +16,7 @@
 struct WideTile : ScoreTile {
     const Launch &launch;
     const SharedLayout &layout;
-    WorkTiles tiles;
+    TileScheduler tiles;
     PipelineState<STAGES> stage;
     PipelineState<DO_STAGES> do_stage;
     PipelineState<DS_STAGES> shared;  // of P and dS

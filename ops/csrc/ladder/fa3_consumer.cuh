@@ -3,13 +3,13 @@
 #include "fa3_tiles.cuh"
 #include "hopper_softmax.cuh"
 
-// Of a tile of keys: whether it is not the first of this warp group, whether it is its last, and whether it is masked.
+// Of a tile of keys: whether it is the first of this warp group, whether it is its last, and whether it is masked.
 #if BLOCK_MASK
-#define IS_LATER(start) (!(start & FIRST_FLAG))
+#define IS_FIRST(start) (start & FIRST_FLAG)
 #define IS_LAST(start) (start & LAST_FLAG)
 #define IS_MASKED(start) (start & MASK_FLAG)
 #else
-#define IS_LATER(start) (start < highest)
+#define IS_FIRST(start) (start >= highest)
 #define IS_LAST(start) (start == own.lo)
 #define IS_MASKED(start) (start < own.full_lo || start >= own.full_hi)
 #endif
@@ -32,9 +32,10 @@ struct Consumer {
     const Params &p;
     const SharedLayout &layout;
     const int group, warp, lane;  // group: which of the warp groups that compute
-    float scale_log2, q_scale_log2;  // softmax scale * log2(e); with FP8 of a tile of keys, and the queries' part of it
-    PipelineState<Q_STAGES> q;
-    PipelineState<STAGES> k, v;
+    float scale_log2;      // softmax scale * log2(e); with OPERANDS_8BIT times the scales of the queries and a tile of keys
+    float q_descale_log2;  // without that of the keys
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<STAGES> k_pipe, v_pipe;
     WorkTile tile;
     Range own;  // keys that this warp group's queries see
     int q_stage;   // of its Q
@@ -47,7 +48,7 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
         : launch(launch), p(launch.p), layout(layout), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
-          scale_log2(exponent_scale(launch.p)), q_scale_log2(0.0f), tile(launch.p, 0) {}
+          scale_log2(exponent_scale(launch.p)), q_descale_log2(0.0f), tile(launch.p, 0) {}
 
     __device__ __forceinline__ int first_row() const { return tile.i0 + group * 64 + warp * 16; }
 
@@ -64,32 +65,32 @@ struct Consumer {
 
     // The next tile, once its Q is there; false if there is none.
     __device__ __forceinline__ bool await_tile() {
-        mbarrier_wait(layout.barrier(Q_FULL + q.index), q.parity);
-        tile = WorkTile(layout.slots + q.index * WORK_TILE_INTS), q_stage = q.index;
-        q.next();
+        mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
+        tile = WorkTile(layout.slots + q_pipe.index * WORK_TILE_INTS), q_stage = q_pipe.index;
+        q_pipe.next();
         const int i = min_of(tile.i0 + group * 64, p.tq - 1);
 #if !BLOCK_MASK
         own = tile.seen(p, i, 64);
         // A group that sees no key computes one tile of keys, all masked, so that l and O are 0.
         own.lo = min_of(own.lo, highest_tile(tile.lo, tile.hi));
 #endif
-        if (FP8 && tile.b >= 0) {
+        if (OPERANDS_8BIT && tile.b >= 0) {
             const Fp8Scales scales(p);
             const int head = tile.b * p.heads + tile.h;
-            q_scale_log2 = exponent_scale(p) * scales.q[(long long)head * scales.q_blocks + i / FP8_QUERIES];
+            q_descale_log2 = exponent_scale(p) * scales.q[(long long)head * scales.q_blocks + i / FP8_QUERIES];
         }
         return tile.b >= 0;
     }
 
     // Until the next tile of keys is there; with BLOCK_MASK sets `start`, which is known before without.
     __device__ __forceinline__ void await_k(int &start) const {
-        mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
-        if (BLOCK_MASK) start = __shfl_sync(~0u, layout.key_tile(k.index), 0);
+        mbarrier_wait(layout.barrier(K_FULL + k_pipe.index), k_pipe.parity);
+        if (BLOCK_MASK) start = __shfl_sync(~0u, layout.key_tile(k_pipe.index), 0);
     }
 
     // The scale of the keys from `start` on; loaded ahead of the products that it is for.
-    __device__ __forceinline__ float scale_of_keys(int start) const {
-        if (!FP8) return 1.0f;
+    __device__ __forceinline__ float k_descale(int start) const {
+        if (!OPERANDS_8BIT) return 1.0f;
         const Fp8Scales scales(p);
         const long long head = tile.b * p.kv_heads + tile.h / HEADS_PER_KV;
         return scales.k[head * scales.k_blocks + start / BC];
@@ -105,8 +106,8 @@ struct Consumer {
     }
     // S = Q K^T, issued.
     __device__ __forceinline__ void multiply_qk() {
-        const SmemDescriptor queries(layout.q + (q_stage * WARP_GROUPS + group) * Q_BYTES);
-        const SmemDescriptor keys(layout.k + k.index * KV_BYTES);
+        const SmemDescriptor queries(layout.q + (q_stage * WARP_GROUPS + group) * Q_GROUP_BYTES);
+        const SmemDescriptor keys(layout.k + k_pipe.index * KV_BYTES);
 #pragma unroll
         for (int step = 0; step < USED_D / WGMMA_K; step++)
 #if INT8
@@ -119,21 +120,21 @@ struct Consumer {
     }
     // O += P V, issued.
     __device__ __forceinline__ void multiply_pv() {
-#if FP8
-        const SmemDescriptor values(layout.v + v.index * KV_BYTES, 16, V_BLOCK);
+#if OPERANDS_8BIT
+        const SmemDescriptor values(layout.v + v_pipe.index * KV_BYTES, 16, V_BLOCK);
 #else
-        const SmemDescriptor values(layout.v + v.index * KV_BYTES, BC * BOX_ROW_BYTES);
+        const SmemDescriptor values(layout.v + v_pipe.index * KV_BYTES, BC * BOX_ROW_BYTES);
 #endif
-        const SmemDescriptor probs(layout.p + group * P_BYTES, 16, 128);
+        const SmemDescriptor probs(layout.p + group * P_GROUP_BYTES, 16, 128);
 #pragma unroll
         for (int step = 0; step < BC / WGMMA_K; step++) {
             const int key = step * WGMMA_K, fp8_offset = key / V_BLOCK * V_BLOCK * PADDED_D + key % V_BLOCK;
-            const int offset = FP8 ? fp8_offset : key * BOX_ROW_BYTES;
+            const int offset = OPERANDS_8BIT ? fp8_offset : key * BOX_ROW_BYTES;
 #if P_IN_SHARED
             const int box = step / 4, column_bytes = step % 4 * 32;
             Wgmma<USED_D>::ss<0, 1>(flat(o), probs.offset(box * P_BOX_BYTES + column_bytes), values.offset(offset), 1);
 #else
-            Wgmma<USED_D>::rs<!FP8>(flat(o), rounded_p[step], values.offset(offset), 1);
+            Wgmma<USED_D>::rs<!OPERANDS_8BIT>(flat(o), rounded_p[step], values.offset(offset), 1);
 #endif
         }
         wgmma_commit_group();
@@ -146,7 +147,7 @@ struct Consumer {
 #pragma unroll
         for (int step = 0; step < BC / 16; step++) {
             const float(&x)[4] = s.c[0][2 * step], (&y)[4] = s.c[0][2 * step + 1];
-            const unsigned to = layout.p + group * P_BYTES + step / 4 * P_BOX_BYTES;
+            const unsigned to = layout.p + group * P_GROUP_BYTES + step / 4 * P_BOX_BYTES;
             stmatrix(to + swizzled<64>(warp * 16 + lane % 16, step % 4 * 2 + lane / 16), pack(x[0], x[1]),
                      pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
         }
@@ -156,34 +157,34 @@ struct Consumer {
         round_p(rounded_p, s);
 #endif
     }
-    __device__ __forceinline__ void await_v(int valid) {
-        mbarrier_wait(layout.barrier(V_FULL + v.index), v.parity);
+    __device__ __forceinline__ void await_v(int valid_keys) {
+        mbarrier_wait(layout.barrier(V_FULL + v_pipe.index), v_pipe.parity);
 #if LENGTHS
-        if (valid < BC) {  // rows of V beyond the last key may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(layout.v + v.index * KV_BYTES, valid);
+        if (valid_keys < BC) {  // rows of V beyond the last key may hold anything, and 0 times NaN is NaN
+            clear_rows<BC>(layout.v + v_pipe.index * KV_BYTES, valid_keys);
             fence_proxy_async();
             bar_sync(BARRIER_OWN + group, 128);
         }
 #endif
     }
-    __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v.index), v.next(); }
+    __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v_pipe.index), v_pipe.next(); }
 
     // The scores of the keys from `start` on, which are there, become P.
     __device__ __forceinline__ void online_softmax(int start, float scale) {
         warpgroup_fence_operand(flat(s));
-        if (FP8) scale_log2 = q_scale_log2 * scale;
-        release(K_EMPTY + k.index), k.next();
+        if (OPERANDS_8BIT) scale_log2 = q_descale_log2 * scale;
+        release(K_EMPTY + k_pipe.index), k_pipe.next();
         if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + q_stage);
         const bool masked = IS_MASKED(start);
         const int i_first = first_row();
         start = START_OF(start);
 #if DOCUMENT_IDS
-        const Documents &documents = tile.documents;
+        const DocumentBounds &documents = tile.documents;
 #else
-        const Documents documents = documents_of(p, tile.b, 0);
+        const DocumentBounds documents = documents_of(p, tile.b, 0);
 #endif
-        const bool by_ids = masked && !documents.whole;
-        if (SCALE_FIRST || by_ids) scale_and_mask(p, s, i_first, start, tile.keys, tile.b, tile.h, by_ids);
+        const bool by_ids = masked && !documents.single_document;
+        if (SCALE_BEFORE_MAX || by_ids) scale_and_mask(p, s, i_first, start, tile.keys, tile.b, tile.h, by_ids);
         if (masked && !by_ids) apply_interval_mask(p, s, i_first, start, tile.keys, documents);
         rescale[0] = rescale[1] = 1.0f;
         needs_rescale =
@@ -195,7 +196,7 @@ struct Consumer {
     __device__ __forceinline__ void begin(int &start) {
         rows.clear();
         o.clear();
-        const float scale = scale_of_keys(start);
+        const float scale = k_descale(start);
         await_k(start);
         take_turn();
         if (INT8) begin_scores();
@@ -212,19 +213,20 @@ struct Consumer {
     __device__ __forceinline__ void skip() {
         take_turn();
         give_turn();
-        mbarrier_wait(layout.barrier(K_FULL + k.index), k.parity);
-        release(K_EMPTY + k.index), k.next();
-        mbarrier_wait(layout.barrier(V_FULL + v.index), v.parity);
+        mbarrier_wait(layout.barrier(K_FULL + k_pipe.index), k_pipe.parity);
+        release(K_EMPTY + k_pipe.index), k_pipe.next();
+        mbarrier_wait(layout.barrier(V_FULL + v_pipe.index), v_pipe.parity);
         done_with_v();
     }
 
     // Stores O, then lse: if lse were stored before the proxy fence, the fence would wait for that store.
     __device__ __forceinline__ void finish() {
-        const unsigned to = O_OVER_Q ? layout.q + (q_stage * WARP_GROUPS + group) * Q_BYTES : layout.o + group * O_BYTES;
+        const unsigned over_q = layout.q + (q_stage * WARP_GROUPS + group) * Q_GROUP_BYTES;
+        const unsigned to = O_OVER_Q ? over_q : layout.o + group * O_GROUP_BYTES;
         const bool storing = warp == 0 && lane == 0;
         const int barrier = BARRIER_OWN + group;
         float inverse_l[2], scale = p.keep_scale;
-        if (FP8) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
+        if (OPERANDS_8BIT) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float &l = rows.l[0][half];
@@ -257,7 +259,8 @@ struct Consumer {
         if (PINGPONG && group == WARP_GROUPS - 1) give_turn();
         while (await_tile()) {
             // A group whose queries are all beyond the last computes nothing. (Two groups do not check this: it would
-            // be one of them at most, and only where T % 128 is 1 to 64, and the check spilled the copying warp's registers.)
+            // be one of them at most, and only where T % 128 is 1 to 64, and the check spilled registers of the copying
+            // warp.)
             const bool beyond = WARP_GROUPS > 2 && tile.i0 + group * 64 >= p.tq;
 #if BLOCK_MASK
             int start = 0;
@@ -276,23 +279,23 @@ struct Consumer {
             while (true) {
                 wgmma_wait_group<0>();
                 warpgroup_fence_operand(flat(o));
-                if (IS_LATER(start)) done_with_v();
+                if (!IS_FIRST(start)) done_with_v();
                 round_scores();
                 if (needs_rescale) rescale_output(o, rescale);
                 if (IS_LAST(start)) break;
-                const int valid = tile.keys - START_OF(start);
+                const int valid_keys = tile.keys - START_OF(start);
                 start -= BC;
-                const float scale = scale_of_keys(start);
+                const float scale = k_descale(start);
                 await_k(start);
                 take_turn();
                 begin_scores(), warpgroup_fence_operand(flat(o));
                 wgmma_fence();
                 multiply_qk();
-                await_v(valid);
+                await_v(valid_keys);
                 wgmma_fence();
                 multiply_pv();
                 give_turn();
-                wgmma_wait_group<OVERLAP>();
+                wgmma_wait_group<INTRA_GROUP_OVERLAP>();
                 online_softmax(start, scale);
             }
             await_v(tile.keys - START_OF(start));

@@ -13,26 +13,26 @@ __device__ __forceinline__ void write_zeros(const Params &p, const WorkTile &til
 }
 
 // Q of all warp groups to the next stage, and what tile it is.
-__device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout, PipelineState<Q_STAGES> &q,
-                                       const WorkTile &tile) {
-    const unsigned full = layout.barrier(Q_FULL + q.index);
-    mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
+__device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout &layout,
+                                       PipelineState<Q_STAGES> &q_pipe, const WorkTile &tile) {
+    const unsigned full = layout.barrier(Q_FULL + q_pipe.index);
+    mbarrier_wait(layout.barrier(Q_EMPTY + q_pipe.index), q_pipe.parity ^ 1);
     if (threadIdx.x == 0) {
-        tile.publish(layout.slots + q.index * WORK_TILE_INTS);
-        mbarrier_arrive_expect_tx(full, WARP_GROUPS * Q_BYTES);
+        tile.publish(layout.slots + q_pipe.index * WORK_TILE_INTS);
+        mbarrier_arrive_expect_tx(full, WARP_GROUPS * Q_GROUP_BYTES);
         for (int group = 0; group < WARP_GROUPS; group++)
-            load_tile<64>(layout.q + (q.index * WARP_GROUPS + group) * Q_BYTES, launch.q, full, tile.i0 + group * 64,
-                          tile.h, tile.b);
+            load_tile<64>(layout.q + (q_pipe.index * WARP_GROUPS + group) * Q_GROUP_BYTES, launch.q, full,
+                          tile.i0 + group * 64, tile.h, tile.b);
     }
-    q.next();
+    q_pipe.next();
 }
 
 // A warp, whose first thread issues the copies.
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
     const bool issues_copies = threadIdx.x == 0;
-    PipelineState<Q_STAGES> q;
-    PipelineState<STAGES> k, v;
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<STAGES> k_pipe, v_pipe;
     auto load = [&](const TensorMap &map, unsigned to, int full, int empty, PipelineState<STAGES> &state,
                     const WorkTile &tile, int start) {
         mbarrier_wait(layout.barrier(empty + state.index), state.parity ^ 1);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
             start = START_OF(start);
             mbarrier_arrive_expect_tx(layout.barrier(full + state.index), KV_BYTES);
             const unsigned at = to + state.index * KV_BYTES, barrier = layout.barrier(full + state.index);
-            if (FP8 && full == V_FULL)  // transposed: rows of pairs of keys, PADDED_D of them a block
+            if (OPERANDS_8BIT && full == V_FULL)  // transposed: rows of pairs of keys, PADDED_D of them a block
                 for (int keys = 0; keys < BC; keys += V_BLOCK)
                     tma_load(at + keys * PADDED_D, map, barrier, (start + keys) / 2, 0, tile.h / HEADS_PER_KV, tile.b);
             else
@@ -49,42 +49,43 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         }
         state.next();
     };
-    int next = 0;  // asked for after K's first tile, used when it has arrived
-    for (int index = blockIdx.x; index < total_tiles(p); index = gridDim.x + __shfl_sync(~0u, next, 0)) {
+    int drawn = 0;  // asked for after K's first tile, used when it has arrived
+    for (int index = blockIdx.x; index < total_tiles(p); index = gridDim.x + __shfl_sync(~0u, drawn, 0)) {
         const WorkTile tile(p, index);
 #if BLOCK_MASK
         BlockMaskTiles<1> kept(p, tile.b, tile.h, tile.i0 / BR);
 #else
         const WorkTile &range = tile;
 #endif
-        if (!HAS_TILES) {
+        if (!LOOP_HAS_TILES) {
             write_zeros(p, tile);
-            if (issues_copies) next = atomicAdd(launch.next_tile, 1);
+            if (issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
             continue;
         }
-        load_q(launch, layout, q, tile);
+        load_q(launch, layout, q_pipe, tile);
 #if BLOCK_MASK
-        if (issues_copies) next = atomicAdd(launch.next_tile, 1);
-        int before = 0;  // the tile whose V is next
-        for (int start = BEGIN_TILES, flags = FIRST_FLAG; IS_TILE(start); ADVANCE(start, BC), flags = 0) {
-            load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, kept.here | flags | (kept.next < 0 ? LAST_FLAG : 0));
-            if (!flags) load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, before);
-            before = start;
-            PREFETCH_ENTRY;
+        if (issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
+        int pending_v = 0;  // the tile whose V is next
+        for (int start = LOOP_ENTER, flags = FIRST_FLAG; LOOP_IS_TILE(start); LOOP_ADVANCE(start, BC), flags = 0) {
+            load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile,
+                 kept.here | flags | (kept.next < 0 ? LAST_FLAG : 0));
+            if (!flags) load(launch.v, layout.v, V_FULL, V_EMPTY, v_pipe, tile, pending_v);
+            pending_v = start;
+            LOOP_PREFETCH;
         }
-        load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, before);
+        load(launch.v, layout.v, V_FULL, V_EMPTY, v_pipe, tile, pending_v);
 #else
         const int highest = highest_tile(tile.lo, tile.hi);
-        load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, highest);
-        if (issues_copies) next = atomicAdd(launch.next_tile, 1);
+        load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile, highest);
+        if (issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
         for (int start = highest; start >= tile.lo; start -= BC) {
-            if (start > tile.lo) load(launch.k, layout.k, K_FULL, K_EMPTY, k, tile, start - BC);
-            load(launch.v, layout.v, V_FULL, V_EMPTY, v, tile, start);
+            if (start > tile.lo) load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile, start - BC);
+            load(launch.v, layout.v, V_FULL, V_EMPTY, v_pipe, tile, start);
         }
 #endif
     }
-    mbarrier_wait(layout.barrier(Q_EMPTY + q.index), q.parity ^ 1);
+    mbarrier_wait(layout.barrier(Q_EMPTY + q_pipe.index), q_pipe.parity ^ 1);
     if (!issues_copies) return;
-    layout.slots[q.index * WORK_TILE_INTS] = -1;  // of no batch row: the end
-    mbarrier_arrive(layout.barrier(Q_FULL + q.index));
+    layout.slots[q_pipe.index * WORK_TILE_INTS] = -1;  // of no batch row: the end
+    mbarrier_arrive(layout.barrier(Q_FULL + q_pipe.index));
 }

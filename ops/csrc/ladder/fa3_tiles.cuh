@@ -9,25 +9,25 @@
 #define BR (WARP_GROUPS * 64)
 #define THREADS ((WARP_GROUPS + 1) * 128)
 #define KV_BYTES (BC * PADDED_D * OPERAND_BYTES)
-#define Q_BYTES (64 * PADDED_D * OPERAND_BYTES)  // of a warp group
+#define Q_GROUP_BYTES (64 * PADDED_D * OPERAND_BYTES)  // of a warp group
 #define V_BLOCK (BC % 128 ? 64 : 128)  // keys in a row of transposed 8-bit V, one byte each
-#define O_BYTES (64 * PADDED_D * 2)
+#define O_GROUP_BYTES (64 * PADDED_D * 2)
 #define P_BOX_BYTES (64 * 128)  // 64 keys; with P_IN_SHARED
-#define P_BYTES (BC / 64 * P_BOX_BYTES)  // of a warp group
+#define P_GROUP_BYTES (BC / 64 * P_BOX_BYTES)  // of a warp group
 #define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
 #define BARRIER_OWN (BARRIER_TURN + WARP_GROUPS)
 
 static_assert(BARRIER_OWN + WARP_GROUPS <= 16, "there are 16 named barriers");
-static_assert(!FP8 || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
+static_assert(!OPERANDS_8BIT || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
 static_assert(64 * (WARP_GROUPS - 1) <= BC,
               "the last key tile that a group sees is at most one before the block's last");
 static_assert(!BLOCK_MASK || BC % 64 == 0, "flags beside where a tile begins");
-static_assert(!P_IN_SHARED || (BC % 64 == 0 && !FP8), "P lies in whole boxes of 16-bit numbers");
+static_assert(!P_IN_SHARED || (BC % 64 == 0 && !OPERANDS_8BIT), "P lies in whole boxes of 16-bit numbers");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, out;
     Params p;
-    int *next_tile;  // a counter of the tiles beyond each block's first; 0 at the launch
+    int *tile_counter;  // a counter of the tiles beyond each block's first; 0 at the launch
 };
 
 // The mbarriers, by their place: full and empty ones of the stages of Q, of K and of V.
@@ -38,7 +38,7 @@ enum { Q_FULL, Q_EMPTY = Q_FULL + Q_STAGES, K_FULL = Q_EMPTY + Q_STAGES, K_EMPTY
 struct WorkTile {
     int b, h, i0, keys, lo, hi;
 #if DOCUMENT_IDS
-    Documents documents;
+    DocumentBounds documents;
 #endif
 
     // The index-th in the grid's order. Only the producer works it out, and publishes it in shared memory for
@@ -67,7 +67,7 @@ struct WorkTile {
     // The keys that queries i .. i + rows see.
     __device__ __forceinline__ Range seen(const Params &p, int i, int rows) const {
 #if !DOCUMENT_IDS
-        const Documents documents = documents_of(p, b, 0);
+        const DocumentBounds documents = documents_of(p, b, 0);
 #endif
         return key_range(p, i, min_of(rows, p.tq - i), keys, keys - p.tq, BC, documents);
     }
@@ -84,9 +84,9 @@ struct SharedLayout {
     volatile int *slots;  // what tile is in each slot of Q, and with BLOCK_MASK in each stage of K
     __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
         : barriers(shared_address(barriers)), slots(slots) {
-        q = shared_address(memory), k = q + Q_STAGES * WARP_GROUPS * Q_BYTES;
+        q = shared_address(memory), k = q + Q_STAGES * WARP_GROUPS * Q_GROUP_BYTES;
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
-        p = o + !O_OVER_Q * WARP_GROUPS * O_BYTES;
+        p = o + !O_OVER_Q * WARP_GROUPS * O_GROUP_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
     __device__ __forceinline__ volatile int &key_tile(int stage) const {

@@ -1,5 +1,5 @@
 // Stage 8, fp8 (Shah et al. 2024, section 3.3): these kernels convert q, k and v from 16 bits to 8 for fa3.cu
-// with FP8, whose products then run at twice the rate on half the bytes.
+// with OPERANDS_8BIT, whose products then run at twice the rate on half the bytes.
 //
 // Idea. e4m3 has 3 mantissa bits and a largest value of 448, so each block of tokens has a scale: 64 queries or a tile
 // of keys of a head share one, and V of a head has one. What remains is the error due to outliers, next to which the
@@ -14,16 +14,16 @@
 // HBM traffic. q and k read once and written in half the bytes; V read twice and written once in half the bytes.
 // Params: the 8-bit q, k and v, with PADDED_D numbers per row, are written to the pointers dq, dk and dv of a backward.
 // scratch: the scales of q (B, Hq, queries / 64 in whole blocks), of k (B, Hkv, keys / BC) and of v (B, Hkv), then the
-// largest magnitudes in each BC keys of v (B, Hkv, keys / BC), from which the scale of v is computed. With GIVEN, the
-// scales of q and k are inputs.
+// largest magnitudes in each BC keys of v (B, Hkv, keys / BC), from which the scale of v is computed. With SCALES_GIVEN
+// the scales of q and k are inputs.
 #include "fp8_scales.cuh"
 #include "hopper.cuh"
 
-#define ROWS_EACH (2048 / PADDED_D)  // of a warp, so that a thread has 64 numbers
+#define ROWS_PER_WARP (2048 / PADDED_D)  // so that a thread has 64 numbers
 // of which 32 are of row 8 * ROW_OF(half) + lane / 4, in 128 columns from COLUMN_OF(half) on
 #define ROW_OF(half) (PADDED_D == 128 ? 8 * (half) : 0)
 #define COLUMN_OF(half) (PADDED_D == 128 ? 0 : 128 * (half))
-#define WARPS (BC / ROWS_EACH)
+#define WARPS (BC / ROWS_PER_WARP)
 #define V_TILE 64  // keys that a block transposes
 #define E4M3_MAX 448.0f
 #define QK_MAX (INT8 ? 127.0f : E4M3_MAX)  // of q and k
@@ -60,7 +60,7 @@ __device__ __forceinline__ void transform(float (&x)[2][4][8], const uint4 (&row
     const unsigned h = pack(__popc(2 * c & g) & 1 ? -1.0f : 1.0f, __popc((2 * c + 1) & g) & 1 ? -1.0f : 1.0f);
     unsigned signs[2];  // of a half's words, two of each, 16 bits apart
 #pragma unroll
-    for (int of = 0; of < 4; of++)
+    for (int quad_lane = 0; quad_lane < 4; quad_lane++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             unsigned bits = 0;
@@ -68,10 +68,10 @@ __device__ __forceinline__ void transform(float (&x)[2][4][8], const uint4 (&row
             for (int word = 0; word < 16; word++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const int column = COLUMN_OF(half) + word / 4 * 32 + 8 * of + word % 4 * 2 + e;
+                    const int column = COLUMN_OF(half) + word / 4 * 32 + 8 * quad_lane + word % 4 * 2 + e;
                     bits |= (hash_combine(0u, column) & 1) << (word + 16 * e);
                 }
-            if (c == of) signs[half] = bits;
+            if (c == quad_lane) signs[half] = bits;
         }
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
     const element *x = of_q ? matrix_of(p.q, p.q_stride, b, h) : of_v ? matrix_of(p.v, p.v_stride, b, h)
                                                                       : matrix_of(p.k, p.k_stride, b, h);
     const long long stride = of_q ? p.q_stride.t : of_v ? p.v_stride.t : p.k_stride.t;
-    const int token = first + warp * ROWS_EACH + lane / 4;
+    const int token = first + warp * ROWS_PER_WARP + lane / 4;
     uint4 rows[2][4];
     float values[2][4][8], amax;
 #pragma unroll
@@ -170,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
     for (int lanes = 16; lanes; lanes /= 2) amax = max_nan(amax, __shfl_xor_sync(~0u, amax, lanes));
     if (lane == 0) largest[warp] = amax;
     __syncthreads();
-    const int warps = (of_q ? FP8_QUERIES : BC) / ROWS_EACH, from = warp / warps * warps;  // that share a scale
-    for (int other = from; other < from + warps; other++) amax = max_nan(amax, largest[other]);
+    const int warps = (of_q ? FP8_QUERIES : BC) / ROWS_PER_WARP, first_warp = warp / warps * warps;  // that share a scale
+    for (int other = first_warp; other < first_warp + warps; other++) amax = max_nan(amax, largest[other]);
     const int head = b * heads + h;
     const Fp8Scales scales(p);
     if (of_v) {
@@ -181,11 +181,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
     amax = max_nan(amax, MIN_AMAX);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
     const float norm = HADAMARD ? 1.0f / sqrtf((float)PADDED_D) : 1.0f;
-    float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + (first + from * ROWS_EACH) / FP8_QUERIES
+    float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + (first + first_warp * ROWS_PER_WARP) / FP8_QUERIES
                         : scales.k + (long long)head * scales.k_blocks + blockIdx.x;
-    if (GIVEN)
+    if (SCALES_GIVEN)
         amax = *scale / norm * QK_MAX;
-    else if (lane == 0 && warp == from)
+    else if (lane == 0 && warp == first_warp)
         *scale = amax * norm / QK_MAX;
     const float inverse = QK_MAX / amax;
     unsigned *q8 = (unsigned *)p.dq, *k8 = (unsigned *)p.dk;  // there is no backward (ops/cuda/fp8.py)

@@ -15,9 +15,10 @@
 
 #define THREADS 256
 
-// Element [b, h, i, j] of a tensor (B, heads, rows, columns), the n-th in memory; each thread of the grid computes one.
+// Element [b, h, row, column] of a tensor (B, heads, rows, columns), the n-th in memory; each thread of the grid computes
+// one.
 struct Position {
-    int b, h, i, j;
+    int b, h, row, column;
     long long n;
 };
 
@@ -43,9 +44,9 @@ template <typename Term> __device__ __forceinline__ float sum(int n, const Term 
 
 // <q_i, k_j> * scale, -inf where query i does not see key j.
 __device__ __forceinline__ float score(const Params &p, const Position &at) {
-    if (!is_visible(p, at.i, at.j, p.tk, p.tk - p.tq, 0, 0)) return -INFINITE;
-    const element *q = row_of(p.q, p.q_stride, at.b, at.h, at.i);
-    const element *k = row_of(p.k, p.k_stride, at.b, at.h / HEADS_PER_KV, at.j);
+    if (!is_visible(p, at.row, at.column, p.tk, p.tk - p.tq, 0, 0)) return -INFINITE;
+    const element *q = row_of(p.q, p.q_stride, at.b, at.h, at.row);
+    const element *k = row_of(p.k, p.k_stride, at.b, at.h / HEADS_PER_KV, at.column);
     return p.scale * sum(HEAD_DIM, [&](int d) { return to_float(q[d]) * to_float(k[d]); });
 }
 
@@ -66,14 +67,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_softmax(cons
     p.lse[at.n] = l > 0.0f ? m + logf(l) : -INFINITE;
 }
 
-// O = P V. One thread per element of O, in column at.j.
+// O = P V. One thread per element of O, in column at.column.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const __grid_constant__ Params p) {
     const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
     const float *probs = p.scratch + at.n / HEAD_DIM * p.tk;
-    const element *v = matrix_of(p.v, p.v_stride, at.b, at.h / HEADS_PER_KV) + at.j;
+    const element *v = matrix_of(p.v, p.v_stride, at.b, at.h / HEADS_PER_KV) + at.column;
     const float o = sum(p.tk, [&](int j) { return probs[j] * to_float(v[j * p.v_stride.t]); });
-    row_of(p.out, p.out_stride, at.b, at.h, at.i)[at.j] = to_element(o);
+    row_of(p.out, p.out_stride, at.b, at.h, at.row)[at.column] = to_element(o);
 }
 
 // P again, from lse, and dS = P (dP - delta) * scale, with dP = dO V^T; delta, and padded_lse, which is lse, or inf for
@@ -81,9 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_output(const
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dscores(const __grid_constant__ Params p) {
     const Position at = own_position(p.heads, p.tq, p.tk);
     if (at.b >= p.batch) return;
-    const long long row = ((long long)at.b * p.heads + at.h) * p.padded_tq + at.i;
-    const element *dout = row_of(p.dout, p.dout_stride, at.b, at.h, at.i);
-    const element *v = row_of(p.v, p.v_stride, at.b, at.h / HEADS_PER_KV, at.j);
+    const long long row = ((long long)at.b * p.heads + at.h) * p.padded_tq + at.row;
+    const element *dout = row_of(p.dout, p.dout_stride, at.b, at.h, at.row);
+    const element *v = row_of(p.v, p.v_stride, at.b, at.h / HEADS_PER_KV, at.column);
     const float prob = expf(score(p, at) - p.padded_lse[row]);
     const float dprob = sum(HEAD_DIM, [&](int d) { return to_float(dout[d]) * to_float(v[d]); });
     p.scratch[at.n] = prob;
@@ -95,9 +96,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_plain_dq(const __g
     const Position at = own_position(p.heads, p.tq, HEAD_DIM);
     if (at.b >= p.batch) return;
     const float *ds = p.scratch + ((long long)p.batch * p.heads * p.tq + at.n / HEAD_DIM) * p.tk;
-    const element *k = matrix_of(p.k, p.k_stride, at.b, at.h / HEADS_PER_KV) + at.j;
+    const element *k = matrix_of(p.k, p.k_stride, at.b, at.h / HEADS_PER_KV) + at.column;
     const float dq = sum(p.tk, [&](int j) { return ds[j] * to_float(k[j * p.k_stride.t]); });
-    row_of(p.dq, p.dq_stride, at.b, at.h, at.i)[at.j] = to_element(dq);
+    row_of(p.dq, p.dq_stride, at.b, at.h, at.row)[at.column] = to_element(dq);
 }
 
 // dV = P^T dO and dK = dS^T Q, over the queries of all heads that share the key head. One thread per element.
@@ -106,13 +107,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tilegpt_plain_dkdv(cons
     const Position at = own_position(p.kv_heads, p.tk, HEAD_DIM);
     if (at.b >= p.batch) return;
     const int first_head = at.h * HEADS_PER_KV, queries = HEADS_PER_KV * p.tq;
-    const float *probs = p.scratch + ((long long)at.b * p.heads + first_head) * p.tq * p.tk + at.i;
+    const float *probs = p.scratch + ((long long)at.b * p.heads + first_head) * p.tq * p.tk + at.row;
     const float *ds = probs + (long long)p.batch * p.heads * p.tq * p.tk;
-    auto row = [&](const element *x, const Strides &stride, int n) {
-        return to_float(row_of(x, stride, at.b, first_head + n / p.tq, n % p.tq)[at.j]);
+    auto element_of = [&](const element *x, const Strides &stride, int n) {
+        return to_float(row_of(x, stride, at.b, first_head + n / p.tq, n % p.tq)[at.column]);
     };
-    const float dv = sum(queries, [&](long long n) { return probs[n * p.tk] * row(p.dout, p.dout_stride, n); });
-    const float dk = sum(queries, [&](long long n) { return ds[n * p.tk] * row(p.q, p.q_stride, n); });
-    row_of(p.dv, p.dv_stride, at.b, at.h, at.i)[at.j] = to_element(dv);
-    row_of(p.dk, p.dk_stride, at.b, at.h, at.i)[at.j] = to_element(dk);
+    const float dv = sum(queries, [&](long long n) { return probs[n * p.tk] * element_of(p.dout, p.dout_stride, n); });
+    const float dk = sum(queries, [&](long long n) { return ds[n * p.tk] * element_of(p.q, p.q_stride, n); });
+    row_of(p.dv, p.dv_stride, at.b, at.h, at.row)[at.column] = to_element(dv);
+    row_of(p.dk, p.dk_stride, at.b, at.h, at.row)[at.column] = to_element(dk);
 }

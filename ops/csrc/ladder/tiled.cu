@@ -1,7 +1,7 @@
 // Stage 3, tiled: FlashAttention in fp32. Tiles of queries and keys in shared memory, an online softmax, products in
 // registers; exact fp32 (FMA units, no TF32).
 //
-// Idea: a block computes BR queries, WARP_ROWS per warp, in a loop over tiles of INNER_TILE keys. The softmax of
+// Idea: a block computes BR queries, WARP_ROWS per warp, in a loop over tiles of OTHER_TILE keys. The softmax of
 // a row needs its final maximum m and sum l only at the end; until then, whenever a tile has a larger maximum, the
 // accumulated l and O are rescaled (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1):
 //     m' = max(m, rowmax S);  P = exp(S - m');  l = l e^(m - m') + rowsum P;  O = O e^(m - m') + P V
@@ -15,7 +15,7 @@
 // HBM traffic: Q, K, V and out once. From L2, K and V for every tile of queries: 8 N^2 D / BR bytes per head,
 // BR times less than `rowwise`. At BR / 2 FLOPs per byte, the FMA units limit the speed.
 //
-// Limits: shared memory, 4 (BR (PADDED_D + INNER_TILE) + 2 INNER_TILE PADDED_D) bytes, and registers, ROWS PADDED_D /
+// Limits: shared memory, 4 (BR (PADDED_D + OTHER_TILE) + 2 OTHER_TILE PADDED_D) bytes, and registers, ROWS PADDED_D /
 // 8 for O: head dims up to 128. All options except a bias. The backward is in tiled_backward.cu.
 #include "tiles.cuh"
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void mask(const Params &p, float (&s)[ROWS][COLS], in
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forward(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
     float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + BR * PADDED_D;
-    float *v_tile = k_tile + INNER_TILE * PADDED_D, *probs = v_tile + INNER_TILE * PADDED_D;
+    float *v_tile = k_tile + OTHER_TILE * PADDED_D, *probs = v_tile + OTHER_TILE * PADDED_D;
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
     const int b = head / p.heads, h = head % p.heads, i0 = tile * BR;
@@ -59,17 +59,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
     const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
     const Range range =
-        key_range(p, i0, min_of(BR, p.tq - i0), keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
+        key_range(p, i0, min_of(BR, p.tq - i0), keys, causal_offset, OTHER_TILE, documents_of(p, b, tile));
 
     // Of the rows that eight lanes share, each lane keeps m and l of one: r = lane_col.
     float m = Max::identity, l = 0.0f;
     float4 o[ROWS][FLOAT4S] = {};
     load_tile<BR, SWIZZLE_4_ROWS>(q_tile, q, p.q_stride.t, i0, p.tq);
-    load_tile<INNER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, range.lo, range.hi);
-    for (int start = range.lo; start < range.hi; start += INNER_TILE) {
+    load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, range.lo, range.hi);
+    for (int start = range.lo; start < range.hi; start += OTHER_TILE) {
         wait_for_copies();
         __syncthreads();  // K has arrived, and no warp still reads the last V
-        load_tile<INNER_TILE, 0>(v_tile, v, p.v_stride.t, start, range.hi);
+        load_tile<OTHER_TILE, 0>(v_tile, v, p.v_stride.t, start, range.hi);
         float s[ROWS][COLS];
         product(s, q_tile, row, k_tile, col);
 #pragma unroll
@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         store_scores(probs, row, col, s);
         wait_for_copies();
         __syncthreads();  // V and P have arrived, and no warp still reads K
-        if (start + INNER_TILE < range.hi)
-            load_tile<INNER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, start + INNER_TILE, range.hi);
+        if (start + OTHER_TILE < range.hi)
+            load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, start + OTHER_TILE, range.hi);
         // Separate sums per tile take no more instructions; one sum over 239 keys had 2.4 times the error of PyTorch's.
         float4 tile_sums[ROWS][FLOAT4S] = {};
         accumulate<ROWS, 0>(tile_sums, probs, row, v_tile, col);

@@ -12,13 +12,13 @@
 // Two warps share the same rows: one computes S and P, the other dP and then dS; P and dS pass through shared memory.
 // So each warp holds only one product at a time in registers, and in dkdv only one of dV and dK.
 //
-// HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every OUTER_TILE keys, and K and V
-// for every OUTER_TILE queries.
+// HBM traffic: Q, K, V, dout, dQ, dK and dV once or twice. From L2: Q and dout for every OWN_TILE keys, and K and V
+// for every OWN_TILE queries.
 //
-// Limits: as the forward; shared memory 8 ((OUTER_TILE + INNER_TILE) PADDED_D + OUTER_TILE INNER_TILE) bytes.
+// Limits: as the forward; shared memory 8 ((OWN_TILE + OTHER_TILE) PADDED_D + OWN_TILE OTHER_TILE) bytes.
 #include "tiles.cuh"
 
-#define OUTER_TILE (WARP_ROWS * WARPS / 2)  // rows of a block
+#define OWN_TILE (WARP_ROWS * WARPS / 2)  // rows of a block
 
 // The probability of one score: P, and P times the derivative of the softcap, p_dsoftcap. s: <q_i, k_j>.
 struct PAndDsoftcap {
@@ -45,25 +45,25 @@ __device__ __forceinline__ float ds_of(const Params &p, float p_dsoftcap, float 
     return p_dsoftcap * ((is_kept ? dp * p.keep_scale : 0.0f) - delta);
 }
 
-// dK and dV of OUTER_TILE keys of one key head. Rows are keys, columns queries. Grid: B * Hkv * n_tiles.
+// dK and dV of OWN_TILE keys of one key head. Rows are keys, columns queries. Grid: B * Hkv * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
-    float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OUTER_TILE * PADDED_D;
-    float *q_tile = v_tile + OUTER_TILE * PADDED_D, *dout_tile = q_tile + INNER_TILE * PADDED_D;
-    float *probs = dout_tile + INNER_TILE * PADDED_D, *ds_tile = probs + OUTER_TILE * INNER_TILE;
+    float *k_tile = reinterpret_cast<float *>(shared), *v_tile = k_tile + OWN_TILE * PADDED_D;
+    float *q_tile = v_tile + OWN_TILE * PADDED_D, *dout_tile = q_tile + OTHER_TILE * PADDED_D;
+    float *probs = dout_tile + OTHER_TILE * PADDED_D, *ds_tile = probs + OWN_TILE * OTHER_TILE;
     int tile, batch_head;  // b * Hkv + the key head
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, batch_head);
-    const int b = batch_head / p.kv_heads, j0 = tile * OUTER_TILE, warp = threadIdx.x / 32, keys = keys_of(p, b);
+    const int b = batch_head / p.kv_heads, j0 = tile * OWN_TILE, warp = threadIdx.x / 32, keys = keys_of(p, b);
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col(), causal_offset = keys - p.tq;
     const bool computes_dp = warp % 2;  // and dS and dK; the other warp of the pair S, P and dV
     const element *k = p.k + b * p.k_stride.b + batch_head % p.kv_heads * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + batch_head % p.kv_heads * p.v_stride.h;
-    auto range = query_range(p, j0, min_of(OUTER_TILE, p.tk - j0), causal_offset, INNER_TILE, documents_of(p, b, tile));
+    auto range = query_range(p, j0, min_of(OWN_TILE, p.tk - j0), causal_offset, OTHER_TILE, documents_of(p, b, tile));
     if (j0 >= keys) range.hi = range.lo;
 
     float4 sums[ROWS][FLOAT4S] = {};
-    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(k_tile, k, p.k_stride.t, j0, keys);
-    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(v_tile, v, p.v_stride.t, j0, keys);
+    load_tile<OWN_TILE, SWIZZLE_4_ROWS>(k_tile, k, p.k_stride.t, j0, keys);
+    load_tile<OWN_TILE, SWIZZLE_4_ROWS>(v_tile, v, p.v_stride.t, j0, keys);
     for (int g = 0; g < HEADS_PER_KV; ++g) {
         const int h = batch_head % p.kv_heads * HEADS_PER_KV + g;
         const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
@@ -73,10 +73,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #if DROPOUT
         const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
-        for (int start = range.lo; start < range.hi; start += INNER_TILE) {
+        for (int start = range.lo; start < range.hi; start += OTHER_TILE) {
             __syncthreads();  // nobody still reads the last tiles
-            load_tile<INNER_TILE, SWIZZLE_8_ROWS>(q_tile, q, p.q_stride.t, start, p.tq);
-            load_tile<INNER_TILE, SWIZZLE_8_ROWS>(dout_tile, dout, p.dout_stride.t, start, p.tq);
+            load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(q_tile, q, p.q_stride.t, start, p.tq);
+            load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(dout_tile, dout, p.dout_stride.t, start, p.tq);
             wait_for_copies();
             __syncthreads();
             const bool masked = start < range.full_lo || start >= range.full_hi;
@@ -147,15 +147,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
     }
 }
 
-// dQ of OUTER_TILE queries of one head. Rows are queries, columns keys. Grid: B * Hq * n_tiles.
+// dQ of OWN_TILE queries of one head. Rows are queries, columns keys. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(const __grid_constant__ Params p) {
     extern __shared__ float4 shared[];
-    float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + OUTER_TILE * PADDED_D;
-    float *k_tile = dout_tile + OUTER_TILE * PADDED_D, *v_tile = k_tile + INNER_TILE * PADDED_D;
-    float *ds_tile = v_tile + INNER_TILE * PADDED_D;  // p_dsoftcap, then dS
+    float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + OWN_TILE * PADDED_D;
+    float *k_tile = dout_tile + OWN_TILE * PADDED_D, *v_tile = k_tile + OTHER_TILE * PADDED_D;
+    float *ds_tile = v_tile + OTHER_TILE * PADDED_D;  // p_dsoftcap, then dS
     int tile, head;
     scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * OUTER_TILE, warp = threadIdx.x / 32;
+    const int b = head / p.heads, h = head % p.heads, i0 = tile * OWN_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool computes_dp = warp % 2;  // and dS; the other of the pair S and P. Each has half of their rows of dQ.
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
@@ -169,15 +169,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     const unsigned dropout_key = dropout_head_key(p, b, h);
 #endif
     const Range range =
-        key_range(p, i0, min_of(OUTER_TILE, p.tq - i0), keys, causal_offset, INNER_TILE, documents_of(p, b, tile));
+        key_range(p, i0, min_of(OWN_TILE, p.tq - i0), keys, causal_offset, OTHER_TILE, documents_of(p, b, tile));
 
     float4 sums[ROWS / 2][FLOAT4S] = {};
-    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(q_tile, q, p.q_stride.t, i0, p.tq);
-    load_tile<OUTER_TILE, SWIZZLE_4_ROWS>(dout_tile, dout, p.dout_stride.t, i0, p.tq);
-    for (int start = range.lo; start < range.hi; start += INNER_TILE) {
+    load_tile<OWN_TILE, SWIZZLE_4_ROWS>(q_tile, q, p.q_stride.t, i0, p.tq);
+    load_tile<OWN_TILE, SWIZZLE_4_ROWS>(dout_tile, dout, p.dout_stride.t, i0, p.tq);
+    for (int start = range.lo; start < range.hi; start += OTHER_TILE) {
         __syncthreads();  // nobody still reads the last tiles
-        load_tile<INNER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, start, range.hi);
-        load_tile<INNER_TILE, SWIZZLE_8_ROWS>(v_tile, v, p.v_stride.t, start, range.hi);
+        load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(k_tile, k, p.k_stride.t, start, range.hi);
+        load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(v_tile, v, p.v_stride.t, start, range.hi);
         wait_for_copies();
         __syncthreads();
         const bool masked = start < range.full_lo || start >= range.full_hi;

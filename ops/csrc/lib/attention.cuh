@@ -45,11 +45,14 @@ struct Params {
     float *lse;                               // (B, Hq, Tq), natural logarithm
     const element *dout;                      // (B, Hq, Tq, D)
     element *dq, *dk, *dv;                    // as q, k, v
-    float *padded_lse, *delta;                // (B, Hq, padded_tq): lse in base 2, or e (delta.cu); rowsum(out * dout)
+    union {                                   // (B, Hq, padded_tq): lse, as delta.cu or prepare.cu has it, in base 2
+        float *padded_lse, *lse_log2;         // where it has that name
+    };
+    float *delta;                             // (B, Hq, padded_tq): rowsum(out * dout)
     float *scratch;                           // the stage's own: see its .cu
     const float *alibi_slopes;                // (Hq,)
     const int *q_document_ids, *k_document_ids;  // (B, Tq), (B, Tk)
-    const int *ranges;                        // (B, tiles, 3): see document_ranges.cu
+    const int *document_bounds;                // (B, tiles, 3): see document_ranges.cu
     const int *kv_lengths;                    // (B,)
     const long long *seed;                    // ()
     const unsigned char *block_mask;          // (B or 1, Hq or 1, Tq / 128, Tk / 128), for kept_tiles.cu
@@ -146,18 +149,18 @@ struct Range {
 };
 
 // What document ids leave of the other side of a tile (keys for a tile of queries, queries for a tile of keys): none
-// outside of first .. end is of a document of the tile. If `whole`, the tile and all within are of one document, and no
-// ids are compared. Unused without DOCUMENT_IDS. (document_ranges.cu computes them.)
-struct Documents {
+// outside of first .. end is of a document of the tile. If `single_document`, the tile and all within are of one document,
+// and no ids are compared. Unused without DOCUMENT_IDS. (document_ranges.cu computes them.)
+struct DocumentBounds {
     int first, end;
-    int whole;
+    int single_document;
 };
 
-__device__ __forceinline__ Documents documents_of(const Params &p, int b, int tile) {
-    Documents documents = {0, 0, true};
+__device__ __forceinline__ DocumentBounds documents_of(const Params &p, int b, int tile) {
+    DocumentBounds documents = {0, 0, true};
 #if DOCUMENT_IDS
-    const int *range = p.ranges + (b * p.n_tiles + tile) * 3;
-    documents.first = range[0], documents.end = range[1], documents.whole = range[2];
+    const int *range = p.document_bounds + (b * p.n_tiles + tile) * 3;
+    documents.first = range[0], documents.end = range[1], documents.single_document = range[2];
 #endif
     return documents;
 }
@@ -165,7 +168,7 @@ __device__ __forceinline__ Documents documents_of(const Params &p, int b, int ti
 // Keys that some of the queries i0 .. i0 + rows see, and those that all see. lo, full_lo and full_hi are multiples of
 // `tile`.
 __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, int keys, int causal_offset, int tile,
-                                           const Documents &documents) {
+                                           const DocumentBounds &documents) {
     int lo = 0, hi = keys;
 #if HAS_LEFT
     lo = max_of(lo, i0 + causal_offset - p.window_left);
@@ -193,7 +196,7 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
 #endif
     full_hi = max_of(full_hi / tile * tile, full_lo);
 #if DOCUMENT_IDS
-    if (!documents.whole) full_hi = full_lo;  // every tile compares ids
+    if (!documents.single_document) full_hi = full_lo;  // every tile compares ids
 #endif
     Range range = {lo, full_lo, full_hi, hi};
     return range;
@@ -202,7 +205,7 @@ __device__ __forceinline__ Range key_range(const Params &p, int i0, int rows, in
 // Queries that see some of the keys j0 .. j0 + cols (j0 is a key), and those that see all. All but hi are multiples of
 // `tile`.
 __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, int causal_offset, int tile,
-                                             const Documents &documents) {
+                                             const DocumentBounds &documents) {
     int lo = 0, hi = p.tq;
 #if HAS_RIGHT
     lo = max_of(lo, j0 - causal_offset - p.window_right);
@@ -229,7 +232,7 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
 #endif
 #if DOCUMENT_IDS
     if (documents.end < p.tq) full_hi = min_of(full_hi, hi / tile * tile);  // (queries beyond the last have no weights)
-    if (!documents.whole) full_lo = last;  // every tile compares ids
+    if (!documents.single_document) full_lo = last;  // every tile compares ids
 #endif
     full_hi = max_of(full_hi, full_lo);
     Range range = {lo, full_lo, full_hi, hi};

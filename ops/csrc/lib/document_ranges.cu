@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_document_ranges(co
     for (int j = lo + threadIdx.x; j < end; j += THREADS) whole = whole && other[j] == least;
     extent(whole, ignored);
     if (threadIdx.x == 0) {
-        int *range = const_cast<int *>(p.ranges) + blockIdx.x * 3ll;
+        int *range = const_cast<int *>(p.document_bounds) + blockIdx.x * 3ll;
         range[0] = lo, range[1] = end, range[2] = whole;
     }
 }

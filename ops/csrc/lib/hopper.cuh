@@ -15,9 +15,10 @@
 #endif
 #define BOX_ROW_BYTES (BOX_COLUMNS * 2)
 
-// With FP8 what is multiplied is e4m3, which TMA and shared memory have as pairs, PADDED_D / 2 columns of 16 bits.
-#ifndef FP8
-#define FP8 0
+// With OPERANDS_8BIT what is multiplied is e4m3 or int8, which TMA and shared memory have as pairs: PADDED_D / 2 columns
+// of 16 bits.
+#ifndef OPERANDS_8BIT
+#define OPERANDS_8BIT 0
 #endif
 // With INT8 as well, Q and K are integers of 8 bits, and their sums, from this float on, whose last bit is worth 1,
 // are floats too up to 2^22 in absolute value: no instruction converts them. (One that does has the rate of ex2.)
@@ -25,9 +26,9 @@
 #define INT8 0
 #endif
 #define INT8_MAGIC 12582912.0f  // 1.5 * 2^23
-#define OPERAND_BYTES (FP8 ? 1 : 2)
-#define OPERAND_BOXES (FP8 ? BOXES / 2 : BOXES)
-#define WGMMA_K (FP8 ? 32 : 16)  // of the reduction, in a wgmma
+#define OPERAND_BYTES (OPERANDS_8BIT ? 1 : 2)
+#define OPERAND_BOXES (OPERANDS_8BIT ? BOXES / 2 : BOXES)
+#define WGMMA_K (OPERANDS_8BIT ? 32 : 16)  // of the reduction, in a wgmma
 
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
 struct __align__(64) TensorMap {
@@ -232,13 +233,13 @@ template <int N> __device__ __forceinline__ void warpgroup_fence_operand(float (
 }
 
 // A tile as wgmma is told of it. The reduction runs along its rows (K-major: Q, and K as K^T), groups of 8 rows one
-// after the other; or along its columns (MN-major: V), whose blocks lie `block_bytes` apart.
+// after the other; or along its columns (MN-major: V), whose boxes lie `leading_bytes` apart.
 struct SmemDescriptor {
     unsigned low, high;
-    __device__ __forceinline__ SmemDescriptor(unsigned tile, unsigned block_bytes = 16,
-                                              unsigned row_bytes = BOX_ROW_BYTES)
-        : low((tile & 0x3ffff) >> 4 | block_bytes >> 4 << 16),
-          high((row_bytes == 128 ? 1u : 2u) << 30 | 8 * row_bytes >> 4) {}
+    __device__ __forceinline__ SmemDescriptor(unsigned tile, unsigned leading_bytes = 16,
+                                              unsigned swizzle_bytes = BOX_ROW_BYTES)
+        : low((tile & 0x3ffff) >> 4 | leading_bytes >> 4 << 16),
+          high((swizzle_bytes == 128 ? 1u : 2u) << 30 | 8 * swizzle_bytes >> 4) {}
     // The descriptor of what begins `bytes` further.
     __device__ __forceinline__ unsigned long long offset(unsigned bytes) const {
         return (unsigned long long)high << 32 | (low + (bytes >> 4));
@@ -251,7 +252,7 @@ template <int ROWS> __device__ __forceinline__ unsigned step_bytes(int step) {
 }
 
 // MAJOR: which operand is MN-major; one of 8 bits never is.
-#if FP8
+#if OPERANDS_8BIT
 #define WGMMA_TYPES "k32.f32.e4m3.e4m3 "
 #define MAJOR(mn) ""
 #elif ELEMENT_KIND == bf16_ELEMENT

@@ -14,7 +14,7 @@ template <int N_STEPS> __device__ __forceinline__ float (&flat(Accumulator<1, N_
 // -inf in the place of what is not seen, where that is keys outside of one interval a row, which lies within that of
 // the documents: a comparison of a register with a number, where `apply_mask` has four registers a column.
 __device__ __forceinline__ void apply_interval_mask(const Params &p, Scores &s, int i_first, int j_first, int keys,
-                                                    const Documents &documents) {
+                                                    const DocumentBounds &documents) {
     const int column = j_first + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void round_p(unsigned (&rounded_p)[BC / WGMMA_K][4], 
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int half = e % 2 * 2;
-#if FP8
+#if OPERANDS_8BIT
             const float(&c)[4] = s.c[0][4 * step + e / 2 * 2], (&next)[4] = s.c[0][4 * step + e / 2 * 2 + 1];
             rounded_p[step][e] = pack_e4m3(c[half], c[half + 1], next[half], next[half + 1]);  // V's order: fp8.cu
 #else

@@ -20,12 +20,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const _
     static __shared__ unsigned kept_lanes[THREADS / 32];
     const int tile = blockIdx.x % p.n_tiles, head = blockIdx.x / p.n_tiles, b = head / p.heads, h = head % p.heads;
     const int keys = keys_of(p, b), own = tile * OWN_TILE, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Documents documents = documents_of(p, b, tile);
+    const DocumentBounds documents = documents_of(p, b, tile);
 #if TRANSPOSED
-    const int real_keys = min_of(OWN_TILE, keys - own);
+    const int valid_keys = min_of(OWN_TILE, keys - own);
     Range range = {0, 0, 0, 0};
-    if (real_keys > 0) range = query_range(p, own, real_keys, keys - p.tq, OTHER_TILE, documents);
-    const bool is_partial = real_keys < OWN_TILE;
+    if (valid_keys > 0) range = query_range(p, own, valid_keys, keys - p.tq, OTHER_TILE, documents);
+    const bool is_partial = valid_keys < OWN_TILE;
 #else
     const Range range = key_range(p, own, min_of(OWN_TILE, p.tq - own), keys, keys - p.tq, OTHER_TILE, documents);
     const bool is_partial = false;

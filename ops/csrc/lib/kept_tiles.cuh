@@ -51,54 +51,54 @@ template <int HEADS> struct BlockMaskTiles {
 
 // The expressions of a kernel's loop over tiles, the copies of the next under way while one is computed:
 //
-//     if (HAS_TILES) load(FIRST_TILE);
-//     for (int start = BEGIN_TILES; IS_TILE(start); ADVANCE(start, BC)) {
-//         if (HAS_NEXT(start, BC)) load(NEXT_TILE(start, BC));
-//         PREFETCH_ENTRY;
+//     if (LOOP_HAS_TILES) load(LOOP_FIRST);
+//     for (int start = LOOP_ENTER; LOOP_IS_TILE(start); LOOP_ADVANCE(start, BC)) {
+//         if (LOOP_HAS_NEXT(start, BC)) load(LOOP_NEXT(start, BC));
+//         LOOP_PREFETCH;
 //         ...
 //     }
 //
-// Here they are those of a BlockMaskTiles `kept`. They are macros, as with functions in their place ptxas gave the
-// kernels without BLOCK_MASK other registers, and the backward spilled.
+// They read the locals `kept`, a BlockMaskTiles, or `range`, and for a group of heads `last_of_head`. They are macros, as
+// with functions in their place ptxas gave the kernels without BLOCK_MASK other registers, and the backward spilled.
 #define LOADER_ORIGIN 0                                // the row from which Loaders count
-#define HAS_TILES (kept.next >= 0)                     // before the loop
-#define FIRST_TILE kept.next_start()                   // whose copies start before the loop
-#define BEGIN_TILES kept.begin()                       // the first tile of the loop
-#define IS_TILE(start) (kept.here >= 0)
-#define HAS_NEXT(start, step) (kept.next >= 0)
-#define NEXT_TILE(start, step) kept.next_start()
-#define PREFETCH_ENTRY kept.prefetch_entry()           // once the copies of the next tile have started
-#define ADVANCE(start, step) start = kept.advance()
-#define NEEDS_MASKING(by_range) (kept.here & MASK_FLAG)
+#define LOOP_HAS_TILES (kept.next >= 0)                // before the loop
+#define LOOP_FIRST kept.next_start()                   // whose copies start before the loop
+#define LOOP_ENTER kept.begin()                        // the first tile of the loop
+#define LOOP_IS_TILE(start) (kept.here >= 0)
+#define LOOP_HAS_NEXT(start, step) (kept.next >= 0)
+#define LOOP_NEXT(start, step) kept.next_start()
+#define LOOP_PREFETCH kept.prefetch_entry()            // once the copies of the next tile have started
+#define LOOP_ADVANCE(start, step) start = kept.advance()
+#define LOOP_NEEDS_MASK(by_range) (kept.here & MASK_FLAG)
 // Of a group of heads, of which number g is the turn:
-#define BEGIN_TILES_OF(g) (g == 0 ? kept.begin() : kept.start())
-#define IS_TILE_OF(start, g) kept.is_in(g)
-#define IS_LAST_OF_HEAD(start, step) false
-#define HAS_NEXT_OF_GROUP(g) (kept.next >= 0)
-#define NEXT_OF_GROUP(start, step) kept.next_start()
-#define HEAD_OFFSET(stride) (kept.next_head * stride)  // from the group's first head to that of the next tile
-#define ROW_OFFSET(stride, row) (kept.next_head * stride + row)
+#define LOOP_ENTER_HEAD(g) (g == 0 ? kept.begin() : kept.start())
+#define LOOP_IS_TILE_OF_HEAD(start, g) kept.is_in(g)
+#define LOOP_IS_LAST_OF_HEAD(start, step) false
+#define LOOP_HAS_NEXT_OF_GROUP(g) (kept.next >= 0)
+#define LOOP_NEXT_OF_GROUP(start, step) kept.next_start()
+#define LOOP_HEAD_OFFSET(stride) (kept.next_head * stride)  // from the group's first head to that of the next tile
+#define LOOP_ROW_OFFSET(stride, row) (kept.next_head * stride + row)
 
 #else
 
 // The same of a Range `range`.
 #define LOADER_ORIGIN range.lo
-#define HAS_TILES (range.lo < range.hi)
-#define FIRST_TILE range.lo
-#define BEGIN_TILES range.lo
-#define IS_TILE(start) (start < range.hi)
-#define HAS_NEXT(start, step) (start + step < range.hi)
-#define NEXT_TILE(start, step) (start + step)
-#define PREFETCH_ENTRY
-#define ADVANCE(start, step) start += step
-#define NEEDS_MASKING(by_range) (by_range)
-#define BEGIN_TILES_OF(g) range.lo
-#define IS_TILE_OF(start, g) (start < range.hi)
-#define IS_LAST_OF_HEAD(start, step) (start + step >= range.hi)
-#define HAS_NEXT_OF_GROUP(g) (!last_of_head || g + 1 < HEADS_PER_KV)
-#define NEXT_OF_GROUP(start, step) (last_of_head ? range.lo : start + step)
-#define HEAD_OFFSET(stride) 0
-#define ROW_OFFSET(stride, row) 0
+#define LOOP_HAS_TILES (range.lo < range.hi)
+#define LOOP_FIRST range.lo
+#define LOOP_ENTER range.lo
+#define LOOP_IS_TILE(start) (start < range.hi)
+#define LOOP_HAS_NEXT(start, step) (start + step < range.hi)
+#define LOOP_NEXT(start, step) (start + step)
+#define LOOP_PREFETCH
+#define LOOP_ADVANCE(start, step) start += step
+#define LOOP_NEEDS_MASK(by_range) (by_range)
+#define LOOP_ENTER_HEAD(g) range.lo
+#define LOOP_IS_TILE_OF_HEAD(start, g) (start < range.hi)
+#define LOOP_IS_LAST_OF_HEAD(start, step) (start + step >= range.hi)
+#define LOOP_HAS_NEXT_OF_GROUP(g) (!last_of_head || g + 1 < HEADS_PER_KV)
+#define LOOP_NEXT_OF_GROUP(start, step) (last_of_head ? range.lo : start + step)
+#define LOOP_HEAD_OFFSET(stride) 0
+#define LOOP_ROW_OFFSET(stride, row) 0
 #define START_OF(start) (start)
 
 #endif

@@ -1,4 +1,4 @@
-// The first kernel of a backward on tensor cores: delta = rowsum(dout * out) and padded_lse = lse * log2(e), infinite
+// The first kernel of a backward on tensor cores: delta = rowsum(dout * out) and lse_log2 = lse * log2(e), infinite
 // where the row sees no key or does not exist, so that its P is 0 (delta.cu tells why); and with CLEAR the accumulator
 // of dQ, PADDED_D floats a row, is cleared; and with TILE_ROWS what is behind it, a counter and TILE_STATES integers for
 // each tile of so many rows. All for (B, Hq, padded_tq) rows.
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(c
     for (int lanes = LANES / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(__activemask(), sum, lanes);
     if (part == 0) {
         const float lse = i < p.tq ? p.lse[(long long)head * p.tq + i] : -INFINITE;
-        p.padded_lse[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
+        p.lse_log2[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
         p.delta[row] = sum;
 #if TILE_ROWS
         int *counter = (int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D);

@@ -1,10 +1,10 @@
 // What happens to a warp's C tiles of scores, for the kernels on tensor cores: options, mask, and in the backward the
-// derivative. With SCALE_FIRST (softcap, ALiBi, a scale that is not positive) the scores are scaled before anything
+// derivative. With SCALE_BEFORE_MAX (softcap, ALiBi, a scale that is not positive) the scores are scaled before anything
 // else; without, the scale waits for the exponential, whose FMA has it for nothing, as it has log2(e).
 #pragma once
 #include "mma.cuh"
 
-__device__ __forceinline__ float exponent_scale(const Params &p) { return SCALE_FIRST ? LOG2E : p.scale * LOG2E; }
+__device__ __forceinline__ float exponent_scale(const Params &p) { return SCALE_BEFORE_MAX ? LOG2E : p.scale * LOG2E; }
 
 // The document of query i, and of key j; anything without DOCUMENT_IDS.
 __device__ __forceinline__ int id_of_query(const Params &p, int b, int i) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TI
                                                int j_first, int keys, int b, int h, bool masked) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
-    if (SCALE_FIRST)
+    if (SCALE_BEFORE_MAX)
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)
 #pragma unroll
@@ -103,7 +103,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
                 for (int e = 2 * half; e < 2 * half + 2; e++) {
                     const int j = j_first + n * 8 + column + e % 2;
                     float &prob = s.c[t][n][e], &gradient = dp.c[t][n][e], tanh_score = 0.0f;
-                    if (SCALE_FIRST) prob = score_of(p, prob, i_first + at, j, keys - p.tq, slope, tanh_score);
+                    if (SCALE_BEFORE_MAX) prob = score_of(p, prob, i_first + at, j, keys - p.tq, slope, tanh_score);
                     prob = exp2_of(prob * scale_log2 - lse_i);
                     gradient -= delta_i;
 #if SOFTCAP

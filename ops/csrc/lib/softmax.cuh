@@ -29,7 +29,7 @@ template <int M_TILES> struct SoftmaxState {
 #endif
 // How far m is set below a row's maximum. In fp8 it is 5, and m stays until the maximum is more than 8 above it: the
 // largest exponential of a row is 2^5 to 2^8, and e4m3, which goes from 2^-9 to 448, has what is at least 2^-14 of it.
-#if FP8
+#if OPERANDS_8BIT
 #define MAX_OFFSET 5.0f
 #else
 #define MAX_OFFSET 0.0f

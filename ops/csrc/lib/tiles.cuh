@@ -10,7 +10,7 @@
 
 #define THREADS (32 * WARPS)
 #define WARP_ROWS (4 * ROWS)
-#define INNER_TILE (8 * COLS)                 // columns of a product of two tiles
+#define OTHER_TILE (8 * COLS)                 // columns of a product of two tiles
 #define PADDED_D ((HEAD_DIM + 31) / 32 * 32)  // floats in a row of a tile of Q, K, V or dout
 #define FLOAT4S (PADDED_D / 32)               // of a row of out, dQ, dK or dV, a thread's
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_scores(float *tile, int row, int col, cons
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4)
-            at<INNER_TILE, SWIZZLE_4_ROWS>(tile, row + 4 * r, (col * COLS + c) / 4) =
+            at<OTHER_TILE, SWIZZLE_4_ROWS>(tile, row + 4 * r, (col * COLS + c) / 4) =
                 make_float4(s[r][c], s[r][c + 1], s[r][c + 2], s[r][c + 3]);
 }
 
@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_scores(float *tile, int row, int col, float
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4) {
-            const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(tile, row + 4 * r, (col * COLS + c) / 4);
+            const float4 four = at<OTHER_TILE, SWIZZLE_4_ROWS>(tile, row + 4 * r, (col * COLS + c) / 4);
             s[r][c] = four.x, s[r][c + 1] = four.y, s[r][c + 2] = four.z, s[r][c + 3] = four.w;
         }
 }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void accumulate(float4 (&sums)[N][FLOAT4S], float *le
             float l[N][4];
 #pragma unroll
             for (int r = 0; r < N; ++r) {
-                const float4 four = at<INNER_TILE, SWIZZLE_4_ROWS>(left, row + 4 * r, (t * COLS + c) / 4);
+                const float4 four = at<OTHER_TILE, SWIZZLE_4_ROWS>(left, row + 4 * r, (t * COLS + c) / 4);
                 l[r][0] = four.x, l[r][1] = four.y, l[r][2] = four.z, l[r][3] = four.w;
             }
 #pragma unroll

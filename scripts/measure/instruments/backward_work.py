@@ -68,7 +68,7 @@ def kind_of(name: str, shape: Shape) -> Kind:
     from scripts.measure.instruments.contestants import call_of
 
     costs = shared_instance(name).costs(call_of(shape, "cuda"))
-    keeps = costs.writes_scores and costs.kept_bytes > 0
+    keeps = costs.writes_scores and costs.saved_bytes > 0
     return Kind(keeps, costs.backward_matmuls, skips=not costs.writes_scores)
 
 

@@ -112,7 +112,7 @@ class Compiled(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """The products of the formula; what Inductor keeps and moves of it is not foreseen."""
-        return Costs(kept_bytes=scores_bytes(call), writes_scores=True, backward_matmuls=4)
+        return Costs(saved_bytes=scores_bytes(call), writes_scores=True, backward_matmuls=4)
 
 
 class Checkpointed(Attention):
@@ -139,4 +139,4 @@ class Checkpointed(Attention):
         forward, backward = own.moved_bytes
         tensors = 2 * (q_bytes(call) + k_bytes(call)) + lse_bytes(call)
         again = forward - scores_bytes(call) + tensors
-        return replace(own, kept_bytes=0, moved_bytes=(forward, backward + again), backward_matmuls=5)
+        return replace(own, saved_bytes=0, moved_bytes=(forward, backward + again), backward_matmuls=5)

@@ -2,12 +2,13 @@
 
     python scripts/study.py hopper_ablation
 
-Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group (OVERLAP = 0),
-without both, with a block for each tile of queries instead of a persistent kernel, and launched only when the
-kernel before has ended (EARLY_LAUNCH). Backward: without products that are a tile late (LATE_DQ, LATE_DK),
-where a call has them; with a dQ that is cleared before, where it is not, and the other way round
-(STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible (SKIPS); the last two of the
-forward. In bf16, 16,384 tokens of width 2,048. On an H200 a minute; it needs a Hopper GPU.
+Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group
+(INTRA_GROUP_OVERLAP = 0), without both, with a block for each tile of queries instead of a persistent
+kernel, and launched only when the kernel before has ended (EARLY_LAUNCH). Backward: without products that
+are a tile late (LATE_DQ, LATE_DK), where a call has them; with a dQ that is cleared before, where it is
+not, and the other way round (STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible
+(SKIPS); the last two of the forward. In bf16, 16,384 tokens of width 2,048. On an H200 a minute; it needs a
+Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -35,8 +36,8 @@ EARLY = "early launch"
 FORWARD: dict[str, dict[str, int]] = {
     "": {},
     "ping-pong": {"PINGPONG": 0},
-    "overlap": {"OVERLAP": 0},
-    "ping-pong and overlap": {"PINGPONG": 0, "OVERLAP": 0},
+    "overlap": {"INTRA_GROUP_OVERLAP": 0},
+    "ping-pong and overlap": {"PINGPONG": 0, "INTRA_GROUP_OVERLAP": 0},
     "persistence": {"PERSISTENT": 0},
     EARLY: {"EARLY_LAUNCH": 0},
 }

@@ -187,7 +187,7 @@ def test_every_implementation_says_what_it_costs(name: str) -> None:
         wide = Run(replace(GPT2, seq_len=2048), 2, attention, 2).costs
         growth = 4 if costs.writes_scores else 2
         # scores are kept, or made again in the backward
-        held = [each.kept_bytes + each.transient_bytes * each.writes_scores for each in (costs, wide)]
+        held = [each.saved_bytes + each.transient_bytes * each.writes_scores for each in (costs, wide)]
         assert held[1] / held[0] == pytest.approx(growth, rel=0.1)
 
 
