@@ -225,21 +225,21 @@ class SDPAAttention(Attention):
             ]
         # Both tables name softcap and lse.
         reasons += [reason for reason in limits.reasons(call) if reason not in reasons]
-        masked = bool(call.features & NEEDS_ATTN_MASK) or (call.causal and 1 < call.tq != call.tk)
+        needs_attn_mask = bool(call.features & NEEDS_ATTN_MASK) or (call.causal and 1 < call.tq != call.tk)
         if (
-            masked
+            needs_attn_mask
             and self.backend == "flash"
             and call.device == "cuda"
             and not call.features & NEEDS_ATTN_MASK
         ):
             reasons.append("no causal mask for fewer or more queries than keys: needs Tq = Tk or Tq = 1")
-        if self.backend == "cudnn" and masked and call.backward and _ends_in_half_a_tile(call.tk):
+        if self.backend == "cudnn" and needs_attn_mask and call.backward and _ends_in_half_a_tile(call.tk):
             reasons.append(
                 f"no gradient for {call.tk} keys under a mask, where cuDNN's may be NaN: needs a multiple "
                 "of 128, or attention=sdpa"
             )
         if not reasons and call.device == "cuda" and torch.cuda.is_available():
-            reasons += _library_reasons(self.backend, call, masked)
+            reasons += _library_reasons(self.backend, call, needs_attn_mask)
         return reasons
 
 
@@ -266,7 +266,9 @@ def _without_illegal_access(
     return q, k, v
 
 
-def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: str = "cuda") -> list[str]:
+def _library_reasons(
+    backend: str, call: AttentionCall, needs_attn_mask: bool, device: str = "cuda"
+) -> list[str]:
     """PyTorch's own reasons why a CUDA kernel cannot run.
 
     The function that chooses the backend raises them as warnings before it fails; functions such as
@@ -277,13 +279,13 @@ def _library_reasons(backend: str, call: AttentionCall, masked: bool, device: st
     q = torch.empty(1, heads_per_kv, call.tq, call.head_dim, **like)
     k = torch.empty(1, 1, call.tk, call.head_dim, **like)
     mask = None
-    if masked:
+    if needs_attn_mask:
         # One row stands for all: no memory of Tq * Tk, and the kernels want a last stride of 1.
         added = bool(call.features & {"bias", "bias_grad", "alibi", "relative_bias"})
         row = torch.empty(call.tk, dtype=call.dtype if added else torch.bool, device=device)
         row.requires_grad_(call.backward and bool(call.features & {"bias_grad", "relative_bias"}))
         mask = row.expand(1, heads_per_kv if added else 1, call.tq, call.tk)
-    is_causal = call.causal and call.tq > 1 and not masked
+    is_causal = call.causal and call.tq > 1 and not needs_attn_mask
     dropout = 0.1 if "dropout" in call.features else 0.0
     always = torch.is_warn_always_enabled()
     with (

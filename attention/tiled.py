@@ -100,7 +100,7 @@ class _TiledCall:
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def visible_tiles(self) -> list[tuple[range, range, bool]]:
-        """(rows, cols, masked) of each tile in which a query may see a key, row by row."""
+        """(rows, cols, needs_mask) of each tile in which a query may see a key, row by row."""
         tq, tk = self.q.shape[2], self.k.shape[2]
         row_tiles, col_tiles = tiles(tq, self.tile_sizes[0]), tiles(tk, self.tile_sizes[1])
         shared, kept = self._shared_documents(row_tiles, col_tiles), self._kept_tiles(row_tiles, col_tiles)
@@ -168,7 +168,7 @@ class _TiledCall:
         return x.view(x.shape[0], self.q.shape[1], len(rows), x.shape[-1])
 
     def scores(
-        self, qs: Tensor, ks: Tensor, rows: range, cols: range, masked: bool
+        self, qs: Tensor, ks: Tensor, rows: range, cols: range, needs_mask: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(scores (B, Hkv, G * rows, cols), tanh of the softcap or None); `qs` carries the scale already."""
         if len(rows) == 1 < qs.shape[2]:
@@ -182,7 +182,7 @@ class _TiledCall:
             tanh_score = torch.tanh(s / self.options.softcap)
             s = self.options.softcap * tanh_score
         biases = self.options.alibi_slopes, self.options.bias, self.options.relative_bias
-        if not masked and all(bias is None for bias in biases):
+        if not needs_mask and all(bias is None for bias in biases):
             return s, tanh_score
         head_scores = self.per_head(s, rows)
         i, j, rel = self.positions(rows, cols)
@@ -193,7 +193,7 @@ class _TiledCall:
             head_scores = head_scores + bias_tile(self.options.bias, rows, cols).to(s.dtype)
         if self.options.relative_bias is not None:
             head_scores = head_scores + relative_bias_of(self.options.relative_bias, rel, s.dtype)
-        if masked:
+        if needs_mask:
             document_ids = None
             if self.document_ids[0] is not None:
                 document_ids = (
@@ -228,16 +228,16 @@ def tiled_forward(
     batch, heads, tq, _ = q.shape
     out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=call.dtype)
     by_rows: dict[range, list[tuple[range, bool]]] = {}
-    for rows, cols, masked in call.visible_tiles():
-        by_rows.setdefault(rows, []).append((cols, masked))
+    for rows, cols, needs_mask in call.visible_tiles():
+        by_rows.setdefault(rows, []).append((cols, needs_mask))
     with torch.autocast(q.device.type, enabled=False):
         for rows, cols_of_rows in by_rows.items():
             qs = call.rows_of(q, rows) * call.options.scale
             acc = torch.zeros_like(qs)
             total = qs.new_zeros((*qs.shape[:3], 1))
             m = torch.full_like(total, -torch.inf)
-            for cols, masked in cols_of_rows:
-                scores, _ = call.scores(qs, call.cols_of(k, cols), rows, cols, masked)
+            for cols, needs_mask in cols_of_rows:
+                scores, _ = call.scores(qs, call.cols_of(k, cols), rows, cols, needs_mask)
                 factor = call.dropout_factor(rows, cols)
                 m, total, acc = online_softmax_step(m, total, acc, scores, call.cols_of(v, cols), factor)
             at = slice(rows.start, rows.stop)
@@ -254,8 +254,8 @@ def tiled_backward(
     *options, bias_grad = options
     call = _TiledCall.of(q, k, *options)
     by_cols: dict[range, list[tuple[range, bool]]] = {}
-    for rows, cols, masked in call.visible_tiles():
-        by_cols.setdefault(cols, []).append((rows, masked))
+    for rows, cols, needs_mask in call.visible_tiles():
+        by_cols.setdefault(cols, []).append((rows, needs_mask))
     dq, dk, dv = (grad.zero_() for grad in gradients(q, k, v, call.options))
     if call.dtype != q.dtype:  # what is summed up
         dq = torch.zeros_like(q, dtype=call.dtype)
@@ -271,9 +271,9 @@ def tiled_backward(
         for cols, rows_of_cols in by_cols.items():
             ks, vs = call.cols_of(k, cols), call.cols_of(v, cols)
             dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
-            for rows, masked in rows_of_cols:
+            for rows, needs_mask in rows_of_cols:
                 qs, do = call.rows_of(q, rows) * call.options.scale, call.rows_of(dout, rows)
-                scores, tanh_score = call.scores(qs, ks, rows, cols, masked)
+                scores, tanh_score = call.scores(qs, ks, rows, cols, needs_mask)
                 p = (scores - call.rows_of(lse, rows)).exp_()
                 dp = do @ vs.transpose(-2, -1)
                 factor = call.dropout_factor(rows, cols)

@@ -48,8 +48,8 @@ class BackwardTile:
     warps: int
     stages: int
     s_row_warps: int
-    kv_row_warps: int
-    q_row_warps: int
+    dkv_row_warps: int
+    dq_row_warps: int
 
     def shared_bytes(self, head_dim: int) -> int:
         """K, V, P, dS, and per stage Q, dO and two numbers a row."""

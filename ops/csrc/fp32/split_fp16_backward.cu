@@ -17,7 +17,7 @@
 // i_first.
 __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s, Scores &p_dsoftcap,
                                                      const float *lse, int i_first, int j_first, int keys,
-                                                     int b, int h, float undo, bool masked) {
+                                                     int b, int h, float undo, bool needs_mask) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     const unsigned key = DROPOUT ? dropout_head_key(p, b, h) : 0;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void compute_p_transposed(const Params &p, Scores &s,
                     x = probability_of(p, x * undo, i_first + at, j, keys - p.tq, slope, shift, row_key, dx);
                 }
         }
-    if (!masked) return;  // a branch of its own: see scores.cuh
+    if (!needs_mask) return;  // a branch of its own: see scores.cuh
     int ids[ROW_TILES][2];
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
@@ -127,7 +127,7 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
             if (STAGES == 2) cp_async_commit_group();
             const unsigned q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + TILE_BYTES;
             const float *lse = (const float *)(memory + (q_tile - rest) + 2 * TILE_BYTES);
-            const bool masked = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + OTHER_TILE > range.full_hi);
+            const bool needs_mask = i0 < range.full_lo || ((HAS_LEFT || DOCUMENT_IDS) && i0 + OTHER_TILE > range.full_hi);
 #pragma unroll 1
             for (int part = 0; part < OTHER_TILE; part += AT_ONCE) {
                 Scores s, p_dsoftcap;
@@ -135,7 +135,7 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
                 float4 *to = traded + part * OWN_ROWS / 4;
                 if (!computes_dp) {
                     compute_p_transposed(p, s, p_dsoftcap, lse + part, i0 + part, j_first, keys, b,
-                                         kv_head * HEADS_PER_KV + g, undo, masked);
+                                         kv_head * HEADS_PER_KV + g, undo, needs_mask);
                     send(to, p_dsoftcap);
                 }
                 meet_in_pair(pair);

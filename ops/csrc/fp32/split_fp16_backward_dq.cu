@@ -16,7 +16,7 @@ typedef Accumulator<ROW_TILES, N_STEPS / 2> HalfScores;
 // i_first.
 __device__ __forceinline__ void compute_p_dsoftcap(const Params &p, HalfScores &s, const float *lse,
                                                    int i_first, int j_first, int keys, int b, int h,
-                                                   float undo, bool masked) {
+                                                   float undo, bool needs_mask) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     const unsigned key = DROPOUT ? dropout_head_key(p, b, h) : 0;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void compute_p_dsoftcap(const Params &p, HalfScores &
                     x = p_dsoftcap;
                 }
         }
-    if (masked) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
+    if (needs_mask) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
 }
 
 // s becomes dS, but for its scale, from p_dsoftcap in s and dp = <dout_i, v_j>. delta begins at the first
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
         if (STAGES == 2 && more) load(stage ^ 1, start + OTHER_TILE);
         if (STAGES == 2) cp_async_commit_group();
         const unsigned k_tile = stages + stage * STAGE_BYTES, v_tile = k_tile + TILE_BYTES;
-        const bool masked = ((HAS_LEFT || DOCUMENT_IDS) && start < range.full_lo) || start >= range.full_hi;
+        const bool needs_mask = ((HAS_LEFT || DOCUMENT_IDS) && start < range.full_lo) || start >= range.full_hi;
 #pragma unroll 1
         for (int part = 0; part < OTHER_TILE; part += AT_ONCE) {
             const int mine = part + computes_dp * (AT_ONCE / 2);  // the first of the keys whose dS is this warp's
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
                 s = got, dp = kept;
             else
                 s = kept, dp = got;
-            compute_p_dsoftcap(p, s, lse, i_first, start + mine, keys, b, h, undo, masked);
+            compute_p_dsoftcap(p, s, lse, i_first, start + mine, keys, b, h, undo, needs_mask);
             compute_ds_rows(p, s, dp, delta, delta_factor);
             add_split_product(sums, s, as_stored, k_tile + mine * ROW_BYTES, OTHER_TILE * ROW_BYTES);
         }

@@ -104,8 +104,8 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     unsigned q[D_STEPS][HELD ? HELD : 1][ROW_TILES][4];
     split_q(p, q, q_rows, matrix_of(p.q, p.q_stride, b, h), i_first, power_of_two(q_exponent));
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    SoftmaxState<ROW_TILES> rows;
-    rows.clear();
+    SoftmaxState<ROW_TILES> softmax;
+    softmax.clear();
     Accumulator<ROW_TILES, D_STEPS> o;
     o.clear();
     for (int start = range.lo, buffer = 0; start < range.hi; start += BC, buffer ^= 1) {
@@ -117,14 +117,14 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
         const unsigned k_rows = k_tile + buffer * TILE_BYTES, v_rows = v_tile + buffer * TILE_BYTES;
         // S = Q K^T
         multiply_split<HELD>(s, q, as_stored, q_rows, Q_TERM_BYTES, transposed, k_rows, TERM_BYTES);
-        const bool masked = start < range.full_lo || start >= range.full_hi;
+        const bool needs_mask = start < range.full_lo || start >= range.full_hi;
         if (SCALE_BEFORE_MAX) multiply_by(s, undo);
-        if (SCALE_BEFORE_MAX || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
-        online_softmax(s, o, rows, scale * LOG2E);
+        if (SCALE_BEFORE_MAX || needs_mask) scale_and_mask(p, s, i_first, start, keys, b, h, needs_mask);
+        online_softmax(s, o, softmax, scale * LOG2E);
         dropout.drop(p, s, start);
         add_split_product(o, s, as_stored, v_rows, TERM_BYTES);  // O += P V
     }
-    finish_rows(p, o, rows, head, i_first, scale);
+    finish_rows(p, o, softmax, head, i_first, scale);
     multiply_by(o, power_of_two(-exponent_of(p, OF_V, b, kv_head)));
     write_rows(matrix_of(p.out, p.out_stride, b, h), p.out_stride.t, i_first, p.tq, o);
 }

@@ -282,9 +282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa1_forwar
             s.clear();
             add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, team.q_tile + buffer * Q_BYTES, transposed,
                                                         team.k_tile + team.warp * WARP_KEYS * ROW_BYTES);  // S = Q K^T
-            const bool masked = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
-            if (SCALE_BEFORE_MAX || masked)
-                scale_and_mask(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, masked);
+            const bool needs_mask = i0 < range.full_lo || i0 >= range.full_hi || j0 + BC > keys;
+            if (SCALE_BEFORE_MAX || needs_mask)
+                scale_and_mask(p, s, i0, j0 + team.warp * WARP_KEYS, keys, b, h, needs_mask);
             share_maxima(s, team.maxima, team.warp);
             team_barrier(team.number);  // maxima are whole, and all have read m
             online_softmax(s, m_row, l_row, team.m + i0, team.maxima, team.sums, team.warp, scale_log2);

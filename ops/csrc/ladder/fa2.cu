@@ -23,9 +23,9 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, then two K and V
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+    const int b = batch_head / p.heads, h = batch_head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * ROW_TILES * 16;
     const unsigned q_tile = shared_address(memory), k_tile = q_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
     const unsigned q_rows = q_tile + warp * ROW_TILES * 16 * ROW_BYTES;
@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
     }
     cp_async_commit_group();
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    SoftmaxState<ROW_TILES> rows;
-    rows.clear();
+    SoftmaxState<ROW_TILES> softmax;
+    softmax.clear();
     Accumulator<ROW_TILES, D_STEPS> o;
     o.clear();
 #if Q_IN_REGISTERS
@@ -74,13 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_fa2_forwar
 #else
         add_product<D_STEPS, AS_STORED, TRANSPOSED>(s, as_stored, q_rows, transposed, k_tile + buffer * TILE_BYTES);
 #endif
-        const bool masked = LOOP_NEEDS_MASK(start < range.full_lo || start >= range.full_hi);
-        if (SCALE_BEFORE_MAX || masked) scale_and_mask(p, s, i_first, start, keys, b, h, masked);
-        online_softmax(s, o, rows, scale_log2);
+        const bool needs_mask = LOOP_NEEDS_MASK(start < range.full_lo || start >= range.full_hi);
+        if (SCALE_BEFORE_MAX || needs_mask) scale_and_mask(p, s, i_first, start, keys, b, h, needs_mask);
+        online_softmax(s, o, softmax, scale_log2);
         dropout.drop(p, s, start);
         add_product(o, s, as_stored, v_tile + buffer * TILE_BYTES);  // O += P V
     }
-    finish_rows(p, o, rows, head, i_first);
+    finish_rows(p, o, softmax, batch_head, i_first);
     // Only this warp reads its rows of Q, so O is staged in their place.
     element *out = matrix_of(p.out, p.out_stride, b, h) + (long long)i_first * p.out_stride.t;
     store_rows<ROW_TILES>(q_rows, out, p.out_stride.t, p.tq - i_first, o);

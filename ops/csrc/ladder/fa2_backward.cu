@@ -11,7 +11,7 @@
 // HBM traffic. Q and dO once per key tile, mostly from L2; K, V, dK, dV once; with ATOMIC also the fp32 dQ, written
 // and read, and Tk / BC additions to each of its numbers in the L2.
 // The host also defines BR, BC, WARPS, ALIGNED, SCALE_BEFORE_MAX as for fa2.cu, STAGES (of Q and dO), ATOMIC, and the
-// warps along the rows of a product: S_ROW_WARPS (of S, dP), KV_ROW_WARPS (of dK, dV), Q_ROW_WARPS (of dQ).
+// warps along the rows of a product: S_ROW_WARPS (of S, dP), DKV_ROW_WARPS (of dK, dV), DQ_ROW_WARPS (of dQ).
 // The macros of the loops (LOOP_ENTER, LOOP_IS_TILE, LOOP_ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "scores.cuh"
@@ -19,18 +19,18 @@
 #define THREADS (WARPS * 32)
 #define S_TILES (BR / S_ROW_WARPS / 16)
 #define S_COLUMNS (BC / (WARPS / S_ROW_WARPS))
-#define KV_TILES (BC / KV_ROW_WARPS / 16)
-#define KV_COLUMNS (PADDED_D / (WARPS / KV_ROW_WARPS))
-#define Q_TILES (BR / Q_ROW_WARPS / 16)
-#define Q_COLUMNS (PADDED_D / (WARPS / Q_ROW_WARPS))
+#define DKV_TILES (BC / DKV_ROW_WARPS / 16)
+#define DKV_COLUMNS (PADDED_D / (WARPS / DKV_ROW_WARPS))
+#define DQ_TILES (BR / DQ_ROW_WARPS / 16)
+#define DQ_COLUMNS (PADDED_D / (WARPS / DQ_ROW_WARPS))
 #define Q_BYTES (BR * ROW_BYTES)
 #define KV_BYTES (BC * ROW_BYTES)
 #define SCORE_BYTES (BR * BC * 2)
 #define STAGE_BYTES (2 * Q_BYTES + 2 * BR * 4)  // Q, dO, lse_log2, delta
 
-static_assert(S_TILES * 16 * S_ROW_WARPS == BR && KV_TILES * 16 * KV_ROW_WARPS == BC &&
-                  Q_TILES * 16 * Q_ROW_WARPS == BR && S_COLUMNS % 16 == 0 && KV_COLUMNS % 16 == 0 &&
-                  Q_COLUMNS % 16 == 0,
+static_assert(S_TILES * 16 * S_ROW_WARPS == BR && DKV_TILES * 16 * DKV_ROW_WARPS == BC &&
+                  DQ_TILES * 16 * DQ_ROW_WARPS == BR && S_COLUMNS % 16 == 0 && DKV_COLUMNS % 16 == 0 &&
+                  DQ_COLUMNS % 16 == 0,
               "whole tiles for every warp");
 
 typedef Accumulator<S_TILES, S_COLUMNS / 16> Scores;
@@ -50,14 +50,14 @@ __device__ __forceinline__ void store_scores(const Scores &s, unsigned tile, int
 }
 
 // dK or dV of the block's keys: registers -> the tile in shared memory -> global memory.
-__device__ __forceinline__ void store_gradient(const Accumulator<KV_TILES, KV_COLUMNS / 16> &sums, float scale,
+__device__ __forceinline__ void store_gradient(const Accumulator<DKV_TILES, DKV_COLUMNS / 16> &sums, float scale,
                                                unsigned tile, int row, int column, element *to, long long stride,
                                                int rows) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int t = 0; t < KV_TILES; t++)
+    for (int t = 0; t < DKV_TILES; t++)
 #pragma unroll
-        for (int n = 0; n < KV_COLUMNS / 8; n++)
+        for (int n = 0; n < DKV_COLUMNS / 8; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float *c = &sums.c[t][n][2 * half];
@@ -70,9 +70,9 @@ __device__ __forceinline__ void store_gradient(const Accumulator<KV_TILES, KV_CO
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // K, V, P, dS, then the stages
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
-    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, warp = threadIdx.x / 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, batch_head);
+    const int b = batch_head / p.kv_heads, kv_head = batch_head % p.kv_heads, j0 = tile * BC, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq, lane = threadIdx.x % 32;
     const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
     const unsigned p_tile = v_tile + KV_BYTES, ds_tile = p_tile + SCORE_BYTES, stages = ds_tile + SCORE_BYTES;
@@ -112,12 +112,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     cp_async_commit_group();
 
     const int s_row = warp % S_ROW_WARPS * S_TILES * 16, s_column = warp / S_ROW_WARPS * S_COLUMNS;
-    const int kv_row = warp % KV_ROW_WARPS * KV_TILES * 16, kv_column = warp / KV_ROW_WARPS * KV_COLUMNS;
-    const int q_row = warp % Q_ROW_WARPS * Q_TILES * 16, q_column = warp / Q_ROW_WARPS * Q_COLUMNS;
+    const int dkv_row = warp % DKV_ROW_WARPS * DKV_TILES * 16, dkv_column = warp / DKV_ROW_WARPS * DKV_COLUMNS;
+    const int dq_row = warp % DQ_ROW_WARPS * DQ_TILES * 16, dq_column = warp / DQ_ROW_WARPS * DQ_COLUMNS;
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    const LdmatrixLanes<PADDED_D> kv_columns(AS_STORED, kv_column), q_columns(AS_STORED, q_column);
-    const LdmatrixLanes<BC> scores_transposed(TRANSPOSED, kv_row), ds_as_stored(AS_STORED);
-    Accumulator<KV_TILES, KV_COLUMNS / 16> dk, dv;
+    const LdmatrixLanes<PADDED_D> dkv_columns(AS_STORED, dkv_column), dq_columns(AS_STORED, dq_column);
+    const LdmatrixLanes<BC> scores_transposed(TRANSPOSED, dkv_row), ds_as_stored(AS_STORED);
+    Accumulator<DKV_TILES, DKV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
     for (int g = 0, stage = 0; g < HEADS_PER_KV; g++)
         for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
@@ -136,24 +136,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                                                         k_tile + s_column * ROW_BYTES);
             add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + s_row * ROW_BYTES, transposed,
                                                         v_tile + s_column * ROW_BYTES);
-            const bool masked = LOOP_NEEDS_MASK(valid_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
-            compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, masked);
+            const bool needs_mask = LOOP_NEEDS_MASK(valid_keys < BC || i0 < range.full_lo || i0 + BR > range.full_hi);
+            compute_p_and_ds(p, s, dp, lse_log2, lse_log2 + BR, i0 + s_row, j0 + s_column, keys, b, h, needs_mask);
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
             __syncthreads();  // P and dS are whole
-            add_product<BR / 16, TRANSPOSED, AS_STORED>(dv, scores_transposed, p_tile, kv_columns, do_tile);
+            add_product<BR / 16, TRANSPOSED, AS_STORED>(dv, scores_transposed, p_tile, dkv_columns, do_tile);
 #if ATOMIC
-            Accumulator<Q_TILES, Q_COLUMNS / 16> dq;
+            Accumulator<DQ_TILES, DQ_COLUMNS / 16> dq;
             dq.clear();
-            add_product<BC / 16, AS_STORED, AS_STORED>(dq, ds_as_stored, ds_tile + q_row * BC * 2, q_columns, k_tile);
-            float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + q_row) * PADDED_D + lane * 4;
+            add_product<BC / 16, AS_STORED, AS_STORED>(dq, ds_as_stored, ds_tile + dq_row * BC * 2, dq_columns, k_tile);
+            float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + dq_row) * PADDED_D + lane * 4;
 #pragma unroll
-            for (int t = 0; t < Q_TILES; t++)
+            for (int t = 0; t < DQ_TILES; t++)
 #pragma unroll
-                for (int n = 0; n < Q_COLUMNS / 8; n++)
-                    add_four(to + (t * 2 * D_STEPS + q_column / 8 + n) * 128, &dq.c[t][n][0], &dq.c[t][n][2]);
+                for (int n = 0; n < DQ_COLUMNS / 8; n++)
+                    add_four(to + (t * 2 * D_STEPS + dq_column / 8 + n) * 128, &dq.c[t][n][0], &dq.c[t][n][2]);
 #endif
-            add_product<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, kv_columns, q_tile);
+            add_product<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, dkv_columns, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
                 if (more) load(0, LOOP_NEXT_OF_GROUP(i0, BR));
@@ -163,9 +163,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
         }
     cp_async_wait_group<0>();
     __syncthreads();  // K and V have been read: dK and dV go out over them
-    store_gradient(dk, p.scale, k_tile, kv_row, kv_column,
+    store_gradient(dk, p.scale, k_tile, dkv_row, dkv_column,
                    matrix_of(p.dk, p.dk_stride, b, kv_head) + j0 * p.dk_stride.t, p.dk_stride.t, p.tk - j0);
-    store_gradient(dv, DROPOUT ? p.keep_scale : 1.0f, v_tile, kv_row, kv_column,
+    store_gradient(dv, DROPOUT ? p.keep_scale : 1.0f, v_tile, dkv_row, dkv_column,
                    matrix_of(p.dv, p.dv_stride, b, kv_head) + j0 * p.dv_stride.t, p.dv_stride.t, p.tk - j0);
 }
 
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fa2_backward_finish(co
     static __shared__ __align__(16) element rows[8][16 * PITCH];
     const long long first = ((long long)blockIdx.x * 8 + threadIdx.x / 32) * 16;
     if (first >= (long long)p.batch * p.heads * p.padded_tq) return;
-    const int head = first / p.padded_tq, lane = threadIdx.x % 32, i0 = first % p.padded_tq;
+    const int batch_head = first / p.padded_tq, lane = threadIdx.x % 32, i0 = first % p.padded_tq;
     const float4 *from = (const float4 *)(p.scratch + first * PADDED_D) + lane;
     element *own = rows[threadIdx.x / 32], *at = own + lane / 4 * PITCH + lane % 4 * 2;
 #pragma unroll
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fa2_backward_finish(co
         *(unsigned *)(at + 8 * PITCH + n * 8) = pack(x.z * p.scale, x.w * p.scale);
     }
     __syncwarp();
-    element *to = matrix_of(p.dq, p.dq_stride, head / p.heads, head % p.heads);
+    element *to = matrix_of(p.dq, p.dq_stride, batch_head / p.heads, batch_head % p.heads);
 #pragma unroll
     for (int chunk = lane; chunk < 2 * PADDED_D; chunk += 32) {
         const int row = chunk / (PADDED_D / 8), column = chunk % (PADDED_D / 8) * 8;

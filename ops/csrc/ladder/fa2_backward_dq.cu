@@ -16,9 +16,9 @@
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // Q, dO, then two K and V
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+    const int b = batch_head / p.heads, h = batch_head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), i_first = i0 + warp * ROW_TILES * 16;
     const unsigned q_tile = shared_address(memory), do_tile = q_tile + BR * ROW_BYTES;
     const unsigned k_tile = do_tile + BR * ROW_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
@@ -41,7 +41,7 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
     }
     cp_async_commit_group();
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    const long long row = (long long)head * p.padded_tq + i_first;
+    const long long row = (long long)batch_head * p.padded_tq + i_first;
     Accumulator<ROW_TILES, D_STEPS> dq;
     dq.clear();
     for (int start = LOOP_ENTER, buffer = 0; LOOP_IS_TILE(start); LOOP_ADVANCE(start, BC), buffer ^= 1) {
@@ -56,8 +56,8 @@ tilegpt_fa2_backward_dq(const __grid_constant__ Params p) {
                                                     k_tile + buffer * TILE_BYTES);
         add_product<D_STEPS, AS_STORED, TRANSPOSED>(dp, as_stored, do_tile + warp_bytes, transposed,
                                                     v_tile + buffer * TILE_BYTES);
-        const bool masked = LOOP_NEEDS_MASK(start < range.full_lo || start >= range.full_hi);
-        compute_p_and_ds(p, s, dp, p.lse_log2 + row, p.delta + row, i_first, start, keys, b, h, masked);
+        const bool needs_mask = LOOP_NEEDS_MASK(start < range.full_lo || start >= range.full_hi);
+        compute_p_and_ds(p, s, dp, p.lse_log2 + row, p.delta + row, i_first, start, keys, b, h, needs_mask);
         add_product(dq, dp, as_stored, k_tile + buffer * TILE_BYTES);  // dQ += dS K
     }
 #pragma unroll

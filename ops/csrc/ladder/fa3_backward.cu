@@ -229,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     const unsigned query_tile = blockIdx.x / WARP_GROUPS / DQ_CHUNKS;
     const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % WARP_GROUPS;
     const int chunk = blockIdx.x / WARP_GROUPS % DQ_CHUNKS;
-    const int tiles = p.padded_tq / BR, tile = query_tile % tiles, head = query_tile / tiles;
-    const int b = head / p.heads, h = head % p.heads;
+    const int tiles = p.padded_tq / BR, tile = query_tile % tiles, batch_head = query_tile / tiles;
+    const int b = batch_head / p.heads, h = batch_head % p.heads;
     const int n = threadIdx.x % row_threads, row = threadIdx.x / row_threads;
     const int row_step = TRANSPOSED_DQ ? 1 : 8;
     const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * DQ_CHUNK_COLUMNS + n * 8;

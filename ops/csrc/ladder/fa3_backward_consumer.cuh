@@ -11,7 +11,7 @@
 #define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !OTHER_OPTIONS)
 
 // A computing warp group.
-struct Consumer : ScoreTile {
+struct Consumer : ScoreGroup {
     const Launch &launch;
     const SharedLayout &layout;
     TileScheduler tiles;
@@ -21,7 +21,7 @@ struct Consumer : ScoreTile {
     float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_CHUNK_BYTES / 512];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
-        : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
+        : ScoreGroup(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
     // S^T = K Q^T, or dP^T = V dO^T, issued.
     __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned k_or_v, unsigned q_or_do) const {

@@ -29,7 +29,7 @@ __device__ __forceinline__ void pack_bits(unsigned (&bits)[2], const Predicate &
 }
 
 // A warp group's part of a tile: 64 keys, SCORE_COLUMNS queries.
-struct ScoreTile {
+struct ScoreGroup {
     const Params &p;
     const int group, warp, lane;
     WorkTile tile;
@@ -42,7 +42,7 @@ struct ScoreTile {
     unsigned dropout_head;   // the head's key of dropout
     float slope;          // of ALiBi, in units of log2
 
-    __device__ __forceinline__ ScoreTile(const Params &p, int group)
+    __device__ __forceinline__ ScoreGroup(const Params &p, int group)
         : p(p), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), tile(p, 0) {}
 
     // What depends on the head.

@@ -12,8 +12,8 @@
 
 static_assert(PADDED_D == 192 && BR == 64 && BOX_COLUMNS == 32, "64 columns and 32 keys a warp group");
 
-struct Products : WideTile {
-    using WideTile::WideTile;
+struct GroupProducts : WideGroup {
+    using WideGroup::WideGroup;
 
     // S = Q K^T, or dP = dO V^T, issued: all queries, 32 keys.
     __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned k_or_v, unsigned q_or_do) const {

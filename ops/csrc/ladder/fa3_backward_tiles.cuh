@@ -57,12 +57,12 @@ struct WorkTile {
     bool has_queries;  // known with BLOCK_MASK
     Range range;
     __device__ __forceinline__ WorkTile(const Params &p, int index) {
-        int tile, head;
+        int tile, batch_head;
 #if BLOCK_MASK
         has_queries = !(index & NO_QUERIES), index &= ~NO_QUERIES;
 #endif
-        scheduled_tile(p, index, p.batch * p.kv_heads, false, tile, head);
-        b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
+        scheduled_tile(p, index, p.batch * p.kv_heads, false, tile, batch_head);
+        b = batch_head / p.kv_heads, kv_head = batch_head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
         valid_keys = min_of(BC, keys - j0);
         range.lo = range.full_lo = range.full_hi = range.hi = 0;
         if (valid_keys > 0) range = query_range(p, j0, valid_keys, keys - p.tq, BR, documents_of(p, b, tile));

@@ -2,8 +2,8 @@
 // 64 keys, and then half of the columns of dV, dK and dQ.
 #pragma once
 
-struct Products : WideTile {
-    using WideTile::WideTile;
+struct GroupProducts : WideGroup {
+    using WideGroup::WideGroup;
 
     // S^T = K Q^T, or dP^T = V dO^T, issued: all keys, half of the queries.
     __device__ __forceinline__ void multiply_s_or_dp(Scores &to, unsigned k_or_v, unsigned q_or_do) const {

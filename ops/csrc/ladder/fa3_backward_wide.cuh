@@ -13,7 +13,7 @@
 #define OWN_BOXES (OWN_D / BOX_COLUMNS)
 
 // What both kinds of products need, and a block's dK and dV (or their transposes) of this group's columns.
-struct WideTile : ScoreTile {
+struct WideGroup : ScoreGroup {
     const Launch &launch;
     const SharedLayout &layout;
     TileScheduler tiles;
@@ -24,8 +24,8 @@ struct WideTile : ScoreTile {
     // delayed_dq: the part of dQ that is added one tile later.
     float dk[OWN_D * BC / 128], dv[OWN_D * BC / 128], dq[OWN_D / 2], delayed_dq[OWN_D / 4];
 
-    __device__ __forceinline__ WideTile(const Launch &launch, const SharedLayout &layout, int group)
-        : ScoreTile(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
+    __device__ __forceinline__ WideGroup(const Launch &launch, const SharedLayout &layout, int group)
+        : ScoreGroup(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
     __device__ __forceinline__ void release(int empty) const {
         if (lane == 0) mbarrier_arrive(layout.barrier(empty));
@@ -38,8 +38,8 @@ struct WideTile : ScoreTile {
 #include "fa3_backward_two.cuh"
 #endif
 
-struct Consumer : Products {
-    using Products::Products;
+struct Consumer : GroupProducts {
+    using GroupProducts::GroupProducts;
 
     // All products of the tile's keys with the queries that see them.
     __device__ __forceinline__ void loop_over_queries() {

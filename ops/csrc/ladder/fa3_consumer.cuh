@@ -41,7 +41,7 @@ struct Consumer {
     int q_stage;   // of its Q
     Scores s;
     Output o;
-    SoftmaxState<1> rows;
+    SoftmaxState<1> softmax;
     float rescale[2];
     bool needs_rescale;
     unsigned rounded_p[BC / WGMMA_K][4];  // P as the left operand of P V, unless P_IN_SHARED
@@ -76,8 +76,8 @@ struct Consumer {
 #endif
         if (OPERANDS_8BIT && tile.b >= 0) {
             const Fp8Scales scales(p);
-            const int head = tile.b * p.heads + tile.h;
-            q_descale_log2 = exponent_scale(p) * scales.q[(long long)head * scales.q_blocks + i / FP8_QUERIES];
+            const int batch_head = tile.b * p.heads + tile.h;
+            q_descale_log2 = exponent_scale(p) * scales.q[(long long)batch_head * scales.q_blocks + i / FP8_QUERIES];
         }
         return tile.b >= 0;
     }
@@ -85,15 +85,15 @@ struct Consumer {
     // Until the next tile of keys is there; with BLOCK_MASK sets `start`, which is known before without.
     __device__ __forceinline__ void await_k(int &start) const {
         mbarrier_wait(layout.barrier(K_FULL + k_pipe.index), k_pipe.parity);
-        if (BLOCK_MASK) start = __shfl_sync(~0u, layout.key_tile(k_pipe.index), 0);
+        if (BLOCK_MASK) start = __shfl_sync(~0u, layout.key_entry(k_pipe.index), 0);
     }
 
     // The scale of the keys from `start` on; loaded ahead of the products that it is for.
     __device__ __forceinline__ float k_descale(int start) const {
         if (!OPERANDS_8BIT) return 1.0f;
         const Fp8Scales scales(p);
-        const long long head = tile.b * p.kv_heads + tile.h / HEADS_PER_KV;
-        return scales.k[head * scales.k_blocks + start / BC];
+        const long long batch_head = tile.b * p.kv_heads + tile.h / HEADS_PER_KV;
+        return scales.k[batch_head * scales.k_blocks + start / BC];
     }
 
     // Initialises S; called before the wgmma fence, because the int8 product accumulates onto the initial value.
@@ -175,7 +175,7 @@ struct Consumer {
         if (OPERANDS_8BIT) scale_log2 = q_descale_log2 * scale;
         release(K_EMPTY + k_pipe.index), k_pipe.next();
         if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + q_stage);
-        const bool masked = IS_MASKED(start);
+        const bool needs_mask = IS_MASKED(start);
         const int i_first = first_row();
         start = START_OF(start);
 #if DOCUMENT_IDS
@@ -183,18 +183,18 @@ struct Consumer {
 #else
         const DocumentBounds documents = documents_of(p, tile.b, 0);
 #endif
-        const bool by_ids = masked && !documents.single_document;
+        const bool by_ids = needs_mask && !documents.single_document;
         if (SCALE_BEFORE_MAX || by_ids) scale_and_mask(p, s, i_first, start, tile.keys, tile.b, tile.h, by_ids);
-        if (masked && !by_ids) apply_interval_mask(p, s, i_first, start, tile.keys, documents);
+        if (needs_mask && !by_ids) apply_interval_mask(p, s, i_first, start, tile.keys, documents);
         rescale[0] = rescale[1] = 1.0f;
         needs_rescale =
-            ::online_softmax(s, rows, scale_log2, [&](int, int half, float factor) { rescale[half] = factor; });
+            ::online_softmax(s, softmax, scale_log2, [&](int, int half, float factor) { rescale[half] = factor; });
         if (DROPOUT) Dropout<1>(p, tile.b, tile.h, i_first).drop(p, s, start);
     }
 
     // The first tile of keys: its scores, and nothing that overlaps with them.
     __device__ __forceinline__ void begin(int &start) {
-        rows.clear();
+        softmax.clear();
         o.clear();
         const float scale = k_descale(start);
         await_k(start);
@@ -229,7 +229,7 @@ struct Consumer {
         if (OPERANDS_8BIT) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float &l = rows.l[0][half];
+            float &l = softmax.l[0][half];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
             inverse_l[half] = l == 0.0f ? 0.0f : scale / l;
@@ -249,7 +249,7 @@ struct Consumer {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = first_row() + half * 8 + lane / 4;
-            const float l = rows.l[0][half], lse = (rows.m[0][half] + __log2f(l)) * LN2;
+            const float l = softmax.l[0][half], lse = (softmax.shift[0][half] + __log2f(l)) * LN2;
             if (lane % 4 == 0 && i < p.tq)
                 p.lse[(long long)(tile.b * p.heads + tile.h) * p.tq + i] = l == 0.0f ? -INFINITE : lse;
         }

@@ -37,7 +37,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
                     const WorkTile &tile, int start) {
         mbarrier_wait(layout.barrier(empty + state.index), state.parity ^ 1);
         if (issues_copies) {
-            if (BLOCK_MASK && full == K_FULL) layout.key_tile(state.index) = start;
+            if (BLOCK_MASK && full == K_FULL) layout.key_entry(state.index) = start;
             start = START_OF(start);
             mbarrier_arrive_expect_tx(layout.barrier(full + state.index), KV_BYTES);
             const unsigned at = to + state.index * KV_BYTES, barrier = layout.barrier(full + state.index);

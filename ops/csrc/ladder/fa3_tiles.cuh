@@ -44,9 +44,9 @@ struct WorkTile {
     // The index-th in the grid's order. Only the producer works it out, and publishes it in shared memory for
     // the others: it takes divisions.
     __device__ __forceinline__ WorkTile(const Params &p, int index) {
-        int tile = 0, head = 0;
-        scheduled_tile(p, index, p.batch * p.heads, HAS_RIGHT, tile, head);
-        b = head / p.heads, h = head % p.heads, i0 = tile * BR, keys = keys_of(p, b);
+        int tile = 0, batch_head = 0;
+        scheduled_tile(p, index, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+        b = batch_head / p.heads, h = batch_head % p.heads, i0 = tile * BR, keys = keys_of(p, b);
 #if DOCUMENT_IDS
         documents = documents_of(p, b, tile);
 #endif
@@ -89,7 +89,7 @@ struct SharedLayout {
         p = o + !O_OVER_Q * WARP_GROUPS * O_GROUP_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
-    __device__ __forceinline__ volatile int &key_tile(int stage) const {
+    __device__ __forceinline__ volatile int &key_entry(int stage) const {
         return slots[Q_STAGES * WORK_TILE_INTS + stage];
     }
 };

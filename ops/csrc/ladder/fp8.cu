@@ -172,24 +172,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
     __syncthreads();
     const int warps = (of_q ? FP8_QUERIES : BC) / ROWS_PER_WARP, first_warp = warp / warps * warps;  // that share a scale
     for (int other = first_warp; other < first_warp + warps; other++) amax = max_nan(amax, largest[other]);
-    const int head = b * heads + h;
+    const int batch_head = b * heads + h;
     const Fp8Scales scales(p);
     if (of_v) {
-        if (threadIdx.x == 0) scales.amax_v(p, head)[blockIdx.x] = amax;
+        if (threadIdx.x == 0) scales.amax_v(p, batch_head)[blockIdx.x] = amax;
         return;
     }
     amax = max_nan(amax, MIN_AMAX);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
     const float norm = HADAMARD ? 1.0f / sqrtf((float)PADDED_D) : 1.0f;
-    float *scale = of_q ? scales.q + (long long)head * scales.q_blocks + (first + first_warp * ROWS_PER_WARP) / FP8_QUERIES
-                        : scales.k + (long long)head * scales.k_blocks + blockIdx.x;
+    float *scale = of_q ? scales.q + (long long)batch_head * scales.q_blocks + (first + first_warp * ROWS_PER_WARP) / FP8_QUERIES
+                        : scales.k + (long long)batch_head * scales.k_blocks + blockIdx.x;
     if (SCALES_GIVEN)
         amax = *scale / norm * QK_MAX;
     else if (lane == 0 && warp == first_warp)
         *scale = amax * norm / QK_MAX;
     const float inverse = QK_MAX / amax;
     unsigned *q8 = (unsigned *)p.dq, *k8 = (unsigned *)p.dk;  // there is no backward (ops/cuda/fp8.py)
-    unsigned *to = (of_q ? q8 : k8) + (long long)head * tokens * (PADDED_D / 4);
+    unsigned *to = (of_q ? q8 : k8) + (long long)batch_head * tokens * (PADDED_D / 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int at = token + ROW_OF(half);
@@ -208,18 +208,18 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
     static __shared__ unsigned transposed[PADDED_D][V_TILE / 4 + 2];  // rows r and r + 8 begin 16 banks apart
     static __shared__ float largest[8];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x * V_TILE;
-    const int head = blockIdx.z * p.kv_heads + blockIdx.y;
+    const int batch_head = blockIdx.z * p.kv_heads + blockIdx.y;
     const Fp8Scales scales(p);
     float amax = 0.0f;
     for (int block = threadIdx.x; block < scales.k_blocks; block += 256)
-        amax = fmaxf(amax, scales.amax_v(p, head)[block]);
+        amax = fmaxf(amax, scales.amax_v(p, batch_head)[block]);
 #pragma unroll
     for (int lanes = 16; lanes; lanes /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lanes));
     if (lane == 0) largest[warp] = amax;
     __syncthreads();
     for (int other = 0; other < 8; other++) amax = fmaxf(amax, largest[other]);
     amax = fmaxf(amax, MIN_AMAX_V);
-    if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[head] = amax / E4M3_MAX;
+    if (blockIdx.x == 0 && threadIdx.x == 0) scales.v[batch_head] = amax / E4M3_MAX;
     const float inverse = E4M3_MAX / amax;
     const element *v = matrix_of(p.v, p.v_stride, blockIdx.z, blockIdx.y);
     for (int x = threadIdx.x; x < PADDED_D / 8 * (V_TILE / 4); x += 256) {
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(256) tilegpt_fp8_values(const __gri
     __syncthreads();
     const long long row = ceil_div(p.tk, V_TILE) * (V_TILE / 4);  // in words
     unsigned *v8 = (unsigned *)p.dv;
-    unsigned *to = v8 + head * PADDED_D * row + first / 4;
+    unsigned *to = v8 + batch_head * PADDED_D * row + first / 4;
     for (int x = threadIdx.x; x < PADDED_D * (V_TILE / 4); x += 256)
         to[x / (V_TILE / 4) * row + x % (V_TILE / 4)] = transposed[x / (V_TILE / 4)][x % (V_TILE / 4)];
 }

@@ -11,7 +11,7 @@ struct Fp8Scales {
         : q_blocks(BC / FP8_QUERIES * ceil_div(p.tq, BC)), k_blocks(ceil_div(p.tk, BC)), q(p.scratch),
           k(q + (long long)p.batch * p.heads * q_blocks), v(k + (long long)p.batch * p.kv_heads * k_blocks) {}
     // The largest number of each BC keys of V, of a head.
-    __device__ __forceinline__ float *amax_v(const Params &p, int head) const {
-        return v + p.batch * p.kv_heads + (long long)head * k_blocks;
+    __device__ __forceinline__ float *amax_v(const Params &p, int batch_head) const {
+        return v + p.batch * p.kv_heads + (long long)batch_head * k_blocks;
     }
 };

@@ -26,7 +26,7 @@
 // head, which every tile of queries reads again, stays in the L2.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const __grid_constant__ Params p) {
     const int query_tiles = ceil_div(p.tq, WARPS * STRIP), tile = blockIdx.x / p.n_tiles;
-    const int head = tile / query_tiles, b = head / p.heads, h = head % p.heads;
+    const int batch_head = tile / query_tiles, b = batch_head / p.heads, h = batch_head % p.heads;
     const int j = blockIdx.x % p.n_tiles * 32 + threadIdx.x % 32;
     const int i0 = (tile % query_tiles * WARPS + threadIdx.x / 32) * STRIP;
     if (i0 >= p.tq || j >= p.tk) return;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const
             sums[r].x += x.x * y.x, sums[r].y += x.y * y.y, sums[r].z += x.z * y.z, sums[r].w += x.w * y.w;
         }
     }
-    float *s = p.scratch + ((long long)head * p.tq + i0) * p.tk + j;
+    float *s = p.scratch + ((long long)batch_head * p.tq + i0) * p.tk + j;
     for (int r = 0; r < STRIP && i0 + r < p.tq; ++r) {
         float tanh_score;
         const float dot = (sums[r].x + sums[r].y) + (sums[r].z + sums[r].w);
@@ -74,12 +74,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_softmax(cons
 // compute neighbouring columns.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_output(const __grid_constant__ Params p) {
     const int tiles = ceil_div(p.tq, STRIPS_AT_ONCE * STRIP);
-    const int head = blockIdx.x / tiles, b = head / p.heads, h = head % p.heads;
+    const int batch_head = blockIdx.x / tiles, b = batch_head / p.heads, h = batch_head % p.heads;
     const int d = threadIdx.x % ROW_THREADS * 4, strip = threadIdx.x / ROW_THREADS;
     const int i0 = (blockIdx.x % tiles * STRIPS_AT_ONCE + strip) * STRIP;
     if (strip >= STRIPS_AT_ONCE || i0 >= p.tq) return;
     const element *v = p.v + b * p.v_stride.b + h / HEADS_PER_KV * p.v_stride.h;
-    const float *probs = p.scratch + ((long long)head * p.tq + i0) * p.tk;
+    const float *probs = p.scratch + ((long long)batch_head * p.tq + i0) * p.tk;
 
     // Sums over 32 keys each have less rounding error than one sum over all.
     float4 sums[STRIP] = {};

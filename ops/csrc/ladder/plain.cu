@@ -23,8 +23,8 @@ struct Position {
 };
 
 __device__ __forceinline__ Position own_position(int heads, int rows, int columns) {
-    const long long n = (long long)blockIdx.x * THREADS + threadIdx.x, row = n / columns, head = row / rows;
-    return {(int)(head / heads), (int)(head % heads), (int)(row % rows), (int)(n % columns), n};
+    const long long n = (long long)blockIdx.x * THREADS + threadIdx.x, row = n / columns, batch_head = row / rows;
+    return {(int)(batch_head / heads), (int)(batch_head % heads), (int)(row % rows), (int)(n % columns), n};
 }
 
 template <typename T> __device__ __forceinline__ T *row_of(T *x, const Strides &stride, int b, int h, int i) {

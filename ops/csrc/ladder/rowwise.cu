@@ -27,7 +27,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_rowwise_forward(const __grid_constant__ Params p) {
     extern __shared__ float scores[];
     static __shared__ float sums[THREADS];
-    const int i = blockIdx.x % p.tq, head = blockIdx.x / p.tq, b = head / p.heads, h = head % p.heads;
+    const int i = blockIdx.x % p.tq, batch_head = blockIdx.x / p.tq, b = batch_head / p.heads, h = batch_head % p.heads;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const Range range = key_range(p, i, 1, keys, causal_offset, 1, {0, keys, false});

@@ -43,9 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
     extern __shared__ float4 shared[];
     float *q_tile = reinterpret_cast<float *>(shared), *k_tile = q_tile + BR * PADDED_D;
     float *v_tile = k_tile + OTHER_TILE * PADDED_D, *probs = v_tile + OTHER_TILE * PADDED_D;
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+    const int b = batch_head / p.heads, h = batch_head % p.heads, i0 = tile * BR;
     const int row = threadIdx.x / 32 * WARP_ROWS + lane_row(), col = lane_col();  // this thread's first of each
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
@@ -130,6 +130,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         const float sum = from_column(l, r), largest = from_column(m, r);
         if (i >= p.tq) continue;
         store_row(out + i * p.out_stride.t, col, o[r], sum > 0.0f ? p.keep_scale / sum : 0.0f);
-        if (col == 0) p.lse[(long long)head * p.tq + i] = sum > 0.0f ? largest + logf(sum) : -INFINITE;
+        if (col == 0) p.lse[(long long)batch_head * p.tq + i] = sum > 0.0f ? largest + logf(sum) : -INFINITE;
     }
 }

@@ -26,7 +26,7 @@ struct PAndDsoftcap {
 };
 
 __device__ __forceinline__ PAndDsoftcap probability_of(const Params &p, float s, int b, int i, int j, int keys,
-                                                      int causal_offset, float slope, float lse, bool masked) {
+                                                      int causal_offset, float slope, float lse, bool needs_mask) {
     float tanh_score = 0.0f;
     s = score_of(p, s, i, j, causal_offset, slope, tanh_score);
     int q_id = 0, k_id = 0;
@@ -34,7 +34,7 @@ __device__ __forceinline__ PAndDsoftcap probability_of(const Params &p, float s,
     q_id = i < p.tq ? p.q_document_ids[(long long)b * p.tq + i] : -1;
     k_id = j < keys ? p.k_document_ids[(long long)b * p.tk + j] : -1;
 #endif
-    if (masked && !is_visible(p, i, j, keys, causal_offset, q_id, k_id)) s = -INFINITE;
+    if (needs_mask && !is_visible(p, i, j, keys, causal_offset, q_id, k_id)) s = -INFINITE;
     const float prob = expf(s - lse);  // 0 for queries beyond Tq, whose lse is inf
     PAndDsoftcap both = {prob, SOFTCAP ? prob * (1.0f - tanh_score * tanh_score) : prob};
     return both;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
             load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(dout_tile, dout, p.dout_stride.t, start, p.tq);
             wait_for_copies();
             __syncthreads();
-            const bool masked = start < range.full_lo || start >= range.full_hi;
+            const bool needs_mask = start < range.full_lo || start >= range.full_hi;
             float s[ROWS][COLS];
             product(s, computes_dp ? v_tile : k_tile, row, computes_dp ? dout_tile : q_tile, col);
             if (!computes_dp) {
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
                         const int j = j0 + row + 4 * r;
-                        const auto prob = probability_of(p, s[r][c], b, i, j, keys, causal_offset, slope, lse, masked);
+                        const auto prob = probability_of(p, s[r][c], b, i, j, keys, causal_offset, slope, lse, needs_mask);
                         s[r][c] = prob.p, p_dsoftcap[r][c] = prob.p_dsoftcap;
 #if DROPOUT
                         if (!dropout_keeps(row_key, j, p.dropout_threshold)) s[r][c] = 0.0f;
@@ -153,9 +153,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     float *q_tile = reinterpret_cast<float *>(shared), *dout_tile = q_tile + OWN_TILE * PADDED_D;
     float *k_tile = dout_tile + OWN_TILE * PADDED_D, *v_tile = k_tile + OTHER_TILE * PADDED_D;
     float *ds_tile = v_tile + OTHER_TILE * PADDED_D;  // p_dsoftcap, then dS
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * OWN_TILE, warp = threadIdx.x / 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+    const int b = batch_head / p.heads, h = batch_head % p.heads, i0 = tile * OWN_TILE, warp = threadIdx.x / 32;
     const int row = warp / 2 * WARP_ROWS + lane_row(), col = lane_col();
     const bool computes_dp = warp % 2;  // and dS; the other of the pair S and P. Each has half of their rows of dQ.
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
     const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h;
     const element *k = p.k + b * p.k_stride.b + h / HEADS_PER_KV * p.k_stride.h;
     const element *v = p.v + b * p.v_stride.b + h / HEADS_PER_KV * p.v_stride.h;
-    const float *statistic = (computes_dp ? p.delta : p.padded_lse) + (long long)head * p.padded_tq + i0 + row;
+    const float *statistic = (computes_dp ? p.delta : p.padded_lse) + (long long)batch_head * p.padded_tq + i0 + row;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
     const unsigned dropout_key = dropout_head_key(p, b, h);
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
         load_tile<OTHER_TILE, SWIZZLE_8_ROWS>(v_tile, v, p.v_stride.t, start, range.hi);
         wait_for_copies();
         __syncthreads();
-        const bool masked = start < range.full_lo || start >= range.full_hi;
+        const bool needs_mask = start < range.full_lo || start >= range.full_hi;
         float s[ROWS][COLS], p_dsoftcap[ROWS][COLS];
         product(s, computes_dp ? dout_tile : q_tile, row, computes_dp ? v_tile : k_tile, col);
         if (!computes_dp) {
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
 #pragma unroll
                 for (int c = 0; c < COLS; ++c)
                     s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, causal_offset,
-                                             slope, statistic[4 * r], masked)
+                                             slope, statistic[4 * r], needs_mask)
                                   .p_dsoftcap;
             store_scores(ds_tile, row, col, s);
         }

@@ -94,13 +94,13 @@ __device__ __forceinline__ int column_of(int n) {
 // P = exp2(scale_log2 S - m) of the warp's rows, where m, in units of scale_log2 S, and l go on over these keys, and O
 // is rescaled. `s`, `probs` and `o` begin at the lane's row. query: the row's; start: the first key.
 __device__ __forceinline__ void online_softmax(const Params &p, const float *s, element *probs, float *o, float &m,
-                                               float &l, int query, int start, int keys, bool masked) {
+                                               float &l, int query, int start, int keys, bool needs_mask) {
     const float scale_log2 = p.scale * LOG2E;
     float x[BC / 2], row_max = m, sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < BC / 2; ++n) {
         x[n] = s[column_of(n)] * scale_log2;
-        if (masked && !is_visible(p, query, start + column_of(n), keys, keys - p.tq, 0, 0)) x[n] = -INFINITE;
+        if (needs_mask && !is_visible(p, query, start + column_of(n), keys, keys - p.tq, 0, 0)) x[n] = -INFINITE;
         row_max = fmaxf(row_max, x[n]);
     }
     row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 1));
@@ -124,9 +124,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_wmma_forwa
     extern __shared__ __align__(1024) unsigned char memory[];
     element *q_tile = (element *)memory, *kv_tile = q_tile + BR * PITCH, *p_tile = kv_tile + BC * PITCH;
     float *s_tile = (float *)(p_tile + BR * P_PITCH), *o_tile = s_tile + BR * S_PITCH;
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, lane = threadIdx.x % 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+    const int b = batch_head / p.heads, h = batch_head % p.heads, lane = threadIdx.x % 32;
     const int warp_row = threadIdx.x / 32 * 16, row = warp_row + lane / 2;  // the warp's first, and the lane's
     const int i0 = tile * BR, keys = keys_of(p, b);
     const element *k = matrix_of(p.k, p.k_stride, b, h / HEADS_PER_KV);
@@ -163,5 +163,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_wmma_forwa
         }
     }
     if (lane % 2 == 0 && i0 + row < p.tq)
-        p.lse[(long long)head * p.tq + i0 + row] = l > 0.0f ? (m + log2f(l)) * LN2 : -INFINITE;
+        p.lse[(long long)batch_head * p.tq + i0 + row] = l > 0.0f ? (m + log2f(l)) * LN2 : -INFINITE;
 }

@@ -47,7 +47,7 @@ __device__ __forceinline__ void apply_mask(const Params &p, Accumulator<M_TILES,
 // Scores of a tile that is not seen in full, or that takes more than a scale: -inf where unseen.
 template <int M_TILES, int N_STEPS>
 __device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TILES, N_STEPS> &s, int i_first,
-                                               int j_first, int keys, int b, int h, bool masked) {
+                                               int j_first, int keys, int b, int h, bool needs_mask) {
     const int row = i_first + threadIdx.x % 32 / 4, column = j_first + threadIdx.x % 4 * 2;
     const float slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
     if (SCALE_BEFORE_MAX)
@@ -61,7 +61,7 @@ __device__ __forceinline__ void scale_and_mask(const Params &p, Accumulator<M_TI
                     const int i = row + t * 16 + e / 2 * 8, j = column + n * 8 + e % 2;
                     x = score_of(p, x, i, j, keys - p.tq, slope, tanh_score);
                 }
-    if (masked) apply_mask(p, s, -INFINITE, i_first, j_first, keys, b);
+    if (needs_mask) apply_mask(p, s, -INFINITE, i_first, j_first, keys, b);
 }
 
 // s = <q, k> becomes P and dp = <dout, v> becomes dS, but for its scale. lse_log2 and delta begin at row i_first. In
@@ -71,7 +71,7 @@ template <int M_TILES, int N_STEPS>
 __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_TILES, N_STEPS> &s,
                                                  Accumulator<M_TILES, N_STEPS> &dp, const float *lse_log2,
                                                  const float *delta, int i_first, int j_first, int keys,
-                                                 int b, int h, bool masked) {
+                                                 int b, int h, bool needs_mask) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     const float scale_log2 = exponent_scale(p), slope = ALIBI ? p.alibi_slopes[h] : 0.0f;
 #if DROPOUT
@@ -111,7 +111,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params &p, Accumulator<M_
 #endif
                 }
         }
-    if (masked) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
+    if (needs_mask) apply_mask(p, s, 0.0f, i_first, j_first, keys, b);
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
 #pragma unroll

@@ -2,17 +2,17 @@
 #pragma once
 #include "scores.cuh"
 
-// Of rows g and g + 8: the shift, in units of log2 (in fp32: of the scores), and the sum, of which each lane has its
-// own part.
+// Of rows g and g + 8: the shift, in units of log2 (in fp32: of the scores), which is m in the papers, but follows the
+// maximum only now and then; and the sum, of which each lane has its own part.
 template <int M_TILES> struct SoftmaxState {
-    float m[M_TILES][2], l[M_TILES][2];
+    float shift[M_TILES][2], l[M_TILES][2];
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int t = 0; t < M_TILES; t++) m[t][0] = m[t][1] = -INFINITE, l[t][0] = l[t][1] = 0.0f;
+        for (int t = 0; t < M_TILES; t++) shift[t][0] = shift[t][1] = -INFINITE, l[t][0] = l[t][1] = 0.0f;
     }
 };
 
-// EXPONENT: of the exponential exp2 of a score s, shifted by a row's m.
+// EXPONENT: of the exponential exp2 of a score s, shifted by a row's `shift`, m.
 #if ELEMENT_KIND == float_ELEMENT
 #define EXPONENT(s, m, scale_log2) (((s) - (m)) * (scale_log2))
 // Exponentials are up to 2^8 times EXP_FACTOR: small ones are to lose no bits in fp16 (split_products.cuh).
@@ -27,7 +27,7 @@ template <int M_TILES> struct SoftmaxState {
 #define WITHOUT_MAGIC(s) (s)
 #define EXP_FACTOR 1.0f
 #endif
-// How far m is set below a row's maximum. In fp8 it is 5, and m stays until the maximum is more than 8 above it: the
+// How far `shift` is set below a row's maximum. In fp8 it is 5, and it stays until the maximum is more than 8 above it: the
 // largest exponential of a row is 2^5 to 2^8, and e4m3, which goes from 2^-9 to 448, has what is at least 2^-14 of it.
 #if OPERANDS_8BIT
 #define MAX_OFFSET 5.0f
@@ -35,15 +35,15 @@ template <int M_TILES> struct SoftmaxState {
 #define MAX_OFFSET 0.0f
 #endif
 
-// s becomes EXP_FACTOR exp2(scale_log2 s - m) and l goes on. A row's m follows its maximum only when that has grown by
-// more than 2^8 (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly
+// s becomes EXP_FACTOR exp2(scale_log2 s - m), m = `shift`, and l goes on. A row's m follows its maximum only when that has
+// grown by more than 2^8 (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly
 // ever: D multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes
 // EXP_FACTOR exp2(scale_log2 (s - m)), an instruction more, so that the largest is EXP_FACTOR, and not that times 2 to
 // the power of what m was rounded by.
 // Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
 // warp needed it.
 template <int M_TILES, int N_STEPS, typename Rescale>
-__device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s, SoftmaxState<M_TILES> &rows,
+__device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s, SoftmaxState<M_TILES> &softmax,
                                                float scale_log2, const Rescale &rescale) {
     float row_max[M_TILES][2];
     bool needs_rescale = false;
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s,
             for (int n = 0; n < 2 * N_STEPS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
             x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            needs_rescale |= EXPONENT(x, rows.m[t][half], scale_log2) > 8.0f;
+            needs_rescale |= EXPONENT(x, softmax.shift[t][half], scale_log2) > 8.0f;
         }
     needs_rescale = __any_sync(~0u, needs_rescale);
     if (needs_rescale) {
@@ -66,15 +66,15 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s,
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 // Row by row: a row's bits depend on no other row.
-                if (!(EXPONENT(row_max[t][half], rows.m[t][half], scale_log2) > 8.0f)) continue;
+                if (!(EXPONENT(row_max[t][half], softmax.shift[t][half], scale_log2) > 8.0f)) continue;
 #if ELEMENT_KIND == float_ELEMENT
-                const float m = row_max[t][half], factor = exp2_of((rows.m[t][half] - m) * scale_log2);
+                const float m = row_max[t][half], factor = exp2_of((softmax.shift[t][half] - m) * scale_log2);
 #else
                 // Rounded, as the exponents have it: what came before is off by as much as what comes.
                 const float m = __fmul_rn(WITHOUT_MAGIC(row_max[t][half]), scale_log2) - MAX_OFFSET;
-                const float factor = exp2_of(rows.m[t][half] - m);
+                const float factor = exp2_of(softmax.shift[t][half] - m);
 #endif
-                rows.m[t][half] = m, rows.l[t][half] *= factor;
+                softmax.shift[t][half] = m, softmax.l[t][half] *= factor;
                 rescale(t, half, factor);
             }
     }
@@ -83,11 +83,11 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s,
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
-            const float shift = rows.m[t][half] == -INFINITE ? 0.0f : rows.m[t][half];
+            const float shift = softmax.shift[t][half] == -INFINITE ? 0.0f : softmax.shift[t][half];
 #if ELEMENT_KIND == float_ELEMENT
             float sum = 0.0f;  // of the tile: l is a sum of few
 #else
-            float &sum = rows.l[t][half];
+            float &sum = softmax.l[t][half];
 #endif
 #pragma unroll
             for (int n = 0; n < 2 * N_STEPS; n++)
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s,
                     sum += s.c[t][n][e];
                 }
 #if ELEMENT_KIND == float_ELEMENT
-            rows.l[t][half] += sum;
+            softmax.l[t][half] += sum;
 #endif
         }
     return needs_rescale;
@@ -106,8 +106,8 @@ __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s,
 // The same, with o rescaled at once.
 template <int M_TILES, int N_STEPS>
 __device__ __forceinline__ void online_softmax(Accumulator<M_TILES, N_STEPS> &s, Accumulator<M_TILES, D_STEPS> &o,
-                                               SoftmaxState<M_TILES> &rows, float scale_log2) {
-    online_softmax(s, rows, scale_log2, [&](int t, int half, float factor) {
+                                               SoftmaxState<M_TILES> &softmax, float scale_log2) {
+    online_softmax(s, softmax, scale_log2, [&](int t, int half, float factor) {
 #pragma unroll
         for (int n = 0; n < PADDED_D / 8; n++) o.c[t][n][2 * half] *= factor, o.c[t][n][2 * half + 1] *= factor;
     });
@@ -146,22 +146,22 @@ template <int M_TILES> struct Dropout {
 // by.
 template <int M_TILES>
 __device__ __forceinline__ void finish_rows(const Params &p, Accumulator<M_TILES, D_STEPS> &o,
-                                            const SoftmaxState<M_TILES> &rows, int head, int i_first,
+                                            const SoftmaxState<M_TILES> &softmax, int head, int i_first,
                                             float scale = 1.0f) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float l = rows.l[t][half];
+            float l = softmax.l[t][half];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
             const float inverse_l = l == 0.0f ? 0.0f : p.keep_scale / l;
             const int i = i_first + t * 16 + half * 8 + lane / 4;
 #if ELEMENT_KIND == float_ELEMENT
-            const float lse = rows.m[t][half] * scale + logf(l * (1.0f / EXP_FACTOR));
+            const float lse = softmax.shift[t][half] * scale + logf(l * (1.0f / EXP_FACTOR));
 #else
-            const float lse = (rows.m[t][half] + __log2f(l)) * LN2;
+            const float lse = (softmax.shift[t][half] + __log2f(l)) * LN2;
 #endif
             if (lane % 4 == 0 && i < p.tq) p.lse[(long long)head * p.tq + i] = l == 0.0f ? -INFINITE : lse;
 #pragma unroll
