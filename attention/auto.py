@@ -73,11 +73,11 @@ def order(call: AttentionCall, compiled: bool = False) -> Order:
     masks = [mask] if mask != "masked" else ["masked", "causal"]
     for workload, measured_mask in ((p, m) for p in workloads for m in masks):
         if found := _measured(call, workload, measured_mask):
-            names, where = found
+            names, source = found
             if measured_mask != mask:
                 names = tuple(sorted(names, key=_writes_masks))
-                where += ", those last that write the mask out"
-            return Order(tuple(dict.fromkeys((*names, *LAST))), where, len(names))
+                source += ", those last that write the mask out"
+            return Order(tuple(dict.fromkeys((*names, *LAST))), source, len(names))
         if workload == "compiled decode" and call.tk <= SHORT:
             return Order(COMPILED_DECODE, "in a compiled step")
     names = DEFAULT.get(call.device, ())
@@ -150,13 +150,13 @@ class AutoAttention(Attention):
         self.require(call)
         found = order(call, compiled)
         name, refusals = self._first_capable(call, found.names)
-        where = arch_name(call.arch) or call.device
+        device_name = arch_name(call.arch) or call.device
         names = " > ".join(found.names[: max(2, len(refusals) + 2)])
         more = " > ..." if len(found.names) > max(2, len(refusals) + 2) else ""
         if found.measured and name not in found.names[: found.measured]:
-            why = f"on {where} none {found.source} can; the first of {' > '.join(LAST)} that can"
+            why = f"on {device_name} none {found.source} can; the first of {' > '.join(LAST)} that can"
         else:
-            why = f"the fastest on {where} {found.source}: {names}{more}"
+            why = f"the fastest on {device_name} {found.source}: {names}{more}"
         if refusals:
             brief = (f"{other}: {', '.join(map(_without_remedy, said))}" for other, said in refusals.items())
             why += f"; passed over {'; '.join(brief)}"

@@ -24,7 +24,7 @@ def arch_name(arch: tuple[int, int] | None) -> str:
 def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
     """A hashable key of everything that the checks of a call depend on; no value is read from a device."""
     settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-    asked = [option if type(option) in _OWN_KEY else _hashable(option) for option in options]
+    asked = [option if type(option) in _HASHABLE_TYPES else _hashable(option) for option in options]
     return (*settings, _tensor_key(q), _tensor_key(k), _tensor_key(v), *asked)
 
 
@@ -33,8 +33,8 @@ def cached_call_key(q: Tensor, view: CacheView, options: AttentionOptions) -> tu
     return torch.is_grad_enabled(), _tensor_key(q), *map(_hashable, (*view, *options))
 
 
-# Most options of most calls, seen without a call of Python's.
-_OWN_KEY = frozenset({bool, int, float, type(None)})
+# Hashable as they are, which most options of most calls have; a look here is faster than a call of Python's.
+_HASHABLE_TYPES = frozenset({bool, int, float, type(None)})
 
 
 def _hashable(option: Any) -> Any:

@@ -237,24 +237,26 @@ class CudaStage(Attention):
         matrix = scores_bytes(call)
         if self.stage == "naive":
             return Costs(moved_bytes=(4 * matrix, 0), writes_scores=True)
-        rows = 2 * padded_statistic_bytes(call)
+        statistics = 2 * padded_statistic_bytes(call)
         if self.stage == "plain":
             moved = (6 * matrix, 5 * matrix)
-            return Costs(lse_bytes(call), 2 * matrix + rows, 0, moved, writes_scores=True)
+            return Costs(lse_bytes(call), 2 * matrix + statistics, 0, moved, writes_scores=True)
         if self.stage == "tiled":
             if call.dtype != torch.float32:
-                return Costs(lse_bytes(call), rows, backward_matmuls=7)
+                return Costs(lse_bytes(call), statistics, backward_matmuls=7)
             values = call.batch * (call.heads * call.tq + call.kv_heads * call.tk)
-            split = 4 * 2 * values * math.ceil(call.head_dim / 32) * 32
+            split_bytes = 4 * 2 * values * math.ceil(call.head_dim / 32) * 32
             traffic_ratio = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved, for one that would have been
             moved = (
                 int(traffic_ratio * 2 * k_bytes(call) + q_bytes(call)),
                 int(traffic_ratio * 2 * (q_bytes(call) + k_bytes(call))),
             )
-            return Costs(lse_bytes(call), rows + split, 0, moved, backward_matmuls=7, split_matmuls=3)
+            return Costs(
+                lse_bytes(call), statistics + split_bytes, 0, moved, backward_matmuls=7, split_matmuls=3
+            )
         if self.deterministic or must_be_deterministic():
-            return Costs(lse_bytes(call), rows, backward_matmuls=7)
-        return Costs(lse_bytes(call), rows + accumulator_bytes(call) + self._head_bytes(call))
+            return Costs(lse_bytes(call), statistics, backward_matmuls=7)
+        return Costs(lse_bytes(call), statistics + accumulator_bytes(call) + self._head_bytes(call))
 
     def _head_bytes(self, call: AttentionCall) -> int:
         """dK and dV of each query head, where fa3 sums those of a group."""
@@ -264,8 +266,8 @@ class CudaStage(Attention):
 
         group, uneven = call.heads // call.kv_heads, call.causal and "window" not in call.features
         documents, block_mask = (name in call.features for name in ("document_ids", "block_mask"))
-        split = by_query_head(call.tq, call.head_dim, group, uneven, documents, block_mask)
-        return 2 * group * k_bytes(call) if split else 0
+        of_each = by_query_head(call.tq, call.head_dim, group, uneven, documents, block_mask)
+        return 2 * group * k_bytes(call) if of_each else 0
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int] | None:
         if self.stage != "fa2":

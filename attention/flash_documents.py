@@ -70,17 +70,17 @@ def documents(q_ids: Tensor, k_ids: Tensor) -> Documents:
 
 def _find(q_ids: Tensor, k_ids: Tensor) -> Documents:
     tq, tk, device = q_ids.shape[1], k_ids.shape[1], q_ids.device
-    keys = _row_and_id(k_ids.cpu())
-    queries, keyless = keys, None
+    k_codes = _row_and_id(k_ids.cpu())
+    q_codes, keyless = k_codes, None
     if q_ids is not k_ids:
-        queries = _row_and_id(q_ids.cpu())
-        lost = ~torch.isin(queries, keys)
+        q_codes = _row_and_id(q_ids.cpu())
+        lost = ~torch.isin(q_codes, k_codes)
         if lost.any():
             diagonal = (torch.arange(tq) + tk - tq).clamp(0, tk - 1)
-            queries = torch.where(lost, keys[:, diagonal], queries)
+            q_codes = torch.where(lost, k_codes[:, diagonal], q_codes)
             keyless = lost.to(device)
-    k_docs, k_counts = _packed_documents(keys, "keys")
-    q_docs, q_counts = (k_docs, k_counts) if queries is keys else _packed_documents(queries, "queries")
+    k_docs, k_counts = _packed_documents(k_codes, "keys")
+    q_docs, q_counts = (k_docs, k_counts) if q_codes is k_codes else _packed_documents(q_codes, "queries")
     order = k_docs.argsort()
     place = order[torch.searchsorted(k_docs[order], q_docs)]  # of each query document among those of the keys
     if (place.diff() < 0).any():
@@ -108,9 +108,9 @@ def _row_and_id(ids: Tensor) -> Tensor:
     return (rows << 32) + (ids.long() + 2**31)
 
 
-def _packed_documents(keys: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """(documents, lengths) in packed order (B * T)."""
-    docs, counts = torch.unique_consecutive(keys.flatten(), return_counts=True)
+def _packed_documents(codes: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """(documents, lengths) in packed order (B * T), of `_row_and_id`'s codes."""
+    docs, counts = torch.unique_consecutive(codes.flatten(), return_counts=True)
     distinct, times = docs.unique(return_counts=True)
     if (times > 1).any():
         back = int(distinct[times > 1][0])

@@ -177,11 +177,11 @@ class FlashLibAttention(Attention):
         """lse; in the backward dQ's accumulator, and the padded statistics of rows: delta, from version 3 on
         lse_log2 too. With GQA version 2 writes dk and dv for each query head before it sums them, 3 and 4 in
         fp32."""
-        gqa, rows = call.kv_heads < call.heads, padded_statistic_bytes(call)
+        gqa, statistic = call.kv_heads < call.heads, padded_statistic_bytes(call)
         if self.version == 2:
-            more = rows + (2 * q_bytes(call) if gqa else 0)
+            more = statistic + (2 * q_bytes(call) if gqa else 0)
         else:
-            more = 2 * rows + (2 * 4 * k_bytes(call) // call.dtype.itemsize if gqa else 0)
+            more = 2 * statistic + (2 * 4 * k_bytes(call) // call.dtype.itemsize if gqa else 0)
         return Costs(lse_bytes(call), accumulator_bytes(call) + more)
 
     def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:

@@ -158,15 +158,17 @@ _STATIC_COUNT: Counter[Any] = Counter()
 _NAMES: dict[Any, str] = {}
 
 
-def _compile(sizes: Any, backend: str, dynamic: bool | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compile(
+    static_key: Any, backend: str, dynamic: bool | None
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`flex`, to be compiled by itself.
 
     torch.compile counts recompilations per code object and gives up after eight, so each kind of call gets
     its own code object. A size that was once dynamic stays dynamic for all functions with the same name and
     line. For lengths this is wanted, but with a dynamic batch a single query would not get the decoding
-    kernel. Therefore each value of `sizes`, which must stay static, gets a function name of its own.
+    kernel. Therefore each `static_key`, of what must stay static, gets a function name of its own.
     """
-    name = _NAMES.setdefault(sizes, f"flex_{len(_NAMES)}")
+    name = _NAMES.setdefault(static_key, f"flex_{len(_NAMES)}")
     own = types.FunctionType(flex.__code__.replace(co_name=name), flex.__globals__, name)
     return torch.compile(own, fullgraph=True, backend=backend, dynamic=dynamic)
 
@@ -191,8 +193,8 @@ def _guard_key(*arguments: Any) -> Any:
 def _compile_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
     """The sizes and constants that no kernel shares, and the rest."""
     constants = options.scale, options.softcap, options.return_lse
-    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], constants)
-    return sizes, torch.is_grad_enabled(), _guard_key(q, k, v, *options)
+    static_key = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], constants)
+    return static_key, torch.is_grad_enabled(), _guard_key(q, k, v, *options)
 
 
 def _layout_key(x: Tensor | None) -> Any:
@@ -230,8 +232,8 @@ def _lists(
     tq: int, tk: int, limits: Limits, options: AttentionOptions, device: torch.device, spare: int = 1
 ) -> TileLists:
     document_ids, block_mask = options.document_ids, options.block_mask
-    everything = limits.left == limits.right == FAR and not isinstance(limits.keys, Tensor)
-    if everything and document_ids is None and block_mask is None:
+    unbounded = limits.left == limits.right == FAR and not isinstance(limits.keys, Tensor)
+    if unbounded and document_ids is None and block_mask is None:
         return unmasked_lists(tq, tk, device)
     return tile_lists(tq, tk, limits, document_ids, device, spare, block_mask)
 

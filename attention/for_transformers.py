@@ -128,24 +128,26 @@ def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: 
     """The options that `encode_mask` has encoded. window: the layer's sliding window, in keys, including the
     query's own; None for none."""
     if mask is None:
-        known, row = CAUSAL, None
+        flags, encoded = CAUSAL, None
     else:
         if mask.ndim != 4 or mask.dtype != torch.int32:
             raise UnsupportedAttention(name, ["a mask of your own: needs one of two dimensions, (B, tokens)"])
-        known, row = mask.shape[1] - 1, mask[:, 0, 0]
-    if bool(known & WINDOW) != (window is not None):
+        flags, encoded = mask.shape[1] - 1, mask[:, 0, 0]
+    if bool(flags & WINDOW) != (window is not None):
         raise UnsupportedAttention(
             name, [f"a layer with sliding_window={window} and a mask that says otherwise"]
         )
-    options = AttentionOptions(causal=bool(known & CAUSAL))
+    options = AttentionOptions(causal=bool(flags & CAUSAL))
     if window is not None:
         options = options._replace(window=(window - 1, 0) if options.causal else (window, window))
-    if row is not None and row.shape[1] != (known & DOCUMENTS > 0) * (tq + tk) + (known & LENGTHS > 0):
+    if encoded is not None and encoded.shape[1] != (flags & DOCUMENTS > 0) * (tq + tk) + (
+        flags & LENGTHS > 0
+    ):
         raise UnsupportedAttention(name, [f"a mask for other lengths than {tq} queries and {tk} keys"])
-    if known & DOCUMENTS:
-        options = options._replace(document_ids=(row[:, :tq], row[:, tq : tq + tk]))
-    if known & LENGTHS:
-        options = options._replace(kv_lengths=row[:, -1].contiguous())
+    if flags & DOCUMENTS:
+        options = options._replace(document_ids=(encoded[:, :tq], encoded[:, tq : tq + tk]))
+    if flags & LENGTHS:
+        options = options._replace(kv_lengths=encoded[:, -1].contiguous())
     return options
 
 
@@ -201,9 +203,9 @@ def register() -> None:
             attention = registry.build(name)
         except ImportError:  # a library that is not installed
             continue
-        known = registered_name(name)
-        AttentionInterface.register(known, functools.partial(attend, attention=attention))
-        AttentionMaskInterface.register(known, functools.partial(encode_mask, name=name))
+        registered = registered_name(name)
+        AttentionInterface.register(registered, functools.partial(attend, attention=attention))
+        AttentionMaskInterface.register(registered, functools.partial(encode_mask, name=name))
 
 
 register()

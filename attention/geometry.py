@@ -78,8 +78,8 @@ class _RelativeBias(torch.autograd.Function):
         reach = table.shape[1] // 2
         ctx.save_for_backward(rel[:, 0, -1:, 0].clone())  # not rel, of which it would be a view
         ctx.dtype, ctx.reach = table.dtype, reach
-        at = rel.squeeze(1).clamp(-reach, reach) + reach
-        return F.embedding(at, table.to(dtype).T).permute(0, 3, 1, 2)
+        index = rel.squeeze(1).clamp(-reach, reach) + reach
+        return F.embedding(index, table.to(dtype).T).permute(0, 3, 1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -105,7 +105,8 @@ def diagonal_sums(x: Tensor, first: Tensor, reach: int) -> Tensor:
     index = index.clamp(0, sums.shape[2] - 1)[:, None].expand(len(sums), sums.shape[1], -1)
     within = sums.gather(2, index) * there[:, None]
     before, beyond = (
-        (sums * at[:, None]).sum(2, keepdim=True) for at in (distances <= -reach, distances >= reach)
+        (sums * selected[:, None]).sum(2, keepdim=True)
+        for selected in (distances <= -reach, distances >= reach)
     )
     return torch.cat([before, within, beyond], 2).sum(0)
 

@@ -204,13 +204,13 @@ class SDPAAttention(Attention):
             matrices = 1 if compiled else 3 if on_gpu else 2
             moved = 6 * matrix, 7 * matrix
             return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_matmuls=4)
-        kept, rows = lse_bytes(call) + masks, padded_statistic_bytes(call)
+        kept, statistic = lse_bytes(call) + masks, padded_statistic_bytes(call)
         if not on_gpu:
             return Costs(kept)
         if self.backend in ("auto", "flash"):
             gqa_bytes = 2 * q_bytes(call) if call.kv_heads < call.heads else 0
-            return Costs(kept, rows + accumulator_bytes(call) + gqa_bytes)
-        return Costs(kept, 2 * rows + accumulator_bytes(call))
+            return Costs(kept, statistic + accumulator_bytes(call) + gqa_bytes)
+        return Costs(kept, 2 * statistic + accumulator_bytes(call))
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         reasons = super().unsupported_reasons(call)

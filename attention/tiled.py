@@ -328,8 +328,8 @@ class TiledAttention(Attention):
         """lse; in the backward dq in fp32 where q is not, and the tiles: five of scores and six of rows."""
         rows, cols = min(call.tq, self.block_q), min(call.tk, self.block_k)
         scores, of_rows = rows * cols, max(rows, cols) * call.head_dim
-        tiles = 4 * call.batch * call.heads * (5 * scores + 6 * of_rows)
-        return Costs(lse_bytes(call), tiles + (q_fp32_bytes(call) if call.dtype.itemsize == 2 else 0))
+        tile_bytes = 4 * call.batch * call.heads * (5 * scores + 6 * of_rows)
+        return Costs(lse_bytes(call), tile_bytes + (q_fp32_bytes(call) if call.dtype.itemsize == 2 else 0))
 
     def forward_tile(self, call: AttentionCall) -> tuple[int, int]:
         return self.block_q, self.block_k

@@ -82,7 +82,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     PipelineState<STAGES> &do_stage = stage;  // which has as many buffers
 #endif
     PipelineState<2> slot;
-    PipelineState<1> kv;
+    PipelineState<1> kv_pipe;
     int drawn = 0, index = blockIdx.x;
     while (true) {
 #if BLOCK_MASK
@@ -120,12 +120,12 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
                 LOOP_PREFETCH;
                 if (!first) continue;
                 first = false;
-                mbarrier_wait(layout.barrier(KV_EMPTY), kv.parity ^ 1);
+                mbarrier_wait(layout.barrier(KV_EMPTY), kv_pipe.parity ^ 1);
                 if (issues_copies) {
                     load_keys(launch, layout, tile);
                     drawn = atomicAdd(launch.tile_counter, 1);
                 }
-                kv.next();
+                kv_pipe.next();
             }
         if (first && issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
         index = gridDim.x + __shfl_sync(~0u, drawn, 0);
@@ -155,7 +155,7 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
     const unsigned bytes = whole_chunk ? DQ_CHUNK_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     const bool issues = threadIdx.x % 32 == 0;
     TileScheduler tiles(layout);
-    PipelineState<1> dq;
+    PipelineState<1> dq_pipe;
     unsigned prefetched_part = ~0u;
     int prefetched_state = STORED;  // that of the part
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
                     float *to = p.scratch + part * (DQ_CHUNK_BYTES / 4ll);
                     int *state = launch.dq_states + part;
                     if (STORES_FIRST_DQ && issues && part != prefetched_part) prefetched_state = load_relaxed(state);
-                    mbarrier_wait(layout.barrier(DQ_FULL + group), dq.parity);
+                    mbarrier_wait(layout.barrier(DQ_FULL + group), dq_pipe.parity);
                     if (issues) {
                         const unsigned from = layout.dq + group * DQ_CHUNK_BYTES;
                         const bool added = add_or_store(to, from, bytes, state, prefetched_state);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
                         if (!added) bulk_wait_group<0>(), store_release(state, STORED);
                     }
                     __syncwarp();
-                    dq.next();
+                    dq_pipe.next();
                 }
             }
     }

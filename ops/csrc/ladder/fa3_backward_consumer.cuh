@@ -7,8 +7,8 @@
 // within it made it up to 1.08x slower. So the tiles of one query head alone can be skipped; the last one only where its
 // query is known before (no BLOCK_MASK), nothing of the tile before is in flight, and no other option spills for it.
 #define SKIPS_FIRST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_RIGHT)
-#define OTHER_OPTIONS (BLOCK_MASK || SOFTCAP || DROPOUT || ALIBI || LENGTHS)
-#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !OTHER_OPTIONS)
+#define SPILLING_OPTIONS (BLOCK_MASK || SOFTCAP || DROPOUT || ALIBI || LENGTHS)
+#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !SPILLING_OPTIONS)
 
 // A computing warp group.
 struct Consumer : ScoreGroup {
@@ -16,8 +16,8 @@ struct Consumer : ScoreGroup {
     const SharedLayout &layout;
     TileScheduler tiles;
     PipelineState<STAGES> stage;
-    PipelineState<2> ds;
-    PipelineState<1> kv, dq_stage;
+    PipelineState<2> ds_pipe;
+    PipelineState<1> kv_pipe, dq_pipe;
     float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_CHUNK_BYTES / 512];
 
     __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
@@ -64,13 +64,13 @@ struct Consumer : ScoreGroup {
     // are enough: before a group stores a tile, it has seen that the other group stored the previous tile, and that
     // group had by then finished the product dQ of the tile before that.
     __device__ __forceinline__ void share_ds() const {
-        share(ds16, layout.ds + ds.index * DS_BYTES + group * BR * 128);
-        if (lane == 0) mbarrier_arrive(layout.barrier(DS_FULL + ds.index));
+        share(ds16, layout.ds + ds_pipe.index * DS_BYTES + group * BR * 128);
+        if (lane == 0) mbarrier_arrive(layout.barrier(DS_FULL + ds_pipe.index));
     }
     // Until both warp groups have shared the tile, with LATE_DQ the one before.
     __device__ __forceinline__ void await_ds() const {
-        const int ds_stage = LATE_DQ ? ds.index ^ 1 : ds.index;
-        mbarrier_wait(layout.barrier(DS_FULL + ds_stage), LATE_DQ && ds_stage ? ds.parity ^ 1 : ds.parity);
+        const int ds_stage = LATE_DQ ? ds_pipe.index ^ 1 : ds_pipe.index;
+        mbarrier_wait(layout.barrier(DS_FULL + ds_stage), LATE_DQ && ds_stage ? ds_pipe.parity ^ 1 : ds_pipe.parity);
     }
 
     // dQ of the tile at hand, issued.
@@ -78,7 +78,7 @@ struct Consumer : ScoreGroup {
         share_ds();
         await_ds();
         wgmma_fence();
-        multiply_dq(ds.index);
+        multiply_dq(ds_pipe.index);
     }
 
     // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
@@ -88,13 +88,13 @@ struct Consumer : ScoreGroup {
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
             share_ds();
-            if (!first) hand_over_dq(layout, dq_stage, dq);
+            if (!first) hand_over_dq(layout, dq_pipe, dq);
         } else {
             multiply_shared_dq();
             multiply_dv_or_dk(dk, ds16, q_tile);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
-            hand_over_dq(layout, dq_stage, dq);
+            hand_over_dq(layout, dq_pipe, dq);
         }
     }
 
@@ -123,10 +123,10 @@ struct Consumer : ScoreGroup {
             multiply_shared_dq();
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_stage, dq);
+            hand_over_dq(layout, dq_pipe, dq);
         }
         if (!LATE_DK) finish_dk<0>(true, stage.index);
-        stage.next(), ds.next();
+        stage.next(), ds_pipe.next();
         next_queries();
     }
     // All products of the tile's keys with the queries that see them.
@@ -136,7 +136,7 @@ struct Consumer : ScoreGroup {
         for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
         begin_queries();
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
-        if (remaining > 0) await_keys(layout, kv);
+        if (remaining > 0) await_keys(layout, kv_pipe);
         if (SKIPS_FIRST && remaining > 0) {
 #if BLOCK_MASK
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
@@ -163,7 +163,7 @@ struct Consumer : ScoreGroup {
             if (LATE_DQ) {
                 if (!first) await_ds();
                 wgmma_fence();
-                multiply_dq(ds.index ^ 1);  // for the first tile on unset data, its result unused: a branch costs more
+                multiply_dq(ds_pipe.index ^ 1);  // for the first tile on unset data, its result unused: a branch costs more
             }
             wgmma_wait_group<LATE_DQ ? 2 : 1>();
             warpgroup_fence_operand(dp);
@@ -171,7 +171,7 @@ struct Consumer : ScoreGroup {
             wgmma_fence();
             accumulate_dk_dq(q_tile, first);
             if (!LATE_DK) finish_dk<0>(true, stage.index);
-            stage.next(), ds.next();
+            stage.next(), ds_pipe.next();
             first = false;
             next_queries();
         }
@@ -181,20 +181,20 @@ struct Consumer : ScoreGroup {
         if (LATE_DQ) {
             await_ds();
             wgmma_fence();
-            multiply_dq(ds.index ^ 1);
+            multiply_dq(ds_pipe.index ^ 1);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_stage, dq);
+            hand_over_dq(layout, dq_pipe, dq);
         }
         if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY));
     }
 
     // A block of 64 columns of dK or dV, of this group's keys, to `to` in shared memory.
-    __device__ __forceinline__ void write_tile(const float (&x)[USED_D / 2], int block, float scale,
+    __device__ __forceinline__ void write_tile(const float (&x)[USED_D / 2], int box, float scale,
                                                unsigned to) const {
 #pragma unroll
-        for (int step = 0; step < 4 && 64 * block + 16 * step < USED_D; step++) {
-            const float *y = x + 32 * block + 8 * step;
+        for (int step = 0; step < 4 && 64 * box + 16 * step < USED_D; step++) {
+            const float *y = x + 32 * box + 8 * step;
             stmatrix(to + swizzled<64>(warp * 16 + lane % 16, 2 * step + lane / 16),
                      pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                      pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
@@ -206,19 +206,19 @@ struct Consumer : ScoreGroup {
         const unsigned dv_tile = layout.ds + group * BR * 128;
         const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * DQ_CHUNK_BYTES;
         bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read dS
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_stage.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
 #pragma unroll
-        for (int block = 0; block < BOXES; block++) {
-            write_tile(dv, block, DROPOUT ? p.keep_scale : 1.0f, dv_tile + block * DS_BYTES);
-            write_tile(dk, block, p.scale, dk_tile + block * 64 * BOX_ROW_BYTES);
+        for (int box = 0; box < BOXES; box++) {
+            write_tile(dv, box, DROPOUT ? p.keep_scale : 1.0f, dv_tile + box * DS_BYTES);
+            write_tile(dk, box, p.scale, dk_tile + box * 64 * BOX_ROW_BYTES);
         }
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
-            for (int block = 0; block < BOXES; block++) {
-                const int d = block * 64, j = tile.j0 + group * 64;
-                tma_store(launch.dv, dv_tile + block * DS_BYTES, d, j, tile.kv_head, tile.b);
-                tma_store(launch.dk, dk_tile + block * 64 * BOX_ROW_BYTES, d, j, tile.kv_head, tile.b);
+            for (int box = 0; box < BOXES; box++) {
+                const int d = box * 64, j = tile.j0 + group * 64;
+                tma_store(launch.dv, dv_tile + box * DS_BYTES, d, j, tile.kv_head, tile.b);
+                tma_store(launch.dk, dk_tile + box * 64 * BOX_ROW_BYTES, d, j, tile.kv_head, tile.b);
             }
             bulk_commit_group();
             bulk_wait_group_read<0>();

@@ -224,9 +224,9 @@ struct ScoreGroup {
         if (lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
     }
     // Until the tile's K and V are there.
-    __device__ __forceinline__ void await_keys(const SharedLayout &layout, PipelineState<1> &kv) const {
-        mbarrier_wait(layout.barrier(K_FULL), kv.parity), mbarrier_wait(layout.barrier(V_FULL), kv.parity);
-        kv.next();
+    __device__ __forceinline__ void await_keys(const SharedLayout &layout, PipelineState<1> &kv_pipe) const {
+        mbarrier_wait(layout.barrier(K_FULL), kv_pipe.parity), mbarrier_wait(layout.barrier(V_FULL), kv_pipe.parity);
+        kv_pipe.next();
 #if LENGTHS
         if (tile.valid_keys < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
             clear_rows<BC>(layout.k, tile.valid_keys), clear_rows<BC>(layout.v, tile.valid_keys);

@@ -34,9 +34,9 @@ struct GroupProducts : WideGroup {
         wgmma_commit_group();
     }
     // dQ = dS K, issued: 64 columns.
-    __device__ __forceinline__ void multiply_dq(unsigned p_or_ds) {
+    __device__ __forceinline__ void multiply_dq(unsigned ds_tile) {
         const unsigned columns = layout.k + group * OWN_BOXES * BC * BOX_ROW_BYTES;
-        const SmemDescriptor a(p_or_ds), b(columns, BC * BOX_ROW_BYTES);
+        const SmemDescriptor a(ds_tile), b(columns, BC * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<OWN_D>::ss<0, 1>(dq, a.offset(step_bytes<BR>(step)), b.offset(step * 16 * BOX_ROW_BYTES), step > 0);
@@ -83,35 +83,35 @@ struct GroupProducts : WideGroup {
 
     // This group's keys of P or dS to shared memory, a row a query, and until those of the others are there.
     __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full, int empty) const {
-        mbarrier_wait(layout.barrier(empty), shared.parity ^ 1);
+        mbarrier_wait(layout.barrier(empty), exchange_pipe.parity ^ 1);
 #pragma unroll
         for (int step = 0; step < OWN_KEYS / 16; step++)
             stmatrix(to + group * BR * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(warp * 16 + lane % 16, 2 * step + lane / 16),
                      x[step][0], x[step][1], x[step][2], x[step][3]);
         fence_proxy_async();
         __syncwarp();
-        release(full);
-        mbarrier_wait(layout.barrier(full), shared.parity);
+        arrive(full);
+        mbarrier_wait(layout.barrier(full), exchange_pipe.parity);
         wgmma_fence();
     }
 
     // Its columns of dK or dV, of which it has the transpose, through shared memory to global memory.
     __device__ __forceinline__ void store(const float (&x)[OWN_D * BC / 128], float scale, const TensorMap &map) const {
         const unsigned own = layout.ds + group * OWN_BOXES * BC * BOX_ROW_BYTES;
-        const unsigned box = own + warp / 2 * BC * BOX_ROW_BYTES;
+        const unsigned box_tile = own + warp / 2 * BC * BOX_ROW_BYTES;
         const int row = lane / 16 * 8 + lane % 8, chunk = warp % 2 * 2 + lane / 8 % 2;
 #pragma unroll
         for (int step = 0; step < BC / 16; step++) {
             const float *y = x + 8 * step;
             const unsigned packed[4] = {pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                                         pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale)};
-            stmatrix_trans(box + swizzled<BOX_COLUMNS>(step * 16 + row, chunk), packed);
+            stmatrix_trans(box_tile + swizzled<BOX_COLUMNS>(step * 16 + row, chunk), packed);
         }
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
-            for (int block = 0; block < OWN_BOXES; block++)
-                tma_store(map, own + block * BC * BOX_ROW_BYTES, group * OWN_D + block * BOX_COLUMNS, tile.j0,
+            for (int box = 0; box < OWN_BOXES; box++)
+                tma_store(map, own + box * BC * BOX_ROW_BYTES, group * OWN_D + box * BOX_COLUMNS, tile.j0,
                           tile.kv_head, tile.b);
             bulk_commit_group();
             bulk_wait_group_read<0>();
@@ -120,7 +120,7 @@ struct GroupProducts : WideGroup {
     }
     // dV, then dK are staged in the buffers of dS, P and dQ, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_stage.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
         bar_sync(BARRIER_ALL, COMPUTING);  // all groups have read P and dS, and have no dQ on its way
         store(dv, 1.0f, launch.dv);
         store(dk, p.scale, launch.dk);

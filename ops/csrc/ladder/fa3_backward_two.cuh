@@ -24,9 +24,9 @@ struct GroupProducts : WideGroup {
         wgmma_commit_group();
     }
     // dQ = dS K, issued: half of the columns.
-    __device__ __forceinline__ void multiply_dq(unsigned p_or_ds) {
+    __device__ __forceinline__ void multiply_dq(unsigned ds_tile) {
         const unsigned columns = layout.k + group * OWN_BOXES * BC * BOX_ROW_BYTES;
-        const SmemDescriptor a(p_or_ds, 16, 128), b(columns, BC * BOX_ROW_BYTES);
+        const SmemDescriptor a(ds_tile, 16, 128), b(columns, BC * BOX_ROW_BYTES);
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
             Wgmma<OWN_D>::ss<0, 1>(dq, a.offset(step * 32), b.offset(step * 16 * BOX_ROW_BYTES), step > 0);
@@ -37,8 +37,8 @@ struct GroupProducts : WideGroup {
     // one has seen that the other group shared the tile before, and was done with all products before that.
     __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full, int) const {
         share(x, to + group * SCORE_COLUMNS * 128);
-        release(full + shared.index);
-        mbarrier_wait(layout.barrier(full + shared.index), shared.parity);
+        arrive(full + exchange_pipe.index);
+        mbarrier_wait(layout.barrier(full + exchange_pipe.index), exchange_pipe.parity);
         wgmma_fence();
     }
 
@@ -47,8 +47,8 @@ struct GroupProducts : WideGroup {
 #pragma unroll
         for (int step = 0; step < OWN_D / 16; step++) {
             const float *y = x + 8 * step;
-            const int block = step * 16 / BOX_COLUMNS, chunk = step * 16 % BOX_COLUMNS / 8 + lane / 16;
-            stmatrix(to + block * 64 * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(warp * 16 + lane % 16, chunk),
+            const int box = step * 16 / BOX_COLUMNS, chunk = step * 16 % BOX_COLUMNS / 8 + lane / 16;
+            stmatrix(to + box * 64 * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(warp * 16 + lane % 16, chunk),
                      pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                      pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
@@ -57,14 +57,14 @@ struct GroupProducts : WideGroup {
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * 64 * OWN_D * 2, dk_tile = layout.dq + group * DQ_CHUNK_BYTES;
         bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read P and dS
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_stage.parity ^ 1);
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
         write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, dv_tile);
         write_tile(dk, p.scale, dk_tile);
         fence_proxy_async();
         bar_sync(BARRIER_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
-            for (int block = 0; block < OWN_BOXES; block++) {
-                const int d = group * OWN_D + block * BOX_COLUMNS, at = block * 64 * BOX_ROW_BYTES;
+            for (int box = 0; box < OWN_BOXES; box++) {
+                const int d = group * OWN_D + box * BOX_COLUMNS, at = box * 64 * BOX_ROW_BYTES;
                 tma_store(launch.dv, dv_tile + at, d, tile.j0, tile.kv_head, tile.b);
                 tma_store(launch.dk, dk_tile + at, d, tile.j0, tile.kv_head, tile.b);
             }

@@ -19,16 +19,16 @@ struct WideGroup : ScoreGroup {
     TileScheduler tiles;
     PipelineState<STAGES> stage;
     PipelineState<DO_STAGES> do_stage;
-    PipelineState<DS_STAGES> shared;  // of P and dS
-    PipelineState<1> kv, dq_stage;
+    PipelineState<DS_STAGES> exchange_pipe;  // of P and dS
+    PipelineState<1> kv_pipe, dq_pipe;
     // delayed_dq: the part of dQ that is added one tile later.
     float dk[OWN_D * BC / 128], dv[OWN_D * BC / 128], dq[OWN_D / 2], delayed_dq[OWN_D / 4];
 
     __device__ __forceinline__ WideGroup(const Launch &launch, const SharedLayout &layout, int group)
         : ScoreGroup(launch.p, group), launch(launch), layout(layout), tiles(layout) {}
 
-    __device__ __forceinline__ void release(int empty) const {
-        if (lane == 0) mbarrier_arrive(layout.barrier(empty));
+    __device__ __forceinline__ void arrive(int place) const {
+        if (lane == 0) mbarrier_arrive(layout.barrier(place));
     }
 };
 
@@ -47,10 +47,10 @@ struct Consumer : GroupProducts {
 #pragma unroll
         for (int x = 0; x < OWN_D * BC / 128; x++) dk[x] = dv[x] = 0.0f;
         begin_queries();
-        if (remaining > 0) await_keys(layout, kv);
+        if (remaining > 0) await_keys(layout, kv_pipe);
         while (remaining > 0) {
             const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + do_stage.index * Q_BYTES;
-            const unsigned offset = DS_STAGES == 1 ? 0 : shared.index * DS_BYTES;
+            const unsigned offset = DS_STAGES == 1 ? 0 : exchange_pipe.index * DS_BYTES;
             const unsigned p_tile = layout.p + offset, ds_tile = layout.ds + offset;
             mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
             read_queries(layout, stage.index);
@@ -59,7 +59,7 @@ struct Consumer : GroupProducts {
             mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
             wgmma_fence();
             multiply_s_or_dp(dp, layout.v, do_tile);
-            if (!first) hand_over_dq(layout, dq_stage, delayed_dq);  // of the last tile
+            if (!first) hand_over_dq(layout, dq_pipe, delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
             compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
@@ -73,26 +73,26 @@ struct Consumer : GroupProducts {
             multiply_dv_or_dk(dk, ds_tile, q_tile);
             wgmma_wait_group<2>();
             warpgroup_fence_operand(dv);
-            release(DO_EMPTY + do_stage.index);
-            if (DS_STAGES == 1) release(P_EMPTY);
+            arrive(DO_EMPTY + do_stage.index);
+            if (DS_STAGES == 1) arrive(P_EMPTY);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_stage, dq);
+            hand_over_dq(layout, dq_pipe, dq);
             // Copied by an addition: otherwise the compiler assumes that a product may still write these registers, and
             // waits for all products.
 #pragma unroll
             for (int x = 0; x < OWN_D / 4; x++) delayed_dq[x] = dq[OWN_D / 4 + x] + 0.0f;
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dk);
-            release(Q_EMPTY + stage.index);
-            if (DS_STAGES == 1) release(DS_EMPTY);
-            stage.next(), do_stage.next(), shared.next();
+            arrive(Q_EMPTY + stage.index);
+            if (DS_STAGES == 1) arrive(DS_EMPTY);
+            stage.next(), do_stage.next(), exchange_pipe.next();
             first = false;
             next_queries();
         }
         if (first) return;
-        hand_over_dq(layout, dq_stage, delayed_dq);
-        release(KV_EMPTY);
+        hand_over_dq(layout, dq_pipe, delayed_dq);
+        arrive(KV_EMPTY);
     }
 
     __device__ __forceinline__ void run() {

@@ -20,8 +20,8 @@ __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int
 #pragma unroll
     for (int step = 0; step < USED_D / 16; step++) {
         const float(&x)[4] = o.c[0][2 * step], (&y)[4] = o.c[0][2 * step + 1];
-        const int block = step * 16 / BOX_COLUMNS, chunk = step * 16 % BOX_COLUMNS / 8 + half;
-        const unsigned to = tile + block * 64 * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(row, chunk);
+        const int box = step * 16 / BOX_COLUMNS, chunk = step * 16 % BOX_COLUMNS / 8 + half;
+        const unsigned to = tile + box * 64 * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(row, chunk);
         stmatrix(to, pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
     }
 }
@@ -170,9 +170,9 @@ struct Consumer {
     __device__ __forceinline__ void done_with_v() { release(V_EMPTY + v_pipe.index), v_pipe.next(); }
 
     // The scores of the keys from `start` on, which are there, become P.
-    __device__ __forceinline__ void online_softmax(int start, float scale) {
+    __device__ __forceinline__ void online_softmax(int start, float k_scale) {
         warpgroup_fence_operand(flat(s));
-        if (OPERANDS_8BIT) scale_log2 = q_descale_log2 * scale;
+        if (OPERANDS_8BIT) scale_log2 = q_descale_log2 * k_scale;
         release(K_EMPTY + k_pipe.index), k_pipe.next();
         if (!O_OVER_Q && IS_LAST(start)) release(Q_EMPTY + q_stage);
         const bool needs_mask = IS_MASKED(start);
@@ -196,7 +196,7 @@ struct Consumer {
     __device__ __forceinline__ void begin(int &start) {
         softmax.clear();
         o.clear();
-        const float scale = k_descale(start);
+        const float k_scale = k_descale(start);
         await_k(start);
         take_turn();
         if (INT8) begin_scores();
@@ -204,7 +204,7 @@ struct Consumer {
         multiply_qk();
         give_turn();
         wgmma_wait_group<0>();
-        online_softmax(start, scale);
+        online_softmax(start, k_scale);
     }
 
     // Skips a tile of keys that only other warp groups of the block see. Every group takes one turn for each tile of
@@ -225,14 +225,14 @@ struct Consumer {
         const unsigned to = O_OVER_Q ? over_q : layout.o + group * O_GROUP_BYTES;
         const bool storing = warp == 0 && lane == 0;
         const int barrier = BARRIER_OWN + group;
-        float inverse_l[2], scale = p.keep_scale;
-        if (OPERANDS_8BIT) scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
+        float inverse_l[2], output_scale = p.keep_scale;
+        if (OPERANDS_8BIT) output_scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float &l = softmax.l[0][half];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
-            inverse_l[half] = l == 0.0f ? 0.0f : scale / l;
+            inverse_l[half] = l == 0.0f ? 0.0f : output_scale / l;
         }
         rescale_output(o, inverse_l);
         if (storing) bulk_wait_group_read<0>();  // what was there has left
@@ -285,7 +285,7 @@ struct Consumer {
                 if (IS_LAST(start)) break;
                 const int valid_keys = tile.keys - START_OF(start);
                 start -= BC;
-                const float scale = k_descale(start);
+                const float k_scale = k_descale(start);
                 await_k(start);
                 take_turn();
                 begin_scores(), warpgroup_fence_operand(flat(o));
@@ -296,7 +296,7 @@ struct Consumer {
                 multiply_pv();
                 give_turn();
                 wgmma_wait_group<INTRA_GROUP_OVERLAP>();
-                online_softmax(start, scale);
+                online_softmax(start, k_scale);
             }
             await_v(tile.keys - START_OF(start));
             warpgroup_fence_operand(flat(o));
