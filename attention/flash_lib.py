@@ -37,8 +37,8 @@ from conf.values import UserError
 from ops.library import register_attention
 
 
-def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    library, call = VERSIONS[version], _library_options(*options)
+def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *op_args: Any) -> tuple[Tensor, Tensor]:
+    library, call = VERSIONS[version], _library_options(*op_args)
     varlen = call.documents is not None
     out, lse = library.forward(library.load(), call, *(_to_library_layout(x, varlen) for x in (q, k, v)))
     out = _from_library_layout(out, q)
@@ -52,9 +52,9 @@ def _forward(version: int, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tu
 
 
 def _backward(
-    version: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
+    version: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *op_args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    library, call = VERSIONS[version], _library_options(*options[:-1])
+    library, call = VERSIONS[version], _library_options(*op_args[:-1])
     varlen = call.documents is not None
     if varlen:
         lse = lse.transpose(0, 1).flatten(1).contiguous()  # (B, H, Tq) -> (H, B * Tq)

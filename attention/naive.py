@@ -145,15 +145,21 @@ class NaiveAttention(Attention):
         sum and P V read: 14. Backward: dV and dP 2, the division 12, the sum 2, exp 3, mask and scale 4, dQ
         and dK 2: 25."""
         matrix, mask, sums = scores_bytes(call), call.tq * call.tk, 2 * lse_bytes(call)
-        dropped = matrix // 4 if "dropout" in call.features else 0  # which probabilities were kept, as bool
+        dropout_bytes = (
+            matrix // 4 if "dropout" in call.features else 0
+        )  # which probabilities were kept, as bool
         if "relative_bias" in call.features:
             mask += 8 * call.tq * call.tk  # the distances, which the embedding keeps
-        written = {"moved_bytes": (14 * matrix, 25 * matrix), "writes_scores": True, "backward_matmuls": 4}
+        shared_costs = {
+            "moved_bytes": (14 * matrix, 25 * matrix),
+            "writes_scores": True,
+            "backward_matmuls": 4,
+        }
         if compiled:
-            matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropped
-            return Costs(matrices + 3 * q_bytes(call) + sums, matrix, mask, **written)
+            matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropout_bytes
+            return Costs(matrices + 3 * q_bytes(call) + sums, matrix, mask, **shared_costs)
         wide = q_fp32_bytes(call)
-        return Costs(2 * matrix + 3 * wide + mask + sums + dropped, 4 * matrix - wide, **written)
+        return Costs(2 * matrix + 3 * wide + mask + sums + dropout_bytes, 4 * matrix - wide, **shared_costs)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None

@@ -199,8 +199,8 @@ class SDPAAttention(Attention):
         auto_takes_math = self.backend == "auto" and on_gpu and call.dtype == torch.float32
         if self.backend == "math" or auto_takes_math or (not on_gpu and "dropout" in features):
             matrix = scores_bytes(call)
-            dropped = matrix + (matrix // 4 if on_gpu else matrix) if "dropout" in features else 0
-            kept = matrix + 3 * q_fp32_bytes(call) + masks + dropped
+            dropout_bytes = matrix + (matrix // 4 if on_gpu else matrix) if "dropout" in features else 0
+            kept = matrix + 3 * q_fp32_bytes(call) + masks + dropout_bytes
             matrices = 1 if compiled else 3 if on_gpu else 2
             moved = 6 * matrix, 7 * matrix
             return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_matmuls=4)

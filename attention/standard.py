@@ -95,14 +95,14 @@ class StandardAttention(Attention):
         softmax 2, P V 1; dV and dP 2, softmax 3, mask 2, scale 2, dQ and dK 2."""
         matrix, scores_in_dtype = scores_bytes(call), scores_bytes(call) * call.dtype.itemsize // 4
         copies, mask = 3 * q_bytes(call), call.tq * call.tk if call.causal else 0
-        written = {
+        shared_costs = {
             "moved_bytes": (8 * scores_in_dtype, 11 * scores_in_dtype),
             "writes_scores": True,
             "backward_matmuls": 4,
         }
         if compiled:
-            return Costs(matrix + copies, matrix, mask, **written)
+            return Costs(matrix + copies, matrix, mask, **shared_costs)
         twice = call.dtype.itemsize == 2 and call.device == "cuda" and self.autocast
         kept = scores_in_dtype + (matrix if twice else 0) + copies + mask
         backward = (2 * matrix - scores_in_dtype if twice else 2 * scores_in_dtype) - q_bytes(call)
-        return Costs(kept, backward, **written)
+        return Costs(kept, backward, **shared_costs)

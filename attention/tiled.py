@@ -221,22 +221,22 @@ class _TiledCall:
 
 
 def tiled_forward(
-    q: Tensor, k: Tensor | CachedTensor, v: Tensor | CachedTensor, *options
+    q: Tensor, k: Tensor | CachedTensor, v: Tensor | CachedTensor, *op_args
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Hq, Tq, D), lse (B, Hq, Tq); `options` as in ops/library.py, settings = [block_q, block_k]."""
-    call = _TiledCall.of(q, k, *options)
+    """out (B, Hq, Tq, D), lse (B, Hq, Tq); `op_args` as in ops/library.py, settings = [block_q, block_k]."""
+    call = _TiledCall.of(q, k, *op_args)
     batch, heads, tq, _ = q.shape
     out, lse = torch.zeros_like(q), q.new_full((batch, heads, tq), -torch.inf, dtype=call.dtype)
     by_rows: dict[range, list[tuple[range, bool]]] = {}
     for rows, cols, needs_mask in call.visible_tiles():
         by_rows.setdefault(rows, []).append((cols, needs_mask))
     with torch.autocast(q.device.type, enabled=False):
-        for rows, cols_of_rows in by_rows.items():
+        for rows, key_tiles in by_rows.items():
             qs = call.rows_of(q, rows) * call.options.scale
             acc = torch.zeros_like(qs)
             total = qs.new_zeros((*qs.shape[:3], 1))
             m = torch.full_like(total, -torch.inf)
-            for cols, needs_mask in cols_of_rows:
+            for cols, needs_mask in key_tiles:
                 scores, _ = call.scores(qs, call.cols_of(k, cols), rows, cols, needs_mask)
                 factor = call.dropout_factor(rows, cols)
                 m, total, acc = online_softmax_step(m, total, acc, scores, call.cols_of(v, cols), factor)
@@ -247,12 +247,12 @@ def tiled_forward(
 
 
 def tiled_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *op_args
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, dbias, and drelative_bias where there is one: P from lse, dS = P * (dP - rowsum(dO * O))
     (FlashAttention, section B.2)."""
-    *options, bias_grad = options
-    call = _TiledCall.of(q, k, *options)
+    *op_args, bias_grad = op_args
+    call = _TiledCall.of(q, k, *op_args)
     by_cols: dict[range, list[tuple[range, bool]]] = {}
     for rows, cols, needs_mask in call.visible_tiles():
         by_cols.setdefault(cols, []).append((rows, needs_mask))
@@ -268,10 +268,10 @@ def tiled_backward(
     lse = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
     delta = (dout.to(call.dtype) * out).sum(dim=-1, keepdim=True)  # (B, Hq, Tq, 1)
     with torch.autocast(q.device.type, enabled=False):
-        for cols, rows_of_cols in by_cols.items():
+        for cols, query_tiles in by_cols.items():
             ks, vs = call.cols_of(k, cols), call.cols_of(v, cols)
             dks, dvs = torch.zeros_like(ks), torch.zeros_like(vs)
-            for rows, needs_mask in rows_of_cols:
+            for rows, needs_mask in query_tiles:
                 qs, do = call.rows_of(q, rows) * call.options.scale, call.rows_of(dout, rows)
                 scores, tanh_score = call.scores(qs, ks, rows, cols, needs_mask)
                 p = (scores - call.rows_of(lse, rows)).exp_()

@@ -30,7 +30,7 @@ def order(
     x: Tensor,
     n_heads: int,
     n_tiles: int,
-    uneven: bool,
+    growing: bool,
     times: int = 1,
     over: int = 1,
     blocks: int | None = None,
@@ -41,7 +41,7 @@ def order(
 
     Args:
         x: k, in the backward q, (B, H, T, D): what a group's heads read again and again, with its twin.
-        uneven: the tiles' lengths grow evenly, as under a causal mask without a window.
+        growing: the tiles' lengths grow evenly, as under a causal mask without a window.
         times, over: a head of x serves `times` heads of the grid; a head of the grid reads `over` heads of x.
         blocks: that a multiprocessor runs at once. Fewer leave a shorter tail, whose heads are too many for
             the L2.
@@ -52,11 +52,11 @@ def order(
     fitting = HEADS_IN_L2_BYTES // (2 * x.shape[2] * x.shape[3] * x.element_size())
     heads_in_l2 = min(n_heads, max(1, max(1, fitting) * times // over))
     slots = (blocks or _BLOCKS) * multiprocessors(x.device)
-    left = tail(n_tiles, n_heads, heads_in_l2, slots) if uneven else 0
+    left = tail(n_tiles, n_heads, heads_in_l2, slots) if growing else 0
     if not block_mask:
         return heads_in_l2, left, 0
     first = min(n_tiles, math.ceil(slots / max(1, n_heads)))
-    if uneven:  # the shortest of all heads at the end: 0.5 to 2%, with 12% of the tiles
+    if growing:  # the shortest of all heads at the end: 0.5 to 2%, with 12% of the tiles
         left = max(left, first)
     return heads_in_l2, left, min(n_tiles - left, first)
 

@@ -148,13 +148,13 @@ class Call:
         return int(bool(changes_scores or self.params.scale <= 0))
 
     @property
-    def uneven(self) -> bool:
+    def growing(self) -> bool:
         """Whether tiles of queries see, and tiles of keys are seen by, evenly growing numbers of others."""
         return bool(self.defines["HAS_RIGHT"] and not self.defines["HAS_LEFT"])
 
     def in_order(self, n_tiles: int, n_heads: int, x: Tensor, **how: int) -> int:
         """Sets the order of a grid of n_tiles tiles of n_heads heads, by ops/order.py; gives its blocks."""
-        found = order(x, n_heads, n_tiles, self.uneven, block_mask=self.block_mask is not None, **how)
+        found = order(x, n_heads, n_tiles, self.growing, block_mask=self.block_mask is not None, **how)
         self.params.n_tiles = n_tiles
         self.params.heads_in_l2, self.params.tail, self.params.lead = found
         return n_tiles * n_heads

@@ -164,8 +164,8 @@ def fa3_backward(
         return fa2_backward(dout, q, k, v, out, lse, *options)
     tile = backward_tile(q.shape[3], call.defines)
     has = (bool(call.defines[name]) for name in ("DOCUMENT_IDS", "BLOCK_MASK"))
-    uneven = call.options.causal and call.uneven  # (as attention/cuda.py knows it)
-    split = by_query_head(*q.shape[2:], q.shape[1] // k.shape[1], uneven, *has)
+    growing = call.options.causal and call.growing  # (as attention/cuda.py knows it)
+    split = by_query_head(*q.shape[2:], q.shape[1] // k.shape[1], growing, *has)
     return run_backward(dout, q, k, v, out, lse, call, tile, split)
 
 

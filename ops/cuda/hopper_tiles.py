@@ -191,10 +191,10 @@ def stores_first_dq(tk: int, head_dim: int, defines: Mapping[str, int | str]) ->
 
 
 def by_query_head(
-    tq: int, head_dim: int, heads_per_kv: int, uneven: bool, documents: bool, block_mask: bool
+    tq: int, head_dim: int, heads_per_kv: int, growing: bool, documents: bool, block_mask: bool
 ) -> bool:
     """Whether blocks of the backward compute dK and dV of one query head each, which are then summed, where
-    `heads_per_kv` query heads share K and V; `uneven`: see `Call.uneven`.
+    `heads_per_kv` query heads share K and V; `growing`: see `Call.growing`.
 
     Under a causal mask, blocks of a K/V head, which go through its query heads in turn, are slower. On an
     H100, with 32 heads on 8, D = 128, T = 1k and 4k, blocks of a query head are 1.13 and 1.38x as fast; with
@@ -202,4 +202,4 @@ def by_query_head(
     read, in 16 bits. (On an H200 1.14x at 4k, 1.15x at 16k.)
     """
     fewest = 16384 if block_mask else 8192 if documents else 1024
-    return uneven and tq >= fewest and tq * (heads_per_kv - 1) * head_dim > 1 << 18
+    return growing and tq >= fewest and tq * (heads_per_kv - 1) * head_dim > 1 << 18

@@ -118,7 +118,7 @@ class _Call:
         # the scale goes into the exponential's FMA; a maximum commutes with a positive scale only
         self.scale_late = plain_scores and scale > 0
         self.masked = left >= 0 or right >= 0
-        self.uneven = right >= 0 > left
+        self.growing = right >= 0 > left
         self.has_options = not plain_scores or dropout_p > 0
         self.has_options |= self.q_ids is not None or self.kv_lengths is not None
         arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
@@ -142,7 +142,7 @@ class _Call:
 
     def order(self, x: Tensor, n_heads: int, n_tiles: int, **how: int) -> tuple[int, int, int]:
         """`heads_in_l2`, `tail` and `lead` of a grid of n_tiles tiles of n_heads heads: see ops/order.py."""
-        return order(x, n_heads, n_tiles, self.uneven, block_mask=self.block_mask is not None, **how)
+        return order(x, n_heads, n_tiles, self.growing, block_mask=self.block_mask is not None, **how)
 
     def even(self, tk: int, block: int) -> bool:
         """Whether no tile of keys that a loop meets ends beyond Tk."""

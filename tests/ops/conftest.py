@@ -46,7 +46,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     end."""
     monkeypatch.setattr(order, "HEADS_IN_L2_BYTES", 1)
     monkeypatch.setattr(order, "_BLOCKS", 1)
-    assert order.order(torch.empty(1, 6, 3, 16), 6, 3, uneven=True) == (1, 2, 0)
+    assert order.order(torch.empty(1, 6, 3, 16), 6, 3, growing=True) == (1, 2, 0)
 
 
 @pytest.fixture

@@ -46,10 +46,10 @@ def test_no_tail_where_none_is_needed() -> None:
     assert tail(32, 768, 96, 264) == 0  # the last group is work enough
     assert tail(4, 8, 1, 1000) == 4  # the whole grid, longest first
     k = torch.empty(2, 4, 1 << 15, 64, dtype=torch.bfloat16)  # 8 MiB of K and V a head
-    assert order(k, 8, 256, uneven=False) == (3, 0, 0)
-    assert order(k, 16, 256, uneven=False, times=2) == (6, 0, 0)
-    assert order(k, 4, 256, uneven=False, over=4) == (1, 0, 0)
-    assert order(k, 8, 256, uneven=True) == (3, 0, 0)  # eight slots of a CPU are soon full
+    assert order(k, 8, 256, growing=False) == (3, 0, 0)
+    assert order(k, 16, 256, growing=False, times=2) == (6, 0, 0)
+    assert order(k, 4, 256, growing=False, over=4) == (1, 0, 0)
+    assert order(k, 8, 256, growing=True) == (3, 0, 0)  # eight slots of a CPU are soon full
 
 
 @pytest.mark.parametrize(("heads", "dim", "without"), [(16, 128, 0.75), (32, 64, 0.89)])
@@ -61,7 +61,7 @@ def test_a_long_first_tile_of_each_head_comes_first(
     q = torch.empty(1, heads, 1 << 14, dim, dtype=torch.bfloat16, device="meta")
 
     def used(block_mask: bool) -> float:
-        of_grid = blocks(128, heads, *order(q, heads, 128, uneven=True, block_mask=block_mask))
+        of_grid = blocks(128, heads, *order(q, heads, 128, growing=True, block_mask=block_mask))
         assert len(set(of_grid)) == 128 * heads
         return use([min(9, 128 - tile) if tile else 128 for tile, _ in of_grid], 132)
 
@@ -70,4 +70,4 @@ def test_a_long_first_tile_of_each_head_comes_first(
 
 def test_kernels_in_groups_with_a_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEADS_IN_L2_BYTES", 1)
-    assert order(torch.empty(2, 4, 200, 16), 8, 4, uneven=True) == (1, 3, 0)
+    assert order(torch.empty(2, 4, 200, 16), 8, 4, growing=True) == (1, 3, 0)

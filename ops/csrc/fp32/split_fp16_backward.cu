@@ -76,9 +76,9 @@ __device__ __forceinline__ void compute_ds_transposed(const Params &p, Scores &d
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of K and V, what is traded, then the stages
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, head);
-    const int b = head / p.kv_heads, kv_head = head % p.kv_heads, j0 = tile * OWN_TILE, warp = threadIdx.x / 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, batch_head);
+    const int b = batch_head / p.kv_heads, kv_head = batch_head % p.kv_heads, j0 = tile * OWN_TILE, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), j_first = j0 + pair * OWN_ROWS;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const bool computes_dp = warp >= WARPS / 2;
@@ -104,8 +104,8 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
                         statistic + (long long)(b * p.heads + kv_head * HEADS_PER_KV + g) * p.padded_tq + i, true);
         if (HEADS_PER_KV > 1 && i + OTHER_TILE >= range.hi) next.next.loader.from += (long long)(p.tq - n_rows) * ROW;
     };
-    const mma_element *k = (const mma_element *)p.k + (long long)head * p.tk * ROW;
-    const mma_element *v = (const mma_element *)p.v + (long long)head * p.tk * ROW;
+    const mma_element *k = (const mma_element *)p.k + (long long)batch_head * p.tk * ROW;
+    const mma_element *v = (const mma_element *)p.v + (long long)batch_head * p.tk * ROW;
     load_rest(k, j0, keys, rest);
     load_rest(v, j0, keys, rest + REST * OWN_BYTES);
     if (range.lo < range.hi) load(0, 0, range.lo);

@@ -61,9 +61,9 @@ __device__ __forceinline__ void compute_ds_rows(const Params &p, HalfScores &s, 
 // dQ of OWN_TILE queries of one head. Grid: B * Hq * n_tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of Q and dO, what is traded, then the stages
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * OWN_TILE, warp = threadIdx.x / 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+    const int b = batch_head / p.heads, h = batch_head % p.heads, i0 = tile * OWN_TILE, warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), keys = keys_of(p, b), i_first = i0 + pair * OWN_ROWS;
     const bool computes_dp = warp >= WARPS / 2;
     const unsigned rest = shared_address(memory), stages = rest + 2 * REST * OWN_BYTES + WARPS / 2 * TRADED_BYTES;
@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     TwoLoader next((const mma_element *)p.k + to_keys, range.lo);
     const long long apart = (const mma_element *)p.v - (const mma_element *)p.k;
     auto load = [&](int stage, int start) { next.load(stages + stage * STAGE_BYTES, apart, keys - start); };
-    const mma_element *q = (const mma_element *)p.q + (long long)head * p.tq * ROW;
-    const mma_element *dout = (const mma_element *)p.dout + (long long)head * p.tq * ROW;
+    const mma_element *q = (const mma_element *)p.q + (long long)batch_head * p.tq * ROW;
+    const mma_element *dout = (const mma_element *)p.dout + (long long)batch_head * p.tq * ROW;
     load_rest(q, i0, p.tq, rest);
     load_rest(dout, i0, p.tq, rest + REST * OWN_BYTES);
     if (range.lo < range.hi) load(0, range.lo);
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_split_fp16
     const OwnRows own(computes_dp ? dout : q, i_first, p.tq,
                       rest + computes_dp * REST * OWN_BYTES + pair * OWN_ROWS * ROW_BYTES);
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    const float *lse = p.padded_lse + (long long)head * p.padded_tq + i_first, *delta = lse + (p.delta - p.padded_lse);
+    const float *lse = p.padded_lse + (long long)batch_head * p.padded_tq + i_first, *delta = lse + (p.delta - p.padded_lse);
     const Powers powers(p, b, h / HEADS_PER_KV);
     const float undo = powers.score_factor(), delta_factor = powers.delta_factor() / p.keep_scale;
     Gradient sums;

@@ -79,9 +79,9 @@ __device__ __forceinline__ void write_rows(float *matrix, long long stride, int 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // what is not held of Q, two K and V
-    int tile, head;
-    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, head);
-    const int b = head / p.heads, h = head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
+    int tile, batch_head;
+    scheduled_tile(p, blockIdx.x, p.batch * p.heads, HAS_RIGHT, tile, batch_head);
+    const int b = batch_head / p.heads, h = batch_head % p.heads, i0 = tile * BR, warp = threadIdx.x / 32;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq, i_first = i0 + warp * ROW_TILES * 16;
     const unsigned q_tile = shared_address(memory), q_rows = q_tile + warp * ROW_TILES * 16 * ROW_BYTES;
     const unsigned k_tile = q_tile + (TERMS - HELD) * Q_TERM_BYTES, v_tile = k_tile + 2 * TILE_BYTES;
@@ -124,7 +124,7 @@ tilegpt_tiled_split_fp16_forward(const __grid_constant__ Params p) {
         dropout.drop(p, s, start);
         add_split_product(o, s, as_stored, v_rows, TERM_BYTES);  // O += P V
     }
-    finish_rows(p, o, softmax, head, i_first, scale);
+    finish_rows(p, o, softmax, batch_head, i_first, scale);
     multiply_by(o, power_of_two(-exponent_of(p, OF_V, b, kv_head)));
     write_rows(matrix_of(p.out, p.out_stride, b, h), p.out_stride.t, i_first, p.tq, o);
 }

@@ -104,8 +104,8 @@ __device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[ROW_T
         }
 }
 
-// 16 rows of the warp's O: its own share to sum, those of the others to their parts.
-__device__ __forceinline__ void share_parts(const float (&o)[D_TILES][4], float4 *parts, float4 (&sum)[OWN_TILES],
+// 16 rows of the warp's O: its own share to o_share, those of the others to their parts.
+__device__ __forceinline__ void share_parts(const float (&o)[D_TILES][4], float4 *parts, float4 (&o_share)[OWN_TILES],
                                             int warp) {
 #pragma unroll
     for (int x = 0; x < D_TILES; x++) {
@@ -113,18 +113,18 @@ __device__ __forceinline__ void share_parts(const float (&o)[D_TILES][4], float4
         const int slot = owner * (TEAM_WARPS - 1) + warp - (warp > owner);
         const float4 part = make_float4(o[x][0], o[x][1], o[x][2], o[x][3]);
         if (owner == warp)
-            sum[n] = part;
+            o_share[n] = part;
         else
             parts[(slot * OWN_TILES + n) * 32] = part;
     }
 }
 
 // Adds the team's partial sums of this warp's share of O to the old O, both scaled: the new O is normalised by l.
-__device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4 (&old)[OWN_TILES], const float4 *parts,
+__device__ __forceinline__ void add_parts(float4 (&o_share)[OWN_TILES], const float4 (&old)[OWN_TILES], const float4 *parts,
                                           const float (&old_scale)[2], const float (&inverse_l)[2], int warp) {
 #pragma unroll
     for (int n = 0; n < OWN_TILES; n++) {
-        float4 &x = sum[n], was = old[n];
+        float4 &x = o_share[n], was = old[n];
 #pragma unroll
         for (int from = 0; from < TEAM_WARPS - 1; from++) {
             const float4 part = parts[((warp * (TEAM_WARPS - 1) + from) * OWN_TILES + n) * 32];
@@ -136,7 +136,7 @@ __device__ __forceinline__ void add_parts(float4 (&sum)[OWN_TILES], const float4
 }
 
 // The warp's share of O of 16 rows, and by the first warp their lse: the last keys are in. m: of the head's rows.
-__device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[OWN_TILES], const float *m,
+__device__ __forceinline__ void write_rows(const Params &p, const float4 (&o_share)[OWN_TILES], const float *m,
                                            const float (&l)[2], int b, int h, int i0, int t, int warp,
                                            float scale_log2) {
     const int lane = threadIdx.x % 32;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void write_rows(const Params &p, const float4 (&sum)[
             lse[i] = l[half] == 0.0f ? -INFINITE : (m[i] * scale_log2 + __log2f(l[half])) * LN2;
 #pragma unroll
         for (int n = 0; n < OWN_TILES; n++) {
-            const unsigned two = half ? pack(sum[n].z, sum[n].w) : pack(sum[n].x, sum[n].y);
+            const unsigned two = half ? pack(o_share[n].z, o_share[n].w) : pack(o_share[n].x, o_share[n].y);
             const int column = (warp * OWN_TILES + n) * 8;
             if (column < HEAD_DIM) *(unsigned *)(out + i * p.out_stride.t + column) = two;
         }
@@ -213,19 +213,19 @@ __device__ __forceinline__ void update_output(const Params &p, const Team &team,
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++, to += D_TILES * 32) {
         if (t) team_barrier(team.number);  // all have read the parts of the rows before
-        float4 sum[OWN_TILES];
-        share_parts(o.c[t], team.parts, sum, team.warp);
+        float4 o_share[OWN_TILES];
+        share_parts(o.c[t], team.parts, o_share, team.warp);
         team_barrier(team.number);  // parts and sums are whole
         float old_scale[2], inverse_l[2];
         add_sums(l_row[t], team.sums, t, old_scale, inverse_l);
-        add_parts(sum, old, team.parts, old_scale, inverse_l, team.warp);
+        add_parts(o_share, old, team.parts, old_scale, inverse_l, team.warp);
         if (t + 1 < ROW_TILES) read_fragment(old, to + D_TILES * 32, j0);
         if (last) {
-            write_rows(p, sum, team.m, l_row[t], team.b, team.h, i0, t, team.warp, scale_log2);
+            write_rows(p, o_share, team.m, l_row[t], team.b, team.h, i0, t, team.warp, scale_log2);
             continue;
         }
 #pragma unroll
-        for (int n = 0; n < OWN_TILES; n++) to[n * 32] = sum[n];
+        for (int n = 0; n < OWN_TILES; n++) to[n * 32] = o_share[n];
         if (team.warp == 0 && threadIdx.x % 4 == 0)
             for (int half = 0; half < 2; half++) team.l[i0 + row_of(t, half)] = l_row[t][half];
     }

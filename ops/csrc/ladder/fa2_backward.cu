@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int dkv_row = warp % DKV_ROW_WARPS * DKV_TILES * 16, dkv_column = warp / DKV_ROW_WARPS * DKV_COLUMNS;
     const int dq_row = warp % DQ_ROW_WARPS * DQ_TILES * 16, dq_column = warp / DQ_ROW_WARPS * DQ_COLUMNS;
     const LdmatrixLanes<PADDED_D> as_stored(AS_STORED), transposed(TRANSPOSED);
-    const LdmatrixLanes<PADDED_D> dkv_columns(AS_STORED, dkv_column), dq_columns(AS_STORED, dq_column);
+    const LdmatrixLanes<PADDED_D> dkv_lanes(AS_STORED, dkv_column), dq_lanes(AS_STORED, dq_column);
     const LdmatrixLanes<BC> scores_transposed(TRANSPOSED, dkv_row), ds_as_stored(AS_STORED);
     Accumulator<DKV_TILES, DKV_COLUMNS / 16> dk, dv;
     dk.clear(), dv.clear();
@@ -141,11 +141,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
             store_scores(s, p_tile, s_row, s_column);
             store_scores(dp, ds_tile, s_row, s_column);
             __syncthreads();  // P and dS are whole
-            add_product<BR / 16, TRANSPOSED, AS_STORED>(dv, scores_transposed, p_tile, dkv_columns, do_tile);
+            add_product<BR / 16, TRANSPOSED, AS_STORED>(dv, scores_transposed, p_tile, dkv_lanes, do_tile);
 #if ATOMIC
             Accumulator<DQ_TILES, DQ_COLUMNS / 16> dq;
             dq.clear();
-            add_product<BC / 16, AS_STORED, AS_STORED>(dq, ds_as_stored, ds_tile + dq_row * BC * 2, dq_columns, k_tile);
+            add_product<BC / 16, AS_STORED, AS_STORED>(dq, ds_as_stored, ds_tile + dq_row * BC * 2, dq_lanes, k_tile);
             float *to = p.scratch + ((long long)(b * p.heads + h) * p.padded_tq + i0 + dq_row) * PADDED_D + lane * 4;
 #pragma unroll
             for (int t = 0; t < DQ_TILES; t++)
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
                 for (int n = 0; n < DQ_COLUMNS / 8; n++)
                     add_four(to + (t * 2 * D_STEPS + dq_column / 8 + n) * 128, &dq.c[t][n][0], &dq.c[t][n][2]);
 #endif
-            add_product<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, dkv_columns, q_tile);
+            add_product<BR / 16, TRANSPOSED, AS_STORED>(dk, scores_transposed, ds_tile, dkv_lanes, q_tile);
             if (STAGES == 1) {
                 __syncthreads();  // all warps are done with Q and dO
                 if (more) load(0, LOOP_NEXT_OF_GROUP(i0, BR));

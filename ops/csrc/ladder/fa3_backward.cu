@@ -75,13 +75,13 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     const Params &p = launch.p;
     const int n = total_tiles(p);
     const bool issues_copies = threadIdx.x == 0;
-    PipelineState<STAGES> stage;
+    PipelineState<STAGES> q_pipe;
 #if WIDE
-    PipelineState<DO_STAGES> do_stage;
+    PipelineState<DO_STAGES> do_pipe;
 #else
-    PipelineState<STAGES> &do_stage = stage;  // which has as many buffers
+    PipelineState<STAGES> &do_pipe = q_pipe;  // which has as many buffers
 #endif
-    PipelineState<2> slot;
+    PipelineState<2> tile_pipe;
     PipelineState<1> kv_pipe;
     int drawn = 0, index = blockIdx.x;
     while (true) {
@@ -92,12 +92,12 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
 #else
         const int flag = 0;
 #endif
-        mbarrier_wait(layout.barrier(TILE_EMPTY + slot.index), slot.parity ^ 1);
+        mbarrier_wait(layout.barrier(TILE_EMPTY + tile_pipe.index), tile_pipe.parity ^ 1);
         if (issues_copies) {
-            layout.slots[slot.index] = index < n ? index | flag : -1;
-            mbarrier_arrive(layout.barrier(TILE_FULL + slot.index));
+            layout.slots[tile_pipe.index] = index < n ? index | flag : -1;
+            mbarrier_arrive(layout.barrier(TILE_FULL + tile_pipe.index));
         }
-        slot.next();
+        tile_pipe.next();
         if (index >= n) return;
 #if !BLOCK_MASK
         const WorkTile tile(p, index);
@@ -107,16 +107,16 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         for (int g = 0; g < HEADS_PER_KV; g++)
             for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
                 const int h = tile.kv_head * HEADS_PER_KV + g;
-                mbarrier_wait(layout.barrier(Q_EMPTY + stage.index), stage.parity ^ 1);
+                mbarrier_wait(layout.barrier(Q_EMPTY + q_pipe.index), q_pipe.parity ^ 1);
                 if (issues_copies) {
 #if BLOCK_MASK
-                    volatile int *published = layout.stage_slots(stage.index);
+                    volatile int *published = layout.stage_slots(q_pipe.index);
                     published[0] = kept.here | (kept.next < 0 ? LAST_FLAG : 0), published[1] = h;
 #endif
-                    load_queries(launch, layout, stage.index, do_stage.index, do_stage.parity, tile.b, h, i0);
+                    load_queries(launch, layout, q_pipe.index, do_pipe.index, do_pipe.parity, tile.b, h, i0);
                 }
-                stage.next();
-                if (WIDE) do_stage.next();
+                q_pipe.next();
+                if (WIDE) do_pipe.next();
                 LOOP_PREFETCH;
                 if (!first) continue;
                 first = false;
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     const int chunk = blockIdx.x / WARP_GROUPS % DQ_CHUNKS;
     const int tiles = p.padded_tq / BR, tile = query_tile % tiles, batch_head = query_tile / tiles;
     const int b = batch_head / p.heads, h = batch_head % p.heads;
-    const int n = threadIdx.x % row_threads, row = threadIdx.x / row_threads;
+    const int n = threadIdx.x % row_threads, row_pair = threadIdx.x / row_threads;
     const int row_step = TRANSPOSED_DQ ? 1 : 8;
     const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * DQ_CHUNK_COLUMNS + n * 8;
 #if STORES_FIRST_DQ
@@ -243,18 +243,19 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
 #if TRANSPOSED_DQ
-    const int i = tile * BR + row * 2;
+    const int i = tile * BR + row_pair * 2;
     const float2 *from = (const float2 *)p.scratch + blockIdx.x * (DQ_CHUNK_BYTES / 8ll);
-    from += row / 4 * 256 + n / 2 * 64 + row % 4 * 2 + n % 2;
+    from += row_pair / 4 * 256 + n / 2 * 64 + row_pair % 4 * 2 + n % 2;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
         const float2 zero = {0.0f, 0.0f}, x = stored ? from[16 * c] : zero, y = stored ? from[16 * c + 8] : zero;
         lows[c] = pack(x.x * p.scale, y.x * p.scale), highs[c] = pack(x.y * p.scale, y.y * p.scale);
     }
 #else
-    const int g = row % 8, warp = row / 8;
-    const int i = tile * BR + (DQ_SPLIT_BY_ROWS ? group * 64 : 0) + warp * 16 + g;
-    const float4 *from = (const float4 *)p.scratch + blockIdx.x * (DQ_CHUNK_BYTES / 16ll) + n * 128 + warp * 32 + g * 4;
+    const int g = row_pair % 8, source_warp = row_pair / 8;
+    const int i = tile * BR + (DQ_SPLIT_BY_ROWS ? group * 64 : 0) + source_warp * 16 + g;
+    const float4 *from =
+        (const float4 *)p.scratch + blockIdx.x * (DQ_CHUNK_BYTES / 16ll) + n * 128 + source_warp * 32 + g * 4;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
         const float4 x = stored ? from[c] : float4{0.0f, 0.0f, 0.0f, 0.0f};

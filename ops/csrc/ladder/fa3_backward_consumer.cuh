@@ -15,7 +15,7 @@ struct Consumer : ScoreGroup {
     const Launch &launch;
     const SharedLayout &layout;
     TileScheduler tiles;
-    PipelineState<STAGES> stage;
+    PipelineState<STAGES> q_pipe;
     PipelineState<2> ds_pipe;
     PipelineState<1> kv_pipe, dq_pipe;
     float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_CHUNK_BYTES / 512];
@@ -113,8 +113,8 @@ struct Consumer : ScoreGroup {
     // A tile whose queries see none of this group's keys: dS is 0, and of the products only dQ is computed. Q and dO are
     // not read, but a phase of their mbarriers that nobody waited for could be taken for a later one.
     __device__ __forceinline__ void skip_queries() {
-        mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
-        mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);
+        mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
+        mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);
 #pragma unroll
         for (int x = 0; x < SCORE_COLUMNS / 4; x++) ds16[x / 4][x % 4] = 0;
         if (LATE_DQ) {
@@ -125,8 +125,8 @@ struct Consumer : ScoreGroup {
             warpgroup_fence_operand(dq);
             hand_over_dq(layout, dq_pipe, dq);
         }
-        if (!LATE_DK) finish_dk<0>(true, stage.index);
-        stage.next(), ds_pipe.next();
+        if (!LATE_DK) finish_dk<0>(true, q_pipe.index);
+        q_pipe.next(), ds_pipe.next();
         next_queries();
     }
     // All products of the tile's keys with the queries that see them.
@@ -139,25 +139,25 @@ struct Consumer : ScoreGroup {
         if (remaining > 0) await_keys(layout, kv_pipe);
         if (SKIPS_FIRST && remaining > 0) {
 #if BLOCK_MASK
-            mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
-            read_queries(layout, stage.index);
+            mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
+            read_queries(layout, q_pipe.index);
 #endif
             if (!sees_keys(START_OF(i0))) skip_queries(), first = false;
         }
         const bool skips_last = SKIPS_LAST && remaining > 0 && !sees_keys(i0 + (remaining - 1) * BR);
         while (remaining > skips_last) {
-            const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + stage.index * Q_BYTES;
-            mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
-            read_queries(layout, stage.index);
+            const unsigned q_tile = layout.q + q_pipe.index * Q_BYTES, do_tile = layout.dout + q_pipe.index * Q_BYTES;
+            mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
+            read_queries(layout, q_pipe.index);
             wgmma_fence();
             multiply_s_or_dp(s, layout.k, q_tile);
-            if (LATE_DK) finish_dk<1>(!first, (stage.index + STAGES - 1) % STAGES);
-            mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);
+            if (LATE_DK) finish_dk<1>(!first, (q_pipe.index + STAGES - 1) % STAGES);
+            mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);
             wgmma_fence();
             multiply_s_or_dp(dp, layout.v, do_tile);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
-            compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
+            compute_p(layout.lse_log2 + q_pipe.index * STATISTIC_BYTES);
             wgmma_fence();
             multiply_dv_or_dk(dv, p16, do_tile);
             if (LATE_DQ) {
@@ -167,16 +167,16 @@ struct Consumer : ScoreGroup {
             }
             wgmma_wait_group<LATE_DQ ? 2 : 1>();
             warpgroup_fence_operand(dp);
-            compute_ds(layout.delta + stage.index * STATISTIC_BYTES);
+            compute_ds(layout.delta + q_pipe.index * STATISTIC_BYTES);
             wgmma_fence();
             accumulate_dk_dq(q_tile, first);
-            if (!LATE_DK) finish_dk<0>(true, stage.index);
-            stage.next(), ds_pipe.next();
+            if (!LATE_DK) finish_dk<0>(true, q_pipe.index);
+            q_pipe.next(), ds_pipe.next();
             first = false;
             next_queries();
         }
         if (skips_last) skip_queries(), first = false;
-        if (LATE_DK) finish_dk<0>(!first, (stage.index + STAGES - 1) % STAGES);
+        if (LATE_DK) finish_dk<0>(!first, (q_pipe.index + STAGES - 1) % STAGES);
         if (first) return;
         if (LATE_DQ) {
             await_ds();

@@ -212,10 +212,10 @@ struct ScoreGroup {
         __syncwarp();
     }
     // This group's chunk of dQ, as the registers lie, for the warp that adds it.
-    __device__ __forceinline__ void hand_over_dq(const SharedLayout &layout, PipelineState<1> &stage,
+    __device__ __forceinline__ void hand_over_dq(const SharedLayout &layout, PipelineState<1> &dq_pipe,
                                                  const float *chunk) const {
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), stage.parity ^ 1);
-        stage.next();
+        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
+        dq_pipe.next();
         const unsigned to = layout.dq + group * DQ_CHUNK_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < DQ_CHUNK_BYTES / 2048; n++) store_four(to + n * 2048, chunk + 4 * n);

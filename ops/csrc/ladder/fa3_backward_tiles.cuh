@@ -87,14 +87,14 @@ struct SharedLayout {
 // The block's tiles, one after the other, for all but who chooses them. Uniform, as are all loops over it.
 struct TileScheduler {
     const SharedLayout &layout;
-    PipelineState<2> slot;
+    PipelineState<2> tile_pipe;
     __device__ __forceinline__ TileScheduler(const SharedLayout &layout) : layout(layout) {}
     // The index of the next; negative: there is none.
     __device__ __forceinline__ int next() {
-        mbarrier_wait(layout.barrier(TILE_FULL + slot.index), slot.parity);
-        const int index = __shfl_sync(~0u, layout.slots[slot.index], 0);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(layout.barrier(TILE_EMPTY + slot.index));
-        slot.next();
+        mbarrier_wait(layout.barrier(TILE_FULL + tile_pipe.index), tile_pipe.parity);
+        const int index = __shfl_sync(~0u, layout.slots[tile_pipe.index], 0);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(layout.barrier(TILE_EMPTY + tile_pipe.index));
+        tile_pipe.next();
         return index;
     }
 };

@@ -17,8 +17,8 @@ struct WideGroup : ScoreGroup {
     const Launch &launch;
     const SharedLayout &layout;
     TileScheduler tiles;
-    PipelineState<STAGES> stage;
-    PipelineState<DO_STAGES> do_stage;
+    PipelineState<STAGES> q_pipe;
+    PipelineState<DO_STAGES> do_pipe;
     PipelineState<DS_STAGES> exchange_pipe;  // of P and dS
     PipelineState<1> kv_pipe, dq_pipe;
     // delayed_dq: the part of dQ that is added one tile later.
@@ -49,31 +49,31 @@ struct Consumer : GroupProducts {
         begin_queries();
         if (remaining > 0) await_keys(layout, kv_pipe);
         while (remaining > 0) {
-            const unsigned q_tile = layout.q + stage.index * Q_BYTES, do_tile = layout.dout + do_stage.index * Q_BYTES;
+            const unsigned q_tile = layout.q + q_pipe.index * Q_BYTES, do_tile = layout.dout + do_pipe.index * Q_BYTES;
             const unsigned offset = DS_STAGES == 1 ? 0 : exchange_pipe.index * DS_BYTES;
             const unsigned p_tile = layout.p + offset, ds_tile = layout.ds + offset;
-            mbarrier_wait(layout.barrier(Q_FULL + stage.index), stage.parity);
-            read_queries(layout, stage.index);
+            mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
+            read_queries(layout, q_pipe.index);
             wgmma_fence();
             multiply_s_or_dp(s, layout.k, q_tile);
-            mbarrier_wait(layout.barrier(DO_FULL + do_stage.index), do_stage.parity);
+            mbarrier_wait(layout.barrier(DO_FULL + do_pipe.index), do_pipe.parity);
             wgmma_fence();
             multiply_s_or_dp(dp, layout.v, do_tile);
             if (!first) hand_over_dq(layout, dq_pipe, delayed_dq);  // of the last tile
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
-            compute_p(layout.lse_log2 + stage.index * STATISTIC_BYTES);
+            compute_p(layout.lse_log2 + q_pipe.index * STATISTIC_BYTES);
             exchange(p16, p_tile, P_FULL, P_EMPTY);
             multiply_dv_or_dk(dv, p_tile, do_tile);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dp);
-            compute_ds(layout.delta + do_stage.index * STATISTIC_BYTES);
+            compute_ds(layout.delta + do_pipe.index * STATISTIC_BYTES);
             exchange(ds16, ds_tile, DS_FULL, DS_EMPTY);
             multiply_dq(ds_tile);
             multiply_dv_or_dk(dk, ds_tile, q_tile);
             wgmma_wait_group<2>();
             warpgroup_fence_operand(dv);
-            arrive(DO_EMPTY + do_stage.index);
+            arrive(DO_EMPTY + do_pipe.index);
             if (DS_STAGES == 1) arrive(P_EMPTY);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq);
@@ -84,9 +84,9 @@ struct Consumer : GroupProducts {
             for (int x = 0; x < OWN_D / 4; x++) delayed_dq[x] = dq[OWN_D / 4 + x] + 0.0f;
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dk);
-            arrive(Q_EMPTY + stage.index);
+            arrive(Q_EMPTY + q_pipe.index);
             if (DS_STAGES == 1) arrive(DS_EMPTY);
-            stage.next(), do_stage.next(), exchange_pipe.next();
+            q_pipe.next(), do_pipe.next(), exchange_pipe.next();
             first = false;
             next_queries();
         }

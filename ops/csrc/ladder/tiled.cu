@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_forw
         for (int r = 0; r < ROWS; ++r)
 #pragma unroll
             for (int n = 0; n < FLOAT4S; ++n) {
-                float4 &sum = o[r][n], &more = tile_sums[r][n];
-                sum.x = sum.x * rescale[r] + more.x, sum.y = sum.y * rescale[r] + more.y;
-                sum.z = sum.z * rescale[r] + more.z, sum.w = sum.w * rescale[r] + more.w;
+                float4 &acc = o[r][n], &more = tile_sums[r][n];
+                acc.x = acc.x * rescale[r] + more.x, acc.y = acc.y * rescale[r] + more.y;
+                acc.z = acc.z * rescale[r] + more.z, acc.w = acc.w * rescale[r] + more.w;
             }
     }
     wait_for_copies();

@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
             wait_for_copies();
             __syncthreads();
             const bool needs_mask = start < range.full_lo || start >= range.full_hi;
-            float s[ROWS][COLS];
-            product(s, computes_dp ? v_tile : k_tile, row, computes_dp ? dout_tile : q_tile, col);
+            float s_or_dp[ROWS][COLS];
+            product(s_or_dp, computes_dp ? v_tile : k_tile, row, computes_dp ? dout_tile : q_tile, col);
             if (!computes_dp) {
                 float p_dsoftcap[ROWS][COLS];
 #pragma unroll
@@ -94,14 +94,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
                         const int j = j0 + row + 4 * r;
-                        const auto prob = probability_of(p, s[r][c], b, i, j, keys, causal_offset, slope, lse, needs_mask);
-                        s[r][c] = prob.p, p_dsoftcap[r][c] = prob.p_dsoftcap;
+                        const auto prob =
+                            probability_of(p, s_or_dp[r][c], b, i, j, keys, causal_offset, slope, lse, needs_mask);
+                        s_or_dp[r][c] = prob.p, p_dsoftcap[r][c] = prob.p_dsoftcap;
 #if DROPOUT
-                        if (!dropout_keeps(row_key, j, p.dropout_threshold)) s[r][c] = 0.0f;
+                        if (!dropout_keeps(row_key, j, p.dropout_threshold)) s_or_dp[r][c] = 0.0f;
 #endif
                     }
                 }
-                store_scores(probs, row, col, s);
+                store_scores(probs, row, col, s_or_dp);
                 store_scores(ds_tile, row, col, p_dsoftcap);
             }
             __syncthreads();  // P is there for the other warp of the pair
@@ -121,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
 #if DROPOUT
                         is_kept = dropout_keeps(row_key, j0 + row + 4 * r, p.dropout_threshold);
 #endif
-                        s[r][c] = ds_of(p, p_dsoftcap[r][c], s[r][c], delta, is_kept);
+                        s_or_dp[r][c] = ds_of(p, p_dsoftcap[r][c], s_or_dp[r][c], delta, is_kept);
                     }
                 }
-                store_scores(ds_tile, row, col, s);
+                store_scores(ds_tile, row, col, s_or_dp);
             }
             __syncwarp();  // from here, a warp reads only P and dS that it wrote itself
             accumulate<ROWS, SWIZZLE_8_ROWS>(sums, computes_dp ? ds_tile : probs, row,
@@ -181,17 +182,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
         wait_for_copies();
         __syncthreads();
         const bool needs_mask = start < range.full_lo || start >= range.full_hi;
-        float s[ROWS][COLS], p_dsoftcap[ROWS][COLS];
-        product(s, computes_dp ? dout_tile : q_tile, row, computes_dp ? v_tile : k_tile, col);
+        float s_or_dp[ROWS][COLS], p_dsoftcap[ROWS][COLS];
+        product(s_or_dp, computes_dp ? dout_tile : q_tile, row, computes_dp ? v_tile : k_tile, col);
         if (!computes_dp) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
 #pragma unroll
                 for (int c = 0; c < COLS; ++c)
-                    s[r][c] = probability_of(p, s[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys, causal_offset,
-                                             slope, statistic[4 * r], needs_mask)
-                                  .p_dsoftcap;
-            store_scores(ds_tile, row, col, s);
+                    s_or_dp[r][c] = probability_of(p, s_or_dp[r][c], b, i0 + row + 4 * r, start + col + 8 * c, keys,
+                                                   causal_offset, slope, statistic[4 * r], needs_mask)
+                                        .p_dsoftcap;
+            store_scores(ds_tile, row, col, s_or_dp);
         }
         __syncthreads();  // P is there
         if (computes_dp) {
@@ -207,10 +208,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dq(c
 #if DROPOUT
                     is_kept = dropout_keeps(row_key, start + col + 8 * c, p.dropout_threshold);
 #endif
-                    s[r][c] = ds_of(p, p_dsoftcap[r][c], s[r][c], statistic[4 * r], is_kept);
+                    s_or_dp[r][c] = ds_of(p, p_dsoftcap[r][c], s_or_dp[r][c], statistic[4 * r], is_kept);
                 }
             }
-            store_scores(ds_tile, row, col, s);
+            store_scores(ds_tile, row, col, s_or_dp);
         }
         __syncthreads();  // dS is there
         accumulate<ROWS / 2, SWIZZLE_8_ROWS>(sums, ds_tile, row + WARP_ROWS / 2 * computes_dp, k_tile, col);

@@ -239,24 +239,24 @@ __device__ __forceinline__ Range query_range(const Params &p, int j0, int cols, 
     return range;
 }
 
-// The tile and the head of block `index`: `heads_in_l2` heads side by side, so that their K and V stay in the L2, and
-// within them tile after tile, with `reverse_tiles` from the last, which is the longest under a causal mask; `tail`
-// tiles of all heads come in the end, and with BLOCK_MASK `lead` of all heads at the beginning (ops/order.py).
-__device__ __forceinline__ void scheduled_tile(const Params &p, int index, int n_heads, bool reverse_tiles, int &tile,
-                                          int &head) {
-    int before_tail = p.n_tiles - p.tail, first_head = 0, heads_in_group = n_heads, offset = index, lead = 0;
+// The tile and the head (b * heads + h) of block `index`: `heads_in_l2` heads side by side, so that their K and V stay in
+// the L2, and within them tile after tile, with `reverse_tiles` from the last, which is the longest under a causal mask;
+// `tail` tiles of all heads come in the end, and with BLOCK_MASK `lead` of all heads at the beginning (ops/order.py).
+__device__ __forceinline__ void scheduled_tile(const Params &p, int index, int n_batch_heads, bool reverse_tiles,
+                                               int &tile, int &batch_head) {
+    int before_tail = p.n_tiles - p.tail, first = 0, heads_in_group = n_batch_heads, offset = index, lead = 0;
 #if BLOCK_MASK
-    if (index < p.lead * n_heads)
+    if (index < p.lead * n_batch_heads)
         before_tail = 0;
     else
-        lead = p.lead, before_tail -= lead, offset = index -= lead * n_heads;
+        lead = p.lead, before_tail -= lead, offset = index -= lead * n_batch_heads;
 #endif
-    if (index < before_tail * n_heads) {
-        first_head = index / (p.heads_in_l2 * before_tail) * p.heads_in_l2;
-        heads_in_group = min_of(p.heads_in_l2, n_heads - first_head), offset = index - first_head * before_tail;
+    if (index < before_tail * n_batch_heads) {
+        first = index / (p.heads_in_l2 * before_tail) * p.heads_in_l2;
+        heads_in_group = min_of(p.heads_in_l2, n_batch_heads - first), offset = index - first * before_tail;
     }
     tile = lead + offset / heads_in_group;  // of the tail: `offset` counts the tiles before it, of all heads, too
-    head = first_head + offset % heads_in_group;
+    batch_head = first + offset % heads_in_group;
     if (reverse_tiles) tile = p.n_tiles - 1 - tile;
 }
 

@@ -14,13 +14,13 @@
 extern "C" __global__ void __launch_bounds__(32 * WARPS) tilegpt_delta(const __grid_constant__ Params p) {
     const long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32, i = row % p.padded_tq;
-    const long long head = row / p.padded_tq, b = head / p.heads, h = head % p.heads;
+    const long long batch_head = row / p.padded_tq, b = batch_head / p.heads, h = batch_head % p.heads;
     float sum = 0.0f, lse = -INFINITE;
     if (i < p.tq) {
         const element *out = p.out + b * p.out_stride.b + h * p.out_stride.h + i * p.out_stride.t;
         const element *dout = p.dout + b * p.dout_stride.b + h * p.dout_stride.h + i * p.dout_stride.t;
         for (int d = lane; d < HEAD_DIM; d += 32) sum += to_float(out[d]) * to_float(dout[d]);
-        lse = p.lse[head * p.tq + i];
+        lse = p.lse[batch_head * p.tq + i];
     }
     sum = reduce_warp<Sum>(sum);
     if (lane == 0) {

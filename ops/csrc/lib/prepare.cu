@@ -12,9 +12,9 @@
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     const long long row = (long long)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
-    const int part = threadIdx.x % LANES, head = row / p.padded_tq, i = row % p.padded_tq;
+    const int part = threadIdx.x % LANES, batch_head = row / p.padded_tq, i = row % p.padded_tq;
     if (row >= (long long)p.batch * p.heads * p.padded_tq) return;
-    const int b = head / p.heads, h = head % p.heads;
+    const int b = batch_head / p.heads, h = batch_head % p.heads;
     float sum = 0.0f;
     if (i < p.tq && part * 8 < HEAD_DIM) {
         const element *out = matrix_of(p.out, p.out_stride, b, h) + i * p.out_stride.t + part * 8;
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(c
 #pragma unroll
     for (int lanes = LANES / 2; lanes; lanes /= 2) sum += __shfl_xor_sync(__activemask(), sum, lanes);
     if (part == 0) {
-        const float lse = i < p.tq ? p.lse[(long long)head * p.tq + i] : -INFINITE;
+        const float lse = i < p.tq ? p.lse[(long long)batch_head * p.tq + i] : -INFINITE;
         p.lse_log2[row] = lse == -INFINITE ? INFINITE : lse * LOG2E;
         p.delta[row] = sum;
 #if TILE_ROWS

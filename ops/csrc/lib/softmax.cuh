@@ -146,7 +146,7 @@ template <int M_TILES> struct Dropout {
 // by.
 template <int M_TILES>
 __device__ __forceinline__ void finish_rows(const Params &p, Accumulator<M_TILES, D_STEPS> &o,
-                                            const SoftmaxState<M_TILES> &softmax, int head, int i_first,
+                                            const SoftmaxState<M_TILES> &softmax, int batch_head, int i_first,
                                             float scale = 1.0f) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -163,7 +163,7 @@ __device__ __forceinline__ void finish_rows(const Params &p, Accumulator<M_TILES
 #else
             const float lse = (softmax.shift[t][half] + __log2f(l)) * LN2;
 #endif
-            if (lane % 4 == 0 && i < p.tq) p.lse[(long long)head * p.tq + i] = l == 0.0f ? -INFINITE : lse;
+            if (lane % 4 == 0 && i < p.tq) p.lse[(long long)batch_head * p.tq + i] = l == 0.0f ? -INFINITE : lse;
 #pragma unroll
             for (int n = 0; n < PADDED_D / 8; n++)
                 o.c[t][n][2 * half] *= inverse_l, o.c[t][n][2 * half + 1] *= inverse_l;
