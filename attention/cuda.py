@@ -244,8 +244,8 @@ class CudaStage(Attention):
         if self.stage == "tiled":
             if call.dtype != torch.float32:
                 return Costs(lse_bytes(call), statistics, backward_matmuls=7)
-            values = call.batch * (call.heads * call.tq + call.kv_heads * call.tk)
-            split_bytes = 4 * 2 * values * math.ceil(call.head_dim / 32) * 32
+            n_rows = call.batch * (call.heads * call.tq + call.kv_heads * call.tk)
+            split_bytes = 4 * 2 * n_rows * math.ceil(call.head_dim / 32) * 32
             traffic_ratio = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved, for one that would have been
             moved = (
                 int(traffic_ratio * 2 * k_bytes(call) + q_bytes(call)),

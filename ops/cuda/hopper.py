@@ -196,7 +196,7 @@ def run_backward(
     tiles, width = math.ceil(tq / tile.br), backward_head_dim(head_dim)
     n_rows = batch * heads * tiles * tile.br
     specialised = call.defines | tile.defines(head_dim) | own | defines
-    parts = tile.warp_groups * (2 if width > 128 else 1)  # of a tile of dQ, DQ_PARTS
+    parts = tile.warp_groups * (2 if width > 128 else 1)  # of a tile of dQ, DQ_TILE_CHUNKS
     states = parts * specialised["STORES_FIRST_DQ"]
     scratch = q.new_empty((2 + width) * n_rows + 1 + states * batch * heads * tiles, dtype=torch.float32)
     lse_log2, delta, accumulator = scratch[:n_rows], scratch[n_rows : 2 * n_rows], scratch[2 * n_rows :]

@@ -76,21 +76,21 @@ __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int
         }
 }
 
-// Replaces s by exp2(scale_log2 (s - m)), where m is the new maximum, and rescales l, the sum over the previous keys,
+// Replaces s by exp2(scale_log2 (s - m)), where m is the new maximum, row_max, and rescales l, the sum over the previous keys,
 // to it. The warp's sums are stored in sums (BR, TEAM_WARPS). The team's first warp writes m back.
-__device__ __forceinline__ void online_softmax(Scores &s, const float (&m)[ROW_TILES][2], float (&l)[ROW_TILES][2],
-                                               float *m_of_rows, const float *maxima, float *sums, int warp,
-                                               float scale_log2) {
+__device__ __forceinline__ void online_softmax(Scores &s, const float (&old_m)[ROW_TILES][2],
+                                               float (&l)[ROW_TILES][2], float *m_of_rows, const float *maxima,
+                                               float *sums, int warp, float scale_log2) {
 #pragma unroll
     for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = row_of(t, half);
             const float4 x = ((const float4 *)maxima)[row];
-            const float row_max = fmaxf(m[t][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+            const float row_max = fmaxf(old_m[t][half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
             // A row that has seen no key yet is shifted by 0: exp2(-inf) is 0, and not NaN.
             const float shift = row_max == -INFINITE ? 0.0f : row_max * scale_log2;
-            l[t][half] *= exp2_of(m[t][half] * scale_log2 - shift);
+            l[t][half] *= exp2_of(old_m[t][half] * scale_log2 - shift);
             float sum = 0.0f;
 #pragma unroll
             for (int n = 0; n < WARP_KEYS / 8; n++)

@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_queries(const Launch &launch, const SharedL
 
 // K and V of a tile; issued.
 __device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, const WorkTile &tile) {
-    const int kv_head = tile.kv_head / DKV_EXPANSION;
+    const int kv_head = tile.dkv_head / DKV_EXPANSION;
     mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
     load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, kv_head, tile.b);
     mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     while (true) {
 #if BLOCK_MASK
         const WorkTile tile(p, min_of(index, n - 1));
-        BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
+        BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.dkv_head * HEADS_PER_KV, tile.j0 / BC);
         const int flag = LOOP_HAS_TILES ? 0 : NO_QUERIES;
 #else
         const int flag = 0;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         bool first = true;
         for (int g = 0; g < HEADS_PER_KV; g++)
             for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
-                const int h = tile.kv_head * HEADS_PER_KV + g;
+                const int h = tile.dkv_head * HEADS_PER_KV + g;
                 mbarrier_wait(layout.barrier(Q_EMPTY + q_pipe.index), q_pipe.parity ^ 1);
                 if (issues_copies) {
 #if BLOCK_MASK
@@ -162,15 +162,15 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
         const WorkTile tile(p, index);
         const Range &range = tile.range;
 #if BLOCK_MASK
-        BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.kv_head * HEADS_PER_KV, tile.j0 / BC);
+        BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.dkv_head * HEADS_PER_KV, tile.j0 / BC);
 #endif
         for (int g = 0; g < HEADS_PER_KV; g++)
             for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
                 LOOP_PREFETCH;
-                const int h = tile.kv_head * HEADS_PER_KV + g;
+                const int h = tile.dkv_head * HEADS_PER_KV + g;
                 const unsigned query_tile = (tile.b * p.heads + h) * (p.padded_tq / BR) + i0 / BR;
-                for (int chunk = 0; chunk < DQ_CHUNKS; chunk++) {
-                    const unsigned part = query_tile * DQ_PARTS + WARP_GROUPS * chunk + group;
+                for (int chunk = 0; chunk < DQ_GROUP_CHUNKS; chunk++) {
+                    const unsigned part = query_tile * DQ_TILE_CHUNKS + WARP_GROUPS * chunk + group;
                     float *to = p.scratch + part * (DQ_CHUNK_BYTES / 4ll);
                     int *state = launch.dq_states + part;
                     if (STORES_FIRST_DQ && issues && part != prefetched_part) prefetched_state = load_relaxed(state);
@@ -181,7 +181,7 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
                         bulk_commit_group();
 #if STORES_FIRST_DQ && !BLOCK_MASK  // the next state comes while this part is read
                         if (LOOP_HAS_NEXT(i0, BR)) {
-                            prefetched_part = part + (LOOP_NEXT(i0, BR) - i0) / BR * DQ_PARTS;
+                            prefetched_part = part + (LOOP_NEXT(i0, BR) - i0) / BR * DQ_TILE_CHUNKS;
                             prefetched_state = load_relaxed(launch.dq_states + prefetched_part);
                         }
 #endif
@@ -226,9 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
 extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
     if (EARLY_LAUNCH) griddepcontrol_wait();
-    const unsigned query_tile = blockIdx.x / WARP_GROUPS / DQ_CHUNKS;
+    const unsigned query_tile = blockIdx.x / WARP_GROUPS / DQ_GROUP_CHUNKS;
     const int row_threads = DQ_CHUNK_COLUMNS / 8, group = blockIdx.x % WARP_GROUPS;
-    const int chunk = blockIdx.x / WARP_GROUPS % DQ_CHUNKS;
+    const int chunk = blockIdx.x / WARP_GROUPS % DQ_GROUP_CHUNKS;
     const int tiles = p.padded_tq / BR, tile = query_tile % tiles, batch_head = query_tile / tiles;
     const int b = batch_head / p.heads, h = batch_head % p.heads;
     const int n = threadIdx.x % row_threads, row_pair = threadIdx.x / row_threads;

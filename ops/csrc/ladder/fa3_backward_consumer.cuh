@@ -74,7 +74,7 @@ struct Consumer : ScoreGroup {
     }
 
     // dQ of the tile at hand, issued.
-    __device__ __forceinline__ void multiply_shared_dq() {
+    __device__ __forceinline__ void share_ds_multiply_dq() {
         share_ds();
         await_ds();
         wgmma_fence();
@@ -90,7 +90,7 @@ struct Consumer : ScoreGroup {
             share_ds();
             if (!first) hand_over_dq(layout, dq_pipe, dq);
         } else {
-            multiply_shared_dq();
+            share_ds_multiply_dq();
             multiply_dv_or_dk(dk, ds16, q_tile);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
@@ -120,7 +120,7 @@ struct Consumer : ScoreGroup {
         if (LATE_DQ) {
             share_ds();
         } else {
-            multiply_shared_dq();
+            share_ds_multiply_dq();
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
             hand_over_dq(layout, dq_pipe, dq);
@@ -140,7 +140,7 @@ struct Consumer : ScoreGroup {
         if (SKIPS_FIRST && remaining > 0) {
 #if BLOCK_MASK
             mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
-            read_queries(layout, q_pipe.index);
+            read_query_entry(layout, q_pipe.index);
 #endif
             if (!sees_keys(START_OF(i0))) skip_queries(), first = false;
         }
@@ -148,7 +148,7 @@ struct Consumer : ScoreGroup {
         while (remaining > skips_last) {
             const unsigned q_tile = layout.q + q_pipe.index * Q_BYTES, do_tile = layout.dout + q_pipe.index * Q_BYTES;
             mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
-            read_queries(layout, q_pipe.index);
+            read_query_entry(layout, q_pipe.index);
             wgmma_fence();
             multiply_s_or_dp(s, layout.k, q_tile);
             if (LATE_DK) finish_dk<1>(!first, (q_pipe.index + STAGES - 1) % STAGES);
@@ -205,7 +205,7 @@ struct Consumer : ScoreGroup {
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * BR * 128;
         const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * DQ_CHUNK_BYTES;
-        bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read dS
+        bar_sync(NAMED_ALL, COMPUTING);  // the other group has read dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
 #pragma unroll
         for (int box = 0; box < BOXES; box++) {
@@ -213,17 +213,17 @@ struct Consumer : ScoreGroup {
             write_tile(dk, box, p.scale, dk_tile + box * 64 * BOX_ROW_BYTES);
         }
         fence_proxy_async();
-        bar_sync(BARRIER_OWN + group, 128);
+        bar_sync(NAMED_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
             for (int box = 0; box < BOXES; box++) {
                 const int d = box * 64, j = tile.j0 + group * 64;
-                tma_store(launch.dv, dv_tile + box * DS_BYTES, d, j, tile.kv_head, tile.b);
-                tma_store(launch.dk, dk_tile + box * 64 * BOX_ROW_BYTES, d, j, tile.kv_head, tile.b);
+                tma_store(launch.dv, dv_tile + box * DS_BYTES, d, j, tile.dkv_head, tile.b);
+                tma_store(launch.dk, dk_tile + box * 64 * BOX_ROW_BYTES, d, j, tile.dkv_head, tile.b);
             }
             bulk_commit_group();
             bulk_wait_group_read<0>();
         }
-        bar_sync(BARRIER_OWN + group, 128);
+        bar_sync(NAMED_OWN + group, 128);
     }
 
     __device__ __forceinline__ void run() {

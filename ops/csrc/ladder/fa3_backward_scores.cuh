@@ -56,12 +56,12 @@ struct ScoreGroup {
 #if BLOCK_MASK
         remaining = tile.has_queries;
 #else
-        i0 = tile.range.lo, h = tile.kv_head * HEADS_PER_KV;
+        i0 = tile.range.lo, h = tile.dkv_head * HEADS_PER_KV;
         remaining = ceil_div(tile.range.hi - i0, BR) * HEADS_PER_KV;
         begin_head(h);
 #endif
     }
-    __device__ __forceinline__ void read_queries(const SharedLayout &layout, int stage) {
+    __device__ __forceinline__ void read_query_entry(const SharedLayout &layout, int stage) {
 #if BLOCK_MASK
         volatile int *slot = layout.stage_slots(stage);
         i0 = __shfl_sync(~0u, slot[0], 0);
@@ -231,7 +231,7 @@ struct ScoreGroup {
         if (tile.valid_keys < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
             clear_rows<BC>(layout.k, tile.valid_keys), clear_rows<BC>(layout.v, tile.valid_keys);
             fence_proxy_async();
-            bar_sync(BARRIER_ALL, COMPUTING);
+            bar_sync(NAMED_ALL, COMPUTING);
         }
 #endif
     }

@@ -108,22 +108,22 @@ struct GroupProducts : WideGroup {
             stmatrix_trans(box_tile + swizzled<BOX_COLUMNS>(step * 16 + row, chunk), packed);
         }
         fence_proxy_async();
-        bar_sync(BARRIER_OWN + group, 128);
+        bar_sync(NAMED_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
             for (int box = 0; box < OWN_BOXES; box++)
                 tma_store(map, own + box * BC * BOX_ROW_BYTES, group * OWN_D + box * BOX_COLUMNS, tile.j0,
-                          tile.kv_head, tile.b);
+                          tile.dkv_head, tile.b);
             bulk_commit_group();
             bulk_wait_group_read<0>();
         }
-        bar_sync(BARRIER_OWN + group, 128);
+        bar_sync(NAMED_OWN + group, 128);
     }
     // dV, then dK are staged in the buffers of dS, P and dQ, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
-        bar_sync(BARRIER_ALL, COMPUTING);  // all groups have read P and dS, and have no dQ on its way
+        bar_sync(NAMED_ALL, COMPUTING);  // all groups have read P and dS, and have no dQ on its way
         store(dv, 1.0f, launch.dv);
         store(dk, p.scale, launch.dk);
-        bar_sync(BARRIER_ALL, COMPUTING);  // the others may write there
+        bar_sync(NAMED_ALL, COMPUTING);  // the others may write there
     }
 };

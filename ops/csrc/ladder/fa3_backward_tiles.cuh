@@ -18,15 +18,15 @@
 #define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has its share of dQ's rows, or of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
 #define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PADDED_D : PADDED_D / WARP_GROUPS)
-#define DQ_CHUNKS (WIDE ? 2 : 1)  // parts in which dQ is written, as shared memory has no space for all of it
-#define DQ_CHUNK_COLUMNS (DQ_COLUMNS / DQ_CHUNKS)
-#define DQ_CHUNK_BYTES (BR * PADDED_D * 4 / WARP_GROUPS / DQ_CHUNKS)  // of a warp group's chunk
-#define DQ_PARTS (WARP_GROUPS * DQ_CHUNKS)  // of a tile of dQ
-#define BARRIER_ALL 1  // the named barriers of all computing warp groups, and of each by itself
-#define BARRIER_OWN 2
+#define DQ_GROUP_CHUNKS (WIDE ? 2 : 1)  // in which a warp group's dQ is written, as shared memory has no space for all of it
+#define DQ_CHUNK_COLUMNS (DQ_COLUMNS / DQ_GROUP_CHUNKS)
+#define DQ_CHUNK_BYTES (BR * PADDED_D * 4 / WARP_GROUPS / DQ_GROUP_CHUNKS)  // of a warp group's chunk
+#define DQ_TILE_CHUNKS (WARP_GROUPS * DQ_GROUP_CHUNKS)  // of a tile of dQ
+#define NAMED_ALL 1  // the named barriers of all computing warp groups, and of each by itself
+#define NAMED_OWN 2
 
 static_assert(!BLOCK_MASK || BR % 64 == 0, "flags beside where a tile begins");
-static_assert(!STORES_FIRST_DQ || DQ_CHUNKS == 1, "add_dq knows the state of one part ahead");
+static_assert(!STORES_FIRST_DQ || DQ_GROUP_CHUNKS == 1, "add_dq knows the state of one part ahead");
 static_assert(BR == 64 || BR == 128 || (BR == 80 && PADDED_D == 128), "a warp group has 64 rows or columns of dQ");
 
 struct __align__(64) Launch {
@@ -51,9 +51,9 @@ __device__ __forceinline__ int arrivals(int place) {
 
 #define NO_QUERIES (1 << 30)  // with BLOCK_MASK, in a tile's index: the lists of its keys are empty
 
-// Keys of a key head, and the queries that see them. (With BLOCK_MASK lists have these, not the range.)
+// Keys of a head of dK and dV (with DKV_EXPANSION a query head's), and the queries that see them. (With BLOCK_MASK lists have these, not the range.)
 struct WorkTile {
-    int b, kv_head, j0, keys, valid_keys;
+    int b, dkv_head, j0, keys, valid_keys;
     bool has_queries;  // known with BLOCK_MASK
     Range range;
     __device__ __forceinline__ WorkTile(const Params &p, int index) {
@@ -62,7 +62,7 @@ struct WorkTile {
         has_queries = !(index & NO_QUERIES), index &= ~NO_QUERIES;
 #endif
         scheduled_tile(p, index, p.batch * p.kv_heads, false, tile, batch_head);
-        b = batch_head / p.kv_heads, kv_head = batch_head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
+        b = batch_head / p.kv_heads, dkv_head = batch_head % p.kv_heads, j0 = tile * BC, keys = keys_of(p, b);
         valid_keys = min_of(BC, keys - j0);
         range.lo = range.full_lo = range.full_hi = range.hi = 0;
         if (valid_keys > 0) range = query_range(p, j0, valid_keys, keys - p.tq, BR, documents_of(p, b, tile));

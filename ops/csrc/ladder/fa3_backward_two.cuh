@@ -56,21 +56,21 @@ struct GroupProducts : WideGroup {
     // dV is staged in P's and dS's buffers, dK in dQ's, so that K and V of the next tile are on their way.
     __device__ __forceinline__ void finish() const {
         const unsigned dv_tile = layout.ds + group * 64 * OWN_D * 2, dk_tile = layout.dq + group * DQ_CHUNK_BYTES;
-        bar_sync(BARRIER_ALL, COMPUTING);  // the other group has read P and dS
+        bar_sync(NAMED_ALL, COMPUTING);  // the other group has read P and dS
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
         write_tile(dv, DROPOUT ? p.keep_scale : 1.0f, dv_tile);
         write_tile(dk, p.scale, dk_tile);
         fence_proxy_async();
-        bar_sync(BARRIER_OWN + group, 128);
+        bar_sync(NAMED_OWN + group, 128);
         if (threadIdx.x % 128 == 0) {
             for (int box = 0; box < OWN_BOXES; box++) {
                 const int d = group * OWN_D + box * BOX_COLUMNS, at = box * 64 * BOX_ROW_BYTES;
-                tma_store(launch.dv, dv_tile + at, d, tile.j0, tile.kv_head, tile.b);
-                tma_store(launch.dk, dk_tile + at, d, tile.j0, tile.kv_head, tile.b);
+                tma_store(launch.dv, dv_tile + at, d, tile.j0, tile.dkv_head, tile.b);
+                tma_store(launch.dk, dk_tile + at, d, tile.j0, tile.dkv_head, tile.b);
             }
             bulk_commit_group();
             bulk_wait_group_read<0>();
         }
-        bar_sync(BARRIER_ALL, COMPUTING);  // the other group may write there
+        bar_sync(NAMED_ALL, COMPUTING);  // the other group may write there
     }
 };

@@ -53,7 +53,7 @@ struct Consumer : GroupProducts {
             const unsigned offset = DS_STAGES == 1 ? 0 : exchange_pipe.index * DS_BYTES;
             const unsigned p_tile = layout.p + offset, ds_tile = layout.ds + offset;
             mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
-            read_queries(layout, q_pipe.index);
+            read_query_entry(layout, q_pipe.index);
             wgmma_fence();
             multiply_s_or_dp(s, layout.k, q_tile);
             mbarrier_wait(layout.barrier(DO_FULL + do_pipe.index), do_pipe.parity);

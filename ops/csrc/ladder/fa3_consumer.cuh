@@ -57,10 +57,10 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void take_turn() const {
-        if (PINGPONG) bar_sync(BARRIER_TURN + group, 256);
+        if (PINGPONG) bar_sync(NAMED_TURN + group, 256);
     }
     __device__ __forceinline__ void give_turn() const {
-        if (PINGPONG) bar_arrive(BARRIER_TURN + (group + 1) % WARP_GROUPS, 256);
+        if (PINGPONG) bar_arrive(NAMED_TURN + (group + 1) % WARP_GROUPS, 256);
     }
 
     // The next tile, once its Q is there; false if there is none.
@@ -163,7 +163,7 @@ struct Consumer {
         if (valid_keys < BC) {  // rows of V beyond the last key may hold anything, and 0 times NaN is NaN
             clear_rows<BC>(layout.v + v_pipe.index * KV_BYTES, valid_keys);
             fence_proxy_async();
-            bar_sync(BARRIER_OWN + group, 128);
+            bar_sync(NAMED_OWN + group, 128);
         }
 #endif
     }
@@ -224,7 +224,7 @@ struct Consumer {
         const unsigned over_q = layout.q + (q_stage * WARP_GROUPS + group) * Q_GROUP_BYTES;
         const unsigned to = O_OVER_Q ? over_q : layout.o + group * O_GROUP_BYTES;
         const bool storing = warp == 0 && lane == 0;
-        const int barrier = BARRIER_OWN + group;
+        const int barrier = NAMED_OWN + group;
         float inverse_l[2], output_scale = p.keep_scale;
         if (OPERANDS_8BIT) output_scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
 #pragma unroll

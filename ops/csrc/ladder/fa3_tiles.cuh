@@ -14,10 +14,10 @@
 #define O_GROUP_BYTES (64 * PADDED_D * 2)
 #define P_BOX_BYTES (64 * 128)  // 64 keys; with P_IN_SHARED
 #define P_GROUP_BYTES (BC / 64 * P_BOX_BYTES)  // of a warp group
-#define BARRIER_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
-#define BARRIER_OWN (BARRIER_TURN + WARP_GROUPS)
+#define NAMED_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
+#define NAMED_OWN (NAMED_TURN + WARP_GROUPS)
 
-static_assert(BARRIER_OWN + WARP_GROUPS <= 16, "there are 16 named barriers");
+static_assert(NAMED_OWN + WARP_GROUPS <= 16, "there are 16 named barriers");
 static_assert(!OPERANDS_8BIT || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
 static_assert(64 * (WARP_GROUPS - 1) <= BC,
               "the last key tile that a group sees is at most one before the block's last");

@@ -20,7 +20,7 @@
 #include "hopper.cuh"
 
 #define ROWS_PER_WARP (2048 / PADDED_D)  // so that a thread has 64 numbers
-// of which 32 are of row 8 * ROW_OF(half) + lane / 4, in 128 columns from COLUMN_OF(half) on
+// of which 32 are of row ROW_OF(half) + lane / 4, in 128 columns from COLUMN_OF(half) on
 #define ROW_OF(half) (PADDED_D == 128 ? 8 * (half) : 0)
 #define COLUMN_OF(half) (PADDED_D == 128 ? 0 : 128 * (half))
 #define WARPS (BC / ROWS_PER_WARP)
