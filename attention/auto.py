@@ -67,8 +67,8 @@ class Order:
 def order(call: AttentionCall, compiled: bool = False) -> Order:
     """Whom to try for `call`, in a compiled step or not."""
     workload, mask = table_key(call)
-    short_decode = call.device == "cuda" and compiled and (workload, mask) == ("decode", "masked")
-    workloads = (["compiled decode"] if short_decode else []) + [workload]
+    compiled_decode = call.device == "cuda" and compiled and (workload, mask) == ("decode", "masked")
+    workloads = (["compiled decode"] if compiled_decode else []) + [workload]
     # Where no masked call has been measured, the order without a mask; SDPA, which writes it out, at the end.
     masks = [mask] if mask != "masked" else ["masked", "causal"]
     for workload, measured_mask in ((p, m) for p in workloads for m in masks):
@@ -115,7 +115,7 @@ class AutoAttention(Attention):
         caches=frozenset(CACHES),
     )
     declaration: ClassVar[Declaration] = Declaration(dispatches_to="implementations")
-    uses_dropout_seed: ClassVar[bool] = False  # what it chooses does, if at all
+    uses_our_dropout_mask: ClassVar[bool] = False  # what it chooses does, if at all
 
     def __init__(self, name: str = "auto"):
         super().__init__(name)

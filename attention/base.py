@@ -87,8 +87,8 @@ class Attention(nn.Module):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     declaration: ClassVar[Declaration] = Declaration()
-    # Whether it uses the dropout seed it is given: libraries with a generator of their own do not.
-    uses_dropout_seed: ClassVar[bool] = True
+    # Whether its dropout mask is what ops/dropout.py makes of the seed; libraries have their own generators.
+    uses_our_dropout_mask: ClassVar[bool] = True
 
     def __init__(self, name: str):
         super().__init__()
@@ -252,7 +252,7 @@ class Attention(nn.Module):
 
     def draw_seed(self, dropout_p: float, device: torch.device) -> Tensor | None:
         """The seed of one call's dropout, from torch's default generator; None where none is to be drawn."""
-        if dropout_p == 0 or not self.uses_dropout_seed:
+        if dropout_p == 0 or not self.uses_our_dropout_mask:
             return None
         return torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=device)
 

@@ -264,7 +264,8 @@ class CudaStage(Attention):
             return 0
         from ops.cuda.hopper_tiles import by_query_head
 
-        group, growing = call.heads // call.kv_heads, call.causal and "window" not in call.features
+        group = call.heads // call.kv_heads
+        growing = call.causal and "window" not in call.features  # as ops/cuda/call.py has it
         documents, block_mask = (name in call.features for name in ("document_ids", "block_mask"))
         of_each = by_query_head(call.tq, call.head_dim, group, growing, documents, block_mask)
         return 2 * group * k_bytes(call) if of_each else 0

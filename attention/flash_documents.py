@@ -90,8 +90,8 @@ def _find(q_ids: Tensor, k_ids: Tensor) -> Documents:
         )
     lengths = torch.zeros_like(k_counts).index_copy_(0, place, q_counts)
     cu_q, cu_k = (torch.cat([counts.new_zeros(1), counts.cumsum(0)]) for counts in (lengths, k_counts))
-    row = (q_docs >> 32) + 1
-    from_the_end = (row * tq - cu_q[place + 1], row * tk - cu_k[place + 1])
+    next_row = (q_docs >> 32) + 1
+    from_the_end = (next_row * tq - cu_q[place + 1], next_row * tk - cu_k[place + 1])
     return Documents(
         cu_seqlens_q=cu_q.to(device, torch.int32),
         cu_seqlens_k=cu_k.to(device, torch.int32),

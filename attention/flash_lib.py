@@ -121,7 +121,7 @@ class FlashLibAttention(Attention):
         deterministic: a backward that gives the same bits each time, slower and with more memory.
     """
 
-    uses_dropout_seed: ClassVar[bool] = False  # of the masks that ops/dropout.py defines
+    uses_our_dropout_mask: ClassVar[bool] = False
 
     def __init__(self, version: int, deterministic: bool = False, name: str | None = None):
         if version not in VERSIONS:

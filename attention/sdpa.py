@@ -101,7 +101,7 @@ class SDPAAttention(Attention):
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=_SUPPORTED_FEATURES, devices=frozenset({"cpu", "cuda", "mps"}), deterministic_on_request=True
     )
-    uses_dropout_seed: ClassVar[bool] = False
+    uses_our_dropout_mask: ClassVar[bool] = False
 
     def __init__(self, backend: str = "auto", name: str = "sdpa"):
         super().__init__(name)

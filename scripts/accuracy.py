@@ -160,7 +160,7 @@ def computed(attention: Attention, problem: Problem) -> Result:
         if not lse:
             call = AttentionCall.of(q, k, v, AttentionOptions(**options))
             attention.require(call)
-        if "dropout" in call.features and not attention.resolve(call).uses_dropout_seed:
+        if "dropout" in call.features and not attention.resolve(call).uses_our_dropout_mask:
             return {}
         result = attention(q, k, v, **options, return_lse=lse)
         out = result[0] if lse else result

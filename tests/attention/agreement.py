@@ -60,7 +60,7 @@ def check(attention: Attention, call: Call, device: str) -> str | None:
     if inputs.q.numel() == 0 or inputs.k.numel() == 0:
         if any(x.isnan().any() or x[x.isfinite()].any() for x in got.values()):
             raise Fault("empty", "without queries or keys all is 0, and lse -inf")
-    elif call.dropout_p and not attention.resolve(asked).uses_dropout_seed:
+    elif call.dropout_p and not attention.resolve(asked).uses_our_dropout_mask:
         if not all(x.isfinite().all() for name, x in got.items() if name != "lse") and call.tame:
             raise Fault("dropout", "a library's own dropout gave NaN or infinities")
     elif call.poison:

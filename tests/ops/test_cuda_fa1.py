@@ -1,4 +1,4 @@
-"""Stage 4 of the CUDA ladder, beyond the grid: ragged shapes, groups, padded head dims, rows that do not
+"""Stage 5 of the CUDA ladder, beyond the grid: ragged shapes, groups, padded head dims, rows that do not
 begin at 16 bytes. On a CPU in small tiles, with tensor cores imitated (mma_cpu.h); on a GPU at size.
 """
 

@@ -1,4 +1,4 @@
-"""Stage 5 of the CUDA ladder on a CPU, beyond the grid, in small: both backwards, every tile, blocks that see
+"""Stage 6 of the CUDA ladder on a CPU, beyond the grid, in small: both backwards, every tile, blocks that see
 no key, rows that do not begin at 16 bytes, races. Tensor cores are imitated (mma_cpu.h); the rest is real.
 """
 

@@ -39,7 +39,7 @@ struct ScoreGroup {
     Scores s, dp;
     Rounded p16, ds16;    // P and dS in 16 bits, as left operands
     unsigned dropped[2];  // see `pack_bits`
-    unsigned dropout_head;   // the head's key of dropout
+    unsigned dropout_key;   // the head's key of dropout
     float slope;          // of ALiBi, in units of log2
 
     __device__ __forceinline__ ScoreGroup(const Params &p, int group)
@@ -47,7 +47,7 @@ struct ScoreGroup {
 
     // What depends on the head.
     __device__ __forceinline__ void begin_head(int h) {
-        if (DROPOUT) dropout_head = dropout_head_key(p, tile.b, h);
+        if (DROPOUT) dropout_key = dropout_head_key(p, tile.b, h);
         if (ALIBI) slope = p.alibi_slopes[h] * LOG2E;
     }
     // The tiles of queries, one after the other, of all query heads of the key head: `remaining` of them. With
@@ -173,7 +173,7 @@ struct ScoreGroup {
 #if DROPOUT
         const int key = first_key(), i_first = first_query();
         pack_bits(dropped, [&](int place) {
-            const unsigned row = hash_combine(dropout_head, (unsigned)(i_first + place));
+            const unsigned row = hash_combine(dropout_key, (unsigned)(i_first + place));
             return (dropout_keeps(row, key, p.dropout_threshold) ? 0u : 1u) |
                    (dropout_keeps(row, key + 8, p.dropout_threshold) ? 0u : 2u);
         });

@@ -67,8 +67,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         if (issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
         int pending_v = 0;  // the tile whose V is next
         for (int start = LOOP_ENTER, flags = FIRST_FLAG; LOOP_IS_TILE(start); LOOP_ADVANCE(start, BC), flags = 0) {
-            load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile,
-                 kept.here | flags | (kept.next < 0 ? LAST_FLAG : 0));
+            load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile, kept.here | flags | (kept.next < 0 ? LAST_FLAG : 0));
             if (!flags) load(launch.v, layout.v, V_FULL, V_EMPTY, v_pipe, tile, pending_v);
             pending_v = start;
             LOOP_PREFETCH;

@@ -111,10 +111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) tilegpt_tiled_dkdv
                 load_scores(ds_tile, row, col, p_dsoftcap);
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) {
-                    const int i = start + col + 8 * c;
-                    const float delta = statistic[i];
+                    const float delta = statistic[start + col + 8 * c];
 #if DROPOUT
-                    const unsigned row_key = hash_combine(dropout_key, (unsigned)i);
+                    const unsigned row_key = hash_combine(dropout_key, (unsigned)(start + col + 8 * c));
 #endif
 #pragma unroll
                     for (int r = 0; r < ROWS; ++r) {
