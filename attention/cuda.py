@@ -265,7 +265,7 @@ class CudaStage(Attention):
         from ops.cuda.hopper_tiles import by_query_head
 
         group = call.heads // call.kv_heads
-        growing = call.causal and "window" not in call.features  # as ops/cuda/call.py has it
+        growing = call.causal and "window" not in call.features  # each tile sees more than the last
         documents, block_mask = (name in call.features for name in ("document_ids", "block_mask"))
         of_each = by_query_head(call.tq, call.head_dim, group, growing, documents, block_mask)
         return 2 * group * k_bytes(call) if of_each else 0

@@ -169,12 +169,12 @@ class SDPAAttention(Attention):
             and _ends_in_half_a_tile(k.shape[2])
         ):
             forced = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        fused = _may_fuse(q) and forced != SDPBackend.MATH
-        if fused:
+        in_place = _reads_in_place(q) and forced != SDPBackend.MATH
+        if in_place:
             q, k, v = _without_illegal_access(q, k, v, mask)
         with nullcontext() if forced is None else sdpa_kernel(forced):
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **gqa)
-        if fused and out.requires_grad and not torch.compiler.is_compiling():
+        if in_place and out.requires_grad and not torch.compiler.is_compiling():
             out.register_hook(align_to_16_bytes)
         return out
 
@@ -247,7 +247,7 @@ def _ends_in_half_a_tile(tk: int) -> bool:
     return tk % 128 == 64
 
 
-def _may_fuse(q: Tensor) -> bool:
+def _reads_in_place(q: Tensor) -> bool:
     """Whether the CUDA kernels read q, k and v as they are; other head dims are padded, in copies."""
     return q.is_cuda and q.dtype in LOW_PRECISION and q.shape[-1] % 8 == 0
 

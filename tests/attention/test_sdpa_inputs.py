@@ -41,7 +41,7 @@ def test_kernels_get_rows_that_begin_at_16_bytes(layout: str, monkeypatch: pytes
         return _Fused.apply(q, k, v)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
-    monkeypatch.setattr(sdpa, "_may_fuse", lambda q: True)
+    monkeypatch.setattr(sdpa, "_reads_in_place", lambda q: True)
     tensors = [laid_out(torch.randn(2, 3, 5, 16, dtype=torch.bfloat16), layout) for _ in range(4)]
     q, k, v, dout = (x.requires_grad_() for x in tensors)
     out, _ = SDPAAttention("efficient").attend(q, k, v, PLAIN, None)
@@ -56,7 +56,7 @@ def test_a_bias_alone_may_have_a_gradient(compiled: bool, monkeypatch: pytest.Mo
     """The backward of `efficient` reads an lse, which PyTorch keeps only where q, k or v has a gradient."""
     seen: list[bool] = []
     real = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(sdpa, "_may_fuse", lambda q: True)
+    monkeypatch.setattr(sdpa, "_reads_in_place", lambda q: True)
     q, bias = torch.randn(2, 3, 5, 16), torch.randn(5, 5, requires_grad=True)
 
     def kernel(q: Any, *rest: Any, **options: Any) -> Any:
