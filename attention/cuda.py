@@ -246,10 +246,10 @@ class CudaStage(Attention):
                 return Costs(lse_bytes(call), statistics, backward_matmuls=7)
             n_rows = call.batch * (call.heads * call.tq + call.kv_heads * call.tk)
             split_bytes = 4 * 2 * n_rows * math.ceil(call.head_dim / 32) * 32
-            traffic_ratio = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved, for one that would have been
+            extra_traffic = (4 + 4 + 4 + 4 - 4) / 4  # bytes moved in addition, for one that is moved anyway
             moved = (
-                int(traffic_ratio * 2 * k_bytes(call) + q_bytes(call)),
-                int(traffic_ratio * 2 * (q_bytes(call) + k_bytes(call))),
+                int(extra_traffic * 2 * k_bytes(call) + q_bytes(call)),
+                int(extra_traffic * 2 * (q_bytes(call) + k_bytes(call))),
             )
             return Costs(
                 lse_bytes(call), statistics + split_bytes, 0, moved, backward_matmuls=7, split_matmuls=3

@@ -234,9 +234,9 @@ __device__ __forceinline__ void update_output(const Params &p, const Team &team,
 // out and lse of the rows that see no key, 0 and -inf. 4 threads a row, two columns of each 8.
 __device__ __forceinline__ void write_keyless_rows(const Params &p, const Team &team) {
     const int keys = team.keys, lane = threadIdx.x % 32;
-    const int unseen = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, {}).lo, p.tq) : p.tq;
+    const int n_keyless = keys ? min_of(query_range(p, 0, BC, keys - p.tq, BR, {}).lo, p.tq) : p.tq;
     element *out = matrix_of(p.out, p.out_stride, team.b, team.h) + lane % 4 * 2;
-    for (int i = threadIdx.x / 4; i < unseen; i += THREADS / 4) {
+    for (int i = threadIdx.x / 4; i < n_keyless; i += THREADS / 4) {
         if (lane % 4 == 0) p.lse[(long long)blockIdx.x * p.tq + i] = -INFINITE;
         for (int n = 0; n < HEAD_DIM / 8; n++) *(unsigned *)(out + i * p.out_stride.t + n * 8) = 0;
     }

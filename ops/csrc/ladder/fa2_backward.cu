@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     Loader<BR, THREADS> next_do(matrix_of(p.dout, p.dout_stride, b, first_head), p.dout_stride.t, LOADER_ORIGIN);
     const long long first_row = (long long)(b * p.heads + first_head) * p.padded_tq + LOADER_ORIGIN;
     const float *next_lse_log2 = p.lse_log2 + first_row + threadIdx.x * 4;
-    const long long lse_to_delta = p.delta - p.lse_log2 - BR;
+    const long long lse_to_delta = p.delta - p.lse_log2 - BR;  // less BR: thread BR / 4 copies delta's first
     auto load = [&](int stage, int i) {
         const unsigned to = stages + stage * STAGE_BYTES;
         next_q.load_next(to, p.q_stride.t, i, p.tq, LOOP_HEAD_OFFSET(p.q_stride.h));
