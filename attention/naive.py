@@ -145,9 +145,8 @@ class NaiveAttention(Attention):
         sum and P V read: 14. Backward: dV and dP 2, the division 12, the sum 2, exp 3, mask and scale 4, dQ
         and dK 2: 25."""
         matrix, mask, sums = scores_bytes(call), call.tq * call.tk, 2 * lse_bytes(call)
-        dropout_bytes = (
-            matrix // 4 if "dropout" in call.features else 0
-        )  # which probabilities were kept, as bool
+        # which probabilities were kept, as bool
+        dropout_bytes = matrix // 4 if "dropout" in call.features else 0
         if "relative_bias" in call.features:
             mask += 8 * call.tq * call.tk  # the distances, which the embedding keeps
         shared_costs = {

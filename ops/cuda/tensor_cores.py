@@ -228,9 +228,9 @@ def run_backward(
 def prepare_backward(
     call: Call, out: Tensor, dout: Tensor, width: int, clear: bool, states: tuple[int, int] = (0, 0)
 ) -> None:
-    """padded_lse and delta to where `call.params` has them; with `clear` zeros of `width` for each row of dQ,
-    and behind these, with `states` (rows of a tile, integers for each), a counter and the integers, all 0:
-    see csrc/lib/prepare.cu."""
+    """lse_log2 (the field `padded_lse`) and delta to where `call.params` has them; with `clear` zeros of
+    `width` for each row of dQ, and behind these, with `states` (rows of a tile, integers for each), a counter
+    and the integers, all 0: see csrc/lib/prepare.cu."""
     params, lanes = call.params, next(n for n in (4, 8, 16, 32) if width <= 8 * n)
     shared = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
     own = {"PADDED_D": width, "ALIGNED": int(_aligned(out, dout))}

@@ -73,8 +73,8 @@ def measure(
             if name == "lse":
                 # All rows may have one lse (scores of about 0), which the rule's sum with 0.3 and the plain
                 # formula round by luck to almost nothing. In fp32 (m + log2 l) ln 2 has the error of log2,
-                # 2**-22 of it on a GPU (PTX, lg2.approx), and that of l, which is absolute. In 8 bits m is 5
-                # below the maximum, and log2 l above 5 (MAX_OFFSET, ops/csrc/lib/softmax.cuh).
+                # 2**-22 of it on a GPU (PTX, lg2.approx), and that of l, which is absolute. In 8 bits m is
+                # 5 below the maximum at first, and log2 l above 5 (MAX_OFFSET, ops/csrc/lib/softmax.cuh).
                 may = max(may, EPS32 * (1 + 2 * (most + (0 if operand_dtype is None else 5))))
         found[name] = error, may + slack.get(name, 0.0)
     return found

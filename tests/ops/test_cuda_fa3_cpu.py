@@ -275,15 +275,15 @@ def test_values_by_query_head(
 _WAITS = {
     "of dQ's space": (
         "scores",
-        "mbarrier_wait(layout.barrier(DQ_EMPTY + group), stage.parity ^ 1);\n        stage",
+        "mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);\n        dq_pipe",
     ),
     "for dO": (
         "consumer",
-        "mbarrier_wait(layout.barrier(DO_FULL + stage.index), stage.parity);\n            wgmma_fence();",
+        "mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);\n            wgmma_fence();",
     ),
     "for both groups' dS": (
         "consumer",
-        "await_ds();\n        wgmma_fence();\n        multiply_dq(ds.index);",
+        "await_ds();\n        wgmma_fence();\n        multiply_dq(ds_pipe.index);",
     ),
 }
 

@@ -89,13 +89,13 @@ def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float
 def test_a_nan_reaches_the_rows_that_see_it(qk_dtype: str) -> None:
     attention = CudaFp8(qk_dtype=qk_dtype)
     q, k, v, _ = cpu.inputs((70, 70, 64), (1, 1), dtype=torch.bfloat16)
-    for of, row, clean in ((q, 67, slice(0, 64)), (k, 3, slice(0, 3))):
+    for of, row in ((q, 67), (k, 3)):
         poisoned = of.clone()
         poisoned[0, 0, row, 5] = torch.nan
         out = attention(*(poisoned if x is of else x for x in (q, k, v)))
         assert out[0, 0, 67].isnan().all()
         if of is q:  # a scale is of 64 queries
-            assert torch.equal(out[0, 0, clean], attention(q, k, v)[0, 0, clean])
+            assert torch.equal(out[0, 0, :64], attention(q, k, v)[0, 0, :64])
 
 
 def _error_of_scores(hadamard: int, one_scale: int, integers: int, inputs: tuple[Tensor, ...]) -> float:

@@ -78,7 +78,8 @@ tilegpt_split_fp16_dkdv(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the rest of K and V, what is traded, then the stages
     int tile, batch_head;
     scheduled_tile(p, blockIdx.x, p.batch * p.kv_heads, false, tile, batch_head);
-    const int b = batch_head / p.kv_heads, kv_head = batch_head % p.kv_heads, j0 = tile * OWN_TILE, warp = threadIdx.x / 32;
+    const int b = batch_head / p.kv_heads, kv_head = batch_head % p.kv_heads, j0 = tile * OWN_TILE;
+    const int warp = threadIdx.x / 32;
     const int pair = warp % (WARPS / 2), j_first = j0 + pair * OWN_ROWS;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const bool computes_dp = warp >= WARPS / 2;

@@ -76,8 +76,8 @@ __device__ __forceinline__ void share_maxima(const Scores &s, float *maxima, int
         }
 }
 
-// Replaces s by exp2(scale_log2 (s - m)), where m is the new maximum, row_max, and rescales l, the sum over the previous keys,
-// to it. The warp's sums are stored in sums (BR, TEAM_WARPS). The team's first warp writes m back.
+// Replaces s by exp2(scale_log2 (s - m)), where m is the new maximum, row_max, and rescales l, the sum over the previous
+// keys, to it. The warp's sums are stored in sums (BR, TEAM_WARPS). The team's first warp writes m back.
 __device__ __forceinline__ void online_softmax(Scores &s, const float (&old_m)[ROW_TILES][2],
                                                float (&l)[ROW_TILES][2], float *m_of_rows, const float *maxima,
                                                float *sums, int warp, float scale_log2) {

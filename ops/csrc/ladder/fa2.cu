@@ -12,7 +12,7 @@
 // The host also defines BR, BC, WARPS, BLOCKS (minimum resident blocks per multiprocessor), ALIGNED (whether all rows
 // begin at multiples of 16 bytes), and SCALE_BEFORE_MAX (with softcap, ALiBi, or a scale that is not positive: the scores
 // are scaled before their maximum is taken).
-// The macros of the loops (LOOP_ENTER, LOOP_IS_TILE, LOOP_ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
+// The macros of the loops (LOOP_ENTER, LOOP_ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "softmax.cuh"
 

@@ -12,7 +12,7 @@
 // and read, and Tk / BC additions to each of its numbers in the L2.
 // The host also defines BR, BC, WARPS, ALIGNED, SCALE_BEFORE_MAX as for fa2.cu, STAGES (of Q and dO), ATOMIC, and the
 // warps along the rows of a product: S_ROW_WARPS (of S, dP), DKV_ROW_WARPS (of dK, dV), DQ_ROW_WARPS (of dQ).
-// The macros of the loops (LOOP_ENTER, LOOP_IS_TILE, LOOP_ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
+// The macros of the loops (LOOP_ENTER, LOOP_ADVANCE ...), which BLOCK_MASK chooses, are those of kept_tiles.cuh.
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 

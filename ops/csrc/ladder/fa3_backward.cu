@@ -157,7 +157,7 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
     TileScheduler tiles(layout);
     PipelineState<1> dq_pipe;
     unsigned prefetched_part = ~0u;
-    int prefetched_state = STORED;  // that of the part
+    int prefetched_state = STORED;  // of that part, else of the part at hand
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
         const WorkTile tile(p, index);
         const Range &range = tile.range;

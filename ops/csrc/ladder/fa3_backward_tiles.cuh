@@ -18,7 +18,7 @@
 #define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has its share of dQ's rows, or of its columns
 #define TRANSPOSED_DQ (BR % 64 != 0)  // of which it computes dQ^T, as a wgmma has 64 rows
 #define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PADDED_D : PADDED_D / WARP_GROUPS)
-#define DQ_GROUP_CHUNKS (WIDE ? 2 : 1)  // in which a warp group's dQ is written, as shared memory has no space for all of it
+#define DQ_GROUP_CHUNKS (WIDE ? 2 : 1)  // in which a warp group writes dQ: shared memory has no space for all of it
 #define DQ_CHUNK_COLUMNS (DQ_COLUMNS / DQ_GROUP_CHUNKS)
 #define DQ_CHUNK_BYTES (BR * PADDED_D * 4 / WARP_GROUPS / DQ_GROUP_CHUNKS)  // of a warp group's chunk
 #define DQ_TILE_CHUNKS (WARP_GROUPS * DQ_GROUP_CHUNKS)  // of a tile of dQ
@@ -51,7 +51,8 @@ __device__ __forceinline__ int arrivals(int place) {
 
 #define NO_QUERIES (1 << 30)  // with BLOCK_MASK, in a tile's index: the lists of its keys are empty
 
-// Keys of a head of dK and dV (with DKV_EXPANSION a query head's), and the queries that see them. (With BLOCK_MASK lists have these, not the range.)
+// Keys of a head of dK and dV (with DKV_EXPANSION a query head's), and the queries that see them. (With BLOCK_MASK lists
+// have these, not the range.)
 struct WorkTile {
     int b, dkv_head, j0, keys, valid_keys;
     bool has_queries;  // known with BLOCK_MASK

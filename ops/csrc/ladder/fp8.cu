@@ -181,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PADDED_D == 128 ? 2 : 1
     amax = max_nan(amax, MIN_AMAX);
     // The matrix is H S, and its 1 / sqrt(D) goes with the scale.
     const float norm = HADAMARD ? 1.0f / sqrtf((float)PADDED_D) : 1.0f;
-    float *scale = of_q ? scales.q + (long long)batch_head * scales.q_blocks + (first + first_warp * ROWS_PER_WARP) / FP8_QUERIES
+    const int q_block = (first + first_warp * ROWS_PER_WARP) / FP8_QUERIES;
+    float *scale = of_q ? scales.q + (long long)batch_head * scales.q_blocks + q_block
                         : scales.k + (long long)batch_head * scales.k_blocks + blockIdx.x;
     if (SCALES_GIVEN)
         amax = *scale / norm * QK_MAX;

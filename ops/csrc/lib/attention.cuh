@@ -45,14 +45,14 @@ struct Params {
     float *lse;                               // (B, Hq, Tq), natural logarithm
     const element *dout;                      // (B, Hq, Tq, D)
     element *dq, *dk, *dv;                    // as q, k, v
-    union {                                   // (B, Hq, padded_tq): lse, as delta.cu or prepare.cu has it, in base 2
-        float *padded_lse, *lse_log2;         // where it has that name
+    union {                                   // (B, Hq, padded_tq): lse, natural (delta.cu) or in base 2 (prepare.cu)
+        float *padded_lse, *lse_log2;
     };
     float *delta;                             // (B, Hq, padded_tq): rowsum(out * dout)
     float *scratch;                           // the stage's own: see its .cu
     const float *alibi_slopes;                // (Hq,)
     const int *q_document_ids, *k_document_ids;  // (B, Tq), (B, Tk)
-    const int *document_bounds;                // (B, tiles, 3): see document_ranges.cu
+    const int *document_bounds;               // (B, tiles, 3): see document_ranges.cu
     const int *kv_lengths;                    // (B,)
     const long long *seed;                    // ()
     const unsigned char *block_mask;          // (B or 1, Hq or 1, Tq / 128, Tk / 128), for kept_tiles.cu

@@ -18,7 +18,8 @@ static_assert(MASK_BLOCK % OWN_TILE == 0 && MASK_BLOCK % OTHER_TILE == 0 && OTHE
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     static __shared__ unsigned kept_lanes[THREADS / 32];
-    const int tile = blockIdx.x % p.n_tiles, batch_head = blockIdx.x / p.n_tiles, b = batch_head / p.heads, h = batch_head % p.heads;
+    const int tile = blockIdx.x % p.n_tiles, batch_head = blockIdx.x / p.n_tiles;
+    const int b = batch_head / p.heads, h = batch_head % p.heads;
     const int keys = keys_of(p, b), own = tile * OWN_TILE, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const DocumentBounds documents = documents_of(p, b, tile);
 #if TRANSPOSED

@@ -27,17 +27,17 @@ template <int M_TILES> struct SoftmaxState {
 #define WITHOUT_MAGIC(s) (s)
 #define EXP_FACTOR 1.0f
 #endif
-// How far `shift` is set below a row's maximum. In fp8 it is 5, and it stays until the maximum is more than 8 above it: the
-// largest exponential of a row is 2^5 to 2^8, and e4m3, which goes from 2^-9 to 448, has what is at least 2^-14 of it.
+// How far `shift` is set below a row's maximum. In fp8 it is 5, and it stays until the maximum is more than 8 above it:
+// the largest exponential of a row is 2^5 to 2^8, and e4m3, which goes from 2^-9 to 448, has what is at least 2^-14 of it.
 #if OPERANDS_8BIT
 #define MAX_OFFSET 5.0f
 #else
 #define MAX_OFFSET 0.0f
 #endif
 
-// s becomes EXP_FACTOR exp2(scale_log2 s - m), m = `shift`, and l goes on. A row's m follows its maximum only when that has
-// grown by more than 2^8 (the division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly
-// ever: D multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes
+// s becomes EXP_FACTOR exp2(scale_log2 s - m), m = `shift`, and l goes on. A row's m follows its maximum only when that
+// has grown by more than 2^8 (the division at the end absorbs what m is), so that o is rescaled in the first tiles and
+// then hardly ever: D multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes
 // EXP_FACTOR exp2(scale_log2 (s - m)), an instruction more, so that the largest is EXP_FACTOR, and not that times 2 to
 // the power of what m was rounded by.
 // Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
