@@ -140,9 +140,8 @@ def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: 
     options = AttentionOptions(causal=bool(flags & CAUSAL))
     if window is not None:
         options = options._replace(window=(window - 1, 0) if options.causal else (window, window))
-    if encoded is not None and encoded.shape[1] != (flags & DOCUMENTS > 0) * (tq + tk) + (
-        flags & LENGTHS > 0
-    ):
+    width = (flags & DOCUMENTS > 0) * (tq + tk) + (flags & LENGTHS > 0)
+    if encoded is not None and encoded.shape[1] != width:
         raise UnsupportedAttention(name, [f"a mask for other lengths than {tq} queries and {tk} keys"])
     if flags & DOCUMENTS:
         options = options._replace(document_ids=(encoded[:, :tq], encoded[:, tq : tq + tk]))

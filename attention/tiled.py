@@ -171,9 +171,10 @@ class _TiledCall:
         self, qs: Tensor, ks: Tensor, rows: range, cols: range, needs_mask: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(scores (B, Hkv, G * rows, cols), tanh of the softcap or None); `qs` carries the scale already."""
-        if len(rows) == 1 < qs.shape[2]:
-            # A row at a time, as cuBLAS multiplies one row more exactly than a group's two: in fp32 these had
-            # 1.09 of the error that scripts/accuracy.py allows (64 queries of 239 keys, H100).
+        if len(rows) == 1 < qs.shape[2] and qs.is_cuda and self.q.dtype == torch.float32:
+            # A row at a time: cuBLAS multiplies one row more exactly than the two of a group, whose error was
+            # 1.09 of what scripts/accuracy.py allows (64 queries of 239 keys, H100). This copies K for each
+            # row; on a CPU it took 13 times as long.
             s = (qs.unsqueeze(-2) @ ks.unsqueeze(2).transpose(-2, -1)).squeeze(-2)
         else:
             s = qs @ ks.transpose(-2, -1)

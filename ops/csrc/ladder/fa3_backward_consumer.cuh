@@ -7,8 +7,9 @@
 // within it made it up to 1.08x slower. So the tiles of one query head alone can be skipped; the last one only where its
 // query is known before (no BLOCK_MASK), nothing of the tile before is in flight, and no other option spills for it.
 #define SKIPS_FIRST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_RIGHT)
-#define SPILLING_OPTIONS (BLOCK_MASK || SOFTCAP || DROPOUT || ALIBI || LENGTHS)
-#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !SPILLING_OPTIONS)
+#define SPILLING_OPTIONS (SOFTCAP || DROPOUT || ALIBI || LENGTHS)
+#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !BLOCK_MASK && \
+                    !SPILLING_OPTIONS)
 
 // A computing warp group.
 struct Consumer : ScoreGroup {
@@ -98,11 +99,12 @@ struct Consumer : ScoreGroup {
         }
     }
 
-    // Waits for dK, while up to NEWER products issued after it stay in flight; then releases the buffer of Q, if `any`.
-    template <int NEWER> __device__ __forceinline__ void finish_dk(bool any, int q_stage) {
+    // Waits for dK, while up to NEWER products issued after it stay in flight; then releases the buffer of Q,
+    // if `releases_q`: a dK was in flight.
+    template <int NEWER> __device__ __forceinline__ void finish_dk(bool releases_q, int q_stage) {
         wgmma_wait_group<NEWER>();
         warpgroup_fence_operand(dk), warpgroup_fence_operand(dv);
-        if (any && lane == 0) mbarrier_arrive(layout.barrier(Q_EMPTY + q_stage));
+        if (releases_q && lane == 0) mbarrier_arrive(layout.barrier(Q_EMPTY + q_stage));
     }
     // Whether a causal mask and a window let the queries of a tile, from `first` on, see any of this group's 64 keys. Other
     // masks are not looked at: they only hide more.
