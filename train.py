@@ -230,7 +230,9 @@ def build(
     called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
     called("schedule", schedule, 0, cfg.trainer.max_steps)
 
-    compiled = runtime.begin_compiling(cfg.compile, device)  # now: it starts what takes seconds
+    compiled = runtime.begin_compiling(
+        cfg.compile, device, cfg.precision
+    )  # now: it starts what takes seconds
     # what can be refused without the corpus, which alone knows the vocabulary, is so before it is downloaded
     data = instantiate(cfg.data)
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
@@ -251,7 +253,8 @@ def build(
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
     adapters = finetuned(cfg, net, run, initial, ckpt)
     fp8.convert(net, cfg.precision, micro_tokens // sequence_ranks)
-    as_graph = graphs.wanted(cfg.cuda_graphs, device, devices, config, data.batch_size * data.accumulate)
+    rows = data.batch_size * data.accumulate
+    as_graph = graphs.wanted(cfg.cuda_graphs, device, devices, config, rows, cfg.precision)
     lit = LitGPT(
         net,
         optimizer,

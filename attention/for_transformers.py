@@ -200,7 +200,7 @@ def register() -> None:
     for name in registry.names():
         try:
             attention = registry.build(name)
-        except ImportError:  # a library that is not installed
+        except ImportError:  # ours import libraries in a call; one of the user's own may not
             continue
         registered = registered_name(name)
         AttentionInterface.register(registered, functools.partial(attend, attention=attention))

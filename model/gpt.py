@@ -23,6 +23,8 @@ from conf.values import UserError
 from model.config import GPTConfig
 from model.context_parallel import ContextParallel
 from model.dropout import Dropout
+from model.fp8 import Fp8Linear
+from model.fp8 import gelu_mlp as fp8_gelu_mlp
 from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
 from model.relative import buckets_of_distances
@@ -174,8 +176,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # not of layers that others have put in their place, adapters say, which compute more
-        plain = type(self.c_fc) is type(self.c_proj) is nn.Linear and not self.swiglu
-        if plain and fuses(x := x.to(compute_dtype(x)), self.c_fc.out_features):
+        kinds = set() if self.swiglu else {type(self.c_fc), type(self.c_proj)}
+        if kinds == {Fp8Linear} and self.training:
+            return self.dropout(fp8_gelu_mlp(self.c_fc, self.c_proj, x))
+        if kinds == {nn.Linear} and fuses(x := x.to(compute_dtype(x)), self.c_fc.out_features):
             parameters = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
             return self.dropout(gelu_mlp(x, *(p if p is None else p.to(x.dtype) for p in parameters)))
         return self.dropout(self.c_proj(self.activate(self.c_fc(x))))

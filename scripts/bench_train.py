@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
-POINT = "scripts.measure.instruments.training_point:child"
-WARM_UP, ROUNDS = 20, 5
+from scripts.measure.instruments.training_turns import ROUNDS, in_turns
+
+WARM_UP = 20
 
 
 def arguments() -> argparse.Namespace:
@@ -62,28 +61,6 @@ def words_of(options: argparse.Namespace, attention: str | None) -> list[str]:
     words += [f"tokens_per_step={options.batch * options.seq_len}", "experiment=gpt2_124m"]
     words += [f"--warm-up={WARM_UP}", f"--steps={steps}", "--seconds=1e9", f"--rounds={ROUNDS}"]
     return [*words, f"attention={attention}" if attention else f"--peer=nanogpt={options.nanogpt}"]
-
-
-def in_turns(asked: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
-    """The results of contestants, by name, whose words `asked` has: a round of each after the other. Raises
-    RuntimeError where one fails."""
-    from scripts.measure.worker import Worker
-
-    with ExitStack() as stack:
-        workers = {name: stack.enter_context(Worker(POINT, beside=len(asked) - 1)) for name in asked}
-        for name, worker in workers.items():
-            worker.start({"words": asked[name]}, wait=True)
-        for worker in workers.values():
-            worker.ready()  # it has compiled
-        for _ in range(ROUNDS):
-            for worker in workers.values():
-                worker.go()
-                worker.ready()
-        results = {name: worker.result() for name, worker in workers.items()}
-    for name, result in results.items():
-        if result["status"] != "ok":
-            raise RuntimeError(f"{name}: {result['reason']}")
-    return results
 
 
 def main() -> None:

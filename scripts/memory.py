@@ -171,7 +171,7 @@ def training_step(cfg: DictConfig) -> Step:
     torch.manual_seed(cfg.seed)
     net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
     fp8.convert(net, cfg.precision, batch * config.seq_len)
-    compile = compiled(cfg.compile, device.type)
+    compile = compiled(cfg.compile, device.type, cfg.precision)
     if compile == "blocks":
         raise UserError("compile=blocks: memory.py measures steps with compile=true or false.")
     if compile:

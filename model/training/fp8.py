@@ -1,21 +1,18 @@
-"""Products of the blocks' linear layers in fp8, forward and backward, by torchao's float8 training.
+"""precision=fp8: which linear layers of the blocks have products in fp8 (model/fp8.py), forward and backward.
 
-Each operand is scaled by its largest magnitude before it is rounded: activations and weights to e4m3,
-gradients to e5m2. The scales are computed anew for every product, so there is no state to save, and a resumed
-run computes the same bits. Weights, their gradients and the optimiser stay fp32, all other activations bf16.
-The head stays in bf16, as its product is part of the loss (model/loss.py); so do validation and generation,
-which compute what the finished weights will.
+There is no state to save, as the scales are computed anew for every product, and a resumed run computes the
+same bits. Weights, their gradients and the optimiser stay fp32, all other activations bf16. The head stays in
+bf16, as its product is part of the loss (model/loss.py); so do validation and generation, which compute what
+the finished weights will.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from conf.values import UserError
+from model.fp8 import Fp8Linear
 
 CAPABILITY = 8, 9  # of the first GPUs with fp8 products
 STEP = 16  # sizes of fp8 products are multiples of it
@@ -34,13 +31,6 @@ def require(device: torch.device) -> None:
             f"precision=fp8: {torch.cuda.get_device_name(device)} has no fp8 products (it takes compute "
             "capability 8.9: Ada, Hopper or newer). Use precision=bf16-mixed."
         )
-    # notes of torchao and torch on each other's newest interfaces, and on kernels that training does not use
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        import torchao.float8  # noqa: F401
-    except ImportError:
-        raise UserError("precision=fp8 needs torchao: pip install -e '.[fp8]'.") from None
 
 
 def convert(net: nn.Module, precision: str, tokens: int) -> None:
@@ -49,13 +39,6 @@ def convert(net: nn.Module, precision: str, tokens: int) -> None:
     layer is large enough, `tokens` is no multiple of 16, or only adapters train."""
     if precision != "fp8":
         return
-    from torchao.float8 import convert_to_float8_training
-    from torchao.float8.float8_linear import Float8Linear
-
-    class InTraining(Float8Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return Float8Linear.forward(self, x) if self.training else nn.Linear.forward(self, x)
-
     if not all(parameter.requires_grad for parameter in net.parameters()):
         raise UserError("precision=fp8 trains all weights: use finetune=full, or precision=bf16-mixed.")
     if tokens % STEP:
@@ -64,24 +47,24 @@ def convert(net: nn.Module, precision: str, tokens: int) -> None:
             f"{tokens}."
         )
 
-    def large(layer: nn.Module, name: str) -> bool:
+    def large(layer: nn.Linear) -> bool:
         k, n = layer.in_features, layer.out_features
         return k % STEP == n % STEP == 0 and k * n >= SMALLEST * (k + n)
 
-    convert_to_float8_training(net.transformer.h, module_filter_fn=large)
+    for layer in net.transformer.h.modules():
+        if type(layer) is nn.Linear and large(layer):
+            layer.__class__ = Fp8Linear
     if not layers(net):
         raise UserError(
             "precision=fp8: no linear layer of the blocks is large enough to gain from it: of K inputs and N "
             f"outputs, multiples of {STEP} with K N / (K + N) of at least {SMALLEST}. Use "
             "precision=bf16-mixed, or a model of model.n_embd=1024 or more."
         )
-    for layer in layers(net):
-        layer.__class__ = InTraining
 
 
-def layers(net: nn.Module) -> list[Any]:
-    """Those with fp8 products, which alone know of this."""
-    return [layer for layer in net.modules() if hasattr(layer, "linear_mm_config")]
+def layers(net: nn.Module) -> list[Fp8Linear]:
+    """Those with fp8 products."""
+    return [layer for layer in net.modules() if isinstance(layer, Fp8Linear)]
 
 
 def said(net: nn.Module) -> str:

@@ -13,9 +13,11 @@ import torch
 
 # Class -> pattern of names of kernels, or on a CPU of operators; the first that matches counts.
 CLASSES = {
+    "rounding to fp8": r"fp8_(amax|round|quantise|linear|gelu_mlp)",
     "loss": r"cross_entropy|log_softmax|nll_loss|softmax_online|head_loss",
     "attention": r"tilegpt_|flash|fmha|sdpa|scaled_dot_product|cudnn|aten::_softmax|softmax_warp|tilegpt::",
-    "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|aten::(b|add|badd)?mm\b|linear_gelu",
+    "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|linear_gelu"
+    r"|aten::(b|add|badd|_scaled_)?mm\b",
     "optimiser": r"multi_tensor_apply|FusedOptimizer|LpNorm|_fused_adam|_foreach|baddbmm",
     "norms and residuals": r"norm|aten::add_?$",
     "GELU, SwiGLU": r"gelu|silu",

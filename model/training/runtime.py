@@ -132,10 +132,10 @@ def precision(asked: str, on: torch.device) -> str:
     return asked
 
 
-def begin_compiling(asked: bool | str, on: torch.device) -> bool | str:
+def begin_compiling(asked: bool | str, on: torch.device, precision: str) -> bool | str:
     """Whether the model is compiled, or "blocks" (see conf.values.compiled); for a CUDA device, the processes
     that compile are started."""
-    how = compiled(asked, on.type)
+    how = compiled(asked, on.type, precision)
     if how and on.type == "cuda":
         start_compilers()
     return how

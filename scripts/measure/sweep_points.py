@@ -210,7 +210,7 @@ def fields(study: str, cfg: Any, name: str, device: str) -> dict[str, Any]:
         "causal": cfg.model.causal,
         "features": ", ".join(features),
         "dtype": usual if cfg.precision == "auto" else cfg.precision,
-        "compile": compiled(cfg.compile, device),
+        "compile": compiled(cfg.compile, device, cfg.precision),
         "checkpointing": cfg.checkpointing,
         "seed": cfg.seed,
     }

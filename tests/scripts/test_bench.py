@@ -80,13 +80,13 @@ def test_rows_name_no_folder_of_this_machine(tmp_path, monkeypatch):
 
 def test_training_contestants_are_timed_in_turns(monkeypatch):
     """Both compile before either is timed; a round of each after the other; what fails says so."""
-    from scripts import bench_train
+    from scripts.measure.instruments import training_turns
 
     told = []
 
     class Fake:
         def __init__(self, target, beside):
-            assert (target, beside) == (bench_train.POINT, 1)
+            assert (target, beside) == (training_turns.POINT, 1)
 
         def __enter__(self):
             return self
@@ -109,9 +109,9 @@ def test_training_contestants_are_timed_in_turns(monkeypatch):
 
     monkeypatch.setattr("scripts.measure.worker.Worker", Fake)
     with pytest.raises(RuntimeError, match="theirs: why"):
-        bench_train.in_turns({"ours": ["a"], "theirs": ["b"]})
+        training_turns.in_turns({"ours": ["a"], "theirs": ["b"]})
     turn = [("a", "go"), ("a", "ready"), ("b", "go"), ("b", "ready")]
-    assert told == [("a", "ready"), ("b", "ready"), *turn * bench_train.ROUNDS, ("b", "end"), ("a", "end")]
+    assert told == [("a", "ready"), ("b", "ready"), *turn * training_turns.ROUNDS, ("b", "end"), ("a", "end")]
 
 
 def test_a_training_benchmark_is_a_point_of_its_recipe(monkeypatch):

@@ -95,7 +95,7 @@ def test_one_gpu_is_each_of_them_side_by_side(fails: bool, monkeypatch: pytest.M
     one, two = points("--model", "gpt2", "--trainer", "ddp", "--gpus", "1", "2", devices=2)[::2]
     places: list[dict[str, str]] = []
 
-    def started(point: Any, options: Any, place: dict[str, str], profiled: bool) -> Any:
+    def started(asked: list[str], place: dict[str, str]) -> Any:
         places.append(place)
         return contextlib.nullcontext((place, None))
 

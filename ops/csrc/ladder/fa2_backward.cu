@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa2_backward(co
     const int keys = keys_of(p, b), causal_offset = keys - p.tq, lane = threadIdx.x % 32;
     const unsigned k_tile = shared_address(memory), v_tile = k_tile + KV_BYTES;
     const unsigned p_tile = v_tile + KV_BYTES, ds_tile = p_tile + SCORE_BYTES, stages = ds_tile + SCORE_BYTES;
-    const int valid_keys = min_of(BC, keys - j0);  // of the keys
+    const int valid_keys = min_of(BC, keys - j0);  // of this tile
     Range range = {0, 0, 0, 0};
     if (valid_keys > 0) range = query_range(p, j0, valid_keys, causal_offset, BR, documents_of(p, b, tile));
 

@@ -40,7 +40,7 @@ struct __align__(64) Launch {
 enum { UNTOUCHED, CLAIMED, STORED };
 
 // The indices of the mbarriers. The copying thread arrives when a buffer that it loads is full, and one thread of the
-// warp that adds dQ when that buffer is empty. For the others, which warps fill (dQ, dS, P) or read, each warp arrives.
+// warp that adds dQ when dQ's buffer is empty. For the others, which warps fill (dQ, dS, P) or read, each warp arrives.
 enum { TILE_FULL, K_FULL = TILE_FULL + 2, V_FULL, Q_FULL, DO_FULL = Q_FULL + STAGES, DQ_EMPTY = DO_FULL + DO_STAGES,
        DQ_FULL = DQ_EMPTY + WARP_GROUPS, DS_FULL = DQ_FULL + WARP_GROUPS, P_FULL = DS_FULL + DS_STAGES,
        KV_EMPTY = P_FULL + WIDE * DS_STAGES, Q_EMPTY, DO_EMPTY = Q_EMPTY + STAGES,

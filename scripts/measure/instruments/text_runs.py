@@ -86,7 +86,7 @@ def child(request: dict[str, Any], ready: Callable[[], None]) -> dict[str, Any]:
     precision = runtime.precision(cfg.precision, device)
     data, lit, _ = training_point.build(cfg, device, runtime.compute_dtype(precision))
     rows = data.batch_size * data.accumulate
-    lit.cuda_graphs = graphs.wanted(cfg.cuda_graphs, device, 1, lit.net.config, rows)
+    lit.cuda_graphs = graphs.wanted(cfg.cuda_graphs, device, 1, lit.net.config, rows, cfg.precision)
     texts = [path.read_text(encoding="utf-8-sig") for path in sorted(Path(request["held_out"]).iterdir())]
     tokens = evaluation_tokens(texts, data.tokenizer, cfg.seq_len, DOCUMENTS)
     masking = data.mask_fraction and Masking(data.mask_fraction, data.vocab_size - 1, cfg.seed)

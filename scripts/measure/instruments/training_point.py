@@ -153,7 +153,8 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
         seed=cfg.seed,
         accumulate=data.accumulate,
         grad_clip=cfg.grad_clip,
-        compile=compiled(cfg.compile, device.type),
+        compile=compiled(cfg.compile, device.type, cfg.precision),
+        cuda_graphs=cfg.cuda_graphs is True,  # of auto, steps stay as they are: their parts are measured
     )
     return data, lit, attention.resolve(call).name
 

@@ -156,18 +156,17 @@ def measured(point: Point, options: argparse.Namespace, gpus: list[str], profile
         places = [{"CUDA_VISIBLE_DEVICES": ",".join(gpus)}]
     deadline = time.monotonic() + options.timeout_s
     with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(started(point, options, place, profiled)) for place in places]
+        asked = words(point, options.limit_s, profiled)
+        runs = [stack.enter_context(started(asked, place)) for place in places]
         return mean([ended(*run, deadline, options.timeout_s) for run in runs])
 
 
 @contextlib.contextmanager
-def started(
-    point: Point, options: argparse.Namespace, place: dict[str, str], profiled: bool
-) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def started(asked: list[str], place: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A run of train.py, and the folder where it says and writes things."""
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / SAID).open("wb") as said:
         own = [f"runs_dir={folder}", "name=run"]
-        command = [sys.executable, str(ROOT / "train.py"), *words(point, options.limit_s, profiled), *own]
+        command = [sys.executable, str(ROOT / "train.py"), *asked, *own]
         of: dict[str, Any] = {"cwd": ROOT, "env": os.environ | place, "start_new_session": True}
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, **of)
         try:
@@ -178,19 +177,29 @@ def started(
             process.wait()
 
 
-def ended(process: subprocess.Popen[bytes], folder: Path, deadline: float, timeout_s: int) -> Result:
-    from scripts.measure.instruments.scaling_meter import FILE
-
+def left_by(
+    process: subprocess.Popen[bytes], folder: Path, name: str, deadline: float, timeout_s: int
+) -> Path | Result:
+    """The file of this name in the run's folder, once the run has ended; or how the run failed."""
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         why = f"timeout: the point took longer than {timeout_s} s"
         return {"status": "error", "reason": why, "timeout_s": timeout_s}
-    found = folder / "run" / FILE
+    found = folder / "run" / name
     if process.returncode == 0 and found.is_file():
-        nccl = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
-        return json.loads(found.read_text()) | ({"environment": nccl} if nccl else {})
+        return found
     return failed((folder / SAID).read_text(errors="replace"), process.returncode)
+
+
+def ended(process: subprocess.Popen[bytes], folder: Path, deadline: float, timeout_s: int) -> Result:
+    from scripts.measure.instruments.scaling_meter import FILE
+
+    found = left_by(process, folder, FILE, deadline, timeout_s)
+    if isinstance(found, dict):
+        return found
+    nccl = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+    return json.loads(found.read_text()) | ({"environment": nccl} if nccl else {})
 
 
 def mean(runs: list[Result]) -> Result:

@@ -21,6 +21,7 @@ def test_auto_captures_small_steps_on_one_gpu() -> None:
     assert wanted("auto", cuda, 1, CHAR, 64) and not wanted("auto", cuda, 1, GPT2, 64)
     assert not wanted("auto", cpu, 1, CHAR, 64) and not wanted("auto", cuda, 2, CHAR, 64)
     assert wanted(True, cuda, 1, GPT2, 64) and not wanted(False, cuda, 1, CHAR, 64)
+    assert wanted("auto", cuda, 1, GPT2, 64, "fp8") and not wanted("auto", cuda, 2, GPT2, 64, "fp8")
 
 
 @pytest.mark.parametrize(("device", "devices"), [("cpu", 1), ("cuda", 2)])

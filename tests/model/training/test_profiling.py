@@ -31,6 +31,9 @@ from tests.running import rows, train_here
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "between devices"),
         ("triton_poi_fused_mul_3", OTHER),
         ("aten::addmm", "matrix products"),
+        ("aten::_scaled_mm", "matrix products"),
+        ("_tilegpt_fp8_round", "rounding to fp8"),
+        ("tilegpt_fp8_values", "attention"),
         ("aten::mul", OTHER),
     ],
 )

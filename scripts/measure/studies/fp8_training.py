@@ -1,0 +1,182 @@
+"""What does training with products in fp8 gain in speed, and what does it cost in loss?
+
+    python scripts/study.py fp8_training
+    python scripts/study.py fp8_training --measured speed
+    python scripts/study.py fp8_training --model gpt2_large --tokens 20e6
+
+Speed: steps of GPT-2 XL on random tokens with precision=bf16-mixed and with fp8, in two processes on one GPU,
+timed in turns; both models are on it at once (125 GiB with --batch 16). In fp8 the step is a CUDA graph, as
+train.py's is. Loss: train.py with each precision on the same 50 million tokens of the Python sources that
+this interpreter has installed, from the same weights, on as many GPUs as there are (DDP), one run after the
+other, with a validation every twentieth of the run. Without a GPU: a tiny model, whose products in fp8
+PyTorch emulates; its speed says nothing.
+
+Rows. Point: measured ("speed" or "loss"), model, precision, seq_len, micro_batch, tokens_per_step, devices,
+settings; of a loss also steps and text (a digest). Result of a speed: as of instruments/training_point.py,
+with ms_by_round. Result of a loss: validation ([step, nats per token]), losses ([step, nats per token] of
+single steps), tokens_per_s (median; on several GPUs without a CUDA graph), peak_mib, wall_s, corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.measure.machine import ROOT
+from scripts.measure.runner import Result, Run, parser, run_study
+from scripts.measure.studies import Point, Report, Row, real_text, scaling
+
+STUDY = "fp8_training"
+GPU_S, ESTIMATED = 1300, True
+PRECISIONS, MEASURED = ("bf16-mixed", "fp8"), ("speed", "loss")
+WARM_UP, STEPS = 10, 20  # of a speed
+SPEED = ["data=synthetic", f"--warm-up={WARM_UP}", f"--steps={STEPS}", "--seconds=1e9", "--brief"]
+LOSS = ["callbacks.checkpoints=null", "callbacks.samples=null"]
+LOSS += ["optim.lr=3e-4", "schedule.warmup_steps=60", "data.val_fraction=0.005"]
+VALIDATIONS = 20
+USUAL: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "model": "gpt2_xl",
+        "batch": 16,
+        "tokens": 50_000_000,
+        "step_tokens": {"speed": 32768, "loss": 131072},
+        "bytes": 150_000_000,
+        "small": ["data.tokenizer.vocab_size=50304"],
+    },
+    "cpu": {
+        "model": "tiny",
+        "batch": 4,
+        "tokens": 6_000,
+        "step_tokens": {"speed": 256, "loss": 256},
+        "bytes": 2_000_000,
+        "small": ["seq_len=64", "model.n_embd=1024", "model.n_layer=1", "data.tokenizer.vocab_size=320"],
+    },
+}
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    from scripts.measure.rows import positive
+
+    made = parser(__doc__, STUDY)
+    add = made.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="of the config of every run")
+    add("--measured", nargs="+", choices=MEASURED, default=MEASURED, help="default: both")
+    add("--model", metavar="MODEL", help="a file of conf/model (default: gpt2_xl)")
+    add("--batch", type=positive, help="rows of a micro-batch (default: 16)")
+    add("--tokens", type=lambda text: positive(f"{float(text):.0f}"), help="of a loss (default: 50e6)")
+    add("--bytes", type=positive, help="of text to train on, at most (default: 150 million)")
+    add("--text", help="a file, folder or glob of your own instead of Python sources")
+    add("--pattern", default="**/*.txt", help="which files of that folder (default: **/*.txt)")
+    add("--timeout-s", type=positive, default=3600, help="of a run (default: 3600)")
+    add("--work", type=Path, default=ROOT, help="where data/prepared/ is (default: the checkout)")
+    return made.parse_intermixed_args(given)
+
+
+class Plan:
+    """Points, and the words of the config that each is a run of."""
+
+    def __init__(self, options: argparse.Namespace, device: str, devices: int):
+        self.options, self.device, self.devices = options, device, devices
+        self.usual = USUAL[device]
+        for key in ("model", "batch", "tokens", "bytes"):
+            setattr(options, key, getattr(options, key) or self.usual[key])
+        shared = ["experiment=gpt2_124m", f"model={options.model}", *self.usual["small"]]
+        self.shared = [*shared, f"data.batch_size={options.batch}", *options.overrides]
+
+    def words(self, measured: str, precision: str) -> list[str]:
+        """Of a speed as instruments/training_point.py takes them, of a loss as train.py does."""
+        tokens = self.usual["step_tokens"][measured]
+        words = [*self.shared, f"precision={precision}", f"tokens_per_step={tokens}"]
+        if measured == "speed":
+            graphs = str(precision == "fp8" and self.device == "cuda").lower()
+            size = [
+                word.replace("tokenizer", "corpus") for word in words
+            ]  # random tokens have a vocabulary alone
+            return [*size, *SPEED, f"cuda_graphs={graphs}"]
+        steps = max(1, round(self.options.tokens / tokens))
+        words += ["data=text", f"data.path={self.folder / 'training'}", f"data.data_dir={self.folder.parent}"]
+        words += [f"trainer={'ddp' if self.devices > 1 else 'default'}", f"trainer.devices={self.devices}"]
+        words += [f"trainer.max_steps={steps}", f"trainer.val_check_interval={max(1, steps // VALIDATIONS)}"]
+        return [*words, *LOSS]
+
+    def points(self, measured: str) -> list[Point]:
+        if measured == "loss":
+            self.folder, self.corpus = real_text.gathered(self.options)
+        return [self.point(measured, precision) for precision in PRECISIONS]
+
+    def point(self, measured: str, precision: str) -> Point:
+        words = [word for word in self.words(measured, precision) if not word.startswith("--")]
+        model, devices = self.options.model, self.devices if measured == "loss" else 1
+        point = real_text.point_of(words, model, "auto", self.device)
+        own: Point = {"study": STUDY, "measured": measured, "precision": precision, "devices": devices}
+        if measured == "speed":
+            return point | own
+        steps = next(int(word.split("=")[1]) for word in words if word.startswith("trainer.max_steps="))
+        return point | real_text.text_of(self.corpus) | own | {"steps": steps}
+
+
+def measure(options: argparse.Namespace, run: Run) -> None:
+    import torch
+
+    plan = Plan(options, run.device, torch.cuda.device_count() if run.device == "cuda" else 1)
+    if "speed" in options.measured:
+        left = run.left(plan.points("speed"), "steps in turns, 2 to 4 min")
+        if left:  # a ratio is of one command
+            run.group(plan.points("speed"), lambda points: speeds(plan, points), said)
+    if "loss" in options.measured:
+        left = run.left(plan.points("loss"), f"train.py on {plan.devices} {run.device} device(s)")
+        run.each(left, lambda point: trained(plan, point["precision"]), said)
+
+
+def speeds(plan: Plan, points: list[Point]) -> list[Result]:
+    from scripts.measure.instruments.training_turns import ROUNDS, in_turns
+
+    asked = {p["precision"]: [*plan.words("speed", p["precision"]), f"--rounds={ROUNDS}"] for p in points}
+    found = in_turns(asked)
+    return [found[point["precision"]] for point in points]
+
+
+def trained(plan: Plan, precision: str) -> Result:
+    """A run of train.py, from the metrics that it leaves."""
+    began = time.monotonic()
+    with scaling.started(plan.words("loss", precision), {}) as (process, folder):
+        deadline = began + plan.options.timeout_s
+        found = scaling.left_by(process, folder, "metrics.csv", deadline, plan.options.timeout_s)
+        if isinstance(found, dict):
+            return found
+        rows = list(csv.DictReader(found.read_text().splitlines()))
+    took = {"status": "ok", "reason": None, "wall_s": time.monotonic() - began}
+    return took | of_metrics(rows) | {"corpus": plan.corpus}
+
+
+def of_metrics(rows: list[dict[str, str]]) -> Result:
+    def column(name: str) -> list[list[float]]:
+        return [[int(row["step"]), float(row[name])] for row in rows if row.get(name)]
+
+    rates, peaks = column("perf/tokens_per_s"), column("perf/peak_mib")
+    found: Result = {"validation": column("val/loss"), "losses": column("train/loss")}
+    found["tokens_per_s"] = statistics.median(rate for _, rate in rates) if rates else None
+    return found | {"peak_mib": max((peak for _, peak in peaks), default=None)}
+
+
+def said(point: Point, result: Result) -> str:
+    of = f"{point['model']} {point['precision']} {point['measured']}"
+    if result["status"] != "ok":
+        return f"{of}: {result['status']}, {result['reason']}"
+    if point["measured"] == "speed":
+        return f"{of}: {result['ms_median']:.1f} ms a step, {result['tokens_per_s']:,.0f} tokens/s"
+    return f"{of}: {result['validation'][-1][1]:.4f} nats per token after {point['steps']:,} steps"
+
+
+def report(rows: list[Row]) -> Report:
+    from scripts.measure.report import fp8_training_report
+
+    return fp8_training_report.report(rows)
+
+
+def main() -> None:
+    run_study(STUDY, arguments(), measure, report)
