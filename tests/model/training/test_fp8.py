@@ -82,8 +82,8 @@ def test_models_that_do_not_fit_are_refused(small: None) -> None:
         fp8.convert(frozen, "fp8", 48)
     with pytest.raises(UserError, match=r"multiple of 16 tokens.* 40"):
         fp8.convert(make_net(n_embd=32), "fp8", 40)
-    fp8.SMALLEST = 768
-    with pytest.raises(UserError, match=r"at least 768.*model\.n_embd=1024"):
+    fp8.SMALLEST = 550
+    with pytest.raises(UserError, match=r"at least 550.*model\.n_embd=768"):
         fp8.convert(make_net(n_embd=32), "fp8", 48)
 
 
