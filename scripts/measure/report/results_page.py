@@ -24,6 +24,7 @@ ORDER += (
     "roofline",
     "backward_recompute",
     "gpt2_124m",
+    "fp8_training",
     "seqlen_scaling",
     "speedup_end_to_end",
     "memory_estimate",
