@@ -222,7 +222,6 @@ def build(
     from model.context_parallel import require_divisible
     from model.gpt import GPT, GPTConfig
     from model.training import fp8, graphs, runtime
-    from model.training.checkpoint import read_data
     from model.training.checks import called
     from model.training.lit_gpt import LitGPT
 
@@ -230,9 +229,7 @@ def build(
     called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
     called("schedule", schedule, 0, cfg.trainer.max_steps)
 
-    compiled = runtime.begin_compiling(
-        cfg.compile, device, cfg.precision
-    )  # now: it starts what takes seconds
+    compiled = runtime.begin_compiling(cfg.compile, device, cfg.precision)  # now: it takes seconds
     # what can be refused without the corpus, which alone knows the vocabulary, is so before it is downloaded
     data = instantiate(cfg.data)
     config = called("model", GPTConfig, vocab_size=1, seq_len=cfg.seq_len, **cfg.model)
@@ -244,10 +241,7 @@ def build(
     make = partial(build_attention, cfg)
     facts = {"device": device, "dtype": dtype, "sequence_ranks": sequence_ranks}
     attention, decoder, call = runtime.attentions(make, cfg.attention.decode, config, data, **facts)
-    data.prepare_data()
-    data.setup()
-    if ckpt is not None:
-        data.require_same(*read_data(ckpt))
+    set_up(data, ckpt)
     config = replace(config, vocab_size=data.vocab_size)
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
@@ -268,6 +262,16 @@ def build(
         checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | adapters,
     )
     return data, lit, call
+
+
+def set_up(data: Any, ckpt: Path | None) -> None:
+    """The corpus, prepared once; UserError where it is not that of the checkpoint to resume from."""
+    from model.training.checkpoint import read_data
+
+    data.prepare_data()
+    data.setup()
+    if ckpt is not None:
+        data.require_same(*read_data(ckpt))
 
 
 def metadata(cfg: DictConfig, choices: dict[str, Any], config: GPTConfig, tokenizer: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def documents(q_ids: Tensor, k_ids: Tensor) -> Documents:
     if q_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UserError(
             "document_ids: the number of documents is needed on the host, and a CUDA graph under capture "
-            "cannot give it; compile without CUDA graphs, or use attention=tiled"
+            "cannot give it; use cuda_graphs=false, or attention=tiled"
         )
     given = (q_ids, k_ids)
     # What inference mode makes counts no changes, so nothing can be kept for it.

@@ -80,8 +80,8 @@ class TritonAttention(Attention):
     )
 
     declaration: ClassVar[Declaration] = Declaration(
-        # a loss is no attention, and one kernel is CUDA (ops/triton/attend_cache.py)
-        kernels=(Kernels("our Triton kernels", r"^_tilegpt_(?!cross_entropy)|^tilegpt_attend_bytes"),),
+        # losses and fp8 linear layers are no attention; one kernel is CUDA (ops/triton/attend_cache.py)
+        kernels=(Kernels("our Triton kernels", r"^_tilegpt_(?!cross_entropy|fp8_)|^tilegpt_attend_bytes"),),
         compilation=Compilation(),
     )
 

@@ -72,7 +72,7 @@ def _refuse(key: str, value: Any, needs: str, null: str) -> None:
     raise UserError(f"{key}={shown(value)}: it needs to be {needs}{also}.")
 
 
-def compiled(asked: bool | str, device: str, precision: str = "auto") -> bool | str:
+def compiled(asked: bool | str, device: str, precision: str) -> bool | str:
     """What compile= of conf/config.yaml means on a kind of device: whether the model is compiled, or
     "blocks", one for all; auto and blocks compile on CUDA alone, and auto means blocks for precision=fp8:
     its kernels make the compilation of GPT-2 XL as a whole take more than 3 minutes, of a block 14 s."""

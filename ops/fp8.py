@@ -3,10 +3,10 @@
     tilegpt::fp8_quantise(x, h, gelu, dtype, sums) -> (rounded, transposed, scale, column sums)
 
 Inputs and weights are rounded to e4m3, gradients to e5m2, each divided by its largest magnitude over the
-dtype's. The scales are computed anew for every product, so there is no state. Rounded are x, weights and dy,
+dtype's. Scales come from the tensors themselves, so there is no state. Rounded are x, weights and dy,
 and in the MLP gelu(h) and (dy W2) gelu'(h), which are not written in 16 bits. Of gelu(h) the scale comes from
 the largest h, and of the gradient from that of dy W2 times the largest gelu': bounds, for which h need not be
-read twice. Kept for the backward are the transposed fp8 copies (and h), half of what 16 bits take.
+read twice. Kept for the backward are the transposed fp8 copies of inputs and weights, and h.
 
 On a GPU by Triton (ops/triton/fp8.py) and cuBLASLt, elsewhere by PyTorch's functions.
 """
@@ -31,8 +31,13 @@ def fp8_quantise(
     """v / scale (M, N) in fp8; the same transposed, (N, M); the scale, an fp32 scalar; with `sums` the sum of
     v's rows, (N,) fp32, else (0,).
 
-    v is x (M, N), with `gelu` gelu(x), or, given h (M, N), x * gelu'(h). x and h: contiguous; M and N are
-    multiples of 16."""
+    v is x (M, N), with `gelu` gelu(x), or, given h (M, N), x * gelu'(h). ValueError where M or N is not a
+    multiple of 16, as fp8 products need."""
+    if x.shape[0] % 16 or x.shape[1] % 16:
+        raise ValueError(
+            f"a tensor for fp8 products has sizes that are multiples of 16, not {tuple(x.shape)}."
+        )
+    x, h = x.contiguous(), h if h is None else h.contiguous()
     if x.is_cuda:
         from ops.triton import fp8
 
@@ -78,7 +83,7 @@ class _Linear(torch.autograd.Function):
         _first_derivative_only()
         xt, x_scale, wt, w_scale = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
-        dy8, dyt, dy_scale, db = fp8_quantise(dy.contiguous(), None, False, E5M2, ctx.needs_input_grad[2])
+        dy8, dyt, dy_scale, db = fp8_quantise(dy, None, False, E5M2, ctx.needs_input_grad[2])
         return (
             _product(dy8, dy_scale, wt, w_scale, x_dtype),
             _product(dyt, dy_scale, xt, x_scale, w_dtype),
@@ -104,7 +109,7 @@ class _GeluMLP(torch.autograd.Function):
         xt, x_scale, w1t, w1_scale, h, at, a_scale, w2t, w2_scale = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes
         _, _, wants_b1, _, wants_b2 = ctx.needs_input_grad
-        dy8, dyt, dy_scale, db2 = fp8_quantise(dy.contiguous(), None, False, E5M2, wants_b2)
+        dy8, dyt, dy_scale, db2 = fp8_quantise(dy, None, False, E5M2, wants_b2)
         da = _product(dy8, dy_scale, w2t, w2_scale, x_dtype)
         dh8, dht, dh_scale, db1 = fp8_quantise(da, h, True, E5M2, wants_b1)
         return (

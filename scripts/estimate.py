@@ -105,7 +105,7 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
             f"precision={cfg.precision}: choose auto, 32-true or bf16-mixed; what fp8 takes is not predicted."
         )
     narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
-    graph = compiled(cfg.compile, "cuda" if gpu else "cpu")
+    graph = compiled(cfg.compile, "cuda" if gpu else "cpu", cfg.precision)
     shared = shared_by(
         cfg.trainer, cfg.tokens_per_step, cfg.data.batch_size * cfg.seq_len, one_graph=graph is True
     )

@@ -1,7 +1,7 @@
 """precision=fp8: which linear layers of the blocks have products in fp8 (model/fp8.py), forward and backward.
 
-There is no state to save, as the scales are computed anew for every product, and a resumed run computes the
-same bits. Weights, their gradients and the optimiser stay fp32, all other activations bf16. The head stays in
+There is no state to save, as scales come from the tensors themselves, and a resumed run computes the same
+bits. Weights, their gradients and the optimiser stay fp32, all other activations bf16. The head stays in
 bf16, as its product is part of the loss (model/loss.py); so do validation and generation, which compute what
 the finished weights will.
 """
@@ -13,6 +13,7 @@ from torch import nn
 
 from conf.values import UserError
 from model.fp8 import Fp8Linear
+from model.loss import HAS_TRITON
 
 CAPABILITY = 8, 9  # of the first GPUs with fp8 products
 STEP = 16  # sizes of fp8 products are multiples of it
@@ -25,6 +26,10 @@ SMALLEST = 550
 
 def require(device: torch.device) -> None:
     """UserError where there are no fp8 products, before anything is built."""
+    if device.type not in ("cuda", "cpu"):
+        raise UserError(f"precision=fp8: there are no fp8 products on {device.type}. Use precision=32-true.")
+    if device.type == "cuda" and not HAS_TRITON:
+        raise UserError("precision=fp8 rounds with Triton kernels on a GPU: pip install triton.")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         raise UserError(
             f"precision=fp8: {torch.cuda.get_device_name(device)} has no fp8 products (it takes compute "

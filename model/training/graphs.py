@@ -18,6 +18,7 @@ from torch import Tensor
 from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token
+from model.training.out_of_memory import is_out_of_memory
 
 WARM_UP = 3  # steps, after which nothing compiles, and the allocator has seen all sizes
 # Model FLOPs of a step below which `auto` captures it: some 20 ms of an H200. GPT-2 124M with 65,536 tokens
@@ -32,7 +33,7 @@ def wanted(
     devices: int,
     config: GPTConfig,
     rows: int,
-    precision: str = "auto",
+    precision: str,
 ) -> bool:
     """Whether steps of so many rows are to be captured: `auto` captures short ones and those of
     precision=fp8. UserError where they are asked to be and cannot."""
@@ -89,6 +90,8 @@ class StepGraph:
             with torch.cuda.graph(graph, stream=self.stream):
                 self.scalars = self.step(self.batch)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise UserError(f"The step cannot be captured ({error}): use cuda_graphs=false.") from error
         finally:
             for group, own in zip(groups, settings, strict=True):

@@ -63,7 +63,8 @@ def training_run(
     spec = {"kind": spec} if isinstance(spec, str) else spec or {"kind": None, **data["corpus"]}
     known = {"bpe": spec.get("vocab_size"), "gpt2": 50257, None: spec.get("vocab_size")}
     vocabulary = known.get(spec["kind"]) or 257
-    graph, micro = compiled(config["compile"], device.type), data["batch_size"] * config["seq_len"]
+    graph = compiled(config["compile"], device.type, config["precision"])
+    micro = data["batch_size"] * config["seq_len"]
     return Run(
         GPTConfig(vocab_size=vocabulary, seq_len=config["seq_len"], **config["model"]),
         data["batch_size"],
@@ -119,11 +120,12 @@ def _message(
         predicted = _gib(run)
     except CostsNotDeclared as undeclared:
         return f"{happened}\n{undeclared}"
+    in_fp8 = config["precision"] == "fp8"
+    shown = "in bf16" if in_fp8 else "scripts/estimate.py with the same overrides shows its parts"
     lines = [
         happened,
         f"A step of {run.batch} x {run.config.seq_len} tokens with attention={run.attention.name} is "
-        f"predicted to take {predicted} (scripts/estimate.py with the same overrides shows its parts). "
-        "What takes less:",
+        f"predicted to take {predicted} ({shown}). What takes less:",
     ]
     devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     step_tokens = config["tokens_per_step"] or run.tokens * devices

@@ -186,6 +186,19 @@ def test_the_op_is_whole(device: str) -> None:
         )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_and_no_odd_sizes(device: str) -> None:
+    x, _ = operands("plain", device, 64, 96)
+    for view in (x[:, :48], x.T, x[::2]):
+        found = fp8_quantise(view, None, False, E4M3, True)
+        assert all(map(torch.equal, found, fp8_quantise(view.contiguous(), None, False, E4M3, True)))
+    for shape in ((18, 32), (32, 18)):
+        with pytest.raises(
+            ValueError, match=r"multiples of 16, not \(18, 32\)|multiples of 16, not \(32, 18\)"
+        ):
+            fp8_quantise(x.new_zeros(shape), None, False, E4M3, False)
+
+
 def test_the_second_derivative_is_refused() -> None:
     of = leaves("cpu", False)
     for layer, inputs in ((linear, of[:3]), (gelu_mlp, of)):

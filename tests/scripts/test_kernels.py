@@ -32,6 +32,7 @@ NAMES = {
     "triton_tem_fused_flex_attention_0": "FlexAttention",
     "_tilegpt_attention_forward": "our Triton kernels",
     "_tilegpt_cross_entropy": None,  # a loss, beside whatever attention
+    "_tilegpt_fp8_round": None,  # for linear layers
     "tilegpt_fa2_forward": "our CUDA kernels",
     GEMM: "matrix products",
     "void gemv2T_kernel_val<int, float>(cublasGemvParams)": "matrix products",

@@ -40,6 +40,11 @@ def test_points_differ_in_precision_alone() -> None:
         5e7, rel=2e-3
     )
     assert on_four.points("speed")[0]["devices"] == 1
+    other = plan("optim.lr=1e-3")
+    for measured in fp8_training.MEASURED:
+        other.points(measured)
+        words = [word for word in other.words(measured, "fp8") if not word.startswith("--")]
+        assert sweep_points.composed(words)[0].optim.lr == 1e-3
 
 
 @pytest.mark.parametrize(("device", "devices"), [("cuda", 2), ("cpu", 1)])
@@ -125,5 +130,8 @@ def test_what_its_rows_say() -> None:
         "+0.0100",
     ]
     assert found.pictures[""].startswith("<?xml")
+    others = plan("optim.weight_decay=0.2", devices=4).points("loss")
+    rows.append(row_of(others[0], result(validation=[[0, 11.0], [381, 4.2]], losses=[])))
+    assert fp8_training.report(rows).tables[1:] == [losses]  # of another config, whose fp8 is missing
     only = fp8_training.report(rows[:2])
     assert only.found == "gpt2_xl trains 1.20x as fast in fp8 as in bf16." and not only.pictures

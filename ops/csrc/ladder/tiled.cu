@@ -16,7 +16,8 @@
 // BR times less than `rowwise`. At BR / 2 FLOPs per byte, the FMA units limit the speed.
 //
 // Limits: shared memory, 4 (BR (PADDED_D + OTHER_TILE) + 2 OTHER_TILE PADDED_D) bytes, and registers, ROWS PADDED_D /
-// 8 for O: head dims up to 128. All options except a bias. The backward is in tiled_backward.cu.
+// 8 for O: head dims up to 128. All options except biases, a block mask and ALiBi slopes per batch row. The backward is
+// in tiled_backward.cu.
 #include "tiles.cuh"
 
 #define BR (WARP_ROWS * WARPS)

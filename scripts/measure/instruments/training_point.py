@@ -130,7 +130,7 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
     from model.calls import attention_call, require
     from model.gpt import GPT
     from model.lora import Adapters, add_adapters
-    from model.training import fp8, runtime
+    from model.training import fp8, graphs, runtime
     from model.training.lit_gpt import LitGPT
 
     data = data_of(cfg)
@@ -154,7 +154,8 @@ def build(cfg: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any,
         accumulate=data.accumulate,
         grad_clip=cfg.grad_clip,
         compile=compiled(cfg.compile, device.type, cfg.precision),
-        cuda_graphs=cfg.cuda_graphs is True,  # of auto, steps stay as they are: their parts are measured
+        # with auto, steps stay as they are: their parts are measured
+        cuda_graphs=graphs.wanted(cfg.cuda_graphs is True, device, 1, config, data.batch_size, cfg.precision),
     )
     return data, lit, attention.resolve(call).name
 

@@ -7,18 +7,24 @@ from statistics import median
 
 from scripts.measure.report.figures import Line, panel, panels_of, svg
 from scripts.measure.report.pages import page
-from scripts.measure.report.tables import Record, fmt, listed, records, where
+from scripts.measure.report.tables import Record, fmt, listed, records
+from scripts.measure.rows import key_of
 from scripts.measure.studies import Report, Row, Table
 
 LINEAR = {"log_x": False, "log_y": False}
 TITLE = "Training in fp8 and in bf16"
+OF_PRECISION = ("precision", "dtype", "compile")
 
 
-def pairs(found: Sequence[Record], measured: str, *keys: str) -> list[tuple[Record, Record]]:
-    """(bf16-mixed, fp8) of the newest rows that agree in these fields."""
-    newest: dict[tuple[object, ...], dict[str, Record]] = {}
-    for r in where(found, measured=measured, status="ok"):
-        newest.setdefault(tuple(r[key] for key in keys), {})[r.precision] = r
+def pairs(rows: Sequence[Row], measured: str) -> list[tuple[Record, Record]]:
+    """(bf16-mixed, fp8) of the newest rows whose points differ in precision and what follows from it."""
+    newest: dict[str, dict[str, Record]] = {}
+    for row in rows:
+        point = {key: value for key, value in row["point"].items() if key not in OF_PRECISION}
+        settings = {key: value for key, value in point["settings"].items() if key != "cuda_graphs"}
+        (r,) = records([row])
+        if r.measured == measured and r.status == "ok":
+            newest.setdefault(key_of(point | {"settings": settings}), {})[r.precision] = r
     return [(both["bf16-mixed"], both["fp8"]) for both in newest.values() if len(both) == 2]
 
 
@@ -78,14 +84,12 @@ def picture(rows: list[Row], both: tuple[Record, Record]) -> str:
 
 
 def report(rows: list[Row]) -> Report:
-    found = records(rows)
-    speeds = pairs(found, "speed", "model", "micro_batch", "tokens_per_step")
-    losses = pairs(found, "loss", "model", "text", "steps", "tokens_per_step", "devices")
+    speeds, losses = pairs(rows, "speed"), pairs(rows, "loss")
     return page(
         "fp8_training",
         [speed_table(speeds), *map(loss_table, losses)],
         {"": picture(rows, losses[-1])} if losses else {},
         speeds=[(fp8.model, faster((bf16, fp8)), bf16, fp8) for bf16, fp8 in speeds],
         losses=[(fp8.model, apart((bf16, fp8)), bf16, fp8) for bf16, fp8 in losses],
-        failed=[r for r in found if r.status != "ok"],
+        failed=[r for r in records(rows) if r.status != "ok"],
     )

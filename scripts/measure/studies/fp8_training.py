@@ -45,7 +45,8 @@ USUAL: dict[str, dict[str, Any]] = {
         "tokens": 50_000_000,
         "step_tokens": {"speed": 32768, "loss": 131072},
         "bytes": 150_000_000,
-        "small": ["data.tokenizer.vocab_size=50304"],
+        "small": [],
+        "vocab_size": 50304,
     },
     "cpu": {
         "model": "tiny",
@@ -53,7 +54,8 @@ USUAL: dict[str, dict[str, Any]] = {
         "tokens": 6_000,
         "step_tokens": {"speed": 256, "loss": 256},
         "bytes": 2_000_000,
-        "small": ["seq_len=64", "model.n_embd=1024", "model.n_layer=1", "data.tokenizer.vocab_size=320"],
+        "small": ["seq_len=64", "model.n_embd=1024", "model.n_layer=1"],
+        "vocab_size": 320,
     },
 }
 
@@ -85,7 +87,7 @@ class Plan:
         for key in ("model", "batch", "tokens", "bytes"):
             setattr(options, key, getattr(options, key) or self.usual[key])
         shared = ["experiment=gpt2_124m", f"model={options.model}", *self.usual["small"]]
-        self.shared = [*shared, f"data.batch_size={options.batch}", *options.overrides]
+        self.shared = [*shared, f"data.batch_size={options.batch}"]
 
     def words(self, measured: str, precision: str) -> list[str]:
         """Of a speed as instruments/training_point.py takes them, of a loss as train.py does."""
@@ -93,15 +95,14 @@ class Plan:
         words = [*self.shared, f"precision={precision}", f"tokens_per_step={tokens}"]
         if measured == "speed":
             graphs = str(precision == "fp8" and self.device == "cuda").lower()
-            size = [
-                word.replace("tokenizer", "corpus") for word in words
-            ]  # random tokens have a vocabulary alone
-            return [*size, *SPEED, f"cuda_graphs={graphs}"]
+            words += [f"data.corpus.vocab_size={self.usual['vocab_size']}", f"cuda_graphs={graphs}"]
+            return [*words, *SPEED, *self.options.overrides]
         steps = max(1, round(self.options.tokens / tokens))
         words += ["data=text", f"data.path={self.folder / 'training'}", f"data.data_dir={self.folder.parent}"]
         words += [f"trainer={'ddp' if self.devices > 1 else 'default'}", f"trainer.devices={self.devices}"]
         words += [f"trainer.max_steps={steps}", f"trainer.val_check_interval={max(1, steps // VALIDATIONS)}"]
-        return [*words, *LOSS]
+        words.append(f"data.tokenizer.vocab_size={self.usual['vocab_size']}")
+        return [*words, *LOSS, *self.options.overrides]
 
     def points(self, measured: str) -> list[Point]:
         if measured == "loss":
@@ -115,8 +116,8 @@ class Plan:
         own: Point = {"study": STUDY, "measured": measured, "precision": precision, "devices": devices}
         if measured == "speed":
             return point | own
-        steps = next(int(word.split("=")[1]) for word in words if word.startswith("trainer.max_steps="))
-        return point | real_text.text_of(self.corpus) | own | {"steps": steps}
+        steps = [int(word.split("=")[1]) for word in words if word.startswith("trainer.max_steps=")]
+        return point | real_text.text_of(self.corpus) | own | {"steps": steps[-1]}
 
 
 def measure(options: argparse.Namespace, run: Run) -> None:

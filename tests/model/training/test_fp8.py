@@ -66,8 +66,14 @@ def test_a_run_resumes_with_the_same_bits_and_with_another_precision(small: None
     assert result.code == 0 and "fp8 -> 32-true" in result.out and "fp8 products" not in result.out
 
 
-def test_what_cannot_train_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_train_in_fp8_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no fp8 products on mps.*precision=32-true"):
+        fp8.require(torch.device("mps"))
+    with mock.patch.object(fp8, "HAS_TRITON", False), pytest.raises(UserError, match="pip install triton"):
+        fp8.require(CUDA)
+    fp8.require(CPU)
     with (
+        mock.patch.object(fp8, "HAS_TRITON", True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
         mock.patch.object(torch.cuda, "get_device_name", return_value="A100"),
         pytest.raises(UserError, match=r"A100 has no fp8 .*8\.9.*precision=bf16-mixed"),

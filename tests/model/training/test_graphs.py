@@ -18,16 +18,16 @@ GPT2 = GPTConfig(vocab_size=50304)
 
 def test_auto_captures_small_steps_on_one_gpu() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert wanted("auto", cuda, 1, CHAR, 64) and not wanted("auto", cuda, 1, GPT2, 64)
-    assert not wanted("auto", cpu, 1, CHAR, 64) and not wanted("auto", cuda, 2, CHAR, 64)
-    assert wanted(True, cuda, 1, GPT2, 64) and not wanted(False, cuda, 1, CHAR, 64)
+    assert wanted("auto", cuda, 1, CHAR, 64, "auto") and not wanted("auto", cuda, 1, GPT2, 64, "auto")
+    assert not wanted("auto", cpu, 1, CHAR, 64, "auto") and not wanted("auto", cuda, 2, CHAR, 64, "auto")
+    assert wanted(True, cuda, 1, GPT2, 64, "auto") and not wanted(False, cuda, 1, CHAR, 64, "auto")
     assert wanted("auto", cuda, 1, GPT2, 64, "fp8") and not wanted("auto", cuda, 2, GPT2, 64, "fp8")
 
 
 @pytest.mark.parametrize(("device", "devices"), [("cpu", 1), ("cuda", 2)])
 def test_what_cannot_be_captured_is_refused(device: str, devices: int) -> None:
     with pytest.raises(UserError, match=r"cuda_graphs=true: .* one CUDA device.*cuda_graphs=auto or false"):
-        wanted(True, torch.device(device), devices, CHAR, 64)
+        wanted(True, torch.device(device), devices, CHAR, 64, "auto")
 
 
 @pytest.mark.gpu

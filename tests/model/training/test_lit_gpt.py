@@ -285,14 +285,23 @@ def test_what_is_compiled_and_how(asked: bool | str, n_embd: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "cpu", "cuda"),
-    [(True, True, True), (False, False, False), ("auto", False, True), ("blocks", False, "blocks")],
+    ("asked", "precision", "cpu", "cuda"),
+    [
+        (True, "auto", True, True),
+        (False, "auto", False, False),
+        ("auto", "auto", False, True),
+        ("blocks", "auto", False, "blocks"),
+        ("auto", "fp8", False, "blocks"),
+        (True, "fp8", True, True),
+    ],
 )
-def test_auto_and_blocks_compile_on_cuda(asked: bool | str, cpu: bool, cuda: bool | str) -> None:
+def test_auto_and_blocks_compile_on_cuda(
+    asked: bool | str, precision: str, cpu: bool, cuda: bool | str
+) -> None:
     """Where Inductor's processes are started, if anything is compiled."""
     with mock.patch.object(runtime, "start_compilers") as start:
-        assert runtime.begin_compiling(asked, torch.device("cpu")) is cpu and not start.called
-        assert runtime.begin_compiling(asked, torch.device("cuda", 0)) == cuda
+        assert runtime.begin_compiling(asked, torch.device("cpu"), precision) is cpu and not start.called
+        assert runtime.begin_compiling(asked, torch.device("cuda", 0), precision) == cuda
         assert start.call_count == bool(cuda)
 
 
