@@ -18,7 +18,6 @@ from torch import Tensor
 from conf.values import UserError
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token
-from model.training.out_of_memory import is_out_of_memory
 
 WARM_UP = 3  # steps, after which nothing compiles, and the allocator has seen all sizes
 # Model FLOPs of a step below which `auto` captures it: some 20 ms of an H200. GPT-2 124M with 65,536 tokens
@@ -89,9 +88,9 @@ class StepGraph:
                 group.update(lr=rate, capturable=True)
             with torch.cuda.graph(graph, stream=self.stream):
                 self.scalars = self.step(self.batch)
+        except torch.OutOfMemoryError:
+            raise  # which is told with what takes less
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
             raise UserError(f"The step cannot be captured ({error}): use cuda_graphs=false.") from error
         finally:
             for group, own in zip(groups, settings, strict=True):

@@ -82,7 +82,7 @@ struct Consumer : ScoreGroup {
         multiply_dq(ds_pipe.index);
     }
 
-    // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the last tile's and on its way.
+    // dK += dS^T Q, and dS for dQ, which with LATE_DQ is the previous tile's and on its way.
     __device__ __forceinline__ void accumulate_dk_dq(unsigned q_tile, bool first) {
         if (LATE_DQ) {
             multiply_dv_or_dk(dk, ds16, q_tile);

@@ -59,7 +59,7 @@ struct Consumer : GroupProducts {
             mbarrier_wait(layout.barrier(DO_FULL + do_pipe.index), do_pipe.parity);
             wgmma_fence();
             multiply_s_or_dp(dp, layout.v, do_tile);
-            if (!first) hand_over_dq(layout, dq_pipe, delayed_dq);  // of the last tile
+            if (!first) hand_over_dq(layout, dq_pipe, delayed_dq);  // of the previous tile
             wgmma_wait_group<1>();
             warpgroup_fence_operand(s);
             compute_p(layout.lse_log2 + q_pipe.index * STATISTIC_BYTES);

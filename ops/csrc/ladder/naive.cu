@@ -21,14 +21,14 @@
 #define ROW_THREADS ((HEAD_DIM + 3) / 4)
 #define STRIPS_AT_ONCE (THREADS / ROW_THREADS)
 
-// S = scale * Q K^T, -inf where a query does not see a key. Grid: B * Hq * tiles of 8 strips * n_tiles, where a tile is
-// 32 keys, one per lane; every warp has its own strip of queries. Heads are computed one after another, so that K of a
-// head, which every tile of queries reads again, stays in the L2.
+// S = scale * Q K^T, -inf where a query does not see a key. Grid: B * Hq * tiles of queries * n_tiles. A tile of queries
+// is 8 strips, one per warp; n_tiles counts tiles of 32 keys, one per lane. Heads are computed one after another, so
+// that K of a head, which every tile of queries reads again, stays in the L2.
 extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_naive_scores(const __grid_constant__ Params p) {
-    const int query_tiles = ceil_div(p.tq, WARPS * STRIP), tile = blockIdx.x / p.n_tiles;
-    const int batch_head = tile / query_tiles, b = batch_head / p.heads, h = batch_head % p.heads;
+    const int query_tiles = ceil_div(p.tq, WARPS * STRIP), query_tile = blockIdx.x / p.n_tiles;
+    const int batch_head = query_tile / query_tiles, b = batch_head / p.heads, h = batch_head % p.heads;
     const int j = blockIdx.x % p.n_tiles * 32 + threadIdx.x % 32;
-    const int i0 = (tile % query_tiles * WARPS + threadIdx.x / 32) * STRIP;
+    const int i0 = (query_tile % query_tiles * WARPS + threadIdx.x / 32) * STRIP;
     if (i0 >= p.tq || j >= p.tk) return;
     const int keys = keys_of(p, b), causal_offset = keys - p.tq;
     const element *q = p.q + b * p.q_stride.b + h * p.q_stride.h;
