@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from conf.values import UserError
 from model.config import GPTConfig
-from model.training.graphs import WARM_UP, wanted
+from model.training.graphs import WARM_UP, StepGraph, wanted
 from tests.running import rows, train_here
 
 CHAR = GPTConfig(vocab_size=65, seq_len=256, n_layer=6, n_head=6, n_embd=384)
@@ -28,6 +29,24 @@ def test_auto_captures_small_steps_on_one_gpu() -> None:
 def test_what_cannot_be_captured_is_refused(device: str, devices: int) -> None:
     with pytest.raises(UserError, match=r"cuda_graphs=true: .* one CUDA device.*cuda_graphs=auto or false"):
         wanted(True, torch.device(device), devices, CHAR, 64, "auto")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(torch.OutOfMemoryError, None), (RuntimeError, "cuda_graphs=false")]
+)
+def test_memory_that_runs_out_in_a_capture_is_no_refusal(
+    error: type[Exception], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        raise error("why")
+
+    for name in ("Stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    torch.cuda.graph.return_value.__exit__.return_value = False  # it lets the error pass
+    captured = StepGraph(step, mock.MagicMock(param_groups=[]))
+    captured.calls = WARM_UP
+    with pytest.raises(UserError if told else error, match=told or "why"):
+        captured({})
 
 
 @pytest.mark.gpu
