@@ -69,7 +69,7 @@ def order(call: AttentionCall, compiled: bool = False) -> Order:
     workload, mask = table_key(call)
     compiled_decode = call.device == "cuda" and compiled and (workload, mask) == ("decode", "masked")
     workloads = (["compiled decode"] if compiled_decode else []) + [workload]
-    # Where no masked call has been measured, the order without a mask; SDPA, which writes it out, at the end.
+    # Where no masked call has been measured, the causal order; SDPA, which writes it out, at the end.
     masks = [mask] if mask != "masked" else ["masked", "causal"]
     for workload, measured_mask in ((p, m) for p in workloads for m in masks):
         if found := _measured(call, workload, measured_mask):
