@@ -6,8 +6,8 @@
 //   HEADS_PER_KV    query heads that share a key head (1: MHA)
 //   HAS_LEFT, HAS_RIGHT    a bound on either side of the diagonal (causal: HAS_RIGHT with window_right = 0)
 //   SOFTCAP, ALIBI, DOCUMENT_IDS, LENGTHS, DROPOUT, BLOCK_MASK    0 or 1; what is 0 costs nothing
-// and what the stage adds (tile sizes). Only attention.cuh, the .cuh files beside it, cuda_bf16.h and cuda_fp16.h
-// are ever included. All stages also compile as C++ for the CPU (tests/ops/cpu.h).
+// and what the stage adds (tile sizes). Only .cuh files of ops/csrc, cuda_bf16.h and cuda_fp16.h are ever
+// included. All stages also compile as C++ for the CPU (tests/ops/cpu.h).
 #pragma once
 
 #define float_ELEMENT 0
