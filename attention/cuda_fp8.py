@@ -23,6 +23,7 @@ from attention.base import (
     lse_bytes,
 )
 from attention.checks import check_inputs
+from attention.declaration import k_bytes
 from conf.values import UserError
 from ops.library import register_attention
 from ops.nvrtc import missing
@@ -94,11 +95,11 @@ class CudaFp8(Attention):
         return ["multiplies in 8 bits: choose it by name"]
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
-        """q, k and v in 8 bits are written, v is read twice, and the copies are read in their place."""
+        """q, k and v in 8 bits are written and read, and v in 16 bits is read once more."""
         from ops.cuda.fp8 import scratch_bytes
 
         copies = scratch_bytes(call.batch, call.heads, call.kv_heads, call.tq, call.tk, call.head_dim)
-        return Costs(lse_bytes(call), copies, moved_bytes=(2 * copies, 0))
+        return Costs(lse_bytes(call), copies, moved_bytes=(2 * copies + k_bytes(call), 0))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None

@@ -65,14 +65,14 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a layer's call costs beyond its tensors: q, k, v, out and lse, and in the backward dout, dq, dk,
-    dv.
+    """What a layer's call costs beyond its tensors: q, k, v and out, and in the backward dout, dq, dk and dv.
 
     saved_bytes: kept for the backward beyond q, k, v and out; with all scores in memory, this includes copies
     that are kept instead of q, k and v;
     transient_bytes: the most during the backward beyond those kept and dq, dk, dv;
     kept_per_model_bytes: kept once for all layers;
-    moved_bytes: read from and written to DRAM in (forward, backward), beyond each tensor once;
+    moved_bytes: read from and written to DRAM in (forward, backward), beyond each of these tensors, and lse,
+    once;
     writes_scores: whether all scores are in memory at once, and the products include masked keys;
     backward_matmuls: matrix products over the scores in the backward: four if the probabilities were kept,
     five if they are recomputed once, seven if they are recomputed both for dQ and for dK and dV;

@@ -175,8 +175,8 @@ class FlashLibAttention(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """lse; in the backward dQ's accumulator, and the padded statistics of rows: delta, from version 3 on
-        lse_log2 too. With GQA version 2 writes dk and dv for each query head before it sums them, 3 and 4 in
-        fp32."""
+        lse_log2 too. With GQA, version 2 writes dk and dv for each query head before it sums them; versions 3
+        and 4 sum them in fp32, for each K/V head."""
         gqa, statistic = call.kv_heads < call.heads, padded_statistic_bytes(call)
         if self.version == 2:
             more = statistic + (2 * q_bytes(call) if gqa else 0)
