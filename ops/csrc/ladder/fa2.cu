@@ -4,8 +4,7 @@
 // warp has whole rows, so that the maximum and the sum of a row stay within four lanes, and warps share only K and V.
 // New since fa1. The grid also runs over the sequence. Warps split the queries, not the keys, so no partial sums are
 // added in shared memory. O, m and l stay in registers, and O is divided once, at the end. cp.async loads the next K
-// and V while the current tile is computed, with one barrier per tile. Tiles are swizzled, so that ldmatrix has no
-// bank conflicts.
+// and V while the current tile is computed, with one barrier per tile.
 // HBM traffic. Q and O once; K and V once per head as long as the heads in flight fit in the L2 (scheduled_tile),
 // though they are read Tq / BR times from the L2; lse. No Tq x Tk matrix.
 // Limits. 16-bit inputs, D up to 128 in steps of 8, sm_80 and newer.
