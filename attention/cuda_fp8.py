@@ -51,7 +51,7 @@ _OP = register_attention("cuda_fp8", _forward, _backward, "CUDA", _check)
 
 
 class CudaFp8(Attention):
-    """v and the probabilities in e4m3, q and k in 8 bits too; sums in fp32.
+    """v and the probabilities in e4m3, q and k in 8 bits too; sums in fp32 (of int8: int32).
 
     Args:
         hadamard: whether q and k are multiplied by an orthogonal Hadamard matrix first, which spreads
