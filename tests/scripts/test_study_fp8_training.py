@@ -42,7 +42,6 @@ def test_points_differ_in_precision_alone() -> None:
     assert on_four.points("speed")[0]["devices"] == 1
     other = plan("optim.lr=1e-3")
     for measured in fp8_training.MEASURED:
-        other.points(measured)
         words = [word for word in other.words(measured, "fp8") if not word.startswith("--")]
         assert sweep_points.composed(words)[0].optim.lr == 1e-3
 
@@ -51,7 +50,6 @@ def test_points_differ_in_precision_alone() -> None:
 def test_words_are_what_runs_take(device: str, devices: int) -> None:
     mine = plan(device=device, devices=devices)
     for precision in fp8_training.PRECISIONS:
-        mine.points("loss")
         cfg, chosen = sweep_points.composed(mine.words("loss", precision))
         trainer = "ddp" if devices > 1 else "default"
         assert (cfg.precision, chosen["trainer"], cfg.trainer.devices) == (precision, trainer, devices)
@@ -91,7 +89,7 @@ def test_a_run_is_read_from_its_metrics() -> None:
 
 def test_a_run_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = plan("data.batch_size=3", device="cpu")
-    mine.folder, mine.corpus = tmp_path, {}
+    mine.text = tmp_path, {}
     found = fp8_training.trained(mine, "fp8")
     assert found["status"] == "error" and "tokens_per_step=256 is not a multiple" in found["reason"]
 

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from scripts.measure.machine import ROOT
 from scripts.measure.runner import Result, Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, real_text, scaling
 
@@ -70,11 +70,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--model", metavar="MODEL", help="a file of conf/model (default: gpt2_xl)")
     add("--batch", type=positive, help="rows of a micro-batch (default: 16)")
     add("--tokens", type=lambda text: positive(f"{float(text):.0f}"), help="of a loss (default: 50e6)")
-    add("--bytes", type=positive, help="of text to train on, at most (default: 150 million)")
-    add("--text", help="a file, folder or glob of your own instead of Python sources")
-    add("--pattern", default="**/*.txt", help="which files of that folder (default: **/*.txt)")
     add("--timeout-s", type=positive, default=3600, help="of a run (default: 3600)")
-    add("--work", type=Path, default=ROOT, help="where data/prepared/ is (default: the checkout)")
+    real_text.add_text(made)
     return made.parse_intermixed_args(given)
 
 
@@ -84,10 +81,14 @@ class Plan:
     def __init__(self, options: argparse.Namespace, device: str, devices: int):
         self.options, self.device, self.devices = options, device, devices
         self.usual = USUAL[device]
-        for key in ("model", "batch", "tokens", "bytes"):
-            setattr(options, key, getattr(options, key) or self.usual[key])
+        real_text.settle(options, self.usual, "model", "batch", "tokens", "bytes")
         shared = ["experiment=gpt2_124m", f"model={options.model}", *self.usual["small"]]
         self.shared = [*shared, f"data.batch_size={options.batch}"]
+
+    @functools.cached_property
+    def text(self) -> tuple[Path, dict[str, Any]]:
+        """The folder of the text, and what is known of it; gathered when it is first asked for."""
+        return real_text.gathered(self.options)
 
     def words(self, measured: str, precision: str) -> list[str]:
         """Of a speed as instruments/training_point.py takes them, of a loss as train.py does."""
@@ -98,26 +99,25 @@ class Plan:
             words += [f"data.corpus.vocab_size={self.usual['vocab_size']}", f"cuda_graphs={graphs}"]
             return [*words, *SPEED, *self.options.overrides]
         steps = max(1, round(self.options.tokens / tokens))
-        words += ["data=text", f"data.path={self.folder / 'training'}", f"data.data_dir={self.folder.parent}"]
+        folder, _ = self.text
+        words += ["data=text", f"data.path={folder / 'training'}", f"data.data_dir={folder.parent}"]
         words += [f"trainer={'ddp' if self.devices > 1 else 'default'}", f"trainer.devices={self.devices}"]
         words += [f"trainer.max_steps={steps}", f"trainer.val_check_interval={max(1, steps // VALIDATIONS)}"]
         words.append(f"data.tokenizer.vocab_size={self.usual['vocab_size']}")
         return [*words, *LOSS, *self.options.overrides]
 
     def points(self, measured: str) -> list[Point]:
-        if measured == "loss":
-            self.folder, self.corpus = real_text.gathered(self.options)
         return [self.point(measured, precision) for precision in PRECISIONS]
 
     def point(self, measured: str, precision: str) -> Point:
         words = [word for word in self.words(measured, precision) if not word.startswith("--")]
         model, devices = self.options.model, self.devices if measured == "loss" else 1
-        point = real_text.point_of(words, model, "auto", self.device)
-        own: Point = {"study": STUDY, "measured": measured, "precision": precision, "devices": devices}
+        point = real_text.point_of(words, model, "auto", self.device, STUDY)
+        own: Point = {"measured": measured, "precision": precision, "devices": devices}
         if measured == "speed":
             return point | own
         steps = [int(word.split("=")[1]) for word in words if word.startswith("trainer.max_steps=")]
-        return point | real_text.text_of(self.corpus) | own | {"steps": steps[-1]}
+        return point | real_text.text_of(self.text[1]) | own | {"steps": steps[-1]}
 
 
 def measure(options: argparse.Namespace, run: Run) -> None:
@@ -151,7 +151,7 @@ def trained(plan: Plan, precision: str) -> Result:
             return found
         rows = list(csv.DictReader(found.read_text().splitlines()))
     took = {"status": "ok", "reason": None, "wall_s": time.monotonic() - began}
-    return took | of_metrics(rows) | {"corpus": plan.corpus}
+    return took | of_metrics(rows) | {"corpus": plan.text[1]}
 
 
 def of_metrics(rows: list[dict[str, str]]) -> Result:

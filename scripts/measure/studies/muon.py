@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from pathlib import Path
 from typing import Any
 
-from scripts.measure.machine import ROOT
 from scripts.measure.runner import Result, Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, real_text
 
@@ -53,11 +51,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=positive, help="runs of each (default: 3)")
     add("--lrs", type=float, nargs="+", metavar="LR", help="to choose from (default: 1e-3 2e-3 4e-3)")
     add("--steps", type=positive, help="of AdamW's runs (default: 1000)")
-    add("--bytes", type=positive, help="of text to train on, at most (default: 150 million)")
-    add("--text", help="a file, folder or glob of your own instead of Python sources")
-    add("--pattern", default="**/*.txt", help="which files of that folder (default: **/*.txt)")
     add("--timeout-s", type=positive, default=300, help="of a run (default: 300)")
-    add("--work", type=Path, default=ROOT, help="where data/prepared/ is (default: the checkout)")
+    real_text.add_text(made)
     return made.parse_intermixed_args(given)
 
 
@@ -67,8 +62,7 @@ class Plan:
     def __init__(self, options: argparse.Namespace, device: str):
         self.options, self.device = options, device
         usual = USUAL[device]
-        for key in ("steps", "seeds", "lrs", "bytes"):
-            setattr(options, key, getattr(options, key) or usual[key])
+        real_text.settle(options, usual, "steps", "seeds", "lrs", "bytes")
         self.folder, self.corpus = real_text.gathered(options)
         self.shared = [*WORDS, *usual["small"], f"compile={'blocks' if device == 'cuda' else 'false'}"]
         self.shared += [f"data.path={self.folder / 'training'}", "data.val_fraction=0.001"]

@@ -72,21 +72,35 @@ def arguments() -> argparse.Namespace:
     add("--attention", choices=choices("attention"), metavar="NAME", help="of our models (default: triton)")
     add("--steps", type=positive, help="of each run (default: gpt2 400, bert_large 200)")
     add("--cap", type=positive, metavar="S", help="seconds of the whole command (default: 295)")
+    add_text(made)
+    return made.parse_intermixed_args()
+
+
+def add_text(made: argparse.ArgumentParser) -> None:
+    """The flags of `gathered`."""
+    from scripts.measure.rows import positive
+
+    add = made.add_argument
     add("--bytes", type=positive, help="of text to train on, at most (default: 150 million)")
     add("--text", help="a file, folder or glob of your own instead of Python sources")
     add("--pattern", default="**/*.txt", help="which files of that folder (default: **/*.txt)")
     add("--work", type=Path, default=ROOT, help="where data/prepared/ is (default: the checkout)")
-    return made.parse_intermixed_args()
 
 
-def point_of(words: list[str], model: str, name: str, device: str) -> Point:
+def settle(options: argparse.Namespace, usual: dict[str, Any], *keys: str) -> None:
+    """Flags that were not given are as usual."""
+    for key in keys:
+        setattr(options, key, getattr(options, key) or usual[key])
+
+
+def point_of(words: list[str], model: str, name: str, device: str, study: str = STUDY) -> Point:
     """With nothing in it of where the text lies."""
     from scripts.measure.sweep_points import composed, fields, settings
 
     cfg, chosen = composed(words)
     said = settings(cfg, chosen)
     said = {key: value for key, value in said.items() if key not in ("data.path", "data.data_dir")}
-    return fields(STUDY, cfg, model, device) | {"settings": said, "implementation": name}
+    return fields(study, cfg, model, device) | {"settings": said, "implementation": name}
 
 
 def gathered(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
@@ -108,8 +122,7 @@ def measure(options: argparse.Namespace, run: Run) -> None:
     from scripts.measure.worker import Worker
 
     until, usual = time.time(), USUAL[run.device]
-    for key in ("cap", "bytes", "attention"):
-        setattr(options, key, getattr(options, key) or usual[key])
+    settle(options, usual, "cap", "bytes", "attention")
     until += options.cap - EVALUATION_S
     print(f"{STUDY}: {options.cap} s for all of it; the text comes first", flush=True)
     folder, corpus = gathered(options)

@@ -163,7 +163,8 @@ def measured(point: Point, options: argparse.Namespace, gpus: list[str], profile
 
 @contextlib.contextmanager
 def started(asked: list[str], place: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A run of train.py, and the folder where it says and writes things."""
+    """A run of train.py, and the folder where it says and writes things. SIGTERM ends it, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / SAID).open("wb") as said:
         own = [f"runs_dir={folder}", "name=run"]
         command = [sys.executable, str(ROOT / "train.py"), *asked, *own]
@@ -175,6 +176,7 @@ def started(asked: list[str], place: dict[str, str]) -> Iterator[tuple[subproces
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            signal.signal(signal.SIGTERM, before)
 
 
 def left_by(
@@ -236,7 +238,6 @@ def measure(options: argparse.Namespace, run: Run) -> None:
 
     cuda = run.device == "cuda"
     devices = torch.cuda.device_count() if cuda else max(options.gpus or [4])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its run
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
     gpus = visible[: min(devices, max(options.gpus or [devices]))] if cuda else []
     left = run.left(points(options, cuda, devices), f"1 to 3 min each, on {devices} {run.device} device(s)")
