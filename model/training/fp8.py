@@ -43,6 +43,8 @@ def convert(net: nn.Module, precision: str, tokens: int) -> None:
     layer is large enough, `tokens` is no multiple of 16, or only adapters train."""
     if precision != "fp8":
         return
+    import ops.fp8  # noqa: F401  registers the operators, before anything is compiled
+
     if not all(parameter.requires_grad for parameter in net.parameters()):
         raise UserError("precision=fp8 trains all weights: use finetune=full, or precision=bf16-mixed.")
     if tokens % STEP:
