@@ -28,7 +28,7 @@ def plan(*given: str, device: str = "cuda", devices: int = 1) -> fp8_training.Pl
 
 def test_points_differ_in_precision_alone() -> None:
     on_four = plan(devices=4)
-    for measured in fp8_training.MEASURED:
+    for measured in ("speed", "loss"):
         bf16, fp8 = on_four.points(measured)
         assert len({key_of(bf16), key_of(fp8)}) == 2 and bf16["study"] == "fp8_training"
         assert (bf16["precision"], fp8["precision"]) == ("bf16-mixed", "fp8")
@@ -36,12 +36,14 @@ def test_points_differ_in_precision_alone() -> None:
         # train.py compiles blocks in fp8 by itself; a step that is measured is captured as train.py's is
         graph = {"settings"} if measured == "speed" else set()
         assert different == {"precision", "dtype", "compile"} | graph
+    (again,) = on_four.points("chance")  # the same batches: data/stream.py
+    assert again == bf16 | {"micro_batch": bf16["micro_batch"] // 2}
     assert (bf16["devices"], bf16["steps"]) == (4, 381) and bf16["steps"] * 131072 == pytest.approx(
         5e7, rel=2e-3
     )
     assert on_four.points("speed")[0]["devices"] == 1
     other = plan("optim.lr=1e-3")
-    for measured in fp8_training.MEASURED:
+    for measured in ("speed", "loss"):
         words = [word for word in other.words(measured, "fp8") if not word.startswith("--")]
         assert sweep_points.composed(words)[0].optim.lr == 1e-3
 
@@ -89,8 +91,8 @@ def test_a_run_is_read_from_its_metrics() -> None:
 
 def test_a_run_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = plan("data.batch_size=3", device="cpu")
-    mine.text = tmp_path, {}
-    found = fp8_training.trained(mine, "fp8")
+    mine.text = tmp_path, mine.text[1]
+    found = fp8_training.trained(mine, mine.point("loss", "fp8"))
     assert found["status"] == "error" and "tokens_per_step=256 is not a multiple" in found["reason"]
 
 
@@ -128,8 +130,24 @@ def test_what_its_rows_say() -> None:
         "+0.0100",
     ]
     assert found.pictures[""].startswith("<?xml")
+    (again,) = mine.points("chance")
+    rows.append(row_of(again, result(validation=[[0, 11.0], [381, 4.475]], losses=[])))
+    found = fp8_training.report(rows)
+    assert (
+        "in micro-batches of 8 rows instead of 16, which only rounds differently, ends at 4.4750 (-0.0250)"
+        in (" ".join(found.notes))
+    )
+    assert found.tables[1].lines[-1] == [*losses.lines[-1], "4.4750", "-0.0250"]
+    losses = found.tables[1]
     others = plan("optim.weight_decay=0.2", devices=4).points("loss")
     rows.append(row_of(others[0], result(validation=[[0, 11.0], [381, 4.2]], losses=[])))
     assert fp8_training.report(rows).tables[1:] == [losses]  # of another config, whose fp8 is missing
     only = fp8_training.report(rows[:2])
     assert only.found == "gpt2_xl trains 1.20x as fast in fp8 as in bf16." and not only.pictures
+
+
+def test_micro_batches_of_chance_are_half_as_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan("--batch", "3")
+    assert "--batch is to be even, not 3" in capsys.readouterr().err
+    assert plan("--batch", "3", "--measured", "loss").options.batch == 3

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from scripts.measure.report.figures import Line, panel, panels_of, svg
 from scripts.measure.report.pages import page
@@ -16,70 +17,89 @@ TITLE = "Training in fp8 and in bf16"
 OF_PRECISION = ("precision", "dtype", "compile")
 
 
-def pairs(rows: Sequence[Row], measured: str) -> list[tuple[Record, Record]]:
-    """(bf16-mixed, fp8) of the newest rows whose points differ in precision and what follows from it."""
-    newest: dict[str, dict[str, Record]] = {}
+class Pair(NamedTuple):
+    """Runs that differ in precision and what follows from it; `again`: bf16's in micro-batches of half as
+    many rows, which rounding alone tells apart."""
+
+    bf16: Record
+    fp8: Record
+    again: Record | None
+
+
+def pairs(rows: Sequence[Row], measured: str) -> list[Pair]:
+    """Of the newest rows."""
+    newest: dict[str, dict[tuple[str, int], Record]] = {}
     for row in rows:
-        point = {key: value for key, value in row["point"].items() if key not in OF_PRECISION}
-        settings = {key: value for key, value in point["settings"].items() if key != "cuda_graphs"}
         (r,) = records([row])
+        point = {
+            key: value for key, value in row["point"].items() if key not in (*OF_PRECISION, "micro_batch")
+        }
+        settings = {key: value for key, value in point["settings"].items() if key != "cuda_graphs"}
         if r.measured == measured and r.status == "ok":
-            newest.setdefault(key_of(point | {"settings": settings}), {})[r.precision] = r
-    return [(both["bf16-mixed"], both["fp8"]) for both in newest.values() if len(both) == 2]
+            newest.setdefault(key_of(point | {"settings": settings}), {})[r.precision, r.micro_batch] = r
+    return [
+        Pair(of["bf16-mixed", size], fp8, of.get(("bf16-mixed", size // 2)))
+        for of in newest.values()
+        for (precision, size), fp8 in of.items()
+        if precision == "fp8" and ("bf16-mixed", size) in of
+    ]
 
 
-def faster(both: tuple[Record, Record]) -> float:
+def faster(both: Pair) -> float:
     """How many times the speed of bf16, the median over the rounds."""
-    rounds = zip(*(r.ms_by_round for r in both), strict=True)
+    rounds = zip(both.bf16.ms_by_round, both.fp8.ms_by_round, strict=True)
     return median(bf16 / fp8 for bf16, fp8 in rounds)
 
 
-def by_step(r: Record) -> dict[float, float]:
-    return dict(r.validation)
+def less_bf16(both: Pair, r: Record) -> dict[float, float]:
+    """By step: the validation loss of a run less that of bf16's."""
+    bf16 = dict(both.bf16.validation)
+    return {step: nats - bf16[step] for step, nats in r.validation if step in bf16}
 
 
-def apart(both: tuple[Record, Record]) -> float:
-    """The last validation loss in fp8 less that in bf16."""
-    bf16, fp8 = (r.validation[-1][1] for r in both)
-    return fp8 - bf16
-
-
-def speed_table(compared: Sequence[tuple[Record, Record]]) -> Table:
+def speed_table(compared: Sequence[Pair]) -> Table:
     def line(of: tuple[Record, float | None]) -> str:
         r, ratio = of
         how = f"{r.model}|{r.precision}|{r.seq_len:,}|{r.micro_batch}|{r.tokens_per_step:,}"
         speed = f"{r.tokens_per_s:,.0f}|{fmt(ratio, '.3f') + 'x' if ratio else ''}|{r.ms_median:.1f}"
         return f"{how}|{speed}|{r.peak_mib / 1024:.1f}"
 
-    every = [of for both in compared for of in ((both[0], None), (both[1], faster(both)))]
+    every = [of for both in compared for of in ((both.bf16, None), (both.fp8, faster(both)))]
     head = "model|precision|T|rows of a micro-batch|tokens a step|tokens/s|of bf16's|ms a step|peak GiB"
     return listed("Speed on one GPU, steps in turns", head, every, line)
 
 
-def loss_table(both: tuple[Record, Record]) -> Table:
-    bf16, fp8 = map(by_step, both)
-    tokens = both[0].tokens_per_step
-
-    def line(step: float) -> str:
-        return (
-            f"{step:,.0f}|{step * tokens:,.0f}|{bf16[step]:.4f}|{fp8[step]:.4f}|{fp8[step] - bf16[step]:+.4f}"
-        )
-
-    title = f"{both[0].model}: validation loss, nats per token"
-    return listed(
-        title, "step|tokens|bf16-mixed|fp8|difference", [step for step in bf16 if step in fp8], line
-    )
+def others(both: Pair) -> dict[str, Record]:
+    """What is compared with bf16's run, by name."""
+    again = {f"bf16 in micro-batches of {both.again.micro_batch}": both.again} if both.again else {}
+    return {"fp8": both.fp8} | again
 
 
-def picture(rows: list[Row], both: tuple[Record, Record]) -> str:
+def loss_table(both: Pair) -> Table:
+    gaps = [less_bf16(both, r) for r in others(both).values()]
+
+    def line(of: tuple[float, float]) -> str:
+        step, nats = of
+        cells = (f"{nats + gap[step]:.4f}|{gap[step]:+.4f}" if step in gap else "|" for gap in gaps)
+        return "|".join([f"{step:,.0f}|{step * both.fp8.tokens_per_step:,.0f}|{nats:.4f}", *cells])
+
+    head = "|".join(["step|tokens|bf16-mixed", *(f"{name}|difference" for name in others(both))])
+    return listed(f"{both.fp8.model}: validation loss, nats per token", head, both.bf16.validation, line)
+
+
+def picture(rows: list[Row], both: Pair) -> str:
     figure, (loss, gap) = panels_of(rows, TITLE, 2)
-    millions = both[0].tokens_per_step / 1e6
-    bf16, fp8 = ({step * millions: nats for step, nats in r.validation} for r in both)
-    lines = [Line(r.precision, curve, i) for i, (r, curve) in enumerate(zip(both, (bf16, fp8), strict=True))]
-    title = f"{both[0].model}: validation loss"
+    millions = both.fp8.tokens_per_step / 1e6
+
+    def curve(of: Iterable[tuple[float, float]]) -> dict[float, float]:
+        return {step * millions: nats for step, nats in of}
+
+    lines = [Line(r.precision, curve(r.validation), i) for i, r in enumerate((both.bf16, both.fp8))]
+    title = f"{both.fp8.model}: validation loss"
     panel(loss, lines, title, "million tokens", "nats per token", **LINEAR)
-    less = {at: fp8[at] - bf16[at] for at in bf16 if at in fp8}
-    panel(gap, [Line("fp8 less bf16", less, 1)], "difference", "million tokens", "nats per token", **LINEAR)
+    apart = enumerate(others(both).items(), 1)
+    lines = [Line(f"{name} less bf16", curve(less_bf16(both, r).items()), i) for i, (name, r) in apart]
+    panel(gap, lines, "difference", "million tokens", "nats per token", **LINEAR)
     return svg(figure, rows)
 
 
@@ -89,7 +109,9 @@ def report(rows: list[Row]) -> Report:
         "fp8_training",
         [speed_table(speeds), *map(loss_table, losses)],
         {"": picture(rows, losses[-1])} if losses else {},
-        speeds=[(fp8.model, faster((bf16, fp8)), bf16, fp8) for bf16, fp8 in speeds],
-        losses=[(fp8.model, apart((bf16, fp8)), bf16, fp8) for bf16, fp8 in losses],
+        speeds=[(both, faster(both)) for both in speeds],
+        losses=[
+            (both, [[*less_bf16(both, r).values()][-1] for r in others(both).values()]) for both in losses
+        ],
         failed=[r for r in records(rows) if r.status != "ok"],
     )

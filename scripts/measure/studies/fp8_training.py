@@ -8,13 +8,15 @@ Speed: steps of GPT-2 XL on random tokens with precision=bf16-mixed and with fp8
 timed in turns; both models are on it at once (125 GiB with --batch 16). In fp8 the step is a CUDA graph, as
 train.py's is. Loss: train.py with each precision on the same 50 million tokens of the Python sources that
 this interpreter has installed, from the same weights, on as many GPUs as there are (DDP), one run after the
-other, with a validation every twentieth of the run. Without a GPU: a tiny model, whose products in fp8
-PyTorch emulates; its speed says nothing.
+other, with a validation every twentieth of the run. Chance: the run in bf16 again, on the same batches, in
+micro-batches of half as many rows, so that rounding alone differs. Without a GPU: a tiny model, whose
+products in fp8 PyTorch emulates; its speed says nothing.
 
-Rows. Point: measured ("speed" or "loss"), model, precision, seq_len, micro_batch, tokens_per_step, devices,
-settings; of a loss also steps and text (a digest). Result of a speed: as of instruments/training_point.py,
-with ms_by_round. Result of a loss: validation ([step, nats per token]), losses ([step, nats per token] of
-single steps), tokens_per_s (median; on several GPUs without a CUDA graph), peak_mib, wall_s, corpus.
+Rows. Point: measured ("speed" or "loss", chance's too), model, precision, seq_len, micro_batch,
+tokens_per_step, devices, settings; of a loss also steps and text (a digest). Result of a speed: as of
+instruments/training_point.py, with ms_by_round. Result of a loss: validation ([step, nats per token]), losses
+([step, nats per token] of single steps), tokens_per_s (median; on several GPUs without a CUDA graph),
+peak_mib, wall_s, corpus.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from scripts.measure.studies import Point, Report, Row, real_text, scaling
 
 STUDY = "fp8_training"
 GPU_S, ESTIMATED = 1320, True
-PRECISIONS, MEASURED = ("bf16-mixed", "fp8"), ("speed", "loss")
+PRECISIONS, MEASURED = ("bf16-mixed", "fp8"), ("speed", "loss", "chance")
 WARM_UP, STEPS = 10, 20  # of a speed
 SPEED = ["data=synthetic", f"--warm-up={WARM_UP}", f"--steps={STEPS}", "--seconds=1e9", "--brief"]
 LOSS = ["callbacks.checkpoints=null", "callbacks.samples=null"]
@@ -66,13 +68,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     made = parser(__doc__, STUDY)
     add = made.add_argument
     add("overrides", nargs="*", metavar="key=value", help="of the config of every run")
-    add("--measured", nargs="+", choices=MEASURED, default=MEASURED, help="default: both")
+    add("--measured", nargs="+", choices=MEASURED, default=MEASURED, help="default: all three")
     add("--model", metavar="MODEL", help="a file of conf/model (default: gpt2_xl)")
     add("--batch", type=positive, help="rows of a micro-batch (default: 16)")
     add("--tokens", type=lambda text: positive(f"{float(text):.0f}"), help="of a loss (default: 50e6)")
     add("--timeout-s", type=positive, default=3600, help="of a run (default: 3600)")
     real_text.add_text(made)
-    return made.parse_intermixed_args(given)
+    options = made.parse_intermixed_args(given)
+    if "chance" in options.measured and (options.batch or 2) % 2:
+        made.error(f"--measured chance halves micro-batches: --batch is to be even, not {options.batch}")
+    return options
 
 
 class Plan:
@@ -82,18 +87,18 @@ class Plan:
         self.options, self.device, self.devices = options, device, devices
         self.usual = USUAL[device]
         real_text.settle(options, self.usual, "model", "batch", "tokens", "bytes")
-        shared = ["experiment=gpt2_124m", f"model={options.model}", *self.usual["small"]]
-        self.shared = [*shared, f"data.batch_size={options.batch}"]
+        self.shared = ["experiment=gpt2_124m", f"model={options.model}", *self.usual["small"]]
 
     @functools.cached_property
     def text(self) -> tuple[Path, dict[str, Any]]:
         """The folder of the text, and what is known of it; gathered when it is first asked for."""
         return real_text.gathered(self.options)
 
-    def words(self, measured: str, precision: str) -> list[str]:
+    def words(self, measured: str, precision: str, batch: int | None = None) -> list[str]:
         """Of a speed as instruments/training_point.py takes them, of a loss as train.py does."""
         tokens = self.usual["step_tokens"][measured]
-        words = [*self.shared, f"precision={precision}", f"tokens_per_step={tokens}"]
+        words = [*self.shared, f"data.batch_size={batch or self.options.batch}"]
+        words += [f"precision={precision}", f"tokens_per_step={tokens}"]
         if measured == "speed":
             graphs = str(precision == "fp8" and self.device == "cuda").lower()
             words += [f"data.corpus.vocab_size={self.usual['vocab_size']}", f"cuda_graphs={graphs}"]
@@ -107,10 +112,12 @@ class Plan:
         return [*words, *LOSS, *self.options.overrides]
 
     def points(self, measured: str) -> list[Point]:
+        if measured == "chance":
+            return [self.point("loss", "bf16-mixed", self.options.batch // 2)]
         return [self.point(measured, precision) for precision in PRECISIONS]
 
-    def point(self, measured: str, precision: str) -> Point:
-        words = [word for word in self.words(measured, precision) if not word.startswith("--")]
+    def point(self, measured: str, precision: str, batch: int | None = None) -> Point:
+        words = [word for word in self.words(measured, precision, batch) if not word.startswith("--")]
         model, devices = self.options.model, self.devices if measured == "loss" else 1
         point = real_text.point_of(words, model, "auto", self.device, STUDY)
         own: Point = {"measured": measured, "precision": precision, "devices": devices}
@@ -128,9 +135,10 @@ def measure(options: argparse.Namespace, run: Run) -> None:
         left = run.left(plan.points("speed"), "steps in turns, 2 to 4 min")
         if left:  # a ratio is of one command
             run.group(plan.points("speed"), lambda points: speeds(plan, points), said)
-    if "loss" in options.measured:
-        left = run.left(plan.points("loss"), f"train.py on {plan.devices} {run.device} device(s)")
-        run.each(left, lambda point: trained(plan, point["precision"]), said)
+    losses = [point for of in MEASURED[1:] if of in options.measured for point in plan.points(of)]
+    if losses:
+        left = run.left(losses, f"train.py on {plan.devices} {run.device} device(s)")
+        run.each(left, lambda point: trained(plan, point), said)
 
 
 def speeds(plan: Plan, points: list[Point]) -> list[Result]:
@@ -141,10 +149,11 @@ def speeds(plan: Plan, points: list[Point]) -> list[Result]:
     return [found[point["precision"]] for point in points]
 
 
-def trained(plan: Plan, precision: str) -> Result:
+def trained(plan: Plan, point: Point) -> Result:
     """A run of train.py, from the metrics that it leaves."""
     began = time.monotonic()
-    with scaling.started(plan.words("loss", precision), {}) as (process, folder):
+    words = plan.words("loss", point["precision"], point["micro_batch"])
+    with scaling.started(words, {}) as (process, folder):
         deadline = began + plan.options.timeout_s
         found = scaling.left_by(process, folder, "metrics.csv", deadline, plan.options.timeout_s)
         if isinstance(found, dict):
@@ -165,7 +174,7 @@ def of_metrics(rows: list[dict[str, str]]) -> Result:
 
 
 def said(point: Point, result: Result) -> str:
-    of = f"{point['model']} {point['precision']} {point['measured']}"
+    of = f"{point['model']} {point['precision']} {point['measured']}, micro-batches of {point['micro_batch']}"
     if result["status"] != "ok":
         return f"{of}: {result['status']}, {result['reason']}"
     if point["measured"] == "speed":
