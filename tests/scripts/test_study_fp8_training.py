@@ -115,8 +115,8 @@ def test_what_its_rows_say() -> None:
     )
     found = fp8_training.report(rows)
     assert found.found == (
-        "gpt2_xl trains 1.20x as fast in fp8 as in bf16, and after 49.9 million tokens its loss differs by "
-        "+0.0100 nats."
+        "gpt2_xl trains 1.20x as fast in fp8 as in bf16, and the loss of gpt2_xl differs by +0.0100 nats "
+        "after 49.9 million tokens."
     )
     assert "4.5100 nats per token in fp8 and 4.5000 in bf16 (+0.0100)" in " ".join(found.notes)
     assert "381 steps of 131,072 tokens on 4 devices" in " ".join(found.notes)
@@ -137,6 +137,7 @@ def test_what_its_rows_say() -> None:
         "in micro-batches of 8 rows instead of 16, which only rounds differently, ends at 4.4750 (-0.0250)"
         in (" ".join(found.notes))
     )
+    assert found.found.endswith("after 49.9 million tokens (-0.0250 by chance).")
     assert found.tables[1].lines[-1] == [*losses.lines[-1], "4.4750", "-0.0250"]
     losses = found.tables[1]
     others = plan("optim.weight_decay=0.2", devices=4).points("loss")

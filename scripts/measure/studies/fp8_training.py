@@ -33,7 +33,7 @@ from scripts.measure.runner import Result, Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, real_text, scaling
 
 STUDY = "fp8_training"
-GPU_S, ESTIMATED = 1320, True
+GPU_S, ESTIMATED = 2940, True  # on four H100s 1,350
 PRECISIONS, MEASURED = ("bf16-mixed", "fp8"), ("speed", "loss", "chance")
 WARM_UP, STEPS = 10, 20  # of a speed
 SPEED = ["data=synthetic", f"--warm-up={WARM_UP}", f"--steps={STEPS}", "--seconds=1e9", "--brief"]
