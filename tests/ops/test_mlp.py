@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,6 +60,45 @@ def test_values_and_gradients(dtype: torch.dtype, device: str, bias: bool) -> No
         assert a.dtype == dtype and a.shape == right.shape
         error, allowed = ((each.double() - right).norm() / right.norm() for each in (a, b))
         assert error <= (2 if i == 0 else 3) * allowed + 1e-14, (i, error, allowed)
+
+
+@pytest.mark.gpu
+def test_products_of_the_preferred_algorithm() -> None:
+    """Large enough for it; see ops/cublaslt.py."""
+    torch.manual_seed(0)
+    x, dy = (torch.randn(16384, 384, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    w1 = torch.randn(1536, 384, device="cuda", dtype=torch.bfloat16) / 384**0.5
+    w2 = torch.randn(384, 1536, device="cuda", dtype=torch.bfloat16) / 384**0.5
+    gelu, h = linear_gelu(x, w1, None)
+    exact_h = x.double() @ w1.double().T
+    exact = [F.gelu(exact_h, approximate="tanh"), exact_h]
+    exact.append(torch.ops.aten.gelu_backward(dy.double() @ w2.double(), h.double(), approximate="tanh"))
+    for found, right in zip((gelu, h, linear_gelu_backward(dy, w2, h)), exact, strict=True):
+        assert (found - right).norm() / right.norm() <= 2**-8
+
+
+@pytest.mark.parametrize("rows", [16384, 16383])
+def test_which_algorithm_is_chosen(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [{1: 24, 8: 5}, {1: 20, 8: 3}, {1: 20}, {1: 20, 8: 3}]  # by number: tile, cluster
+
+    def call(function: str, *args: Any) -> None:
+        if function == "cublasLtMatmulAlgoGetHeuristic":
+            *_, asked, found, count = args
+            assert asked == len(found) >= len(shapes)
+            for number in range(len(shapes)):
+                found[number].algo[0], found[number].state = number, int(number == 1)
+            count._obj.value = len(shapes)
+        if function == "cublasLtMatmulAlgoConfigGetAttribute":
+            algorithm, attribute, value, size, _ = args
+            if attribute not in shapes[algorithm._obj[0]]:
+                raise RuntimeError(f"{function} failed: cublasStatus_t 7")
+            value._obj.value = shapes[algorithm._obj[0]][attribute]
+            assert size.value == {1: 4, 8: 2}[attribute]
+
+    monkeypatch.setattr(cublaslt, "_call", call)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    product = cublaslt._Product(rows, 1536, 384, True, cublaslt._GELU_AUX, torch.bfloat16, 0)
+    assert cublaslt._Plan(product).found.algo[0] == (3 if rows == 16384 else 0)  # 1 cannot, 2 has no clusters
 
 
 @pytest.mark.gpu
