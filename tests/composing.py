@@ -6,8 +6,9 @@ worked out anew each time.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import pickle
+from pathlib import Path
 from typing import Any
 
 from conf.compose import CONF
@@ -16,11 +17,14 @@ from conf.compose import CONF
 def hasten() -> None:
     """Once per process; of config folders other than conf/, which tests write, nothing is kept."""
     from hydra._internal import config_loader_impl as loader
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.defaults_list import DefaultsList, Overrides
 
+    read = FileConfigSource.load_config
     listed, merged = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
     lists: dict[Any, DefaultsList] = {}
-    configs: dict[Any, Any] = {}
+    files: dict[Any, bytes] = {}
+    configs: dict[Any, bytes] = {}  # pickled: to load one takes a sixth of the time of copy.deepcopy
 
     def of_conf(repo: Any) -> bool:
         return {source.path for source in repo.get_sources()} <= {"hydra.conf", "", "conf", str(CONF)}
@@ -40,8 +44,17 @@ def hasten() -> None:
             return merged(self, defaults, repo)
         key = tuple(map(repr, defaults))
         if key not in configs:
-            configs[key] = merged(self, defaults, repo)
-        return copy.deepcopy(configs[key])
+            configs[key] = pickle.dumps(merged(self, defaults, repo))
+        return pickle.loads(configs[key])
 
+    def read_once(self: Any, config_path: str) -> Any:
+        if Path(self.path).resolve() != CONF:
+            return read(self, config_path)
+        key = self.provider, config_path
+        if key not in files:
+            files[key] = pickle.dumps(read(self, config_path))
+        return pickle.loads(files[key])
+
+    FileConfigSource.load_config = read_once
     loader.create_defaults_list = list_once
     loader.ConfigLoaderImpl._compose_config_from_defaults_list = merge_once

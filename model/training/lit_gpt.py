@@ -31,6 +31,7 @@ from model.training.sharding import replicated, shard, whole
 from model.training.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
+FREEZES_ON = ("cuda",)  # devices whose steps are shorter than a run of Python's garbage collector
 LARGEST_WEIGHT = 1e4  # weights of trained models are below 100: one beyond this has exploded
 
 
@@ -156,7 +157,8 @@ class LitGPT(L.LightningModule):
                         f"optim.{key} is another than the checkpoint's: its state goes on only as it began."
                     )
             group.update(settings)
-        self.freezes = not gc.get_freeze_count()  # what others have frozen stays theirs
+        # What others have frozen stays theirs.
+        self.freezes = self.device.type in FREEZES_ON and not gc.get_freeze_count()
         if self.cuda_graphs:
             self.step_graph = StepGraph(self._on_device, self.optimizers().optimizer)
 

@@ -53,7 +53,8 @@ class Sweep:
         name = self.jobs[0].name if self.jobs else time.strftime("%Y%m%d-%H%M%S")
         job = Job(overrides, name, suffix(len(self.jobs), overrides))
         self.jobs.append(job)
-        gc.collect()  # the job before, whose trainer and model refer to each other, gives its memory back
+        if len(self.jobs) > 1:
+            gc.collect()  # the job before, whose trainer and model refer to each other, gives its memory back
         try:
             yield job
         except SystemExit as stop:

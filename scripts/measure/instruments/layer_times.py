@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -160,7 +159,6 @@ class Measuring:
         name, layers = point["model"], point["n_layer"]
         if self.net is None or self.net[0] != name:
             self.net = None
-            gc.collect()
             clean_up()
             shape = layers, point["heads"] * point["head_dim"], point["heads"]
             self.net = name, random_gpt(*shape, self.context, self.fused[point["implementation"]], self.like)

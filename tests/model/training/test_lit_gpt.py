@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attention.naive import NaiveAttention
 from model.gpt import GPT, GPTConfig
-from model.training import runtime
+from model.training import lit_gpt, runtime
 from model.training.callbacks import Metrics
 from model.training.checkpoint import read_checkpoint
 from model.training.late import LateScalars
@@ -228,7 +228,8 @@ def test_what_compiling_imports_is_not_searched_for_garbage() -> None:
 
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(lit_gpt, "FREEZES_ON", ("cpu",))
     gc.unfreeze()
     yield
     gc.freeze()
@@ -260,7 +261,8 @@ def test_a_run_that_fails_leaves_nothing_frozen(tmp_path: Path, nothing_frozen: 
     assert counts[0] == 0 and counts[1] > 10_000 and gc.get_freeze_count() == 0
 
 
-def test_what_others_froze_stays_frozen() -> None:
+def test_what_others_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lit_gpt, "FREEZES_ON", ("cpu",))
     gc.freeze()
     before = gc.get_freeze_count()
     train(make_net(), [make_batch()] * 3)
