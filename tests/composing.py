@@ -17,6 +17,9 @@ from conf.compose import CONF
 def hasten() -> None:
     """Once per process; of config folders other than conf/, which tests write, nothing is kept."""
     from hydra._internal import config_loader_impl as loader
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # which loads the next module once more, for itself
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.defaults_list import DefaultsList, Overrides
 

@@ -31,7 +31,7 @@ from model.training.sharding import replicated, shard, whole
 from model.training.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
-FREEZES_ON = ("cuda",)  # devices whose steps are shorter than a run of Python's garbage collector
+FREEZES_ON = ("cuda",)  # devices that wait for the host while Python's garbage collector searches
 LARGEST_WEIGHT = 1e4  # weights of trained models are below 100: one beyond this has exploded
 
 

@@ -75,10 +75,16 @@ def test_products_of_the_preferred_algorithm() -> None:
     exact.append(torch.ops.aten.gelu_backward(dy.double() @ w2.double(), h.double(), approximate="tanh"))
     for found, right in zip((gelu, h, linear_gelu_backward(dy, w2, h)), exact, strict=True):
         assert (found - right).norm() / right.norm() <= 2**-8
+    for transposed, epilogue in ((True, cublaslt._GELU_AUX), (False, cublaslt._DGELU)):
+        product = cublaslt._Product(16384, 1536, 384, transposed, epilogue, torch.bfloat16, x.device.index)
+        shape = cublaslt._shape(cublaslt._plan(product).found)
+        assert shape == cublaslt._PREFERRED or torch.cuda.get_device_capability() != (9, 0)
 
 
-@pytest.mark.parametrize("rows", [16384, 16383])
-def test_which_algorithm_is_chosen(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "capability"), [(16384, (9, 0)), (16383, (9, 0)), (16384, (10, 0))])
+def test_which_algorithm_is_chosen(
+    rows: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = [{1: 24, 8: 5}, {1: 20, 8: 3}, {1: 20}, {1: 20, 8: 3}]  # by number: tile, cluster
 
     def call(function: str, *args: Any) -> None:
@@ -97,8 +103,10 @@ def test_which_algorithm_is_chosen(rows: int, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(cublaslt, "_call", call)
     monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     product = cublaslt._Product(rows, 1536, 384, True, cublaslt._GELU_AUX, torch.bfloat16, 0)
-    assert cublaslt._Plan(product).found.algo[0] == (3 if rows == 16384 else 0)  # 1 cannot, 2 has no clusters
+    wanted = 3 if (rows, capability) == (16384, (9, 0)) else 0  # 1 cannot, 2 has no clusters
+    assert cublaslt._Plan(product).found.algo[0] == wanted
 
 
 @pytest.mark.gpu

@@ -36,7 +36,7 @@ def test_points_differ_in_precision_alone() -> None:
         # train.py compiles blocks in fp8 by itself; a step that is measured is captured as train.py's is
         graph = {"settings"} if measured == "speed" else set()
         assert different == {"precision", "dtype", "compile"} | graph
-    (again,) = on_four.points("chance")  # the same batches: data/stream.py
+    (again,) = on_four.points("again")  # the same batches: data/stream.py
     assert again == bf16 | {"micro_batch": bf16["micro_batch"] // 2}
     assert (bf16["devices"], bf16["steps"]) == (4, 381) and bf16["steps"] * 131072 == pytest.approx(
         5e7, rel=2e-3
@@ -90,7 +90,7 @@ def test_a_run_is_read_from_its_metrics() -> None:
 
 
 def test_a_run_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mine = plan("data.batch_size=3", device="cpu")
+    mine = plan("--batch", "3", "--measured", "loss", device="cpu")
     mine.text = tmp_path, mine.text[1]
     found = fp8_training.trained(mine, mine.point("loss", "fp8"))
     assert found["status"] == "error" and "tokens_per_step=256 is not a multiple" in found["reason"]
@@ -109,46 +109,80 @@ def test_what_its_rows_say() -> None:
         rows.append(row_of(point, result(**speed)))
     for point in mine.points("loss"):
         worse = 0.01 * (point["precision"] == "fp8")
-        rows.append(row_of(point, result(validation=[[0, 11.0], [381, 4.5 + worse]], losses=[])))
+        rows.append(
+            row_of(point, result(validation=[[0, 11.0], [380, 4.5 + worse]], losses=[], tokens_per_s=1e5))
+        )
     rows.append(
         row_of(mine.point("speed", "fp8") | {"micro_batch": 64}, {"status": "oom", "reason": "too much"})
     )
     found = fp8_training.report(rows)
     assert found.found == (
         "gpt2_xl trains 1.20x as fast in fp8 as in bf16, and the loss of gpt2_xl differs by +0.0100 nats "
-        "after 49.9 million tokens."
+        "after 49.8 million tokens."
     )
-    assert "4.5100 nats per token in fp8 and 4.5000 in bf16 (+0.0100)" in " ".join(found.notes)
-    assert "381 steps of 131,072 tokens on 4 devices" in " ".join(found.notes)
+    said = " ".join(found.notes)
+    assert (
+        "at step 380, the validation loss is 4.5100 nats per token in fp8 and 4.5000 in bf16 (+0.0100)"
+        in said
+    )
+    assert "381 steps of 131,072 tokens in micro-batches of 16 rows on 4 devices" in said
+    assert "100,000 in fp8 (compile=blocks), 100,000 in bf16 (compile=True)" in said
     assert found.notes[-1] == "gpt2_xl, fp8, speed: oom: too much"
     speeds, losses = found.tables
     assert speeds.lines[2][6] == "1.200x" and losses.lines[-1] == [
-        "381",
-        "49,938,432",
+        "380",
+        "49,807,360",
         "4.5000",
         "4.5100",
         "+0.0100",
     ]
     assert found.pictures[""].startswith("<?xml")
-    (again,) = mine.points("chance")
-    rows.append(row_of(again, result(validation=[[0, 11.0], [381, 4.475]], losses=[])))
+    (again,) = mine.points("again")
+    rows.append(row_of(again, result(validation=[[0, 11.0], [380, 4.475]], losses=[], tokens_per_s=9e4)))
     found = fp8_training.report(rows)
+    said = " ".join(found.notes)
     assert (
-        "in micro-batches of 8 rows instead of 16, which only rounds differently, ends at 4.4750 (-0.0250)"
-        in (" ".join(found.notes))
+        "micro-batches of 8 rows, where the same batches are rounded differently, bf16 has 4.4750 (-0.0250)"
+        in said
     )
-    assert found.found.endswith("after 49.9 million tokens (-0.0250 by chance).")
+    assert found.found.endswith("million tokens (bf16 in micro-batches of 8 rows instead of 16: -0.0250).")
     assert found.tables[1].lines[-1] == [*losses.lines[-1], "4.4750", "-0.0250"]
     losses = found.tables[1]
     others = plan("optim.weight_decay=0.2", devices=4).points("loss")
-    rows.append(row_of(others[0], result(validation=[[0, 11.0], [381, 4.2]], losses=[])))
+    rows.append(row_of(others[0], result(validation=[[0, 11.0], [380, 4.2]], losses=[])))
     assert fp8_training.report(rows).tables[1:] == [losses]  # of another config, whose fp8 is missing
     only = fp8_training.report(rows[:2])
     assert only.found == "gpt2_xl trains 1.20x as fast in fp8 as in bf16." and not only.pictures
 
 
-def test_micro_batches_of_chance_are_half_as_long(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        plan("--batch", "3")
-    assert "--batch is to be even, not 3" in capsys.readouterr().err
-    assert plan("--batch", "3", "--measured", "loss").options.batch == 3
+def test_losses_are_compared_where_both_were_validated() -> None:
+    bf16, fp8 = plan().points("loss")
+    long = result(validation=[[0, 11.0], [19, 7.0], [38, 6.0]], losses=[], tokens_per_s=1e5)
+    for steps, expected in (([0, 19], "at step 19"), ([0, 20], "at step 0"), ([20], None), ([], None)):
+        other = long | {"validation": [[step, 6.5] for step in steps]}
+        found = fp8_training.report([row_of(bf16, long), row_of(fp8, other)])
+        assert len(found.tables) == bool(expected)
+        assert expected is None or expected in " ".join(found.notes)
+        last = "6.5000 nats per token" if steps else "no validation"
+        assert fp8_training.said(fp8, other).endswith(f"{last} after 381 steps")
+
+
+def test_the_run_again_has_micro_batches_half_as_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, error in (
+        (["--batch", "3"], "--batch is to be even, not 3"),
+        (["data.batch_size=8"], "data.batch_size= is --batch here"),
+    ):
+        with pytest.raises(SystemExit):
+            plan(*words)
+        assert error in capsys.readouterr().err
+
+    def started(words: list[str], place: object) -> None:
+        assert [word for word in words if word.startswith("data.batch_size=")] == ["data.batch_size=8"]
+        raise InterruptedError
+
+    monkeypatch.setattr(fp8_training.scaling, "started", started)
+    mine = plan()
+    with pytest.raises(InterruptedError):
+        fp8_training.trained(mine, mine.points("again")[0])

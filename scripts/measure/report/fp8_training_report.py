@@ -51,6 +51,14 @@ def faster(both: Pair) -> float:
     return median(bf16 / fp8 for bf16, fp8 in rounds)
 
 
+def ends(both: Pair) -> tuple[float, float, float, float | None] | None:
+    """The last step at which bf16 and fp8 have both been validated, and the losses there: of bf16, of fp8
+    and, where it has one, of bf16 again."""
+    bf16, fp8, again = (dict(r.validation) if r else {} for r in both)
+    common = [step for step in bf16 if step in fp8]
+    return (common[-1], bf16[common[-1]], fp8[common[-1]], again.get(common[-1])) if common else None
+
+
 def less_bf16(both: Pair, r: Record) -> dict[float, float]:
     """By step: the validation loss of a run less that of bf16's."""
     bf16 = dict(both.bf16.validation)
@@ -104,14 +112,13 @@ def picture(rows: list[Row], both: Pair) -> str:
 
 
 def report(rows: list[Row]) -> Report:
-    speeds, losses = pairs(rows, "speed"), pairs(rows, "loss")
+    speeds = pairs(rows, "speed")
+    losses = [both for both in pairs(rows, "loss") if ends(both)]
     return page(
         "fp8_training",
         [speed_table(speeds), *map(loss_table, losses)],
         {"": picture(rows, losses[-1])} if losses else {},
         speeds=[(both, faster(both)) for both in speeds],
-        losses=[
-            (both, [[*less_bf16(both, r).values()][-1] for r in others(both).values()]) for both in losses
-        ],
+        losses=[(both, *ends(both)) for both in losses],
         failed=[r for r in records(rows) if r.status != "ok"],
     )

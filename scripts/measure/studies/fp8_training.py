@@ -8,11 +8,11 @@ Speed: steps of GPT-2 XL on random tokens with precision=bf16-mixed and with fp8
 timed in turns; both models are on it at once (125 GiB with --batch 16). In fp8 the step is a CUDA graph, as
 train.py's is. Loss: train.py with each precision on the same 50 million tokens of the Python sources that
 this interpreter has installed, from the same weights, on as many GPUs as there are (DDP), one run after the
-other, with a validation every twentieth of the run. Chance: the run in bf16 again, on the same batches, in
+other, with a validation every twentieth of the run. Again: the run in bf16 on the same batches in
 micro-batches of half as many rows, so that rounding alone differs. Without a GPU: a tiny model, whose
 products in fp8 PyTorch emulates; its speed says nothing.
 
-Rows. Point: measured ("speed" or "loss", chance's too), model, precision, seq_len, micro_batch,
+Rows. Point: measured ("speed" or "loss", that of "again" too), model, precision, seq_len, micro_batch,
 tokens_per_step, devices, settings; of a loss also steps and text (a digest). Result of a speed: as of
 instruments/training_point.py, with ms_by_round. Result of a loss: validation ([step, nats per token]), losses
 ([step, nats per token] of single steps), tokens_per_s (median; on several GPUs without a CUDA graph),
@@ -33,8 +33,8 @@ from scripts.measure.runner import Result, Run, parser, run_study
 from scripts.measure.studies import Point, Report, Row, real_text, scaling
 
 STUDY = "fp8_training"
-GPU_S, ESTIMATED = 2940, True  # on four H100s 1,350
-PRECISIONS, MEASURED = ("bf16-mixed", "fp8"), ("speed", "loss", "chance")
+GPU_S, ESTIMATED = 2940, True  # the three losses on four H100s: 1,141
+PRECISIONS, MEASURED = ("bf16-mixed", "fp8"), ("speed", "loss", "again")
 WARM_UP, STEPS = 10, 20  # of a speed
 SPEED = ["data=synthetic", f"--warm-up={WARM_UP}", f"--steps={STEPS}", "--seconds=1e9", "--brief"]
 LOSS = ["callbacks.checkpoints=null", "callbacks.samples=null"]
@@ -75,8 +75,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--timeout-s", type=positive, default=3600, help="of a run (default: 3600)")
     real_text.add_text(made)
     options = made.parse_intermixed_args(given)
-    if "chance" in options.measured and (options.batch or 2) % 2:
-        made.error(f"--measured chance halves micro-batches: --batch is to be even, not {options.batch}")
+    if any(word.startswith("data.batch_size=") for word in options.overrides):
+        made.error("data.batch_size= is --batch here: the runs differ in it")
+    if "again" in options.measured and (options.batch or 2) % 2:
+        made.error(f"--measured again halves micro-batches: --batch is to be even, not {options.batch}")
     return options
 
 
@@ -112,7 +114,7 @@ class Plan:
         return [*words, *LOSS, *self.options.overrides]
 
     def points(self, measured: str) -> list[Point]:
-        if measured == "chance":
+        if measured == "again":
             return [self.point("loss", "bf16-mixed", self.options.batch // 2)]
         return [self.point(measured, precision) for precision in PRECISIONS]
 
@@ -179,7 +181,8 @@ def said(point: Point, result: Result) -> str:
         return f"{of}: {result['status']}, {result['reason']}"
     if point["measured"] == "speed":
         return f"{of}: {result['ms_median']:.1f} ms a step, {result['tokens_per_s']:,.0f} tokens/s"
-    return f"{of}: {result['validation'][-1][1]:.4f} nats per token after {point['steps']:,} steps"
+    last = f"{result['validation'][-1][1]:.4f} nats per token" if result["validation"] else "no validation"
+    return f"{of}: {last} after {point['steps']:,} steps"
 
 
 def report(rows: list[Row]) -> Report:
