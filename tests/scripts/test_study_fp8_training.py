@@ -89,6 +89,7 @@ def test_a_run_is_read_from_its_metrics() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = plan("--batch", "3", "--measured", "loss", device="cpu")
     mine.text = tmp_path, mine.text[1]

@@ -6,6 +6,7 @@ import pytest
 from model.training import imports
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Inductor compiles in threads there")
 def test_inductors_processes_are_left_to_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """At exit nothing waits for them, and they do end when the pipe to them is closed."""
