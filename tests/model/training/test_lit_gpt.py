@@ -261,6 +261,13 @@ def test_a_run_that_fails_leaves_nothing_frozen(tmp_path: Path, nothing_frozen: 
     assert counts[0] == 0 and counts[1] > 10_000 and gc.get_freeze_count() == 0
 
 
+def test_on_a_cpu_nothing_is_frozen(nothing_frozen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lit_gpt, "FREEZES_ON", ("cuda",))
+    with mock.patch.object(gc, "freeze", wraps=gc.freeze) as freeze:
+        train(make_net(), [make_batch()] * 3)
+    assert not freeze.called
+
+
 def test_what_others_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lit_gpt, "FREEZES_ON", ("cpu",))
     gc.freeze()
