@@ -74,6 +74,16 @@ def test_values(
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_scores_that_are_all_below_zero() -> None:
+    """In e4m3: as integers, negative floats are in reverse order (softmax.cuh, largest_scores)."""
+    q, k, v, _ = cpu.inputs((70, 70, 64), (1, 1), dtype=torch.bfloat16)
+    problem = Problem(q.abs(), -(2 * k.abs()), v, {"causal": False})
+    got = computed(CudaFp8(qk_dtype="e4m3"), problem)
+    ratios = error_ratios(got, *expected(problem, operand_dtype=torch.float8_e4m3fn), q.dtype)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("qk_dtype", ["e4m3", "int8"])
 @pytest.mark.parametrize("factors", [(0, 1, 1), (1, 0, 1), (1e-13, 1e-13, 1), (1, 1, 1e-37)], ids=str)
 def test_small_numbers_and_zeros_under_a_mask(factors: tuple[float, float, float], qk_dtype: str) -> None:
