@@ -36,10 +36,11 @@ class Fp8Tile(HopperTile):
         return super().defines(head_dim) | {"PADDED_D": width, "USED_D": width, "OPERANDS_8BIT": 1}
 
 
-# Ping-pong: 0.94 to 1.02x, of T = 4k and 16k, D = 128 and 256, e4m3 and int8, causal and not (H200).
+# Ping-pong at D = 128: 0.94 to 1.05x, e4m3 and int8, T = 4k to 16k, in the mean 0.99x; at D = 256: 0.99 to
+# 1.04x, in the mean 1.01x (H200).
 _TILES = {
     128: Fp8Tile(2, 192, 3, q_stages=2, ping_pong=False),
-    256: Fp8Tile(2, 128, 2, q_stages=1, ping_pong=False),
+    256: Fp8Tile(2, 128, 2, q_stages=1),
 }
 
 

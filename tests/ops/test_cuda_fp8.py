@@ -166,8 +166,7 @@ def test_compiles_for_hopper_with_few_spills(head_dim: int, spilled: int, right:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "data_ptr", lambda _: 256)
         call = Call(q, q, q, AttentionOptions(causal=bool(right), scale=1.0))
-    own = {"INT8": integers, "PINGPONG": 1 - integers}
-    of_fa3 = tuple((hopper.forward_defines(call, tile, head_dim) | own).items())
+    of_fa3 = tuple((hopper.forward_defines(call, tile, head_dim) | {"INT8": integers}).items())
     made = compiled(
         Launch("ladder/fa3.cu", "tilegpt_fa3_forward", of_fa3, 384, tile.shared_bytes(head_dim)), (9, 0)
     )
