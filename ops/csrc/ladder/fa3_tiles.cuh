@@ -21,6 +21,7 @@ static_assert(NAMED_OWN + WARP_GROUPS <= 16, "there are 16 named barriers");
 static_assert(!OPERANDS_8BIT || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
 static_assert(64 * (WARP_GROUPS - 1) <= BC,
               "the last key tile that a group sees is at most one before the block's last");
+static_assert(!(INT8 && SCALE_BEFORE_MAX), "scores that begin at INT8_MAGIC are scaled with their exponents");
 static_assert(!BLOCK_MASK || BC % 64 == 0, "flags beside where a tile begins");
 static_assert(!P_IN_SHARED || (BC % 64 == 0 && !OPERANDS_8BIT), "P lies in whole boxes of 16-bit numbers");
 

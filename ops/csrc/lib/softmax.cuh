@@ -46,7 +46,7 @@ __device__ __forceinline__ float largest_in_row(const Accumulator<M_TILES, N_STE
 
 #if OPERANDS_8BIT
 // The same in each row. As integers, three at a time: half as many instructions, and the kernel is 1.01 to 1.04x as fast.
-// The order is that of floats unless all are below 0, which with INT8_MAGIC none is.
+// The largest is that of floats unless all are below 0; sums from INT8_MAGIC on are not, and masked ones remain -inf.
 template <int M_TILES, int N_STEPS>
 __device__ __forceinline__ void largest_scores(float (&row_max)[M_TILES][2], const Accumulator<M_TILES, N_STEPS> &s) {
     bool all_negative = false;
