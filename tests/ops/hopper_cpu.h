@@ -242,7 +242,6 @@ static inline unsigned pack_e4m3(float a, float b, float c, float d) {
     return cpu::e4m3_of(a) | cpu::e4m3_of(b) << 8 | cpu::e4m3_of(c) << 16 | (unsigned)cpu::e4m3_of(d) << 24;
 }
 
-static inline int __vimax3_s32(int a, int b, int c) { return max_of(max_of(a, b), c); }
 static inline float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 
 static inline void store_zeros(unsigned to) { memset(cpu::at(to), 0, 16); }

@@ -176,6 +176,18 @@ def _bits(shape: tuple[int, int, int], block_mask: Tensor | None, **made: Any) -
     return [out, *torch.autograd.grad(out, (q, k, v), dout.detach())]
 
 
+def test_scores_that_are_all_below_zero() -> None:
+    """As integers, negative floats are in reverse order (softmax.cuh, largest_scores)."""
+    q, k, v, dout = cpu.inputs((140, 300, 64), dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = (
+        80,
+        -20 * torch.rand(k.shape[:-1]) - torch.linspace(60, 0, 300),
+    )  # scores from -800 up
+    problem = Problem(q, k, v, {"causal": False}, dout)
+    ratios = error_ratios(computed(_OnCPU(False), problem), *expected(problem), q.dtype)
+    assert max(ratios.values()) <= 1, ratios
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("block_mask", [None, kept(1, 6, 3, 3)], ids=["", "block_mask"])
 def test_in_any_order(request: pytest.FixtureRequest, block_mask: Tensor | None) -> None:

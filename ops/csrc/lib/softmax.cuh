@@ -6,7 +6,9 @@
 // maximum only now and then; and the sum, of which each lane has its own part.
 template <int M_TILES> struct SoftmaxState {
     float shift[M_TILES][2], l[M_TILES][2];
+    bool as_integers;  // how the largest scores are found; the same in all lanes
     __device__ __forceinline__ void clear() {
+        as_integers = false;
 #pragma unroll
         for (int t = 0; t < M_TILES; t++) shift[t][0] = shift[t][1] = -INFINITE, l[t][0] = l[t][1] = 0.0f;
     }
@@ -35,40 +37,30 @@ template <int M_TILES> struct SoftmaxState {
 #define MAX_OFFSET 0.0f
 #endif
 
-// The largest of a thread's scores in a row.
+// The largest of a thread's scores in each row. `as_integers`: three at a time (VIMNMX3), half as many instructions. As
+// integers, negative floats are below the others, but in reverse order.
 template <int M_TILES, int N_STEPS>
-__device__ __forceinline__ float largest_in_row(const Accumulator<M_TILES, N_STEPS> &s, int t, int half) {
-    float x = -INFINITE;
-#pragma unroll
-    for (int n = 0; n < 2 * N_STEPS; n++) x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
-    return x;
-}
-
-#if OPERANDS_8BIT
-// The same in each row. As integers, three at a time: half as many instructions, and the kernel is 1.01 to 1.04x as fast.
-// The largest is that of floats unless all are below 0; sums from INT8_MAGIC on are not, and masked ones remain -inf.
-template <int M_TILES, int N_STEPS>
-__device__ __forceinline__ void largest_scores(float (&row_max)[M_TILES][2], const Accumulator<M_TILES, N_STEPS> &s) {
-    bool all_negative = false;
+__device__ __forceinline__ void largest_scores(float (&largest)[M_TILES][2], const Accumulator<M_TILES, N_STEPS> &s,
+                                               bool as_integers) {
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int largest = __float_as_int(-INFINITE);
+            float x = -INFINITE;
+            if (as_integers) {
+                int y = __float_as_int(x);
 #pragma unroll
-            for (int n = 0; n < 2 * N_STEPS; n++)
-                largest = __vimax3_s32(largest, __float_as_int(s.c[t][n][2 * half]),
-                                       __float_as_int(s.c[t][n][2 * half + 1]));
-            row_max[t][half] = __int_as_float(largest);
-            all_negative |= largest < 0;
+                for (int n = 0; n < 2 * N_STEPS; n++)
+                    y = __vimax3_s32(y, __float_as_int(s.c[t][n][2 * half]), __float_as_int(s.c[t][n][2 * half + 1]));
+                x = __int_as_float(y);
+            } else {
+#pragma unroll
+                for (int n = 0; n < 2 * N_STEPS; n++)
+                    x = fmaxf(x, fmaxf(s.c[t][n][2 * half], s.c[t][n][2 * half + 1]));
+            }
+            largest[t][half] = x;
         }
-    if (INT8 || !__any_sync(~0u, all_negative)) return;
-#pragma unroll
-    for (int t = 0; t < M_TILES; t++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) row_max[t][half] = largest_in_row(s, t, half);
 }
-#endif
 
 // s becomes EXP_FACTOR exp2(scale_log2 s - m), m = `shift`, and l goes on.
 template <int M_TILES, int N_STEPS>
@@ -108,41 +100,49 @@ __device__ __forceinline__ void exponentiate(Accumulator<M_TILES, N_STEPS> &s, S
 template <int M_TILES, int N_STEPS, typename Rescale>
 __device__ __forceinline__ bool online_softmax(Accumulator<M_TILES, N_STEPS> &s, SoftmaxState<M_TILES> &softmax,
                                                float scale_log2, const Rescale &rescale) {
-    float row_max[M_TILES][2];
-    bool needs_rescale = false;
-#if OPERANDS_8BIT
-    largest_scores(row_max, s);
+    float largest[M_TILES][2];
+    // While no row is shifted by less than -8, a score that exceeds its shift by 8 is above 0, and integers will do.
+#if ELEMENT_KIND == float_ELEMENT
+    largest_scores(largest, s, false);
+#elif INT8
+    largest_scores(largest, s, true);
+#else
+    if (softmax.as_integers)
+        largest_scores(largest, s, true);
+    else
+        largest_scores(largest, s, false);
 #endif
+    bool needs_rescale = false;
 #pragma unroll
     for (int t = 0; t < M_TILES; t++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float &x = row_max[t][half];
-#if !OPERANDS_8BIT
-            x = largest_in_row(s, t, half);
-#endif
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            needs_rescale |= EXPONENT(x, softmax.shift[t][half], scale_log2) > 8.0f;
-        }
+        for (int half = 0; half < 2; half++)
+            needs_rescale |= EXPONENT(largest[t][half], softmax.shift[t][half], scale_log2) > 8.0f;
     needs_rescale = __any_sync(~0u, needs_rescale);
     if (needs_rescale) {
+        bool below = false;
 #pragma unroll
         for (int t = 0; t < M_TILES; t++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
+                float &x = largest[t][half], &shift = softmax.shift[t][half];
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
                 // Row by row: a row's bits depend on no other row.
-                if (!(EXPONENT(row_max[t][half], softmax.shift[t][half], scale_log2) > 8.0f)) continue;
+                if (EXPONENT(x, shift, scale_log2) > 8.0f) {
 #if ELEMENT_KIND == float_ELEMENT
-                const float m = row_max[t][half], factor = exp2_of((softmax.shift[t][half] - m) * scale_log2);
+                    const float m = x, factor = exp2_of((shift - m) * scale_log2);
 #else
-                // Rounded, as the exponents have it: what came before is off by as much as what comes.
-                const float m = __fmul_rn(WITHOUT_MAGIC(row_max[t][half]), scale_log2) - MAX_OFFSET;
-                const float factor = exp2_of(softmax.shift[t][half] - m);
+                    // Rounded, as the exponents have it: what came before is off by as much as what comes.
+                    const float m = __fmul_rn(WITHOUT_MAGIC(x), scale_log2) - MAX_OFFSET;
+                    const float factor = exp2_of(shift - m);
 #endif
-                softmax.shift[t][half] = m, softmax.l[t][half] *= factor;
-                rescale(t, half, factor);
+                    shift = m, softmax.l[t][half] *= factor;
+                    rescale(t, half, factor);
+                }
+                below |= shift < -8.0f;
             }
+        softmax.as_integers = !__any_sync(~0u, below);
     }
     exponentiate(s, softmax, scale_log2);
     return needs_rescale;
