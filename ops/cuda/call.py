@@ -133,7 +133,7 @@ class Call:
             "HEADS_PER_KV": heads // kv_heads,
             "HAS_LEFT": int(left >= 0),
             "HAS_RIGHT": int(right >= 0),
-            "SOFTCAP": int(softcap > 0),
+            "SOFTCAP": (softcap > 0) + (softcap > 64),
             "ALIBI": int(slopes is not None),
             "DOCUMENT_IDS": int(q_ids is not None),
             "LENGTHS": int(kv_lengths is not None),

@@ -65,8 +65,9 @@ _FORWARD = {
     256: HopperTile(2, 80, 2, q_stages=1, o_over_q=True),
 }
 # At D <= 96: with more registers a thread, where three groups spill 100 to 616 bytes; and of fewer queries,
-# where a causal mask leaves little of a tile (T = 1k, D = 64: 333 TFLOP/s for 310).
-_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_stages=2), 1536
+# where a causal mask leaves little of a tile: up to so many keys. (The other tile at D <= 64: 0.87 to 1.01x
+# at T = 256, 1.00 to 1.27x from 320 on, 1.13 to 1.20x at 1,536; at D = 96 0.95x at 1k, 1.04x at 1,536.)
+_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_stages=2), {32: 256, 64: 256, 96: 1024}
 
 # With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of. At D = 64,
 # ping-pong is 2% slower (T = 16k, local:8), at D = 128 as fast; four stages are 1% slower than five.
@@ -88,7 +89,7 @@ def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> Ho
     if defines["BLOCK_MASK"]:
         return _SPARSE[tile_head_dim(head_dim)]
     width, plain = tile_head_dim(head_dim), not (defines["SOFTCAP"] or defines["DOCUMENT_IDS"])
-    short = tk <= _SMALL_KEYS and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
+    short = tk <= _SMALL_KEYS.get(width, 0) and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
     return _SMALL if width <= 96 and (short or not plain) else _FORWARD[width]
 
 

@@ -215,6 +215,7 @@ template <class T>
 T __shfl_sync(unsigned, T x, int lane) {
     return cpu::shuffle(x, lane);
 }
+static inline float __fdividef(float a, float b) { return a / b; }
 static inline int __vimax3_s32(int a, int b, int c) { return std::max(std::max(a, b), c); }
 static inline bool __any_sync(unsigned, bool x) {
     int any = x;

@@ -38,8 +38,8 @@ def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
 def test_fewer_queries_a_tile_where_they_pay() -> None:
     plain = dict.fromkeys(OF_A_TILE, 0)
     causal = plain | {"HAS_RIGHT": 1}
-    calls = (1024, causal), (2048, causal), (1024, plain), (4096, plain | {"SOFTCAP": 1})
-    for head_dim, groups in {64: [2, 3, 3, 2], 96: [2, 3, 3, 2], 128: [2, 2, 2, 2]}.items():
+    calls = (256, causal), (1024, causal), (2048, causal), (256, plain), (4096, plain | {"SOFTCAP": 1})
+    for head_dim, groups in {64: [2, 3, 3, 3, 2], 96: [2, 2, 3, 3, 2], 128: [2, 2, 2, 2, 2]}.items():
         assert [hopper.forward_tile(head_dim, *call).warp_groups for call in calls] == groups
 
 

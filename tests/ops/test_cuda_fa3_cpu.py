@@ -210,7 +210,7 @@ def test_values_where_p_is_multiplied_from_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As it is for more keys than these; by three warp groups, which skip what others see."""
-    monkeypatch.setattr(hopper_tiles, "_SMALL_KEYS", 0)
+    monkeypatch.setattr(hopper_tiles, "_SMALL_KEYS", {})
     monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
     test_values(shape, made, options)
 

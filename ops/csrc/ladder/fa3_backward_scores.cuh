@@ -154,7 +154,7 @@ struct ScoreGroup {
             for (int e = 0; e < 4; e++) {
                 float &x = s[4 * n + e];
 #if SOFTCAP
-                x = tanh_of(x * softcap_scale), factor[e] = 1.0f - x * x;
+                x = tanh_of(x, softcap_scale), factor[e] = 1.0f - x * x;
 #endif
                 float exponent = x * scale_log2 - (e % 2 ? shift.y : shift.x);
                 if (ALIBI) exponent -= slope * fabsf(distance + (float)(e / 2 * 8 - n * 8 - e % 2));

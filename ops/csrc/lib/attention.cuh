@@ -5,7 +5,7 @@
 //   HEAD_DIM    D, as the caller has it; kernels pad it as they need
 //   HEADS_PER_KV    query heads that share a key head (1: MHA)
 //   HAS_LEFT, HAS_RIGHT    a bound on either side of the diagonal (causal: HAS_RIGHT with window_right = 0)
-//   SOFTCAP, ALIBI, DOCUMENT_IDS, LENGTHS, DROPOUT, BLOCK_MASK    0 or 1; what is 0 costs nothing
+//   SOFTCAP, ALIBI, DOCUMENT_IDS, LENGTHS, DROPOUT, BLOCK_MASK    0 or 1 (SOFTCAP 2 above 64); what is 0 costs nothing
 // and what the stage adds (tile sizes). Only .cuh files of ops/csrc, cuda_bf16.h and cuda_fp16.h are ever
 // included. All stages also compile as C++ for the CPU (tests/ops/cpu.h).
 #pragma once
@@ -102,14 +102,19 @@ __device__ __forceinline__ int keys_of(const Params &p, int b) {
 #endif
 }
 
-// tanh by one exponential, which goes to 0 or infinity without overflow; the series near 0, where x is small beside 1.
-__device__ __forceinline__ float tanh_of(float x) {
+#if SOFTCAP
+// tanh(x * factor); in 16 bits by one exponential, which goes to 0 or infinity without overflow, and is exact to the rounding
+// of 1. A softcap above 64 takes the series near 0, where x is small beside 1.
+__device__ __forceinline__ float tanh_of(float x, float factor) {
 #if ELEMENT_KIND == float_ELEMENT
-    return tanhf(x);
+    return tanhf(x * factor);
 #else
-    return fabsf(x) < 0.05f ? x * (1.0f - x * x * (1.0f / 3.0f)) : 1.0f - 2.0f / (exp2f(x * (2.0f * LOG2E)) + 1.0f);
+    const float y = 1.0f - __fdividef(2.0f, exp2f(x * (factor * (2.0f * LOG2E))) + 1.0f);
+    x *= factor;
+    return SOFTCAP > 1 && fabsf(x) < 0.05f ? x * (1.0f - x * x * (1.0f / 3.0f)) : y;
 #endif
 }
+#endif
 
 // The score of query i and key j from dot = <q_i, k_j>, before the mask. `causal_offset` = keys - Tq: the distance is
 // j - i - causal_offset. `tanh_score` gets tanh(scale * dot / softcap), which the backward needs.
@@ -117,7 +122,7 @@ __device__ __forceinline__ float score_of(const Params &p, float dot, int i, int
                                           float &tanh_score) {
     float s = dot * p.scale;
 #if SOFTCAP
-    tanh_score = tanh_of(s / p.softcap);
+    tanh_score = tanh_of(dot, p.scale / p.softcap);
     s = tanh_score * p.softcap;
 #endif
 #if ALIBI
