@@ -113,7 +113,8 @@ class Call:
             window_left=min(left, tk),
             window_right=min(right, tq),
             scale=options.scale,
-            softcap=max(softcap, 1e-37) if softcap > 0 else 0.0,  # a 0 in fp32 would divide
+            # scale / softcap stays finite in fp32, and a 0 does not divide
+            softcap=max(softcap, 1e-37 * max(1.0, abs(options.scale))) if softcap > 0 else 0.0,
             keep_scale=1.0 / (1.0 - dropout_p),
             dropout_threshold=min(dropout_threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,
         ).bind(

@@ -65,8 +65,8 @@ _FORWARD = {
     256: HopperTile(2, 80, 2, q_stages=1, o_over_q=True),
 }
 # At D <= 96: with more registers a thread, where three groups spill 100 to 616 bytes; and of fewer queries,
-# where a causal mask leaves little of a tile: up to so many keys. (The other tile at D <= 64: 0.87 to 1.01x
-# at T = 256, 1.00 to 1.27x from 320 on, 1.13 to 1.20x at 1,536; at D = 96 0.95x at 1k, 1.04x at 1,536.)
+# where a causal mask leaves little of a tile: up to so many keys. (Three groups for two at D <= 64: 0.87 to
+# 1.01x at T = 256, 1.03 to 1.05x at 512 and 1k, 1.13 to 1.20x at 1,536; D = 96: 0.95x at 1k, 1.04x at 1,536.)
 _SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_stages=2), {32: 256, 64: 256, 96: 1024}
 
 # With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of. At D = 64,

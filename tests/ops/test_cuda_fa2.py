@@ -95,6 +95,8 @@ CASES: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
     ((70, 150, 96), {"cut": 1}, {"scale": -0.2}),
     ((70, 80, 96), {"cut": 1}, {"scale": 0.0}),
     ((1, 3, 8), {}, {}),
+    ((40, 70, 32), {"magnitude": 4.0}, {"softcap": 64.0}),
+    ((40, 70, 32), {"magnitude": 4.0}, {"softcap": 65.0}),  # from there on with the series of tanh
 ]
 
 
@@ -177,15 +179,20 @@ def _bits(shape: tuple[int, int, int], block_mask: Tensor | None, **made: Any) -
 
 
 def test_scores_that_are_all_below_zero() -> None:
-    """As integers, negative floats are in reverse order (softmax.cuh, largest_scores)."""
-    q, k, v, dout = cpu.inputs((140, 300, 64), dtype=torch.bfloat16)
-    q[..., 0], k[..., 0] = (
-        80,
-        -20 * torch.rand(k.shape[:-1]) - torch.linspace(60, 0, 300),
-    )  # scores from -800 up
-    problem = Problem(q, k, v, {"causal": False}, dout)
+    """As integers, negative floats are below -inf (softmax.cuh, largest_scores)."""
+    q, k, v, _ = cpu.inputs((140, 300, 64), dtype=torch.bfloat16)
+    to_the_last = torch.arange(300).flip(0)
+    q[..., 0], k[..., 0] = 80, -0.2 * to_the_last - 2 * (7 * to_the_last % 10)  # scores from -800 up
+    problem = Problem(q, k, v, {"causal": False})
     ratios = error_ratios(computed(_OnCPU(False), problem), *expected(problem), q.dtype)
-    assert max(ratios.values()) <= 1, ratios
+    assert ratios.keys() == {"out", "lse"} and max(ratios.values()) <= 1, ratios
+
+
+def test_a_softcap_near_zero_leaves_scores_of_zero() -> None:
+    """0 times scale / softcap is 0 where the quotient is beyond fp32."""
+    q, k, v, _ = cpu.inputs((40, 50, 32), dtype=torch.bfloat16)
+    out = _OnCPU(False)(q.zero_(), k, v, causal=False, softcap=1e-46, scale=50.0)
+    assert torch.allclose(out.float(), v.float().mean(2, keepdim=True).expand_as(out), atol=1e-2)
 
 
 @pytest.mark.long

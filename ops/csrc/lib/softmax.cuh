@@ -37,8 +37,8 @@ template <int M_TILES> struct SoftmaxState {
 #define MAX_OFFSET 0.0f
 #endif
 
-// The largest of a thread's scores in each row. `as_integers`: three at a time (VIMNMX3), half as many instructions. As
-// integers, negative floats are below the others, but in reverse order.
+// The largest of a thread's scores in each row. `as_integers`: three at a time (VIMNMX3), half as many instructions; if
+// all are negative -inf, as integers have negative floats in reverse order.
 template <int M_TILES, int N_STEPS>
 __device__ __forceinline__ void largest_scores(float (&largest)[M_TILES][2], const Accumulator<M_TILES, N_STEPS> &s,
                                                bool as_integers) {
