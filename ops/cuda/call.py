@@ -73,6 +73,11 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
+def _softcap(softcap: float, scale: float) -> float:
+    """At least what keeps scale / softcap finite in fp32; 0: no softcap."""
+    return max(softcap, 1e-37 * max(1.0, abs(scale))) if softcap > 0 else 0.0
+
+
 class Call:
     """What forward and backward derive from q (B, Hq, Tq, D), k, v, normalised options and `settings`.
 
@@ -113,8 +118,7 @@ class Call:
             window_left=min(left, tk),
             window_right=min(right, tq),
             scale=options.scale,
-            # scale / softcap stays finite in fp32, and a 0 does not divide
-            softcap=max(softcap, 1e-37 * max(1.0, abs(options.scale))) if softcap > 0 else 0.0,
+            softcap=_softcap(softcap, options.scale),
             keep_scale=1.0 / (1.0 - dropout_p),
             dropout_threshold=min(dropout_threshold(dropout_p), 2**32 - 1) if dropout_p > 0 else 0,
         ).bind(
