@@ -17,7 +17,12 @@ FOLDER = Path(__file__).resolve().parents[1] / "conf" / "attention"
 
 def names() -> list[str]:
     """What attention=... can be, by name."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return list(_files())
+
+
+@functools.cache  # report.py asks 12,000 times
+def _files() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 def implementations() -> list[str]:

@@ -219,6 +219,7 @@ def _races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, t
     return {name for name, said in sanitizer.reports.items() if said}
 
 
+@pytest.mark.long  # 15 kernels, 10 s; two that have races are looked at below
 def test_no_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert _races(tmp_path, monkeypatch, {}) == set()
 
