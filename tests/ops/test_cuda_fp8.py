@@ -75,12 +75,18 @@ def test_values(
 
 @pytest.mark.usefixtures("on_cpu")
 def test_scores_that_are_all_below_zero() -> None:
-    """In e4m3: as integers, negative floats are in reverse order (softmax.cuh, largest_scores)."""
+    """In e4m3: as integers, negative floats are below -inf (softmax.cuh, largest_scores)."""
     q, k, v, _ = cpu.inputs((70, 70, 64), (1, 1), dtype=torch.bfloat16)
     problem = Problem(q.abs(), -(2 * k.abs()), v, {"causal": False})
     got = computed(CudaFp8(qk_dtype="e4m3"), problem)
     ratios = error_ratios(got, *expected(problem, operand_dtype=torch.float8_e4m3fn), q.dtype)
     assert max(ratios.values()) <= 1, ratios
+    # and where they grow by 80 from each tile of keys to the one before, which comes after it
+    q, k, v, _ = cpu.inputs((70, 600, 64), (1, 1), dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = 80, -8 * torch.arange(1, 5).repeat_interleave(192)[:600]
+    lse = CudaFp8(qk_dtype="e4m3")(q, k, v, causal=False, return_lse=True)[1]
+    exact = (q.double() @ k.double().mT / 8).logsumexp(-1)
+    assert torch.allclose(lse.double(), exact, rtol=0.05)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -120,10 +120,11 @@ __device__ __forceinline__ float tanh_of(float x, float factor) {
 // j - i - causal_offset. `tanh_score` gets tanh(scale * dot / softcap), which the backward needs.
 __device__ __forceinline__ float score_of(const Params &p, float dot, int i, int j, int causal_offset, float slope,
                                           float &tanh_score) {
-    float s = dot * p.scale;
 #if SOFTCAP
     tanh_score = tanh_of(dot, p.scale / p.softcap);
-    s = tanh_score * p.softcap;
+    float s = tanh_score * p.softcap;
+#else
+    float s = dot * p.scale;
 #endif
 #if ALIBI
     s -= slope * fabsf((float)(j - i - causal_offset));

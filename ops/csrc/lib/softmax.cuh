@@ -62,7 +62,9 @@ __device__ __forceinline__ void largest_scores(float (&largest)[M_TILES][2], con
         }
 }
 
-// s becomes EXP_FACTOR exp2(scale_log2 s - m), m = `shift`, and l goes on.
+// s becomes EXP_FACTOR exp2(scale_log2 s - m), m = `shift`, and l goes on. In fp32 it becomes
+// EXP_FACTOR exp2(scale_log2 (s - m)), an instruction more, so that the largest is EXP_FACTOR, and not that times 2 to
+// the power of what m was rounded by.
 template <int M_TILES, int N_STEPS>
 __device__ __forceinline__ void exponentiate(Accumulator<M_TILES, N_STEPS> &s, SoftmaxState<M_TILES> &softmax,
                                              float scale_log2) {
@@ -90,11 +92,9 @@ __device__ __forceinline__ void exponentiate(Accumulator<M_TILES, N_STEPS> &s, S
         }
 }
 
-// s becomes EXP_FACTOR exp2(scale_log2 s - m), m = `shift`, and l goes on. A row's m follows its maximum only when that
-// has grown by more than 2^8 (the division at the end absorbs what m is), so that o is rescaled in the first tiles and
-// then hardly ever: D multiplications a tile and thread, an eighth of all instructions of fa2 at D = 128. In fp32 it becomes
-// EXP_FACTOR exp2(scale_log2 (s - m)), an instruction more, so that the largest is EXP_FACTOR, and not that times 2 to
-// the power of what m was rounded by.
+// The same with the m of these scores. A row's m follows its maximum only when that has grown by more than 2^8 (the
+// division at the end absorbs what m is), so that o is rescaled in the first tiles and then hardly ever: D multiplications
+// a tile and thread, an eighth of all instructions of fa2 at D = 128.
 // Where m grows, rescale(t, half, factor) is called for what O has of the row so far. Returns whether any row of the
 // warp needed it.
 template <int M_TILES, int N_STEPS, typename Rescale>
