@@ -135,25 +135,21 @@ _BACKWARD_HEAD_DIMS = (64, 128, 192, 256)  # that tiles have in shared memory
 # By the largest head dim.
 _BACKWARD = {
     64: HopperBackwardTile(128, 128, 2, 2, late_dq=True),
-    112: HopperBackwardTile(64, 128, 2, 2),
     128: HopperBackwardTile(64, 128, 2, 2),
     192: HopperBackwardTile(64, 64, 2, 2),
     256: HopperBackwardTile(64, 64, 2, 1),
 }
-# No option but a causal mask: with others dK behind S is slower, and fa3_backward_three.cuh, at D = 192 1.06
-# to 1.12x (H200, T = 1k, 4k, 16k), does not know them. In fp16 late dQ spills at D = 128.
-_PLAIN = {
-    112: HopperBackwardTile(64, 128, 2, 2, late_dk=True),
+# No option but a causal mask. On an H200, T = 4k, D = 96 and 128 are 1.03 to 1.11x as fast with late dQ and
+# dK as without, D = 64 is 1.00 to 1.03x as fast as with late dQ alone; with options that is 0.96 to 1.06x
+# (with lengths at D = 128, 228 bytes are spilled). At D = 192 fa3_backward_three.cuh, which knows no option,
+# is 1.06 to 1.12x as fast.
+_BACKWARD_PLAIN = _BACKWARD | {
+    64: HopperBackwardTile(128, 128, 2, 2, late_dq=True, late_dk=True),
+    128: HopperBackwardTile(64, 128, 2, 2, late_dq=True, late_dk=True),
     192: HopperBackwardTile(64, 96, 2, 2, warp_groups=3),
 }
-_BACKWARD_CAUSAL = {
-    "bf16": _BACKWARD | _PLAIN | {128: HopperBackwardTile(64, 128, 2, 2, late_dq=True, late_dk=True)},
-    "f16": _BACKWARD | _PLAIN,
-}
-# No mask, which would leave less of a tile of more queries.
-_BACKWARD_FULL = _BACKWARD | _PLAIN | {128: HopperBackwardTile(80, 128, 2, 2)}
 # With a softcap or dropout, which need P in fp32 until dS is there: at D <= 64 that spills with 128 queries.
-_BACKWARD_EXACT = _BACKWARD | dict.fromkeys((64, 112, 128), HopperBackwardTile(64, 128, 2, 2))
+_BACKWARD_EXACT = _BACKWARD | {64: HopperBackwardTile(64, 128, 2, 2)}
 
 
 _OPTIONS = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS", "BLOCK_MASK")
@@ -173,7 +169,7 @@ def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBack
     """The backward's tile for the options that `defines` names."""
     tiles = _BACKWARD_EXACT if defines["SOFTCAP"] or defines["DROPOUT"] else _BACKWARD
     if not any(defines[name] for name in _OPTIONS):
-        tiles = _BACKWARD_CAUSAL[str(defines["ELEMENT"])] if defines["HAS_RIGHT"] else _BACKWARD_FULL
+        tiles = _BACKWARD_PLAIN
     return next(tile for largest, tile in tiles.items() if largest >= head_dim)
 
 

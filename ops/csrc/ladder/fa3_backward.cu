@@ -5,16 +5,16 @@
 // New since fa2_backward.
 //   - Transposed: a warp group has S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are left operands of dV += P^T dO
 //     and dK += dS^T Q straight from registers. Only dS passes through shared memory, for dQ = dS K, of which each
-//     warp group computes half: half of the queries where BR = 128, else half of the columns. With BR = 80 it computes
-//     dQ^T = K^T dS^T, as a wgmma has 64 rows.
+//     warp group computes half: half of the queries where BR = 128, else half of the columns. With V_IN_REGISTERS V is a
+//     left operand from registers too, read once a tile of keys.
 //   - dQ leaves by the copy engine: a tile in shared memory, as the registers lie, is added to one in global memory
 //     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
 //   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV are
 //     staged in dS's and dQ's buffers.
 //   - P is computed while dP is multiplied, and dS while dV is. With LATE_DQ, dQ is computed one tile later, so that a
-//     warp group waits only for the dS that the other one shared a tile ago. With LATE_DK, S of the next tile is issued
-//     before dK of this one is complete. With either, and with BR = 80, dS is computed from the rounded P, as there are
-//     not enough registers to keep the exact P too.
+//     warp group waits only for the dS that the other one shared a tile ago, and it writes that dQ and this dS behind one
+//     fence. With LATE_DK, S of the next tile is issued before dK of this one is complete. With either, dS is computed
+//     from the rounded P, as there are not enough registers to keep the exact P too.
 //
 //        copies       K Q0 V dO0 Q1 dO1 ...                        Q2 dO2 ...
 //        tensor       [S0 dP0       ][dV0      ][dQ0 dK0   ]       [S1 dP1 ...           LATE_DQ = 0
@@ -151,7 +151,7 @@ __device__ __forceinline__ bool add_or_store(float *to, unsigned from, unsigned 
 // of a tile of queries.
 __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout &layout, int group) {
     const Params &p = launch.p;
-    const bool whole_chunk = DQ_SPLIT_BY_ROWS || TRANSPOSED_DQ || WIDE || USED_D == PADDED_D;
+    const bool whole_chunk = DQ_SPLIT_BY_ROWS || WIDE || USED_D == PADDED_D;
     const unsigned bytes = whole_chunk ? DQ_CHUNK_BYTES : min_of(DQ_COLUMNS, USED_D - group * DQ_COLUMNS) * 64 * 4;
     const bool issues = threadIdx.x % 32 == 0;
     TileScheduler tiles(layout);
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(co
 }
 
 // Runs last: rounds dQ from its accumulator. A block handles one chunk of a tile that one warp group left;
-// a thread handles 8 columns of 2 rows, which are adjacent rows where dQ^T was computed.
+// a thread handles 8 columns of 2 rows.
 extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     tilegpt_fa3_backward_finish(const __grid_constant__ Params p) {
     if (EARLY_LAUNCH) griddepcontrol_wait();
@@ -232,7 +232,6 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
     const int tiles = p.padded_tq / BR, tile = query_tile % tiles, batch_head = query_tile / tiles;
     const int b = batch_head / p.heads, h = batch_head % p.heads;
     const int n = threadIdx.x % row_threads, row_pair = threadIdx.x / row_threads;
-    const int row_step = TRANSPOSED_DQ ? 1 : 8;
     const int d = (DQ_SPLIT_BY_ROWS ? 0 : group * DQ_COLUMNS) + chunk * DQ_CHUNK_COLUMNS + n * 8;
 #if STORES_FIRST_DQ
     const int *dq_states = (const int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D) + 1;
@@ -242,16 +241,6 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
 #endif
     uint4 low, high;
     unsigned *lows = &low.x, *highs = &high.x;
-#if TRANSPOSED_DQ
-    const int i = tile * BR + row_pair * 2;
-    const float2 *from = (const float2 *)p.scratch + blockIdx.x * (DQ_CHUNK_BYTES / 8ll);
-    from += row_pair / 4 * 256 + n / 2 * 64 + row_pair % 4 * 2 + n % 2;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-        const float2 zero = {0.0f, 0.0f}, x = stored ? from[16 * c] : zero, y = stored ? from[16 * c + 8] : zero;
-        lows[c] = pack(x.x * p.scale, y.x * p.scale), highs[c] = pack(x.y * p.scale, y.y * p.scale);
-    }
-#else
     const int g = row_pair % 8, source_warp = row_pair / 8;
     const int i = tile * BR + (DQ_SPLIT_BY_ROWS ? group * 64 : 0) + source_warp * 16 + g;
     const float4 *from =
@@ -261,9 +250,8 @@ extern "C" __global__ void __launch_bounds__(DQ_CHUNK_BYTES / 64)
         const float4 x = stored ? from[c] : float4{0.0f, 0.0f, 0.0f, 0.0f};
         lows[c] = pack(x.x * p.scale, x.y * p.scale), highs[c] = pack(x.z * p.scale, x.w * p.scale);
     }
-#endif
     if (d >= HEAD_DIM) return;
     element *to = matrix_of(p.dq, p.dq_stride, b, h) + i * p.dq_stride.t + d;
     if (i < p.tq) *(uint4 *)to = low;
-    if (i + row_step < p.tq) *(uint4 *)(to + row_step * p.dq_stride.t) = high;
+    if (i + 8 < p.tq) *(uint4 *)(to + 8 * p.dq_stride.t) = high;
 }

@@ -193,7 +193,7 @@ struct ScoreGroup {
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 float &gradient = dp[8 * step + e];
-                const bool from_p16 = LATE_DQ || LATE_DK || TRANSPOSED_DQ;
+                const bool from_p16 = LATE_DQ || LATE_DK;
                 const float prob = from_p16 ? unpack(p16[step][e / 2], e % 2) : s[8 * step + e];
                 if (DROPOUT) gradient = is_dropped(8 * step + e) ? 0.0f : gradient * p.keep_scale;
                 gradient = prob * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
@@ -202,25 +202,29 @@ struct ScoreGroup {
         }
     }
 
-    // P^T or dS^T to shared memory as P or dS: a row a query, 64 keys. Then a barrier.
+    // P^T or dS^T to shared memory as P or dS: a row a query, 64 keys. `fence_warp` is to follow, and an arrival.
     __device__ __forceinline__ void share(const Rounded &x, unsigned to) const {
         const int row = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
 #pragma unroll
         for (int step = 0; step < SCORE_COLUMNS / 16; step++)
             stmatrix_trans(to + swizzled<64>(step * 16 + row, chunk), x[step]);
-        fence_proxy_async();
-        __syncwarp();
     }
-    // This group's chunk of dQ, as the registers lie, for the warp that adds it.
-    __device__ __forceinline__ void hand_over_dq(const SharedLayout &layout, PipelineState<1> &dq_pipe,
-                                                 const float *chunk) const {
+    // This group's chunk of dQ, as the registers lie, to shared memory. The same is to follow.
+    __device__ __forceinline__ void stage_dq(const SharedLayout &layout, PipelineState<1> &dq_pipe,
+                                             const float *chunk) const {
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
         dq_pipe.next();
         const unsigned to = layout.dq + group * DQ_CHUNK_BYTES + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < DQ_CHUNK_BYTES / 2048; n++) store_four(to + n * 2048, chunk + 4 * n);
-        fence_proxy_async();
-        __syncwarp();
+    }
+    // What the warp has written to shared memory, before products and copies that read it.
+    __device__ __forceinline__ void fence_warp() const { fence_proxy_async(), __syncwarp(); }
+    // A chunk of dQ for the warp that adds it.
+    __device__ __forceinline__ void hand_over_dq(const SharedLayout &layout, PipelineState<1> &dq_pipe,
+                                                 const float *chunk) const {
+        stage_dq(layout, dq_pipe, chunk);
+        fence_warp();
         if (lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
     }
     // Until the tile's K and V are there.

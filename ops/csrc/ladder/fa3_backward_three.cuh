@@ -88,8 +88,7 @@ struct GroupProducts : WideGroup {
         for (int step = 0; step < OWN_KEYS / 16; step++)
             stmatrix(to + group * BR * BOX_ROW_BYTES + swizzled<BOX_COLUMNS>(warp * 16 + lane % 16, 2 * step + lane / 16),
                      x[step][0], x[step][1], x[step][2], x[step][3]);
-        fence_proxy_async();
-        __syncwarp();
+        fence_warp();
         arrive(full);
         mbarrier_wait(layout.barrier(full), exchange_pipe.parity);
         wgmma_fence();

@@ -37,6 +37,7 @@ struct GroupProducts : WideGroup {
     // one has seen that the other group shared the tile before, and was done with all products before that.
     __device__ __forceinline__ void exchange(const Rounded &x, unsigned to, int full, int) const {
         share(x, to + group * SCORE_COLUMNS * 128);
+        fence_warp();
         arrive(full + exchange_pipe.index);
         mbarrier_wait(layout.barrier(full + exchange_pipe.index), exchange_pipe.parity);
         wgmma_fence();

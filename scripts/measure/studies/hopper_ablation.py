@@ -5,7 +5,7 @@
 Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group
 (INTRA_GROUP_OVERLAP = 0), without both, with a block for each tile of queries instead of a persistent
 kernel, and launched only when the kernel before has ended (EARLY_LAUNCH). Backward: without products that
-are a tile late (LATE_DQ, LATE_DK), where a call has them; with a dQ that is cleared before, where it is
+are a tile late (LATE_DQ, LATE_DK); with a dQ that is cleared before, where it is
 not, and the other way round (STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible
 (SKIPS); the last two of the forward. In bf16, 16,384 tokens of width 2,048. On an H200 a minute; it needs a
 Hopper GPU.
@@ -71,12 +71,10 @@ def shapes() -> list[Shape]:
 
 
 def points(shape: Shape) -> dict[str, list[Point]]:
-    """Those of a shape, by pass. A backward of D = 128 has no late products without a mask; with one, its
-    tiles of 64 queries have hidden halves."""
-    late = [] if shape.head_dim == 128 and not shape.causal else [LATE]
+    """Those of a shape, by pass. Under a causal mask, tiles of 64 queries (D = 128) have hidden halves."""
     first = STORED if shape.tokens <= LENGTHS[0] else CLEARED
     skipped = [SKIPPED] if shape.head_dim == 128 and shape.causal else []
-    backward = ["", *late, first, *skipped, "persistence", EARLY]
+    backward = ["", LATE, first, *skipped, "persistence", EARLY]
     names = {"forward": list(FORWARD), "backward": backward}
     return {at: [shape.point("cuda_fa3", at) | {"without": name} for name in of] for at, of in names.items()}
 
