@@ -9,17 +9,17 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
         (
             64,
             1024,
-            "cuda_fa3 flash4 sdpa_cudnn triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient cuda_tiled",
+            "cuda_fa3 flash4 sdpa_cudnn triton cuda_fa2 flash2 sdpa_flash flex sdpa_efficient cuda_tiled",
         ),
         (
             64,
             None,
-            "flash4 cuda_fa3 sdpa_cudnn triton cuda_fa2 flex flash2 sdpa_flash sdpa_efficient cuda_tiled",
+            "cuda_fa3 flash4 sdpa_cudnn triton cuda_fa2 flex flash2 sdpa_flash sdpa_efficient cuda_tiled",
         ),
         (
             128,
             1024,
-            "flash4 cuda_fa3 sdpa_cudnn triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient cuda_tiled",
+            "cuda_fa3 flash4 sdpa_cudnn triton cuda_fa2 flash2 flex sdpa_flash sdpa_efficient cuda_tiled",
         ),
         (
             128,
@@ -32,7 +32,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
     ((9, 0), 16, "training", "full"): (
         (64, 1024, "cuda_fa3 flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (64, None, "cuda_fa3 flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "flash4 cuda_fa3 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, 1024, "cuda_fa3 flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (128, None, "flash4 cuda_fa3 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (256, 1024, "cuda_fa3 flash4 sdpa_cudnn triton flash2 sdpa_flash flex"),
         (256, None, "cuda_fa3 sdpa_cudnn flash4 sdpa_flash"),
@@ -41,7 +41,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
         (
             64,
             1024,
-            "sdpa_cudnn cuda_fa3 triton flash4 flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled",
+            "cuda_fa3 sdpa_cudnn triton flash4 flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled",
         ),
         (
             64,
@@ -63,9 +63,9 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
     ),
     ((9, 0), 16, "forward", "full"): (
         (64, 1024, "cuda_fa3 sdpa_cudnn flash4 triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
-        (64, None, "flash4 cuda_fa3 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
-        (128, 1024, "sdpa_cudnn cuda_fa3 flash4 triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
-        (128, None, "flash4 cuda_fa3 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (64, None, "cuda_fa3 flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, 1024, "cuda_fa3 sdpa_cudnn flash4 triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
+        (128, None, "cuda_fa3 flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient"),
         (256, 1024, "flash4 cuda_fa3 sdpa_cudnn triton flash2 flex sdpa_flash"),
         (256, None, "cuda_fa3 flash4 sdpa_cudnn triton flex flash2 sdpa_flash"),
     ),

@@ -75,7 +75,8 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     measured = by_gpu(root / "results" / "attention")
     rows = [row for found in measured.values() for row in found]
     generated = [row for found in by_gpu(root / "results" / "generate").values() for row in found]
-    ranks = ranking.ranking(rows) | ranking.compiled_decode(generated)
+    beside = [row for found in by_gpu(root / "results" / "hopper").values() for row in found]
+    ranks = ranking.ranking(ranking.newest(rows, beside)) | ranking.compiled_decode(generated)
     advised = root / "attention" / "README.md"
     files: dict[Path, str] = {}
 

@@ -42,6 +42,14 @@ def training(rows, dim=64, longest=1024):
     return ranking.ranking(rows).get((H100, 16, "training", "causal", dim, longest))
 
 
+def test_a_newer_row_of_the_same_point_counts():
+    old, new = row("triton", "forward", 2), row("triton", "forward", 1)
+    new["machine"]["date"] = "2026-11-22"
+    elsewhere, other = row("triton", "forward", 1, tokens=512), row("triton", "forward", 1, gpu="NVIDIA H100")
+    assert ranking.newest([old], [new, elsewhere, other]) == [new]
+    assert ranking.newest([new], [old]) == [new]
+
+
 def test_training_is_forward_and_backward_and_lengths_count_alike():
     rows = both("triton", 1, 5) + both("flex", 3, 2)  # 6 : 5
     rows += both("triton", 10, 20, tokens=512) + both("flex", 15, 45, tokens=512)  # 1 : 2

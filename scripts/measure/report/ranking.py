@@ -1,4 +1,5 @@
-"""Who is fastest at what, from results/attention and results/generate: attention/auto_table.py."""
+"""Who is fastest at what, from results/attention, hopper (the newer row of a point) and generate:
+attention/auto_table.py."""
 
 from __future__ import annotations
 
@@ -23,6 +24,13 @@ def right(row: Row) -> bool:
     result = row["result"]
     told = result | {"error_ratio": result.get("error_ratio") or 0.0}
     return result["status"] in ("unsupported", "oom") or trusted(told)
+
+
+def newest(rows: Iterable[Row], others: Iterable[Row]) -> list[Row]:
+    """`rows`, in the place of each the same point on the same GPU among `others`, unless that is older."""
+    known = {(row["machine"]["gpu"], row["key"]): row for row in others}
+    pairs = ((known.get((row["machine"]["gpu"], row["key"]), row), row) for row in rows)
+    return [max(pair, key=lambda row: row["machine"]["date"]) for pair in pairs]
 
 
 def arch_of(row: Row) -> tuple[int, int] | None:
