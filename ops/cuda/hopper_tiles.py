@@ -139,8 +139,8 @@ _BACKWARD = {
     192: HopperBackwardTile(64, 64, 2, 2),
     256: HopperBackwardTile(64, 64, 2, 1),
 }
-# No option but a causal mask. On an H200, T = 4k, D = 96 and 128 are 1.03 to 1.11x as fast with late dQ and
-# dK as without, D = 64 is 1.00 to 1.03x as fast as with late dQ alone; with options that is 0.96 to 1.06x
+# No option but a causal mask. On an H200, T = 4k, D = 96 and 128 are 1.03 to 1.10x as fast with late dQ and
+# dK as without, D = 64 is 1.00 to 1.04x as fast as with late dQ alone; with options that is 0.96 to 1.08x
 # (with lengths at D = 128, 228 bytes are spilled). At D = 192 fa3_backward_three.cuh, which knows no option,
 # is 1.06 to 1.12x as fast.
 _BACKWARD_PLAIN = _BACKWARD | {

@@ -50,13 +50,13 @@ def _fa2(head_dim: int) -> dict[str, int]:
 
 
 def _fa3(head_dim: int, backward: bool) -> dict[str, int]:
-    from ops.cuda.hopper_tiles import _BACKWARD, _FORWARD, _PLAIN, backward_head_dim, tile_head_dim
+    from ops.cuda.hopper_tiles import _BACKWARD, _BACKWARD_PLAIN, _FORWARD, backward_head_dim, tile_head_dim
 
     tile = _FORWARD[tile_head_dim(head_dim)]
     made = {f"forward, {64 * tile.warp_groups} x {tile.bc}": tile.shared_bytes(head_dim)}
     if backward:
         width = backward_head_dim(head_dim)
-        for back in dict.fromkeys((_BACKWARD[width], _PLAIN.get(width, _BACKWARD[width]))):
+        for back in dict.fromkeys((_BACKWARD[width], _BACKWARD_PLAIN[width])):
             made[f"backward, {back.br} x {back.bc}"] = back.shared_bytes(head_dim)
     return made
 

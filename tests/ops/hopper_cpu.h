@@ -3,7 +3,8 @@
 //
 // What is asynchronous is done as late as a GPU may do it: a copy lands when its barrier is asked for, or leaves shared
 // memory when it is waited for. The products of one warp group read their operands when they are asked for, those of the
-// next when they are waited for.
+// next when they are waited for. What a thread has written to shared memory, products and copies read only after that
+// thread's fence.
 #pragma once
 
 #ifndef OPERANDS_8BIT
@@ -33,6 +34,19 @@ static unsigned char e4m3_of(float x) {
 }
 // An address of shared memory as a pointer: that of a `static` array lies outside of `memory`.
 static inline unsigned char *at(unsigned address) { return memory + (int)address; }
+// The thread, plus one, whose write of two bytes no fence of its own has followed; and those of each thread.
+static unsigned short writer[most_shared / 2];
+static std::vector<unsigned> unfenced[most_threads];
+static void wrote(unsigned address, unsigned bytes) {
+    for (unsigned pair = address / 2; pair < (address + bytes) / 2; pair++)
+        writer[pair] = threadIdx.x + 1, unfenced[threadIdx.x].push_back(pair);
+}
+static void must_be_fenced(unsigned address) {
+    if (writer[address / 2]) fault = "a product or a copy reads what a thread has written and not fenced";
+}
+static void must_be_fenced(unsigned from, unsigned bytes) {
+    for (; bytes; from += 2, bytes -= 2) must_be_fenced(from);
+}
 static unsigned swizzled_address(unsigned address, unsigned row_bytes) {
     return address ^ (address >> 3 & (row_bytes - 16));
 }
@@ -109,12 +123,14 @@ static float operand(unsigned long long descriptor, bool mn, int x, int k, bool 
     const unsigned wide = row_bytes / 2;
     const unsigned address = mn ? start + x / wide * block + k / 8 * eight + k % 8 * row_bytes + x % wide * 2
                                 : start + x / 8 * eight + x % 8 * row_bytes + k * (OPERANDS_8BIT ? 1 : 2);
+    const unsigned place = swizzled_address(address, row_bytes);
+    must_be_fenced(place);
     if (OPERANDS_8BIT) {
-        const unsigned char bits = *at(swizzled_address(address, row_bytes));
+        const unsigned char bits = *at(place);
         return integers ? (float)(signed char)bits : float_of_e4m3(bits);
     }
     unsigned short bits;
-    memcpy(&bits, at(swizzled_address(address, row_bytes)), 2);
+    memcpy(&bits, at(place), 2);
     return float_of(bits);
 }
 static void multiply(const Product &p) {
@@ -196,12 +212,16 @@ static inline void bulk_load(unsigned to, const void *from, unsigned bytes, unsi
     cpu::phases.at(barrier).loads.push_back({to, from, bytes, {}, {}});
 }
 template <class Map> static inline void tma_store(const Map &map, unsigned from, int d, int t, int h, int b) {
-    cpu::leaving[threadIdx.x].push_back({from, 0, nullptr, false, box_of(&map), {d, t, h, b}});
+    const cpu::Box box = box_of(&map);
+    cpu::must_be_fenced(from, box.rows * box.columns * 2);
+    cpu::leaving[threadIdx.x].push_back({from, 0, nullptr, false, box, {d, t, h, b}});
 }
 static inline void bulk_reduce_add(float *to, unsigned from, unsigned bytes) {
+    cpu::must_be_fenced(from, bytes);
     cpu::leaving[threadIdx.x].push_back({from, bytes, to, true, {}, {}});
 }
 static inline void bulk_store(float *to, unsigned from, unsigned bytes) {
+    cpu::must_be_fenced(from, bytes);
     cpu::leaving[threadIdx.x].push_back({from, bytes, to, false, {}, {}});
 }
 static inline void bulk_commit_group() {}
@@ -219,20 +239,33 @@ template <int N> static inline void bulk_wait_group_read() {
     cpu::leaving[threadIdx.x].clear();
 }
 template <int N> static inline void bulk_wait_group() { bulk_wait_group_read<N>(); }
-static inline void fence_proxy_async() {}
-static inline void fence_mbarrier_init() {}
+static inline void fence_proxy_async() {
+    auto &mine = cpu::unfenced[threadIdx.x];
+    for (unsigned pair : mine)
+        if (cpu::writer[pair] == threadIdx.x + 1) cpu::writer[pair] = 0;
+    mine.clear();
+}
+static inline void fence_mbarrier_init() {  // a block begins
+    memset(cpu::writer, 0, sizeof cpu::writer);
+    for (auto &pairs : cpu::unfenced) pairs.clear();
+}
 
 static inline void stmatrix(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
     const unsigned *rows = cpu::bring(to), lane = threadIdx.x % 32, x[4] = {a, b, c, d};
-    for (int m = 0; m < 4; m++) memcpy(cpu::at(rows[m * 8 + lane / 4] + lane % 4 * 4), &x[m], 4);
+    for (int m = 0; m < 4; m++) {
+        const unsigned place = rows[m * 8 + lane / 4] + lane % 4 * 4;
+        memcpy(cpu::at(place), &x[m], 4), cpu::wrote(place, 4);
+    }
 }
 static inline void stmatrix_trans(unsigned to, const unsigned (&x)[4]) {
     const unsigned *rows = cpu::bring(to), lane = threadIdx.x % 32;
     for (int m = 0; m < 4; m++)
-        for (int e = 0; e < 2; e++)
-            memcpy(cpu::at(rows[m * 8 + lane % 4 * 2 + e] + lane / 4 * 2), (const char *)&x[m] + 2 * e, 2);
+        for (int e = 0; e < 2; e++) {
+            const unsigned place = rows[m * 8 + lane % 4 * 2 + e] + lane / 4 * 2;
+            memcpy(cpu::at(place), (const char *)&x[m] + 2 * e, 2), cpu::wrote(place, 2);
+        }
 }
-static inline void store_four(unsigned to, const float *x) { memcpy(cpu::at(to), x, 16); }
+static inline void store_four(unsigned to, const float *x) { memcpy(cpu::at(to), x, 16), cpu::wrote(to, 16); }
 static inline float2 load_pair(unsigned from) {
     float2 x;
     memcpy(&x, cpu::at(from), 8);
@@ -244,7 +277,7 @@ static inline unsigned pack_e4m3(float a, float b, float c, float d) {
 
 static inline float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 
-static inline void store_zeros(unsigned to) { memset(cpu::at(to), 0, 16); }
+static inline void store_zeros(unsigned to) { memset(cpu::at(to), 0, 16), cpu::wrote(to, 16); }
 
 template <int REGISTERS> static inline void setmaxnreg_inc() {}
 template <int REGISTERS> static inline void setmaxnreg_dec() {}

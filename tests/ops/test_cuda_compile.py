@@ -270,9 +270,9 @@ def test_the_covering_list_fits(stage: str, dtype: torch.dtype, arch: tuple[int,
 
 FA3_BACKWARD = [
     Case("usual", 128, 128, d, features=frozenset(f))
-    for d in (128, 96, 192, 256)
+    for d in (128, 96, 192, 256, 64, 80)
     for f in ((), ("noncausal",))
-]
+] + [Case("usual", 128, 128, 96, features=frozenset({"kv_lengths"}))]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -139,6 +139,7 @@ def test_values_where_dq_is_cleared(
 # (Tk, D, options) of 260 queries, where a warp group skips the first or with a window also the last of them.
 _SKIPPING: list[tuple[int, int, dict[str, Any]]] = [
     (261, 96, {"window": (2, 0)}),
+    (260, 96, {}),
     (260, 128, {}),
     (230, 112, {"causal": False, "window": (90, 10)}),
     (260, 128, {"block_mask": torch.eye(3, dtype=torch.bool)[None, None]}),
@@ -184,9 +185,9 @@ def test_what_a_warp_group_skips_is_skipped(
     assert ratios["dq"] > 1, ratios
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(96, False), (72, True), (128, False), (32, True)])
-def test_values_of_fewer_columns_or_more_queries(head_dim: int, causal: bool) -> None:
-    """Columns: D up to 32, and from 72 to 112. Queries: from D = 72 on, without a mask."""
+@pytest.mark.parametrize(("head_dim", "causal"), [(96, False), (72, True), (112, False), (32, True)])
+def test_values_of_fewer_columns(head_dim: int, causal: bool) -> None:
+    """D up to 32, and from 72 to 112; up to 96 with V in registers."""
     ratios = _ratios((150, 170, head_dim), {"heads": (2, 1)}, {"causal": causal})
     assert max(ratios.values()) <= 1, ratios
 
@@ -272,31 +273,68 @@ def test_values_by_query_head(
     test_values(shape, made, options)
 
 
-_WAITS = {
-    "of dQ's space": (
-        "scores",
-        "mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);\n        dq_pipe",
-    ),
-    "for dO": (
-        "consumer",
-        "mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);\n            wgmma_fence();",
-    ),
+# (file, the wait and what follows it, options): with a window dQ is not a tile late.
+_DQ_SPACE = "mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);\n        dq_pipe"
+_FOR_DO = "mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);\n            wgmma_fence();"
+_NOT_LATE: dict[str, Any] = {"window": (150, 0)}
+_WAITS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "of dQ's space": ("scores", _DQ_SPACE, {}),
+    "of dQ's space, with a window": ("scores", _DQ_SPACE, _NOT_LATE),
+    "for dO": ("consumer", _FOR_DO, {}),
+    "for dO, with a window": ("consumer", _FOR_DO, _NOT_LATE),
     "for both groups' dS": (
         "consumer",
         "await_ds();\n        wgmma_fence();\n        multiply_dq(ds_pipe.index);",
+        _NOT_LATE,
+    ),
+    "for both groups' dS of the tile before": ("consumer", "await_ds();\n                wgmma_fence();", {}),
+    "for both groups' last dS": (
+        "consumer",
+        "await_ds();\n            wgmma_fence();\n            multiply_dq(ds_pipe.index ^ 1);",
+        {},
     ),
 }
 
 
 @pytest.mark.parametrize("wait", [pytest.param(each, marks=pytest.mark.long) for each in _WAITS])
 def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler, (file, old) = cpu.HopperCores(tmp_path), _WAITS[wait]
+    compiler, (file, old, options) = cpu.HopperCores(tmp_path), _WAITS[wait]
     path = tmp_path / f"fa3_backward_{file}.cuh"
     text = path.read_text()
     assert text.count(old) == 1
-    path.write_text(text.replace(old, old.partition(";")[2].strip()))
+    path.write_text(text.replace(old, ";" + old.partition(";")[2]))
     monkeypatch.setattr(nvrtc, "kernel", compiler)
     monkeypatch.setattr(plain, "_kernel", compiler)
-    with pytest.raises(AssertionError, match=r"wrong: |waits for an mbarrier"):
-        ratios = _ratios((200, 230, 96), {}, {})
+    with pytest.raises(AssertionError, match=r"wrong: |waits for an mbarrier|not fenced"):
+        ratios = _ratios((200, 230, 96), {}, options)
         assert all(ratio <= 1 for ratio in ratios.values()), f"wrong: {ratios}"
+
+
+# (file, what is there, what is there instead).
+_FENCES = {
+    "of dS": ("fa3_backward_scores", "{ fence_proxy_async(), __syncwarp(); }", "{ __syncwarp(); }"),
+    "of dQ, which comes after it": (
+        "fa3_backward_consumer",
+        "if (!first) stage_dq(layout, dq_pipe, dq);\n            share_ds();",
+        "share_ds();\n            if (!first) stage_dq(layout, dq_pipe, dq);",
+    ),
+    "of O": (
+        "fa3_consumer",
+        "stage_output(to, o, warp, lane);\n        fence_proxy_async();",
+        "stage_output(to, o, warp, lane);",
+    ),
+}
+
+
+@pytest.mark.parametrize("fence", _FENCES)
+def test_a_missing_fence_shows(fence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler, (file, old, new) = cpu.HopperCores(tmp_path), _FENCES[fence]
+    path = tmp_path / f"{file}.cuh"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    monkeypatch.setattr(nvrtc, "kernel", compiler)
+    monkeypatch.setattr(plain, "_kernel", compiler)
+    monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
+    with pytest.raises(AssertionError, match="not fenced"):
+        _ratios((200, 230, 96), {}, {})

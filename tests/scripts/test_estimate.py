@@ -107,9 +107,10 @@ def test_the_table_puts_ratios_where_something_was_measured() -> None:
 
 
 def test_shared_memory_comes_from_the_kernels_tables() -> None:
-    def of(name: str, gpu: str, narrow: bool = True) -> dict[str, int]:
+    def of(name: str, gpu: str, narrow: bool = True, head_dim: int = 64) -> dict[str, int]:
         sheet, value_bytes = GPUS[gpu], 2 if narrow else 4
-        run = Run(GPTConfig(64, n_head=12), 1, shared_instance(name), value_bytes, arch=sheet.arch)
+        config = GPTConfig(64, n_head=12, n_embd=12 * head_dim)
+        run = Run(config, 1, shared_instance(name), value_bytes, arch=sheet.arch)
         return run.attention.shared_memory(run.call, sheet.shared_bytes)
 
     # Q of 128 and two tiles each of K and V of 64, D = 64, 16 bits
@@ -120,6 +121,9 @@ def test_shared_memory_comes_from_the_kernels_tables() -> None:
     assert set(of("cuda_tiled", "h200", False)) == {"forward", "backward"}
     assert all(0 < size <= GPUS["h200"].shared_bytes for size in of("triton", "h200").values())
     assert of("naive", "h200") == {}
+    assert set(of("cuda_fa3", "h200")) == {"forward, 192 x 128", "backward, 128 x 128"}
+    assert {"backward, 64 x 64", "backward, 64 x 96"} <= of("cuda_fa3", "h200", head_dim=192).keys()
+    assert all(0 < size <= GPUS["h200"].shared_bytes for size in of("cuda_fa3", "h200", head_dim=96).values())
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def test_a_newer_row_of_the_same_point_counts():
     elsewhere, other = row("triton", "forward", 1, tokens=512), row("triton", "forward", 1, gpu="NVIDIA H100")
     assert ranking.newest([old], [new, elsewhere, other]) == [new]
     assert ranking.newest([new], [old]) == [new]
+    wrong, same_day = row("triton", "forward", 1, error_ratio=1.5), row("triton", "forward", 3)
+    assert ranking.newest([old], [wrong]) == [old] and ranking.newest([old], [same_day]) == [same_day]
 
 
 def test_training_is_forward_and_backward_and_lengths_count_alike():

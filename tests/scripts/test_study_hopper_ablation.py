@@ -16,7 +16,6 @@ from scripts.measure.studies import hopper_ablation as study
 def test_an_idea_is_left_out_where_there_is_one(shape: study.Shape) -> None:
     options = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS", "BLOCK_MASK")
     defines = dict.fromkeys(options, 0)
-    defines |= {"HAS_RIGHT": int(shape.causal), "ELEMENT": "bf16"}
     tile = backward_tile(shape.head_dim, defines)
     named = {point["without"] for point in study.points(shape)["backward"]}
     assert study.LATE in named and tile.late_dq and tile.late_dk

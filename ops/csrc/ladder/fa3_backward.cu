@@ -12,8 +12,8 @@
 //   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV are
 //     staged in dS's and dQ's buffers.
 //   - P is computed while dP is multiplied, and dS while dV is. With LATE_DQ, dQ is computed one tile later, so that a
-//     warp group waits only for the dS that the other one shared a tile ago, and it writes that dQ and this dS behind one
-//     fence. With LATE_DK, S of the next tile is issued before dK of this one is complete. With either, dS is computed
+//     warp group waits only for the dS that the other one shared a tile ago; that dQ and this dS are written one
+//     after the other, and then fenced together. With LATE_DK, S of the next tile is issued before dK of this one is complete. With either, dS is computed
 //     from the rounded P, as there are not enough registers to keep the exact P too.
 //
 //        copies       K Q0 V dO0 Q1 dO1 ...                        Q2 dO2 ...

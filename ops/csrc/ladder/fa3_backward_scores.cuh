@@ -209,7 +209,8 @@ struct ScoreGroup {
         for (int step = 0; step < SCORE_COLUMNS / 16; step++)
             stmatrix_trans(to + swizzled<64>(step * 16 + row, chunk), x[step]);
     }
-    // This group's chunk of dQ, as the registers lie, to shared memory. The same is to follow.
+    // This group's chunk of dQ, as the registers lie, to shared memory. `fence_warp` is to follow, and an arrival at
+    // DQ_FULL.
     __device__ __forceinline__ void stage_dq(const SharedLayout &layout, PipelineState<1> &dq_pipe,
                                              const float *chunk) const {
         mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);

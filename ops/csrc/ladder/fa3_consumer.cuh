@@ -258,7 +258,7 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         if (PINGPONG && group == WARP_GROUPS - 1) give_turn();
         // With `while (await_tile())` ptxas does not know the loop to be uniform: it moves each descriptor from registers
-        // (R2UR), and D = 64 has 0.96 to 0.99x of the speed, a call with a block mask 0.93 to 0.98x.
+        // (R2UR), and D = 64 has 0.97 to 1.00x of the speed, a call with a block mask 0.93 to 0.99x.
         for (bool more = await_tile(); more; more = await_tile()) {
             // A group whose queries are all beyond the last computes nothing. (Two groups do not check this: it would
             // be one of them at most, and only where T % 128 is 1 to 64, and the check spilled registers of the copying

@@ -27,8 +27,8 @@ def right(row: Row) -> bool:
 
 
 def newest(rows: Iterable[Row], others: Iterable[Row]) -> list[Row]:
-    """`rows`, in the place of each the same point on the same GPU among `others`, unless that is older."""
-    known = {(row["machine"]["gpu"], row["key"]): row for row in others}
+    """`rows`, each replaced by that of the same point and GPU in `others`, if it is trusted and no older."""
+    known = {(row["machine"]["gpu"], row["key"]): row for row in others if trusted(row["result"])}
     pairs = ((known.get((row["machine"]["gpu"], row["key"]), row), row) for row in rows)
     return [max(pair, key=lambda row: row["machine"]["date"]) for pair in pairs]
 
