@@ -269,14 +269,14 @@ def test_the_covering_list_fits(stage: str, dtype: torch.dtype, arch: tuple[int,
 
 
 FA3_BACKWARD = [
-    Case("usual", 128, 128, d, features=frozenset(f))
+    (Case("usual", 128, 128, d, features=frozenset(f)), dtype)
     for d in (128, 96, 192, 256, 64, 80)
     for f in ((), ("noncausal",))
-] + [Case("usual", 128, 128, 96, features=frozenset({"kv_lengths"}))]
+    for dtype in (torch.bfloat16, torch.float16)
+] + [(Case("usual", 128, 128, 96, features=frozenset({"kv_lengths"})), torch.bfloat16)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", long_but(FA3_BACKWARD, 0, 1, 6), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), long_but(FA3_BACKWARD, 0, 1, 2, 12), ids=str)
 def test_the_tiles_of_fa3_fit(case: Case, dtype: torch.dtype) -> None:
     found = check("fa3", [case], dtype, (9, 0))
     assert any(each.launch.name == "tilegpt_fa3_backward" for each in found)
