@@ -100,8 +100,8 @@ BUDGETS = {
     "tilegpt_fa3_backward": Budget(
         has=("HGMMA", "UTMALDG", "UBLKRED", "UTMASTG"), spilled_bytes=0, spilled_with_options=88
     ),
-    # Causal, D = 128: P in fp16 takes a conversion to be read back. With tiles that spill nothing, 0.95x.
-    "tilegpt_fa3_backward, in fp16": Budget(
+    # With a causal mask: P in fp16 takes a conversion to be read back. With tiles that spill nothing, 0.95x.
+    "tilegpt_fa3_backward, D = 128 in fp16": Budget(
         has=("HGMMA", "UTMALDG", "UBLKRED", "UTMASTG"), spilled_bytes=44, spilled_with_options=88
     ),
     # Of 160 registers dK and dV take 96; outside of the loop over queries.
@@ -135,7 +135,7 @@ def able(stage: str, case: Case, dtype: torch.dtype, arch: tuple[int, int]) -> b
 
 def budget_of(launch: Launch) -> Budget:
     defines = dict(launch.defines)
-    half = ", in fp16" if defines.get("ELEMENT") == "f16" else ""
+    half = ", D = 128 in fp16" if (defines.get("ELEMENT"), defines.get("HEAD_DIM")) == ("f16", 128) else ""
     kind = ", three warp groups" if defines.get("WARP_GROUPS") == 3 else half
     return BUDGETS.get(launch.name + kind, BUDGETS[launch.name])
 
