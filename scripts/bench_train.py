@@ -7,7 +7,8 @@ nanoGPT:
 Ours runs train.py's loader, loop and step, including clipping; nanoGPT runs its model with the step of its
 train.py (instruments/training_peers.py). Each runs in a separate process, with batches of the same shape.
 All compile at the same time and are then timed alternately, a fifth of the steps at a time, so that GPU
-clocks and temperature are the same for all. Rows go to results/gpt2_124m/<gpu>.jsonl.
+clocks and temperature are the same for all. The last column says whose attention kernels ran, as
+attention=auto goes by what is installed. Rows go to results/gpt2_124m/<gpu>.jsonl.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def main() -> None:
     options = arguments()
     import torch
 
+    from scripts.measure.instruments.kernels import PLAIN, family
     from scripts.measure.rows import append
     from scripts.measure.runner import rows_path
 
@@ -80,7 +82,7 @@ def main() -> None:
     if options.nanogpt:
         asked["nanoGPT"] = words_of(options, None)
     found = in_turns(asked)
-    print(f"{'':<28} {'ms/step':>8} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9}")
+    print(f"{'':<28} {'ms/step':>8} {'tokens/s':>9} {'MFU':>6} {'peak GiB':>9}  attention")
     for name, result in found.items():
         ms = result["ms_median"]
         point = {
@@ -92,7 +94,14 @@ def main() -> None:
         point |= {"seq_len": options.seq_len, "micro_batch": options.batch, "tokens_per_step": tokens}
         append(out, point | {"dtype": "bf16-mixed", "compile": True, "features": "grad_clip=1"}, result)
         mfu = f"{100 * result['mfu']:.1f}%" if result["mfu"] else "-"
-        print(f"{name:<28} {ms:>8.2f} {1e3 * tokens / ms:>9,.0f} {mfu:>6} {result['peak_mib'] / 1024:>9.1f}")
+        # beside the matrix products that every model has
+        ran = sorted(
+            {label for kernel in result["kernels"] or () if (label := family(kernel)) not in (None, PLAIN)}
+        )
+        print(
+            f"{name:<28} {ms:>8.2f} {1e3 * tokens / ms:>9,.0f} {mfu:>6} {result['peak_mib'] / 1024:>9.1f}  "
+            f"{', '.join(ran) or PLAIN}"
+        )
     first, *others = found
     for name in others:
         pairs = zip(found[first]["ms_by_round"], found[name]["ms_by_round"], strict=True)

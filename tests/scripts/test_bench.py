@@ -140,7 +140,8 @@ def test_training_speeds_are_compared_round_by_round(tmp_path, monkeypatch, caps
 
     def turns(asked):
         assert asked.keys() == speeds.keys() and "attention=naive" in asked["tilegpt attention=naive"]
-        common = {"status": "ok", "reason": None, "mfu": None, "peak_mib": 1024.0}
+        ran = {"nvjet_sm90_tst_256x128": 36, "tilegpt_fa3_forward": 12, "fill": 1}
+        common = {"status": "ok", "reason": None, "mfu": None, "peak_mib": 1024.0, "kernels": ran}
         return {
             name: common | {"ms_median": ms, "ms_by_round": [ms, ms * 1.5, ms, ms / 2, ms]}
             for name, ms in speeds.items()
@@ -159,6 +160,7 @@ def test_training_speeds_are_compared_round_by_round(tmp_path, monkeypatch, caps
     said = capsys.readouterr().out
     assert "sdpa: 3.000x the speed of tilegpt attention=naive (3.000 to 3.000 in 5 rounds)" in said
     assert "sdpa: 2.000x the speed of nanoGPT" in said
+    assert said.count("1.0  our CUDA kernels\n") == 3
     assert {point["implementation"] for _, point in written} == speeds.keys()
     assert {path for path, _ in written} == {out}
 
