@@ -12,9 +12,9 @@
 //   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV are
 //     staged in dS's and dQ's buffers.
 //   - P is computed while dP is multiplied, and dS while dV is. With LATE_DQ, dQ is computed one tile later, so that a
-//     warp group waits only for the dS that the other one shared a tile ago; that dQ and this dS are written one
-//     after the other, and then fenced together. With LATE_DK, S of the next tile is issued before dK of this one is complete. With either, dS is computed
-//     from the rounded P, as there are not enough registers to keep the exact P too.
+//     warp group waits only for the dS that the other one shared a tile ago; that dQ and this dS are written one after the
+//     other, and then fenced together. dS is then computed from the rounded P, as there are not enough registers to keep
+//     the exact P too. With LATE_DK as well, S of the next tile is issued before dK of this one is complete.
 //
 //        copies       K Q0 V dO0 Q1 dO1 ...                        Q2 dO2 ...
 //        tensor       [S0 dP0       ][dV0      ][dQ0 dK0   ]       [S1 dP1 ...           LATE_DQ = 0

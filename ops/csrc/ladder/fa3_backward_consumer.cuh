@@ -8,7 +8,7 @@
 // query is known before (no BLOCK_MASK), nothing of the tile before is in flight, and no other option spills for it.
 #define SKIPS_FIRST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_RIGHT)
 #define SPILLING_OPTIONS (SOFTCAP || DROPOUT || ALIBI || LENGTHS)
-#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !LATE_DK && !BLOCK_MASK && \
+#define SKIPS_LAST (SKIPS && BR == 64 && HEADS_PER_KV == 1 && HAS_LEFT && !LATE_DQ && !BLOCK_MASK && \
                     !SPILLING_OPTIONS)
 
 // A computing warp group.

@@ -193,8 +193,7 @@ struct ScoreGroup {
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 float &gradient = dp[8 * step + e];
-                const bool from_p16 = LATE_DQ || LATE_DK;
-                const float prob = from_p16 ? unpack(p16[step][e / 2], e % 2) : s[8 * step + e];
+                const float prob = LATE_DQ ? unpack(p16[step][e / 2], e % 2) : s[8 * step + e];
                 if (DROPOUT) gradient = is_dropped(8 * step + e) ? 0.0f : gradient * p.keep_scale;
                 gradient = prob * (gradient - (e % 2 ? delta[e / 4].y : delta[e / 4].x));
             }

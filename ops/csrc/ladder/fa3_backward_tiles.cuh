@@ -15,8 +15,8 @@
 #define DS_BYTES (BR * BC * 2)
 #define DS_STAGES (WARP_GROUPS == 3 ? 1 : 2)  // tiles of dS, and with WIDE of P
 #define STATISTIC_BYTES (BR * 4)          // of lse_log2 or delta
-// V of a warp group's 64 keys as a left operand from registers: D = 96 1.00 to 1.04x (K: 0.98 to 1.02x). At other D registers
-// do not suffice, or 1% is gained (D <= 32).
+// V of a warp group's 64 keys as a left operand from registers: D = 96 1.00 to 1.04x (K: 0.98 to 1.02x). At other D
+// registers do not suffice, or 1% is gained (D <= 32).
 #define V_IN_REGISTERS (USED_D > 64 && USED_D <= 96)
 #define DQ_SPLIT_BY_ROWS (BR == 128)  // a warp group has its share of dQ's rows, or of its columns
 #define DQ_COLUMNS (DQ_SPLIT_BY_ROWS ? PADDED_D : PADDED_D / WARP_GROUPS)
@@ -29,6 +29,7 @@
 
 static_assert(!STORES_FIRST_DQ || DQ_GROUP_CHUNKS == 1, "add_dq knows the state of one part ahead");
 static_assert(BR == 64 || BR == 128, "a warp group has 64 rows or columns of dQ");
+static_assert(LATE_DQ || !LATE_DK, "dS is computed from the rounded P");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, dout, dk, dv;

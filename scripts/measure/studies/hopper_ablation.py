@@ -5,10 +5,9 @@
 Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group
 (INTRA_GROUP_OVERLAP = 0), without both, with a block for each tile of queries instead of a persistent
 kernel, and launched only when the kernel before has ended (EARLY_LAUNCH). Backward: without products that
-are a tile late (LATE_DQ, LATE_DK); with a dQ that is cleared before, where it is
-not, and the other way round (STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible
-(SKIPS); the last two of the forward. In bf16, 16,384 tokens of width 2,048. On an H200 a minute; it needs a
-Hopper GPU.
+are a tile late (LATE_DQ, LATE_DK); with a dQ that is cleared before, where it is not, and the other way round
+(STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible (SKIPS); the last two of the
+forward. In bf16, 16,384 tokens of width 2,048. On an H200 a minute; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
