@@ -2,8 +2,12 @@
 once, and its gradient goes there once.
 
 Each program has a row, and its second pass over it finds the row in L2: 100 KB of GPT-2's vocabulary in bf16,
-26 MB for the two blocks of each multiprocessor. Written with PyTorch's own functions the same is six passes,
-and compiled by Inductor two readings of the logits and one writing.
+13 MB for the one program of 32 warps that each multiprocessor runs. Written with PyTorch's own functions the
+same is six passes, and compiled by Inductor two readings of the logits and one writing.
+
+Each thread keeps a maximum and a sum of what it reads, which meet at the end of the pass. With a maximum of
+the whole program for each 8,192 columns, 16,384 rows of GPT-2's took 1.1 ms instead of 0.87 (H200; a copy of
+them takes 0.77).
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from ops.triton.interpret import INTERPRETED, mend
 if INTERPRETED:
     mend()
 
-BLOCK, WARPS = 8192, 16
+BLOCK, WARPS = 16384, 32
+GROUP = 8  # neighbouring columns with one maximum: a thread's load of 16 bytes
 
 
 @triton.jit
@@ -32,10 +37,12 @@ def _tilegpt_cross_entropy(
     IGNORE: tl.constexpr,
     GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Row r of the logits (n, padded): losses[r] = -log softmax(row)[target], or 0 where that is IGNORE; with
     GRADIENTS the row becomes softmax(row) - onehot(target), or 0. Columns from vocab_size on are padding,
-    whose gradient is 0."""
+    whose gradient is 0. REST: at least as many columns as follow the last whole block; 0 where none do."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -45,39 +52,47 @@ def _tilegpt_cross_entropy(
     at_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)
     columns = tl.arange(0, BLOCK)
     full = vocab_size // BLOCK * BLOCK  # up to there without masks: instructions count here
-    highest = float("-inf")
-    total = tl.zeros((BLOCK,), tl.float32)
+    highest = tl.full((BLOCK // GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK // GROUP,), tl.float32)
     for start in range(0, full, BLOCK):
         x = tl.load(logits_ptr + start + columns).to(tl.float32)
-        highest, total = _seen(x, highest, total)
-    if full < vocab_size:
+        highest, total = _seen(x, highest, total, GROUP)
+    highest_of_all = tl.max(highest, 0)
+    if REST > 0:
+        rest = full + tl.arange(0, REST)
         # loads are masked by `padded`, of which alignment is known: by vocab_size they would be of 2 bytes
-        x = tl.load(logits_ptr + full + columns, full + columns < padded, 0.0).to(tl.float32)
-        highest, total = _seen(tl.where(full + columns < vocab_size, x, float("-inf")), highest, total)
-    log2_total = tl.log2(tl.sum(total, 0))
-    log2_p = (at_target - highest) * LOG2E - log2_total
+        y = tl.load(logits_ptr + rest, rest < padded, 0.0).to(tl.float32)
+        y = tl.where(rest < vocab_size, y, float("-inf"))
+        highest_of_all = tl.maximum(highest_of_all, tl.max(y, 0))
+    sum_of_all = tl.sum(total * tl.exp2((highest - highest_of_all) * LOG2E), 0)
+    if REST > 0:
+        sum_of_all += tl.sum(tl.exp2((y - highest_of_all) * LOG2E), 0)
+    log2_total = tl.log2(sum_of_all)
+    log2_p = (at_target - highest_of_all) * LOG2E - log2_total
     tl.store(losses_ptr + row, tl.where(counted, -log2_p / LOG2E, 0.0))
     if GRADIENTS:
         log2_total = tl.where(counted, log2_total, float("inf"))  # of a row that is not counted all p are 0
         dtype = logits_ptr.dtype.element_ty
-        for start in range(0, full, BLOCK):
-            x = tl.load(logits_ptr + start + columns).to(tl.float32)
-            tl.store(logits_ptr + start + columns, tl.exp2((x - highest) * LOG2E - log2_total).to(dtype))
-        if full < padded:
-            x = tl.load(logits_ptr + full + columns, full + columns < padded, 0.0).to(tl.float32)
-            d = tl.exp2((x - highest) * LOG2E - log2_total)
-            d = tl.where(full + columns < vocab_size, d, 0.0)
-            tl.store(logits_ptr + full + columns, d.to(dtype), full + columns < padded)
+        for start in range(0, full, BLOCK):  # read and written for the last time
+            x = tl.load(logits_ptr + start + columns, eviction_policy="evict_first").to(tl.float32)
+            d = tl.exp2((x - highest_of_all) * LOG2E - log2_total).to(dtype)
+            tl.store(logits_ptr + start + columns, d, eviction_policy="evict_first")
+        if REST > 0:
+            d = tl.exp2((y - highest_of_all) * LOG2E - log2_total)
+            tl.store(logits_ptr + rest, d.to(dtype), rest < padded)
         tl.debug_barrier()  # whoever wrote p there is done
         tl.store(logits_ptr + target, (tl.exp2(log2_p) - 1).to(dtype), counted)
 
 
 @triton.jit
-def _seen(x, highest, total):
-    """The highest of what was seen and x, and, by lanes, the sum of its exponentials below that."""
+def _seen(x, highest, total, GROUP: tl.constexpr):
+    """By groups of columns: the highest of what was seen and x, and the sum of the exponentials below it."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    higher = tl.maximum(highest, tl.max(x, 0))
-    return higher, total * tl.exp2((highest - higher) * LOG2E) + tl.exp2((x - higher) * LOG2E)
+    x = tl.reshape(x, (highest.shape[0], GROUP))
+    higher = tl.maximum(highest, tl.max(x, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # where all are -inf, their sum is 0, not NaN
+    new = tl.sum(tl.exp2((x - base[:, None]) * LOG2E), 1)
+    return higher, total * tl.exp2((highest - base) * LOG2E) + new
 
 
 def softmax_loss(
@@ -94,9 +109,11 @@ def softmax_loss(
     n, padded = logits.shape
     block = block or min(BLOCK, triton.next_power_of_2(padded))  # a short row is the work of few warps
     warps = warps or max(1, block * WARPS // BLOCK)
+    rest = padded - vocab_size // block * block
     losses = logits.new_empty(n, dtype=torch.float32)
     _tilegpt_cross_entropy[(n,)](
         logits, targets, losses, logits.stride(0), vocab_size, padded,
-        IGNORE=ignore, GRADIENTS=gradients, BLOCK=block, num_warps=warps,
+        IGNORE=ignore, GRADIENTS=gradients, BLOCK=block, REST=triton.next_power_of_2(rest) if rest else 0,
+        GROUP=min(GROUP, block), num_warps=warps,
     )  # fmt: skip
     return losses

@@ -51,7 +51,7 @@ def exact(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(
     ("vocab", "padded", "block"),
-    [(50, 64, 64), (65, 128, 64), (65, 128, None), (1000, 1024, 256), (1, 16, 16)],
+    [(50, 64, 64), (65, 128, 64), (65, 128, None), (1000, 1024, 256), (128, 128, 64), (1, 16, 16)],
 )
 def test_losses_and_gradients(
     vocab: int, padded: int, block: int | None, dtype: torch.dtype, device: str
@@ -67,6 +67,18 @@ def test_losses_and_gradients(
     error = (logits[:, :vocab].double() - gradient).abs()
     assert (error <= ROUNDING[dtype] * gradient.abs() + 2e-7).all()
     assert not logits[:, vocab:].any() and not logits[::5].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_impossible_adds_nothing(device: str) -> None:
+    """Columns of -inf, as many as share a maximum and more, in the first block and in the rest."""
+    logits, targets = problem(4, 100, 112, torch.float32, device)
+    logits[:, 8:24] = logits[:, 72:100] = -torch.inf
+    targets[:] = torch.tensor([0, IGNORE, 30, 70])
+    losses, gradient = exact(logits, targets, 100)
+    found = softmax_loss(logits, targets, 100, IGNORE, True, 64)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits[:, :100].double(), gradient, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,9 +100,9 @@ COMPILED = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ops.triton.cross_entropy import BLOCK, WARPS, _tilegpt_cross_entropy
+from ops.triton.cross_entropy import BLOCK, GROUP, WARPS, _tilegpt_cross_entropy
 
-constants = {"IGNORE": -1, "GRADIENTS": True, "BLOCK": BLOCK}
+constants = {"IGNORE": -1, "GRADIENTS": True, "BLOCK": BLOCK, "REST": 2048, "GROUP": GROUP}
 types = {"logits_ptr": "*bf16", "targets_ptr": "*i64", "losses_ptr": "*fp32"}
 types |= dict.fromkeys(("stride", "vocab_size", "padded"), "i32") | dict.fromkeys(constants, "constexpr")
 source = ASTSource(_tilegpt_cross_entropy, types, constants)
