@@ -29,6 +29,7 @@ from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
 from model.relative import buckets_of_distances
 from model.sparsity import pattern
+from ops.linear import linear, pays
 from ops.mlp import fuses, gelu_mlp
 
 
@@ -80,6 +81,22 @@ def make_norm(config: GPTConfig, width: int) -> nn.Module:
     return nn.LayerNorm(width, eps=config.eps("layernorm"), bias=config.bias)
 
 
+def project(layer: nn.Module, x: Tensor, addend: Tensor | None = None) -> Tensor:
+    """layer(x), plus addend where there is one: of a plain linear layer on many rows by ops/linear.py."""
+    if type(layer) is nn.Linear and pays(x := x.to(compute_dtype(x))):
+        return linear(x, *in_dtype(x, layer.weight, layer.bias), addend)
+    return layer(x) if addend is None else addend + layer(x)
+
+
+def in_dtype(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+    return [p if p is None else p.to(x.dtype) for p in parameters]
+
+
+def adds_directly(dropout: nn.Dropout, residual: Tensor) -> bool:
+    """Whether a projection can be added to the residual stream as it is: of its dtype, with no dropout."""
+    return residual.dtype == compute_dtype(residual) and not (dropout.training and dropout.p)
+
+
 class CausalSelfAttention(nn.Module):
     """Projections, QK-norm, rotary and cache around an `Attention`, which owns no parameters."""
 
@@ -99,6 +116,7 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
+        residual: Tensor,
         rope: Tensor | None = None,
         slopes: Tensor | None = None,
         relative_bias: Tensor | None = None,
@@ -107,10 +125,12 @@ class CausalSelfAttention(nn.Module):
         cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
+        """x, residual (B, T, C) -> residual + attention(x)."""
         of_all = rope, slopes, relative_bias, document_ids, block_mask
-        out = self.attend(self.c_attn(x), *of_all, cache, layer)
-        return self.dropout(self.c_proj(out))
+        out = self.attend(project(self.c_attn, x), *of_all, cache, layer)
+        if adds_directly(self.dropout, residual):
+            return project(self.c_proj, out, residual)
+        return residual + self.dropout(project(self.c_proj, out))
 
     def attend(
         self,
@@ -174,15 +194,18 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x, residual (B, T, C) -> residual + MLP(x)."""
         # not of layers that others have put in their place, adapters say, which compute more
         kinds = set() if self.swiglu else {type(self.c_fc), type(self.c_proj)}
         if kinds == {Fp8Linear} and self.training:
-            return self.dropout(fp8_gelu_mlp(self.c_fc, self.c_proj, x))
+            return residual + self.dropout(fp8_gelu_mlp(self.c_fc, self.c_proj, x))
         if kinds == {nn.Linear} and fuses(x := x.to(compute_dtype(x)), self.c_fc.out_features):
-            parameters = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
-            return self.dropout(gelu_mlp(x, *(p if p is None else p.to(x.dtype) for p in parameters)))
-        return self.dropout(self.c_proj(self.activate(self.c_fc(x))))
+            parameters = in_dtype(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
+            if adds_directly(self.dropout, residual):
+                return gelu_mlp(x, *parameters, residual)
+            return residual + self.dropout(gelu_mlp(x, *parameters))
+        return residual + self.dropout(self.c_proj(self.activate(self.c_fc(x))))
 
     def activate(self, x: Tensor) -> Tensor:
         if self.swiglu:
@@ -203,8 +226,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
-        x = x + self.attn(self.ln_1(x), *args)
-        return x + self.mlp(self.ln_2(x))
+        x = self.attn(self.ln_1(x), x, *args)
+        return self.mlp(self.ln_2(x), x)
 
 
 class GPT(nn.Module):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.linear import product
+
 IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -103,7 +105,7 @@ def _head_loss(
     narrow = weight.to(x.dtype)
     for start in range(0, len(x), chunk):
         rows, wanted = x[start : start + chunk], targets[start : start + chunk]
-        part, d = _softmax_loss(rows @ narrow.T, wanted, vocab_size, gradients)
+        part, d = _softmax_loss(product(rows, narrow, True), wanted, vocab_size, gradients)
         loss += part
         if gradients:
             torch.mm(d, narrow, out=dx[start : start + chunk])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import cublaslt
+from ops.linear import product
 
 
 @torch.library.custom_op("tilegpt::linear_gelu", mutates_args=())
@@ -51,10 +52,18 @@ def _(dy: Tensor, weight: Tensor, h: Tensor) -> Tensor:
 
 class _GeluMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        addend: Tensor | None,
+    ) -> Tensor:
         a, h = linear_gelu(x, w1, b1)
         ctx.save_for_backward(x, w1, w2, a, h)
-        return F.linear(a, w2, b2)
+        return product(a, w2, True, b2, addend)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,16 +75,18 @@ class _GeluMLP(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         dh = linear_gelu_backward(dy, w2, h)
         return (
-            dh @ w1 if wanted[0] else None,
+            product(dh, w1, False) if wanted[0] else None,
             dh.T @ x if wanted[1] else None,
             dh.sum(0) if wanted[2] else None,
             dy.T @ a if wanted[3] else None,
             dy.sum(0) if wanted[4] else None,
+            dy if wanted[5] else None,
         )
 
 
 torch.library.define(
-    "tilegpt::gelu_mlp", "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2) -> Tensor"
+    "tilegpt::gelu_mlp",
+    "(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? addend) -> Tensor",
 )
 torch.library.impl("tilegpt::gelu_mlp", "CompositeImplicitAutograd")(_GeluMLP.apply)
 
@@ -96,7 +107,15 @@ def fuses(x: Tensor, hidden: int) -> bool:
     return x.is_cuda and supported and torch.is_grad_enabled()
 
 
-def gelu_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
-    """linear(gelu(linear(x, w1, b1)), w2, b2) of x (..., C), all of one dtype; a GELU by tanh."""
-    out = torch.ops.tilegpt.gelu_mlp(x.flatten(0, -2), w1, b1, w2, b2)  # (B, T, C) -> (B*T, C)
+def gelu_mlp(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    addend: Tensor | None = None,
+) -> Tensor:
+    """linear(gelu(linear(x, w1, b1)), w2, b2) + addend of x (..., C), all of one dtype; a GELU by tanh."""
+    rows = None if addend is None else addend.flatten(0, -2)
+    out = torch.ops.tilegpt.gelu_mlp(x.flatten(0, -2), w1, b1, w2, b2, rows)  # (B, T, C) -> (B*T, C)
     return out.view(*x.shape[:-1], len(w2))  # (B*T, C) -> (B, T, C)
