@@ -158,7 +158,7 @@ class Progress(L.Callback):
         self.val_loss: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
-        self._start = (time.perf_counter(), trainer.global_step)
+        self._start = self._first = (time.perf_counter(), trainer.global_step)
         terminal = sys.stdout.isatty()
         if not (lit.compile_net or lit.cuda_graphs or trainer.world_size > 1):
             self.within = StepProgress(lit.net, lit.accumulate, self._say, 1 if terminal else 10)
@@ -190,14 +190,17 @@ class Progress(L.Callback):
             print(line, flush=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
-        step = trainer.global_step
-        if step == self._start[1] + 1 and lit.compile_net and trainer.is_global_zero:
-            print(f"the first step took {time.perf_counter() - self._start[0]:.1f} s, including compilation")
+        step, now = trainer.global_step, time.perf_counter()
+        if step == self._start[1] + 1:
+            if lit.compile_net and trainer.is_global_zero:
+                print(f"the first step took {now - self._start[0]:.1f} s, including compilation")
+            self._first = now, step
         if self.bar is not None:
             self.bar.update(self.task, completed=step, text=self._text(trainer))
         elif trainer.is_global_zero and step % min(self.every, -(-trainer.max_steps // 10)) == 0:
-            elapsed = time.perf_counter() - self._start[0]
-            left = elapsed / max(1, step - self._start[1]) * (trainer.max_steps - step)
+            # the first step is no measure of the others: it compiles
+            since, before = self._first if step > self._first[1] else self._start
+            left = (now - since) / (step - before) * (trainer.max_steps - step)
             print(f"step {step}/{trainer.max_steps}  {self._text(trainer)}  {left:.0f} s left", flush=True)
 
     def _text(self, trainer: L.Trainer) -> str:

@@ -54,6 +54,26 @@ def test_the_first_step_of_a_compiled_run_says_how_long_it_took(
     assert capsys.readouterr().out.splitlines() == ["the first step took 12.3 s, including compilation"]
 
 
+def test_the_estimate_leaves_the_first_step_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 30 s, then steps of 2 s, begun anew and from a checkpoint."""
+    now = [0.0]
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    for begun in (0, 100):
+        facts = {"global_step": begun, "max_steps": begun + 40, "is_global_zero": True, "callbacks": []}
+        trainer = SimpleNamespace(**facts)
+        lit = SimpleNamespace(compile_net=True, cuda_graphs=False)
+        progress = Progress(every=1)
+        progress.on_train_start(trainer, lit)
+        for seconds in (30.0, 2.0, 2.0):
+            now[0] += seconds
+            trainer.global_step += 1
+            progress.on_train_batch_end(trainer, lit)
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+        assert [line.split()[-3] for line in lines] == ["1170", "76", "74"]
+
+
 def test_what_would_be_faster_is_said_on_a_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for triton, cublaslt in ((True, True), (False, True), (True, False)):
         monkeypatch.setattr("model.loss.HAS_TRITON", triton)
