@@ -83,7 +83,7 @@ def make_norm(config: GPTConfig, width: int) -> nn.Module:
 
 def project(layer: nn.Module, x: Tensor, addend: Tensor | None = None) -> Tensor:
     """layer(x), plus addend where there is one: of a plain linear layer on many rows by ops/linear.py."""
-    if type(layer) is nn.Linear and pays(x := x.to(compute_dtype(x))):
+    if type(layer) is nn.Linear and pays(x := x.to(compute_dtype(x)), layer.out_features):
         return linear(x, *in_dtype(x, layer.weight, layer.bias), addend)
     return layer(x) if addend is None else addend + layer(x)
 
@@ -113,21 +113,9 @@ class CausalSelfAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_size, eps=config.eps("rmsnorm"))
             self.k_norm = RMSNorm(config.head_size, eps=config.eps("rmsnorm"))
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rope: Tensor | None = None,
-        slopes: Tensor | None = None,
-        relative_bias: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        block_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-        layer: int = 0,
-    ) -> Tensor:
-        """x, residual (B, T, C) -> residual + attention(x)."""
-        of_all = rope, slopes, relative_bias, document_ids, block_mask
-        out = self.attend(project(self.c_attn, x), *of_all, cache, layer)
+    def forward(self, x: Tensor, residual: Tensor, *options: Any) -> Tensor:
+        """x, residual (B, T, C) -> residual + attention(x); options as in `attend`."""
+        out = self.attend(project(self.c_attn, x), *options)
         if adds_directly(self.dropout, residual):
             return project(self.c_proj, out, residual)
         return residual + self.dropout(project(self.c_proj, out))

@@ -30,8 +30,8 @@ _WITH_AUX = _GELU_AUX, _DGELU
 _WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA advises for Hopper
 _ALIGNED = 256  # bytes: what the heuristics take for granted
 _CANDIDATES = 8  # of the heuristics, best first by their estimate
-# Tiles and clusters by cublasLt's numbers.
-FEWEST_ROWS = 32768  # of a plain product that PyTorch's choice is not right for, the head's apart
+FEWEST_ROWS = 32768  # of an input for which an algorithm other than cuBLAS' choice is known to be faster
+# Tiles and clusters by cublasLt's numbers: 20 is 128 x 128, 29 is 128 x 160, 197 and 201 are 168 x 128.
 _128_X_128, _128_X_160, _OF_THE_HEAD = ((20, 3),), ((29, 3),), ((197, 5), (201, 5))
 _OF_DGELU = (20, 5), (20, 3)
 
@@ -101,13 +101,14 @@ class _Product:
 
 
 def _preferred(product: _Product) -> tuple[tuple[int, int], ...]:
-    """Tiles and clusters, the fastest first, of algorithms that are faster than the heuristics' first, as far
-    as measured: their speed relative to it, in bf16 without a bias, on an H200 that works for 0.03 to 0.15 s
-    at a time, and so at its limit of power.
+    """Tiles and clusters, best first, of the algorithms that are taken instead of the heuristics' first. Speed
+    relative to that, in bf16 without a bias, on an H200 that works for 0.03 to 0.15 s at a time, and so at its
+    limit of power:
 
     Plain products (m x n, k), tiles of 128 x 160: 65,536 x 768 and 2,304, k = 768 to 3,072: 1.04 to 1.17x;
-    32,768 x 1,024 to 3,840, k = 1,024 to 3,840: 1.00 to 1.06x; k = 4,096 and 5,120: 0.98 to 1.02x; 16,384
-    rows: 0.88 to 1.04x. n = 50,304, m = 8,192 and 16,384, k = 768 to 1,600, _OF_THE_HEAD: 1.03 to 1.14x.
+    32,768 x 1,024 to 3,840, k = 1,024 to 3,840: 1.00 to 1.06x. Not taken for k = 4,096 and 5,120, 0.98 to
+    1.02x, and for 16,384 rows, 0.88 to 1.04x.
+    The head, n = 50,304, m = 8,192 and 16,384, k = 768 to 1,600: 1.03 to 1.14x.
     With GELU, n = 4 k: 65,536 x 3,072 1.04x; 32,768 x 4,096 1.13x; 16,384 x 6,400 0.99x (H100: 1.05x).
     With its gradient: 65,536 x 3,072 1.01x; 32,768 x 2,560 to 5,120 1.04 to 1.08x, and 1.60x where n = 4,096;
     16,384 x 1,536 to 6,400 1.01 to 1.12x; 16,384 x 8,192 0.98x."""
@@ -120,7 +121,7 @@ def _preferred(product: _Product) -> tuple[tuple[int, int], ...]:
         return _OF_DGELU if p.m * p.n >= 16384 * 1536 and p.k < 2048 else ()
     if p.n >= 32768:
         return _OF_THE_HEAD if p.transposed and p.m >= 8192 and p.k <= 2048 else ()
-    return _128_X_160 if p.m >= FEWEST_ROWS and p.n >= 768 and 768 <= p.k < 4096 else ()
+    return _128_X_160 if p.m >= FEWEST_ROWS and 768 <= min(p.n, p.k) and max(p.n, p.k) < 4096 else ()
 
 
 class _Plan:
@@ -221,7 +222,7 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % _ALIGNED == 0 else x.clone()
 
 
-def _product(a: Tensor, b: Tensor, transposed: bool, epilogue: int) -> _Product:
+def _described(a: Tensor, b: Tensor, transposed: bool, epilogue: int) -> _Product:
     (m, k), n = a.shape, b.shape[0 if transposed else 1]
     return _Product(m, n, k, transposed, epilogue, a.dtype, a.device.index)
 
@@ -236,7 +237,7 @@ def _multiply(
     addend: Tensor | None = None,
 ) -> Tensor:
     with torch.cuda.device(a.device):
-        product = _product(a, b, transposed, epilogue)
+        product = _described(a, b, transposed, epilogue)
         a, b = _aligned(a), _aligned(b)
         out = a.new_empty(product.m, product.n)
         plan = _plan(product)
@@ -279,9 +280,12 @@ def plain_product(
     """a (m, k) @ b + bias (n,) + addend (m, n), b (n, k) where `transposed`, else (k, n): by PyTorch, unless
     another algorithm than cuBLAS' own is known to be faster, or there is an addend, which cublasLt reads in
     the epilogue."""
-    epilogue = _PLAIN if bias is None else _WITH_BIAS
+    epilogue, n = _PLAIN if bias is None else _WITH_BIAS, b.shape[0 if transposed else 1]
+    for name, x, shape in (("bias", bias, (n,)), ("addend", addend, (len(a), n))):
+        if x is not None and (tuple(x.shape) != shape or x.dtype != a.dtype):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, and has to be {a.dtype} {shape}")
     able = a.is_cuda and a.dtype in _SHORT and available()
-    if able and (addend is not None or _preferred(_product(a, b, transposed, epilogue))):
+    if able and (addend is not None or _preferred(_described(a, b, transposed, epilogue))):
         return _multiply(a, b, transposed, epilogue, bias, addend=addend)
     out = F.linear(a, b if transposed else b.T, bias)
     return out if addend is None else out + addend

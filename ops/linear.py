@@ -30,13 +30,13 @@ def product(
 def _(
     a: Tensor, b: Tensor, transposed: bool, bias: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:
-    return a.new_empty(len(a), b.shape[0 if transposed else 1])
+    return a.new_empty(a.shape[0], b.shape[0 if transposed else 1])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return product(x, weight, True, bias, addend)
 
     @staticmethod
@@ -60,11 +60,13 @@ torch.library.define("tilegpt::linear", "(Tensor x, Tensor weight, Tensor? bias,
 torch.library.impl("tilegpt::linear", "CompositeImplicitAutograd")(_Linear.apply)
 
 
-def pays(x: Tensor) -> bool:
+def pays(x: Tensor, out_features: int) -> bool:
     """Whether `linear` is for this input, x (..., C) in the dtype of the product: on a GPU, where a backward
-    is to follow, in 16 bits and of so many rows that an algorithm of its own may pay."""
+    is to follow, in 16 bits, rows of whole 16 bytes, and so many of them that cuBLAS' own choice may not be
+    the fastest. Where it is, on other GPUs than Hopper say, what is gained is the addition."""
+    supported = x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == out_features % 8 == 0
     many = x.numel() // x.shape[-1] >= cublaslt.FEWEST_ROWS
-    return x.is_cuda and many and x.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()
+    return x.is_cuda and supported and many and torch.is_grad_enabled()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 @linear_gelu.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = x.new_empty(len(x), len(weight))
+    out = x.new_empty(x.shape[0], weight.shape[0])
     return out, torch.empty_like(out)
 
 
@@ -96,7 +96,8 @@ def missing() -> str | None:
     if cublaslt.available():
         return None
     return (
-        "no cublasLt, which CUDA builds of torch bring along: GELU and its gradient are passes of their own"
+        "no cublasLt, which CUDA builds of torch bring along: GELU, its gradient and additions to the "
+        "residual stream are passes of their own"
     )
 
 

@@ -15,8 +15,9 @@ import torch
 CLASSES = {
     "rounding to fp8": r"fp8_(amax|round|quantise|linear|gelu_mlp)",
     "loss": r"cross_entropy|log_softmax|nll_loss|softmax_online|head_loss",
-    "attention": r"tilegpt_|flash|fmha|sdpa|scaled_dot_product|cudnn|aten::_softmax|softmax_warp|tilegpt::",
-    "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|linear_gelu"
+    "attention": r"tilegpt_|flash|fmha|sdpa|scaled_dot_product|cudnn|aten::_softmax|softmax_warp"
+    r"|tilegpt::(?!product|linear|gelu)",
+    "matrix products": r"nvjet|gemm|gemv|cutlass|cublas|splitK|xmma|tilegpt::(product|linear)"
     r"|aten::(b|add|badd|_scaled_)?mm\b",
     "optimiser": r"multi_tensor_apply|FusedOptimizer|LpNorm|_fused_adam|_foreach|baddbmm",
     "norms and residuals": r"norm|aten::add_?$",

@@ -24,6 +24,7 @@ def test_what_is_traced_can_be_cached(attention: str, monkeypatch: pytest.Monkey
     """Nothing in the graph keeps AOTAutograd from its cache, as a torch.autograd.Function would, with the
     passes of a GPU too: a second start takes seconds less."""
     monkeypatch.setattr("model.gpt.fuses", lambda x, hidden: torch.is_grad_enabled())
+    monkeypatch.setattr("model.gpt.pays", lambda x, out_features: torch.is_grad_enabled())
     seen = []
 
     def look(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
@@ -39,6 +40,7 @@ def test_what_is_traced_can_be_cached(attention: str, monkeypatch: pytest.Monkey
         with pytest.raises(SystemExit):
             net(ids, targets=ids)
     assert any("gelu_mlp" in name for name in seen[1])
+    assert any("tilegpt.linear" in name for name in seen[1])
     assert any("summed_loss" in name for name in seen[0])
 
 

@@ -34,6 +34,9 @@ from tests.running import rows, train_here
         ("aten::_scaled_mm", "matrix products"),
         ("_tilegpt_fp8_round", "rounding to fp8"),
         ("tilegpt_fp8_values", "attention"),
+        ("tilegpt::cuda_fa3", "attention"),
+        ("tilegpt::product", "matrix products"),
+        ("tilegpt::linear_gelu_backward", "matrix products"),
         ("aten::mul", OTHER),
     ],
 )
