@@ -101,9 +101,9 @@ class _Product:
 
 
 def _preferred(product: _Product) -> tuple[tuple[int, int], ...]:
-    """Tiles and clusters, best first, of the algorithms that are taken instead of the heuristics' first. Speed
-    relative to that, in bf16 without a bias, on an H200 that works for 0.03 to 0.15 s at a time, and so at its
-    limit of power:
+    """Tiles and clusters, best first, of the algorithms that replace the heuristics' first. Speed
+    relative to that, in bf16 without a bias, on an H200 that works for 0.03 to 0.15 s at a time, and so at
+    its limit of power:
 
     Plain products (m x n, k), tiles of 128 x 160: 65,536 x 768 and 2,304, k = 768 to 3,072: 1.04 to 1.17x;
     32,768 x 1,024 to 3,840, k = 1,024 to 3,840: 1.00 to 1.06x. Not taken for k = 4,096 and 5,120, 0.98 to
@@ -111,7 +111,7 @@ def _preferred(product: _Product) -> tuple[tuple[int, int], ...]:
     The head, n = 50,304, m = 8,192 and 16,384, k = 768 to 1,600: 1.03 to 1.14x.
     With GELU, n = 4 k: 65,536 x 3,072 1.04x; 32,768 x 4,096 1.13x; 16,384 x 6,400 0.99x (H100: 1.05x).
     With its gradient: 65,536 x 3,072 1.01x; 32,768 x 2,560 to 5,120 1.04 to 1.08x, and 1.60x where n = 4,096;
-    16,384 x 1,536 to 6,400 1.01 to 1.12x; 16,384 x 8,192 0.98x."""
+    16,384 x 1,536 to 6,400 1.01 to 1.12x; not taken for 16,384 x 8,192, 0.98x."""
     p = product
     if torch.cuda.get_device_capability(p.device) != (9, 0):
         return ()
