@@ -187,3 +187,24 @@ def test_the_run_again_has_micro_batches_half_as_long(
     mine = plan()
     with pytest.raises(InterruptedError):
         fp8_training.trained(mine, mine.points("again")[0])
+
+
+def test_losses_of_several_seeds_have_a_mean() -> None:
+    rows = []
+    for seed, worse in ((1337, -0.03), (7, 0.01), (8, 0.05)):
+        for point in plan(f"seed={seed}", devices=2).points("loss"):
+            nats = 4.5 + worse * (point["precision"] == "fp8")
+            rows.append(row_of(point, result(validation=[[380, nats]], losses=[], tokens_per_s=1e5)))
+        found, half, seeds = fp8_training.report(rows).found, "", len(rows) // 2
+        if seeds == 2:
+            half = " ± 0.2542"  # 12.71 * 0.0283 / sqrt(2)
+        if seeds == 3:
+            half = " ± 0.0993"  # 4.30 * 0.04 / sqrt(3)
+        of = f" ({seeds} seeds)" if half else ""
+        gap = {1: "-0.0300", 2: "-0.0100", 3: "+0.0100"}[seeds]
+        assert found == f"the loss of gpt2_xl differs by {gap}{half} nats after 49.8 million tokens{of}."
+    said = " ".join(fp8_training.report(rows).notes)
+    assert (
+        "3 seeds: the last loss in fp8 less that in bf16 is +0.0100 ± 0.0993 nats per token (95% by "
+        "Student's t): -0.0300 with seed=1337, +0.0100 with seed=7, +0.0500 with seed=8." in said
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from scripts.measure.report.figures import Line, panel, panels_of, svg
+from scripts.measure.report.intervals import of_mean
 from scripts.measure.report.pages import page
 from scripts.measure.report.tables import Record, fmt, listed, records
 from scripts.measure.rows import key_of
@@ -57,6 +58,31 @@ def ends(both: Pair) -> tuple[float, float, float, float | None] | None:
     bf16, fp8, again = (dict(r.validation) if r else {} for r in both)
     common = [step for step in bf16 if step in fp8]
     return (common[-1], bf16[common[-1]], fp8[common[-1]], again.get(common[-1])) if common else None
+
+
+class Seeds(NamedTuple):
+    """The last losses in fp8 less those in bf16, `gaps`, of runs that differ in their seed: by seed; their
+    mean, half its 95% interval (None of one seed), and what the runs have in common."""
+
+    fp8: Record
+    step: float
+    gaps: dict[int, float]
+    mean: float
+    half: float | None
+
+
+def over_seeds(losses: Sequence[Pair]) -> list[Seeds]:
+    alike: dict[str, list[Pair]] = {}
+    for both in losses:
+        facts = ("model", "seq_len", "micro_batch", "tokens_per_step", "steps", "text", "settings")
+        alike.setdefault(key_of({name: getattr(both.fp8, name) for name in facts}), []).append(both)
+    found = []
+    for of in alike.values():
+        last = {both.fp8.seed: ends(both) for both in of}
+        gaps = {seed: fp8 - bf16 for seed, (_, bf16, fp8, _) in last.items()}
+        half = of_mean(stdev(gaps.values()), len(gaps)) if len(gaps) > 1 else None
+        found.append(Seeds(of[-1].fp8, last[of[-1].fp8.seed][0], gaps, mean(gaps.values()), half))
+    return found
 
 
 def less_bf16(both: Pair, r: Record) -> dict[float, float]:
@@ -120,5 +146,6 @@ def report(rows: list[Row]) -> Report:
         {"": picture(rows, losses[-1])} if losses else {},
         speeds=[(both, faster(both)) for both in speeds],
         losses=[(both, *ends(both)) for both in losses],
+        seeds=over_seeds(losses),
         failed=[r for r in records(rows) if r.status != "ok"],
     )
