@@ -29,8 +29,8 @@ from model.kv_cache import KVCache
 from model.loss import IGNORE, chunked_loss, compute_dtype, fuses_loss
 from model.relative import buckets_of_distances
 from model.sparsity import pattern
-from ops.linear import linear, pays
-from ops.mlp import fuses, gelu_mlp
+from ops.linear import fuses, linear, pays
+from ops.mlp import gelu_mlp
 
 
 def alibi_slopes(n_head: int) -> Tensor:

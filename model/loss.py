@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.linear import product
+from ops.linear import first_derivative_only, product
 
 IGNORE = -1  # a target that is not counted: padding, or a prediction across a document boundary
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -72,11 +72,8 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "The loss in chunks, and in 16 bits on a GPU, has no second derivative (double backward); "
-                "model.loss_chunk=0 has, with precision=32-true."
-            )
+        subject = "The loss in chunks, and in 16 bits on a GPU, has"
+        first_derivative_only(subject, "model.loss_chunk=0 has, with precision=32-true")
         dx, dweight = ctx.saved_tensors  # dx in x's own dtype before it is scaled: rounded once
         return dx.to(ctx.dtype, copy=True).mul_(dloss), dweight * dloss, None, None, None, None
 

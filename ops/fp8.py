@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.linear import first_derivative_only
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # of the tanh form, for all h: |gelu(h)| <= max(gelu(largest h), LOWEST), and |gelu'(h)| <= STEEPEST
 LOWEST, STEEPEST = 0.1701, 1.1290
@@ -63,10 +65,7 @@ def _product(
 
 
 def _first_derivative_only() -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "Products in fp8 have no second derivative (double backward); in precision=bf16-mixed they have."
-        )
+    first_derivative_only("Products in fp8 have", "in precision=bf16-mixed they have")
 
 
 class _Linear(torch.autograd.Function):

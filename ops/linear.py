@@ -33,6 +33,12 @@ def _(
     return a.new_empty(a.shape[0], b.shape[0 if transposed else 1])
 
 
+def first_derivative_only(subject: str, otherwise: str) -> None:
+    """Raises NotImplementedError in a backward that is to be differentiated in turn."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(f"{subject} no second derivative (double backward); {otherwise}.")
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
@@ -41,11 +47,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "The linear layer on many rows has no second derivative (double backward); in "
-                "precision=32-true it has."
-            )
+        first_derivative_only("The linear layer on many rows has", "in precision=32-true it has")
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         return (
@@ -60,13 +62,17 @@ torch.library.define("tilegpt::linear", "(Tensor x, Tensor weight, Tensor? bias,
 torch.library.impl("tilegpt::linear", "CompositeImplicitAutograd")(_Linear.apply)
 
 
-def pays(x: Tensor, out_features: int) -> bool:
-    """Whether `linear` is for this input, x (..., C) in the dtype of the product: on a GPU, where a backward
-    is to follow, in 16 bits, rows of whole 16 bytes, and so many of them that cuBLAS' own choice may not be
-    the fastest. Where it is, on other GPUs than Hopper say, what is gained is the addition."""
+def fuses(x: Tensor, out_features: int) -> bool:
+    """Whether products of x (..., C), in their dtype, are those of this file and of ops/mlp.py: on a GPU,
+    where a backward is to follow, in 16 bits and rows of whole 16 bytes."""
     supported = x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == out_features % 8 == 0
-    many = x.numel() // x.shape[-1] >= cublaslt.FEWEST_ROWS
-    return x.is_cuda and supported and many and torch.is_grad_enabled()
+    return x.is_cuda and supported and torch.is_grad_enabled()
+
+
+def pays(x: Tensor, out_features: int) -> bool:
+    """Whether `linear` is for this input: of so many rows, too, that cuBLAS may choose a slower one.
+    Where it is, on other GPUs than Hopper say, what is gained is the addition."""
+    return fuses(x, out_features) and x.numel() // x.shape[-1] >= cublaslt.FEWEST_ROWS
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:

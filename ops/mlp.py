@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import cublaslt
-from ops.linear import product
+from ops.linear import first_derivative_only, product
 
 
 @torch.library.custom_op("tilegpt::linear_gelu", mutates_args=())
@@ -67,10 +67,7 @@ class _GeluMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "The fused MLP has no second derivative (double backward); in precision=32-true it has."
-            )
+        first_derivative_only("The fused MLP has", "in precision=32-true it has")
         x, w1, w2, a, h = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         dh = linear_gelu_backward(dy, w2, h)
@@ -99,13 +96,6 @@ def missing() -> str | None:
         "no cublasLt, which CUDA builds of torch bring along: GELU, its gradient and additions to the "
         "residual stream are passes of their own"
     )
-
-
-def fuses(x: Tensor, hidden: int) -> bool:
-    """Whether `gelu_mlp` is for this input, x (..., C) in the dtype of the product: on a GPU, where a
-    backward is to follow, in 16 bits and rows of whole 16 bytes."""
-    supported = x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == hidden % 8 == 0
-    return x.is_cuda and supported and torch.is_grad_enabled()
 
 
 def gelu_mlp(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.base import FEATURES, Attention, Capabilities
 from attention.naive import NaiveAttention
-from model.gpt import GPT, GPTConfig, alibi_slopes, apply_rope, rope_table
+from model.gpt import GPT, Block, GPTConfig, alibi_slopes, apply_rope, rope_table
 
 TINY: dict[str, Any] = {"vocab_size": 50, "seq_len": 16, "n_layer": 2, "n_head": 4, "n_embd": 32}
 
@@ -345,3 +345,28 @@ def test_tables_stay_in_fp32() -> None:
     expected = net.rope.clone()
     net.to(torch.bfloat16)
     assert net.rope.dtype == torch.float32 and torch.equal(net.rope, expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("attn", "c_attn"), ("attn", "c_proj"), ("mlp", "c_fc"), ("mlp", "c_proj")]
+)
+def test_a_layer_in_the_place_of_a_product_is_not_passed_by(
+    part: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters, say, which give their base's weight as theirs."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    for condition in ("fuses", "pays"):
+        monkeypatch.setattr(f"model.gpt.{condition}", lambda x, out_features: True)
+    torch.manual_seed(0)
+    layer = getattr(Block(GPTConfig(vocab_size=50, n_head=2, n_embd=32), NaiveAttention()), part)
+    x = torch.randn(2, 3, 32)
+    before = layer(x, x)
+    getattr(layer, name).__class__ = Adapted
+    change = layer(x, x) - before
+    if name == "c_proj":
+        torch.testing.assert_close(change, torch.ones_like(change), atol=1e-6, rtol=0)
+    assert change.abs().min() > 0

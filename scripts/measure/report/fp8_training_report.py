@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import mean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scripts.measure.report.figures import Line, panel, panels_of, svg
 from scripts.measure.report.intervals import of_mean
@@ -62,26 +62,29 @@ def ends(both: Pair) -> tuple[float, float, float, float | None] | None:
 
 class Seeds(NamedTuple):
     """The last losses in fp8 less those in bf16, `gaps`, of runs that differ in their seed: by seed; their
-    mean, half its 95% interval (None of one seed), and what the runs have in common."""
+    mean, half its 95% interval (None of one seed), and one of the runs, with its last step. `again`: rows of
+    a micro-batch, and bf16's last loss with these less that with twice as many."""
 
     fp8: Record
     step: float
     gaps: dict[int, float]
     mean: float
     half: float | None
+    again: list[tuple[int, float]]
 
 
-def over_seeds(losses: Sequence[Pair]) -> list[Seeds]:
-    alike: dict[str, list[Pair]] = {}
-    for both in losses:
+def over_seeds(losses: Sequence[tuple[Pair, float, float, float, float | None]]) -> list[Seeds]:
+    alike: dict[str, list[Any]] = {}
+    for of in losses:
         facts = ("model", "seq_len", "micro_batch", "tokens_per_step", "steps", "text", "settings")
-        alike.setdefault(key_of({name: getattr(both.fp8, name) for name in facts}), []).append(both)
+        alike.setdefault(key_of({name: getattr(of[0].fp8, name) for name in facts}), []).append(of)
     found = []
-    for of in alike.values():
-        last = {both.fp8.seed: ends(both) for both in of}
-        gaps = {seed: fp8 - bf16 for seed, (_, bf16, fp8, _) in last.items()}
+    for runs in alike.values():
+        gaps = {both.fp8.seed: fp8 - bf16 for both, _, bf16, fp8, _ in runs}
         half = of_mean(stdev(gaps.values()), len(gaps)) if len(gaps) > 1 else None
-        found.append(Seeds(of[-1].fp8, last[of[-1].fp8.seed][0], gaps, mean(gaps.values()), half))
+        again = [(both.again.micro_batch, a - bf16) for both, _, bf16, _, a in runs if a is not None]
+        both, step, *_ = runs[-1]
+        found.append(Seeds(both.fp8, step, gaps, mean(gaps.values()), half, again))
     return found
 
 
@@ -139,13 +142,13 @@ def picture(rows: list[Row], both: Pair) -> str:
 
 def report(rows: list[Row]) -> Report:
     speeds = pairs(rows, "speed")
-    losses = [both for both in pairs(rows, "loss") if ends(both)]
+    losses = [(both, *last) for both in pairs(rows, "loss") if (last := ends(both))]
     return page(
         "fp8_training",
-        [speed_table(speeds), *map(loss_table, losses)],
-        {"": picture(rows, losses[-1])} if losses else {},
+        [speed_table(speeds), *(loss_table(both) for both, *_ in losses)],
+        {"": picture(rows, losses[-1][0])} if losses else {},
         speeds=[(both, faster(both)) for both in speeds],
-        losses=[(both, *ends(both)) for both in losses],
+        losses=losses,
         seeds=over_seeds(losses),
         failed=[r for r in records(rows) if r.status != "ok"],
     )
