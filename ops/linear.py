@@ -70,8 +70,8 @@ def fuses(x: Tensor, out_features: int) -> bool:
 
 
 def pays(x: Tensor, out_features: int) -> bool:
-    """Whether `linear` is for this input: of so many rows, too, that cuBLAS may choose a slower one.
-    Where it is, on other GPUs than Hopper say, what is gained is the addition."""
+    """Whether `linear` is for this input: of so many rows, too, that cuBLAS' own choice may not be the best.
+    It is known to be another on Hopper; on other GPUs what is gained is the addition."""
     return fuses(x, out_features) and x.numel() // x.shape[-1] >= cublaslt.FEWEST_ROWS
 
 
