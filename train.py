@@ -258,6 +258,7 @@ def build(
         grad_clip=cfg.grad_clip,
         compile=compiled,
         cuda_graphs=as_graph,
+        validates_eagerly=graphs.small(config, rows),
         decode_attention=decoder,
         checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | adapters,
     )

@@ -42,8 +42,13 @@ def wanted(
             f"cuda_graphs=true: a step is captured on one CUDA device, and here it runs on {devices} "
             f"({device.type}). Use cuda_graphs=auto or false."
         )
-    launch_bound = precision == "fp8" or flops_per_token(config) * rows * config.seq_len < SMALL
+    launch_bound = precision == "fp8" or small(config, rows)
     return able and (asked is True or (asked == "auto" and launch_bound))
+
+
+def small(config: GPTConfig, rows: int) -> bool:
+    """Whether a step of so many rows takes some 20 ms at most."""
+    return flops_per_token(config) * rows * config.seq_len < SMALL
 
 
 class StepGraph:

@@ -59,6 +59,7 @@ class LitGPT(L.LightningModule):
         grad_clip: float | None = 1.0,
         compile: bool | str = False,
         cuda_graphs: bool = False,
+        validates_eagerly: bool = False,
         decode_attention: Attention | None = None,
         checkpoint_metadata: dict[str, Any] | None = None,
     ):
@@ -74,6 +75,7 @@ class LitGPT(L.LightningModule):
         self.grad_clip = grad_clip
         self.compile_net = compile
         self.cuda_graphs = cuda_graphs
+        self.validates_eagerly = validates_eagerly  # uncompiled: it takes longer to compile than to compute
         self.step_graph: StepGraph | None = None
         self.frozen = False  # for the garbage collector, by this run
         self.shards: Any = None  # under FSDP2 the mesh of the ranks that share the parameters
@@ -301,7 +303,10 @@ class LitGPT(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         counted = (batch["targets"] != IGNORE).sum()
-        self.val_sums += torch.stack((self.net(**batch).double(), counted.double()))
+        eagerly = torch.compiler.set_stance("force_eager") if self.validates_eagerly else nullcontext()
+        with eagerly:
+            loss = self.net(**batch)
+        self.val_sums += torch.stack((loss.double(), counted.double()))
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.world_size > 1:

@@ -10,7 +10,7 @@ import torch
 
 from conf.values import UserError
 from model.config import GPTConfig
-from model.training.graphs import WARM_UP, StepGraph, wanted
+from model.training.graphs import WARM_UP, StepGraph, small, wanted
 from tests.running import rows, train_here
 
 CHAR = GPTConfig(vocab_size=65, seq_len=256, n_layer=6, n_head=6, n_embd=384)
@@ -23,6 +23,7 @@ def test_auto_captures_small_steps_on_one_gpu() -> None:
     assert not wanted("auto", cpu, 1, CHAR, 64, "auto") and not wanted("auto", cuda, 2, CHAR, 64, "auto")
     assert wanted(True, cuda, 1, GPT2, 64, "auto") and not wanted(False, cuda, 1, CHAR, 64, "auto")
     assert wanted("auto", cuda, 1, GPT2, 64, "fp8") and not wanted("auto", cuda, 2, GPT2, 64, "fp8")
+    assert small(CHAR, 64) and small(GPT2, 8) and not small(GPT2, 32)  # 1, 7 and 28 TFLOP
 
 
 @pytest.mark.parametrize(("device", "devices"), [("cpu", 1), ("cuda", 2)])

@@ -293,6 +293,23 @@ def test_what_is_compiled_and_how(asked: bool | str, n_embd: int) -> None:
     assert not torch._dynamo.config.optimize_ddp  # DDP's buckets do not cut it
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_small_models_are_validated_as_they_are(eagerly: bool) -> None:
+    """Compiling the validation of the character model takes longer than its 21 validations."""
+    compiled: list[torch.fx.GraphModule] = []
+    net, batch = make_net(), make_batch()
+    expected = net.eval()(**batch)
+    net.compile(backend=lambda graph, _: compiled.append(graph) or graph, dynamic=False)
+    lit = LitGPT(net, partial(torch.optim.AdamW), constant, validates_eagerly=eagerly)
+    lit.on_validation_epoch_start()
+    with torch.no_grad():
+        lit.validation_step(batch, 0)
+    assert bool(compiled) is not eagerly
+    torch.testing.assert_close(lit.val_sums[0], expected.double())  # summed over the tokens
+    net.train()(**batch)
+    assert compiled  # training is compiled in either case
+
+
 @pytest.mark.parametrize(
     ("asked", "precision", "cpu", "cuda"),
     [
