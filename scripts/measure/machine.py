@@ -82,7 +82,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")  # a line a GPU
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": _asked(*driver) if cuda else None,

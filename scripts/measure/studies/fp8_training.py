@@ -3,7 +3,7 @@
     python scripts/study.py fp8_training
     python scripts/study.py fp8_training --measured speed
     python scripts/study.py fp8_training --model gpt2_large --tokens 20e6
-    python scripts/study.py fp8_training --measured loss seed=1
+    python scripts/study.py fp8_training seed=1 --measured loss
 
 Speed: steps of GPT-2 XL on random tokens with precision=bf16-mixed and with fp8, in two processes on one GPU,
 timed in turns; both models are on it at once (125 GiB with --batch 16). In fp8 the step is a CUDA graph, as
