@@ -44,6 +44,7 @@ class LitGPT(L.LightningModule):
     accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
     compile: whether the model is compiled; "blocks": one block of it, whose code all share
     cuda_graphs: whether a step is captured, on one CUDA device (training/graphs.py)
+    validates_eagerly: whether validation is not compiled, as compiling it takes longer than computing it
     decode_attention: the implementation that samples with a KV cache (None: the one that trains)
     checkpoint_metadata: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
     """
@@ -75,7 +76,7 @@ class LitGPT(L.LightningModule):
         self.grad_clip = grad_clip
         self.compile_net = compile
         self.cuda_graphs = cuda_graphs
-        self.validates_eagerly = validates_eagerly  # uncompiled: it takes longer to compile than to compute
+        self.validates_eagerly = validates_eagerly
         self.step_graph: StepGraph | None = None
         self.frozen = False  # for the garbage collector, by this run
         self.shards: Any = None  # under FSDP2 the mesh of the ranks that share the parameters
