@@ -226,6 +226,7 @@ def table(results: dict[str, dict[str, Any]]) -> Any:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     from scripts.measure.rows import choices, positive, rows_file
+    from scripts.measure.runner import parsed_with_overrides
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -239,7 +240,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=positive, default=200)
     add("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     add("--out", type=rows_file, help="rows go here (default: results/parity/<gpu>.jsonl)")
-    options = parser.parse_intermixed_args(argv)
+    options = parsed_with_overrides(parser, argv)
     if len(set(options.seeds)) < 2:
         parser.error("--seeds: a standard error takes two different seeds at least")
     return options

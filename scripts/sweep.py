@@ -40,7 +40,7 @@ CHILD = "scripts.measure.instruments.training_point:child"
 
 def arguments() -> argparse.Namespace:
     from scripts.measure.rows import positive
-    from scripts.measure.runner import parser
+    from scripts.measure.runner import parsed_with_overrides, parser
 
     made = parser(__doc__, "<study>")
     add = made.add_argument
@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--together", type=positive, metavar="K", help="points set up at a time (default: a GPU 4, a CPU 1)")
     add("--wandb", metavar="PROJECT", help="log every point as a run, in a group named by the study")
-    return made.parse_intermixed_args()
+    return parsed_with_overrides(made)
 
 
 class Sweep:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import re
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,17 @@ def parser(doc: str | None, study: str, plots: bool = True) -> argparse.Argument
     where = f"rows go here (default: results/{study}/<gpu or cpu>.jsonl)"
     made.add_argument("--out", type=rows_file, help=where)
     return made
+
+
+def parsed_with_overrides(
+    made: argparse.ArgumentParser, given: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """The options of a parser that takes `overrides`, which may stand anywhere: behind an option of several
+    values too, which argparse would take for more of these (`--measured loss seed=1`)."""
+    words = sys.argv[1:] if given is None else given
+    is_override = re.compile(r"[+~]*[A-Za-z_][\w./@]*=").match
+    ordered = sorted(words, key=lambda word: not is_override(word))  # stable: the overrides come first
+    return made.parse_intermixed_args(ordered)
 
 
 def device() -> str:

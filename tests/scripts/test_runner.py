@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.measure.rows import read
-from scripts.measure.runner import Run, parser
+from scripts.measure.runner import Run, parsed_with_overrides, parser
 from scripts.measure.worker import Worker, once
 from tests.scripts import children
 from tests.scripts.studies import run_of
@@ -82,6 +82,32 @@ def test_processes_share_the_points_of_a_run(tmp_path: Path) -> None:
         done = {"status": "ok", "ms_median": 1.0}
         assert other.ask(asked | {"point": POINT | {"seq_len": 32}, "result": done})["mine"]
     assert not run.claim(POINT | {"seq_len": 32})  # it has its row
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--measured loss again seed=1 model.window=64",
+        "seed=1 --measured loss again model.window=64",
+        "seed=1 model.window=64 --measured loss again",
+    ],
+)
+def test_overrides_may_stand_anywhere(words: str) -> None:
+    made = parser(None, "x")
+    made.add_argument("overrides", nargs="*")
+    made.add_argument("--measured", nargs="+", choices=["speed", "loss", "again"])
+    options = parsed_with_overrides(made, words.split())
+    assert options.measured == ["loss", "again"] and options.overrides == ["seed=1", "model.window=64"]
+
+
+def test_a_word_that_is_no_override_stays_a_value(capsys: pytest.CaptureFixture) -> None:
+    made = parser(None, "x")
+    made.add_argument("overrides", nargs="*")
+    made.add_argument("--measured", nargs="+", choices=["speed", "loss"])
+    assert parsed_with_overrides(made, ["--out=a=b.jsonl"]).out.name == "a=b.jsonl"
+    with pytest.raises(SystemExit):
+        parsed_with_overrides(made, ["--measured", "loss", "fast"])
+    assert "invalid choice: 'fast'" in capsys.readouterr().err
 
 
 def test_a_run_has_a_row_for_whatever_happens(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -3,7 +3,7 @@
     python scripts/study.py fp8_training
     python scripts/study.py fp8_training --measured speed
     python scripts/study.py fp8_training --model gpt2_large --tokens 20e6
-    python scripts/study.py fp8_training seed=1 --measured loss
+    python scripts/study.py fp8_training --measured loss seed=1
 
 Speed: steps of GPT-2 XL on random tokens with precision=bf16-mixed and with fp8, in two processes on one GPU,
 timed in turns; both models are on it at once (125 GiB with --batch 16). In fp8 the step is a CUDA graph, as
@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.measure.runner import Result, Run, parser, run_study
+from scripts.measure.runner import Result, Run, parsed_with_overrides, parser, run_study
 from scripts.measure.studies import Point, Report, Row, real_text, scaling
 
 STUDY = "fp8_training"
@@ -75,7 +75,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=lambda text: positive(f"{float(text):.0f}"), help="of a loss (default: 50e6)")
     add("--timeout-s", type=positive, default=3600, help="of a run (default: 3600)")
     real_text.add_text(made)
-    options = made.parse_intermixed_args(given)
+    options = parsed_with_overrides(made, given)
     if any(word.startswith("data.batch_size=") for word in options.overrides):
         made.error("data.batch_size= is --batch here: the runs differ in it")
     if "again" in options.measured and (options.batch or 2) % 2:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.values import UserError
 from scripts.measure.machine import ROOT
-from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.runner import Run, parsed_with_overrides, parser, run_study
 
 if TYPE_CHECKING:
     from scripts.measure.instruments.long_context_runs import Plan
@@ -80,7 +80,7 @@ def arguments() -> argparse.Namespace:
     add("--at-once", type=positive, help="runs that train at the same time on the device (default: 4)")
     add("--timeout", type=positive, default=900, metavar="S", help="of a run (default: 900)")
     add("--work", type=Path, default=ROOT, help="where runs/ and data/prepared/ are (default: the checkout)")
-    return made.parse_intermixed_args()
+    return parsed_with_overrides(made)
 
 
 def settled(options: argparse.Namespace, device: str) -> argparse.Namespace:

@@ -22,7 +22,7 @@ import math
 import time
 from typing import Any
 
-from scripts.measure.runner import Result, Run, parser, run_study
+from scripts.measure.runner import Result, Run, parsed_with_overrides, parser, run_study
 from scripts.measure.studies import Point, Report, Row, real_text
 
 STUDY, SEED = "muon", 1337
@@ -53,7 +53,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=positive, help="of AdamW's runs (default: 1000)")
     add("--timeout-s", type=positive, default=300, help="of a run (default: 300)")
     real_text.add_text(made)
-    return made.parse_intermixed_args(given)
+    return parsed_with_overrides(made, given)
 
 
 class Plan:

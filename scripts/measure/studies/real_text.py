@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.measure.machine import ROOT
-from scripts.measure.runner import Run, parser, run_study
+from scripts.measure.runner import Run, parsed_with_overrides, parser, run_study
 from scripts.measure.studies import Point, Report, Row
 
 STUDY, SEED = "real_text", 1337
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=positive, help="of each run (default: gpt2 400, bert_large 200)")
     add("--cap", type=positive, metavar="S", help="seconds of the whole command (default: 295)")
     add_text(made)
-    return made.parse_intermixed_args()
+    return parsed_with_overrides(made)
 
 
 def add_text(made: argparse.ArgumentParser) -> None:
