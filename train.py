@@ -258,7 +258,7 @@ def build(
         grad_clip=cfg.grad_clip,
         compile=compiled,
         cuda_graphs=as_graph,
-        validates_eagerly=graphs.small(config, rows),
+        validates_eagerly=runtime.may_validate_eagerly(compiled, attention, call, config, rows),
         decode_attention=decoder,
         checkpoint_metadata=metadata(cfg, choices, config, data.tokenizer) | adapters,
     )

@@ -30,10 +30,12 @@ MATMUL_KERNELS = (MATRIX_PRODUCTS, MATRIX_PRODUCTS_CPU)
 @dataclass(frozen=True)
 class Compilation:
     """When kernels are compiled: at the first call of each `kind` of call, or of each `shape`; `on_disk`:
-    whether another process finds them in a cache."""
+    whether another process finds them in a cache; `by_torch`: by torch.compile, without which all scores are
+    computed."""
 
     each: Literal["kind", "shape"] = "kind"
     on_disk: bool = True
+    by_torch: bool = False
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ class FlexAttention(Attention):
         origin="PyTorch",
         # Of flex on a CPU there is no kernel.
         kernels=(Kernels("FlexAttention", r"(?i)^triton_.*flex_"), MATMUL_KERNELS[1]),
-        compilation=Compilation(each="shape"),
+        compilation=Compilation(each="shape", by_torch=True),
     )
     backend: ClassVar[str] = "inductor"  # of torch.compile, for calls from outside of one
 

@@ -32,6 +32,9 @@ from model.training.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
 FREEZES_ON = ("cuda",)  # devices that wait for the host while Python's garbage collector searches
+# Batches of all validations of a run up to which validation is not compiled, if the model is small: compiling
+# takes seconds, and an uncompiled batch some milliseconds more. The character model has 147 of them.
+EAGER_BATCHES = 1000
 LARGEST_WEIGHT = 1e4  # weights of trained models are below 100: one beyond this has exploded
 
 
@@ -44,7 +47,7 @@ class LitGPT(L.LightningModule):
     accumulate: micro-batches of a step; the loader's batch has `accumulate * B` rows
     compile: whether the model is compiled; "blocks": one block of it, whose code all share
     cuda_graphs: whether a step is captured, on one CUDA device (training/graphs.py)
-    validates_eagerly: whether validation is not compiled, as compiling it takes longer than computing it
+    validates_eagerly: whether validation is not compiled, in a run with few batches of it (EAGER_BATCHES)
     decode_attention: the implementation that samples with a KV cache (None: the one that trains)
     checkpoint_metadata: plain values that every checkpoint carries under "tilegpt" (config, tokenizer, ...)
     """
@@ -76,7 +79,7 @@ class LitGPT(L.LightningModule):
         self.grad_clip = grad_clip
         self.compile_net = compile
         self.cuda_graphs = cuda_graphs
-        self.validates_eagerly = validates_eagerly
+        self.validates_eagerly, self.in_eager_validation = validates_eagerly, False
         self.step_graph: StepGraph | None = None
         self.frozen = False  # for the garbage collector, by this run
         self.shards: Any = None  # under FSDP2 the mesh of the ranks that share the parameters
@@ -301,11 +304,13 @@ class LitGPT(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        batches = sum(self.trainer.num_val_batches)
+        batches *= 1 + self.trainer.max_steps // self.trainer.val_check_interval
+        self.in_eager_validation = self.validates_eagerly and batches <= EAGER_BATCHES
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         counted = (batch["targets"] != IGNORE).sum()
-        eagerly = torch.compiler.set_stance("force_eager") if self.validates_eagerly else nullcontext()
-        with eagerly:
+        with torch.compiler.set_stance("force_eager") if self.in_eager_validation else nullcontext():
             loss = self.net(**batch)
         self.val_sums += torch.stack((loss.double(), counted.double()))
 

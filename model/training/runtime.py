@@ -27,7 +27,7 @@ from model import loss
 from model.calls import attention_calls, require
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token, parameter_count, peak_bf16_flops
-from model.training import fp8
+from model.training import fp8, graphs
 from model.training.callbacks import Samples
 from model.training.checks import fits_objective
 from model.training.imports import start_compilers
@@ -139,6 +139,15 @@ def begin_compiling(asked: bool | str, on: torch.device, precision: str) -> bool
     if how and on.type == "cuda":
         start_compilers()
     return how
+
+
+def may_validate_eagerly(
+    compiled: bool | str, attention: Attention, call: AttentionCall, config: GPTConfig, rows: int
+) -> bool:
+    """Whether validation may be left uncompiled, although the model is compiled: where a step of so many rows
+    is small, and attention does not itself rely on torch.compile."""
+    kernels = attention.resolve(call).declaration.compilation
+    return bool(compiled) and graphs.small(config, rows) and not (kernels and kernels.by_torch)
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -82,7 +82,8 @@ def machine() -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")  # a line a GPU
+    # of one GPU: it says the same of each
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": _asked(*driver) if cuda else None,

@@ -44,12 +44,16 @@ def parser(doc: str | None, study: str, plots: bool = True) -> argparse.Argument
 def parsed_with_overrides(
     made: argparse.ArgumentParser, given: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """The options of a parser that takes `overrides`, which may stand anywhere: behind an option of several
-    values too, which argparse would take for more of these (`--measured loss seed=1`)."""
+    """The options of a parser that takes `overrides`. Where these stand behind several values of an option,
+    argparse would take them for more of these (`--measured loss seed=1`): so key=value comes first, unless it
+    stands right behind an option, whose value it is."""
     words = sys.argv[1:] if given is None else given
     is_override = re.compile(r"[+~]*[A-Za-z_][\w./@]*=").match
-    ordered = sorted(words, key=lambda word: not is_override(word))  # stable: the overrides come first
-    return made.parse_intermixed_args(ordered)
+    first: list[str] = []
+    rest: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        (first if is_override(word) and not before.startswith("-") else rest).append(word)
+    return made.parse_intermixed_args([*first, *rest])
 
 
 def device() -> str:

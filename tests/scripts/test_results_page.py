@@ -288,11 +288,11 @@ def test_tables_of_what_is_no_study():
     assert [line[:3] for line in again[1:]] == [
         ["nanoGPT", "1,000", "1.000x"], ["ours", "500", "1.250x"], ["nanoGPT", "400", "1.000x"]
     ]  # fmt: skip
-    losses = {"loss": 2.5, "difference": 1e-5, "standard_error": 1e-3}
+    losses = {"loss": 2.5, "reference_loss": 2.4, "difference": 1e-5, "standard_error": 1e-3}
     rows = [made("parity", parity=True, **losses), made("parity", parity=False, **losses)]
     rows[0]["point"]["model"], rows[1]["point"]["model"] = {}, {"position": "t5", "sparsity": None}
     found = results_tables.parity(rows)
     assert found.tables[0].title == "The last 50 of 200 steps, 2 seeds, bf16-mixed"
-    assert found.tables[0].lines[1] == ["naive", "2.5000", "+1.0e-05", "1.0e-03", "yes"]
+    assert found.tables[0].lines[1] == ["naive", "2.5000", "2.4000", "+1.0e-05", "1.0e-03", "yes"]
     assert found.tables[0].lines[2][0] == "naive, position=t5"
     assert found.notes[0].startswith("1 of 2 reach the loss")

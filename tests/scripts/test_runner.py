@@ -104,7 +104,8 @@ def test_a_word_that_is_no_override_stays_a_value(capsys: pytest.CaptureFixture)
     made = parser(None, "x")
     made.add_argument("overrides", nargs="*")
     made.add_argument("--measured", nargs="+", choices=["speed", "loss"])
-    assert parsed_with_overrides(made, ["--out=a=b.jsonl"]).out.name == "a=b.jsonl"
+    options = parsed_with_overrides(made, ["--measured", "loss", "seed=1", "--out", "a=b.jsonl"])
+    assert options.out.name == "a=b.jsonl" and options.overrides == ["seed=1"]
     with pytest.raises(SystemExit):
         parsed_with_overrides(made, ["--measured", "loss", "fast"])
     assert "invalid choice: 'fast'" in capsys.readouterr().err

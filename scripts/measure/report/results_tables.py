@@ -198,11 +198,12 @@ def parity(rows: list[Row]) -> Report:
         if r.status != "ok":
             return f"{who}|{r.status}"
         so = "yes" if r.parity else "no"
-        return f"{who}|{r.loss:.4f}|{r.difference:+.1e}|{r.standard_error:.1e}|{so}"
+        losses = f"{r.loss:.4f}|{r.reference_loss:.4f}|{r.difference:+.1e}"
+        return f"{who}|{losses}|{r.standard_error:.1e}|{so}"
 
     p = found[0]
     title = f"The last {p.steps // 4} of {p.steps} steps, {len(p.seeds)} seeds, {p.dtype}"
-    head = "attention|loss|difference from naive|standard error over seeds|parity"
+    head = "attention|loss|of naive on the same text|difference|standard error over seeds|parity"
     return page("parity", [listed(title, head, found, line)], alike=[bool(r.get("parity")) for r in found])
 
 

@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.auto import AutoAttention
+from attention.base import Attention
+from attention.flex import FlexAttention
 from attention.naive import NaiveAttention
+from model.calls import attention_call
 from model.gpt import GPT, GPTConfig
 from model.training import lit_gpt, runtime
 from model.training.callbacks import Metrics
@@ -293,21 +297,60 @@ def test_what_is_compiled_and_how(asked: bool | str, n_embd: int) -> None:
     assert not torch._dynamo.config.optimize_ddp  # DDP's buckets do not cut it
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_small_models_are_validated_as_they_are(eagerly: bool) -> None:
-    """Compiling the validation of the character model takes longer than its 21 validations."""
+def test_train_asks_whether_validation_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, asked = [], []
+    monkeypatch.setattr(runtime, "may_validate_eagerly", lambda *of: asked.append(of) or True)
+    start = LitGPT.on_validation_epoch_start
+
+    def seeing(lit: LitGPT) -> None:
+        start(lit)
+        seen.append(lit.in_eager_validation)
+
+    monkeypatch.setattr(LitGPT, "on_validation_epoch_start", seeing)
+    assert train_here(tmp_path, "trainer.max_steps=1").code == 0
+    assert seen and all(seen) and asked[0][0] is False  # on a CPU, nothing is compiled
+
+
+@pytest.mark.parametrize("method", ["compile", "compile_blocks"])
+@pytest.mark.parametrize(
+    ("may", "batches", "eagerly"), [(False, 7, False), (True, 7, True), (True, 48, False)]
+)
+def test_few_validations_are_not_compiled(method: str, may: bool, batches: int, eagerly: bool) -> None:
+    """Of 21 validations in a run."""
     compiled: list[torch.fx.GraphModule] = []
     net, batch = make_net(), make_batch()
     expected = net.eval()(**batch)
-    net.compile(backend=lambda graph, _: compiled.append(graph) or graph, dynamic=False)
-    lit = LitGPT(net, partial(torch.optim.AdamW), constant, validates_eagerly=eagerly)
-    lit.on_validation_epoch_start()
-    with torch.no_grad():
+    getattr(net, method)(backend=lambda graph, _: compiled.append(graph) or graph, dynamic=False)
+    lit = LitGPT(net, partial(torch.optim.AdamW), constant, validates_eagerly=may)
+    trainer = SimpleNamespace(num_val_batches=[batches], max_steps=5000, val_check_interval=250)
+    with mock.patch.object(LitGPT, "trainer", trainer), torch.no_grad():
+        lit.on_validation_epoch_start()
         lit.validation_step(batch, 0)
     assert bool(compiled) is not eagerly
     torch.testing.assert_close(lit.val_sums[0], expected.double())  # summed over the tokens
+    before = len(compiled)
     net.train()(**batch)
-    assert compiled  # training is compiled in either case
+    assert len(compiled) > before
+
+
+@pytest.mark.parametrize(
+    ("compiled", "attention", "rows", "may"),
+    [
+        ("blocks", NaiveAttention("naive"), 64, True),
+        (True, NaiveAttention("naive"), 64, True),
+        (True, AutoAttention(), 64, True),
+        (False, NaiveAttention("naive"), 64, False),
+        (True, NaiveAttention("naive"), 640, False),
+        (True, FlexAttention(), 64, False),  # uncompiled, it computes all scores
+    ],
+)
+def test_which_models_may_be_validated_uncompiled(
+    compiled: bool | str, attention: Attention, rows: int, may: bool
+) -> None:
+    config = GPTConfig(vocab_size=65, seq_len=256, n_layer=6, n_head=6, n_embd=384)
+    facts = {"device": torch.device("cpu"), "dtype": torch.float32}
+    call = attention_call(config, "training", batch=rows, tokens=256, **facts)
+    assert runtime.may_validate_eagerly(compiled, attention, call, config, rows) is may
 
 
 @pytest.mark.parametrize(
