@@ -25,7 +25,7 @@ class Fp8Tile(HopperTile):
     def shared_bytes(self, head_dim: int) -> int:
         """Q, K and V in 8 bits, O in 16."""
         rows = 64 * self.warp_groups * (self.q_stages + 2) + 2 * self.stages * self.bc
-        return padded_head_dim(head_dim) * rows
+        return self.teams * padded_head_dim(head_dim) * rows
 
     def scales(self, tq: int, tk: int) -> tuple[int, int]:
         """How many a head of q has, in whole blocks of as many queries as a tile has keys, and one of k."""

@@ -127,7 +127,9 @@ def run_forward(
     counter = make(1, dtype=torch.int32)
     kept = kept_tiles(call, rows, tile.bc, counter=counter)
     params.bind(kept=kept)
-    blocks = call.in_order(math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=1)
+    blocks = call.in_order(
+        math.ceil(tq / rows), batch * heads, k, times=heads // k.shape[1], blocks=tile.teams
+    )
     launch = Launch(params=params, tile_counter=counter.data_ptr())
     # (a launch has bound torch's context to this thread, which encoding a map needs)
     specialised = forward_defines(call, tile, head_dim) | defines
@@ -136,8 +138,10 @@ def run_forward(
     maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
     ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
-    grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
-    early, threads = bool(specialised["EARLY_LAUNCH"]), 128 * (tile.warp_groups + 1)
+    grid = math.ceil(blocks / tile.teams)
+    if specialised["PERSISTENT"]:
+        grid = min(grid, multiprocessors(q.device))
+    early, threads = bool(specialised["EARLY_LAUNCH"]), 128 * (tile.teams * tile.warp_groups + 1)
     kernel.launch(grid, threads, launch, tile.shared_bytes(head_dim), early)
     return out, lse
 

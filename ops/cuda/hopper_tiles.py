@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # Registers of a thread that copies, and of one that computes, by the warp groups that compute: 65,536 in all.
-_REGISTERS = {2: (24, 240), 3: (32, 160)}
+_REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
 
 @dataclass(frozen=True)
 class HopperTile:
     """Warp groups that compute, of 64 queries each; keys of a tile; tiles of K and of V in flight; tiles of Q
-    that there is room for; whether O is staged in Q's buffer, whether the groups take turns with the tensor
-    cores, and whether P is multiplied from shared memory, else from registers."""
+    that there is room for; whether O is staged in Q's buffer, and whether the groups take turns with the
+    tensor cores. `teams`: of so many warp groups, with tiles of their own; one computes while another begins
+    or ends a tile."""
 
     warp_groups: int
     bc: int
@@ -21,26 +22,25 @@ class HopperTile:
     q_stages: int
     o_over_q: bool = False
     ping_pong: bool = True
-    p_in_shared: bool = False
+    teams: int = 1
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Q, K, V and, where they have room of their own, O and P."""
+        """Q, K, V and, where it has room of its own, O."""
         rows = 64 * self.warp_groups * (self.q_stages + (not self.o_over_q)) + 2 * self.stages * self.bc
-        scores = 64 * self.warp_groups * self.bc * self.p_in_shared
-        return 2 * (tile_head_dim(head_dim) * rows + scores)
+        return 2 * self.teams * tile_head_dim(head_dim) * rows
 
     def defines(self, head_dim: int) -> dict[str, int]:
-        copying, computing = _REGISTERS[self.warp_groups]
+        copying, computing = _REGISTERS[self.teams * self.warp_groups]
         return {
             "PADDED_D": tile_head_dim(head_dim),
             "USED_D": used_columns(head_dim, tile_head_dim(head_dim)),
+            "TEAMS": self.teams,
             "WARP_GROUPS": self.warp_groups,
             "BC": self.bc,
             "STAGES": self.stages,
             "Q_STAGES": self.q_stages,
             "O_OVER_Q": int(self.o_over_q),
             "PINGPONG": int(self.ping_pong),
-            "P_IN_SHARED": int(self.p_in_shared),
             "PRODUCER_REGISTERS": copying,
             "CONSUMER_REGISTERS": computing,
         }
@@ -54,25 +54,34 @@ def used_columns(head_dim: int, padded: int) -> int:
     return next((n for n in _USED if n >= head_dim), padded)
 
 
-# By the padded head dim.
-_FORWARD = {
-    32: HopperTile(3, 128, 3, q_stages=1),
-    64: HopperTile(3, 128, 3, q_stages=1),
-    96: HopperTile(3, 128, 2, q_stages=1, p_in_shared=True),
+# All by the padded head dim; docs/kernels.md has the speeds that decided (H200).
+# Up to 64: two teams of two warp groups, whose smaller tiles also spill nothing with a softcap or documents;
+# and three warp groups for long calls, where beginning and ending a tile is little of the work.
+_TEAMS = {
+    32: HopperTile(2, 64, 5, q_stages=2, ping_pong=False, teams=2),
+    64: HopperTile(2, 64, 5, q_stages=2, o_over_q=True, ping_pong=False, teams=2),
+}
+_LONG, _LONG_KEYS = HopperTile(3, 128, 3, q_stages=1), 4096
+# Beyond: two warp groups for few keys, documents and dropout, where three spill or have queries to spare;
+_TWO = {
+    96: HopperTile(2, 128, 3, q_stages=2),
     128: HopperTile(2, 128, 2, q_stages=2),
     160: HopperTile(2, 112, 2, q_stages=2, o_over_q=True),
     192: HopperTile(2, 112, 2, q_stages=1, o_over_q=True),
     256: HopperTile(2, 80, 2, q_stages=1, o_over_q=True),
 }
-# At D <= 96: with more registers a thread, where three groups spill 100 to 616 bytes; and of fewer queries,
-# where a causal mask leaves little of a tile: up to so many keys. (Three groups for two at D <= 64: 0.87 to
-# 1.01x at T = 256, 1.03 to 1.05x at 512 and 1k, 1.13 to 1.20x at 1,536; D = 96: 0.95x at 1k, 1.04x at 1,536.)
-_SMALL, _SMALL_KEYS = HopperTile(2, 128, 3, q_stages=2), {32: 256, 64: 256, 96: 1024}
-
-# With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of. At D = 64,
-# ping-pong is 2% slower (T = 16k, local:8), at D = 128 as fast; four stages are 1% slower than five.
-_SPARSE_SMALL = replace(_SMALL, ping_pong=False)
-_SPARSE = {32: _SPARSE_SMALL, 64: replace(_SPARSE_SMALL, stages=5), 96: _SMALL, 128: _FORWARD[128]}
+# else three. By the columns multiplied, with as many keys as their registers hold.
+_THREE = {
+    80: HopperTile(3, 96, 2, q_stages=1),
+    96: HopperTile(3, 96, 3, q_stages=1),
+    128: HopperTile(3, 80, 3, q_stages=1),
+    160: HopperTile(3, 64, 4, q_stages=1, o_over_q=True),
+}
+_FEW_KEYS = {96: 1024, 128: 512, 160: 256}
+# At D = 128, where tiles of fewer keys lose less under a mask: a window, and calls of few tiles.
+_THREE_SHORT, _SHORT_KEYS = HopperTile(3, 64, 3, q_stages=1), 2048
+# With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of.
+_SPARSE = _TEAMS | {d: _TWO[d] for d in (96, 128)}
 _SPARSE |= {d: HopperTile(2, 64, 2, q_stages=1, o_over_q=True) for d in (160, 192, 256)}
 
 
@@ -81,16 +90,23 @@ def tile_head_dim(head_dim: int) -> int:
 
     For 72 and 80 columns it is 128, of which 80 are multiplied: 1.08x of multiplying 96 of 96 at T = 8k.
     """
-    return 128 if 64 < head_dim <= 80 else next(d for d in _FORWARD if d >= head_dim)
+    return 128 if 64 < head_dim <= 80 else next(d for d in _SPARSE if d >= head_dim)
 
 
 def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> HopperTile:
     """The forward's tile for `tk` keys and the options that `defines` names."""
+    width = tile_head_dim(head_dim)
     if defines["BLOCK_MASK"]:
-        return _SPARSE[tile_head_dim(head_dim)]
-    width, plain = tile_head_dim(head_dim), not (defines["SOFTCAP"] or defines["DOCUMENT_IDS"])
-    short = tk <= _SMALL_KEYS.get(width, 0) and defines["HAS_RIGHT"] and not defines["HAS_LEFT"]
-    return _SMALL if width <= 96 and (short or not plain) else _FORWARD[width]
+        return _SPARSE[width]
+    if width <= 64:
+        few = tk <= _LONG_KEYS or any(defines[name] for name in ("HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"))
+        slower = width == 32 or not defines["HAS_RIGHT"] or defines["ALIBI"] or defines["DROPOUT"]
+        return _TEAMS[width] if few or not slower else _LONG
+    if tk <= _FEW_KEYS.get(width, tk) or defines["DOCUMENT_IDS"] or defines["DROPOUT"]:
+        return _TWO[width]
+    if width == 128 and (tk <= _SHORT_KEYS or defines["HAS_LEFT"]):
+        return _THREE_SHORT
+    return _THREE[width if used_columns(head_dim, width) > 80 else 80]
 
 
 @dataclass(frozen=True)
@@ -139,10 +155,10 @@ _BACKWARD = {
     192: HopperBackwardTile(64, 64, 2, 2),
     256: HopperBackwardTile(64, 64, 2, 1),
 }
-# No option but a causal mask. On an H200, T = 4k, D = 96 and 128 are 1.03 to 1.10x as fast with late dQ and
-# dK as without, D = 64 is 1.00 to 1.04x as fast as with late dQ alone; with options that is 0.96 to 1.08x
-# (with lengths at D = 128, 228 bytes are spilled). At D = 192 fa3_backward_three.cuh, which knows no option,
-# is 1.06 to 1.12x as fast.
+# No option but a causal mask or, up to D = 128, a block mask. On an H200, T = 4k, D = 96 and 128 are 1.03 to
+# 1.10x as fast with late dQ and dK as without (a block mask, T = 16k: 1.03 to 1.06x), D = 64 is 1.00 to 1.04x
+# as fast as with late dQ alone; with options that is 0.96 to 1.08x (with lengths at D = 128, 228 bytes are
+# spilled). At D = 192 fa3_backward_three.cuh, which knows no option, is 1.06 to 1.12x as fast.
 _BACKWARD_PLAIN = _BACKWARD | {
     64: HopperBackwardTile(128, 128, 2, 2, late_dq=True, late_dk=True),
     128: HopperBackwardTile(64, 128, 2, 2, late_dq=True, late_dk=True),
@@ -152,7 +168,7 @@ _BACKWARD_PLAIN = _BACKWARD | {
 _BACKWARD_EXACT = _BACKWARD | {64: HopperBackwardTile(64, 128, 2, 2)}
 
 
-_OPTIONS = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS", "BLOCK_MASK")
+_OPTIONS = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS")
 
 
 def backward_head_dim(head_dim: int) -> int:
@@ -168,7 +184,7 @@ def backward_columns(head_dim: int) -> int:
 def backward_tile(head_dim: int, defines: Mapping[str, int | str]) -> HopperBackwardTile:
     """The backward's tile for the options that `defines` names."""
     tiles = _BACKWARD_EXACT if defines["SOFTCAP"] or defines["DROPOUT"] else _BACKWARD
-    if not any(defines[name] for name in _OPTIONS):
+    if not any(defines[name] for name in _OPTIONS) and (head_dim <= 128 or not defines["BLOCK_MASK"]):
         tiles = _BACKWARD_PLAIN
     return next(tile for largest, tile in tiles.items() if largest >= head_dim)
 
@@ -178,11 +194,11 @@ def stores_first_dq(tk: int, head_dim: int, defines: Mapping[str, int | str]) ->
     to zeros that are written first.
 
     Faster where few tiles of keys are added: on an H200, 16,384 tokens, T = 1k 1.02 to 1.03x (32 query heads
-    on 8 1.10x), T = 16k with a window or documents of 1,024 0.99 to 1.03x, and with an eighth of the tiles at
-    D = 64 1.03x, but at D = 128 0.98x. Else slower, as blocks wait for each other and for the states: at T =
-    4k and 16k 0.94 to 1.02x, at D = 192 and 256 0.85 to 0.99x.
+    on 8 1.10x), T = 16k with a window or documents of 1,024 0.99 to 1.03x, with a block mask 1.00 to 1.05x.
+    Else slower, as blocks wait for each other and for the states: at T = 4k and 16k 0.94 to 1.02x, at D = 192
+    and 256 0.85 to 0.99x.
     """
-    if head_dim > 128 or (defines["BLOCK_MASK"] and head_dim > 64):
+    if head_dim > 128:
         return False
     return tk <= 1024 or any(defines[name] for name in ("HAS_LEFT", "DOCUMENT_IDS", "BLOCK_MASK"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def shared_memory(
         tile = fa1_tile(head_dim, max_bytes)
         return {f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
     if stage in ("fa2", "fa3"):
-        made = _fa3(head_dim, backward) if stage == "fa3" else _fa2(head_dim)
+        made = _fa3(head_dim, keys, backward) if stage == "fa3" else _fa2(head_dim)
         return made | (_fa2_backward(head_dim, max_bytes) if backward and stage == "fa2" else {})
     if stage == "tiled":
         on_tensor_cores = dtype == torch.float32 and arch >= (8, 0)
@@ -49,11 +50,12 @@ def _fa2(head_dim: int) -> dict[str, int]:
     return {f"forward, {tile.br} x {tile.bc}": tile.shared_bytes(head_dim)}
 
 
-def _fa3(head_dim: int, backward: bool) -> dict[str, int]:
-    from ops.cuda.hopper_tiles import _BACKWARD, _BACKWARD_PLAIN, _FORWARD, backward_head_dim, tile_head_dim
+def _fa3(head_dim: int, keys: int, backward: bool) -> dict[str, int]:
+    from ops.cuda.hopper_tiles import _BACKWARD, _BACKWARD_PLAIN, backward_head_dim, forward_tile
 
-    tile = _FORWARD[tile_head_dim(head_dim)]
-    made = {f"forward, {64 * tile.warp_groups} x {tile.bc}": tile.shared_bytes(head_dim)}
+    tile = forward_tile(head_dim, keys, defaultdict(int, HAS_RIGHT=1))
+    teams = f"{tile.teams} x " if tile.teams > 1 else ""
+    made = {f"forward, {teams}{64 * tile.warp_groups} x {tile.bc}": tile.shared_bytes(head_dim)}
     if backward:
         width = backward_head_dim(head_dim)
         for back in dict.fromkeys((_BACKWARD[width], _BACKWARD_PLAIN[width])):

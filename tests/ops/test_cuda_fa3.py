@@ -15,11 +15,11 @@ from ops.options import MASK_BLOCK, AttentionOptions
 from tests.ops.recorded import SHARED_BYTES
 
 STATIC_BYTES = 1024  # mbarriers and slots, and what the tiles' alignment takes
-OF_A_TILE = ("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS", "BLOCK_MASK")
+OF_A_TILE = ("HAS_RIGHT", "HAS_LEFT", "SOFTCAP", "ALIBI", "DROPOUT", "DOCUMENT_IDS", "BLOCK_MASK")
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 112, 128, 160, 200, 256])
-@pytest.mark.parametrize("tk", [1024, 4096])
+@pytest.mark.parametrize("tk", [256, 1024, 4096, 16384])
 @pytest.mark.parametrize(
     "on", [(), ("HAS_RIGHT",), ("HAS_RIGHT", "HAS_LEFT"), ("SOFTCAP",), ("DOCUMENT_IDS",), ("BLOCK_MASK",)]
 )
@@ -32,15 +32,28 @@ def test_a_tile_fits(head_dim: int, tk: int, on: tuple[str, ...]) -> None:
     if "BLOCK_MASK" in on:  # whole tiles in a block of the mask
         assert MASK_BLOCK % (64 * tile.warp_groups) == MASK_BLOCK % tile.bc == 0
     # of 65,536 registers
-    assert 128 * (found["PRODUCER_REGISTERS"] + tile.warp_groups * found["CONSUMER_REGISTERS"]) <= 1 << 16
+    computing = tile.teams * tile.warp_groups * found["CONSUMER_REGISTERS"]
+    assert 128 * (found["PRODUCER_REGISTERS"] + computing) <= 1 << 16
 
 
-def test_fewer_queries_a_tile_where_they_pay() -> None:
+def test_the_tile_follows_the_call() -> None:
     plain = dict.fromkeys(OF_A_TILE, 0)
     causal = plain | {"HAS_RIGHT": 1}
-    calls = (256, causal), (1024, causal), (2048, causal), (256, plain), (4096, plain | {"SOFTCAP": 1})
-    for head_dim, groups in {64: [2, 3, 3, 3, 2], 96: [2, 2, 3, 3, 2], 128: [2, 2, 2, 2, 2]}.items():
-        assert [hopper.forward_tile(head_dim, *call).warp_groups for call in calls] == groups
+    window, documents, alibi = (causal | {name: 1} for name in ("HAS_LEFT", "DOCUMENT_IDS", "ALIBI"))
+    calls = [(256, causal), (2048, causal), (8192, causal), (8192, plain)]
+    calls += [(8192, window), (8192, documents), (8192, alibi)]
+    teams, two, three = (2, 2), (1, 2), (1, 3)
+    for head_dim, expected in {
+        32: [(teams, 64), (teams, 64), (three, 128), (three, 128), (teams, 64), (teams, 64), (three, 128)],
+        64: [(teams, 64), (teams, 64), (teams, 64), (three, 128), (teams, 64), (teams, 64), (three, 128)],
+        80: [(two, 128), (three, 64), (three, 96), (three, 96), (three, 64), (two, 128), (three, 96)],
+        96: [(two, 128), (three, 96), (three, 96), (three, 96), (three, 96), (two, 128), (three, 96)],
+        128: [(two, 128), (three, 64), (three, 80), (three, 80), (three, 64), (two, 128), (three, 80)],
+        160: [(two, 112), (three, 64), (three, 64), (three, 64), (three, 64), (two, 112), (three, 64)],
+        256: [(two, 80)] * 7,
+    }.items():
+        tiles = [hopper.forward_tile(head_dim, *call) for call in calls]
+        assert [((tile.teams, tile.warp_groups), tile.bc) for tile in tiles] == expected
 
 
 def test_what_tma_can_copy_is_not_copied_before() -> None:
@@ -65,7 +78,7 @@ def test_a_backward_tile_fits(head_dim: int, on: tuple[str, ...]) -> None:
     found = tile.defines(head_dim)
     assert found["PADDED_D"] >= found["USED_D"] >= head_dim
     assert found["BR"] == 64 or (found["PADDED_D"], found["BR"]) == (64, 128)
-    plain = found["PADDED_D"] <= 128 and set(on) <= {"HAS_RIGHT"}
+    plain = found["PADDED_D"] <= 128 and set(on) <= {"HAS_RIGHT", "BLOCK_MASK"}
     assert (tile.late_dq and tile.late_dk) == plain
     if "BLOCK_MASK" in on:
         assert MASK_BLOCK % tile.br == MASK_BLOCK % tile.bc == 0
@@ -109,7 +122,8 @@ def test_which_backward(
         (16384, 128, ("HAS_LEFT",), True),
         (16384, 128, ("DOCUMENT_IDS",), True),
         (16384, 64, ("BLOCK_MASK",), True),
-        (1024, 128, ("BLOCK_MASK",), False),
+        (16384, 128, ("BLOCK_MASK",), True),
+        (1024, 136, ("BLOCK_MASK",), False),
     ],
 )
 def test_where_dq_is_not_cleared(tk: int, head_dim: int, on: tuple[str, ...], faster: bool) -> None:

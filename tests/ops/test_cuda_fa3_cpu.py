@@ -192,28 +192,40 @@ def test_values_of_fewer_columns(head_dim: int, causal: bool) -> None:
     assert max(ratios.values()) <= 1, ratios
 
 
-_IN_SHARED: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+_MANY_KEYS: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
+    ((260, 300, 128), {"heads": (2, 1)}, {}),
+    ((400, 400, 128), {}, {"window": (150, 0)}),
+    ((260, 300, 72), {}, {"causal": False}),
     ((260, 300, 96), {"heads": (2, 1)}, {}),
-    ((400, 400, 96), {}, {"window": (150, 0), "dropout_p": 0.1}),
     ((300, 260, 88), {"batch": 2, "lengths": [260, 77]}, {"alibi_slopes": torch.arange(1, 2) / 9}),
+    ((400, 400, 96), {}, {"window": (150, 0), "softcap": 3.0}),
+    ((400, 300, 160), {"batch": 2, "lengths": [300, 140]}, {}),
+    ((300, 320, 64), {}, {"causal": False}),
+    ((260, 300, 32), {"heads": (2, 1)}, {"dropout_p": 0.1}),
 ]
 
 
 @pytest.mark.parametrize(
     ("shape", "made", "options"),
-    long_but(_IN_SHARED, 0),
-    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _IN_SHARED],
+    long_but(_MANY_KEYS, 0, 1, 4),
+    ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _MANY_KEYS],
 )
-def test_values_where_p_is_multiplied_from_shared_memory(
+def test_values_with_the_tiles_for_many_keys(
     shape: tuple[int, int, int],
     made: dict[str, Any],
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As it is for more keys than these; by three warp groups, which skip what others see."""
-    monkeypatch.setattr(hopper_tiles, "_SMALL_KEYS", {})
+    """Three warp groups, which skip what others see."""
+    monkeypatch.setattr(hopper_tiles, "_FEW_KEYS", dict.fromkeys(hopper_tiles._FEW_KEYS, 0))
+    for limit in ("_LONG_KEYS", "_SHORT_KEYS"):
+        monkeypatch.setattr(hopper_tiles, limit, 0)
+    used = []
+    run_forward = hopper.run_forward
+    monkeypatch.setattr(hopper, "run_forward", lambda *x: used.append(x[2]) or run_forward(*x))
     monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
     test_values(shape, made, options)
+    assert [tile.warp_groups for tile in used] == [3]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops.cuda.hopper_tiles import backward_tile, stores_first_dq
+from ops.cuda.hopper_tiles import backward_tile, forward_tile, stores_first_dq
 from scripts.measure.rows import append, read
 from scripts.measure.studies import hopper_ablation as study
 
@@ -16,8 +16,12 @@ from scripts.measure.studies import hopper_ablation as study
 def test_an_idea_is_left_out_where_there_is_one(shape: study.Shape) -> None:
     options = ("SOFTCAP", "DROPOUT", "HAS_LEFT", "DOCUMENT_IDS", "ALIBI", "LENGTHS", "BLOCK_MASK")
     defines = dict.fromkeys(options, 0)
+    every = study.points(shape)
+    ahead = forward_tile(shape.head_dim, shape.tokens, defines | {"HAS_RIGHT": int(shape.causal)})
+    named = {point["without"] for point in every["forward"]}
+    assert ("ping-pong" in named, study.TEAMS in named) == (ahead.ping_pong, ahead.teams == 2)
     tile = backward_tile(shape.head_dim, defines)
-    named = {point["without"] for point in study.points(shape)["backward"]}
+    named = {point["without"] for point in every["backward"]}
     assert study.LATE in named and tile.late_dq and tile.late_dk
     stored = stores_first_dq(shape.tokens, shape.head_dim, defines)
     assert (study.SKIPPED in named) == (shape.causal and tile.br == 64)
@@ -54,9 +58,10 @@ def test_what_rows_say(tmp_path: Path) -> None:
                 )
     report = study.report(list(read(out).values()))
     forward, backward = report.tables
-    assert len(forward.lines) == 1 + 5 * 4 and len(backward.lines) == 1 + 5 * 4 + 1
+    # D = 64 has no ping-pong but at T = 16k without a mask, and D = 128 no teams
+    assert len(forward.lines) == 1 + 4 + 6 + 5 * 2 and len(backward.lines) == 1 + 5 * 4 + 1
     assert ["D = 64, causal", "overlap", "0.90", "0.90", "0.90"] in forward.lines
     assert ["D = 128, no mask", "persistence", "", "1.00", "1.00"] in backward.lines
-    assert ", overlap 0.90x, " in report.found and report.found.endswith("persistence 1.00x (backward).")
+    assert "overlap 0.90x, " in report.found and report.found.endswith("persistence 1.00x (backward).")
     assert set(report.pictures) == {"forward", "backward"}
     assert study.report([]).found == ""

@@ -30,8 +30,8 @@ __device__ __forceinline__ void stage_output(unsigned tile, const Output &o, int
 struct Consumer {
     const Launch &launch;
     const Params &p;
-    const SharedLayout &layout;
-    const int group, warp, lane;  // group: which of the warp groups that compute
+    const SharedLayout layout;
+    const int group, named, warp, lane;  // group: which of the team's; named: of its named barriers
     float scale_log2;      // softmax scale * log2(e); with OPERANDS_8BIT times the scales of the queries and a tile of keys
     float q_descale_log2;  // without that of the keys
     PipelineState<Q_STAGES> q_pipe;
@@ -44,11 +44,12 @@ struct Consumer {
     SoftmaxState<1> softmax;
     float rescale[2];
     bool needs_rescale;
-    unsigned rounded_p[BC / WGMMA_K][4];  // P as the left operand of P V, unless P_IN_SHARED
+    unsigned rounded_p[BC / WGMMA_K][4];  // P as the left operand of P V
 
-    __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group)
-        : launch(launch), p(launch.p), layout(layout), group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32),
-          scale_log2(exponent_scale(launch.p)), q_descale_log2(0.0f), tile(launch.p, 0) {}
+    __device__ __forceinline__ Consumer(const Launch &launch, const SharedLayout &layout, int group, int team)
+        : launch(launch), p(launch.p), layout(layout), group(group), named(team * WARP_GROUPS),
+          warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), scale_log2(exponent_scale(launch.p)), q_descale_log2(0.0f),
+          tile(launch.p, 0) {}
 
     __device__ __forceinline__ int first_row() const { return tile.i0 + group * 64 + warp * 16; }
 
@@ -57,10 +58,10 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void take_turn() const {
-        if (PINGPONG) bar_sync(NAMED_TURN + group, 256);
+        if (PINGPONG) bar_sync(NAMED_TURN + named + group, 256);
     }
     __device__ __forceinline__ void give_turn() const {
-        if (PINGPONG) bar_arrive(NAMED_TURN + (group + 1) % WARP_GROUPS, 256);
+        if (PINGPONG) bar_arrive(NAMED_TURN + named + (group + 1) % WARP_GROUPS, 256);
     }
 
     // The next tile, once its Q is there; false if there is none.
@@ -125,45 +126,22 @@ struct Consumer {
 #else
         const SmemDescriptor values(layout.v + v_pipe.index * KV_BYTES, BC * BOX_ROW_BYTES);
 #endif
-        const SmemDescriptor probs(layout.p + group * P_GROUP_BYTES, 16, 128);
 #pragma unroll
         for (int step = 0; step < BC / WGMMA_K; step++) {
             const int key = step * WGMMA_K, fp8_offset = key / V_BLOCK * V_BLOCK * PADDED_D + key % V_BLOCK;
             const int offset = OPERANDS_8BIT ? fp8_offset : key * BOX_ROW_BYTES;
-#if P_IN_SHARED
-            const int box = step / 4, column_bytes = step % 4 * 32;
-            Wgmma<USED_D>::ss<0, 1>(flat(o), probs.offset(box * P_BOX_BYTES + column_bytes), values.offset(offset), 1);
-#else
             Wgmma<USED_D>::rs<!OPERANDS_8BIT>(flat(o), rounded_p[step], values.offset(offset), 1);
-#endif
         }
         wgmma_commit_group();
     }
 
-    // P rounded, as the left operand of P V. In shared memory a warp's rows are read for that warp alone, so that no
-    // other has to be waited for.
-    __device__ __forceinline__ void round_scores() {
-#if P_IN_SHARED
-#pragma unroll
-        for (int step = 0; step < BC / 16; step++) {
-            const float(&x)[4] = s.c[0][2 * step], (&y)[4] = s.c[0][2 * step + 1];
-            const unsigned to = layout.p + group * P_GROUP_BYTES + step / 4 * P_BOX_BYTES;
-            stmatrix(to + swizzled<64>(warp * 16 + lane % 16, step % 4 * 2 + lane / 16), pack(x[0], x[1]),
-                     pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3]));
-        }
-        fence_proxy_async();
-        __syncwarp();
-#else
-        round_p(rounded_p, s);
-#endif
-    }
     __device__ __forceinline__ void await_v(int valid_keys) {
         mbarrier_wait(layout.barrier(V_FULL + v_pipe.index), v_pipe.parity);
 #if LENGTHS
         if (valid_keys < BC) {  // rows of V beyond the last key may hold anything, and 0 times NaN is NaN
             clear_rows<BC>(layout.v + v_pipe.index * KV_BYTES, valid_keys);
             fence_proxy_async();
-            bar_sync(NAMED_OWN + group, 128);
+            bar_sync(NAMED_OWN + named + group, 128);
         }
 #endif
     }
@@ -224,7 +202,7 @@ struct Consumer {
         const unsigned over_q = layout.q + (q_stage * WARP_GROUPS + group) * Q_GROUP_BYTES;
         const unsigned to = O_OVER_Q ? over_q : layout.o + group * O_GROUP_BYTES;
         const bool storing = warp == 0 && lane == 0;
-        const int barrier = NAMED_OWN + group;
+        const int barrier = NAMED_OWN + named + group;
         float inverse_l[2], output_scale = p.keep_scale;
         if (OPERANDS_8BIT) output_scale *= Fp8Scales(p).v[tile.b * p.kv_heads + tile.h / HEADS_PER_KV];
 #pragma unroll
@@ -282,7 +260,7 @@ struct Consumer {
                 wgmma_wait_group<0>();
                 warpgroup_fence_operand(flat(o));
                 if (!IS_FIRST(start)) done_with_v();
-                round_scores();
+                round_p(rounded_p, s);
                 if (needs_rescale) rescale_output(o, rescale);
                 if (IS_LAST(start)) break;
                 const int valid_keys = tile.keys - START_OF(start);

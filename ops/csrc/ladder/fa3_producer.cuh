@@ -4,11 +4,11 @@
 
 // The output of queries that see no key, by a warp.
 __device__ __forceinline__ void write_zeros(const Params &p, const WorkTile &tile) {
-    const int rows = min_of(BR, p.tq - tile.i0);
+    const int rows = min_of(BR, p.tq - tile.i0), lane = threadIdx.x % 32;
     element *out = matrix_of(p.out, p.out_stride, tile.b, tile.h) + tile.i0 * p.out_stride.t;
     for (int i = 0; i < rows; i++) {
-        for (int d = threadIdx.x; d < HEAD_DIM; d += 32) out[i * p.out_stride.t + d] = element(0.0f);
-        if (threadIdx.x == 0) p.lse[(long long)(tile.b * p.heads + tile.h) * p.tq + tile.i0 + i] = -INFINITE;
+        for (int d = lane; d < HEAD_DIM; d += 32) out[i * p.out_stride.t + d] = element(0.0f);
+        if (lane == 0) p.lse[(long long)(tile.b * p.heads + tile.h) * p.tq + tile.i0 + i] = -INFINITE;
     }
 }
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout 
                                        PipelineState<Q_STAGES> &q_pipe, const WorkTile &tile) {
     const unsigned full = layout.barrier(Q_FULL + q_pipe.index);
     mbarrier_wait(layout.barrier(Q_EMPTY + q_pipe.index), q_pipe.parity ^ 1);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x % 32 == 0) {
         tile.publish(layout.slots + q_pipe.index * WORK_TILE_INTS);
         mbarrier_arrive_expect_tx(full, WARP_GROUPS * Q_GROUP_BYTES);
         for (int group = 0; group < WARP_GROUPS; group++)
@@ -27,10 +27,10 @@ __device__ __forceinline__ void load_q(const Launch &launch, const SharedLayout 
     q_pipe.next();
 }
 
-// A warp, whose first thread issues the copies.
-__device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
+// A warp of a team, whose first thread issues the copies.
+__device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout, int team) {
     const Params &p = launch.p;
-    const bool issues_copies = threadIdx.x == 0;
+    const bool issues_copies = threadIdx.x % 32 == 0;
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<STAGES> k_pipe, v_pipe;
     auto load = [&](const TensorMap &map, unsigned to, int full, int empty, PipelineState<STAGES> &state,
@@ -49,8 +49,8 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         }
         state.next();
     };
-    int drawn = 0;  // asked for after K's first tile, used when it has arrived
-    for (int index = blockIdx.x; index < total_tiles(p); index = gridDim.x + __shfl_sync(~0u, drawn, 0)) {
+    int drawn = 0;
+    for (int index = blockIdx.x + team * gridDim.x; index < total_tiles(p); index = drawn_tile(drawn)) {
         const WorkTile tile(p, index);
 #if BLOCK_MASK
         BlockMaskTiles<1> kept(p, tile.b, tile.h, tile.i0 / BR);
@@ -64,7 +64,6 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         }
         load_q(launch, layout, q_pipe, tile);
 #if BLOCK_MASK
-        if (issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
         int pending_v = 0;  // the tile whose V is next
         for (int start = LOOP_ENTER, flags = FIRST_FLAG; LOOP_IS_TILE(start); LOOP_ADVANCE(start, BC), flags = 0) {
             load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile, kept.here | flags | (kept.next < 0 ? LAST_FLAG : 0));
@@ -72,13 +71,14 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
             pending_v = start;
             LOOP_PREFETCH;
         }
+        if (issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
         load(launch.v, layout.v, V_FULL, V_EMPTY, v_pipe, tile, pending_v);
 #else
-        const int highest = highest_tile(tile.lo, tile.hi);
+        const int highest = highest_tile(tile.lo, tile.hi), draw_at = min_of(highest, tile.lo + DRAWN_AHEAD * BC);
         load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile, highest);
-        if (issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
         for (int start = highest; start >= tile.lo; start -= BC) {
             if (start > tile.lo) load(launch.k, layout.k, K_FULL, K_EMPTY, k_pipe, tile, start - BC);
+            if (start == draw_at && issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
             load(launch.v, layout.v, V_FULL, V_EMPTY, v_pipe, tile, start);
         }
 #endif

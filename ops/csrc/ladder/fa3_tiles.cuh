@@ -6,24 +6,22 @@
 #include "kept_tiles.cuh"
 #include "scores.cuh"
 
-#define BR (WARP_GROUPS * 64)
-#define THREADS ((WARP_GROUPS + 1) * 128)
+#define BR (WARP_GROUPS * 64)  // of a team
+#define THREADS ((TEAMS * WARP_GROUPS + 1) * 128)
 #define KV_BYTES (BC * PADDED_D * OPERAND_BYTES)
 #define Q_GROUP_BYTES (64 * PADDED_D * OPERAND_BYTES)  // of a warp group
 #define V_BLOCK (BC % 128 ? 64 : 128)  // keys in a row of transposed 8-bit V, one byte each
 #define O_GROUP_BYTES (64 * PADDED_D * 2)
-#define P_BOX_BYTES (64 * 128)  // 64 keys; with P_IN_SHARED
-#define P_GROUP_BYTES (BC / 64 * P_BOX_BYTES)  // of a warp group
 #define NAMED_TURN 1  // the named barriers of the warp groups' turns, and of each by itself
-#define NAMED_OWN (NAMED_TURN + WARP_GROUPS)
+#define NAMED_OWN (NAMED_TURN + TEAMS * WARP_GROUPS)
+#define TEAM_BYTES /* of shared memory */ \
+    (WARP_GROUPS * (Q_STAGES * Q_GROUP_BYTES + !O_OVER_Q * O_GROUP_BYTES) + 2 * STAGES * KV_BYTES)
 
-static_assert(NAMED_OWN + WARP_GROUPS <= 16, "there are 16 named barriers");
+static_assert(TEAMS <= 4, "a warp that copies for each, of one warp group");
+static_assert(NAMED_OWN + TEAMS * WARP_GROUPS <= 16, "there are 16 named barriers");
 static_assert(!OPERANDS_8BIT || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
-static_assert(64 * (WARP_GROUPS - 1) <= BC,
-              "the last key tile that a group sees is at most one before the block's last");
 static_assert(!(INT8 && SCALE_BEFORE_MAX), "scores that begin at INT8_MAGIC are scaled with their exponents");
 static_assert(!BLOCK_MASK || BC % 64 == 0, "flags beside where a tile begins");
-static_assert(!P_IN_SHARED || (BC % 64 == 0 && !OPERANDS_8BIT), "P lies in whole boxes of 16-bit numbers");
 
 struct __align__(64) Launch {
     TensorMap q, k, v, out;
@@ -31,7 +29,7 @@ struct __align__(64) Launch {
     int *tile_counter;  // a counter of the tiles beyond each block's first; 0 at the launch
 };
 
-// The mbarriers, by their place: full and empty ones of the stages of Q, of K and of V.
+// The mbarriers of a team, by their place: full and empty ones of the stages of Q, of K and of V.
 enum { Q_FULL, Q_EMPTY = Q_FULL + Q_STAGES, K_FULL = Q_EMPTY + Q_STAGES, K_EMPTY = K_FULL + STAGES,
        V_FULL = K_EMPTY + STAGES, V_EMPTY = V_FULL + STAGES, BARRIERS = V_EMPTY + STAGES };
 
@@ -74,20 +72,22 @@ struct WorkTile {
     }
 };
 #define WORK_TILE_INTS ((int)(sizeof(WorkTile) / sizeof(int)))
+#define SLOT_INTS (Q_STAGES * WORK_TILE_INTS + BLOCK_MASK * STAGES)  // of a team
 
 __device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.heads; }
+// What a warp's first thread has drawn from the counter: a tile behind those that the teams begin with.
+__device__ __forceinline__ int drawn_tile(int drawn) { return TEAMS * gridDim.x + __shfl_sync(~0u, drawn, 0); }
 // Where the highest tile of the keys lo .. hi begins: the first of a walk, which goes down.
 __device__ __forceinline__ int highest_tile(int lo, int hi) { return max_of(lo, (hi - 1) / BC * BC); }
 
-// Where the tiles are in shared memory.
+// Where the tiles of a team are in shared memory.
 struct SharedLayout {
-    unsigned barriers, q, k, v, o, p;
+    unsigned barriers, q, k, v, o;
     volatile int *slots;  // what tile is in each slot of Q, and with BLOCK_MASK in each stage of K
-    __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots)
-        : barriers(shared_address(barriers)), slots(slots) {
-        q = shared_address(memory), k = q + Q_STAGES * WARP_GROUPS * Q_GROUP_BYTES;
+    __device__ __forceinline__ SharedLayout(const void *memory, const void *barriers, int *slots, int team)
+        : barriers(shared_address(barriers) + team * 8 * BARRIERS), slots(slots + team * SLOT_INTS) {
+        q = shared_address(memory) + team * TEAM_BYTES, k = q + Q_STAGES * WARP_GROUPS * Q_GROUP_BYTES;
         v = k + STAGES * KV_BYTES, o = v + STAGES * KV_BYTES;
-        p = o + !O_OVER_Q * WARP_GROUPS * O_GROUP_BYTES;
     }
     __device__ __forceinline__ unsigned barrier(int place) const { return barriers + 8 * place; }
     __device__ __forceinline__ volatile int &key_entry(int stage) const {

@@ -2,12 +2,13 @@
 
     python scripts/study.py hopper_ablation
 
-Forward: without ping-pong between warp groups (PINGPONG = 0), without overlap in a warp group
-(INTRA_GROUP_OVERLAP = 0), without both, with a block for each tile of queries instead of a persistent
-kernel, and launched only when the kernel before has ended (EARLY_LAUNCH). Backward: without products that
-are a tile late (LATE_DQ, LATE_DK); with a dQ that is cleared before, where it is not, and the other way round
-(STORES_FIRST_DQ); with the halves of tiles computed in which no key is visible (SKIPS); the last two of the
-forward. In bf16, 16,384 tokens of width 2,048. On an H200 a minute; it needs a Hopper GPU.
+Forward: without overlap in a warp group (INTRA_GROUP_OVERLAP = 0); where warp groups take turns, without
+that (ping-pong, PINGPONG = 0), and without both; where a block has two teams of warp groups, with one; with
+a block for each tile of queries instead of a persistent kernel, and launched only when the kernel before has
+ended (EARLY_LAUNCH). Backward: without products that are a tile late (LATE_DQ, LATE_DK); with a dQ that is
+cleared before, where it is not, and the other way round (STORES_FIRST_DQ); with the halves of tiles computed
+in which no key is visible (SKIPS); the last two of the forward. In bf16, 16,384 tokens of width 2,048. On an
+H200 a minute; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -17,11 +18,13 @@ number; a forward that differs is an error.
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import geometric_mean
 from typing import Any
 
+from ops.cuda.hopper_tiles import forward_tile
 from scripts.measure.instruments.bench_points import TOKENS, WIDTH, Shape
 from scripts.measure.report.pages import page
 from scripts.measure.report.tables import Record, records, where
@@ -31,12 +34,13 @@ from scripts.measure.studies import Point, Report, Row, Table
 STUDY, GPU_S, ESTIMATED = "hopper_ablation", 60, False
 HEAD_DIMS, LENGTHS = (64, 128), (1024, 4096, 16384)
 BUDGET_S = 0.1
-EARLY = "early launch"
+EARLY, TEAMS = "early launch", "teams"
 FORWARD: dict[str, dict[str, int]] = {
     "": {},
     "ping-pong": {"PINGPONG": 0},
     "overlap": {"INTRA_GROUP_OVERLAP": 0},
     "ping-pong and overlap": {"PINGPONG": 0, "INTRA_GROUP_OVERLAP": 0},
+    TEAMS: {},  # its tile has them
     "persistence": {"PERSISTENT": 0},
     EARLY: {"EARLY_LAUNCH": 0},
 }
@@ -71,10 +75,13 @@ def shapes() -> list[Shape]:
 
 def points(shape: Shape) -> dict[str, list[Point]]:
     """Those of a shape, by pass. Under a causal mask, tiles of 64 queries (D = 128) have hidden halves."""
+    tile = forward_tile(shape.head_dim, shape.tokens, defaultdict(int, HAS_RIGHT=shape.causal))
+    missing = [name for name in FORWARD if "ping-pong" in name and not tile.ping_pong]
+    missing += [TEAMS] * (tile.teams == 1)
     first = STORED if shape.tokens <= LENGTHS[0] else CLEARED
     skipped = [SKIPPED] if shape.head_dim == 128 and shape.causal else []
     backward = ["", LATE, first, *skipped, "persistence", EARLY]
-    names = {"forward": list(FORWARD), "backward": backward}
+    names = {"forward": [name for name in FORWARD if name not in missing], "backward": backward}
     return {at: [shape.point("cuda_fa3", at) | {"without": name} for name in of] for at, of in names.items()}
 
 
@@ -111,7 +118,8 @@ def variants(shape: Shape, passed: str) -> Callable[[str], tuple[Any, ...]]:
     def run(without: str) -> tuple[Any, ...]:
         call = Call(q, k, v, *options)
         if passed == "forward":
-            return hopper.run_forward(q, call, forward, **FORWARD[without])
+            tile = replace(forward, teams=1) if without == TEAMS else forward
+            return hopper.run_forward(q, call, tile, **FORWARD[without])
         tile = replace(backward, late_dq=False, late_dk=False) if without == LATE else backward
         return hopper.run_backward(dout, q, k, v, out, lse, call, tile, **BACKWARD[without])[:3]
 
