@@ -55,12 +55,14 @@ def used_columns(head_dim: int, padded: int) -> int:
 
 
 # All by the padded head dim; docs/kernels.md has the speeds that decided (H200).
-# Up to 64: two teams of two warp groups, whose smaller tiles also spill nothing with a softcap or documents;
-# and three warp groups for long calls, where beginning and ending a tile is little of the work.
+# Up to 64: two teams of two warp groups, whose smaller tiles also spill nothing with a softcap or documents.
+# For more keys one team, whose more queries need less of the L2 and of the GPU's power: of four warp groups,
 _TEAMS = {
     32: HopperTile(2, 64, 5, q_stages=2, ping_pong=False, teams=2),
     64: HopperTile(2, 64, 5, q_stages=2, o_over_q=True, ping_pong=False, teams=2),
 }
+_FOUR, _FOUR_KEYS = HopperTile(4, 64, 6, q_stages=1), 1024
+# or of three with tiles of more keys.
 _LONG, _LONG_KEYS = HopperTile(3, 128, 3, q_stages=1), 4096
 # Beyond: two warp groups for few keys, documents and dropout, where three spill or have queries to spare;
 _TWO = {
@@ -99,9 +101,11 @@ def forward_tile(head_dim: int, tk: int, defines: Mapping[str, int | str]) -> Ho
     if defines["BLOCK_MASK"]:
         return _SPARSE[width]
     if width <= 64:
-        few = tk <= _LONG_KEYS or any(defines[name] for name in ("HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS"))
+        few = tk <= (_FOUR_KEYS if width == 64 else _LONG_KEYS)
+        if few or any(defines[name] for name in ("HAS_LEFT", "SOFTCAP", "DOCUMENT_IDS")):
+            return _TEAMS[width]
         slower = width == 32 or not defines["HAS_RIGHT"] or defines["ALIBI"] or defines["DROPOUT"]
-        return _TEAMS[width] if few or not slower else _LONG
+        return _LONG if slower and tk > _LONG_KEYS else _FOUR
     if tk <= _FEW_KEYS.get(width, tk) or defines["DOCUMENT_IDS"] or defines["DROPOUT"]:
         return _TWO[width]
     if width == 128 and (tk <= _SHORT_KEYS or defines["HAS_LEFT"]):

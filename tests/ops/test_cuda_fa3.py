@@ -42,10 +42,10 @@ def test_the_tile_follows_the_call() -> None:
     window, documents, alibi = (causal | {name: 1} for name in ("HAS_LEFT", "DOCUMENT_IDS", "ALIBI"))
     calls = [(256, causal), (2048, causal), (8192, causal), (8192, plain)]
     calls += [(8192, window), (8192, documents), (8192, alibi)]
-    teams, two, three = (2, 2), (1, 2), (1, 3)
+    teams, two, three, four = (2, 2), (1, 2), (1, 3), (1, 4)
     for head_dim, expected in {
         32: [(teams, 64), (teams, 64), (three, 128), (three, 128), (teams, 64), (teams, 64), (three, 128)],
-        64: [(teams, 64), (teams, 64), (teams, 64), (three, 128), (teams, 64), (teams, 64), (three, 128)],
+        64: [(teams, 64), (four, 64), (four, 64), (three, 128), (teams, 64), (teams, 64), (three, 128)],
         80: [(two, 128), (three, 64), (three, 96), (three, 96), (three, 64), (two, 128), (three, 96)],
         96: [(two, 128), (three, 96), (three, 96), (three, 96), (three, 96), (two, 128), (three, 96)],
         128: [(two, 128), (three, 64), (three, 80), (three, 80), (three, 64), (two, 128), (three, 80)],

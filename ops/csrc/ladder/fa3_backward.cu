@@ -103,9 +103,6 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
         const WorkTile tile(p, index);
 #endif
         const Range &range = tile.range;
-#if !BLOCK_MASK
-        const int last = range.lo + (range.hi - 1 - range.lo) / BR * BR, draw_at = max_of(range.lo, last - DRAWN_AHEAD * BR);
-#endif
         bool first = true;
         for (int g = 0; g < HEADS_PER_KV; g++)
             for (int i0 = LOOP_ENTER_HEAD(g); LOOP_IS_TILE_OF_HEAD(i0, g); LOOP_ADVANCE(i0, BR)) {
@@ -127,12 +124,7 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
                     if (issues_copies) load_keys(launch, layout, tile);
                     kv_pipe.next();
                 }
-#if BLOCK_MASK
-                const bool draws = kept.next < 0;
-#else
-                const bool draws = g == HEADS_PER_KV - 1 && i0 == draw_at;
-#endif
-                if (draws && issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
+                if (LOOP_DRAWS(i0, g) && issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
             }
         if (first && issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
         index = gridDim.x + __shfl_sync(~0u, drawn, 0);

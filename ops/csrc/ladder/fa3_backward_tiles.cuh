@@ -71,6 +71,15 @@ struct WorkTile {
         if (valid_keys > 0) range = query_range(p, j0, valid_keys, keys - p.tq, BR, documents_of(p, b, tile));
     }
 };
+#if BLOCK_MASK
+#define LOOP_DRAWS(i0, g) (kept.next < 0)  // how far the list goes is not known before
+#else
+#define LOOP_DRAWS(i0, g) (g == HEADS_PER_KV - 1 && i0 == draws_at(range))
+#endif
+// At which queries of its last head a block asks for its next tile.
+__device__ __forceinline__ int draws_at(const Range &range) {
+    return max_of(range.lo, range.lo + ((range.hi - 1 - range.lo) / BR - DRAWN_AHEAD) * BR);
+}
 __device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
 
 // Where things are in shared memory.
