@@ -56,7 +56,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
         (
             128,
             None,
-            "cuda_fa3 flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled",
+            "cuda_fa3 flash4 sdpa_cudnn triton cuda_fa2 flex flash2 sdpa_flash sdpa_efficient cuda_tiled",
         ),
         (256, 1024, "flash4 sdpa_cudnn cuda_fa3 triton flash2 sdpa_flash flex"),
         (256, None, "cuda_fa3 flash4 sdpa_cudnn triton flash2 flex sdpa_flash"),
