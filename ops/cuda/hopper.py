@@ -138,9 +138,10 @@ def run_forward(
     maps = (tensor_map(*box) for box in (*boxes, (out, 64, columns)))
     ctypes.memmove(launch.maps, b"".join(maps), 4 * _MAP_BYTES)
     kernel = nvrtc.kernel("ladder/fa3.cu", "tilegpt_fa3_forward", specialised, q.device)
+    # A block a tile, while there are multiprocessors for it: a team without a tile ends at once.
     grid = math.ceil(blocks / tile.teams)
     if specialised["PERSISTENT"]:
-        grid = min(grid, multiprocessors(q.device))
+        grid = min(blocks, multiprocessors(q.device))
     early, threads = bool(specialised["EARLY_LAUNCH"]), 128 * (tile.teams * tile.warp_groups + 1)
     kernel.launch(grid, threads, launch, tile.shared_bytes(head_dim), early)
     return out, lse

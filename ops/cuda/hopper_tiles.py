@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Registers of a thread that copies, and of one that computes, by the warp groups that compute: 65,536 in all.
+# Registers of a thread that copies, and of one that computes, by the warp groups that compute: at most as
+# many in all as the launch has, 65,536.
 _REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
 
@@ -13,8 +14,8 @@ _REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}
 class HopperTile:
     """Warp groups that compute, of 64 queries each; keys of a tile; tiles of K and of V in flight; tiles of Q
     that there is room for; whether O is staged in Q's buffer, and whether the groups take turns with the
-    tensor cores. `teams`: of so many warp groups, with tiles of their own; one computes while another begins
-    or ends a tile."""
+    tensor cores. `teams`: how many such sets of warp groups a block has, each with tiles of its own, so that
+    one computes while another begins or ends a tile."""
 
     warp_groups: int
     bc: int
@@ -54,17 +55,18 @@ def used_columns(head_dim: int, padded: int) -> int:
     return next((n for n in _USED if n >= head_dim), padded)
 
 
-# All by the padded head dim; docs/kernels.md has the speeds that decided (H200).
-# Up to 64: two teams of two warp groups, whose smaller tiles also spill nothing with a softcap or documents.
-# For more keys one team, whose more queries need less of the L2 and of the GPU's power: of four warp groups,
+# The forward's tiles, by the padded head dim; docs/kernels.md has the speeds that decided (H200).
+# Up to 64, for few keys or with options: two teams of two warp groups. No option makes them spill.
 _TEAMS = {
     32: HopperTile(2, 64, 5, q_stages=2, ping_pong=False, teams=2),
     64: HopperTile(2, 64, 5, q_stages=2, o_over_q=True, ping_pong=False, teams=2),
 }
+# At 64 for more keys: one team of four, which reads K and V from the L2 half as often and needs less power.
 _FOUR, _FOUR_KEYS = HopperTile(4, 64, 6, q_stages=1), 1024
-# or of three with tiles of more keys.
+# Up to 64 for many keys, except under a causal mask at 64: three warp groups.
 _LONG, _LONG_KEYS = HopperTile(3, 128, 3, q_stages=1), 4096
-# Beyond: two warp groups for few keys, documents and dropout, where three spill or have queries to spare;
+# Beyond 64, two warp groups where three would spill (documents, dropout), at 192 and 256, and up to _FEW_KEYS
+# keys, where tiles of 192 queries fit calls badly.
 _TWO = {
     96: HopperTile(2, 128, 3, q_stages=2),
     128: HopperTile(2, 128, 2, q_stages=2),
@@ -72,15 +74,16 @@ _TWO = {
     192: HopperTile(2, 112, 2, q_stages=1, o_over_q=True),
     256: HopperTile(2, 80, 2, q_stages=1, o_over_q=True),
 }
-# else three. By the columns multiplied, with as many keys as their registers hold.
+_FEW_KEYS = {96: 1024, 128: 512, 160: 256}
+# Else three warp groups, on as many keys as their registers hold; 80 for tiles of 128 of which 80 columns are
+# multiplied.
 _THREE = {
     80: HopperTile(3, 96, 2, q_stages=1),
     96: HopperTile(3, 96, 3, q_stages=1),
     128: HopperTile(3, 80, 3, q_stages=1),
     160: HopperTile(3, 64, 4, q_stages=1, o_over_q=True),
 }
-_FEW_KEYS = {96: 1024, 128: 512, 160: 256}
-# At D = 128, where tiles of fewer keys lose less under a mask: a window, and calls of few tiles.
+# In tiles of 128 columns, on fewer keys with a window or up to _SHORT_KEYS keys: less of a tile is hidden.
 _THREE_SHORT, _SHORT_KEYS = HopperTile(3, 64, 3, q_stages=1), 2048
 # With a block mask: tiles of queries and keys that blocks of 128 x 128 are whole numbers of.
 _SPARSE = _TEAMS | {d: _TWO[d] for d in (96, 128)}

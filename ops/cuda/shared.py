@@ -54,7 +54,7 @@ def _fa3(head_dim: int, keys: int, backward: bool) -> dict[str, int]:
     from ops.cuda.hopper_tiles import _BACKWARD, _BACKWARD_PLAIN, backward_head_dim, forward_tile
 
     tile = forward_tile(head_dim, keys, defaultdict(int, HAS_RIGHT=1))
-    teams = f"{tile.teams} x " if tile.teams > 1 else ""
+    teams = f"{tile.teams} teams, " if tile.teams > 1 else ""
     made = {f"forward, {teams}{64 * tile.warp_groups} x {tile.bc}": tile.shared_bytes(head_dim)}
     if backward:
         width = backward_head_dim(head_dim)

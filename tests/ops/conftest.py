@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ops import nvrtc_cache, order
+from ops.cuda import hopper_tiles
 
 HEADER = "#define OFFSET 0.5f\n"
 SOURCE = """
@@ -47,6 +48,14 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "HEADS_IN_L2_BYTES", 1)
     monkeypatch.setattr(order, "_BLOCKS", 1)
     assert order.order(torch.empty(1, 6, 3, 16), 6, 3, growing=True) == (1, 2, 0)
+
+
+@pytest.fixture
+def many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles of cuda_fa3's forward that calls with many keys take, also for few."""
+    for limit in ("_FOUR_KEYS", "_LONG_KEYS", "_SHORT_KEYS"):
+        monkeypatch.setattr(hopper_tiles, limit, 0)
+    monkeypatch.setattr(hopper_tiles, "_FEW_KEYS", dict.fromkeys(hopper_tiles._FEW_KEYS, 0))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention import cuda
 from attention.cuda import CudaStage
 from ops import nvrtc
-from ops.cuda import hopper, hopper_tiles, plain
+from ops.cuda import hopper, plain
 from ops.library import register_attention
 from scripts.accuracy import Problem, computed, error_ratios, expected
 from tests.grid import long_but
@@ -192,22 +192,24 @@ def test_values_of_fewer_columns(head_dim: int, causal: bool) -> None:
     assert max(ratios.values()) <= 1, ratios
 
 
-_MANY_KEYS: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]] = [
-    ((260, 300, 128), {"heads": (2, 1)}, {}),
-    ((400, 400, 128), {}, {"window": (150, 0)}),
-    ((260, 300, 72), {}, {"causal": False}),
-    ((260, 300, 96), {"heads": (2, 1)}, {}),
-    ((300, 260, 88), {"batch": 2, "lengths": [260, 77]}, {"alibi_slopes": torch.arange(1, 2) / 9}),
-    ((400, 400, 96), {}, {"window": (150, 0), "softcap": 3.0}),
-    ((400, 300, 160), {"batch": 2, "lengths": [300, 140]}, {}),
-    ((300, 320, 64), {}, {"causal": False}),
-    ((520, 530, 64), {"heads": (2, 1)}, {}),
-    ((260, 300, 32), {"heads": (2, 1)}, {"dropout_p": 0.1}),
+# Shape, what is made, options; the forward's warp groups and keys.
+_MANY_KEYS: list[tuple[tuple[int, int, int], dict[str, Any], dict[str, Any], tuple[int, int]]] = [
+    ((260, 300, 128), {"heads": (2, 1)}, {}, (3, 80)),
+    ((400, 400, 128), {}, {"window": (150, 0)}, (3, 64)),
+    ((260, 300, 72), {}, {"causal": False}, (3, 96)),
+    ((260, 300, 96), {"heads": (2, 1)}, {}, (3, 96)),
+    ((300, 260, 88), {"batch": 2, "lengths": [260, 77]}, {"alibi_slopes": torch.arange(1, 2) / 9}, (3, 96)),
+    ((400, 400, 96), {}, {"window": (150, 0), "softcap": 3.0}, (3, 96)),
+    ((400, 300, 160), {"batch": 2, "lengths": [300, 140]}, {}, (3, 64)),
+    ((300, 320, 64), {}, {"causal": False}, (3, 128)),
+    ((520, 530, 64), {"heads": (2, 1)}, {}, (4, 64)),
+    ((260, 300, 32), {"heads": (2, 1)}, {"dropout_p": 0.1}, (3, 128)),
 ]
 
 
+@pytest.mark.usefixtures("many_keys")
 @pytest.mark.parametrize(
-    ("shape", "made", "options"),
+    ("shape", "made", "options", "tile"),
     long_but(_MANY_KEYS, 0, 1, 4, 8),
     ids=[f"{x[0]}-{'-'.join(x[2])}" for x in _MANY_KEYS],
 )
@@ -215,18 +217,16 @@ def test_values_with_the_tiles_for_many_keys(
     shape: tuple[int, int, int],
     made: dict[str, Any],
     options: dict[str, Any],
+    tile: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three or four warp groups, which skip what others see."""
-    monkeypatch.setattr(hopper_tiles, "_FEW_KEYS", dict.fromkeys(hopper_tiles._FEW_KEYS, 0))
-    for limit in ("_LONG_KEYS", "_FOUR_KEYS", "_SHORT_KEYS"):
-        monkeypatch.setattr(hopper_tiles, limit, 0)
     used = []
     run_forward = hopper.run_forward
     monkeypatch.setattr(hopper, "run_forward", lambda *x: used.append(x[2]) or run_forward(*x))
     monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
     test_values(shape, made, options)
-    assert [tile.warp_groups for tile in used] in ([3], [4])
+    assert [(each.warp_groups, each.bc) for each in used] == [tile]
 
 
 @pytest.mark.parametrize(

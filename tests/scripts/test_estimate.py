@@ -121,7 +121,7 @@ def test_shared_memory_comes_from_the_kernels_tables() -> None:
     assert set(of("cuda_tiled", "h200", False)) == {"forward", "backward"}
     assert all(0 < size <= GPUS["h200"].shared_bytes for size in of("triton", "h200").values())
     assert of("naive", "h200") == {}
-    assert set(of("cuda_fa3", "h200")) == {"forward, 2 x 128 x 64", "backward, 128 x 128"}
+    assert set(of("cuda_fa3", "h200")) == {"forward, 2 teams, 128 x 64", "backward, 128 x 128"}
     assert {"backward, 64 x 64", "backward, 64 x 96"} <= of("cuda_fa3", "h200", head_dim=192).keys()
     assert all(0 < size <= GPUS["h200"].shared_bytes for size in of("cuda_fa3", "h200", head_dim=96).values())
 

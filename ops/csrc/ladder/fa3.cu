@@ -12,8 +12,8 @@
 //     with P V.
 //   - Ping-pong: warp groups take turns with the tensor cores (named barriers), so that the softmax of one overlaps with
 //     the products of the other.
-//   - Persistent: one block per multiprocessor takes tiles of queries from a counter until none are left, which balances
-//     the load, and loads Q, K and V of its next tile while it stores O.
+//   - Persistent: there is one block per multiprocessor, whose teams of warp groups take tiles of queries from a counter
+//     until none are left, which balances the load, and load Q, K and V of the next tile while they store O.
 //
 //        copies   Q K0 K1 V0 K2 V1 ...                         Q' K0' ...
 //        group 1  [S0]........[S1 PV0]........[S2 PV1]........[PV2] O  [S0'] ...    [ ] products on the tensor cores
@@ -22,7 +22,7 @@
 //                             softmax0        softmax1        softmax2
 //
 // HBM traffic. As fa2: Q and O once, K and V once per head as long as the heads in flight fit in the L2; lse.
-// With BLOCK_MASK the copying warp reads a list of tiles and publishes each with its K (kept_tiles.cuh has the macros).
+// With BLOCK_MASK a team's copying warp reads a list of tiles and publishes each with its K (kept_tiles.cuh has the macros).
 // Limits. 16-bit inputs, D up to 256 in steps of 8, rows that begin at multiples of 16 bytes.
 // The host also defines PADDED_D, USED_D (columns that are multiplied, a multiple of 16; with D > 128 PADDED_D),
 // TEAMS (of warp groups; each takes tiles of its own, so that one computes while another begins or ends a tile),

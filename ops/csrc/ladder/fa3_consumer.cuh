@@ -185,8 +185,8 @@ struct Consumer {
         online_softmax(start, k_scale);
     }
 
-    // Skips a tile of keys that only other warp groups of the block see. Every group takes one turn for each tile of
-    // keys of the block, so there is exactly one token. The group that holds it waits at most for V, whose buffers the
+    // Skips a tile of keys that only other warp groups of the team see. Every group takes one turn for each tile of
+    // keys of the team, so there is exactly one token. The group that holds it waits at most for V, whose buffers the
     // other groups release without needing a turn.
     __device__ __forceinline__ void skip() {
         take_turn();

@@ -1,4 +1,4 @@
-// The warp of fa3.cu that copies: Q, K and V of tile after tile, by TMA, as far ahead as shared memory allows.
+// A warp of fa3.cu that copies, of each team one: Q, K and V of tile after tile, by TMA, as far ahead as shared memory allows.
 #pragma once
 #include "fa3_tiles.cuh"
 

@@ -17,7 +17,7 @@
 #define TEAM_BYTES /* of shared memory */ \
     (WARP_GROUPS * (Q_STAGES * Q_GROUP_BYTES + !O_OVER_Q * O_GROUP_BYTES) + 2 * STAGES * KV_BYTES)
 
-static_assert(TEAMS <= 4, "a warp that copies for each, of one warp group");
+static_assert(TEAMS <= 4, "the copying warp group has four warps, one for each team");
 static_assert(NAMED_OWN + TEAMS * WARP_GROUPS <= 16, "there are 16 named barriers");
 static_assert(!OPERANDS_8BIT || BC % V_BLOCK == 0, "V in 8 bits, transposed, lies in whole blocks of keys");
 static_assert(!(INT8 && SCALE_BEFORE_MAX), "scores that begin at INT8_MAGIC are scaled with their exponents");
@@ -26,7 +26,7 @@ static_assert(!BLOCK_MASK || BC % 64 == 0, "flags beside where a tile begins");
 struct __align__(64) Launch {
     TensorMap q, k, v, out;
     Params p;
-    int *tile_counter;  // a counter of the tiles beyond each block's first; 0 at the launch
+    int *tile_counter;  // a counter of the tiles beyond the teams' first; 0 at the launch
 };
 
 // The mbarriers of a team, by their place: full and empty ones of the stages of Q, of K and of V.

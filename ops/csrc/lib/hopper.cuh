@@ -30,9 +30,9 @@
 #define OPERAND_BOXES (OPERANDS_8BIT ? BOXES / 2 : BOXES)
 #define WGMMA_K (OPERANDS_8BIT ? 32 : 16)  // of the reduction, in a wgmma
 
-// A persistent block asks for its next tile of the grid when so many steps of this one are left to copy. Asked for with the
-// first of them, long tiles were bound to blocks that were late: 1 to 5% of the time at T = 16k with a causal mask. Asked
-// for with the last, it came late in calls of T = 1k (2%).
+// A persistent block draws its next tile when DRAWN_AHEAD steps of this one are left to copy. When it drew with the first
+// step, long tiles were bound to blocks that were late: 1 to 5% of the time at T = 16k with a causal mask. When it drew with
+// the last step, the tile came late in calls of T = 1k (2%).
 #define DRAWN_AHEAD 8
 
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
@@ -347,7 +347,6 @@ WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #define I8(i)                                                                                                          \
     "+r"((int &)d[i]), "+r"((int &)d[i + 1]), "+r"((int &)d[i + 2]), "+r"((int &)d[i + 3]), "+r"((int &)d[i + 4]),     \
         "+r"((int &)d[i + 5]), "+r"((int &)d[i + 6]), "+r"((int &)d[i + 7])
-#define I_32 I8(0), I8(8), I8(16), I8(24)
 #define I_64 I8(0), I8(8), I8(16), I8(24), I8(32), I8(40), I8(48), I8(56)
 #define I_96 I_64, I8(64), I8(72), I8(80), I8(88)
 #define WGMMA_INT8(N, M, A, B, ADD)                                                                                     \
@@ -358,6 +357,5 @@ WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
                      : "l"(a), "l"(b), "r"(1)                                                                          \
                      : "memory");                                                                                      \
     }
-WGMMA_INT8(64, 32, "%32", "%33", "%34")
 WGMMA_INT8(128, 64, "%64", "%65", "%66")
 WGMMA_INT8(192, 96, "%96", "%97", "%98")

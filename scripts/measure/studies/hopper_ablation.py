@@ -3,12 +3,12 @@
     python scripts/study.py hopper_ablation
 
 Forward: without overlap in a warp group (INTRA_GROUP_OVERLAP = 0); where warp groups take turns, without
-that (ping-pong, PINGPONG = 0), and without both; where a block has two teams of warp groups, with one; with
-a block for each tile of queries instead of a persistent kernel, and launched only when the kernel before has
-ended (EARLY_LAUNCH). Backward: without products that are a tile late (LATE_DQ, LATE_DK); with a dQ that is
-cleared before, where it is not, and the other way round (STORES_FIRST_DQ); with the halves of tiles computed
-in which no key is visible (SKIPS); the last two of the forward. In bf16, 16,384 tokens of width 2,048. On an
-H200 a minute; it needs a Hopper GPU.
+that (ping-pong, PINGPONG = 0), and without both; where a block has two teams of two warp groups, with one of
+four; with a block for each tile of queries instead of a persistent kernel, and launched only when the kernel
+before has ended (EARLY_LAUNCH). Backward: without products that are a tile late (LATE_DQ, LATE_DK); with a
+dQ that is cleared before, where it is not, and the other way round (STORES_FIRST_DQ); with the halves of
+tiles computed in which no key is visible (SKIPS); the last two of the forward. In bf16, 16,384 tokens of
+width 2,048. On an H200 a minute; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -24,7 +24,7 @@ from dataclasses import replace
 from statistics import geometric_mean
 from typing import Any
 
-from ops.cuda.hopper_tiles import forward_tile
+from ops.cuda.hopper_tiles import _FOUR, forward_tile
 from scripts.measure.instruments.bench_points import TOKENS, WIDTH, Shape
 from scripts.measure.report.pages import page
 from scripts.measure.report.tables import Record, records, where
@@ -118,7 +118,7 @@ def variants(shape: Shape, passed: str) -> Callable[[str], tuple[Any, ...]]:
     def run(without: str) -> tuple[Any, ...]:
         call = Call(q, k, v, *options)
         if passed == "forward":
-            tile = replace(forward, teams=1) if without == TEAMS else forward
+            tile = _FOUR if without == TEAMS else forward  # as many warp groups, on as many keys
             return hopper.run_forward(q, call, tile, **FORWARD[without])
         tile = replace(backward, late_dq=False, late_dk=False) if without == LATE else backward
         return hopper.run_backward(dout, q, k, v, out, lse, call, tile, **BACKWARD[without])[:3]
