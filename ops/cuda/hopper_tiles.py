@@ -56,7 +56,7 @@ def used_columns(head_dim: int, padded: int) -> int:
 
 
 # The forward's tiles, by the padded head dim; docs/kernels.md has the speeds that decided (H200).
-# Up to 64, for few keys or with options: two teams of two warp groups. No option makes them spill.
+# Up to 64, for few keys or with options: two teams of two warp groups, which spill with no option alone.
 _TEAMS = {
     32: HopperTile(2, 64, 5, q_stages=2, ping_pong=False, teams=2),
     64: HopperTile(2, 64, 5, q_stages=2, o_over_q=True, ping_pong=False, teams=2),
