@@ -30,11 +30,6 @@
 #define OPERAND_BOXES (OPERANDS_8BIT ? BOXES / 2 : BOXES)
 #define WGMMA_K (OPERANDS_8BIT ? 32 : 16)  // of the reduction, in a wgmma
 
-// A persistent block draws its next tile when DRAWN_AHEAD steps of this one are left to copy. When it drew with the first
-// step, long tiles were bound to blocks that were late: 1 to 5% of the time at T = 16k with a causal mask. When it drew with
-// the last step, the tile came late in calls of T = 1k (2%).
-#define DRAWN_AHEAD 8
-
 // 128 bytes that the driver has filled in (cuTensorMapEncodeTiled); a 4-d tensor (D, T, H, B).
 struct __align__(64) TensorMap {
     unsigned long long opaque[16];
