@@ -130,12 +130,13 @@ class HopperBackwardTile:
     warp_groups: int = 2
 
     def shared_bytes(self, head_dim: int) -> int:
-        """K, V; Q, dO, with lse and delta; two tiles of dS (with three warp groups one); dQ. For D > 128 as
-        many of P too, and half of dQ."""
+        """K, V, at D <= 64 two tiles of each; Q, dO, with lse and delta; two tiles of dS (with three warp
+        groups one); dQ; from 65 to 128 dK. For D > 128 as many of P as of dS too, and half of dQ."""
         row, wide = 2 * backward_head_dim(head_dim), backward_head_dim(head_dim) > 128
         scores = (8 if wide and self.warp_groups == 2 else 4) * self.bc
         query_bytes = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
-        return 2 * self.bc * row + self.br * query_bytes
+        keys = {128: 4, 256: 3}.get(row, 2)
+        return keys * self.bc * row + self.br * query_bytes
 
     def defines(self, head_dim: int) -> dict[str, int]:
         copying, computing = _REGISTERS[self.warp_groups]

@@ -19,7 +19,7 @@ from ops.cuda.kept_tiles import kept_tiles
 from ops.cuda.plain import document_ranges
 from ops.library import empty_as, gradients, rows_aligned
 
-_PREPARE_THREADS = 256
+_PREPARE_THREADS, _PREPARE_ROWS = 256, 64  # of a block
 _FINISH_ROWS = 128  # of a block
 
 
@@ -231,13 +231,14 @@ def prepare_backward(
     """lse_log2 (the field `padded_lse`) and delta to where `call.params` has them; with `clear` zeros of
     `width` for each row of dQ, and behind these, with `states` (rows of a tile, integers for each), a counter
     and the integers, all 0: see csrc/lib/prepare.cu."""
-    params, lanes = call.params, next(n for n in (4, 8, 16, 32) if width <= 8 * n)
+    params = call.params
     shared = {name: call.defines[name] for name in ("PARAMS_BYTES", "ELEMENT", "HEAD_DIM")}
     own = {"PADDED_D": width, "ALIGNED": int(_aligned(out, dout))}
     own |= {"CLEAR": int(clear), "TILE_ROWS": states[0], "TILE_STATES": states[1]}
     kernel = nvrtc.kernel("lib/prepare.cu", "tilegpt_backward_prepare", shared | own, out.device)
-    rows = params.batch * params.heads * params.padded_tq
-    kernel.launch(math.ceil(rows * lanes / _PREPARE_THREADS), _PREPARE_THREADS, params)
+    assert params.padded_tq % _PREPARE_ROWS == 0, params.padded_tq
+    blocks = params.batch * params.heads * (params.padded_tq // _PREPARE_ROWS)
+    kernel.launch(blocks, _PREPARE_THREADS, params)
 
 
 def _run_dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:

@@ -286,24 +286,39 @@ def test_values_by_query_head(
     test_values(shape, made, options)
 
 
-# (file, the wait and what follows it, options): with a window dQ is not a tile late.
+# (file, the wait and what follows it, shape, options): with a window dQ is not a tile late; at D = 64 dK
+# is read from where a later tile's dS will be.
 _DQ_SPACE = "mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);\n        dq_pipe"
 _FOR_DO = "mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);\n            wgmma_fence();"
 _NOT_LATE: dict[str, Any] = {"window": (150, 0)}
-_WAITS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "of dQ's space": ("scores", _DQ_SPACE, {}),
-    "of dQ's space, with a window": ("scores", _DQ_SPACE, _NOT_LATE),
-    "for dO": ("consumer", _FOR_DO, {}),
-    "for dO, with a window": ("consumer", _FOR_DO, _NOT_LATE),
+_SHAPE, _SEVERAL = (200, 230, 96), (200, 700, 64)
+_WAITS: dict[str, tuple[str, str, tuple[int, int, int], dict[str, Any]]] = {
+    "of dQ's space": ("scores", _DQ_SPACE, _SHAPE, {}),
+    "of dQ's space, with a window": ("scores", _DQ_SPACE, _SHAPE, _NOT_LATE),
+    "for dO": ("consumer", _FOR_DO, _SHAPE, {}),
+    "for dO, with a window": ("consumer", _FOR_DO, _SHAPE, _NOT_LATE),
     "for both groups' dS": (
         "consumer",
         "await_ds();\n        wgmma_fence();\n        multiply_dq(ds_pipe.index);",
+        _SHAPE,
         _NOT_LATE,
     ),
-    "for both groups' dS of the tile before": ("consumer", "await_ds();\n                wgmma_fence();", {}),
+    "for both groups' dS of the tile before": (
+        "consumer",
+        "await_ds();\n                wgmma_fence();",
+        _SHAPE,
+        {},
+    ),
     "for both groups' last dS": (
         "consumer",
         "await_ds();\n            wgmma_fence();\n            multiply_dq(ds_pipe.index ^ 1);",
+        _SHAPE,
+        {},
+    ),
+    "for dK, sent from dS's buffer": (
+        "consumer",
+        "if (PADDED_D == 64 && first) await_sent();  // dK",
+        _SEVERAL,
         {},
     ),
 }
@@ -311,7 +326,7 @@ _WAITS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("wait", [pytest.param(each, marks=pytest.mark.long) for each in _WAITS])
 def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler, (file, old, options) = cpu.HopperCores(tmp_path), _WAITS[wait]
+    compiler, (file, old, shape, options) = cpu.HopperCores(tmp_path), _WAITS[wait]
     path = tmp_path / f"fa3_backward_{file}.cuh"
     text = path.read_text()
     assert text.count(old) == 1
@@ -319,7 +334,7 @@ def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(nvrtc, "kernel", compiler)
     monkeypatch.setattr(plain, "_kernel", compiler)
     with pytest.raises(AssertionError, match=r"wrong: |waits for an mbarrier|not fenced"):
-        ratios = _ratios((200, 230, 96), {}, options)
+        ratios = _ratios(shape, {}, options)
         assert all(ratio <= 1 for ratio in ratios.values()), f"wrong: {ratios}"
 
 
@@ -328,9 +343,10 @@ _FENCES = {
     "of dS": ("fa3_backward_scores", "{ fence_proxy_async(), __syncwarp(); }", "{ __syncwarp(); }"),
     "of dQ, which comes after it": (
         "fa3_backward_consumer",
-        "if (!first) stage_dq(layout, dq_pipe, dq);\n            share_ds();",
-        "share_ds();\n            if (!first) stage_dq(layout, dq_pipe, dq);",
+        "if (!first) stage_dq(layout, dq_pipe, dq);\n            share_ds(first);",
+        "share_ds(first);\n            if (!first) stage_dq(layout, dq_pipe, dq);",
     ),
+    "of dV": ("fa3_backward_consumer", "fence_proxy_async();\n        await_sent();", "await_sent();"),
     "of O": (
         "fa3_consumer",
         "stage_output(to, o, warp, lane);\n        fence_proxy_async();",

@@ -9,8 +9,10 @@
 //     left operand from registers too, read once a tile of keys.
 //   - dQ leaves by the copy engine: a tile in shared memory, as the registers lie, is added to one in global memory
 //     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
-//   - Persistent, by a counter, as fa3.cu: the next tile's K, V, Q and dO are loaded while dK and dV are
-//     staged in dS's and dQ's buffers.
+//   - Persistent, by a counter, as fa3.cu: the copying warp works out the next tile, and loads its K, V, Q and dO while
+//     this one ends. With PADDED_D = 64, of which K and V have two buffers, the warp groups do not wait for each other
+//     there: dV is staged in V's buffer beside the last dK, and dK in dS's beside the last dQ. With 128, dK is staged in
+//     room of its own beside the last dQ, and dV in dS's buffers; with more, in those of dS, P and dQ.
 //   - P is computed while dP is multiplied, and dS while dV is. With LATE_DQ, dQ is computed one tile later, so that a
 //     warp group waits only for the dS that the other one shared a tile ago; that dQ and this dS are written one after the
 //     other, and then fenced together. dS is then computed from the rounded P, as there are not enough registers to keep
@@ -61,16 +63,17 @@ __device__ __forceinline__ void load_queries(const Launch &launch, const SharedL
 }
 
 // K and V of a tile; issued.
-__device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, const WorkTile &tile) {
+__device__ __forceinline__ void load_keys(const Launch &launch, const SharedLayout &layout, int stage, const WorkTile &tile) {
     const int kv_head = tile.dkv_head / DKV_EXPANSION;
-    mbarrier_arrive_expect_tx(layout.barrier(K_FULL), KV_BYTES);
-    load_tile<BC>(layout.k, launch.k, layout.barrier(K_FULL), tile.j0, kv_head, tile.b);
-    mbarrier_arrive_expect_tx(layout.barrier(V_FULL), KV_BYTES);
-    load_tile<BC>(layout.v, launch.v, layout.barrier(V_FULL), tile.j0, kv_head, tile.b);
+    const unsigned k_full = layout.barrier(K_FULL + stage), v_full = layout.barrier(V_FULL + stage);
+    mbarrier_arrive_expect_tx(k_full, KV_BYTES);
+    load_tile<BC>(layout.k + stage * KV_BYTES, launch.k, k_full, tile.j0, kv_head, tile.b);
+    mbarrier_arrive_expect_tx(v_full, KV_BYTES);
+    load_tile<BC>(layout.v + stage * KV_BYTES, launch.v, v_full, tile.j0, kv_head, tile.b);
 }
 
 // The copying warp: its first thread starts the copies, and takes the block's tiles from the counter. Q and dO of the next
-// tile are issued before K and V, whose buffers are free only when K and V of the last tile have been read.
+// tile are issued before K and V, whose buffers, if one each, are free only when K and V of the last tile have been read.
 __device__ __forceinline__ void producer(const Launch &launch, const SharedLayout &layout) {
     const Params &p = launch.p;
     const int n = total_tiles(p);
@@ -82,26 +85,22 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
     PipelineState<STAGES> &do_pipe = q_pipe;  // which has as many buffers
 #endif
     PipelineState<2> tile_pipe;
-    PipelineState<1> kv_pipe;
+    PipelineState<KV_STAGES> kv_pipe;
     int drawn = 0, index = blockIdx.x;
     while (true) {
+        WorkTile tile(p, min_of(index, n - 1));
+        if (index >= n) tile.index = -1;
 #if BLOCK_MASK
-        const WorkTile tile(p, min_of(index, n - 1));
         BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.dkv_head * HEADS_PER_KV, tile.j0 / BC);
-        const int flag = LOOP_HAS_TILES ? 0 : NO_QUERIES;
-#else
-        const int flag = 0;
+        tile.has_queries = LOOP_HAS_TILES;
 #endif
         mbarrier_wait(layout.barrier(TILE_EMPTY + tile_pipe.index), tile_pipe.parity ^ 1);
         if (issues_copies) {
-            layout.slots[tile_pipe.index] = index < n ? index | flag : -1;
+            tile.publish(layout.slots + tile_pipe.index * WORK_TILE_INTS);
             mbarrier_arrive(layout.barrier(TILE_FULL + tile_pipe.index));
         }
         tile_pipe.next();
         if (index >= n) return;
-#if !BLOCK_MASK
-        const WorkTile tile(p, index);
-#endif
         const Range &range = tile.range;
         bool first = true;
         for (int g = 0; g < HEADS_PER_KV; g++)
@@ -120,8 +119,8 @@ __device__ __forceinline__ void producer(const Launch &launch, const SharedLayou
                 LOOP_PREFETCH;
                 if (first) {
                     first = false;
-                    mbarrier_wait(layout.barrier(KV_EMPTY), kv_pipe.parity ^ 1);
-                    if (issues_copies) load_keys(launch, layout, tile);
+                    mbarrier_wait(layout.barrier(KV_EMPTY + kv_pipe.index), kv_pipe.parity ^ 1);
+                    if (issues_copies) load_keys(launch, layout, kv_pipe.index, tile);
                     kv_pipe.next();
                 }
                 if (LOOP_DRAWS(i0, g) && issues_copies) drawn = atomicAdd(launch.tile_counter, 1);
@@ -158,7 +157,8 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
     unsigned prefetched_part = ~0u;
     int prefetched_state = STORED;  // of that part, else of the part at hand
     for (int index = tiles.next(); index >= 0; index = tiles.next()) {
-        const WorkTile tile(p, index);
+        const WorkTile tile = tiles.read(p, index);
+        tiles.done();
         const Range &range = tile.range;
 #if BLOCK_MASK
         BlockMaskTiles<HEADS_PER_KV> kept(p, tile.b, tile.dkv_head * HEADS_PER_KV, tile.j0 / BC);
@@ -199,7 +199,7 @@ __device__ __forceinline__ void add_dq(const Launch &launch, const SharedLayout 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tilegpt_fa3_backward(const __grid_constant__ Launch launch) {
     extern __shared__ __align__(1024) unsigned char memory[];
     static __shared__ __align__(8) unsigned long long barriers[BARRIERS];
-    static __shared__ int slots[2 + BLOCK_MASK * 2 * STAGES];
+    static __shared__ int slots[2 * WORK_TILE_INTS + BLOCK_MASK * 2 * STAGES];
     const SharedLayout layout(memory, barriers, slots);
     if (threadIdx.x == 0) {
         for (int place = 0; place < BARRIERS; place++) mbarrier_init(layout.barrier(place), arrivals(place));

@@ -18,7 +18,8 @@ struct Consumer : ScoreGroup {
     TileScheduler tiles;
     PipelineState<STAGES> q_pipe;
     PipelineState<2> ds_pipe;
-    PipelineState<1> kv_pipe, dq_pipe;
+    PipelineState<KV_STAGES> kv_pipe;
+    PipelineState<1> dq_pipe;
     float dk[USED_D / 2], dv[USED_D / 2], dq[DQ_CHUNK_BYTES / 512];
     unsigned own_v[USED_D / 16][4];  // V of this group's keys, with V_IN_REGISTERS
 
@@ -42,13 +43,13 @@ struct Consumer : ScoreGroup {
             Wgmma<BR>::rs<0>(dp, own_v[step], b.offset(step_bytes<BR>(step)), step > 0);
         wgmma_commit_group();
 #else
-        multiply_s_or_dp(dp, layout.v, do_tile);
+        multiply_s_or_dp(dp, layout.v + kv_pipe.index * KV_BYTES, do_tile);
 #endif
     }
     __device__ __forceinline__ void load_own_v() {
 #pragma unroll
         for (int step = 0; step < USED_D / 16; step++) {
-            const unsigned box = layout.v + (step / 4 * BC + group * 64) * BOX_ROW_BYTES;
+            const unsigned box = layout.v + kv_pipe.index * KV_BYTES + (step / 4 * BC + group * 64) * BOX_ROW_BYTES;
             ldmatrix(own_v[step], box + swizzled<64>(warp * 16 + lane % 16, step % 4 * 2 + lane / 16));
         }
     }
@@ -65,7 +66,7 @@ struct Consumer : ScoreGroup {
     // block.
     __device__ __forceinline__ void multiply_dq(int ds_stage) {
         const SmemDescriptor a(layout.ds + ds_stage * DS_BYTES + (DQ_SPLIT_BY_ROWS ? group * 64 * 128 : 0));
-        const SmemDescriptor b(layout.k +
+        const SmemDescriptor b(layout.k + kv_pipe.index * KV_BYTES +
                                (DQ_SPLIT_BY_ROWS ? 0 : group * (PADDED_D == 64 ? 64 : BC * BOX_ROW_BYTES)));
 #pragma unroll
         for (int step = 0; step < BC / 16; step++)
@@ -77,7 +78,8 @@ struct Consumer : ScoreGroup {
     // Stores dS^T to shared memory as dS: a block of 64 keys for each warp group, one row per query. Two buffers for dS
     // are enough: before a group stores a tile, it has seen that the other group stored the previous tile, and that
     // group had by then finished the product dQ of the tile before that.
-    __device__ __forceinline__ void share_ds() const {
+    __device__ __forceinline__ void share_ds(bool first) const {
+        if (PADDED_D == 64 && first) await_sent();  // dK of the last tile, from where dS comes
         share(ds16, layout.ds + ds_pipe.index * DS_BYTES + group * BR * 128);
         fence_warp();
         if (lane == 0) mbarrier_arrive(layout.barrier(DS_FULL + ds_pipe.index));
@@ -89,8 +91,8 @@ struct Consumer : ScoreGroup {
     }
 
     // dQ of the tile at hand, issued.
-    __device__ __forceinline__ void share_ds_multiply_dq() {
-        share_ds();
+    __device__ __forceinline__ void share_ds_multiply_dq(bool first) {
+        share_ds(first);
         await_ds();
         wgmma_fence();
         multiply_dq(ds_pipe.index);
@@ -104,10 +106,10 @@ struct Consumer : ScoreGroup {
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
             // One fence for dQ and dS: with two, D = 64, causal, has 0.97x of the speed (T = 4k and 16k).
             if (!first) stage_dq(layout, dq_pipe, dq);
-            share_ds();
+            share_ds(first);
             if (!first && lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
         } else {
-            share_ds_multiply_dq();
+            share_ds_multiply_dq(first);
             multiply_dv_or_dk(dk, ds16, q_tile);
             wgmma_wait_group<1>();
             warpgroup_fence_operand(dq), warpgroup_fence_operand(dv);
@@ -130,15 +132,15 @@ struct Consumer : ScoreGroup {
     }
     // A tile whose queries see none of this group's keys: dS is 0, and of the products only dQ is computed. Q and dO are
     // not read, but a phase of their mbarriers that nobody waited for could be taken for a later one.
-    __device__ __forceinline__ void skip_queries() {
+    __device__ __forceinline__ void skip_queries(bool first) {
         mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
         mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);
 #pragma unroll
         for (int x = 0; x < SCORE_COLUMNS / 4; x++) ds16[x / 4][x % 4] = 0;
         if (LATE_DQ) {
-            share_ds();
+            share_ds(first);
         } else {
-            share_ds_multiply_dq();
+            share_ds_multiply_dq(first);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
             hand_over_dq(layout, dq_pipe, dq);
@@ -147,8 +149,8 @@ struct Consumer : ScoreGroup {
         q_pipe.next(), ds_pipe.next();
         next_queries();
     }
-    // All products of the tile's keys with the queries that see them.
-    __device__ __forceinline__ void loop_over_queries() {
+    // All products of the tile's keys with the queries that see them. Whether there are any.
+    __device__ __forceinline__ bool loop_over_queries() {
         bool first = true;
 #pragma unroll
         for (int x = 0; x < USED_D / 2; x++) dk[x] = dv[x] = 0.0f;
@@ -161,7 +163,7 @@ struct Consumer : ScoreGroup {
             mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
             read_query_entry(layout, q_pipe.index);
 #endif
-            if (!sees_keys(START_OF(i0))) skip_queries(), first = false;
+            if (!sees_keys(START_OF(i0))) skip_queries(first), first = false;
         }
         const bool skips_last = SKIPS_LAST && remaining > 0 && !sees_keys(i0 + (remaining - 1) * BR);
         while (remaining > skips_last) {
@@ -169,7 +171,7 @@ struct Consumer : ScoreGroup {
             mbarrier_wait(layout.barrier(Q_FULL + q_pipe.index), q_pipe.parity);
             read_query_entry(layout, q_pipe.index);
             wgmma_fence();
-            multiply_s_or_dp(s, layout.k, q_tile);
+            multiply_s_or_dp(s, layout.k + kv_pipe.index * KV_BYTES, q_tile);
             if (LATE_DK) finish_dk<1>(!first, (q_pipe.index + STAGES - 1) % STAGES);
             mbarrier_wait(layout.barrier(DO_FULL + q_pipe.index), q_pipe.parity);
             wgmma_fence();
@@ -194,62 +196,90 @@ struct Consumer : ScoreGroup {
             first = false;
             next_queries();
         }
-        if (skips_last) skip_queries(), first = false;
+        if (skips_last) skip_queries(first), first = false;
+        if (PADDED_D == 64 && !first) write_dv(), send(dv_room(), false);  // beside the last dK
         if (LATE_DK) finish_dk<0>(!first, (q_pipe.index + STAGES - 1) % STAGES);
-        if (first) return;
+        if (first) return false;
         if (LATE_DQ) {
             await_ds();
             wgmma_fence();
             multiply_dq(ds_pipe.index ^ 1);
+            write_dk();  // beside the last dQ
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dq);
             hand_over_dq(layout, dq_pipe, dq);
+        } else {
+            write_dk();
         }
-        if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY));
+        if (PADDED_D == 64 && threadIdx.x % 128 == 0) bulk_wait_group_read<0>();  // dV, from V's buffer
+        if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY + kv_pipe.index));
+        kv_pipe.next();
+        return true;
     }
 
-    // A block of 64 columns of dK or dV, of this group's keys, to `to` in shared memory.
-    __device__ __forceinline__ void write_tile(const float (&x)[USED_D / 2], int box, float scale,
-                                               unsigned to) const {
+    // dK or dV of this group's keys to shared memory, in boxes of 64 columns `box_bytes` apart.
+    __device__ __forceinline__ void write(const float (&x)[USED_D / 2], float scale, unsigned to, int box_bytes) const {
 #pragma unroll
-        for (int step = 0; step < 4 && 64 * box + 16 * step < USED_D; step++) {
-            const float *y = x + 32 * box + 8 * step;
-            stmatrix(to + swizzled<64>(warp * 16 + lane % 16, 2 * step + lane / 16),
+        for (int step = 0; step < USED_D / 16; step++) {
+            const float *y = x + 8 * step;
+            stmatrix(to + step / 4 * box_bytes + swizzled<64>(warp * 16 + lane % 16, step % 4 * 2 + lane / 16),
                      pack(y[0] * scale, y[1] * scale), pack(y[2] * scale, y[3] * scale),
                      pack(y[4] * scale, y[5] * scale), pack(y[6] * scale, y[7] * scale));
         }
     }
-    // dV is staged in this group's part of dS's buffer, and dK behind it or in its part of dQ's, so that K
-    // and V of the next tile are on their way.
-    __device__ __forceinline__ void finish() const {
-        const unsigned dv_tile = layout.ds + group * BR * 128;
-        const unsigned dk_tile = PADDED_D == 64 ? dv_tile + DS_BYTES : layout.dq + group * DQ_CHUNK_BYTES;
-        bar_sync(NAMED_ALL, COMPUTING);  // the other group has read dS
-        mbarrier_wait(layout.barrier(DQ_EMPTY + group), dq_pipe.parity ^ 1);
-#pragma unroll
-        for (int box = 0; box < BOXES; box++) {
-            write_tile(dv, box, DROPOUT ? p.keep_scale : 1.0f, dv_tile + box * DS_BYTES);
-            write_tile(dk, box, p.scale, dk_tile + box * 64 * BOX_ROW_BYTES);
-        }
+    // Where dV is staged: with PADDED_D = 64, of which V has two buffers, this group's rows of the tile's V, which only its own
+    // products read; else its part of dS's buffers, once the other group has read them.
+    __device__ __forceinline__ unsigned dv_room() const {
+        return PADDED_D == 64 ? layout.v + kv_pipe.index * KV_BYTES + group * 64 * BOX_ROW_BYTES : layout.ds + group * BR * 128;
+    }
+    // Where dK is: with PADDED_D = 64 this group's part of that buffer of dS that both groups are done with, since they have
+    // shared the last dS; else room of its own.
+    __device__ __forceinline__ unsigned dk_room() const {
+        return PADDED_D == 64 ? layout.ds + ds_pipe.index * DS_BYTES + group * BR * 128
+                              : layout.dk + group * 64 * PADDED_D * 2;
+    }
+    __device__ __forceinline__ void write_dv() const {
+        write(dv, DROPOUT ? p.keep_scale : 1.0f, dv_room(), DS_BYTES);
+    }
+    __device__ __forceinline__ void write_dk() const { write(dk, p.scale, dk_room(), 64 * BOX_ROW_BYTES); }
+
+    // Until all that this group has sent has been read from shared memory, and all its warps are here.
+    __device__ __forceinline__ void await_sent() const {
+        if (threadIdx.x % 128 == 0) bulk_wait_group_read<0>();
+        bar_sync(NAMED_OWN + group, 128);
+    }
+    // dV, if there is where from, and dK, which this group's warps have written, to global memory; issued.
+    __device__ __forceinline__ void send(unsigned dv_from, bool sends_dk) const {
         fence_proxy_async();
-        bar_sync(NAMED_OWN + group, 128);
-        if (threadIdx.x % 128 == 0) {
-            for (int box = 0; box < BOXES; box++) {
-                const int d = box * 64, j = tile.j0 + group * 64;
-                tma_store(launch.dv, dv_tile + box * DS_BYTES, d, j, tile.dkv_head, tile.b);
-                tma_store(launch.dk, dk_tile + box * 64 * BOX_ROW_BYTES, d, j, tile.dkv_head, tile.b);
-            }
-            bulk_commit_group();
-            bulk_wait_group_read<0>();
+        await_sent();
+        if (threadIdx.x % 128 > 0) return;
+        const volatile WorkTile &read_again = *(const volatile WorkTile *)tiles.slot();  // which saves registers
+        const int b = read_again.b, dkv_head = read_again.dkv_head, j = tile.j0 + group * 64;
+        for (int box = 0; box < BOXES; box++) {
+            if (dv_from) tma_store(launch.dv, dv_from + box * DS_BYTES, box * 64, j, dkv_head, b);
+            if (sends_dk) tma_store(launch.dk, dk_room() + box * 64 * BOX_ROW_BYTES, box * 64, j, dkv_head, b);
         }
-        bar_sync(NAMED_OWN + group, 128);
+        bulk_commit_group();
+    }
+    // What of dK and dV has not been sent yet.
+    __device__ __forceinline__ void finish(bool has_queries) const {
+        if (!has_queries) await_sent(), write_dk();
+        if (PADDED_D == 64) {
+            send(has_queries ? 0 : dk_room(), true);  // without queries the same zeros
+        } else {
+            bar_sync(NAMED_ALL, COMPUTING);  // the other group has read dS
+            write_dv();
+            send(dv_room(), true);
+            await_sent();  // later: 0.94 to 1.01x, as it is beside the copies of the next K and V
+        }
     }
 
     __device__ __forceinline__ void run() {
         for (int index = tiles.next(); index >= 0; index = tiles.next()) {
-            tile = WorkTile(p, index);
-            loop_over_queries();
-            finish();
+            tile = tiles.read(p, index);
+            finish(loop_over_queries());
+            tiles.done();
         }
+        if (threadIdx.x % 128 == 0) bulk_wait_group_read<0>();
     }
 };

@@ -83,7 +83,7 @@ struct ScoreGroup {
 #if BLOCK_MASK
         return i0 & MASK_FLAG;
 #else
-        return tile.valid_keys < BC || i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi;
+        return i0 < tile.range.full_lo || i0 + BR > tile.range.full_hi;
 #endif
     }
 
@@ -228,12 +228,13 @@ struct ScoreGroup {
         if (lane == 0) mbarrier_arrive(layout.barrier(DQ_FULL + group));
     }
     // Until the tile's K and V are there.
-    __device__ __forceinline__ void await_keys(const SharedLayout &layout, PipelineState<1> &kv_pipe) const {
-        mbarrier_wait(layout.barrier(K_FULL), kv_pipe.parity), mbarrier_wait(layout.barrier(V_FULL), kv_pipe.parity);
-        kv_pipe.next();
+    __device__ __forceinline__ void await_keys(const SharedLayout &layout, const PipelineState<KV_STAGES> &kv_pipe) const {
+        mbarrier_wait(layout.barrier(K_FULL + kv_pipe.index), kv_pipe.parity);
+        mbarrier_wait(layout.barrier(V_FULL + kv_pipe.index), kv_pipe.parity);
 #if LENGTHS
-        if (tile.valid_keys < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
-            clear_rows<BC>(layout.k, tile.valid_keys), clear_rows<BC>(layout.v, tile.valid_keys);
+        if (tile.valid_keys() < BC) {  // beyond the last key they may hold anything, and 0 times NaN is NaN
+            clear_rows<BC>(layout.k + kv_pipe.index * KV_BYTES, tile.valid_keys());
+            clear_rows<BC>(layout.v + kv_pipe.index * KV_BYTES, tile.valid_keys());
             fence_proxy_async();
             bar_sync(NAMED_ALL, COMPUTING);
         }

@@ -20,7 +20,7 @@ struct WideGroup : ScoreGroup {
     PipelineState<STAGES> q_pipe;
     PipelineState<DO_STAGES> do_pipe;
     PipelineState<DS_STAGES> exchange_pipe;  // of P and dS
-    PipelineState<1> kv_pipe, dq_pipe;
+    PipelineState<KV_STAGES> kv_pipe, dq_pipe;
     // delayed_dq: the part of dQ that is added one tile later.
     float dk[OWN_D * BC / 128], dv[OWN_D * BC / 128], dq[OWN_D / 2], delayed_dq[OWN_D / 4];
 
@@ -47,7 +47,7 @@ struct Consumer : GroupProducts {
 #pragma unroll
         for (int x = 0; x < OWN_D * BC / 128; x++) dk[x] = dv[x] = 0.0f;
         begin_queries();
-        if (remaining > 0) await_keys(layout, kv_pipe);
+        if (remaining > 0) await_keys(layout, kv_pipe), kv_pipe.next();
         while (remaining > 0) {
             const unsigned q_tile = layout.q + q_pipe.index * Q_BYTES, do_tile = layout.dout + do_pipe.index * Q_BYTES;
             const unsigned offset = DS_STAGES == 1 ? 0 : exchange_pipe.index * DS_BYTES;
@@ -97,7 +97,7 @@ struct Consumer : GroupProducts {
 
     __device__ __forceinline__ void run() {
         for (int index = tiles.next(); index >= 0; index = tiles.next()) {
-            tile = WorkTile(p, index);
+            tile = tiles.read(p, index);
             loop_over_queries();
             finish();
         }
