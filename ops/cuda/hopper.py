@@ -208,12 +208,13 @@ def run_backward(
     params = call.params.bind(dout=dout, out=out, lse=lse, dq=dq, padded_lse=lse_log2, delta=delta)
     ranges = document_ranges(call, tile.bc, transposed=True)  # lives until the launch
     params.bind(scratch=accumulator, document_bounds=ranges)
-    kept = kept_tiles(call, tile.bc, tile.br, transposed=True)
-    params.bind(kept=kept)
     params.padded_tq = tiles * tile.br
     over = 2 * heads // kv_heads  # with the accumulator of dQ
     blocks = call.in_order(math.ceil(tk / tile.bc), batch * kv_heads, q, over=over, blocks=1)
+    early, threads = bool(specialised["EARLY_LAUNCH"]), 128 * (tile.warp_groups + 1)
     prepare_backward(call, out, dout, width, clear=not states, states=(tile.br, states))
+    kept = kept_tiles(call, tile.bc, tile.br, transposed=True, early=early)
+    params.bind(kept=kept)
     counter = accumulator.data_ptr() + 4 * n_rows * width
     launch = BackwardLaunch(params=params, tile_counter=counter, dq_states=counter + 4)
     mapped = (*call.tensors[:3], dout, *written)
@@ -223,7 +224,6 @@ def run_backward(
     ctypes.memmove(launch.maps, b"".join(maps), 6 * _MAP_BYTES)
     kernel = functools.partial(nvrtc.kernel, "ladder/fa3_backward.cu", defines=specialised, device=q.device)
     grid = min(blocks, multiprocessors(q.device)) if specialised["PERSISTENT"] else blocks
-    early, threads = bool(specialised["EARLY_LAUNCH"]), 128 * (tile.warp_groups + 1)
     kernel(name="tilegpt_fa3_backward").launch(grid, threads, launch, tile.shared_bytes(head_dim), early)
     threads = tile.br * width // parts // 16  # 16 numbers each
     blocks = parts * batch * heads * tiles

@@ -16,12 +16,18 @@ _SHARED_DEFINES = ("PARAMS_BYTES", "HAS_LEFT", "HAS_RIGHT", "DOCUMENT_IDS", "LEN
 
 
 def kept_tiles(
-    call: Call, own: int, other: int, transposed: bool = False, counter: Tensor | None = None
+    call: Call,
+    own: int,
+    other: int,
+    transposed: bool = False,
+    counter: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor | None:
     """(B, Hq, tiles, 1 + most tiles of a list) int32: for each tile of `own` queries the tiles of `other`
     keys that it visits; `transposed`: for each tile of `own` keys the tiles of `other` queries. Strides are 0
     where all batch rows or heads share. None without a block mask. `call.params` has the documents' ranges of
-    the same tiles. `counter` (1,) int32 becomes 0. See the kernel for the entries."""
+    the same tiles. `counter` (1,) int32 becomes 0. `early`: beside the end of the kernel before,
+    of which it reads nothing. See the kernel for the entries."""
     mask = call.block_mask
     if mask is None:
         return None
@@ -38,5 +44,5 @@ def kept_tiles(
     defines = {name: call.defines[name] for name in _SHARED_DEFINES} | {"ELEMENT": "float"}
     defines |= {"OWN_TILE": own, "OTHER_TILE": other, "MASK_BLOCK": MASK_BLOCK, "TRANSPOSED": int(transposed)}
     kernel = nvrtc.kernel("lib/kept_tiles.cu", "tilegpt_kept_tiles", defines, mask.device)
-    kernel.launch(math.prod(shape[:3]), _THREADS, params)
+    kernel.launch(math.prod(shape[:3]), _THREADS, params, early=early)
     return kept.expand(call.params.batch, call.params.heads, -1, -1)

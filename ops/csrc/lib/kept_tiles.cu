@@ -54,4 +54,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_kept_tiles(const _
     }
     if (threadIdx.x == 0) *list = END_OF_LIST;
     if (p.scratch && blockIdx.x == 0 && threadIdx.x == 0) *(int *)p.scratch = 0;
+    griddepcontrol_wait();  // launched early: the kernel that follows waits for this one only, not for the one before
 }

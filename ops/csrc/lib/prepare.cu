@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tilegpt_backward_prepare(c
     const element *dout = matrix_of(p.dout, p.dout_stride, b, h) + part * 8;
     const long long before = (long long)batch_head * p.padded_tq;
 #if TILE_ROWS
+    static_assert(TILE_ROWS % ROWS == 0, "a tile begins with a block");
     int *counter = (int *)(p.scratch + (long long)p.batch * p.heads * p.padded_tq * PADDED_D);
     if (blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
     if (first % TILE_ROWS == 0 && threadIdx.x < TILE_STATES)
