@@ -10,6 +10,7 @@ import pytest
 from scripts import report
 from scripts.measure.report import sweep_report
 from scripts.measure.rows import read, with_baselines
+from scripts.measure.studies import Row
 from tests.scripts.studies import fake_result, results, row_of
 
 
@@ -116,3 +117,17 @@ def test_rows_are_compared_with_the_nanogpt_measured_beside_them(tmp_path):
     assert {line[0]: set(line[1:]) for line in speed.lines[1:]} == {
         "nanoGPT": {"200, 40%"}, "sdpa": {"110, 40%, 1.10x"}, "naive": {"100, 40%, 0.50x"}
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("day", "nearest"), [("02", "one"), ("08", "two")])
+def test_without_a_nanogpt_of_their_commit_rows_are_beside_the_nearest_in_time(
+    day: str, nearest: str
+) -> None:
+    def row(name: str, day: str, commit: str) -> Row:
+        point = {"implementation": name, "seq_len": 1024}
+        machine = {"date": f"2026-11-{day}", "commit": commit}
+        return {"point": point, "result": {"status": "ok"}, "machine": machine}
+
+    peers = [row("nanoGPT", "01", "one"), row("nanoGPT", "09", "two")]
+    found = sweep_report.beside(ours := row("sdpa", day, "three"), [*peers, ours])
+    assert found is not None and found["machine"]["commit"] == nearest

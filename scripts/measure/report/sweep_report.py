@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 from scripts.measure.report import figures, sweep_bars
@@ -69,7 +70,7 @@ def works(rows: list[Row]) -> Row | None:
 
 def beside(row: Row, rows: list[Row], name: str = "nanoGPT") -> Row | None:
     """The peer's row with a time at the row's T: of the same commit where there is one, as sweeps of other
-    days may have had different machines (two H200s differed by 2%), else the newest."""
+    days may have had different machines (two H200s differed by 2%), else the nearest in time."""
     of_peer = [
         each
         for each in rows
@@ -77,7 +78,12 @@ def beside(row: Row, rows: list[Row], name: str = "nanoGPT") -> Row | None:
     ]
     timed = [each for each in of_peer if each["result"]["status"] == "ok"]
     same = [each for each in timed if each["machine"].get("commit") == row["machine"].get("commit")]
-    return (same or timed or [None])[-1]
+    return min(reversed(same or timed), key=lambda each: _days_apart(each, row), default=None)
+
+
+def _days_apart(a: Row, b: Row) -> int:
+    of_a, of_b = (date.fromisoformat(row["machine"]["date"]) for row in (a, b))
+    return abs((of_a - of_b).days)
 
 
 def cell(rows: list[Row] | None, show: Callable[[Row], str]) -> str:
