@@ -338,6 +338,21 @@ def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert all(ratio <= 1 for ratio in ratios.values()), f"wrong: {ratios}"
 
 
+@pytest.mark.long
+def test_a_tile_released_before_its_end_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To which head dK and dV of a tile go is read again in the end."""
+    compiler, path = cpu.HopperCores(tmp_path), tmp_path / "fa3_backward_consumer.cuh"
+    old = "finish(loop_over_queries());\n            tiles.done();"
+    new = "const bool has = loop_over_queries();\n            tiles.done();\n            finish(has);"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    monkeypatch.setattr(nvrtc, "kernel", compiler)
+    monkeypatch.setattr(plain, "_kernel", compiler)
+    ratios = _ratios((700, 700, 64), {"heads": (2, 2)}, {"window": (150, 0)})
+    assert any(ratio > 1 for ratio in ratios.values())
+
+
 # (file, what is there, what is there instead).
 _FENCES = {
     "of dS": ("fa3_backward_scores", "{ fence_proxy_async(), __syncwarp(); }", "{ __syncwarp(); }"),

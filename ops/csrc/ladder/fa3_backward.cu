@@ -9,10 +9,11 @@
 //     left operand from registers too, read once a tile of keys.
 //   - dQ leaves by the copy engine: a tile in shared memory, as the registers lie, is added to one in global memory
 //     (cp.reduce.async.bulk) by a warp of the copying group, and no computing thread waits for it.
-//   - Persistent, by a counter, as fa3.cu: the copying warp works out the next tile, and loads its K, V, Q and dO while
-//     this one ends. With PADDED_D = 64, of which K and V have two buffers, the warp groups do not wait for each other
-//     there: dV is staged in V's buffer beside the last dK, and dK in dS's beside the last dQ. With 128, dK is staged in
-//     room of its own beside the last dQ, and dV in dS's buffers; with more, in those of dS, P and dQ.
+//   - Persistent, by a counter, as fa3.cu: the copying warp works out the next tile (with D > 128 the others do too), and
+//     loads its K, V, Q and dO while this one ends. With PADDED_D = 64, of which K and V have two buffers, the warp groups
+//     do not wait for each other there: dV is staged in V's buffer beside the last dK, and dK in dS's beside the last dQ,
+//     if that is late. With 128, dK is staged then in room of its own, and dV in dS's buffers; with more, in those of dS, P
+//     and dQ.
 //   - P is computed while dP is multiplied, and dS while dV is. With LATE_DQ, dQ is computed one tile later, so that a
 //     warp group waits only for the dS that the other one shared a tile ago; that dQ and this dS are written one after the
 //     other, and then fenced together. dS is then computed from the rounded P, as there are not enough registers to keep

@@ -211,7 +211,8 @@ struct Consumer : ScoreGroup {
         } else {
             write_dk();
         }
-        if (PADDED_D == 64 && threadIdx.x % 128 == 0) bulk_wait_group_read<0>();  // dV, from V's buffer
+        // dV, from V's buffer. (That is filled again only after the tile's slot is released, which comes later anyway.)
+        if (PADDED_D == 64 && threadIdx.x % 128 == 0) bulk_wait_group_read<0>();
         if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY + kv_pipe.index));
         kv_pipe.next();
         return true;
@@ -248,7 +249,8 @@ struct Consumer : ScoreGroup {
         if (threadIdx.x % 128 == 0) bulk_wait_group_read<0>();
         bar_sync(NAMED_OWN + group, 128);
     }
-    // dV, if there is where from, and dK, which this group's warps have written, to global memory; issued.
+    // dV from `dv_from`, unless that is 0, and with `sends_dk` dK, as this group's warps have written them, to global memory;
+    // issued.
     __device__ __forceinline__ void send(unsigned dv_from, bool sends_dk) const {
         fence_proxy_async();
         await_sent();

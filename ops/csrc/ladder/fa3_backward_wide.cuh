@@ -20,7 +20,8 @@ struct WideGroup : ScoreGroup {
     PipelineState<STAGES> q_pipe;
     PipelineState<DO_STAGES> do_pipe;
     PipelineState<DS_STAGES> exchange_pipe;  // of P and dS
-    PipelineState<KV_STAGES> kv_pipe, dq_pipe;
+    PipelineState<KV_STAGES> kv_pipe;
+    PipelineState<1> dq_pipe;
     // delayed_dq: the part of dQ that is added one tile later.
     float dk[OWN_D * BC / 128], dv[OWN_D * BC / 128], dq[OWN_D / 2], delayed_dq[OWN_D / 4];
 
