@@ -149,6 +149,24 @@ struct Consumer : ScoreGroup {
         q_pipe.next(), ds_pipe.next();
         next_queries();
     }
+    // dQ of the last tile of queries where it is late, and beside it dK to where it is staged; then K and V have been read.
+    __device__ __forceinline__ void finish_keys() {
+        if (LATE_DQ) {
+            await_ds();
+            wgmma_fence();
+            multiply_dq(ds_pipe.index ^ 1);
+            write_dk();
+            wgmma_wait_group<0>();
+            warpgroup_fence_operand(dq);
+            hand_over_dq(layout, dq_pipe, dq);
+        } else {
+            write_dk();
+        }
+        // dV, from V's buffer. (That is filled again only after the tile's slot is released, which comes later anyway.)
+        if (PADDED_D == 64 && threadIdx.x % 128 == 0) bulk_wait_group_read<0>();
+        if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY + kv_pipe.index));
+        kv_pipe.next();
+    }
     // All products of the tile's keys with the queries that see them. Whether there are any.
     __device__ __forceinline__ bool loop_over_queries() {
         bool first = true;
@@ -200,21 +218,7 @@ struct Consumer : ScoreGroup {
         if (PADDED_D == 64 && !first) write_dv(), send(dv_room(), false);  // beside the last dK
         if (LATE_DK) finish_dk<0>(!first, (q_pipe.index + STAGES - 1) % STAGES);
         if (first) return false;
-        if (LATE_DQ) {
-            await_ds();
-            wgmma_fence();
-            multiply_dq(ds_pipe.index ^ 1);
-            write_dk();  // beside the last dQ
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(dq);
-            hand_over_dq(layout, dq_pipe, dq);
-        } else {
-            write_dk();
-        }
-        // dV, from V's buffer. (That is filled again only after the tile's slot is released, which comes later anyway.)
-        if (PADDED_D == 64 && threadIdx.x % 128 == 0) bulk_wait_group_read<0>();
-        if (lane == 0) mbarrier_arrive(layout.barrier(KV_EMPTY + kv_pipe.index));
-        kv_pipe.next();
+        finish_keys();
         return true;
     }
 

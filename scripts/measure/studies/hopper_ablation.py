@@ -55,7 +55,7 @@ BACKWARD: dict[str, dict[str, int]] = {
     "persistence": {"PERSISTENT": 0},
     EARLY: {"EARLY_LAUNCH": 0},
 }
-NOT_SUMMARISED = (STORED, CLEARED, SKIPPED, EARLY)  # of some T alone, or of 1% at most
+NOT_SUMMARISED = (TEAMS, STORED, CLEARED, SKIPPED, EARLY)  # of some T alone, or of 1% at most
 SHOWN = {LATE: "delayed dQ and dK"}  # where a name in the rows is not the one in reports
 ALLOWED = 2**-6  # of a gradient's largest number: late products take P as it was rounded
 
