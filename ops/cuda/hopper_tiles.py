@@ -135,8 +135,8 @@ class HopperBackwardTile:
         row, wide = 2 * backward_head_dim(head_dim), backward_head_dim(head_dim) > 128
         scores = (8 if wide and self.warp_groups == 2 else 4) * self.bc
         query_bytes = (self.stages + self.do_stages) * (row + 4) + scores + (row if wide else 2 * row)
-        keys = {128: 4, 256: 3}.get(row, 2)
-        return keys * self.bc * row + self.br * query_bytes
+        key_tiles = {128: 4, 256: 3}.get(row, 2)
+        return key_tiles * self.bc * row + self.br * query_bytes
 
     def defines(self, head_dim: int) -> dict[str, int]:
         copying, computing = _REGISTERS[self.warp_groups]

@@ -26,8 +26,8 @@ def kept_tiles(
     """(B, Hq, tiles, 1 + most tiles of a list) int32: for each tile of `own` queries the tiles of `other`
     keys that it visits; `transposed`: for each tile of `own` keys the tiles of `other` queries. Strides are 0
     where all batch rows or heads share. None without a block mask. `call.params` has the documents' ranges of
-    the same tiles. `counter` (1,) int32 becomes 0. `early`: beside the end of the kernel before,
-    of which it reads nothing. See the kernel for the entries."""
+    the same tiles. `counter` (1,) int32 becomes 0. `early`: beside the end of the kernel before, of which it
+    reads nothing. See the kernel for the entries."""
     mask = call.block_mask
     if mask is None:
         return None

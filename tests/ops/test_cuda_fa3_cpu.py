@@ -324,15 +324,20 @@ _WAITS: dict[str, tuple[str, str, tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("wait", [pytest.param(each, marks=pytest.mark.long) for each in _WAITS])
-def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler, (file, old, shape, options) = cpu.HopperCores(tmp_path), _WAITS[wait]
-    path = tmp_path / f"fa3_backward_{file}.cuh"
+def plant(file: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The kernels are compiled from a copy of the sources, with `new` in the one place of `old`."""
+    compiler, path = cpu.HopperCores(tmp_path), tmp_path / f"{file}.cuh"
     text = path.read_text()
     assert text.count(old) == 1
-    path.write_text(text.replace(old, ";" + old.partition(";")[2]))
+    path.write_text(text.replace(old, new))
     monkeypatch.setattr(nvrtc, "kernel", compiler)
     monkeypatch.setattr(plain, "_kernel", compiler)
+
+
+@pytest.mark.parametrize("wait", [pytest.param(each, marks=pytest.mark.long) for each in _WAITS])
+def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, old, shape, options = _WAITS[wait]
+    plant(f"fa3_backward_{file}", old, ";" + old.partition(";")[2], monkeypatch, tmp_path)
     with pytest.raises(AssertionError, match=r"wrong: |waits for an mbarrier|not fenced"):
         ratios = _ratios(shape, {}, options)
         assert all(ratio <= 1 for ratio in ratios.values()), f"wrong: {ratios}"
@@ -341,14 +346,9 @@ def test_a_missing_wait_shows(wait: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.long
 def test_a_tile_released_before_its_end_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To which head dK and dV of a tile go is read again in the end."""
-    compiler, path = cpu.HopperCores(tmp_path), tmp_path / "fa3_backward_consumer.cuh"
     old = "finish(loop_over_queries());\n            tiles.done();"
     new = "const bool has = loop_over_queries();\n            tiles.done();\n            finish(has);"
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-    monkeypatch.setattr(nvrtc, "kernel", compiler)
-    monkeypatch.setattr(plain, "_kernel", compiler)
+    plant("fa3_backward_consumer", old, new, monkeypatch, tmp_path)
     ratios = _ratios((700, 700, 64), {"heads": (2, 2)}, {"window": (150, 0)})
     assert any(ratio > 1 for ratio in ratios.values())
 
@@ -372,13 +372,7 @@ _FENCES = {
 
 @pytest.mark.parametrize("fence", _FENCES)
 def test_a_missing_fence_shows(fence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler, (file, old, new) = cpu.HopperCores(tmp_path), _FENCES[fence]
-    path = tmp_path / f"{file}.cuh"
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-    monkeypatch.setattr(nvrtc, "kernel", compiler)
-    monkeypatch.setattr(plain, "_kernel", compiler)
+    plant(*_FENCES[fence], monkeypatch, tmp_path)
     monkeypatch.setitem(cuda._OPS, "fa2", _OWN)
     with pytest.raises(AssertionError, match="not fenced"):
         _ratios((200, 230, 96), {}, {})

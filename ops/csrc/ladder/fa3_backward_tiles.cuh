@@ -56,8 +56,6 @@ __device__ __forceinline__ int arrivals(int place) {
 
 #define WORK_TILE_INTS 10
 
-__device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
-
 // Keys of a head of dK and dV (with DKV_EXPANSION a query head's), and the queries that see them. (With BLOCK_MASK lists
 // have these, not the range.)
 struct WorkTile {
@@ -87,6 +85,7 @@ struct WorkTile {
         for (int x = 0; x < WORK_TILE_INTS; x++) slot[x] = fields[x];
     }
 };
+static_assert(sizeof(WorkTile) == 4 * WORK_TILE_INTS, "all of it is published");
 #if BLOCK_MASK
 #define LOOP_DRAWS(i0, g) (kept.next < 0)  // how far the list goes is not known before
 #else
@@ -96,8 +95,7 @@ struct WorkTile {
 __device__ __forceinline__ int draws_at(const Range &range) {
     return max_of(range.lo, range.lo + ((range.hi - 1 - range.lo) / BR - DRAWN_AHEAD) * BR);
 }
-
-static_assert(sizeof(WorkTile) == 4 * WORK_TILE_INTS, "");
+__device__ __forceinline__ int total_tiles(const Params &p) { return p.n_tiles * p.batch * p.kv_heads; }
 
 // Where things are in shared memory.
 struct SharedLayout {
