@@ -26,8 +26,9 @@
 #define DQ_CHUNK_COLUMNS (DQ_COLUMNS / DQ_GROUP_CHUNKS)
 #define DQ_CHUNK_BYTES (BR * PADDED_D * 4 / WARP_GROUPS / DQ_GROUP_CHUNKS)  // of a warp group's chunk
 #define DQ_TILE_CHUNKS (WARP_GROUPS * DQ_GROUP_CHUNKS)  // of a tile of dQ
-#define NAMED_ALL 1  // the named barriers of all computing warp groups, and of each by itself
+#define NAMED_ALL 1  // the named barriers of all computing warp groups, of each by itself,
 #define NAMED_OWN 2
+#define NAMED_BEGIN 4  // and where the second awaits the first
 
 static_assert(!STORES_FIRST_DQ || DQ_GROUP_CHUNKS == 1, "add_dq knows the state of one part ahead");
 static_assert(BR == 64 || BR == 128, "a warp group has 64 rows or columns of dQ");
