@@ -24,7 +24,7 @@ MEASURED: dict[tuple[tuple[int, int], int, str, str], Ranking] = {
         (
             128,
             None,
-            "flash4 cuda_fa3 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled",
+            "cuda_fa3 flash4 sdpa_cudnn triton flex cuda_fa2 flash2 sdpa_flash sdpa_efficient cuda_tiled",
         ),
         (256, 1024, "cuda_fa3 sdpa_cudnn flash4 flash2 sdpa_flash triton flex"),
         (256, None, "cuda_fa3 sdpa_cudnn flash4 flash2 sdpa_flash triton flex"),
