@@ -192,7 +192,7 @@ def run_backward(
     dout = _mappable(dout if dout.stride(3) == 1 else empty_as(out).copy_(dout))
     dq, dk, dv = gradients(q, k, v, call.options)
     written = dk, dv
-    own = _OF_A_LAUNCH | {"SCALE_BEFORE_MAX": 0, "DKV_EXPANSION": 1, "SKIPS": 1}
+    own = _OF_A_LAUNCH | {"SCALE_BEFORE_MAX": 0, "DKV_EXPANSION": 1, "SKIPS": 1, "BEGINS_LATER": 1}
     own["STORES_FIRST_DQ"] = int(stores_first_dq(tk, head_dim, call.defines))
     if split:
         written = q.new_empty((2, batch, heads, tk, head_dim)).unbind()

@@ -59,7 +59,7 @@ def test_what_rows_say(tmp_path: Path) -> None:
     report = study.report(list(read(out).values()))
     forward, backward = report.tables
     # D = 64 has teams at T = 1k and ping-pong beyond, D = 128 ping-pong alone
-    assert len(forward.lines) == 1 + 6 * 2 + 5 * 2 and len(backward.lines) == 1 + 5 * 4 + 1
+    assert len(forward.lines) == 1 + 6 * 2 + 5 * 2 and len(backward.lines) == 1 + 5 * 4 + 2
     assert ["D = 64, causal", "overlap", "0.90", "0.90", "0.90"] in forward.lines
     assert ["D = 128, no mask", "persistence", "", "1.00", "1.00"] in backward.lines
     assert "overlap 0.90x, " in report.found and report.found.endswith("persistence 1.00x (backward).")

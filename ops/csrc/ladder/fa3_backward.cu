@@ -40,7 +40,8 @@
 // BOX_COLUMNS (of a box of a TMA copy, hopper.cuh), BR (queries of a tile), STAGES (of Q), DO_STAGES (of dO; as many,
 // unless D > 192), LATE_DQ, LATE_DK, PERSISTENT (as in fa3.cu), DKV_EXPANSION (1 where a block goes through all heads),
 // WARP_GROUPS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, STORES_FIRST_DQ (hopper_tiles.py: stores_first_dq), SKIPS (0: halves
-// of tiles that see nothing are computed too), EARLY_LAUNCH and BOUNDED_WAITS.
+// of tiles that see nothing are computed too), BEGINS_LATER (0: warp groups begin a tile together), EARLY_LAUNCH and
+// BOUNDED_WAITS.
 #include "fa3_backward_tiles.cuh"
 #if WIDE
 #include "fa3_backward_wide.cuh"

@@ -13,7 +13,7 @@
 // Two warp groups that begin a tile together stay together, and ask for the tensor cores at the same time. Where one skips a
 // tile of queries they are apart; else the second begins when the first has its first P. At D = 128, no mask, T = 1k, 2k, 4k
 // and 16k: 1.03, 1.06, 1.13 and 1.14x; under a causal mask 0.90 to 0.98x, at D <= 96 0.98 to 1.00x (there, by a pause).
-#define BEGINS_LATER (USED_D > 96 && LATE_DK && !HAS_RIGHT)
+#define AWAITS_FIRST_P (BEGINS_LATER && USED_D > 96 && LATE_DK && !HAS_RIGHT)
 
 // A computing warp group.
 struct Consumer : ScoreGroup {
@@ -179,7 +179,7 @@ struct Consumer : ScoreGroup {
         begin_queries();
         // (A return here where no query is, and the compiler keeps dK and dV in local memory.)
         if (remaining > 0) await_keys(layout, kv_pipe);
-        if (BEGINS_LATER && group == 1 && remaining > 0) bar_sync(NAMED_BEGIN, COMPUTING);
+        if (AWAITS_FIRST_P && group == 1 && remaining > 0) bar_sync(NAMED_BEGIN, COMPUTING);
         if (V_IN_REGISTERS && remaining > 0) load_own_v();
         if (SKIPS_FIRST && remaining > 0) {
 #if BLOCK_MASK
@@ -204,7 +204,7 @@ struct Consumer : ScoreGroup {
             compute_p(layout.lse_log2 + q_pipe.index * STATISTIC_BYTES);
             wgmma_fence();
             multiply_dv_or_dk(dv, p16, do_tile);
-            if (BEGINS_LATER && group == 0 && first) bar_arrive(NAMED_BEGIN, COMPUTING);
+            if (AWAITS_FIRST_P && group == 0 && first) bar_arrive(NAMED_BEGIN, COMPUTING);
             if (LATE_DQ) {
                 if (!first) await_ds();
                 wgmma_fence();

@@ -7,8 +7,9 @@ that (ping-pong, PINGPONG = 0), and without both; where a block has two teams of
 four; with a block for each tile of queries instead of a persistent kernel, and launched only when the kernel
 before has ended (EARLY_LAUNCH). Backward: without products that are a tile late (LATE_DQ, LATE_DK); with a
 dQ that is cleared before, where it is not, and the other way round (STORES_FIRST_DQ); with the halves of
-tiles computed in which no key is visible (SKIPS); the last two of the forward. In bf16, 16,384 tokens of
-width 2,048. On an H200 a minute; it needs a Hopper GPU.
+tiles computed in which no key is visible (SKIPS); with warp groups that begin a tile together (BEGINS_LATER
+= 0), where they do not; the last two of the forward. In bf16, 16,384 tokens of width 2,048. On an H200 a
+minute; it needs a Hopper GPU.
 
 A row of results/hopper_ablation/<gpu>.jsonl has the idea that is left out (`without`, "" for none), the time
 (device events, L2 flushed), and `difference`: the largest from the kernel with all ideas, over its largest
@@ -45,17 +46,18 @@ FORWARD: dict[str, dict[str, int]] = {
     EARLY: {"EARLY_LAUNCH": 0},
 }
 LATE, STORED, CLEARED = "late products", "storing the first dQ", "clearing dQ"
-SKIPPED = "skipping hidden halves of tiles"
+SKIPPED, LATER = "skipping hidden halves of tiles", "the second group's later begin"
 BACKWARD: dict[str, dict[str, int]] = {
     "": {},
     LATE: {},  # its tile has them
     STORED: {"STORES_FIRST_DQ": 0},
     CLEARED: {"STORES_FIRST_DQ": 1},
     SKIPPED: {"SKIPS": 0},
+    LATER: {"BEGINS_LATER": 0},
     "persistence": {"PERSISTENT": 0},
     EARLY: {"EARLY_LAUNCH": 0},
 }
-NOT_SUMMARISED = (TEAMS, STORED, CLEARED, SKIPPED, EARLY)  # of some T alone, or of 1% at most
+NOT_SUMMARISED = (TEAMS, STORED, CLEARED, SKIPPED, LATER, EARLY)  # of some calls alone, or of 1% at most
 SHOWN = {LATE: "delayed dQ and dK"}  # where a name in the rows is not the one in reports
 ALLOWED = 2**-6  # of a gradient's largest number: late products take P as it was rounded
 
@@ -74,13 +76,14 @@ def shapes() -> list[Shape]:
 
 
 def points(shape: Shape) -> dict[str, list[Point]]:
-    """Those of a shape, by pass. Under a causal mask, tiles of 64 queries (D = 128) have hidden halves."""
+    """Those of a shape, by pass. At D = 128 a causal mask hides halves of tiles, and without one a warp group
+    begins later."""
     tile = forward_tile(shape.head_dim, shape.tokens, defaultdict(int, HAS_RIGHT=shape.causal))
     missing = [name for name in FORWARD if "ping-pong" in name and not tile.ping_pong]
     missing += [TEAMS] * (tile.teams == 1)
     first = STORED if shape.tokens <= LENGTHS[0] else CLEARED
-    skipped = [SKIPPED] if shape.head_dim == 128 and shape.causal else []
-    backward = ["", LATE, first, *skipped, "persistence", EARLY]
+    wide = [SKIPPED if shape.causal else LATER] if shape.head_dim == 128 else []
+    backward = ["", LATE, first, *wide, "persistence", EARLY]
     names = {"forward": [name for name in FORWARD if name not in missing], "backward": backward}
     return {at: [shape.point("cuda_fa3", at) | {"without": name} for name in of] for at, of in names.items()}
 
@@ -192,7 +195,7 @@ def ratios(found: list[Record]) -> tuple[list[list[str]], dict[str, list[float]]
 def picture(rows: list[Row], found: list[Record]) -> str:
     from scripts.measure.report.figures import Line, panel, panels_of, svg
 
-    shown, names = panels(found), [*FORWARD, LATE, STORED, CLEARED, SKIPPED]
+    shown, names = panels(found), [*FORWARD, LATE, STORED, CLEARED, SKIPPED, LATER]
     said = (
         f"cuda_fa3, {found[0].passed}, with all its ideas and without one, bf16, 16,384 tokens, width 2,048"
     )
