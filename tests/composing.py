@@ -6,9 +6,9 @@ worked out anew each time.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
-from pathlib import Path
 from typing import Any
 
 from conf.compose import CONF
@@ -17,13 +17,10 @@ from conf.compose import CONF
 def hasten() -> None:
     """Once per process; of config folders other than conf/, which tests write, nothing is kept."""
     from hydra._internal import config_loader_impl as loader
-    from hydra.core.plugins import Plugins
-
-    Plugins.instance()  # which loads the next module once more, for itself
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
     from hydra._internal.defaults_list import DefaultsList, Overrides
 
-    read = FileConfigSource.load_config
+    read = ConfigRepository.load_config
     listed, merged = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
     lists: dict[Any, DefaultsList] = {}
     files: dict[Any, bytes] = {}
@@ -51,13 +48,18 @@ def hasten() -> None:
         return pickle.loads(configs[key])
 
     def read_once(self: Any, config_path: str) -> Any:
-        if Path(self.path).resolve() != CONF:
+        """Hydra's own files too, of which a list has 18: to read was a third of the time to compose."""
+        if not of_conf(self):
             return read(self, config_path)
-        key = self.provider, config_path
+        key = config_path, *((source.provider, source.path) for source in self.get_sources())
         if key not in files:
             files[key] = pickle.dumps(read(self, config_path))
         return pickle.loads(files[key])
 
-    FileConfigSource.load_config = read_once
+    def repository(self: Any, delegate: Any) -> None:
+        """With the same sources, which nobody changes: to copy them was an eighth of it."""
+        self.delegate, self.cache = copy.copy(delegate), {}
+
+    ConfigRepository.load_config, CachingConfigRepository.__init__ = read_once, repository
     loader.create_defaults_list = list_once
     loader.ConfigLoaderImpl._compose_config_from_defaults_list = merge_once

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 from tests.running import ROOT
 
 pytestmark = pytest.mark.long  # processes that import torch
@@ -67,20 +67,26 @@ def copied(place: Path, kernels: str) -> Path:
     return place
 
 
-def run(place: Path, *command: str) -> str:
+@pytest.fixture(scope="module")
+def python() -> Iterator[Forks]:
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment = clean | {"TILEGPT_COMMIT": "copy", "CUDA_VISIBLE_DEVICES": ""}
-    command = (sys.executable, *command)
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    with Forks(clean | {"TILEGPT_COMMIT": "copy", "CUDA_VISIBLE_DEVICES": ""}) as python:
+        yield python
+
+
+def run(python: Forks, place: Path, *command: str) -> str:
+    done = python(place, *command)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
-def benched(place: Path) -> dict[str, dict]:
+def benched(python: Forks, place: Path) -> dict[str, dict]:
     """Rows of the new attention by pass, measured here and, for the ranking, as if on an H200."""
     out = place / "rows.jsonl"
     asked = ("--attention", "mine", "standard", "--seq-len", "64", "--head-dim", "32", "--causal")
-    run(place, "scripts/bench_attention.py", *asked, "--batch", "1", "--heads", "2", "--out", str(out))
+    run(
+        python, place, "scripts/bench_attention.py", *asked, "--batch", "1", "--heads", "2", "--out", str(out)
+    )
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     with (place / "results" / "attention" / "h200.jsonl").open("a") as file:
         for row in rows:
@@ -94,42 +100,46 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copied(tmp_path_factory.mktemp("mine"), "MATMUL_KERNELS")
 
 
-def ranked(place: Path) -> bool:
-    run(place, "scripts/report.py", "auto", "capabilities")
+def ranked(python: Forks, place: Path) -> bool:
+    run(python, place, "scripts/report.py", "auto", "capabilities")
     return "mine" in (place / "attention" / "auto_table.py").read_text()
 
 
-def test_it_is_trained(place: Path) -> None:
-    said = run(place, "train.py", *SMALL, "attention=mine", "trainer.max_steps=2", "trainer.accelerator=cpu")
+def test_it_is_trained(python: Forks, place: Path) -> None:
+    said = run(
+        python, place, "train.py", *SMALL, "attention=mine", "trainer.max_steps=2", "trainer.accelerator=cpu"
+    )
     assert "attention  mine" in said
 
 
-def test_its_memory_is_predicted(place: Path) -> None:
-    said = run(place, "scripts/estimate.py", *SMALL, "attention=mine", "gpu=h200")
+def test_its_memory_is_predicted(python: Forks, place: Path) -> None:
+    said = run(python, place, "scripts/estimate.py", *SMALL, "attention=mine", "gpu=h200")
     assert "attention=mine" in said and "attention's memory grows as T\n" in said
 
 
-def test_it_is_in_a_studys_report(place: Path) -> None:
+def test_it_is_in_a_studys_report(python: Forks, place: Path) -> None:
     sizes = ("--attention", "mine", "standard", "--seq-len", "64", "--curve")
-    said = run(place, "scripts/study.py", "attention_memory", *sizes, "--out", str(place / "memory.jsonl"))
+    said = run(
+        python, place, "scripts/study.py", "attention_memory", *sizes, "--out", str(place / "memory.jsonl")
+    )
     assert "mine" in said
     code = "from scripts.measure.studies.attention_memory import contestants; print(contestants(False))"
-    assert "'mine'" in run(place, "-c", code)  # where nobody is named, too
+    assert "'mine'" in run(python, place, "-c", code)  # where nobody is named, too
 
 
-def test_it_is_measured_its_kernels_are_checked_and_auto_ranks_it(place: Path) -> None:
-    for passed, row in benched(place).items():
+def test_it_is_measured_its_kernels_are_checked_and_auto_ranks_it(python: Forks, place: Path) -> None:
+    for passed, row in benched(python, place).items():
         result = row["result"]
         assert (result["status"], result["kernels_ok"]) == ("ok", True), (passed, result)
         assert result["error_ratio"] <= 1
-    assert ranked(place)
+    assert ranked(python, place)
     table = (place / "attention" / "README.md").read_text()
     assert "| `mine` |" in table
 
 
-def test_with_wrong_kernels_declared_it_is_not_ranked(tmp_path: Path) -> None:
+def test_with_wrong_kernels_declared_it_is_not_ranked(python: Forks, tmp_path: Path) -> None:
     wrong = copied(tmp_path, '(Kernels("mine", "^mine_"),)')
-    for row in benched(wrong).values():
+    for row in benched(python, wrong).values():
         assert row["result"]["status"] == "ok" and row["result"]["kernels_ok"] is False
         assert "where mine was to run" in row["result"]["verdict"]
-    assert not ranked(wrong)
+    assert not ranked(python, wrong)

@@ -6,12 +6,11 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 from tests.running import ROOT
 
 PAGE = (ROOT / "docs" / "own-idea.md").read_text(encoding="utf-8")
@@ -44,11 +43,8 @@ def test_the_changes_fit() -> None:
         assert (ROOT / file).read_text(encoding="utf-8").count(old) == 1 and old != new, (file, old)
 
 
-def passes(place: Path, command: list[str]) -> bool:
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment = clean | {"TILEGPT_COMMIT": "copy", "CUDA_VISIBLE_DEVICES": ""}
-    run = [sys.executable, *command, "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not long"]
-    done = subprocess.run(run, cwd=place, env=environment, capture_output=True, text=True, timeout=600)
+def passes(python: Forks, place: Path, command: list[str]) -> bool:
+    done = python(place, *command, "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not long")
     assert done.returncode in (0, 1), done.stdout[-3000:]  # others: no test, or none that could run
     return done.returncode == 0
 
@@ -60,10 +56,13 @@ def test_each_step_passes_its_tests(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("train.py", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path)
-    for step in STEPS:
-        (command,) = commands(step)
-        assert passes(tmp_path, command) == (step == STEPS[0]), "as the specification is so far"
-        for file, old, new in changes(step):
-            text = (tmp_path / file).read_text(encoding="utf-8")
-            (tmp_path / file).write_text(text.replace(old, new), encoding="utf-8")
-        assert passes(tmp_path, command), command
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}  # before triton is imported
+    with Forks(clean | {"TILEGPT_COMMIT": "copy"} | no_gpu) as python:
+        for step in STEPS:
+            (command,) = commands(step)
+            assert passes(python, tmp_path, command) == (step == STEPS[0]), "as the specification is so far"
+            for file, old, new in changes(step):
+                text = (tmp_path / file).read_text(encoding="utf-8")
+                (tmp_path / file).write_text(text.replace(old, new), encoding="utf-8")
+            assert passes(python, tmp_path, command), command

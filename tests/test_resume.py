@@ -13,7 +13,6 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -41,14 +40,6 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     for name, overrides in SETTINGS.items():
         assert train_here(folder, *long(name), f"name={name}", *overrides).code == 0
     return {name: rows(folder / "runs" / name) for name in SETTINGS}
-
-
-@pytest.fixture(autouse=True)
-def hangups() -> Iterator[None]:
-    """SIGHUP does what it does in a terminal, under nohup too, which ignores it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 def long(settings: str, steps: int = STEPS) -> tuple[str, ...]:

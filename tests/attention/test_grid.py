@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import flex_attention
 
+from attention.base import Attention
 from tests.attention.criterion import run_case
 from tests.grid import CASES, NAMES, Case, build
 
@@ -51,9 +53,14 @@ def test_cpu(name: str, case: Case, dtypes: tuple[torch.dtype, ...], monkeypatch
     _check(name, case.fewer_heads if name in INTERPRETED else case.on_cpu, "cpu", dtypes)
 
 
+@cache
+def _gpu_only() -> list[Attention]:
+    return [build(name) for name in GPU_ONLY]
+
+
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_a_cpu_is_refused(case: Case) -> None:
-    for attention in map(build, GPU_ONLY):
+    for attention in _gpu_only():
         for dtype in (torch.float32, torch.bfloat16)[: 2 if case.quick else 1]:
             assert run_case(attention, case, "cpu", dtype) is None, attention.name
 
