@@ -194,6 +194,7 @@ def load_run(ckpt: str, overrides: list[str], runs_dir: str | None = None) -> tu
             f"{path} is refused: its tokenizer has {tokenizer.vocab_size} tokens, and its model "
             f"{fields['vocab_size']}."
         )
+    weights = plain_weights(checkpoint, path)  # before the model: what it would take is known to be there
     model = GPT(GPTConfig(**fields), build_attention(cfg))
-    model.load_state_dict(plain_weights(checkpoint, path))
+    model.load_state_dict(weights)
     return model, tokenizer, cfg

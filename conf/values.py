@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from typing import Any
 
 
@@ -46,7 +46,8 @@ def number(
     for."""
     if value is None and null:
         return
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    good = good and abs(value) <= sys.float_info.max  # NaN is not, nor an integer beyond all floats
     if good and least is not None:
         good = value >= least
     if good and above is not None:

@@ -19,7 +19,10 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
     if isinstance(tokenizer, JSONTokenizer):
         named = {"eos_token": tokenizer.eos, "bos_token": tokenizer.bos}
         config |= {key: token for key, token in named.items() if token is not None}
-        files = {"tokenizer.json": tokenizer.text}
+        text = tokenizer.text
+        if tokenizer.adds_tokens:  # to each text, such as one that begins it: ours adds none, in training too
+            text = json.dumps(json.loads(text) | {"post_processor": None}, ensure_ascii=False)
+        files = {"tokenizer.json": text}
         if tokenizer.chat_template is not None:
             files["chat_template.jinja"] = tokenizer.chat_template
     else:

@@ -7,6 +7,8 @@ and text, which tokens begin and end a document and how a chat is written.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,8 @@ class JSONTokenizer(Tokenizer):
     ) -> None:
         from tokenizers import Tokenizer as Library
 
-        try:
+        with _damaged():
             self._library = Library.from_str(text)
-        except Exception as error:  # a bare Exception, it is
-            raise UserError(f"its tokenizer.json is damaged ({str(error)[:80]})") from None
         self._library.no_truncation()
         self._library.no_padding()
         # text that spells a special token is ordinary text, as everywhere here
@@ -52,27 +52,37 @@ class JSONTokenizer(Tokenizer):
         self.text, self.eos, self.bos, self.chat_template = text, eos, bos, chat_template
         self.eot, self.bos_id = (None if token is None else self._id(token) for token in (eos, bos))
 
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether the library, asked to, adds tokens to a text."""
+        return self._library.num_special_tokens_to_add(is_pair=False) > 0
+
     def _id(self, token: str) -> int:
-        if (found := self._library.token_to_id(token)) is None:
+        with _damaged():  # a surrogate is no text to it
+            found = self._library.token_to_id(token)
+        if found is None:
             raise UserError(f"its tokenizer has no token {token[:40]!r}")
         return found
 
     def encode_array(self, text: str) -> np.ndarray:
-        encoded = self._library.encode_batch_fast([text], add_special_tokens=False)[0]
+        with _damaged():
+            encoded = self._library.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.asarray(encoded.ids, dtype=np.int64)
 
     def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(n,) ids of a text in which special tokens are meant, and (n,) where each begins in it."""
         self._library.encode_special_tokens = False
         try:
-            encoded = self._library.encode(text, add_special_tokens=False)
+            with _damaged():
+                encoded = self._library.encode(text, add_special_tokens=False)
         finally:
             self._library.encode_special_tokens = True
         begins = np.asarray([begin for begin, _ in encoded.offsets], dtype=np.int64)
         return np.asarray(encoded.ids, dtype=np.int64), begins
 
     def _decode_plain(self, ids: list[int]) -> str:
-        return self._library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
+        with _damaged():
+            return self._library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
         special = {"eos": self.eos, "bos": self.bos, "chat_template": self.chat_template}
@@ -86,6 +96,17 @@ class JSONTokenizer(Tokenizer):
         return cls(saved["json"], *(saved[key] for key in FIELDS if key != "json"))
 
 
+@contextmanager
+def _damaged() -> Iterator[None]:
+    """UserError for what the library raises about a file: a bare Exception, or a panic, which is none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise UserError(f"its tokenizer.json is damaged ({str(error)[:80]})") from None
+
+
 def read_folder(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
     """The `to_dict` of a pretrained model's tokenizer. UserError where it is damaged, or of more tokens than
     the `vocab_size` of the model."""
@@ -95,13 +116,13 @@ def read_folder(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
     settings = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
     template = settings.get("chat_template")
     if (apart := folder / "chat_template.jinja").is_file():
-        template = apart.read_text(encoding="utf-8")
+        template = _text(apart)
     if isinstance(template, list):  # of several, by name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     eos, bos = (_token(settings.get(f"{name}_token")) for name in ("eos", "bos"))
     template = template if isinstance(template, str) else None
-    return JSONTokenizer(path.read_text(encoding="utf-8"), vocab_size, eos, bos, template).to_dict()
+    return JSONTokenizer(_text(path), vocab_size, eos, bos, template).to_dict()
 
 
 def read_file(given: Any) -> dict[str, Any]:
@@ -116,6 +137,13 @@ def read_file(given: Any) -> dict[str, Any]:
         return saved if "kind" in saved else read_folder(path.parent)
     except UserError as error:
         raise UserError(f"data.tokenizer.path={given}: {error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"its {path.name} is not UTF-8 text ({error.reason})") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

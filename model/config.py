@@ -9,6 +9,10 @@ from typing import Any, ClassVar
 from conf.values import UserError, number, one_of, shown, switch, whole
 from model.sparsity import PATTERNS
 
+# A config may come from a file of others: what it sizes is at most so long, whatever its weights. A mask of
+# blocks grows with the square of seq_len: 256 MiB for 2**21 tokens.
+MOST, MOST_SPARSE = 2**24, 2**21
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -58,18 +62,18 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         """UserError for a value that no model can have, wherever it comes from: conf/ or a checkpoint."""
-        whole("seq_len", self.seq_len, 1)
+        whole("seq_len", self.seq_len, 1, MOST if self.sparsity is None else MOST_SPARSE)
         for key in ("vocab_size", "n_layer", "n_head", "n_embd"):
-            whole(f"model.{key}", getattr(self, key), 1)
-        whole("model.n_kv_head", self.n_kv_head, 1, null="as many as model.n_head")
-        whole("model.head_dim", self.head_dim, 1, null="model.n_embd / model.n_head")
-        whole("model.mlp_hidden", self.mlp_hidden, 1, null="a multiple of model.n_embd")
-        whole("model.max_positions", self.max_positions, 1, null="seq_len")
-        whole("model.window", self.window, 0, null="no window")
+            whole(f"model.{key}", getattr(self, key), 1, MOST)
+        whole("model.n_kv_head", self.n_kv_head, 1, MOST, null="as many as model.n_head")
+        whole("model.head_dim", self.head_dim, 1, MOST, null="model.n_embd / model.n_head")
+        whole("model.mlp_hidden", self.mlp_hidden, 1, MOST, null="a multiple of model.n_embd")
+        whole("model.max_positions", self.max_positions, 1, 2**31 - 1, null="seq_len")
+        whole("model.window", self.window, 0, 2**31 - 1, null="no window")
         whole("model.loss_chunk", self.loss_chunk, 0)
-        whole("model.sparsity_blocks", self.sparsity_blocks, 1)
-        whole("model.relative_buckets", self.relative_buckets, 4)
-        whole("model.relative_distance", self.relative_distance, self.relative_buckets // 2 + 1)
+        whole("model.sparsity_blocks", self.sparsity_blocks, 1, MOST)
+        whole("model.relative_buckets", self.relative_buckets, 4, 2**12)
+        whole("model.relative_distance", self.relative_distance, self.relative_buckets // 2 + 1, 2**16)
         if self.sparsity is not None:
             one_of("model.sparsity", self.sparsity, PATTERNS)
         number("model.rope_base", self.rope_base, above=0)

@@ -46,7 +46,12 @@ def arguments() -> argparse.Namespace:
     add("--block", type=positive, default=16, help="tokens in a block")
     add("--repeat", type=positive, default=3, help="measured runs; the median counts")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
-    return made.parse_args()
+    options = made.parse_args()
+    for name in ("suffix", "new"):
+        least, most = getattr(options, name)
+        if least > most:
+            made.error(f"--{name} {least} {most}: the least comes first")
+    return options
 
 
 def ideal_steps(lengths: Sequence[int], slots: int) -> int:

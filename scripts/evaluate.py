@@ -65,7 +65,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # as training reads text
     except OSError as error:
         raise UserError(f"text={path}: {error.strerror}.") from None
     except UnicodeDecodeError as error:

@@ -112,7 +112,7 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
     texts = [options["prompt"]]
     if options["prompt_file"]:
         try:
-            text = Path(options["prompt_file"]).read_text(encoding="utf-8")
+            text = Path(options["prompt_file"]).read_text(encoding="utf-8-sig")  # as training reads text
         except UnicodeDecodeError as error:
             raise UserError(
                 f"prompt_file={options['prompt_file']} is not UTF-8 text ({error.reason}): give one prompt a "
@@ -120,11 +120,14 @@ def read_prompts(options: dict[str, Any]) -> list[str]:
             ) from None
         except OSError as error:
             raise UserError(f"prompt_file={options['prompt_file']}: {error.strerror}.") from None
-        texts = [line for line in text.splitlines() if line]
+        texts = [line for line in text.split("\n") if line]  # not at form feeds, which are text
         if not texts:
             raise UserError(
                 f"prompt_file={options['prompt_file']} has no line with text in it: give one prompt a line."
             )
+    for text in texts:
+        if any("\ud800" <= char <= "\udfff" for char in text):  # what Python makes of bytes that are no text
+            raise UserError(f"prompt={text!r} is not UTF-8 text.")
     return [text for text in texts for _ in range(options["num_samples"])]
 
 
@@ -162,7 +165,7 @@ def run(model: GPT, tokenizer: Any, cfg: Any, options: dict[str, Any]) -> Any:
     pool = Pool(tokens=options["pool_tokens"], **{key: options[key] for key in keys})
     if paged:
         made_blocks(made_rows(prompts, [new] * len(prompts)), context, pool)
-    terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot)
+    terminal = Terminal(texts, tokenizer.decode, options["stop"], tokenizer.eot, prompts)
     how = sampling | {key: options[key] for key in ("seed", "cache_dtype")}
     how |= {"eot": tokenizer.eot, "on_token": terminal.on_token, "decode_attention": decoding}
     result, done = generated(model, prompts, options, how, pool if paged else None, draft)
@@ -213,15 +216,26 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
             f"{asked} and {given}: drafts are checked by PyTorch's kernels over a cache of their own; leave "
             f"{' and '.join(wrong)} out."
         )
+    require_checkable(model, f"ckpt={options['ckpt']}", asked)
     if options["speculate"] == "ngram":
         return None
     draft, its_tokenizer, _ = load_run(options["speculate"], [], options["runs_dir"])
+    require_checkable(draft, asked, asked)
     if its_tokenizer.to_dict() != tokenizer.to_dict():
         raise UserError(
             f"{asked} was trained with another tokenizer than ckpt={options['ckpt']}: give a run with the "
             "same one, or speculate=ngram."
         )
-    return draft.to(model.device, model.dtype)
+    return finite(draft, asked, options["precision"], model.device, model.dtype)
+
+
+def require_checkable(model: GPT, given: str, asked: str) -> None:
+    """UserError for a model that drafts cannot be checked with."""
+    if model.config.position == "t5" or model.config.sparsity is not None:
+        raise UserError(
+            f"{given} has model.position=t5 or model.sparsity, which no attention reads from the cache that "
+            f"drafts are checked over: leave {asked} out, or name a run without."
+        )
 
 
 def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool:
@@ -265,11 +279,17 @@ def write(arguments: Sequence[str]) -> None:
     options, overrides = parse(arguments)
     device, dtype = placement(options["device"], options["precision"])
     model, tokenizer, cfg = load_run(options["ckpt"], overrides, options["runs_dir"])
-    require_finite(model, f"ckpt={options['ckpt']}")
-    model = model.to(device, dtype)
-    require_finite(model, f"precision={options['precision']}")
+    model = finite(model, f"ckpt={options['ckpt']}", options["precision"], device, dtype)
     quantise_weights(model, options["weight_dtype"])
     run(model, tokenizer, cfg, options)
+
+
+def finite(model: GPT, given: str, precision: str, device: torch.device, dtype: torch.dtype) -> GPT:
+    """The model there; UserError where weights are not finite, as loaded or as this precision has them."""
+    require_finite(model, given)
+    model = model.to(device, dtype)
+    require_finite(model, f"precision={precision}")
+    return model
 
 
 def require_finite(model: GPT, given: str) -> None:

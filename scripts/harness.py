@@ -35,7 +35,8 @@ class Answers:
         self.net, self.tokenizer = net.eval(), tokenizer
 
     def loglikelihood(self, context: str, answer: str) -> tuple[float, bool]:
-        """Of `answer` behind `context`. Both are tokenised as one text: a token may span the border."""
+        """Of `answer` behind `context`, and whether it is the greedy one. Both are tokenised as one text: a
+        token may span the border. An answer beyond the trained context is taken in halves of that."""
         from model.evaluation import continuation
 
         stripped = context.rstrip()  # spaces belong to the word that follows
@@ -43,27 +44,30 @@ class Answers:
         whole, before = self.tokenizer.encode(context + answer), self.tokenizer.encode(context)
         if not before:
             before, whole = [self._start()], [self._start(), *whole]
-        return continuation(self.net, whole[: len(before)], whole[len(before) :])
+        most = self.net.config.seq_len
+        size = most if len(whole) - len(before) <= most else max(1, most // 2)
+        begins = range(len(before), len(whole), size)
+        parts = [continuation(self.net, whole[:at], whole[at : at + size]) for at in begins]
+        return sum((likely for likely, _ in parts), 0.0), all(greedy for _, greedy in parts)
 
     def rolling(self, text: str) -> float:
         """The log-likelihood of all of a text, behind the end of another."""
         from model.evaluation import score
 
-        return -score(
-            self.net, [self._start(), *self.tokenizer.encode(text)], stride=self.net.config.seq_len
-        ).nats
+        ids = self.tokenizer.encode(text)
+        return -score(self.net, [self._start(), *ids], stride=self.net.config.seq_len).nats if ids else 0.0
 
     def generate(self, context: str, until: Sequence[str], most: int) -> str:
-        """Greedy text behind `context`, up to the first of `until`."""
+        """Greedy text behind the end of `context`, up to the first of `until`; of the context at least half
+        of what the model was trained with, if there is as much."""
         from model.generation.generate import generate
 
-        room = self.net.config.seq_len - most
-        if room < 1:
-            raise UserError(f"{most} new tokens do not fit into the context of {self.net.config.seq_len}")
-        ids = self.tokenizer.encode(context)[-room:] or [self._start()]
+        trained = self.net.config.seq_len
+        ids = self.tokenizer.encode(context)[-max(trained - most, trained // 2, 1) :] or [self._start()]
         eot = self.tokenizer.eot
         new = generate(self.net, [ids], max_new_tokens=most, temperature=0.0, eot=eot).tokens[0]
-        text = self.tokenizer.decode([token for token in new if token != eot])
+        seen = self.tokenizer.decode(ids)  # a decoder may strip the space with which a text begins
+        text = self.tokenizer.decode([*ids, *(token for token in new if token != eot)])[len(seen) :]
         ends = [at for at in (text.find(end) for end in until if end) if at >= 0]
         return text[: min(ends, default=None)]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from attention.naive import NaiveAttention
 from conf.resume import load_run
@@ -168,6 +170,30 @@ def test_the_base_has_to_be_the_run_s_own(folder: Path, tmp_path: Path) -> None:
         load_run(str(ckpt(tmp_path)), [])
     base.unlink()
     with pytest.raises(ValueError, match=r"base.safetensors is not there: .* holds adapters alone"):
+        load_run(str(ckpt(tmp_path)), [])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda base: base.pop("transformer.wte.weight"), "its weights lack lm_head.weight"),
+        (lambda base: base.update(more=torch.ones(1)), "its weights have more, not as the model of its"),
+        (lambda base: base.update({"transformer.wte.weight": torch.ones(3)}), r"has the shape \(3,\)"),
+        (lambda base: base.update({"transformer.wte.weight": torch.ones(3).int()}), "no tensor of floating"),
+    ],
+)
+def test_a_base_of_somebody_else_is_held_to_the_model(
+    change: Any, words: str, folder: Path, tmp_path: Path
+) -> None:
+    """Before the model is built, which a config of theirs may size."""
+    shutil.copytree(folder / "runs/a", tmp_path / "runs/a")
+    change(weights := load_file(tmp_path / "runs/a/base.safetensors"))
+    save_file(weights, tmp_path / "runs/a/base.safetensors")
+    content = copy.deepcopy(read_checkpoint(ckpt(tmp_path)))
+    digest = hashlib.sha256((tmp_path / "runs/a/base.safetensors").read_bytes()).hexdigest()
+    content["tilegpt"]["adapters"]["base"] = digest
+    write_checkpoint(content, ckpt(tmp_path))
+    with pytest.raises(ValueError, match=rf"base.safetensors is refused: .*{words}"):
         load_run(str(ckpt(tmp_path)), [])
 
 

@@ -189,7 +189,9 @@ def from_theirs(theirs: Any) -> tuple[Architecture, Values]:
 
 def _window(theirs: Mapping[str, Any], kind: str) -> Any:
     """Keys that a query sees besides its own, in all layers; None: all of them."""
-    size, layers = theirs.get("sliding_window"), theirs.get("num_hidden_layers")
+    # MistralConfig's default, where a config.json leaves it out; null is none
+    size = theirs.get("sliding_window", 4096 if kind == "mistral" else None)
+    layers = theirs.get("num_hidden_layers")
     on = size is not None and (
         kind == "mistral" or (kind != "llama" and theirs.get("use_sliding_window") is True)
     )
@@ -239,7 +241,7 @@ def to_theirs(config: GPTConfig, bos: int | None, eos: int | None) -> Values:
     architecture = architecture_of(config)
     own = {
         "n_kv_head": config.kv_heads, "head_dim": config.head_size, "max_positions": config.positions,
-        "mlp_hidden": config.mlp_size, "norm_eps": config.eps(config.norm),
+        "mlp_hidden": config.mlp_size, "norm_eps": float(config.eps(config.norm)),
     }  # fmt: skip
     theirs: Values = {"architectures": [architecture.cls], "model_type": architecture.model_type}
     theirs |= {key: own.get(ours, getattr(config, ours)) for ours, (key, _) in architecture.keys.items()}
@@ -253,6 +255,11 @@ def to_theirs(config: GPTConfig, bos: int | None, eos: int | None) -> Values:
         rope |= {"rope_type": kind, "factor": float(factor)}
         if rest:
             low, high, trained = float(rest[0]), float(rest[1]), int(rest[2])
+            if trained != rest[2]:
+                raise UserError(
+                    f"model.rope_scaling={shown(config.rope_scaling)}: transformers' config.json has a whole "
+                    "number as the trained context"
+                )
             rope |= {
                 "low_freq_factor": low,
                 "high_freq_factor": high,

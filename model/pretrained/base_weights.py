@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from conf.values import UserError
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.lora import Adapters
 from model.training.checkpoint import CheckpointError, link, sync_folder
+from model.training.untrusted import require_weights
 
 BASE = "base.safetensors"
 
@@ -71,8 +74,14 @@ def _read_base(ckpt: Path, adapters: Adapters, config: GPTConfig) -> dict[str, T
     if _sha256(path) != adapters.base:
         raise CheckpointError(f"{path} is damaged, or of another run: its checksum is not the checkpoint's.")
     weights = load_file(path)
-    if config.tie_embeddings:
+    if config.tie_embeddings and "transformer.wte.weight" in weights:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    with torch.device("meta"):
+        own = GPT(config, torch.nn.Identity()).state_dict()
+    try:
+        require_weights(weights, own)
+    except UserError as error:
+        raise CheckpointError(f"{path} is refused: {error}.") from None
     return weights
 
 

@@ -100,7 +100,8 @@ def shards_of(folder: Path) -> list[Path]:
     """The safetensors of a folder. UserError where there are none, or the index names others."""
     index = folder / INDEX
     if index.is_file():
-        named = read_json(index).get("weight_map")
+        content = read_json(index)
+        named = content.get("weight_map") if isinstance(content, dict) else None
         names = set(named.values()) if isinstance(named, dict) and _all_text(named.values()) else set()
         if not names or any(Path(name).name != name for name in names):
             raise UserError(f"its {INDEX} names no files in it")

@@ -1,12 +1,15 @@
 import json
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conf.values import UserError
 from data import hub
+from data.tokenizer_file import JSONTokenizer
 from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from_dict, tokenizer_spec
 from tests.data.conftest import some_text
 
@@ -135,3 +138,28 @@ def test_of_a_saved_bpe_only_vocabulary_and_merges_are_read() -> None:
     saved["tokenizer"]["normalizer"] = {"type": "Replace", "pattern": {"Regex": "t"}, "content": "x"}
     saved["tokenizer"]["model"]["dropout"] = 0.9
     assert tokenizer_from_dict(saved).to_dict() == tokenizer.to_dict()
+
+
+_FILE: dict[str, Any] = {
+    **dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")),
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},  # a panic, which is no Exception
+        {"decoder": {"type": "Strip", "content": "a", "start": 9, "stop": 9}},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_file_that_the_library_cannot_do_with_is_said_to_be_damaged(change: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"its tokenizer.json is damaged \("):
+        tokenizer = JSONTokenizer(json.dumps(_FILE | change))
+        tokenizer.decode(tokenizer.encode("q"))
+    assert JSONTokenizer(json.dumps(_FILE)).encode("b") == [1]

@@ -123,8 +123,17 @@ def test_text_ends_where_it_is_asked_to(answers: harness.Answers) -> None:
     end = whole[3]
     assert answers.generate("all you", [end, "~~~"], 8) == whole[: whole.index(end)]
     assert answers.generate("", ["~~~"], 4)
-    with pytest.raises(ValueError, match="16 new tokens do not fit into the context of 16"):
-        answers.generate("all", [], 16)
+    beyond = answers.generate("all you need is", [], 20)  # the trained context is 16
+    assert len(tokenizer.encode("all you need is" + beyond)) >= 20 and beyond.startswith(
+        answers.generate("all you need is", [], 1)
+    )
+
+
+def test_texts_that_are_empty_or_beyond_the_context(answers: harness.Answers) -> None:
+    assert answers.rolling("") == 0.0 and answers.loglikelihood("all", "") == (0.0, True)
+    text = "attentio" * 8
+    halves = [answers.loglikelihood(text[:at], text[at : at + 8])[0] for at in range(8, 64, 8)]
+    assert answers.loglikelihood(text[:8], text[8:])[0] == pytest.approx(sum(halves), rel=1e-5)
 
 
 def test_the_harness_gets_its_own_class(answers: harness.Answers) -> None:

@@ -8,9 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
+import tokenizers.processors
 import torch
 
 from conf.resume import load_run
+from data.tokenizer_export import tokenizer_files
+from data.tokenizer_file import JSONTokenizer
 from model.config import GPTConfig
 from model.generation.generate import generate
 from model.gpt import GPT
@@ -166,6 +170,19 @@ def test_a_pretrained_model_goes_through_us_unchanged(
     assert {key: theirs.get(key) for key in ours} == ours
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (folder / "theirs" / name).read_bytes() == (folder / "ours" / name).read_bytes()
+
+
+def test_a_tokenizer_that_adds_tokens_adds_none_here(tmp_path: Path) -> None:
+    """As ours does not, in training either."""
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="b"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>"])
+    library.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    ours = JSONTokenizer(library.to_str(), bos="<s>")
+    for name, text in tokenizer_files(ours, 8).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("a b")["input_ids"] == ours.encode("a b") == [1, 2] and theirs.bos_token_id == 0
 
 
 BASE = {"vocab_size": 64, "seq_len": 16, "n_layer": 1, "n_head": 4, "n_embd": 32}

@@ -1,28 +1,34 @@
 """The command's host side: options, text that streams, the terminal. No checkpoint is needed."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import tokenizers
 import torch
 from omegaconf import OmegaConf
+from tokenizers import decoders, models
 
 from attention.auto import AutoAttention
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from conf.generation import convert, parse
 from conf.resume import load_run
+from data.tokenizer_file import JSONTokenizer
 from data.tokenizers import ByteTokenizer
 from model.generation.generate import generate
 from model.generation.weights import Int8Linear, quantise_weights
 from model.gpt import GPT, GPTConfig
-from scripts.generate import decoding_attention, main, placement, run
+from scripts.generate import decoding_attention, main, placement, read_prompts, run, smaller_model
 from scripts.measure.instruments.streaming import TextStream
 from tests.running import ROOT, train_here
 
@@ -48,6 +54,55 @@ def test_characters_come_whole():
 def test_invalid_bytes_read_as_in_one_piece(junk):
     pieces, _ = stream(junk)
     assert "".join(pieces) == BYTES.decode(list(junk))
+
+
+@cache
+def spaces() -> JSONTokenizer:
+    """As of Llama 2: a space is part of the word behind it, unknown characters are bytes, and the first space
+    of what is decoded is stripped."""
+    words = ["\u2581the", "\u2581quick", "\u2581fox", "s", "\u2581"]
+    vocabulary = {
+        token: i for i, token in enumerate(["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *words])
+    }
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = (
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    )
+    library.decoder = decoders.Sequence(list(steps))
+    return JSONTokenizer(library.to_str())
+
+
+def test_spaces_that_a_decoder_strips_are_there() -> None:
+    names = ["\u2581the", "\u2581quick", "\u2581fox", "s"]
+    ids = [spaces()._id(name) for name in names]
+    assert spaces().decode(ids) == "the quick foxs"
+    out = TextStream(spaces().decode, ["k f"])
+    assert [out.feed(token) for token in ids] == ["the", " quic", "", ""] and out.stopped
+    out = TextStream(spaces().decode, (), ids[:1])
+    assert [out.feed(token) for token in ids[1:]] == [" quick", " fox", "s"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_streamed_is_what_is_decoded(seed: int) -> None:
+    """Characters of one to four bytes behind prompts: with bytes that are none, or between words by a decoder
+    that makes all of a run of bytes U+FFFD while one character lacks a byte."""
+    draw, words = random.Random(seed), seed % 2
+    tokenizer = spaces() if words else BYTES
+
+    def drawn() -> list[int]:
+        if words and draw.random() < 0.5:
+            return [draw.randrange(257, tokenizer.vocab_size)]
+        junk = b"" if words or draw.random() < 0.8 else draw.randbytes(2)
+        return [byte + words for byte in draw.choice("aé€😀").encode() + junk]
+
+    tokens = [token for _ in range(60) for token in drawn()]
+    prompt = [token for _ in range(draw.randrange(4)) for token in drawn()]
+    out = TextStream(tokenizer.decode, (), prompt)
+    said = "".join([*(out.feed(token) for token in tokens), out.finish()])
+    assert tokenizer.decode(prompt) + said == tokenizer.decode(prompt + tokens)
 
 
 def test_a_stop_string_is_held_back_and_left_out():
@@ -179,6 +234,8 @@ def trained(tmp_path_factory):
         (["weight_dtype=null"], "weight_dtype=null: it needs a value"),
         (["ckpt=nan.ckpt"], "ckpt=nan.ckpt: 1 of "),
         (["ckpt=big.ckpt", "precision=fp16"], "precision=fp16: 1 of "),
+        (["speculate=nan.ckpt", "prompt=a", "max_new_tokens=2"], "speculate=nan.ckpt: 1 of "),
+        (["prompt=\udcff"], "prompt='\\udcff' is not UTF-8 text."),
     ],
 )
 def test_a_mistake_is_one_message(trained, arguments, words, monkeypatch, capsys):
@@ -224,6 +281,21 @@ def options(**changes) -> dict:
 
 
 CFG = SimpleNamespace(attention={"decode": None})
+
+
+def test_a_prompt_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("\ufeffone\x0ctwo\u2028three\r\n\nfour\n", encoding="utf-8", newline="")
+    assert read_prompts(options(prompt_file=tmp_path / "prompts")) == ["one\x0ctwo\u2028three", "four"]
+
+
+@pytest.mark.parametrize("shape", [{"position": "t5"}, {"position": "none", "sparsity": "local"}])
+def test_models_that_drafts_cannot_be_checked_with(shape: dict, model: GPT) -> None:
+    other = GPT(
+        GPTConfig(vocab_size=257, seq_len=16, n_layer=1, n_head=2, n_embd=16, **shape), NaiveAttention()
+    )
+    with pytest.raises(ValueError, match=r"ckpt=last has model.position=t5 or .* leave speculate=ngram out"):
+        smaller_model(other, BYTES, options(speculate="ngram"))
+    assert smaller_model(model, BYTES, options(speculate="ngram")) is None
 
 
 def test_rows_are_written_one_after_the_other(model, capsys, tmp_path):

@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+CONTEXT = 8  # tokens before a new one that are decoded with it: a decoder may strip spaces from the first
+OPEN_BYTES = 3  # most bytes of a character that lacks one
 
 
 class TextStream:
     """The text of tokens that come one by one, given out as soon as it is final: never half a UTF-8
-    character, and nothing that may yet begin a stop string, which ends the text and is left out of it."""
+    character, and nothing that may yet begin a stop string, which ends the text and is left out of it.
+    `context`: the tokens before, of the prompt."""
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+    def __init__(
+        self, decode: Callable[[list[int]], str], stops: Sequence[str] = (), context: Sequence[int] = ()
+    ):
         self.decode, self.stops = decode, list(stops)
-        self.tokens: list[int] = []  # those whose last character is still open
-        self.taken = 0  # characters of their text that are in `text`
+        self.parts = [list(context[-4 * CONTEXT :]), []]  # tokens; each part ends where a character does
+        self.before = decode(self.parts[0])  # of the text of all parts, what has been taken
+        self.changed = 0  # tokens since it was read so
         self.text = ""
         self.given = 0
         self.stopped = False
 
     def feed(self, token: int) -> str:
         """The text that has become final by this token."""
-        self.tokens.append(token)
-        text = self.decode(self.tokens)
-        if text.endswith("\ufffd"):  # bytes that are no character, or not yet: only the last can still change
-            fresh, self.taken = text[self.taken : -1], len(text) - 1
-        else:
-            fresh, self.taken = text[self.taken :], 0
-            self.tokens.clear()
-        return self._take(fresh, hold=True)
+        self.parts[-1].append(token)
+        return self._take(self._fresh(final=False), hold=True)
 
     def finish(self) -> str:
         """The text held back, once nothing more can come."""
-        fresh = self.decode(self.tokens)[self.taken :] if self.tokens else ""
-        self.tokens.clear()
-        return self._take(fresh, hold=False)
+        return self._take(self._fresh(final=True), hold=False)
+
+    def _fresh(self, final: bool) -> str:
+        """The text that is new and, unless `final`, cannot change. U+FFFD at its end may be bytes of a
+        character that is not complete; then some decoders read the bytes before anew, too."""
+        text = self.decode([token for part in self.parts for token in part])
+        self.changed = 0 if text.startswith(self.before) else self.changed + 1
+        if not final and 0 < self.changed <= OPEN_BYTES:
+            return ""
+        closed = max(len(text.rstrip("\ufffd")), len(text) - (0 if final else OPEN_BYTES))
+        same = (a == b for a, b in zip(text, self.before, strict=False))
+        fresh = text[sum(takewhile(bool, same)) : closed]
+        if closed < len(text):
+            self.before = max(self.before, text[:closed], key=len)
+            return fresh
+        while sum(map(len, self.parts[1:])) >= CONTEXT:
+            del self.parts[0]
+        self.before = self.decode([token for part in self.parts for token in part])
+        self.parts.append([])
+        return fresh
 
     def _take(self, fresh: str, hold: bool) -> str:
         if self.stopped:
@@ -55,7 +74,8 @@ class TextStream:
 
 
 class Terminal:
-    """Writes rows one after the other: the first unfinished one as it comes, then those behind it."""
+    """Writes rows one after the other: the first unfinished one as it comes, then those behind it.
+    `contexts`: the tokens of `prompts`."""
 
     def __init__(
         self,
@@ -63,8 +83,9 @@ class Terminal:
         decode: Callable[[list[int]], str],
         stops: Sequence[str],
         eot: int | None,
+        contexts: Sequence[Sequence[int]],
     ):
-        self.streams = [TextStream(decode, stops) for _ in prompts]
+        self.streams = [TextStream(decode, stops, context) for context in contexts]
         self.waiting = list(prompts)  # per row the text not written yet, the prompt first
         self.finished = [False] * len(prompts)
         self.eot = eot

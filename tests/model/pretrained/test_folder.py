@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attention.naive import NaiveAttention
+from data.tokenizer_file import read_folder
 from model.generation.generate import generate
 from model.gpt import GPT, GPTConfig
 from model.pretrained.architectures import from_theirs
@@ -115,6 +116,27 @@ def test_rope_as_it_was_written_before(tmp_path: Path) -> None:
     assert now["rope_base"] == 5e5 and now["rope_scaling"] == ["llama3", 4.0, 1.0, 4.0, 32]
 
 
+def test_a_window_that_config_json_leaves_out_is_that_of_transformers(tmp_path: Path) -> None:
+    make_folder(tmp_path, "mistral")
+    for given, window in ((..., 4095), (None, None), (8, 7)):
+        config(sliding_window=given)(tmp_path)
+        assert read_pretrained(str(tmp_path)).fields["window"] == window
+
+
+@pytest.mark.parametrize("sizes", [{"norm_eps": 10**400}, {"seq_len": 2**25}, {"relative_distance": 2**17}])
+def test_sizes_that_no_model_has(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))}=1?"):
+        GPTConfig(vocab_size=1, **sizes)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_text_that_is_none(name: str, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "bad")
+    (tmp_path / "bad" / name).write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match=f"its {name} is not UTF-8 text"):
+        read_folder(tmp_path / "bad")
+
+
 def config(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         theirs = {**json.loads((folder / "config.json").read_text()), **changes}
@@ -183,7 +205,9 @@ BAD = {
     "no width": (config(hidden_size=...), "its config.json lacks hidden_size"),
     "text as a width": (config(hidden_size="64"), "model.n_embd=64: it needs to be a whole number"),
     "a true width": (config(hidden_size=True), "model.n_embd=true: it needs to be a whole number"),
-    "endless layers": (config(num_hidden_layers=2**62), "its 30 tensors are not those of"),
+    "endless layers": (config(num_hidden_layers=2**20), "its 30 tensors are not those of"),
+    "too many layers": (config(num_hidden_layers=2**62), "model.n_layer=4611686018427387904: it"),
+    "an index that is a list": (written("model.safetensors.index.json", "[]"), "index.json names no files"),
     "more layers": (config(num_hidden_layers=4), "its weights lack layers.3.input_layernorm.weight and 8"),
     "fewer layers": (config(num_hidden_layers=2), "its weights have layers.2.input_layernorm.weight and"),
     "another width": (config(intermediate_size=32), "and floating-point numbers of (32, 64) are needed"),
