@@ -278,7 +278,10 @@ def test_context_sizes_the_position_table_and_too_much_is_refused() -> None:
         ({"n_kv_head": 0}, "model.n_kv_head=0"),
         ({"position": "rope", "n_embd": 20}, "rope needs an even head dim, and it is 5: change"),
         ({"position": "rope", "head_dim": 7}, "rope needs an even head dim, and it is 7: change"),
-        ({"mlp_hidden": 0}, "model.mlp_hidden=0: it needs to be a whole number, at least 1, or null"),
+        (
+            {"mlp_hidden": 0},
+            "model.mlp_hidden=0: it needs to be a whole number, at least 1 and at most 16777216, or null",
+        ),
         ({"norm_eps": 0.0}, "model.norm_eps=0.0: it needs to be a number above 0, or null"),
         ({"qkv_bias": 1}, "model.qkv_bias=1: choose true or false"),
         ({"max_positions": 8}, "seq_len=16 is beyond the 8 positions that the weights know"),
@@ -291,7 +294,10 @@ def test_context_sizes_the_position_table_and_too_much_is_refused() -> None:
         ({"mlp": "relu"}, "model.mlp=relu: choose one of gelu, swiglu"),
         ({"dropout": 1.0}, r"model.dropout=1.0: it needs to be a number, at least 0 and below 1"),
         ({"attn_dropout": -0.1}, r"model.attn_dropout=-0.1"),
-        ({"window": -1}, "model.window=-1: it needs to be a whole number, at least 0, or null"),
+        (
+            {"window": -1},
+            "model.window=-1: it needs to be a whole number, at least 0 and at most 2147483647, or null",
+        ),
         ({"softcap": 0.0}, "model.softcap=0.0: it needs to be a number above 0, or null"),
         ({"n_layer": 0}, "model.n_layer=0"),
         ({"seq_len": 0}, "seq_len=0"),
