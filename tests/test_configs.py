@@ -22,7 +22,7 @@ from conf.resume import recompose, refuse_changes, split_ckpt
 from conf.saved import admit, plain, portable
 from model.costs.flops import parameter_count
 from model.gpt import GPT, GPTConfig
-from model.training.checks import COUNTS, FROM_ZERO, NULLS, SWITCHES, check
+from model.training.checks import COUNTS, FROM_ZERO, NULLS, PARTS, SWITCHES, check
 
 FILES = sorted(CONF.rglob("*.yaml"))
 CHOICES = [path.relative_to(CONF) for path in FILES if path.parent != CONF]
@@ -47,7 +47,7 @@ def test_composes_and_passes_the_checks(path: Path) -> None:
 def test_the_checks_know_only_keys_that_are_there() -> None:
     """A key that was renamed would be checked no more."""
     schedules = [composed(f"schedule={path.stem}") for path in (CONF / "schedule").glob("*.yaml")]
-    for keys in (COUNTS, FROM_ZERO, SWITCHES, *NULLS):
+    for keys in (COUNTS, FROM_ZERO, PARTS, SWITCHES, *NULLS):
         for key in keys.split():
             assert any(OmegaConf.select(cfg, key, default=...) is not ... for cfg in schedules), key
 

@@ -141,6 +141,18 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("model.n_layer=2.5: it needs to be a whole number, at least 1",),
     ),
     "warm-up": (("schedule.warmup_steps=-1",), ("schedule.warmup_steps=-1", "at least 0")),
+    "decay in percent": (
+        ("schedule=wsd", "schedule.decay_fraction=20"),
+        ("schedule.decay_fraction=20: it needs to be a number, at least 0 and at most 1",),
+    ),
+    "a last learning rate above the first": (
+        ("schedule.min_factor=1.5",),
+        ("schedule.min_factor=1.5: it needs to be a number, at least 0 and at most 1",),
+    ),
+    "decay before warm-up": (
+        ("schedule.decay_steps=4",),
+        ("schedule.decay_steps=4: ", "until schedule.warmup_steps=5. Use schedule.decay_steps=5 or more"),
+    ),
     **{
         f"beyond 64 bits: {key}": ((f"{key}={1 << 64}",), (f"{key}={1 << 64}: it needs to fit into 64 bits",))
         for key in ("seed", "seq_len", "tokens_per_step", "grad_clip", "trainer.max_steps", "data.batch_size")
@@ -151,7 +163,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("data=synthetic", f"data.corpus.n_tokens={1 << 64}"),
         ("data.corpus.n_tokens=", "it needs to fit into 64 bits"),
     ),
-    "a width beyond any memory": ((f"model.n_embd={1 << 62}",), ("out of memory", "scripts/estimate.py")),
+    "a width beyond any model": ((f"model.n_embd={1 << 62}",), (f"model.n_embd={1 << 62}: it needs to be",)),
+    "a width beyond any memory": (
+        (f"model.head_dim={1 << 24}", "model.n_head=1024"),
+        ("out of memory", "scripts/estimate.py"),
+    ),
     "a pipe": (
         ("data.path=pipe",),
         ("data.path=pipe is a pipe: give a file with text in it, a folder or a glob",),
@@ -165,6 +181,13 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "accumulation": (("+trainer.accumulate_grad_batches=2",), ("accumulate_grad_batches", "tokens_per_step")),
     "clipping by the trainer": (("+trainer.gradient_clip_val=1",), ("gradient_clip_val", "by grad_clip")),
+    "steps at least": (("+trainer.min_steps=5",), ("trainer.min_steps: ", "by trainer.max_steps")),
+    "epochs at least": (("+trainer.min_epochs=1",), ("trainer.min_epochs: ", "by trainer.max_steps")),
+    "logging by the trainer": (("+trainer.log_every_n_steps=5",), ("by callbacks.metrics.every",)),
+    "overfitting": (
+        ("+trainer.overfit_batches=1",),
+        ("trainer.overfit_batches: ", "by the data (to overfit, give a short text"),
+    ),
     "sanity steps": (("+trainer.num_sanity_val_steps=2",), ("trainer.num_sanity_val_steps", "leave it out")),
     "progress bar": (("+trainer.enable_progress_bar=true",), ("enable_progress_bar", "callbacks.progress")),
     "seq_len in words": (("seq_len=abc",), ("seq_len=abc", "a whole number")),

@@ -16,7 +16,7 @@ from conf.values import UserError
 from data.datamodule import text_datamodule
 from model.gpt import GPT, GPTConfig
 from model.training.checkpoint import read_checkpoint
-from model.training.sweeps import suffix
+from model.training.sweeps import Job, suffix
 from tests.running import TINY, rows, train_here, write_book
 
 WITH_SAMPLES = (*(o for o in TINY if o != "callbacks.samples=null"), "callbacks.samples.tokens=8")
@@ -120,6 +120,15 @@ def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
         assert float(line[2]) == pytest.approx(float(table_rows[3]["val/loss"]), abs=5e-5)
 
 
+@pytest.mark.parametrize(
+    ("end", "loss"), [("20,,2.0,", "-"), ("20,,2.0,\n20,1.5,,", "1.5000"), ("20,,2.0,\n20,nan,,", "nan")]
+)
+def test_a_loss_before_the_last_step_is_no_result(end: str, loss: str, tmp_path: Path) -> None:
+    text = f"step,val/loss,train/loss,perf/tokens_per_s\n0,4.0,,\n10,,3.0,70\n10,2.5,,\n{end}\n"
+    (tmp_path / "metrics.csv").write_text(text)
+    assert Job([], "a", "", tmp_path, "done").results() == (loss, "70")
+
+
 def test_two_sweeps_of_one_second(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     sweep = ("seed=1,2", "trainer.max_steps=1", f"--config-dir={tmp_path / 'more'}", "-m")
@@ -141,6 +150,13 @@ def test_two_sweeps_of_one_second(tmp_path: Path) -> None:
 )
 def test_names_of_a_sweep_are_names_of_folders(overrides: list[str], name: str) -> None:
     assert suffix(3, overrides) == name
+
+
+def test_a_warm_up_that_does_not_end_is_said(tmp_path: Path) -> None:
+    said = "warm-up    schedule.warmup_steps=5: the learning rate never reaches optim.lr\n"
+    for steps, never in ((5, True), (6, False)):
+        result = train_here(tmp_path, f"trainer.max_steps={steps}")
+        assert result.code == 0 and (said in result.out) == never, result.out
 
 
 def test_names_are_made_of_the_choices(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from conf.values import whole
+from conf.values import shown, whole
 from model.costs.flops import flops_per_token, peak_bf16_flops
 from model.training.step_progress import StepProgress
 
@@ -86,13 +86,15 @@ class Samples(L.Callback):
         self.every = every
         self.tokens = tokens
         self.temperature = temperature
-        self.prompt = prompt
+        self.prompt = None if prompt is None else shown(prompt)  # 123 is text, too
         self.last: str | None = None
 
     def setup(self, trainer: L.Trainer, lit: Any, stage: str) -> None:
         """Everything that sampling could object to, before anything trains."""
         from model.generation.decode import Sampling
 
+        # now: a validation that is made up for comes before this callback's on_train_start
+        self.path = Path(trainer.default_root_dir) / "samples.txt"
         tokenizer = trainer.datamodule.tokenizer
         # random tokens have no text, a model that sees the future none to continue, and a sharded one
         # generates from its checkpoint
@@ -114,7 +116,6 @@ class Samples(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
         """Of a run that is continued, leave the samples up to its step."""
-        self.path = Path(trainer.default_root_dir) / "samples.txt"
         if trainer.is_global_zero and self.path.exists():
             parts = re.split(r"^(?=--- step \d+$)", self.path.read_text(encoding="utf-8"), flags=re.MULTILINE)
             kept = [part for part in parts if part and int(part.split()[2]) <= trainer.global_step]

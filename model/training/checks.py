@@ -21,7 +21,8 @@ NULLS = {
     "schedule.decay_steps": "the end of training",
     "callbacks.checkpoints.every": "at every validation",
 }
-FROM_ZERO = "optim.lr optim.eps optim.weight_decay schedule.min_factor schedule.decay_fraction"
+FROM_ZERO = "optim.lr optim.eps optim.weight_decay"
+PARTS = "schedule.min_factor schedule.decay_fraction"
 SWITCHES = "checkpointing deterministic overwrite callbacks.profile"
 GROUPS = ("attention", "model", "data", "optim", "schedule", "trainer")
 # Arguments of Lightning's Trainer that are decided elsewhere -> where.
@@ -32,6 +33,9 @@ ELSEWHERE = {
     "enable_checkpointing": "callbacks.checkpoints", "enable_progress_bar": "callbacks.progress",
     "default_root_dir": "name", "max_epochs": "trainer.max_steps", "max_time": "trainer.max_steps",
     "check_val_every_n_epoch": "trainer.val_check_interval",
+    "min_steps": "trainer.max_steps", "min_epochs": "trainer.max_steps",
+    "log_every_n_steps": "callbacks.metrics.every",
+    "overfit_batches": "the data (to overfit, give a short text: data=text data.path=...)",
 }  # fmt: skip
 
 
@@ -52,6 +56,7 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
         number(key, value, least=0)
     for key, value in _found(config, "grad_clip"):
         number(key, value, above=0, null="no clipping")
+    _schedule(config)
     for key, value in _found(config, SWITCHES):
         switch(key, value)
     for key, others in (("compile", ("auto", "blocks")), ("cuda_graphs", ("auto",))):
@@ -69,6 +74,20 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
                 f"callbacks.{name}=true: it is there unless it is null, and takes keys of its own."
             )
     _trainer(config["trainer"], resume_step, fixed)
+
+
+def _schedule(config: Mapping[str, Any]) -> None:
+    for key, value in _found(config, PARTS):
+        number(key, value, least=0)
+        if value > 1:
+            raise UserError(f"{key}={value}: it needs to be a number, at least 0 and at most 1.")
+    warmup, decay = (_at(config, f"schedule.{name}_steps") for name in ("warmup", "decay"))
+    if isinstance(decay, int) and isinstance(warmup, int) and decay < warmup:
+        raise UserError(
+            f"schedule.decay_steps={decay}: by then the learning rate is to have fallen, and it rises until "
+            f"schedule.warmup_steps={warmup}. Use schedule.decay_steps={warmup} or more, or null for the end "
+            "of training."
+        )
 
 
 def _within_64_bits(key: str, value: Any) -> None:

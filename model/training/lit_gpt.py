@@ -92,6 +92,7 @@ class LitGPT(L.LightningModule):
         self.listeners: list[Callable[[int, dict[str, float]], None]] = []
         self.fault: str | None = None  # the message, once a gradient norm was not finite
         self.last_loss = 0.0  # of the newest step whose scalars have arrived
+        self.stopping = False  # after a fault or a signal, at the end of the step under way
         self.stop_requested = False  # by a signal; travels with the step's scalars: all ranks stop alike
         self.val_sums: Tensor | None = None
 
@@ -222,11 +223,17 @@ class LitGPT(L.LightningModule):
                     "or try precision=32-true or another attention."
                 )
             if self.fault or stop:
-                self.trainer.should_stop = True
+                self.trainer.should_stop = self.stopping = True
             for listener in self.listeners:
                 listener(step, {"train/loss": loss, "train/grad_norm": norm})
 
     def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """After that of the callbacks, and before Lightning asks whether to validate."""
+        if self.global_step == self.trainer.max_steps:
+            # a run ends with a validation, wherever its last step falls
+            self.trainer.val_check_batch = self.global_step
+        elif self.stopping:  # which has Lightning validate, and whoever sent the signal may not wait for it
+            self.trainer.limit_val_batches = 0
         # The first step has imported and compiled: there is no garbage to look for.
         if self.freezes and not self.frozen:
             gc.freeze()

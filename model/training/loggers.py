@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import os
+import secrets
 import socket
 from argparse import Namespace
 from pathlib import Path
@@ -127,9 +128,9 @@ def wandb_logger(
             raise UserError(f"logger.offline=false, but {why}")
         if offline is None and why:
             print(f"W&B logs offline: {why}. Upload later with: wandb sync {run_dir}/wandb/offline-run-*")
-        name = Path(run_dir).name
+        name, own = Path(run_dir).name, _own_id(Path(run_dir), resume_step)
         run = wandb.init(  # now, so that a wrong key is found before training
-            project=project, entity=entity, name=name, id=name, resume="allow", group=group, tags=tags,
+            project=project, entity=entity, name=name, id=own, resume="allow", group=group, tags=tags,
             # absolute: W&B's service is a process of its own, and stays in the folder where it began
             dir=Path(run_dir).absolute(), mode="offline" if offline or why else "online", config=config,
             reinit="finish_previous", settings=wandb.Settings(init_timeout=30),
@@ -142,6 +143,20 @@ def wandb_logger(
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return WandbLogger(experiment=run)
+
+
+def _own_id(run: Path, resume_step: int | None) -> str:
+    """What a run is to W&B, kept in its folder, so that it goes on there after a resume. By their names, runs
+    of the same name in two folders would become one."""
+    file = run / "wandb_id.txt"
+    kept = file.read_text(encoding="utf-8").strip() if resume_step is not None and file.is_file() else ""
+    if not kept:
+        # a run that was logged before there were such files was known by its name
+        old = resume_step is not None and (run / "wandb").is_dir()
+        kept = run.name if old else secrets.token_hex(8)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(kept, encoding="utf-8")
+    return kept
 
 
 def _why_offline() -> str | None:

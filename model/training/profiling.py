@@ -112,6 +112,13 @@ class Profile(L.Callback):
         self.folder = Path(trainer.default_root_dir) / "profile"
         self.first, self.profiler = trainer.global_step + WAIT, None
         self.last = min(self.first + STEPS, trainer.max_steps)
+        if self.first >= trainer.max_steps and trainer.is_global_zero:
+            print(
+                f"callbacks.profile=true: nothing is profiled, as that begins after {WAIT} steps, and "
+                f"{trainer.max_steps - trainer.global_step} are to come. Set trainer.max_steps to "
+                f"{self.first + STEPS} or more.",
+                flush=True,
+            )
 
     def on_train_batch_start(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
         if trainer.global_step != self.first or not trainer.is_global_zero:

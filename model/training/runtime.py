@@ -236,8 +236,18 @@ def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCa
         f"{devices} device(s){f', {ranks} to a sequence' if ranks > 1 else ''}), {trainer.max_steps} steps\n"
         f"machine    {where}, {precision}{fp8.said(lit.net)}{', compiled' if lit.compile_net else ''}"
         f"{', a step one CUDA graph' if lit.cuda_graphs else ''}; {mfu}\n"
-        f"run        {run}" + "".join(f"\nslower     {reason}" for reason in slower(call.device, precision))
+        f"run        {run}"
+        + never_warm(lit.schedule, trainer.max_steps)
+        + "".join(f"\nslower     {reason}" for reason in slower(call.device, precision))
     )
+
+
+def never_warm(schedule: Any, max_steps: int) -> str:
+    """A line where the warm-up lasts as long as the run, which may be meant, as in a trial of a few steps."""
+    warmup = getattr(schedule, "keywords", {}).get("warmup_steps", 0)
+    if warmup < max_steps:
+        return ""
+    return f"\nwarm-up    schedule.warmup_steps={warmup}: the learning rate never reaches optim.lr"
 
 
 def slower(device: str, precision: str) -> list[str]:

@@ -61,13 +61,12 @@ class Checkpoints(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
         trainer.strategy.checkpoint_io.check()
         step = trainer.global_step
-        if step >= trainer.max_steps:
-            trainer.val_check_batch = step  # a run ends with a validation, wherever its last step falls
+        if step >= trainer.max_steps:  # saved after the validation that a run ends with, or in `on_train_end`
             return
-        validated_next = step % trainer.val_check_batch == 0  # and saved after that, with the result
-        if trainer.should_stop:  # whoever sent the signal may not wait for a validation
+        validates = trainer.limit_val_batches > 0
+        validated_next = validates and step % trainer.val_check_batch == 0  # and saved then, with the result
+        if lit.stopping:  # without that validation
             self.pending = validated_next
-            trainer.limit_val_batches = 0
             self.save(trainer)
         elif self.every and step % self.every == 0 and not validated_next:
             self.save(trainer)
@@ -143,6 +142,10 @@ class Interrupt(L.Callback):
         loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
+        what = "stopping at the next step, without a checkpoint (callbacks.checkpoints=null)"
+        if any(isinstance(callback, Checkpoints) for callback in trainer.callbacks):
+            what = "saving at the next step, then stopping"
+
         def handle(number: int, frame: Any) -> None:
             if self.received is not None:
                 self._restore()
@@ -151,7 +154,7 @@ class Interrupt(L.Callback):
             lit.request_stop()
             if trainer.is_global_zero:
                 name = signal.Signals(number).name
-                _say(f"\n{name}: saving at the next step, then stopping. Again: stop at once.")
+                _say(f"\n{name}: {what}. Again: stop at once.")
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it

@@ -28,14 +28,14 @@ class Job:
     status: str = "failed"
 
     def results(self) -> tuple[str, str]:
-        """The last validation loss and the median of tokens/s, of a run that is done."""
+        """The validation loss at the last step and the median of tokens/s, of a run that is done."""
         if self.run is None or self.status != "done":
             return "-", "-"
         with open(self.run / "metrics.csv", newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-        losses, rates = (
-            [float(row[key]) for row in rows if row.get(key)] for key in ("val/loss", "perf/tokens_per_s")
-        )
+        last = max((int(row["step"]) for row in rows), default=0)  # an older loss is not the run's result
+        losses = [float(row["val/loss"]) for row in rows if row.get("val/loss") and int(row["step"]) == last]
+        rates = [float(row["perf/tokens_per_s"]) for row in rows if row.get("perf/tokens_per_s")]
         return f"{losses[-1]:.4f}" if losses else "-", f"{statistics.median(rates):,.0f}" if rates else "-"
 
 

@@ -172,7 +172,7 @@ def test_a_server_that_cannot_be_reached(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     with mock.patch("wandb.login", return_value=True), mock.patch("wandb.init") as init:
         if offline is None:
-            loggers.wandb_logger("runs/a", {})
+            loggers.wandb_logger(f"{no_account}/runs/a", {})
             assert init.call_args.kwargs["mode"] == "offline"
             assert (
                 "offline: 127.0.0.1:9 cannot be reached. Upload later with: wandb" in capsys.readouterr().out
@@ -187,10 +187,29 @@ def test_a_key_and_a_server_mean_online(no_account: Path, monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         with mock.patch("wandb.login", return_value=True), mock.patch("wandb.init") as init:
-            loggers.wandb_logger("runs/a", {"seed": 1}, resume_step=3)
+            loggers.wandb_logger(f"{no_account}/runs/a", {"seed": 1}, resume_step=3)
             assert init.call_args.kwargs["mode"] == "online"
-            loggers.wandb_logger("runs/a", {"seed": 1}, offline=True)
+            loggers.wandb_logger(f"{no_account}/runs/a", {"seed": 1}, offline=True)
             assert init.call_args.kwargs["mode"] == "offline"
     settings = init.call_args.kwargs
     assert settings["reinit"] == "finish_previous"  # the next job of a sweep is a run of its own
-    assert settings["id"] == "a" and settings["resume"] == "allow" and settings["config"] == {"seed": 1}
+    assert settings["name"] == "a" and settings["resume"] == "allow" and settings["config"] == {"seed": 1}
+
+
+def test_runs_of_one_name_in_two_folders_are_two_to_wandb(no_account: Path) -> None:
+    """A resumed run goes on in its own, also one of a version that knew it by its name; what begins anew, in
+    the folder of a run that left nothing, does not."""
+
+    def id_of(folder: str, resume_step: int | None = None) -> str:
+        with mock.patch("wandb.login", return_value=False), mock.patch("wandb.init") as init:
+            loggers.wandb_logger(str(no_account / folder), {}, resume_step)
+        assert init.call_args.kwargs["name"] == Path(folder).name
+        return init.call_args.kwargs["id"]
+
+    first, second = id_of("runs/a"), id_of("others/a")
+    assert first != second and len(first) == len(second) == 16
+    assert id_of("runs/a", 3) == id_of("runs/a", 5) == first and id_of("others/a", 3) == second
+    assert id_of("runs/a") not in (first, second)
+    (no_account / "runs" / "old" / "wandb").mkdir(parents=True)
+    assert id_of("runs/old", 3) == id_of("runs/old", 5) == "old"
+    assert id_of("runs/new", 3) not in ("new", first, second)

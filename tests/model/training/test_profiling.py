@@ -74,6 +74,17 @@ def test_a_run_is_profiled_and_stays_what_it_is(tmp_path: Path) -> None:
     assert rows(tmp_path / "runs" / "seen") == rows(tmp_path / "runs" / "plain")
 
 
+def test_a_run_that_is_too_short_to_profile_says_so(tmp_path: Path) -> None:
+    """The eleventh step is the first that is profiled."""
+    result = train_here(tmp_path, "name=a", "callbacks.profile=true", "trainer.max_steps=10")
+    assert result.code == 0, result.err
+    assert "begins after 10 steps, and 10 are to come. Set trainer.max_steps to 13 or more" in result.out
+    assert not (tmp_path / "runs" / "a" / "profile").exists()
+    result = train_here(tmp_path, "ckpt=a", "trainer.max_steps=21", tiny=False)
+    assert "nothing is profiled" not in result.out
+    assert "Mean of 1 steps on cpu." in (tmp_path / "runs" / "a" / "profile" / "step.md").read_text()
+
+
 @pytest.mark.parametrize("override", ["callbacks.profile=3", "callbacks.metrics=true"])
 def test_what_is_no_switch_is_refused(override: str, tmp_path: Path) -> None:
     result = train_here(tmp_path, override)

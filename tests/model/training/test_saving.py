@@ -16,6 +16,7 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from model.training import checkpoint
+from model.training.callbacks import Samples
 from model.training.checkpoint import CheckpointError, checkpoints_of, read_checkpoint
 from model.training.lit_gpt import LitGPT
 from tests.running import rows, train_here
@@ -23,6 +24,20 @@ from tests.running import rows, train_here
 
 def steps(run: Path) -> list[int]:
     return [int(path.stem.removeprefix("step-")) for path in checkpoints_of(run / "checkpoints")]
+
+
+@contextlib.contextmanager
+def signalled_in_step(number: int) -> Iterator[None]:
+    """SIGTERM comes in step `number`."""
+    step = LitGPT.training_step
+
+    def signalled(self, batch, batch_idx):
+        if self.global_step == number - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    with mock.patch.object(LitGPT, "training_step", signalled):
+        yield
 
 
 def test_a_run_without_validation_saves_its_end(tmp_path: Path) -> None:
@@ -34,24 +49,46 @@ def test_a_run_without_validation_saves_its_end(tmp_path: Path) -> None:
     assert steps(tmp_path / "runs" / "a")[0] == 6
 
 
+def test_without_validation_none_of_the_checkpoints_is_left_out(tmp_path: Path) -> None:
+    """Those at steps of trainer.val_check_interval have no validation to be saved after."""
+    every = ("callbacks.checkpoints.every=2", "callbacks.checkpoints.keep=9", "trainer.val_check_interval=4")
+    result = train_here(tmp_path, *every, "trainer.limit_val_batches=0", "trainer.max_steps=9", "name=a")
+    assert result.code == 0, result.err
+    assert sorted(steps(tmp_path / "runs" / "a")) == [2, 4, 6, 8, 9]
+
+
+def test_without_checkpoints_a_run_ends_with_a_validation_and_a_stop_with_the_truth(tmp_path: Path) -> None:
+    settings = ("trainer.max_steps=7", "trainer.val_check_interval=3")
+    for name, more in (("saved", ()), ("a", ("callbacks.checkpoints=null",))):
+        assert train_here(tmp_path, *settings, *more, f"name={name}").code == 0
+    whole = rows(tmp_path / "runs" / "saved")
+    assert rows(tmp_path / "runs" / "a") == whole and "val/loss" in whole[7]
+    with signalled_in_step(5):
+        result = train_here(tmp_path, *settings, "callbacks.checkpoints=null", "name=b")
+    assert result.code == 143 and "saving" not in result.out, result.out
+    assert (
+        "SIGTERM: stopping at the next step, without a checkpoint (callbacks.checkpoints=null)" in result.out
+    )
+    assert rows(tmp_path / "runs" / "b") == {at: row for at, row in whole.items() if at < 5} | {
+        5: {key: value for key, value in whole[5].items() if key != "val/loss"}
+    }
+
+
 def test_a_validation_that_a_signal_cut_off_is_made_up_for(tmp_path: Path) -> None:
     """The signal comes in the step before a validation is due: saved at once, validated after the resume, on
     all of the data, although one before it was saved as done."""
-    every = "trainer.val_check_interval=5"
-    assert train_here(tmp_path, "name=whole", every).code == 0
-    step = LitGPT.training_step
-
-    def signalled(self, batch, batch_idx):
-        if self.global_step == 9:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batch, batch_idx)
-
-    with mock.patch.object(LitGPT, "training_step", signalled):
-        assert train_here(tmp_path, "name=a", every).code == 143
-    run = tmp_path / "runs" / "a"
+    sampled = "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"
+    every = ("trainer.val_check_interval=5", sampled)
+    assert train_here(tmp_path, "name=whole", *every).code == 0
+    with signalled_in_step(10):
+        assert train_here(tmp_path, "name=a", *every).code == 143
+    run, whole = tmp_path / "runs" / "a", tmp_path / "runs" / "whole"
     assert steps(run)[0] == 10 and "val/loss" not in rows(run)[10]
-    assert train_here(tmp_path, "ckpt=a", tiny=False).code == 0
-    assert rows(run) == rows(tmp_path / "runs" / "whole")
+    result = train_here(tmp_path, "ckpt=a", tiny=False)
+    assert result.code == 0, result.err
+    assert rows(run) == rows(whole)
+    text = (run / "samples.txt").read_text()
+    assert text == (whole / "samples.txt").read_text() and "--- step 10\n" in text
 
 
 def test_sigterm_before_training_is_no_success(tmp_path: Path) -> None:
@@ -107,6 +144,21 @@ def test_sample_settings_are_refused_before_anything_trains(setting: str, words:
         tmp_path, "data.tokenizer.kind=char", sampled, setting.replace("callbacks", "++callbacks")
     )
     assert result.code == 1 and words in result.err and "step 0" not in result.out
+
+
+@pytest.mark.parametrize("prompt", ["123", "0"])
+def test_a_prompt_may_look_like_a_number(prompt: str, tmp_path: Path) -> None:
+    sampled = "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"
+    encoded, seen = Samples._encoded, []
+
+    def watched(self, tokenizer):
+        seen.append(encoded(self, tokenizer))
+        return seen[-1]
+
+    with mock.patch.object(Samples, "_encoded", watched):
+        result = train_here(tmp_path, sampled, f"+callbacks.samples.prompt={prompt}", "trainer.max_steps=1")
+    assert result.code == 0, result.err
+    assert seen[-1] == list(prompt.encode())
 
 
 def test_samples_come_by_the_step_and_once(tmp_path: Path) -> None:
