@@ -22,7 +22,7 @@ from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf
 
 from conf.command import leave, user_errors
-from conf.compose import build_attention, choices_of, swept, without_nulls
+from conf.compose import build_attention, choices_of, one_length, swept, without_nulls
 from conf.explain import explain
 from conf.initial import Initial, finetuned, keep_tokenizer, read_initial
 from conf.resume import changes, own_value, recompose, refuse_changes, split_ckpt
@@ -169,6 +169,7 @@ def train(
     runtime.quiet()
     config = OmegaConf.to_container(cfg, resolve=True)
     check(config, resume_step, runtime.TRAINER)
+    one_length(cfg)
     if resumed is not None:
         runtime.say(resumed())
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,29 @@ from conf import renames
 from conf.values import UserError
 
 CONF = Path(__file__).parent
+TEXT = ("name", "init_from")  # keys whose values are names, whatever they look like
 
 
 def without_nulls(arguments: Iterable[str]) -> list[str]:
     """A command line as Hydra has it: group=null, callbacks=null say, is ~group; keys are those of today."""
     groups = {f"{path.name}=null": f"~{path.name}" for path in CONF.iterdir() if path.is_dir()}
-    return renames.typed(groups.get(argument, argument) for argument in arguments)
+    return renames.typed(groups.get(argument, as_text(argument)) for argument in arguments)
+
+
+def as_text(argument: str) -> str:
+    """name=1e3 and the like within Hydra's quotes, without which it would be name=1000.0; several values of a
+    sweep each."""
+    key, _, text = argument.partition("=")
+    if key.lstrip("+") not in TEXT or not re.fullmatch(r"[\w.+,-]+", text):
+        return argument
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parts = text.split(",")
+    for i, part in enumerate(parts):
+        value = OverridesParser.create().parse_override(f"{key}={part}").value()
+        if value is not None and str(value) != part:
+            parts[i] = f'"{part}"'
+    return f"{key}={','.join(parts)}"
 
 
 def swept(arguments: Iterable[str], overrides: list[str]) -> list[str]:
@@ -70,6 +88,16 @@ def shown(value: Any) -> str:
     text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True)
     text = text.removesuffix("...\n").strip().replace(", ", ",")
     return text if text.isprintable() else ascii(text)
+
+
+def one_length(cfg: DictConfig) -> None:
+    """UserError where the data has another length than the model: steps are counted in the model's."""
+    length = (cfg.get("data") or {}).get("seq_len", cfg.seq_len)
+    if length != cfg.seq_len:
+        raise UserError(
+            f"data.seq_len={shown(length)} beside seq_len={shown(cfg.seq_len)}: both have one length. Set "
+            f"seq_len={shown(length)}, and leave data.seq_len out."
+        )
 
 
 def initialize() -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from conf import renames
-from conf.compose import CONF, build_attention, no_key, shown, without_nulls
-from conf.saved import Choices, SavedRun, admit, as_overrides, composed, parse, plain
+from conf.compose import CONF, as_text, build_attention, no_key, shown, without_nulls
+from conf.saved import HYDRAS, Choices, SavedRun, admit, as_overrides, composed, parse, plain, spelled_out
 from conf.values import UserError
 from model.config import GPTConfig
 
@@ -63,7 +63,8 @@ def recompose(saved: SavedRun, overrides: list[str]) -> tuple[DictConfig, Choice
             node = OmegaConf.select(cfg, p.key_or_group.rpartition(".")[0])
             known = node if isinstance(node, DictConfig) else {} if "." in p.key_or_group else cfg
             raise UserError(no_key(p.key_or_group, known))
-        OmegaConf.update(cfg, p.key_or_group, p.value(), merge=True)
+        node = OmegaConf.select(cfg, p.key_or_group) if there else None
+        OmegaConf.update(cfg, p.key_or_group, spelled_out(p.key_or_group, p.value(), node), merge=True)
     OmegaConf.set_struct(cfg, True)
     return cfg, {**saved.choices, **{p.key_or_group: p.value() for p in parsed if p.key_or_group in groups}}
 
@@ -87,19 +88,23 @@ def split_ckpt(arguments: list[str]) -> tuple[str, list[str]]:
         raise UserError(f"{' '.join(flags)} cannot go with ckpt=: that continues one run, by its own config.")
     ckpts = [argument.removeprefix("ckpt=") for argument in arguments if argument.startswith("ckpt=")]
     ckpt = re.sub(r"""^(['"])(.*)\1$""", r"\2", ckpts[-1])
-    return ckpt, renames.typed(argument for argument in arguments if not argument.startswith("ckpt="))
+    rest = [as_text(argument) for argument in arguments if not argument.startswith("ckpt=")]
+    return ckpt, renames.typed(rest)
 
 
 def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
-    """UserError that names every key which would give the weights other shapes, or the run other data.
+    """UserError that names every key which would give the weights other shapes, or the run other data, and
+    for another optimiser, whose state is another.
 
     A key that is newer than the checkpoint counts at its default in conf/."""
-    before, after = _leaves(plain(recompose(saved, [])[0])), _leaves(plain(cfg))
+    was = recompose(saved, [])[0]
+    before, after = _leaves(plain(was)) | saved.there, _leaves(plain(cfg)) | _again(saved, cfg)
     changed = [
         f"{key} (there {shown(value)}, asked {shown(after.get(key))})"
         for key, value in before.items()
         if (key in ("seq_len", "seed") or key.startswith(("model.", "data.", "finetune.")))
         and key not in FREE
+        and not key.endswith(HYDRAS)  # code is for the command line to say
         and after.get(key) != value
     ]
     there, asked = saved.choices.get("data"), choices.get("data")
@@ -110,12 +115,22 @@ def refuse_changes(saved: SavedRun, choices: Choices, cfg: DictConfig) -> None:
             f"A saved run cannot resume with another {', '.join(changed)}: it would be another model, or "
             "see other data. Leave that out, or start a new run without ckpt=."
         )
+    there, asked = saved.choices.get("optim"), choices.get("optim")
+    # another class under the same name may well have the same state
+    if None not in (there, asked) and there != asked and was.optim._target_ != cfg.optim._target_:
+        raise UserError(
+            f"A saved run cannot resume with another optim (there {shown(there)}, asked {shown(asked)}): the "
+            "checkpoint has the state of that optimiser. Leave that out, or start a new run, with init_from= "
+            "in place of ckpt= to take over the weights."
+        )
 
 
 def changes(saved: SavedRun, overrides: list[str], cfg: DictConfig, choices: Choices, step: int) -> list[str]:
     """What the rest of a run does otherwise than its saved config says, old -> new: choices, keys, and the
     learning rate at this step where another schedule, optim.lr or number of steps moves it."""
-    before, after = _leaves(saved.config), _leaves(plain(cfg))
+    was = recompose(saved, [])[0]
+    before = _targets(was) | _leaves(saved.config) | saved.there
+    after = _targets(cfg) | _leaves(plain(cfg)) | _again(saved, cfg)
     groups = [group for group, choice in choices.items() if saved.choices.get(group) != choice]
     found = [f"{group}: {shown(saved.choices.get(group))} -> {shown(choices[group])}" for group in groups]
     named = {override.lstrip("+").partition("=")[0] for override in overrides}
@@ -123,10 +138,26 @@ def changes(saved: SavedRun, overrides: list[str], cfg: DictConfig, choices: Cho
     for key in [key for key in before | after if before.get(key) != after.get(key)]:
         if key not in implied | {"name", "runs_dir", "overwrite"}:
             found.append(f"{key}: {shown(before.get(key))} -> {shown(after.get(key))}")
-    rates = [_learning_rate(config, step) for config in (recompose(saved, [])[0], cfg)] if found else [0, 0]
+    target = saved.there.get("schedule._target_")  # never called, unless the command line names it
+    if target == cfg.schedule._target_:
+        was.schedule._target_ = cfg.schedule._target_
+    known = target in (None, cfg.schedule._target_)
+    rates = [_learning_rate(config, step) for config in (was, cfg)] if found and known else [0, 0]
     if rates[0] != rates[1]:
         found.append(f"learning rate at step {step}: {rates[0]:.4g} as saved -> {rates[1]:.4g}")
     return found
+
+
+def _targets(cfg: DictConfig) -> dict[str, Any]:
+    """By what Hydra makes objects, which `plain` leaves out."""
+    leaves = _leaves(OmegaConf.to_container(cfg))
+    return {key: value for key, value in leaves.items() if key.endswith(HYDRAS)}
+
+
+def _again(saved: SavedRun, cfg: DictConfig) -> dict[str, Any]:
+    """What the command line gives in place of what was not taken."""
+    found = {key: OmegaConf.select(cfg, key) for key in saved.there}
+    return {key: OmegaConf.to_container(x) if OmegaConf.is_config(x) else x for key, x in found.items()}
 
 
 def _learning_rate(cfg: DictConfig, step: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,10 +28,12 @@ Choices = dict[str, str | None]  # group -> the name of a file in it
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What `admit` took: choices of files that exist, and plain values under keys of conf/."""
+    """What `admit` took: choices of files that exist, and plain values under keys of conf/. `there`: what the
+    file has at dotted keys that are not taken, as the command line gives them again: to compare with it."""
 
     choices: Choices
     config: dict[str, Any]
+    there: dict[str, Any] = field(default_factory=dict)
 
 
 def composed(overrides: list[str]) -> DictConfig:
@@ -65,22 +67,26 @@ def _plain(value: Any) -> Any:
 
 
 def portable(cfg: DictConfig, choices: Choices) -> dict[str, Any]:
-    """The config as it goes into a checkpoint: `plain`, with what the command line interpolated resolved."""
-    return _resolved(plain(cfg), _plain(OmegaConf.to_container(cfg, resolve=True)), _schema(choices))
+    """The config as it goes into a checkpoint: `plain`, with what the command line interpolated resolved.
+    What Hydra makes objects by stays where conf/ has another: for `admit` to ask for, never to be used."""
+    value, resolved = (OmegaConf.to_container(cfg, resolve=resolve) for resolve in (False, True))
+    return _resolved(value, resolved, OmegaConf.to_container(_composed_by(choices)))
 
 
 def _resolved(value: Any, resolved: Any, own: Any) -> Any:
     if isinstance(value, dict):
+        # a node that conf/ lacks is asked for as a whole
+        drop = [k for k in HYDRAS if not isinstance(own, dict) or own.get(k) == value.get(k)]
         own = own if isinstance(own, dict) else {}
-        return {k: _resolved(v, resolved[k], own.get(k)) for k, v in value.items()}
-    return value if value == own else resolved
+        return {k: _resolved(v, resolved[k], own.get(k)) for k, v in value.items() if k not in drop}
+    return _plain(value if value == own else resolved)
 
 
-def _schema(choices: Choices) -> dict[str, Any]:
+def _composed_by(choices: Choices) -> DictConfig:
     """What conf/ has for these choices, keys that the experiment adds among them."""
     recipe = choices.get("experiment")
     others = as_overrides({group: name for group, name in choices.items() if group != "experiment"})
-    return plain(composed([*([f"experiment={recipe}"] if recipe else []), *others]))
+    return composed([*([f"experiment={recipe}"] if recipe else []), *others])
 
 
 def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) -> SavedRun:
@@ -100,15 +106,19 @@ def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) ->
     given = {p.key_or_group for p in parse(overrides)}
     choices = _choices(saved["choices"], given)
     odd: dict[str, tuple[str, bool]] = {}
-    config = _taken(saved["config"], _schema(choices), "", odd)
+    config = _taken(saved["config"], plain(_composed_by(choices)), "", odd)
     built = {} if lenient else vars(GPTConfig(**saved["model"]))  # which its weights have been held to
     for key, value in {"seq_len": config.get("seq_len"), **(config.get("model") or {})}.items():
         if built.get(key, value) != value:
             odd[key if key == "seq_len" else f"model.{key}"] = ("other than its weights have it", False)
-    groups = choices.keys() & given  # to choose a group anew is not to give its keys
+    named = given - choices.keys()  # to choose a group anew is not to give its keys, other than its code
+    there: dict[str, Any] = {}
     for key, (why, added) in odd.items():
-        keys = [k for k in given - groups if k in _with_parents(key) or k.startswith(f"{key}.")]
-        if keys or (lenient and added):
+        words = given if key.endswith(HYDRAS) else named
+        if any(k in _with_parents(key) or k.startswith(f"{key}.") for k in words) or (lenient and added):
+            value = _at(saved["config"], key)
+            if not added and _is_value(value) and all(map(str.isidentifier, key.split("."))):
+                there[key] = value
             continue
         again = (
             f"+{printable(key)}=..., or ~{printable(key)} to go on without"
@@ -119,7 +129,22 @@ def admit(saved: dict[str, Any], overrides: list[str], lenient: bool = False) ->
             f"The checkpoint's config has {printable(key)} {why}: that is not accepted from a file. If you "
             f"set it, give it again: {again}"
         )
-    return SavedRun(choices, config)
+    return SavedRun(choices, config, there)
+
+
+def _at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if type(config) is dict else None
+    return config
+
+
+def spelled_out(key: str, value: Any, own: Any) -> Any:
+    """`value`, or for data.tokenizer=char, a kind alone, the keys that conf/ has there."""
+    if key != "data.tokenizer" or type(value) is not str or not isinstance(own, dict | DictConfig):
+        return value
+    from data.tokenizers import DEFAULTS
+
+    return {"kind": value} | {name: usual for options in DEFAULTS.values() for name, usual in options.items()}
 
 
 def _with_parents(key: str) -> list[str]:
@@ -151,6 +176,7 @@ def _taken(value: Any, own: Any, key: str, odd: dict[str, tuple[str, bool]]) -> 
     whether it is plain but for a key that conf/ lacks."""
     if not isinstance(own, dict) or (value is None and key):
         return _leaf(value, own, key, odd)
+    value = spelled_out(key, value, own)
     if type(value) is not dict:
         odd[key] = (f"as a {type(value).__name__} where conf/ has keys", False)
         return ...
@@ -158,7 +184,8 @@ def _taken(value: Any, own: Any, key: str, odd: dict[str, tuple[str, bool]]) -> 
     for name, inner in value.items():
         full = f"{key}.{name if type(name) is str else printable(name)}".removeprefix(".")
         if type(name) is not str or name not in own:
-            odd[full] = ("beside the keys of conf/", _is_key(name) and _harmless(inner))
+            why = "other than conf/ has it" if name in HYDRAS else "beside the keys of conf/"
+            odd[full] = (why, _is_key(name) and _harmless(inner))
         elif (found := _taken(inner, own[name], full, odd)) is not ...:
             taken[name] = found
     return taken

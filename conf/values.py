@@ -63,9 +63,10 @@ def one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise UserError(f"{key}={shown(value)}: choose one of {', '.join(allowed)}.")
 
 
-def switch(key: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UserError(f"{key}={shown(value)}: choose true or false.")
+def switch(key: str, value: Any, null: str = "") -> None:
+    if not isinstance(value, bool) and not (value is None and null):
+        also = f", or null for {null}" if null else ""
+        raise UserError(f"{key}={shown(value)}: choose true or false{also}.")
 
 
 def _refuse(key: str, value: Any, needs: str, null: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from conf.values import switch, whole
 from data.tokens import TrainWindows, ValWindows, Windows
 
 Batch = dict[str, torch.Tensor]
@@ -94,6 +95,8 @@ class StreamingDataModule(lightning.LightningDataModule):
 
     def __init__(self, seed: int, pin_memory: bool | None) -> None:
         super().__init__()
+        whole("data.seed", seed, 0)
+        switch("data.pin_memory", pin_memory, null="true where there is a GPU")
         self.seed = seed
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._cursor, self._accumulate = Cursor(), 1

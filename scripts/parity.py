@@ -54,6 +54,9 @@ SMALL = {
 }
 
 
+USED = ("attention", "model", "data", "optim", "schedule", "seq_len", "grad_clip")  # of the config
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Losses are in nats per token, over the last quarter of the steps and all seeds."""
@@ -94,14 +97,25 @@ class Study:
         from hydra import compose, initialize_config_dir
         from hydra.utils import instantiate
 
-        from conf.compose import CONF
+        from conf.compose import CONF, one_length
+        from conf.saved import parse
         from model.gpt import GPTConfig
         from model.training.checks import called
 
+        for key in (override.key_or_group for override in parse(overrides)):
+            if key.partition(".")[0] not in USED or key == "data.seed":
+                raise UserError(
+                    f"{key}: the study decides it (--seeds, --steps, --cpu), or does not use it. It has "
+                    f"{', '.join(USED)}."
+                )
         self.device, self.seeds, self.steps = device, seeds, steps
-        small = [*COMMON, *SMALL[device.type], f"schedule.decay_steps={steps}"]
+        small = [*COMMON, *SMALL[device.type]]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             self.cfg = compose("config", overrides=[*small, *overrides])
+        # cosine's end, for the fp32 runs too, which have fewer steps
+        if self.cfg.schedule.get("decay_steps", ...) is None:
+            self.cfg.schedule.decay_steps = steps
+        one_length(self.cfg)
         self.data = {}
         for seed in seeds:
             self.cfg.seed = seed

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from attention.naive import NaiveAttention
 from conf import renames
 from conf.compose import CONF, build_attention, choices_of, without_nulls
-from conf.resume import recompose, refuse_changes, split_ckpt
+from conf.resume import changes, recompose, refuse_changes, split_ckpt
 from conf.saved import admit, plain, portable
 from model.costs.flops import parameter_count
 from model.gpt import GPT, GPTConfig
@@ -221,7 +221,7 @@ def test_an_addition_given_again_as_it_was_is_taken() -> None:
     assert OmegaConf.to_container(cfg.callbacks.es) == {"_target_": "x.Stop", "monitor": "val/loss"}
 
 
-@pytest.mark.parametrize("typed", [["data.tokenizer=byte"], ["data.corpus.dataset=x"], ADDED, []])
+@pytest.mark.parametrize("typed", [["data._target_=x.y"], ["data.corpus.dataset=x"], ADDED, []])
 def test_what_generating_does_not_read_is_passed_over(typed: list[str]) -> None:
     data = ["data=tinystories"] if "dataset" in str(typed) else []
     saved = saved_run("attention=tiled", "attention.block_q=64", "attention.decode=naive", *data, *typed)
@@ -231,8 +231,115 @@ def test_what_generating_does_not_read_is_passed_over(typed: list[str]) -> None:
     cfg, _ = recompose(admit(saved, [], lenient=True), [])
     assert (cfg.attention.name, cfg.attention.block_q, cfg.attention.decode) == ("tiled", 64, "naive")
     saved["config"]["attention"]["_target_"] = "os.mkdir"
-    with pytest.raises(ValueError, match=r"attention\._target_ beside the keys of conf/"):
+    with pytest.raises(ValueError, match=r"attention\._target_ other than conf/ has it"):
         admit(saved, [], lenient=True)
+
+
+def falling(step: int, max_steps: int, **_: Any) -> float:
+    return 1 - step / max_steps
+
+
+TARGETS = ["optim._target_=torch.optim.Adam", "schedule._target_=tests.test_configs.falling"]
+
+
+@pytest.mark.parametrize("given", [[], TARGETS[:1]])
+def test_code_in_the_place_of_conf_s_has_to_be_given_again(given: list[str]) -> None:
+    key = "schedule" if given else "optim"
+    with pytest.raises(ValueError, match=rf"{key}\._target_ other .* give it again: {key}\._target_=\.\.\."):
+        resumed(saved_run(*TARGETS), *given)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("tests.test_configs.falling", ["learning rate at step 20: 0.0006 as saved -> 0.0008"]),
+        # what the file alone names is not called, so that its learning rate is not known
+        (
+            "model.training.schedules.cosine",
+            ["schedule._target_: tests.test_configs.falling -> model.training.schedules.cosine"],
+        ),
+    ],
+)
+def test_code_that_is_given_again_counts(schedule: str, said: list[str]) -> None:
+    again = [TARGETS[0], f"schedule._target_={schedule}", "trainer.max_steps=100"]
+    saved = admit(saved_run(*TARGETS, "trainer.max_steps=50"), again)
+    assert "_target_" not in str(saved.config)
+    cfg, choices = recompose(saved, again)
+    refuse_changes(saved, choices, cfg)
+    assert (cfg.schedule._target_, cfg.optim._target_) == (schedule, "torch.optim.Adam")
+    changed = "trainer.max_steps: 50 -> 100"
+    assert sorted(changes(saved, again, cfg, choices, 20)) == sorted([changed, *said])
+    same = [*TARGETS, "trainer.max_steps=50"]
+    assert changes(saved, same, recompose(saved, same)[0], choices, 20) == []
+
+
+def test_a_file_chosen_anew_has_its_own_code() -> None:
+    typed = ["schedule=cosine", "optim=adamw"]
+    saved = admit(saved_run(*TARGETS), typed)
+    cfg, choices = recompose(saved, typed)
+    refuse_changes(saved, choices, cfg)
+    assert set(changes(saved, typed, cfg, choices, 20)) == {
+        "schedule._target_: tests.test_configs.falling -> model.training.schedules.cosine",
+        "optim._target_: torch.optim.Adam -> torch.optim.AdamW",
+    }
+
+
+def test_what_stands_where_keys_are_given_is_refused_in_words() -> None:
+    saved = saved_run()
+    saved["config"]["data"]["corpus"] = "x"
+    typed = ["data.corpus.val_fraction=0.1"]
+    admitted = admit(saved, typed)
+    cfg, choices = recompose(admitted, typed)
+    with pytest.raises(ValueError, match=r"another data\.corpus \(there x, asked {"):
+        refuse_changes(admitted, choices, cfg)
+
+
+def test_code_that_is_new_is_said() -> None:
+    saved = admit(saved_run(), [])
+    cfg, choices = recompose(saved, TARGETS[:1])
+    assert changes(saved, TARGETS[:1], cfg, choices, 20) == [
+        "optim._target_: torch.optim.AdamW -> torch.optim.Adam"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "other"),
+    [
+        (["data=fineweb_edu", "data.corpus.config=sample-100BT"], "data.corpus.config=sample-10BT"),
+        (["data=openwebtext", "data.corpus.dataset=me/mine"], "data.corpus.dataset=you/yours"),
+        (["data=shakespeare", "data.corpus.revision=abc"], "data.corpus.revision=null"),
+    ],
+)
+def test_a_data_set_of_one_s_own_is_taken_where_it_is_given_again(typed: list[str], other: str) -> None:
+    saved, again = admit(saved_run(*typed), typed[1:]), typed[1:]
+    cfg, choices = recompose(saved, again)
+    refuse_changes(saved, choices, cfg)
+    key, _, value = typed[1].partition("=")
+    assert OmegaConf.select(cfg, key) == value and changes(saved, again, cfg, choices, 1) == []
+    cfg, choices = recompose(saved, [other])
+    with pytest.raises(
+        ValueError, match=rf"another {key} \(there {value}, asked {other.partition('=')[2]}\)"
+    ):
+        refuse_changes(saved, choices, cfg)
+
+
+@pytest.mark.parametrize("again", [[], ["data.tokenizer=char"], ["data.tokenizer.kind=char"]])
+def test_a_tokenizer_given_by_its_kind_alone_resumes(again: list[str]) -> None:
+    saved = admit(saved_run("data=tinystories", "data.tokenizer=char"), again)
+    cfg, choices = recompose(saved, again)
+    refuse_changes(saved, choices, cfg)
+    assert cfg.data.tokenizer == {"kind": "char", "vocab_size": 2048, "sample_mb": 16, "path": None}
+    assert changes(saved, again, cfg, choices, 1) == []
+    cfg, choices = recompose(saved, ["data.tokenizer=byte"])
+    with pytest.raises(ValueError, match=r"data\.tokenizer\.kind \(there char, asked byte\)"):
+        refuse_changes(saved, choices, cfg)
+
+
+def test_names_are_text() -> None:
+    typed = ["name=1e3", "+name=true,b", "name=1", "name=null", "optim.lr=1e3", 'name="1e3"']
+    assert without_nulls(typed) == ['name="1e3"', '+name="true",b', *typed[2:]]
+    assert composed(*without_nulls(["name=1e3", "init_from=1.50"])).name == "1e3"
+    assert split_ckpt(["ckpt=1e3", "name=2e3"]) == ("1e3", ['name="2e3"'])
 
 
 def test_a_recipe_is_for_new_runs() -> None:

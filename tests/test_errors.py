@@ -190,6 +190,13 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "sanity steps": (("+trainer.num_sanity_val_steps=2",), ("trainer.num_sanity_val_steps", "leave it out")),
     "progress bar": (("+trainer.enable_progress_bar=true",), ("enable_progress_bar", "callbacks.progress")),
+    "a length of the data's own": (
+        ("data.seq_len=8",),
+        ("data.seq_len=8 beside seq_len=16", "Set seq_len=8, and leave data.seq_len out"),
+    ),
+    "seed of the data": (("data.seed=abc",), ("data.seed=abc: it needs to be a whole number, at least 0",)),
+    "half a seed": (("data.seed=1.5",), ("data.seed=1.5: it needs to be a whole number",)),
+    "pinned memory": (("data.pin_memory=abc",), ("data.pin_memory=abc: choose true or false, or null",)),
     "seq_len in words": (("seq_len=abc",), ("seq_len=abc", "a whole number")),
     "seed in words": (("seed=abc",), ("seed=abc", "a whole number")),
     "nothing kept": (("callbacks.checkpoints.keep=0",), ("callbacks.checkpoints.keep=0", "at least 1")),

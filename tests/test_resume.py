@@ -215,6 +215,7 @@ def test_nothing_differs(tmp_path: Path) -> None:
         ("seed=1", "seed"),
         ("data.tokenizer.kind=char", "data.tokenizer.kind"),
         ("data=synthetic", "data"),
+        ("optim=muon", "another optim (there adamw, asked muon)"),
         ("model=llama_tiny", "model.n_kv_head"),
         ("optim.learning_rate=1", "optim.learning_rate"),
         ("+schedule.nope=1", "schedule: "),
@@ -225,12 +226,13 @@ def test_nothing_differs(tmp_path: Path) -> None:
     ],
 )
 def test_what_would_be_another_run_is_refused_by_name(override: str, name: str, finished: Path) -> None:
-    before = (finished / "runs" / "a" / "metrics.csv").read_bytes()
+    files = [finished / "runs" / "a" / name for name in ("metrics.csv", "config.yaml")]
+    before = [file.read_bytes() for file in files]
     result = train_here(finished, "ckpt=a", "trainer.max_steps=30", override, tiny=False)
     assert result.code == 1
     assert "Traceback" not in result.err and name in result.err, result.err
     assert result.err.startswith("error: ") and result.err.count("error: ") == 1
-    assert (finished / "runs" / "a" / "metrics.csv").read_bytes() == before
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_a_text_that_has_changed_is_refused_wherever_it_lies(finished: Path) -> None:

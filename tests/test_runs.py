@@ -257,6 +257,21 @@ def test_runs_lie_where_runs_dir_says(tmp_path: Path) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["a", "s-0-seed-1", "s-1-seed-2"]
 
 
+def test_a_name_that_looks_like_a_number_is_the_folder_s(tmp_path: Path) -> None:
+    assert train_here(tmp_path, "name=1e3", "trainer.max_steps=1").code == 0
+    result = train_here(tmp_path, "ckpt=1e3", "trainer.max_steps=2", tiny=False)
+    assert result.code == 0 and list(rows(tmp_path / "runs" / "1e3")) == [0, 1, 2], result.err
+    sweep = ("name=1e3", "seed=1,2", "trainer.max_steps=1", "-m")
+    assert train_here(tmp_path, *sweep).code == 0
+    assert sorted(run.name for run in (tmp_path / "runs").iterdir()) == [
+        "1e3",
+        "1e3-0-seed-1",
+        "1e3-1-seed-2",
+    ]
+    result = train_here(tmp_path, "name=again", "init_from=1e3", "trainer.max_steps=1")
+    assert result.code == 1 and "init_from=1e3 brings" in result.err
+
+
 @pytest.mark.parametrize("sweep", [(), ("seed=1,2", "-m")])
 def test_a_file_named_runs(sweep: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("not a folder")

@@ -12,8 +12,8 @@ from typing import Any
 
 from attention import registry
 from conf import renames
-from conf.compose import CONF, choices_of
-from conf.values import UserError, compiled
+from conf.compose import CONF, choices_of, one_length
+from conf.values import UserError, compiled, whole
 from scripts.measure.instruments import training_peers
 from scripts.measure.rows import choices
 
@@ -167,6 +167,8 @@ def point_of(study: Study, task: Task, device: str, micro_batch: int | None = No
     """The point of a task on "cuda" or "cpu"; micro_batch: in place of the one that the study asks for."""
     overrides = [*study.overrides, *(word for item in task.assigned.items() for word in assigned(*item))]
     cfg, chosen = composed(overrides)
+    whole("seq_len", cfg.seq_len, 1)
+    one_length(cfg)
     if micro_batch is None and study.micro_tokens:
         if study.micro_tokens % cfg.seq_len:
             raise UserError(

@@ -138,6 +138,31 @@ def test_the_command(folder: Path, capsys) -> None:
     assert run("--seeds", "1") == 2
 
 
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_a_schedule_without_a_step_at_which_it_ends(schedule: str, folder: Path) -> None:
+    study = Study([*TINY, f"schedule={schedule}"], torch.device("cpu"), [1], 8)
+    assert study.cfg.schedule._target_.rpartition(".")[2].startswith(
+        {"wsd": "warmup"}.get(schedule, schedule)
+    )
+    assert "decay_steps" not in study.cfg.schedule
+
+
+def test_the_usual_schedule_ends_with_the_study(folder: Path) -> None:
+    for overrides, steps in (([], 8), (["schedule.decay_steps=5"], 5)):
+        study = Study([*TINY, *overrides], torch.device("cpu"), [1], 8)
+        assert study.cfg.schedule.decay_steps == steps
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["precision=fp8", "tokens_per_step=999", "checkpointing=true", "seed=7", "data.seed=7", "trainer=ddp"],
+)
+def test_what_the_study_decides_or_does_not_use_is_refused(override: str, folder: Path, capsys) -> None:
+    assert run(*TINY, override, "--steps", "4", "--seeds", "1", "2", "--out", "r.jsonl") == 1
+    key = override.partition("=")[0]
+    assert f"error: {key}: the study decides it" in capsys.readouterr().err and not Path("r.jsonl").exists()
+
+
 def test_an_implementation_that_cannot_be_built_is_a_row(folder: Path) -> None:
     def build(cfg, name):
         if name == "tiled":

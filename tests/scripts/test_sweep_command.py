@@ -18,6 +18,8 @@ from tests.scripts.studies import TINY
         ([*TINY, "attention=naive"], ["attention=naive", "sweep.grid.attention=[...]"]),
         ([*TINY, "data.batch_size=3"], ["data.batch_size=3", "sweep.micro_tokens"]),
         ([*TINY, "sweep.grid.seq_len=[48]"], ["sweep.micro_tokens=128", "seq_len=48"]),
+        ([*TINY, "sweep.grid.seq_len=[0]"], ["seq_len=0: it needs to be a whole number, at least 1"]),
+        ([*TINY, "data.seq_len=8"], ["data.seq_len=8 beside seq_len=", "leave data.seq_len out"]),
         ([*TINY, "sweep.grid.attention=[]"], ["sweep.grid.attention", "--nanogpt"]),
         ([*TINY, "--nanogpt=nowhere.py"], ["nanogpt=nowhere.py", "no such file"]),
         ([*TINY, "--peer=megatron"], ["megatron", "transformers_eager"]),
