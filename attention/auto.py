@@ -25,6 +25,7 @@ from attention.base import (
     Costs,
     Declaration,
     UnsupportedAttention,
+    must_be_deterministic,
 )
 from attention.call import NEEDS_ATTN_MASK, cached_call_fields, call_fields
 from attention.checks import arch_name
@@ -193,7 +194,7 @@ class AutoAttention(Attention):
     @torch.compiler.assume_constant_result
     def _memoised_choice(self, index: int | None, compiled: bool, facts: dict[str, Any]) -> str:
         """The choice by an AttentionCall's facts, which torch.compile evaluates once, while it traces."""
-        key = (index, compiled, torch.are_deterministic_algorithms_enabled(), *facts.values())
+        key = (index, compiled, must_be_deterministic(), *facts.values())
         if key not in self._chosen:
             arch = torch.cuda.get_device_capability(index) if facts["device"] == "cuda" else None
             call = AttentionCall(purpose="call", arch=arch, **facts)

@@ -26,7 +26,15 @@ from attention.call import (
     Capabilities,
     UnsupportedAttention,
 )
-from attention.checks import cached_call_key, call_key, check_cached, check_inputs
+from attention.checks import (
+    cached_call_key,
+    call_key,
+    check_cached,
+    check_inputs,
+    check_packed_views,
+    must_be_deterministic,
+    traced,
+)
 from attention.declaration import (
     MATMUL_KERNELS,
     Compilation,
@@ -70,12 +78,6 @@ __all__ = [
     "scores_bytes",
 ]
 DocumentIds = Tensor | tuple[Tensor, Tensor]
-
-
-def must_be_deterministic() -> bool:
-    """Whether torch.use_deterministic_algorithms is on, and raises errors instead of warnings."""
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled() and not warns
 
 
 class Attention(nn.Module):
@@ -206,7 +208,9 @@ class Attention(nn.Module):
         )  # fmt: skip
         if type(k) is CacheView:
             return self._forward_cached(q, k, options)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._check_traced(q, k, v, options)
+        else:
             self._check(q, k, v, options)
         if q.numel() == 0 or k.numel() == 0:
             out, lse = empty_attention(q, k, v, bias, relative_bias)
@@ -224,9 +228,11 @@ class Attention(nn.Module):
                 causal, scale, normalise_window(window), softcap, alibi_slopes, bias, document_ids,
                 kv_lengths, block_mask, relative_bias, dropout_p, return_lse, packed,
             )  # fmt: skip
-            if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
-                # Autocast would compute in 16 bits, and give these; the dtype is the caller's decision.
-                with torch.autocast(q.device.type, enabled=False):
+            device = q.device.type
+            if torch.is_autocast_enabled(device) and q.dtype != torch.get_autocast_dtype(device):
+                # Autocast would compute in 16 bits of its own, and give these; q's dtype is the caller's
+                # decision.
+                with torch.autocast(device, enabled=False):
                     out, lse = self.attend(q, k, v, options, seed)
             else:
                 out, lse = self.attend(q, k, v, options, seed)
@@ -235,11 +241,12 @@ class Attention(nn.Module):
     def _forward_cached(
         self, q: Tensor, view: CacheView, options: AttentionOptions
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._check_traced(q, view, None, options)
+        else:
             key = cached_call_key(q, view, options)
             if key not in self._allowed:
-                check_cached(q, view, options)
-                self.require(AttentionCall.of_cached(q, view, options))
+                self._check_now(q, view, None, options)
                 self._allow(key)
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         options = options._replace(scale=scale, window=normalise_window(options.window))
@@ -259,11 +266,42 @@ class Attention(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
         """Checks a live call once per kind of call: a repeated one costs a set look-up."""
         key = call_key(q, k, v, options)
-        if key in self._allowed:
-            return
-        check_inputs(q, k, v, options)
-        self.require(AttentionCall.of(q, k, v, options))
-        self._allow(key)
+        if key not in self._allowed:
+            self._check_now(q, k, v, options)
+            self._allow(key)
+        if options.packed is not None:  # of another call as large, q may be no view
+            check_packed_views(options.packed, q, k, v)
+
+    def _check_now(
+        self, q: Tensor, k: Tensor | CacheView, v: Tensor | None, options: AttentionOptions
+    ) -> None:
+        """All checks of a call; without v, k is a CacheView."""
+        if v is None:
+            check_cached(q, k, options)
+            self.require(AttentionCall.of_cached(q, k, options))
+        else:
+            check_inputs(q, k, v, options)
+            self.require(AttentionCall.of(q, k, v, options))
+
+    def _check_traced(
+        self, q: Tensor, k: Tensor | CacheView, v: Tensor | None, options: AttentionOptions
+    ) -> None:
+        """The same checks while torch.compile traces the call, with fake tensors: compared lengths guard
+        the graph, and nothing of the checks is in it. What they refuse is raised where `forward` then runs
+        uncompiled; with fullgraph, torch.compile quotes it."""
+        from torch._dynamo.comptime import comptime  # takes a second to import, which compiling has anyway
+
+        comptime(_hold_traced_call, lambda: self._check_now(q, k, v, options))
+        if (refusal := self._refusal_of_traced_call()) is not None:
+            raise ValueError(refusal)
+
+    def _refusal_of_traced_call(self) -> str | None:
+        try:
+            if _TRACED_CALLS:
+                self._check_now(*_TRACED_CALLS.pop())
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _allow(self, key: Any) -> None:
         if len(self._allowed) >= 4096:  # a growing cache has a new shape every step
@@ -272,3 +310,18 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return self.name
+
+
+# A call between the two functions that torch.compile runs while it traces: the first sees the call, but no
+# module, the second its own module, but constants alone.
+_TRACED_CALLS: list[tuple[Any, ...]] = []
+
+
+def _hold_traced_call(context: Any) -> None:
+    # Here, as a decorator would import the compiler.
+    torch.compiler.assume_constant_result(Attention._refusal_of_traced_call)
+    *tensors, options = (traced(context, name) for name in ("q", "k", "v", "options"))
+    # A number of NumPy is a tensor here, whose value nobody knows: one that makes sense stands for it.
+    numbers = ("scale", "softcap", "dropout_p")
+    unknown = {name: 0.5 for name in numbers if isinstance(getattr(options, name), Tensor)}
+    _TRACED_CALLS[:] = [(*tensors, options._replace(**unknown))]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ops.cache_view import CacheView
-from ops.library import unpacked
 from ops.options import MASK_BLOCK, AttentionOptions
 
 
@@ -21,9 +21,15 @@ def arch_name(arch: tuple[int, int] | None) -> str:
     return f"sm_{arch[0]}{arch[1]}" if arch else ""
 
 
+def must_be_deterministic() -> bool:
+    """Whether torch.use_deterministic_algorithms is on, and raises errors instead of warnings."""
+    on = torch.are_deterministic_algorithms_enabled()
+    return on and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Any, ...]:
     """A hashable key of everything that the checks of a call depend on; no value is read from a device."""
-    settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    settings = torch.is_grad_enabled(), must_be_deterministic()
     asked = [option if type(option) in _HASHABLE_TYPES else _hashable(option) for option in options]
     return (*settings, _tensor_key(q), _tensor_key(k), _tensor_key(v), *asked)
 
@@ -48,9 +54,20 @@ def _tensor_key(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.dtype, t.device, t.requires_grad, t.stride()[-1:]
 
 
+# A window that varies is a symbol to torch.compile.
+_INTS = int, torch.SymInt
+
+
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def traced(context: Any, name: str) -> Any:
+    """A local of the function that torch.compile traces, by its ComptimeContext: with fake tensors, and with
+    symbols where a number may differ from call to call."""
+    proxies = context.get_local(name).as_proxy()
+    return tree_map_only(torch.fx.Proxy, lambda proxy: proxy.node.meta["example_value"], proxies)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
@@ -61,12 +78,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
     if window is not None:
         sane = isinstance(window, (tuple, list)) and len(window) == 2
-        sane = sane and all(w is None or (isinstance(w, int) and w >= -1) for w in window)
+        sane = sane and all(w is None or (isinstance(w, _INTS) and w >= -1) for w in window)
         _need(
             sane,
             f"window is {window!r}; it needs (left, right), each an int >= 0, or -1 or None for unbounded",
         )
-    _need(scale is None or math.isfinite(scale), f"scale is {scale}; it needs a finite number, or None")
+    # Compared, where math.isfinite() would have torch.compile make a graph of each scale.
+    finite = scale is None or -math.inf < scale < math.inf
+    _need(finite, f"scale is {scale}; it needs a finite number, or None")
     _need(softcap is None or softcap > 0, f"softcap is {softcap}; it needs a number > 0, or None for off")
     _need(0 <= dropout_p < 1, f"dropout_p is {dropout_p}; it needs 0 <= dropout_p < 1")
     if alibi_slopes is not None:
@@ -111,19 +130,29 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
         _check_packed(options.packed, q, k, v)
 
 
+_PACKED = "(B, T, (Hq + 2 Hkv) D)"
+
+
 def _check_packed(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     (batch, heads, tokens, head_dim), kv_heads = q.shape, k.shape[1]
     shape = batch, tokens, (heads + 2 * kv_heads) * head_dim
-    needs = f"it needs (B, T, (Hq + 2 Hkv) D) = {shape} of which q, k and v are the views, in this order"
-    _need(packed.shape == shape, f"packed is {tuple(packed.shape)}; {needs}")
-    views = zip((q, k, v), unpacked(packed, heads, kv_heads), strict=True)
-    _need(all(_same_place(x, view) for x, view in views), f"q, k or v is no view of packed; {needs}")
+    _need(packed.shape == shape, f"packed is {tuple(packed.shape)}; it needs {_PACKED} = {shape}")
 
 
-def _same_place(x: Tensor, y: Tensor) -> bool:
-    strides = zip(x.shape, x.stride(), y.stride(), strict=True)
-    same = x.shape == y.shape and x.dtype == y.dtype and x.data_ptr() == y.data_ptr()
-    return same and all(a == b for n, a, b in strides if n > 1)
+def check_packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That q, k and v are views of a `packed` of their shape: by their addresses, which are none of what a
+    call's key has, and in few operations, as every call pays for it."""
+    batch, token, step = packed.stride()
+    strides, at = (batch, q.shape[3] * step, token, step), packed.data_ptr()
+    for x in (q, k, v):
+        same = x.dtype == packed.dtype and x.data_ptr() == at
+        if x.stride() != strides:  # that of a dimension of one entry may be anything
+            own = zip(x.shape, x.stride(), strides, strict=True)
+            same = same and all(n == 1 or a == b for n, a, b in own)
+        _need(
+            same, f"q, k or v is no view of packed; it needs {_PACKED} of which they are views, in this order"
+        )
+        at += x.shape[1] * strides[1] * x.element_size()
 
 
 def check_cached(q: Tensor, view: CacheView, options: AttentionOptions) -> None:

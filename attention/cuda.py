@@ -107,7 +107,7 @@ def _backward(stage: str | None, dout: Tensor, q: Tensor, *args: Any) -> tuple[T
             f"cuda_{stage}", ["no backward: runs forward only (attention=cuda has one)"]
         )
     *args, settings, bias_grad = args
-    if torch.are_deterministic_algorithms_enabled():
+    if must_be_deterministic():
         settings = [1, *settings[1:]]
     if settings and settings[0] and (reason := _nondeterminism_reason(stage, q.shape[3])):
         raise UnsupportedAttention(f"cuda_{stage}", [reason])

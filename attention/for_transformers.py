@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from attention.base import Attention
 
 # Flags of a mask. Their sum plus 1 is its second dimension's size: reading a shape does not synchronise.
-CAUSAL, WINDOW, DOCUMENTS, LENGTHS = 1, 2, 4, 8
+# AHEAD: the window has no end to the right.
+CAUSAL, WINDOW, DOCUMENTS, LENGTHS, AHEAD = 1, 2, 4, 8, 16
+# A row has as many entries more as a window reaches to the left. This number modulo REMAINDERS, plus 1, is
+# the third dimension's size, by which a mask of other lengths is told. Not all of it: where a mask is copied
+# to another GPU, it takes all the memory that its shape says.
+REMAINDERS = 13
 # Arguments of a layer that change the result of attention, and that our contract cannot express.
 REFUSED = {
     "s_aux": "attention sinks",
@@ -46,7 +51,7 @@ class Pattern(NamedTuple):
     """What a mask function of transformers lets a query see."""
 
     causal: bool = False
-    window: bool = False  # its size is the layer's
+    window: tuple[int, int] | None = None  # keys before and after the query's own; -1: all
     document_ids: Tensor | None = None  # (B, T)
 
 
@@ -64,15 +69,18 @@ def pattern_of(mask_function: Callable[..., Any], name: str) -> Pattern:
     if maker == "and_masks":
         parts = [pattern_of(part, name) for part in inside["mask_functions"]]
         ids = [part.document_ids for part in parts if part.document_ids is not None]
-        if len(ids) < 2:
-            causal, window = any(p.causal for p in parts), any(p.window for p in parts)
-            return Pattern(causal, window, ids[0] if ids else None)
+        windows = [part.window for part in parts if part.window is not None]
+        if len(ids) < 2 and len(windows) < 2:
+            causal = any(part.causal for part in parts)
+            return Pattern(causal, windows[0] if windows else None, ids[0] if ids else None)
     if maker == "causal_mask_function":
         return Pattern(causal=True)
     if maker == "bidirectional_mask_function":
         return Pattern()
-    if maker in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
-        return Pattern(window=True)
+    if maker == "sliding_window_overlay":  # its size counts the query's own key
+        return Pattern(window=(inside["sliding_window"] - 1, -1))
+    if maker == "sliding_window_bidirectional_overlay":  # its size does not
+        return Pattern(window=(inside["sliding_window"],) * 2)
     if maker == "packed_sequence_mask_function":
         return Pattern(document_ids=inside["packed_sequence_mask"])
     if maker == "remap_positions_for_packed_sequence":  # within a document, places differ as positions do
@@ -97,7 +105,8 @@ def encode_mask(
     name: str,
     **others: Any,
 ) -> Tensor | None:
-    """What `attend` reads, (B or 1, 1 + flags, 1, n) int32; None: causal, aligned bottom-right, nothing else.
+    """What `attend` reads, (B or 1, 1 + flags, 1 + window % REMAINDERS, n) int32; None: causal, aligned
+    bottom-right, nothing else.
 
     q_offset, kv_offset: positions of the first query and the first key.
     attention_mask: (B, positions) bool, False where padded.
@@ -111,7 +120,9 @@ def encode_mask(
         keys = attention_mask[:, kv_offset : kv_offset + kv_length]
         keys = torch.nn.functional.pad(keys, (0, kv_length - keys.shape[1]))  # of a cache that is not full
         parts = [keys.new_ones(batch_size, q_length), keys]
-    flags = CAUSAL * causal + WINDOW * window + DOCUMENTS * bool(parts)
+    left, right = window or (0, 0)
+    flags = CAUSAL * causal + WINDOW * (window is not None) + DOCUMENTS * bool(parts)
+    flags += AHEAD * (right < 0 and not causal)
     # Rows of a cache that was allocated whole count up to the last query, which is where our diagonal ends.
     end = q_offset - kv_offset + q_length
     if causal and (isinstance(end, Tensor) or end != kv_length):
@@ -121,12 +132,13 @@ def encode_mask(
         return None
     empty = torch.empty(1, 0, dtype=torch.int32, device=device)
     row = torch.cat([part.to(device, torch.int32) for part in parts], dim=1) if parts else empty
-    return row[:, None, None].expand(-1, 1 + flags, -1, -1)
+    row = torch.nn.functional.pad(row, (0, left))
+    return row[:, None, None].expand(-1, 1 + flags, 1 + left % REMAINDERS, -1)
 
 
 def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: str) -> AttentionOptions:
-    """The options that `encode_mask` has encoded. window: the layer's sliding window, in keys, including the
-    query's own; None for none."""
+    """The options that `encode_mask` has encoded. window: the layer's; its size is not read,
+    as models pass that of their mask, or one more where a library counts the query's own key."""
     if mask is None:
         flags, encoded = CAUSAL, None
     else:
@@ -138,15 +150,17 @@ def options_of(mask: Tensor | None, tq: int, tk: int, window: int | None, name: 
             name, [f"a layer with sliding_window={window} and a mask that says otherwise"]
         )
     options = AttentionOptions(causal=bool(flags & CAUSAL))
-    if window is not None:
-        options = options._replace(window=(window - 1, 0) if options.causal else (window, window))
     width = (flags & DOCUMENTS > 0) * (tq + tk) + (flags & LENGTHS > 0)
-    if encoded is not None and encoded.shape[1] != width:
+    left = encoded.shape[1] - width if encoded is not None else 0
+    if left < 0 or (left and window is None) or (mask is not None and mask.shape[2] != 1 + left % REMAINDERS):
         raise UnsupportedAttention(name, [f"a mask for other lengths than {tq} queries and {tk} keys"])
+    if window is not None:
+        right = 0 if options.causal else -1 if flags & AHEAD else left
+        options = options._replace(window=(left, right))
     if flags & DOCUMENTS:
         options = options._replace(document_ids=(encoded[:, :tq], encoded[:, tq : tq + tk]))
     if flags & LENGTHS:
-        options = options._replace(kv_lengths=encoded[:, -1].contiguous())
+        options = options._replace(kv_lengths=encoded[:, width - 1].contiguous())
     return options
 
 

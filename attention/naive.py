@@ -135,30 +135,34 @@ class NaiveAttention(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """M = 4 B H T^2, the bytes of the scores in fp32. Kept for the backward: exp(s - max) by the division
-        and the probabilities by P V, M each; the operands q, k and v, contiguous, in fp32 and for all H
-        heads; the mask, T^2 bytes; sum and lse. The backward has dP and three matrices of the division's
-        gradient at once, after the copy of v is freed; compiled, only dP. Compiled under autocast, the
-        backward products are in 16 bits: of the 16-bit q, k and v that were kept, and of P, recomputed from
-        exp(s - max) (with dropout, P is kept in 16 bits). Compiled layers share one mask.
+        and the probabilities by P V, M each, and M more by a softcap's tanh; the operands q, k and v,
+        contiguous, in fp32 and for all H heads; the mask, T^2 bytes, with documents B T^2; sum and lse. The
+        backward has dP and three matrices of the division's gradient at once, after the copy of v is freed;
+        compiled, only dP. Compiled under autocast, the backward products are in 16 bits: of the 16-bit q, k
+        and v that were kept, and of P, recomputed from exp(s - max) (with dropout, P is kept in 16 bits).
+        Compiled layers share one mask.
 
         Passes over the scores: Q K^T writes them; scale, mask, subtract, exp and divide read and write; max,
         sum and P V read: 14. Backward: dV and dP 2, the division 12, the sum 2, exp 3, mask and scale 4, dQ
-        and dK 2: 25."""
+        and dK 2: 25. A softcap divides, takes tanh and multiplies: 6, and 7 in the backward."""
         matrix, mask, sums = scores_bytes(call), call.tq * call.tk, 2 * lse_bytes(call)
+        mask *= call.batch if "document_ids" in call.features else 1
+        capped = "softcap" in call.features
         # which probabilities were kept, as bool
         dropout_bytes = matrix // 4 if "dropout" in call.features else 0
         if "relative_bias" in call.features:
             mask += 8 * call.tq * call.tk  # the distances, which the embedding keeps
         shared_costs = {
-            "moved_bytes": (14 * matrix, 25 * matrix),
+            "moved_bytes": (20 * matrix, 32 * matrix) if capped else (14 * matrix, 25 * matrix),
             "writes_scores": True,
             "backward_matmuls": 4,
         }
         if compiled:
             matrices = 2 * matrix if call.dtype.itemsize == 4 else matrix + 2 * dropout_bytes
+            matrices += capped * matrix
             return Costs(matrices + 3 * q_bytes(call) + sums, matrix, mask, **shared_costs)
-        wide = q_fp32_bytes(call)
-        return Costs(2 * matrix + 3 * wide + mask + sums + dropout_bytes, 4 * matrix - wide, **shared_costs)
+        wide, matrices = q_fp32_bytes(call), (3 if capped else 2) * matrix
+        return Costs(matrices + 3 * wide + mask + sums + dropout_bytes, 4 * matrix - wide, **shared_costs)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dropout_seed: Tensor | None

@@ -108,7 +108,6 @@ class SDPAAttention(Attention):
         if backend not in _BACKENDS:
             raise UserError(f"backend is {backend!r}; SDPA has {', '.join(_BACKENDS)}")
         self.backend = backend
-        self._forced = _BACKENDS[backend]
         self.declaration = Declaration(
             "PyTorch",
             _KERNELS.get(backend, tuple(kernels for each in _KERNELS.values() for kernels in each)),
@@ -158,7 +157,7 @@ class SDPAAttention(Attention):
         return self._sdpa(q, k, v, mask, dropout_p, False, scale, gqa).masked_fill(keyless, 0), None
 
     def _sdpa(self, q, k, v, mask, dropout_p, is_causal, scale, gqa) -> Tensor:
-        forced = self._forced
+        forced = _BACKENDS[self.backend]  # an attribute could not be pickled, and with it no model
         if forced is None and q.is_cuda and q.dtype == torch.float32:
             forced = SDPBackend.MATH  # else PyTorch chooses `efficient`, see _SUPPORTED
         elif (
@@ -180,9 +179,11 @@ class SDPAAttention(Attention):
 
     def costs(self, call: AttentionCall, compiled: bool = False) -> Costs:
         """M = 4 B H T^2, the bytes of the scores in fp32. With backend auto, PyTorch chooses its flash
-        kernel, but the math backend for fp32 on CUDA and for dropout on a CPU. A window is a mask of T^2
-        values of the call's dtype, ALiBi is H such masks. With a mask, out is kept twice: before and after
-        rows that see no key are set to zero.
+        kernel, but the math backend for fp32 on CUDA, and on a CPU for dropout or a mask with a gradient. A
+        window, kept tiles, or a causal call of fewer queries than keys is a mask of T^2 values of the
+        call's dtype; documents are B such masks, ALiBi and relative positions H, together B H. The fused
+        backends keep it, and out twice: before and after rows that see no key are set to zero. Of a mask with
+        a gradient, who sees whom is kept, a byte each.
 
         Fused backends: lse is kept. The backward has the padded row statistics delta and, except for flash,
         lse_log2, and the accumulator of dQ. With GQA, flash writes dk and dv per query head before it sums
@@ -192,19 +193,21 @@ class SDPAAttention(Attention):
         on a GPU one matrix more. Passes over the scores: Q K^T 1, mask 2, softmax 2, P V 1; dV and dP 2,
         softmax 3, dQ and dK 2."""
         features, on_gpu = call.features, call.device == "cuda"
-        mask = call.tq * call.tk * call.dtype.itemsize
-        of_heads = features & {"alibi", "relative_bias"}
-        masks = mask * call.heads if of_heads else mask if "window" in features else 0
-        masks += q_bytes(call) if masks else 0
+        pairs = call.tq * call.tk * (call.batch if features & {"document_ids", "kv_lengths"} else 1)
+        learned = bool(features & {"relative_bias", "bias_grad"}) and call.backward
+        seen = pairs if learned else 0
         auto_takes_math = self.backend == "auto" and on_gpu and call.dtype == torch.float32
-        if self.backend == "math" or auto_takes_math or (not on_gpu and "dropout" in features):
+        if self.backend == "math" or auto_takes_math or (not on_gpu and (learned or "dropout" in features)):
             matrix = scores_bytes(call)
             dropout_bytes = matrix + (matrix // 4 if on_gpu else matrix) if "dropout" in features else 0
-            kept = matrix + 3 * q_fp32_bytes(call) + masks + dropout_bytes
+            kept = matrix + 3 * q_fp32_bytes(call) + seen + dropout_bytes
             matrices = 1 if compiled else 3 if on_gpu else 2
             moved = 6 * matrix, 7 * matrix
             return Costs(kept, matrices * matrix, 0, moved, writes_scores=True, backward_matmuls=4)
-        kept, statistic = lse_bytes(call) + masks, padded_statistic_bytes(call)
+        kept, statistic = lse_bytes(call) + seen, padded_statistic_bytes(call)
+        if features & NEEDS_ATTN_MASK or (call.causal and 1 < call.tq != call.tk):
+            of_heads = features & {"alibi", "bias", "bias_grad", "relative_bias"}
+            kept += pairs * (call.heads if of_heads else 1) * call.dtype.itemsize + q_bytes(call)
         if not on_gpu:
             return Costs(kept)
         if self.backend in ("auto", "flash"):
@@ -276,16 +279,18 @@ def _library_reasons(
     """
     heads_per_kv = call.heads // call.kv_heads  # one key head and its queries stand for all
     like = {"dtype": call.dtype, "device": device, "requires_grad": call.backward}
-    q = torch.empty(1, heads_per_kv, call.tq, call.head_dim, **like)
-    k = torch.empty(1, 1, call.tk, call.head_dim, **like)
+    # A length that torch.compile keeps as a symbol, a tensor would fix: any other stands for it.
+    tq, tk = (n if isinstance(n, int) else 128 for n in (call.tq, call.tk))
+    q = torch.empty(1, heads_per_kv, tq, call.head_dim, **like)
+    k = torch.empty(1, 1, tk, call.head_dim, **like)
     mask = None
     if needs_attn_mask:
         # One row stands for all: no memory of Tq * Tk, and the kernels want a last stride of 1.
         added = bool(call.features & {"bias", "bias_grad", "alibi", "relative_bias"})
-        row = torch.empty(call.tk, dtype=call.dtype if added else torch.bool, device=device)
+        row = torch.empty(tk, dtype=call.dtype if added else torch.bool, device=device)
         row.requires_grad_(call.backward and bool(call.features & {"bias_grad", "relative_bias"}))
-        mask = row.expand(1, heads_per_kv if added else 1, call.tq, call.tk)
-    is_causal = call.causal and call.tq > 1 and not needs_attn_mask
+        mask = row.expand(1, heads_per_kv if added else 1, tq, tk)
+    is_causal = call.causal and tq > 1 and not needs_attn_mask
     dropout = 0.1 if "dropout" in call.features else 0.0
     always = torch.is_warn_always_enabled()
     with (

@@ -113,6 +113,13 @@ class CacheView(NamedTuple):
         paged = {"paged"} if self.k.table is not None else set()
         return frozenset(paged | ({self.k.dtype_name} - {None}))
 
+    @property
+    def one_table(self) -> bool:
+        """Whether keys and values lie in the same blocks, as kernels that take one table need. Two tables are
+        read from the device; a cache holds one tensor for both."""
+        k, v = self.k.table, self.v.table
+        return k is v or (k is not None and v is not None and torch.equal(k, v))
+
     def tensors(self) -> tuple[Tensor, Tensor]:
         """k and v (B, Hkv, capacity, D) copied out, in fp32 where quantised: for the specification."""
         capacity = self.k.shape[2]

@@ -56,8 +56,7 @@ def register_attention(
     bias_grad)` gives dq, dk, dv and dbias, made by `gradients` or `empty_as` and `torch.empty_like` of bias;
     without `bias_grad` dbias is `q.new_empty(0)`. Where there is a relative_bias, its gradient comes fifth,
     contiguous. Nothing may alias an input. `key` is the dispatch key: "CUDA" for kernels. `check(q, k, v,
-    options)` runs in the fake implementation, because a call compiled by torch.compile skips the checks of
-    `Attention.forward`.
+    options)` runs in the fake implementation: for who calls the op itself.
     """
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
@@ -141,6 +140,9 @@ def register_cached_attention(
 
     def call(q: Tensor, view: CacheView, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         (k, k_scale, table), (v, v_scale, _), lengths = view
+        # not in a compiled call, which cannot look
+        if not torch.compiler.is_compiling() and not view.one_table:
+            raise ValueError(f"{name} got two block tables; it needs keys and values in the same blocks")
         return op(q, k, v, k_scale, v_scale, table, lengths, *flattened(options, None, []))
 
     return call

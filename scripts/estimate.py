@@ -3,12 +3,12 @@
     python scripts/estimate.py model=gpt2 seq_len=8192 data.batch_size=4 attention=triton gpu=h200
     python scripts/estimate.py model=tiny attention=naive --measure
 
-It takes the overrides of train.py, and gpu=, the GPU to predict for, which need not be in this machine
-(default: the GPU of this machine, else the CPU). It prints what a training step takes: attention's scores,
-what attention keeps for the backward, the peak memory by kind and at which point of the step it occurs,
-FLOPs, bytes and time at the roofline, whether the step fits, and the longest context that fits. With
-trainer=ddp, fsdp2 or context_parallel and trainer.devices=N, all of it is that of one of the devices; the
-time for communication is left out.
+It takes the overrides of train.py, but for ckpt= and init_from=, and gpu=, the GPU to predict for, which need
+not be in this machine (default: the GPU of this machine, else the CPU). It prints what a training step takes:
+attention's scores, what attention keeps for the backward, the peak memory by kind and at which point of the
+step it occurs, FLOPs, bytes and time at the roofline, whether the step fits, and the longest context that
+fits. With trainer=ddp, fsdp2 or context_parallel and trainer.devices=N, all of it is that of one of the
+devices; the time for communication is left out.
 With --measure, a step also runs on this machine, and the measured figures are printed beside the predicted.
 The formulas, each with its derivation, are in model/costs/memory.py and model/costs/roofline.py.
 """
@@ -95,8 +95,9 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
 
     from conf.compose import build_attention
     from model.context_parallel import require_divisible
-    from model.costs.run import Run, shared_by
+    from model.costs.run import Run, devices_of, shared_by
     from model.training.checks import check
+    from model.training.runtime import accumulation
     from scripts.memory import model_config
 
     check(OmegaConf.to_container(cfg, resolve=True), None, {})
@@ -106,9 +107,8 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
         )
     narrow = gpu is not None if cfg.precision == "auto" else cfg.precision == "bf16-mixed"
     graph = compiled(cfg.compile, "cuda" if gpu else "cpu", cfg.precision)
-    shared = shared_by(
-        cfg.trainer, cfg.tokens_per_step, cfg.data.batch_size * cfg.seq_len, one_graph=graph is True
-    )
+    micro_tokens = cfg.data.batch_size * cfg.seq_len
+    shared = shared_by(cfg.trainer, cfg.tokens_per_step, micro_tokens, one_graph=graph is True)
     run = Run(
         model_config(cfg),
         cfg.data.batch_size,
@@ -119,25 +119,23 @@ def run_of(cfg: DictConfig, gpu: GpuSheet | None) -> Run:
         compiled=bool(graph),
         checkpointing=cfg.checkpointing,
         workspace_bytes=gpu.workspace_bytes if gpu else 0,
+        documents=cfg.data.document_mask,
         **shared,
     )
     if run.sequence_ranks > 1:
         require_divisible(run.config, run.sequence_ranks, run.shards)
-    _require(run, cfg)
+    devices, ranks = devices_of(cfg.trainer)
+    accumulation(cfg.tokens_per_step, micro_tokens, devices // ranks)
+    _require(run)
     return run
 
 
-def _require(run: Run, cfg: DictConfig) -> None:
+def _require(run: Run) -> None:
     """UnsupportedAttention where the implementation says that it cannot train this, wherever it is
     installed."""
-    from dataclasses import replace
-
     from attention.base import UnsupportedAttention
 
-    call = run.call
-    if cfg.data.document_mask:
-        call = replace(call, features=call.features | {"document_ids"})
-    attention = run.attention
+    call, attention = run.call, run.attention
     if attention.declaration.dispatches_to == "kernels":  # which differ in what they can
         attention = attention.resolve(call)
     if reasons := attention.capabilities.reasons(call):

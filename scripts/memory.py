@@ -226,11 +226,24 @@ def table(split: dict[str, float]) -> str:
 
 
 def composed(overrides: list[str]) -> DictConfig:
-    """The config that train.py would have with these overrides."""
+    """The config that train.py would have with these overrides. UserError where it would take the model, or
+    all of the config, from a file, which is not read here."""
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides=overrides)
+        cfg = compose("config", overrides=overrides)
+    if cfg.ckpt is not None:
+        raise UserError(
+            f"ckpt={cfg.ckpt}: no checkpoint is read here, and its config is needed. Leave ckpt= out, and "
+            "give the overrides that the run was started with: the config.yaml in its folder has the values."
+        )
+    if cfg.init_from is not None:
+        raise UserError(
+            f"init_from={cfg.init_from}: no weights are read here, and the architecture that they bring is "
+            "needed. Leave init_from= out, and set that by model= and its keys, as model=gpt2_xl does for "
+            "gpt2-xl; for a run of yours, the config.yaml in its folder has the values."
+        )
+    return cfg
 
 
 def main(arguments: list[str]) -> None:

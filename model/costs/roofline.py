@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, replace
 
+from attention.base import MASK_BLOCK
 from model.costs.flops import AttentionSize, attention_flops, flops_per_token, parameter_count
 from model.costs.gpus import GpuSheet
 from model.costs.memory import cast_weight_bytes, saved_by_layer
 from model.costs.memory_loss import output_bytes
 from model.costs.run import Run
+from model.sparsity import kept_share, pattern
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,25 @@ def attention_size(run: Run) -> AttentionSize:
     return AttentionSize(*shape, config.causal, run.value_bytes)
 
 
+def visible_share(run: Run) -> float:
+    """The share of the T^2 scores that the config lets queries see, those of documents uncounted: 1/2 where
+    causal, of a window its band, and of model.sparsity the kept ones of the tiles that these touch. Where
+    masks other than causal are tensors, no product skips what they hide."""
+    config, T = run.config, run.config.seq_len
+    pairs = T**2 / (2 if config.causal else 1)
+    skips = not run.attention.declaration.writes_masks
+    if config.window is not None and skips:
+        window = min(config.window, T)
+        band = T * (window + 1) - window * (window + 1) / 2  # a query and those up to `window` before it
+        pairs = min(pairs, band if config.causal else 2 * band - T)
+    if config.sparsity is not None and skips:
+        kept = pattern(config.sparsity, -(-T // MASK_BLOCK), config.sparsity_blocks)
+        reach = len(kept) if config.window is None else -(-config.window // MASK_BLOCK)
+        near = kept.new_ones(kept.shape).triu(-reach).tril(reach)
+        pairs *= kept_share(kept & near, config.causal) / kept_share(near, config.causal)
+    return pairs / T**2
+
+
 def attention_work(run: Run) -> tuple[Work, Work]:
     """Forward and backward of one layer: q, k, v in, out and lse out; backward those and dout in, dq, dk and
     dv out; and what the implementation moves beyond. With all scores in memory no product skips what is
@@ -56,11 +77,11 @@ def attention_work(run: Run) -> tuple[Work, Work]:
         return forward.times(1 / run.sequence_ranks), backward.times(1 / run.sequence_ranks)
     size, own = attention_size(run), run.costs
     shape = size.batch, size.heads, size.tq, size.tk, size.head_dim
-    causal = run.config.causal and not own.writes_scores
+    share = 1.0 if own.writes_scores else visible_share(run)
     read = size.compulsory_bytes + own.moved_bytes[0]
     back = size.compulsory_bytes + 2 * (size.q_bytes + size.k_bytes) + own.moved_bytes[1]
-    flops = attention_flops(*shape, causal=causal)
-    flops_back = attention_flops(*shape, causal=causal, backward=not own.writes_scores)
+    flops = attention_flops(*shape) * share
+    flops_back = attention_flops(*shape, backward=not own.writes_scores) * share
     flops_back *= 2 if own.writes_scores else 1
     split, halves = int(own.split_matmuls > 0), own.split_matmuls
     return (

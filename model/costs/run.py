@@ -21,20 +21,31 @@ from model.config import GPTConfig
 _OF_THE_YAML = {"_target_", "gradient_as_bucket_view"}  # of trainer=ddp
 
 
+def devices_of(trainer: Mapping[str, Any]) -> tuple[int, int]:
+    """(devices, those of them that share each sequence) by the config of a trainer. trainer.devices=auto: the
+    GPUs of this machine, or one device."""
+    devices, strategy = trainer["devices"], trainer["strategy"]
+    if devices in ("auto", -1, "-1"):
+        devices = torch.cuda.device_count() or 1
+    elif isinstance(devices, str) and "," in devices:
+        devices = len([word for word in devices.split(",") if word])
+    try:
+        n = int(devices) if isinstance(devices, int | str) else len(devices)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"trainer.devices={devices}: it needs to be a number of devices, or auto for all of them."
+        ) from None
+    n *= trainer["num_nodes"]
+    ranks = 1 if isinstance(strategy, str) else strategy.get("context_parallel", 1)
+    return n, n if ranks == "all" else ranks
+
+
 def shared_by(
     trainer: Mapping[str, Any], step_tokens: int | None, micro_tokens: int, one_graph: bool
 ) -> dict[str, Any]:
     """`shards`, `sequence_ranks` and `accumulates` of a Run, by the config of a trainer, tokens_per_step, the
-    tokens of a micro-batch, and whether the model is compiled as one graph. trainer.devices=auto: the GPUs of
-    this machine, or one device."""
-    devices, strategy = trainer["devices"], trainer["strategy"]
-    if devices in ("auto", -1, "-1"):
-        devices = torch.cuda.device_count() or 1
-    elif isinstance(devices, str):
-        devices = [word for word in devices.split(",") if word] if "," in devices else int(devices)
-    n = (devices if isinstance(devices, int) else len(devices)) * trainer["num_nodes"]
-    ranks = 1 if isinstance(strategy, str) else strategy.get("context_parallel", 1)
-    ranks = n if ranks == "all" else ranks
+    tokens of a micro-batch, and whether the model is compiled as one graph."""
+    (n, ranks), strategy = devices_of(trainer), trainer["strategy"]
     kind = strategy if isinstance(strategy, str) else strategy["_target_"].rpartition(".")[2]
     sharded = kind == "FSDP2Strategy"
     # as ReplicaStrategy decides
@@ -51,7 +62,7 @@ class Run:
     checkpointed, whether gradients of micro-batches before are there (`accumulates`; in the buckets of
     DistributedDataParallel they always are), the bytes of libraries' workspaces, and the devices that share
     parameters, gradients and optimiser state (`shards`: FSDP2) and each sequence (`sequence_ranks`: context
-    parallelism)."""
+    parallelism), and whether tokens see their own document only (`documents`: data.document_mask)."""
 
     config: GPTConfig
     batch: int
@@ -65,6 +76,7 @@ class Run:
     workspace_bytes: int = 0
     shards: int = 1
     sequence_ranks: int = 1
+    documents: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -114,6 +126,7 @@ class Run:
         """A layer's call of attention; where devices share sequences, the larger of its two calls."""
         dtype = torch.bfloat16 if self.value_bytes == 2 else torch.float32
         facts = {"tokens": self.config.seq_len, "device": torch.device("cpu"), "dtype": dtype}
+        facts["document_ids"] = self.documents
         call = attention_call(self.config, "training", batch=self.batch, **facts)
         if self.sequence_ranks > 1:
             call = replace(call, tq=call.tq // (2 * self.sequence_ranks))

@@ -74,6 +74,7 @@ def training_run(
         arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         compiled=bool(graph),
         checkpointing=config["checkpointing"],
+        documents=bool(data.get("document_mask")),
         **shared_by(config["trainer"], config["tokens_per_step"], micro, one_graph=graph is True),
     )
 
@@ -103,6 +104,24 @@ def remedies(
     return {keys: other for keys, other in found.items() if peak(other).peak < 0.95 * before}
 
 
+def _validating(error: BaseException | None) -> bool:
+    """Whether it was raised within a validation step: when it gets here, Lightning has forgotten."""
+    at = error.__traceback__ if error else None
+    while at and at.tb_frame.f_code.co_name != "validation_step":
+        at = at.tb_next
+    return at is not None
+
+
+def _validation_remedies(run: Run, rows: int, other: Attention) -> list[str]:
+    """What to do where a batch of `rows` to validate does not fit. No more rows than those of a training step
+    take less than that, which keeps what the backward needs."""
+    fewer = min(run.batch, rows // 2)
+    lines = [f"  data.eval_batch_size={fewer}"] if fewer else []
+    if run.costs.writes_scores:
+        lines.append(f"  attention={other.name}")
+    return lines or ["  a shorter seq_len, or a smaller model: model.n_layer, model.n_embd"]
+
+
 def _message(
     config: Mapping[str, Any],
     device: torch.device,
@@ -120,19 +139,37 @@ def _message(
         predicted = _gib(run)
     except CostsNotDeclared as undeclared:
         return f"{happened}\n{undeclared}"
+    resumable = any(folder.glob("checkpoints/*.ckpt"))
+    if _validating(error):
+        rows = config["data"].get("eval_batch_size") or run.batch
+        lines = [
+            happened,
+            f"That was while validating, {rows} x {run.config.seq_len} tokens at once (data.eval_batch_size) "
+            f"with attention={run.attention.name}. What takes less:",
+            *_validation_remedies(run, rows, build("auto")),
+        ]
+    else:
+        lines = [happened, *_training_advice(config, run, capacity, predicted, build("auto"), resumable)]
+    if resumable:
+        from model.training.runs import ckpt_of  # which imports lightning
+
+        lines.append(f"Resume with one of these: python train.py {ckpt_of(folder)} ...")
+    return "\n".join(lines)
+
+
+def _training_advice(
+    config: Mapping[str, Any], run: Run, capacity: int, predicted: str, other: Attention, resumable: bool
+) -> list[str]:
+    """What a training step was predicted to take, and what takes less."""
     in_fp8 = config["precision"] == "fp8"
     shown = "in bf16" if in_fp8 else "scripts/estimate.py with the same overrides shows its parts"
     lines = [
-        happened,
         f"A step of {run.batch} x {run.config.seq_len} tokens with attention={run.attention.name} is "
         f"predicted to take {predicted} ({shown}). What takes less:",
     ]
     devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     step_tokens = config["tokens_per_step"] or run.tokens * devices
-    able, resumable = (
-        remedies(run, capacity, step_tokens, build("auto")),
-        any(folder.glob("checkpoints/*.ckpt")),
-    )
+    able = remedies(run, capacity, step_tokens, other)
     if resumable:  # which keeps its context
         able = {keys: other for keys, other in able.items() if not keys.startswith("seq_len=")}
     fit = {keys: other for keys, other in able.items() if peak(other).peak <= capacity} or able
@@ -140,11 +177,7 @@ def _message(
     lines += [f"  {keys:<{width}}  {_gib(other):>12}" for keys, other in fit.items()]
     if not able:
         lines.append("  a smaller model: model.n_layer, model.n_embd")
-    if resumable:
-        from model.training.runs import ckpt_of  # which imports lightning
-
-        lines.append(f"Resume with one of these: python train.py {ckpt_of(folder)} ...")
-    return "\n".join(lines)
+    return lines
 
 
 def _gib(run: Run) -> str:

@@ -70,6 +70,8 @@ def reads(q: Tensor, view: CacheView, options: AttentionOptions) -> bool:
     return (
         q.shape[3] == 128
         and q.shape[1] // k.shape[1] <= 8
+        and k.stride() == v.data.stride()  # K's strides and table are all that `fill` passes
+        and view.one_table
         and scale.stride() == v.scale.stride()
         and scale.stride(3) == 1
         and (table is None or (k.shape[2] % 16 == 0 and k.shape[0] * k.stride(0) < 2**36))

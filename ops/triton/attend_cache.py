@@ -120,10 +120,11 @@ def _run_triton(
     """Fills `to` and `to_lse`, the parts, or where splits is 1 the results, with out's strides."""
     (k, k_scale, table), v = view.k, view.v
     (batch, heads, tq, head_dim), (kv_heads, block) = q.shape, k.shape[1:3]
-    if k.stride() != v.data.stride() or k.stride(3) != 1 or q.stride(3) != 1:
+    scales = k_scale is None or k_scale.stride() == v.scale.stride()
+    if k.stride() != v.data.stride() or not scales or k.stride(3) != 1 or q.stride(3) != 1:
         raise ValueError(
             f"attention=triton got a cache with strides {k.stride()} and {v.data.stride()}, q {q.stride()}; "
-            "it needs keys and values of one layout, and contiguous last dimensions"
+            "it needs keys and values, and their scales, of one layout, and contiguous last dimensions"
         )
     exact, heads_per_kv = q.dtype == torch.float32, heads // kv_heads
     if view.k.dtype_name == "int4":

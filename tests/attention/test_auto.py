@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from attention import auto, registry
 from attention.auto import DEFAULT, LAST, AutoAttention, order, table_key
 from attention.base import Attention, AttentionCall, Capabilities, UnsupportedAttention
+from attention.call import call_fields
 from attention.flash_lib import FlashLibAttention
 from attention.registry import build
 from ops.options import AttentionOptions
@@ -148,6 +149,21 @@ def test_deterministic_algorithms_are_kept_to(picky, monkeypatch):
         line = {(H100, 16, "forward", "causal"): ((64, None, "other"),)}
         monkeypatch.setattr(auto, "MEASURED", line)
         assert picky.choice(call("softcap", backward=False))[0] == "other"  # a forward adds in one order
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_choice_is_made_again_once_warnings_are_errors(picky, monkeypatch):
+    """Of a live call: under warn_only the nondeterministic one may run."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: H100)
+    asked = call("softcap")
+    facts = {
+        name: getattr(asked, name) for name in call_fields(*3 * [torch.empty(1, 1, 1, 1)], AttentionOptions())
+    }
+    try:
+        for warn_only, expected in ((True, "other"), (False, "tiled")):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            assert picky._memoised_choice(0, False, facts) == expected
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -159,6 +159,22 @@ def test_others_refuse_and_say_what_to_change():
         assert "attention=naive and attention=tiled" in str(error.value)
 
 
+def test_values_of_another_layout():
+    """What takes one layout and one table, K's, refuses them; others read them."""
+    q, view, _, _ = make("int4", 16, 1)
+    v = view.v
+    flipped = v._replace(data=v.data.flip(0), scale=v.scale.flip(0), table=len(v.data) - 1 - v.table)
+    data = v._replace(data=v.data.transpose(1, 2).contiguous().transpose(1, 2))
+    scale = v._replace(scale=v.scale.mT.contiguous().mT)
+    expected = build("tiled")(q, view)
+    for other, words in ((flipped, "two block tables"), (data, "one layout"), (scale, "one layout")):
+        assert torch.equal(build("tiled")(q, view._replace(v=other)), expected)
+        with pytest.raises(ValueError, match=words):
+            build("triton")(q, view._replace(v=other))
+    copied = v._replace(table=v.table.clone())
+    assert torch.equal(build("triton")(q, view._replace(v=copied)), build("triton")(q, view))
+
+
 def test_calls_that_make_no_sense():
     q, view, _, _ = make("int8", 16, 1)
     naive = NaiveAttention()

@@ -7,6 +7,7 @@ import torch
 
 from attention.base import AttentionCall, AttentionOptions, Capabilities, UnsupportedAttention
 from attention.naive import NaiveAttention
+from ops.library import unpacked
 
 Q, K = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8)
 INTS = torch.ones(2, 6, dtype=torch.int32)
@@ -51,11 +52,16 @@ BAD_INPUTS = {
 }
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_inputs(case: str) -> None:
+def test_bad_inputs(case: str, compiled: bool) -> None:
     q, k, v, options, words = BAD_INPUTS[case]
+    attention = NaiveAttention()
+    if compiled:
+        torch._dynamo.reset()
+        attention = torch.compile(attention, backend="eager")
     with pytest.raises(ValueError) as error:
-        NaiveAttention()(q, k, v, **options)
+        attention(q, k, v, **options)
     assert words in str(error.value) and not isinstance(error.value, UnsupportedAttention)
 
 
@@ -73,6 +79,21 @@ def test_a_verdict_is_kept_for_the_same_call_only() -> None:
     attention(Q, K, K, document_ids=pair)
     with pytest.raises(ValueError):
         attention(Q, K, K, document_ids=(INTS, INTS))
+
+
+def test_views_are_compared_in_each_call() -> None:
+    """Of packed inputs, also where dimensions of one entry have any stride; their key has no addresses."""
+    attention = NaiveAttention()
+    for batch, heads, kv_heads, tokens in ((2, 4, 2, 6), (1, 2, 1, 1), (1, 1, 1, 5)):
+        qkv = torch.randn(batch, tokens, (heads + 2 * kv_heads) * 8)
+        views = unpacked(qkv, heads, kv_heads)
+        split = qkv.split((heads * 8, kv_heads * 8, kv_heads * 8), dim=-1)
+        for q, k, v in (views, [x.unflatten(-1, (-1, 8)).transpose(1, 2) for x in split]):
+            attention(q, k, v, packed=qkv)
+        q, k, v = views
+        for other in ((torch.zeros_like(q), k, v), (q, torch.zeros_like(k), v), (q, v, k)):
+            with pytest.raises(ValueError, match="no view of packed"):
+                attention(*other, packed=qkv)
 
 
 def test_all_reasons_and_remedies() -> None:

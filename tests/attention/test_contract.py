@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention.base import FEATURES, Attention, AttentionCall, AttentionOptions, UnsupportedAttention
+from attention.base import (
+    FEATURES,
+    Attention,
+    AttentionCall,
+    AttentionOptions,
+    CachedTensor,
+    CacheView,
+    UnsupportedAttention,
+    quantise,
+)
 from ops.library import unpacked
 from tests.attention.criterion import error_ratios, run_case
 from tests.grid import CASES, CROSSED, NAMES, Case, build, make_inputs
@@ -41,6 +52,17 @@ def test_leaves_no_trace_in_checkpoints(name: str) -> None:
     assert isinstance(attention, Attention) and attention.name == name
     assert not list(attention.parameters()) and not list(attention.buffers()) and not attention.state_dict()
     assert not list(attention.children())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_goes_through_pickle(name: str) -> None:
+    """As with a model that torch.save writes whole."""
+    attention = build(name)
+    again = pickle.loads(pickle.dumps(attention))
+    assert (again.name, again.declaration) == (name, attention.declaration)
+    q = torch.randn(1, 2, 9, 16)
+    if not attention.unsupported_reasons(AttentionCall.of(q, q, q, AttentionOptions())):
+        assert torch.equal(again(q, q, q), attention(q, q, q))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,8 +104,9 @@ def test_the_gradient_of_packed_inputs(name: str, device: str, heads: tuple[int,
     for ours, expected in zip(run(qkv), run(None), strict=True):
         torch.testing.assert_close(ours, expected)
     for other in (qkv.detach().clone(), qkv[:, :100]):
-        with pytest.raises(ValueError, match="packed"):
-            build(name)(*unpacked(qkv, *heads), packed=other)
+        for checked_before in (build(name), attention):
+            with pytest.raises(ValueError, match="packed"):
+                checked_before(*unpacked(qkv, *heads), packed=other)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,6 +149,82 @@ def test_compiles_with_every_option(name: str) -> None:
     expected = attention(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.options)
     torch.testing.assert_close((out, lse), expected)
     out.sum().backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_it_refuses_the_same(name: str) -> None:
+    """In the same words, where only part of a function is compiled by the same error."""
+    attention, q = build(name), torch.randn(1, 2, 40, 16)
+    for options in ({"softcap": 2.0}, {"return_lse": True}, {"window": (-7, 0)}):
+        torch._dynamo.reset()
+        whole, parts = (torch.compile(attention, backend="eager", fullgraph=full) for full in (True, False))
+        try:
+            attention(q, q, q, **options)
+        except ValueError as refusal:
+            with pytest.raises(torch._dynamo.exc.Unsupported) as words:
+                whole(q, q, q, **options)
+            assert str(refusal).split("\n")[0].partition(" (")[0] in str(words.value)
+            with pytest.raises(type(refusal)) as error:
+                parts(q, q, q, **options)
+            assert str(error.value) == str(refusal)
+            return
+        whole(q, q, q, **options)
+    pytest.fail("the last one makes no sense")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_compiled_checks_are_in_no_graph(name: str) -> None:
+    """But for guards: with them, too, one graph serves all lengths."""
+    torch._dynamo.reset()
+    attention, graphs = build(name), CompileCounterWithBackend("eager")
+    compiled = torch.compile(attention, fullgraph=True, backend=graphs)
+    for tokens in (64, 96, 128):
+        q = torch.randn(1, 2, tokens, 8)
+        torch._dynamo.mark_dynamic(q, 2)
+        compiled(q, q, q)
+    assert graphs.frame_count == 1
+    attention._check_traced = lambda *call: None
+    torch._dynamo.reset()
+    torch.compile(attention, fullgraph=True, backend=graphs)(q, q, q)
+    checked, unchecked = ([str(node.target) for node in graph.graph.nodes] for graph in graphs.graphs)
+    assert checked == unchecked
+
+
+def test_compiled_it_takes_a_number_of_numpy() -> None:
+    torch._dynamo.reset()
+    attention, q, scale = build("naive"), torch.randn(1, 2, 9, 8), np.float64(0.3)
+    compiled = torch.compile(attention, backend="eager")
+    torch.testing.assert_close(compiled(q, q, q, scale=scale), attention(q, q, q, scale=0.3))
+
+
+def test_a_compiled_call_is_checked_again_once_determinism_is_asked_for() -> None:
+    torch._dynamo.reset()
+    attention, q = build("tiled"), torch.randn(1, 2, 9, 8, requires_grad=True)
+    attention.capabilities = replace(attention.capabilities, deterministic=False)
+    for call in (attention, torch.compile(attention, backend="eager")):
+        for warn_only in (True, False):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            try:
+                if warn_only:
+                    call(q, q, q)
+                else:
+                    with pytest.raises(UnsupportedAttention, match="no deterministic backward"):
+                        call(q, q, q)
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+
+def test_a_compiled_call_on_a_cache_is_checked() -> None:
+    torch._dynamo.reset()
+    data, scale = quantise(torch.randn(1, 2, 16, 8), "int8")
+    side = CachedTensor(data, scale.transpose(-2, -1).contiguous())
+    q, view = torch.randn(1, 2, 1, 8), CacheView(side, side, torch.tensor([9], dtype=torch.int32))
+    compiled = {name: torch.compile(build(name), backend="eager") for name in ("sdpa", "tiled")}
+    torch.testing.assert_close(compiled["tiled"](q, view), build("naive")(q, view))
+    with pytest.raises(UnsupportedAttention, match="no int8 cache"):
+        compiled["sdpa"](q, view)
+    with pytest.raises(ValueError, match="dropout_p with a CacheView"):
+        compiled["tiled"](q, view, dropout_p=0.5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -241,6 +340,20 @@ def test_autocast_changes_nothing(name: str, device: str) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(out, inputs.q, inputs.dout), torch.autograd.grad(expected, inputs.q, inputs.dout)
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_to_other_16_bits_changes_nothing(name: str, compiled: bool) -> None:
+    attention, q = build(name), torch.randn(1, 2, 20, 16).half()
+    if reasons := attention.unsupported_reasons(AttentionCall.of(q, q, q, AttentionOptions())):
+        pytest.skip("; ".join(reasons))
+    expected = attention(q, q, q)
+    torch._dynamo.reset()
+    call = torch.compile(attention, fullgraph=True, backend="eager") if compiled else attention
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(q, q, q)
+    assert out.dtype == torch.float16 and torch.equal(out, expected)
 
 
 def test_auto_runs_as_if_asked_for_by_name() -> None:

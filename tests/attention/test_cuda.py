@@ -179,6 +179,24 @@ def test_products_are_chosen_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
         CudaStage("fa2", products="fma")
 
 
+def test_warnings_alone_do_not_make_a_backward_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide heads of fa3 have none, and their calls pass the checks then."""
+    settings: list[list[int]] = []
+    kernels = SimpleNamespace(fa3_backward=lambda *call: settings.append(call[-2]))
+    monkeypatch.setitem(sys.modules, "ops.cuda.hopper", kernels)
+    q, wide = torch.zeros(1, 1, 8, 192), replace(CALL, head_dim=192)
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert CudaStage("fa3").unsupported_reasons(wide) == []
+        cuda._backward("fa3", q, q, [0, 0], False)
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(UnsupportedAttention, match="no deterministic backward at head dim 192"):
+            cuda._backward("fa3", q, q, [0, 0], False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert settings == [[0, 0]]
+
+
 @pytest.mark.parametrize(("strict", "deterministic"), [(False, 0), (False, 1), (True, 0)])
 def test_options_reach_the_kernels(monkeypatch: pytest.MonkeyPatch, strict: bool, deterministic: int) -> None:
     """By the op's schema, forward and backward: causal is a right bound of 0, `settings` has determinism."""
@@ -247,7 +265,7 @@ def test_what_has_no_backward_says_so(stage: str) -> None:
 def test_a_compiled_call_is_checked_as_it_is_traced(
     stage: str | None, options: dict[str, Any], said: str
 ) -> None:
-    """By the op's fake: torch.compile traces past the checks of Attention.forward."""
+    """By the op's fake too, as one can call the op itself."""
     dtype = options.get("dtype", torch.bfloat16)
     q, k, v = (
         torch.empty(1, 2, n, options.get("head_dim", 64), dtype=dtype)

@@ -119,6 +119,49 @@ def test_windows_and_padding_are_those_of_the_mask_written_out(kind: str, side: 
     assert torch.allclose(got, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_a_window_to_both_sides_is_that_of_the_mask(side: str) -> None:
+    """ModernBERT's layers pass one more than the mask's window, for FlashAttention to take it off again."""
+    config = transformers.ModernBertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        local_attention=8, global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, mask = transformers.ModernBertModel(config).eval(), padded(side)
+    expected, got = (
+        (model.set_attn_implementation(name), model(tokens(), attention_mask=mask))[1].last_hidden_state
+        for name in ("eager", name_of("tiled"))
+    )
+    assert torch.allclose(got[mask.bool()], expected[mask.bool()], atol=2e-6)
+
+
+def test_the_window_is_that_of_the_mask_function() -> None:
+    """(w, w) of |q - k| <= w, (w - 1, 0) of k > q - w where causal, whatever the layer says of its size."""
+    masks = transformers.masking_utils
+
+    def window(mask_function: Any) -> Any:
+        mask = for_transformers.encode_mask(B, T, T, mask_function=mask_function, name="naive")
+        return for_transformers.options_of(mask, T, T, 99, "naive").window
+
+    assert window(masks.sliding_window_bidirectional_mask_function(4)) == (4, 4)
+    assert window(masks.sliding_window_causal_mask_function(4)) == (3, 0)
+    assert window(masks.sliding_window_causal_mask_function(1)) == (0, 0)
+    assert window(masks.sliding_window_overlay(4)) == (3, -1)
+
+
+def test_a_mask_of_other_lengths_is_refused_and_small_wherever_it_is_copied_to() -> None:
+    window = transformers.masking_utils.sliding_window_causal_mask_function(4096)
+    mask = for_transformers.encode_mask(
+        B, T, T, mask_function=window, attention_mask=padded("left") > 0, name="tiled"
+    )
+    assert mask.numel() < 32 * 13 * B * (2 * T + 4096)
+    assert for_transformers.options_of(mask, T, T, 4096, "tiled").window == (4095, 0)
+    for queries, keys in ((T, T + 1), (1, T), (T, 3 * T)):
+        with pytest.raises(UnsupportedAttention, match="a mask for other lengths"):
+            for_transformers.options_of(mask, queries, keys, 4096, "tiled")
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
     model, ids = model_of(kind, name_of("tiled")).eval(), tokens(1)

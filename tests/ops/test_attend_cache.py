@@ -89,6 +89,18 @@ def one_row(kind: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, CacheVi
     return q.bfloat16(), CacheView(*sides, torch.tensor([k.shape[2]], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("kind", TILES)
+def test_only_one_layout_and_table_are_read(kind: str) -> None:
+    """Those of K are all that the kernel is told."""
+    q, view, _, _ = make(kind, 16, 1, torch.bfloat16, heads=8, dim=128)
+    v = view.v
+    assert reads(q, view, OPTIONS)
+    assert reads(q, view._replace(v=v._replace(table=v.table.clone())), OPTIONS)
+    data = v.data.transpose(1, 2).contiguous().transpose(1, 2)
+    for other in ({"data": data}, {"table": v.table.flip(1)}, {"table": None}):
+        assert not reads(q, view._replace(v=v._replace(**other)), OPTIONS)
+
+
 def small_weights(kind: str) -> tuple[Tensor, CacheView]:
     """One key has the largest score by 13, and hundreds with values 1,000 times as large add up to as much:
     none may be rounded to 0 because of it. Halves of the channels differ by a factor of 10."""

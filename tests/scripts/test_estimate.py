@@ -51,6 +51,26 @@ def test_predicted_peaks_are_the_measured_ones(overrides: str) -> None:
         assert getattr(predicted, kind) / 2**20 == pytest.approx(split[kind], rel=0.001)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "attention=sdpa data.document_mask=true",
+        "attention=sdpa model.sparsity=local",
+        "attention=sdpa model.position=t5",
+        "attention=sdpa model.position=alibi data.document_mask=true",
+        "attention=sdpa_math model.position=alibi",
+        "attention=naive model.softcap=30",
+        "attention=naive data.document_mask=true",
+    ],
+)
+def test_what_attention_keeps_of_masks_and_softcaps_is_what_is_measured(overrides: str) -> None:
+    # where the peak is before the backward, with all that attention keeps
+    where = ["model=tiny", "model.n_layer=2", "seq_len=256", "compile=false", "data.corpus.vocab_size=20000"]
+    cfg = composed([*SMALL, *where, *overrides.split()])
+    split, predicted = memory_split(training_step(cfg)), peak(run_of(cfg, None))
+    assert predicted.attention / 2**20 == pytest.approx(split["attention"], rel=0.005)
+
+
 def test_a_table_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     main([*GPT2, "attention=cuda_fa2", "gpu=h200"])
     out = capsys.readouterr().out
@@ -137,6 +157,10 @@ def test_shared_memory_comes_from_the_kernels_tables() -> None:
         (["attention=cuda_fa1", "gpu=h200"], "no backward: runs forward only"),
         (["model=gpt2", "model.n_head=3", "attention=cuda", "gpu=a100"], "no head dim 256"),
         (["attention=flash3", "gpu=a100"], "no sm_80"),
+        (["ckpt=my-run"], "ckpt=my-run: no checkpoint is read here"),
+        (["init_from=gpt2-xl"], "init_from=gpt2-xl: no weights are read here"),
+        (["tokens_per_step=1000"], "tokens_per_step=1000 is not a multiple of the "),
+        (["trainer.devices=abc"], "trainer.devices=abc: it needs to be a number of devices"),
         (["--fast"], "the only flag is --measure"),
         (["data.tokenizer.kind=char", "gpu=l4"], "once the corpus is read"),
     ],

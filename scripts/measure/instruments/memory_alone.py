@@ -36,7 +36,8 @@ def alone(step: Step) -> tuple[Halves, list[int], int]:
     qkv = [torch.randn(B, T, H, D, **like).transpose(1, 2).requires_grad_() for H in heads]
     dout = torch.randn_like(qkv[0])
     options = config.attention_options | {"alibi_slopes": step.net.slopes, "dropout_p": config.attn_dropout}
-    options["relative_bias"] = step.net.relative_bias()
+    options["relative_bias"], options["block_mask"] = step.net.relative_bias(), step.net.block_mask(T, None)
+    options["document_ids"] = step.inputs[1] if len(step.inputs) > 1 else None
     call = torch.compile(attention, dynamic=False) if step.net._compiled_call_impl is not None else attention
     narrow = step.dtype == torch.bfloat16
 

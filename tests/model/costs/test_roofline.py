@@ -34,6 +34,27 @@ def test_unfused_attention_walks_the_scores_and_skips_nothing() -> None:
     assert backward.flops == 2 * forward.flops
 
 
+def test_what_a_window_or_a_pattern_hides_is_skipped() -> None:
+    whole = 4 * 2 * 12 * 1024**2 * 64
+
+    def share(name: str = "triton", **changes: object) -> float:
+        run = replace(RUN, attention=shared_instance(name), config=replace(GPT2, **changes))
+        return attention_work(run)[0].flops / whole
+
+    # 128 queries at the beginning see 1 to 128 keys, the others 129 each
+    assert share(window=128) == (128 * 129 / 2 + 896 * 129) / 1024**2
+    assert share(window=128, causal=False) == pytest.approx(
+        (2 * (128 * 129 / 2 + 896 * 129) - 1024) / 1024**2
+    )
+    assert share(window=5000) == 0.5
+    # 8 tiles on the diagonal and 7 below it, of 36
+    assert share(sparsity="local", sparsity_blocks=2) == pytest.approx(0.5 * 15 / 36)
+    # the window touches no more tiles than the pattern keeps
+    assert share(sparsity="local", sparsity_blocks=2, window=128) == share(window=128)
+    assert share("sdpa", window=128) == share("sdpa", sparsity="local") == 0.5
+    assert share("naive", window=128) == 1
+
+
 def test_a_step_is_six_flops_a_parameter_and_attention() -> None:
     N = 12 * 12 * 768**2 + 50304 * 768 + 25 * 768
     attention = 12 * (1 + 2.5) * attention_work(RUN)[0].flops

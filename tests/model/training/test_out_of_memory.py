@@ -92,6 +92,26 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert train_here(tmp_path, "ckpt=a", *lower, tiny=False).code == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rows", "advice"),
+    [
+        ("data.batch_size=4 data.eval_batch_size=64", 64, ["data.eval_batch_size=4", "attention=auto"]),
+        ("data.batch_size=4", 4, ["data.eval_batch_size=2", "attention=auto"]),
+        ("data.batch_size=1 data.eval_batch_size=1 attention=sdpa", 1, ["a"]),
+    ],
+)
+def test_while_validating(tmp_path: Path, overrides: str, rows: int, advice: list[str]) -> None:
+    def validation_step(self: LitGPT, batch: dict, batch_idx: int) -> None:
+        raise torch.OutOfMemoryError(CUDA)
+
+    with mock.patch.object(LitGPT, "validation_step", validation_step):
+        result = train_here(tmp_path, "name=a", *overrides.split())
+    assert result.code == 1 and "Traceback" not in result.out + result.err
+    assert f"That was while validating, {rows} x 16 tokens at once (data.eval_batch_size)" in result.err
+    assert "A step of" not in result.err and "data.batch_size=" not in result.err
+    assert [line.split()[0] for line in result.err.splitlines() if line.startswith("  ")] == advice
+
+
 @pytest.mark.long
 def test_the_next_job_of_a_sweep_has_all_the_memory(tmp_path: Path) -> None:
     init, step, models, alive = LitGPT.__init__, LitGPT.training_step, [], []
