@@ -301,6 +301,8 @@ class Attention(nn.Module):
                 self._check_now(*_TRACED_CALLS.pop())
         except ValueError as error:
             return str(error)
+        except Exception:  # what cannot be asked of a fake tensor is no reason not to compile
+            return None
         return None
 
     def _allow(self, key: Any) -> None:
@@ -320,8 +322,12 @@ _TRACED_CALLS: list[tuple[Any, ...]] = []
 def _hold_traced_call(context: Any) -> None:
     # Here, as a decorator would import the compiler.
     torch.compiler.assume_constant_result(Attention._refusal_of_traced_call)
-    *tensors, options = (traced(context, name) for name in ("q", "k", "v", "options"))
+    _TRACED_CALLS.clear()
+    try:
+        *tensors, options = (traced(context, name) for name in ("q", "k", "v", "options"))
+    except Exception:  # a version of the compiler that shows less: as before there were these checks
+        return
     # A number of NumPy is a tensor here, whose value nobody knows: one that makes sense stands for it.
     numbers = ("scale", "softcap", "dropout_p")
     unknown = {name: 0.5 for name in numbers if isinstance(getattr(options, name), Tensor)}
-    _TRACED_CALLS[:] = [(*tensors, options._replace(**unknown))]
+    _TRACED_CALLS.append((*tensors, options._replace(**unknown)))
