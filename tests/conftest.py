@@ -47,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(missing)
         if item.nodeid.startswith("tests/scripts/"):  # they measure memory and time
             item.add_marker(pytest.mark.alone)
+    # 50 of its 75 s wait for a rank that is silent: at the end, other workers would have nothing left to do
+    items.sort(key=lambda item: item.path.name != "test_peers.py")
 
 
 def pytest_collection() -> None:
