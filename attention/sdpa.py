@@ -183,7 +183,7 @@ class SDPAAttention(Attention):
         window, kept tiles, or a causal call of fewer queries than keys is a mask of T^2 values of the
         call's dtype; documents are B such masks, ALiBi and relative positions H, together B H. The fused
         backends keep it, and out twice: before and after rows that see no key are set to zero. Of a mask with
-        a gradient, who sees whom is kept, a byte each.
+        a gradient, the boolean mask is kept, a byte each.
 
         Fused backends: lse is kept. The backward has the padded row statistics delta and, except for flash,
         lse_log2, and the accumulator of dQ. With GQA, flash writes dk and dv per query head before it sums

@@ -42,7 +42,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     from conf.resume import load_run, require_causal
     from model.evaluation import score
     from model.generation.weights import quantise_weights
-    from scripts.generate import placement, require_finite
+    from scripts.generate import finite, placement
 
     overrides = [argument for argument in arguments if argument.split("=")[0].split(".")[0] == "attention"]
     options = key_values([argument for argument in arguments if argument not in overrides], KEYS)
@@ -51,8 +51,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     device, dtype = placement(str(options["device"]), str(options["precision"]))
     net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
     require_causal(net, f"ckpt={options['ckpt']}")
-    require_finite(net, f"ckpt={options['ckpt']}")
-    ids, net = tokenizer.encode(text), net.to(device, dtype).eval()
+    net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype).eval()
+    ids = tokenizer.encode(text)
     quantise_weights(net, str(options["weight_dtype"]))
     found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]))
     counted = len(text.encode()) - len(tokenizer.decode(ids[:1]).encode())

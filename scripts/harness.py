@@ -111,7 +111,7 @@ def run(arguments: Sequence[str]) -> None:
     from conf.command import key_values
     from conf.resume import load_run, require_causal
     from scripts.evaluate import whole_number
-    from scripts.generate import placement, require_finite
+    from scripts.generate import finite, placement
 
     try:
         import lm_eval
@@ -123,8 +123,8 @@ def run(arguments: Sequence[str]) -> None:
     device, dtype = placement(str(options["device"]), str(options["precision"]))
     net, tokenizer, _ = load_run(str(options["ckpt"]), overrides, options["runs_dir"])
     require_causal(net, f"ckpt={options['ckpt']}")
-    require_finite(net, f"ckpt={options['ckpt']}")
-    model = harness_model(Answers(net.to(device, dtype), tokenizer))
+    net = finite(net, f"ckpt={options['ckpt']}", str(options["precision"]), device, dtype)
+    model = harness_model(Answers(net, tokenizer))
     found = lm_eval.simple_evaluate(model=model, tasks=str(options["tasks"]).split(","), limit=limit)
     print(json.dumps(found["results"], indent=2, default=str))
 

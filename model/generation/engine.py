@@ -67,8 +67,10 @@ def made_rows(prompts: Sequence[list[int]], most_new: Sequence[int]) -> list[Row
 def made_blocks(rows: Sequence[Row], seq_len: int, pool: Pool) -> BlockPool:
     """The blocks that `pool` asks for, as far as the rows can fill them. Raises UserError where a row does
     not fit by itself."""
-    if pool.block > seq_len:
-        raise UserError(f"block={pool.block}: it needs to be at most {seq_len}, the trained context.")
+    if pool.block > (most := max(seq_len, Pool.block)):
+        raise UserError(
+            f"block={pool.block}: it needs to be at most {most}, for a trained context of {seq_len}."
+        )
     needed = sorted((held_at_most(row, seq_len) for row in rows), reverse=True)
     whole = [-(-n // pool.block) * pool.block for n in needed]
     tokens = sum(whole[: pool.slots]) if pool.tokens is None else min(pool.tokens, sum(whole))

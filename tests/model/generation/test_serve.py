@@ -158,8 +158,9 @@ def test_what_is_refused():
         serve(make(build("sdpa")), [[1]], 2)
     with pytest.raises(UnsupportedAttention, match="no relative_bias with a cache that is paged"):
         serve(make(**SHAPES["t5"]), [[1]], 2)
-    with pytest.raises(ValueError, match="block=64: it needs to be at most 32, the trained context"):
+    with pytest.raises(ValueError, match="block=64: it needs to be at most 32, for a trained context of 32"):
         made_blocks(made_rows([[1]], [2]), 32, Pool(block=64))
+    assert made_blocks(made_rows([[1]], [2]), 8, Pool()).capacity == 16  # the default
     assert made_blocks(made_rows([[1] * 9], [8]), 32, Pool(block=4, tokens=2**31 - 1)).capacity == 16
     with pytest.raises(ValueError, match="slots=0: it needs to be at least 1"):
         Pool(slots=0)
