@@ -27,6 +27,7 @@ from attention.call import (
     UnsupportedAttention,
 )
 from attention.checks import (
+    are_views,
     cached_call_key,
     call_key,
     check_cached,
@@ -111,8 +112,9 @@ class Attention(nn.Module):
         self, q: Tensor, view: CacheView, options: AttentionOptions
     ) -> tuple[Tensor, Tensor | None]:
         """The same against a cache of a kind that `capabilities.caches` names, forward only: `options` say
-        causal, scale, window, softcap and alibi_slopes."""
-        raise NotImplementedError
+        causal, scale, window, softcap and alibi_slopes. One that is of no kind, dense in q's dtype, is k and
+        v with lengths."""
+        return self.attend(q, view.k.data, view.v.data, options._replace(kv_lengths=view.lengths), None)
 
     def unsupported_reasons(self, call: AttentionCall) -> list[str]:
         """All reasons why this implementation cannot run `call`; empty when it can."""
@@ -207,11 +209,18 @@ class Attention(nn.Module):
             relative_bias, dropout_p, return_lse, packed,
         )  # fmt: skip
         if type(k) is CacheView:
+            if v is not None or packed is not None:
+                raise ValueError("v or packed with a CacheView, which stands for k and v: pass it alone")
             return self._forward_cached(q, k, options)
-        if torch.compiler.is_compiling():
-            self._check_traced(q, k, v, options)
-        else:
+        if v is None:
+            raise ValueError("k without v; attention needs both, or a CacheView in place of k")
+        if not torch.compiler.is_compiling():
             self._check(q, k, v, options)
+        elif not self._check_traced(q, k, v, options):
+            packed = None
+        leaves = packed is not None and not packed.requires_grad  # that lie in it, if they have a gradient
+        if leaves and (q.requires_grad or k.requires_grad or v.requires_grad):
+            packed = None
         if q.numel() == 0 or k.numel() == 0:
             out, lse = empty_attention(q, k, v, bias, relative_bias)
         else:
@@ -285,20 +294,26 @@ class Attention(nn.Module):
 
     def _check_traced(
         self, q: Tensor, k: Tensor | CacheView, v: Tensor | None, options: AttentionOptions
-    ) -> None:
+    ) -> bool:
         """The same checks while torch.compile traces the call, with fake tensors: compared lengths guard
         the graph, and nothing of the checks is in it. What they refuse is raised where `forward` then runs
-        uncompiled; with fullgraph, torch.compile quotes it."""
+        uncompiled; with fullgraph, torch.compile quotes it. False where q, k and v are not seen to be views
+        of `packed`, as of inputs of the graph, whose storage nobody knows."""
         from torch._dynamo.comptime import comptime  # takes a second to import, which compiling has anyway
 
         comptime(_hold_traced_call, lambda: self._check_now(q, k, v, options))
-        if (refusal := self._refusal_of_traced_call()) is not None:
+        refusal = self._refusal_of_traced_call()
+        if refusal is not None and refusal != _NO_VIEWS:
             raise ValueError(refusal)
+        return refusal is None
 
     def _refusal_of_traced_call(self) -> str | None:
         try:
             if _TRACED_CALLS:
-                self._check_now(*_TRACED_CALLS.pop())
+                q, k, v, options = _TRACED_CALLS.pop()
+                self._check_now(q, k, v, options)
+                if options.packed is not None and not are_views(options.packed, q, k, v):
+                    return _NO_VIEWS
         except ValueError as error:
             return str(error)
         except Exception:  # what cannot be asked of a fake tensor is no reason not to compile
@@ -317,6 +332,7 @@ class Attention(nn.Module):
 # A call between the two functions that torch.compile runs while it traces: the first sees the call, but no
 # module, the second its own module, but constants alone.
 _TRACED_CALLS: list[tuple[Any, ...]] = []
+_NO_VIEWS = "no views of packed"
 
 
 def _hold_traced_call(context: Any) -> None:

@@ -72,33 +72,14 @@ def traced(context: Any, name: str) -> Any:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> None:
     """Raises ValueError for a call that makes no sense for any implementation (shapes, dtypes, ranges)."""
-    scale, window, softcap, dropout_p = options.scale, options.window, options.softcap, options.dropout_p
-    alibi_slopes, bias, kv_lengths = options.alibi_slopes, options.bias, options.kv_lengths
+    scale, dropout_p, bias, kv_lengths = options.scale, options.dropout_p, options.bias, options.kv_lengths
     _check_qkv(q, k, v)
     (batch, heads, tq, _), tk = q.shape, k.shape[2]
-    if window is not None:
-        sane = isinstance(window, (tuple, list)) and len(window) == 2
-        sane = sane and all(w is None or (isinstance(w, _INTS) and w >= -1) for w in window)
-        _need(
-            sane,
-            f"window is {window!r}; it needs (left, right), each an int >= 0, or -1 or None for unbounded",
-        )
+    _check_scores(q, options)
     # Compared, where math.isfinite() would have torch.compile make a graph of each scale.
     finite = scale is None or -math.inf < scale < math.inf
     _need(finite, f"scale is {scale}; it needs a finite number, or None")
-    _need(softcap is None or softcap > 0, f"softcap is {softcap}; it needs a number > 0, or None for off")
     _need(0 <= dropout_p < 1, f"dropout_p is {dropout_p}; it needs 0 <= dropout_p < 1")
-    if alibi_slopes is not None:
-        _check_tensor("alibi_slopes", alibi_slopes, q, floating=True)
-        _need(
-            alibi_slopes.shape in ((heads,), (batch, heads)),
-            f"alibi_slopes is {tuple(alibi_slopes.shape)}; it needs one slope per query head, ({heads},), or "
-            f"per batch row and query head, ({batch}, {heads})",
-        )
-        _need(
-            not (alibi_slopes.requires_grad and torch.is_grad_enabled()),
-            "alibi_slopes has requires_grad, but slopes are constants; detach them, or pass a learned `bias`",
-        )
     if bias is not None:
         _check_tensor("bias", bias, q, floating=True)
         full = (batch, heads, tq, tk)
@@ -130,6 +111,37 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> 
         _check_packed(options.packed, q, k, v)
 
 
+def _check_scores(q: Tensor, options: AttentionOptions) -> None:
+    """Window, softcap and slopes; and that numbers are some, as a tensor's value is not read."""
+    window, softcap, slopes = options.window, options.softcap, options.alibi_slopes
+    for name in ("scale", "softcap", "dropout_p"):
+        kind = type(getattr(options, name))
+        _need(not issubclass(kind, Tensor), f"{name} is a {kind.__name__}; it needs a number: float({name})")
+    if window is not None:
+        sane = isinstance(window, (tuple, list)) and len(window) == 2
+        sane = sane and all(w is None or (isinstance(w, _INTS) and w >= -1) for w in window)
+        _need(
+            sane,
+            f"window is {window!r}; it needs (left, right), each an int >= 0, or -1 or None for unbounded",
+        )
+    _need(
+        softcap is None or 0 < softcap < math.inf,
+        f"softcap is {softcap}; it needs a finite number > 0, or None for off",
+    )
+    if slopes is not None:
+        batch, heads = q.shape[:2]
+        _check_tensor("alibi_slopes", slopes, q, floating=True)
+        _need(
+            slopes.shape in ((heads,), (batch, heads)),
+            f"alibi_slopes is {tuple(slopes.shape)}; it needs one slope per query head, ({heads},), or "
+            f"per batch row and query head, ({batch}, {heads})",
+        )
+        _need(
+            not (slopes.requires_grad and torch.is_grad_enabled()),
+            "alibi_slopes has requires_grad, but slopes are constants; detach them, or pass a learned `bias`",
+        )
+
+
 _PACKED = "(B, T, (Hq + 2 Hkv) D)"
 
 
@@ -155,6 +167,20 @@ def check_packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         at += x.shape[1] * strides[1] * x.element_size()
 
 
+def are_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """The same of fake tensors, which have no address."""
+    batch, token, step = packed.stride()
+    strides, at = (batch, q.shape[3] * step, token, step), packed.storage_offset()
+    storage = packed.untyped_storage()._cdata
+    for x in (q, k, v):
+        own = zip(x.shape, x.stride(), strides, strict=True)
+        same = x.untyped_storage()._cdata == storage and x.storage_offset() == at and x.dtype == packed.dtype
+        if not same or not all(n == 1 or a == b for n, a, b in own):
+            return False
+        at += x.shape[1] * strides[1]
+    return True
+
+
 def check_cached(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
     """Raises ValueError for a call on a CacheView that makes no sense for any implementation."""
     k, v = view.k, view.v
@@ -162,7 +188,7 @@ def check_cached(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
     _need(slopes is None or slopes.ndim == 1, "alibi_slopes (B, Hq) with a CacheView, which takes (Hq,)")
     never = ("bias", "document_ids", "kv_lengths", "block_mask", "relative_bias")
     given = [name for name in never if getattr(options, name) is not None]
-    given += ["dropout_p"] * (options.dropout_p > 0)
+    given += ["dropout_p"] * (options.dropout_p != 0)
     _need(not given, f"{', '.join(given)} with a CacheView, which takes neither: pass k and v")
     _need(
         options.scale is None or (math.isfinite(options.scale) and options.scale > 0),
@@ -181,6 +207,12 @@ def check_cached(q: Tensor, view: CacheView, options: AttentionOptions) -> None:
         k.data.dtype == v.data.dtype == q.dtype or k.dtype_name == v.dtype_name is not None,
         f"got q {q.dtype}, keys {k.data.dtype}, values {v.data.dtype}; they need q's dtype, or 8 or 4 bits",
     )
+    _check_scores(q, options)
+    for name, table in (("keys", k.table), ("values", v.table)):
+        _need(
+            table is None or table.dtype == torch.int32,
+            f"the table of the {name} is {table.dtype if table is not None else None}; it needs torch.int32",
+        )
     _need(
         view.lengths.dtype == torch.int32 and view.lengths.shape == (q.shape[0],),
         f"lengths are {view.lengths.dtype} {tuple(view.lengths.shape)}; they need torch.int32, (B,)",

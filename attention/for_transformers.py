@@ -35,8 +35,11 @@ REMAINDERS = 13
 # Arguments of a layer that change the result of attention, and that our contract cannot express.
 REFUSED = {
     "s_aux": "attention sinks",
-    "head_mask": "a mask of heads",
-    "cache": "a paged cache",
+    "sinks": "attention sinks",
+    "indices": "choice of keys",
+    "block_indices": "choice of blocks of keys",
+    "head_mask": "mask of heads",
+    "cache": "paged cache",
     "output_attentions": "attention weights as an output",
 }
 
@@ -191,7 +194,7 @@ def attend(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options = options._replace(causal=causal)
     if (starts := others.get("cu_seq_lens_q")) is not None and options.document_ids is None:
-        if query.shape[0] > 1 or others.get("cu_seq_lens_k") is not starts:
+        if query.shape[0] > 1 or not _are_equal(others.get("cu_seq_lens_k"), starts):
             refused.append("no packed rows of several lengths: needs one row, with queries as its keys")
         at = torch.arange(tq, dtype=starts.dtype, device=query.device)
         options = options._replace(document_ids=torch.bucketize(at, starts, out_int32=True, right=True)[None])
@@ -200,6 +203,11 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary under autocast may leave fp32
     options = options._replace(scale=scaling, softcap=softcap, bias=position_bias, dropout_p=dropout)
     return attention(query, key, value, **options._asdict()).transpose(1, 2).contiguous(), None
+
+
+def _are_equal(ends: Tensor | None, starts: Tensor) -> bool:
+    """One tensor, as a rule; two where a batch was copied to a GPU, which are compared there."""
+    return ends is starts or (ends is not None and torch.equal(ends, starts))
 
 
 def _is_off(value: Any) -> bool:

@@ -143,14 +143,19 @@ class SDPAAttention(Attention):
         mask = mask | keyless
         # For cuDNN PyTorch 2.11 makes -65504 of a bool mask's False, and scores of a large q differ by more.
         needs_float_mask = q.is_cuda and q.dtype in LOW_PRECISION
-        if any(x is not None for x in (alibi_slopes, bias, relative_bias)) or needs_float_mask:
-            added = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias.to(q.dtype)
+        added_to_scores = [x for x in (alibi_slopes, bias, relative_bias) if x is not None]
+        if added_to_scores or needs_float_mask:
+            # SDPA adds them in q's dtype. In 16 bits, -100 +- 0.2 would be one number, and 1e5 none.
+            wide = torch.promote_types(q.dtype, torch.float32) if added_to_scores else q.dtype
+            added = torch.zeros((), dtype=wide, device=q.device) if bias is None else bias.to(wide)
             if alibi_slopes is not None:
-                wide = torch.promote_types(q.dtype, torch.float32)
-                added = added - (alibi_slopes.to(wide).view(-1, q.shape[1], 1, 1) * rel.abs()).to(q.dtype)
+                added = added - alibi_slopes.to(wide).view(-1, q.shape[1], 1, 1) * rel.abs()
             if relative_bias is not None:
-                added = added + relative_bias_of(relative_bias, rel, q.dtype)
+                added = added + relative_bias_of(relative_bias, rel, wide)
             mask = torch.where(mask, added, -torch.inf)
+            if wide != q.dtype:  # a shift of a whole row changes nothing
+                most = mask.detach().amax(-1, keepdim=True)
+                mask = (mask - most.masked_fill(most == -torch.inf, 0)).to(q.dtype)
             if mask.stride(-1) != 1:  # as that of a transposed bias, which the CUDA kernels refuse
                 mask = mask.clone(memory_format=torch.contiguous_format)
         k, v = zero_beyond_lengths(k, kv_lengths), zero_beyond_lengths(v, kv_lengths)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ops.cache_view import CachedTensor, CacheView
 from ops.options import AttentionOptions, flattened, gathered
@@ -263,11 +264,23 @@ def _differentiate(name: str, op: Any, function: type[torch.autograd.Function]) 
     backward of the Triton op with stubs for its kernels."""
 
     def differentiable(*args: Any) -> tuple[Tensor, ...]:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(f"tilegpt::{name}", args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return function.apply(*args)
         return _below_autograd(op, args)
 
     _LIBRARY.impl(name, differentiable, "Autograd")
+
+
+def _refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
+    """Of forward-mode differentiation, of which our ops know nothing: below autograd a tangent is lost."""
+    for x in args:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
+                "attention=naive has"
+            )
 
 
 def _below_autograd(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:

@@ -236,7 +236,10 @@ def main(arguments: list[str] | None = None) -> None:
     if asked.list:
         paths = nvrtc_cache.entries()
         for path in paths:
-            label = json.loads(path.read_bytes()[32:].split(b"\n", 1)[0])["label"]
+            try:
+                label = json.loads(path.read_bytes()[32:].split(b"\n", 1)[0])["label"]
+            except (ValueError, KeyError):
+                label = "damaged: will be built again"
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
             print(f"{used}  {path.stat().st_size / 1024:7.1f} KiB  {label}")
         total, bound = sum(path.stat().st_size for path in paths) / 2**20, nvrtc_cache.bound_bytes() >> 20

@@ -111,6 +111,7 @@ def fill(
     (k, k_scale, table), v = view.k, view.v
     kv_heads, splits = k.shape[1], parts.shape[0]
     lengths = view.lengths.contiguous()
+    table = None if table is None else table.contiguous()
     table_b = 0 if table is None else table.stride(0)
     tensors = (q, k, v.data, k_scale, v.scale, table, lengths, parts, statistics)
     params = CacheLaunch(

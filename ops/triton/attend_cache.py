@@ -120,7 +120,7 @@ def _run_triton(
     """Fills `to` and `to_lse`, the parts, or where splits is 1 the results, with out's strides."""
     (k, k_scale, table), v = view.k, view.v
     (batch, heads, tq, head_dim), (kv_heads, block) = q.shape, k.shape[1:3]
-    scales = k_scale is None or k_scale.stride() == v.scale.stride()
+    scales = k_scale is None or (k_scale.stride() == v.scale.stride() and k_scale.stride(3) == 1)
     if k.stride() != v.data.stride() or not scales or k.stride(3) != 1 or q.stride(3) != 1:
         raise ValueError(
             f"attention=triton got a cache with strides {k.stride()} and {v.data.stride()}, q {q.stride()}; "
@@ -135,10 +135,12 @@ def _run_triton(
         parts = block_d // part
     left, right = options.band
     longest = tq + view.k.shape[2]  # beyond it a bound says nothing, and 32 bits hold what is left
-    slopes = None if options.alibi_slopes is None else options.alibi_slopes.contiguous()
+    lengths, slopes = view.lengths.contiguous(), options.alibi_slopes
+    slopes = None if slopes is None else slopes.contiguous()
+    table = None if table is None else table.contiguous()
     softcap = options.softcap or 0.0
     _tilegpt_attend_cache[(splits * batch * kv_heads * m_tiles,)](
-        q, k, v.data, k_scale, v.scale, table, view.lengths, slopes, to, to_lse,
+        q, k, v.data, k_scale, v.scale, table, lengths, slopes, to, to_lse,
         *q.stride()[:3], *k.stride()[:3], *((0, 0, 0) if k_scale is None else k_scale.stride()[:3]),
         0 if table is None else table.stride(0), *out.stride()[:3],
         kv_heads, tq, splits, m_tiles, min(left, longest), min(right, longest), options.scale, softcap,

@@ -175,6 +175,26 @@ def test_values_of_another_layout():
     assert torch.equal(build("triton")(q, view._replace(v=copied)), build("triton")(q, view))
 
 
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", [None, "int4"])
+def test_a_table_and_lengths_of_any_strides(name, kind):
+    q, view, _, _ = make(kind, 16, 1)
+    expected = build(name)(q, view)
+    lengths = torch.stack((view.lengths, view.lengths + 9), dim=1)[:, 0]
+    table = view.k.table.t().contiguous().t()
+    sides = (side._replace(table=table) for side in (view.k, view.v))
+    assert torch.equal(build(name)(q, CacheView(*sides, lengths)), expected)
+    one = CacheView(view.k, view.v, view.lengths[:1].expand(3))
+    assert torch.equal(build(name)(q, one), build(name)(q, one._replace(lengths=one.lengths.contiguous())))
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "flex", "tiled", "triton"])
+def test_a_dense_cache_is_keys_and_values_with_lengths(name):
+    q, view, k, v = make(None, None, 1)
+    out = build(name)(q, view)
+    torch.testing.assert_close(out, NaiveAttention()(q, k, v, kv_lengths=view.lengths))
+
+
 def test_calls_that_make_no_sense():
     q, view, _, _ = make("int8", 16, 1)
     naive = NaiveAttention()
@@ -183,10 +203,20 @@ def test_calls_that_make_no_sense():
         ("dropout_p with a CacheView", q, {"dropout_p": 0.5}),
         ("same batch and head dim", q[:2], {}),
         ("no gradient", q.clone().requires_grad_(), {}),
+        ("dropout_p with a CacheView", q, {"dropout_p": -1}),
+        ("softcap is -5", q, {"softcap": -5.0}),
+        ("window is 5", q, {"window": 5}),
+        (r"alibi_slopes is \(1,\)", q, {"alibi_slopes": torch.ones(1)}),
+        (r"alibi_slopes is \(8,\)", q, {"alibi_slopes": torch.ones(8)}),
+        ("v or packed with a CacheView", q, {"v": q}),
+        ("v or packed with a CacheView", q, {"packed": q}),
     ):
         with pytest.raises(ValueError, match=match):
             naive(of, view, **more)
     with pytest.raises(ValueError, match="they need q's dtype"):
         naive(q.half(), make(None, 16, 1)[1])
+    table = view.k._replace(table=view.k.table.long())
+    with pytest.raises(ValueError, match=r"table of the keys is torch\.int64"):
+        naive(q, view._replace(k=table))
     with pytest.raises(ValueError, match="lengths are"):
         naive(q, view._replace(lengths=view.lengths.long()))

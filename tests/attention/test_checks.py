@@ -23,6 +23,8 @@ BAD_INPUTS = {
     "window of three": (Q, K, K, {"window": (1, 2, 3)}, "(left, right)"),
     "window below -1": (Q, K, K, {"window": (-2, 0)}, "window is (-2, 0)"),
     "scale of infinity": (Q, K, K, {"scale": float("inf")}, "scale is inf"),
+    "softcap of infinity": (Q, K, K, {"softcap": float("inf")}, "softcap is inf"),
+    "keys alone": (Q, K, None, {}, "k without v"),
     "softcap of zero": (Q, K, K, {"softcap": 0.0}, "softcap is 0.0"),
     "dropout of one": (Q, K, K, {"dropout_p": 1.0}, "dropout_p is 1.0"),
     "slopes per key head": (Q, K, K, {"alibi_slopes": torch.ones(2)}, "one slope per query head, (4,)"),
@@ -63,6 +65,13 @@ def test_bad_inputs(case: str, compiled: bool) -> None:
     with pytest.raises(ValueError) as error:
         attention(q, k, v, **options)
     assert words in str(error.value) and not isinstance(error.value, UnsupportedAttention)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
+def test_numbers_are_no_tensors(name: str) -> None:
+    """Whose value no check reads, and whose gradient would be lost."""
+    with pytest.raises(ValueError, match=f"{name} is a Tensor; it needs a number"):
+        NaiveAttention()(Q, K, K, **{name: torch.tensor(0.5)})
 
 
 def test_a_verdict_is_kept_for_the_same_call_only() -> None:

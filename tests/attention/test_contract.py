@@ -109,6 +109,44 @@ def test_the_gradient_of_packed_inputs(name: str, device: str, heads: tuple[int,
                 checked_before(*unpacked(qkv, *heads), packed=other)
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_packed_inputs_that_are_leaves(name: str) -> None:
+    """Have gradients of their own, and compiled, what is no view of `packed` is what counts."""
+    qkv, attention = torch.randn(2, 20, 12 * 16), build(name)
+    leaves = [x.detach().requires_grad_() for x in unpacked(qkv, 4, 4)]
+    alone = torch.autograd.grad(attention(*leaves).sum(), leaves)
+    packed = torch.autograd.grad(attention(*leaves, packed=qkv).sum(), leaves)
+    torch.testing.assert_close(packed, alone)
+
+    def doubled(qkv: torch.Tensor, packed: bool) -> torch.Tensor:
+        q, k, v = unpacked(qkv, 4, 4)
+        return attention(2 * q, k, v, packed=qkv if packed else None)
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(doubled, backend="eager")(qkv, True), doubled(qkv, False))
+
+
+def test_packed_inputs_are_one_when_compiled() -> None:
+    attention, graphs = build("tiled"), CompileCounterWithBackend("eager")
+
+    def run(qkv: torch.Tensor) -> torch.Tensor:
+        return attention(*unpacked(qkv, 2, 1), packed=qkv)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=graphs, fullgraph=True)
+    for learned in (True, False):
+        compiled(torch.randn(1, 20, 64).requires_grad_(learned))
+        assert any("_packed" in str(node.target) for node in graphs.graphs[-1].graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["tiled", "triton"])
+def test_no_forward_mode_derivative(name: str) -> None:
+    """Which would be lost, as zeros, below autograd."""
+    q, attention = torch.randn(1, 2, 9, 16), build(name)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: attention(q, q, q), (q,), (q,))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_whole_with_dynamic_length(name: str, device: str) -> None:

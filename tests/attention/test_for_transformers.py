@@ -178,6 +178,8 @@ def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
             cu_seq_lens_q=starts,
             cu_seq_lens_k=starts,
         ).logits,
+        # copied to a device, two tensors
+        model(ids, position_ids=positions, cu_seq_lens_q=starts, cu_seq_lens_k=starts.clone()).logits,
     ]
     for got in packed:
         assert torch.allclose(got, torch.cat(alone, dim=1), atol=2e-6)
@@ -200,6 +202,9 @@ REFUSALS = {
     "a mask written out": ({"attention_mask": torch.ones(B, 1, T, T).bool()}, "a mask of your own"),
     "attention weights": ({"output_attentions": True}, "no attention weights as an output"),
     "sinks": ({"s_aux": torch.zeros(4)}, "no attention sinks"),
+    "sinks of Inkling": ({"sinks": torch.zeros(4)}, "no attention sinks"),
+    "keys that an index chose": ({"indices": torch.zeros(B, T, 2)}, "no choice of keys"),
+    "blocks that an index chose": ({"block_indices": torch.zeros(B, T, 2)}, "no choice of blocks of keys"),
     "packed rows": ({"cu_seq_lens_q": torch.tensor([0, T])}, "no packed rows of several lengths"),
     "a window that the mask lacks": ({"sliding_window": 4}, "sliding_window=4 and a mask that says"),
 }  # fmt: skip

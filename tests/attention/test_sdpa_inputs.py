@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention import sdpa
+from attention.naive import NaiveAttention
 from attention.sdpa import SDPAAttention
 from tests.attention.test_sdpa import PLAIN
 from tests.grid import laid_out
@@ -75,3 +76,27 @@ def test_a_bias_alone_may_have_a_gradient(compiled: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
     torch.testing.assert_close(gradient(attend), expected)
     assert seen == ([] if compiled else [True])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float16, {"bias": torch.full((1,), 1e5)}),
+        (torch.float16, {"relative_bias": torch.full((2, 3), -7e4)}),
+        (torch.bfloat16, {"bias": 100 + torch.randn(300, 300, generator=torch.Generator().manual_seed(0))}),
+        (
+            torch.bfloat16,
+            {
+                "causal": False,
+                "alibi_slopes": torch.tensor([3.0, 0.7]),
+                "kv_lengths": torch.tensor([40], dtype=torch.int32),
+            },
+        ),
+    ],
+)
+def test_what_is_added_to_scores_may_be_large(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """In 16 bits, as SDPA takes it, its differences within a row would be lost, or it would overflow."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 300, 16, generator=generator).to(dtype) for _ in range(3))
+    error = SDPAAttention("auto")(q, k, v, **options) - NaiveAttention()(q, k, v, **options)
+    assert error.abs().max() < 0.02  # before: NaN, 2.7, 0.18 and 2.0

@@ -139,8 +139,11 @@ def test_the_command_lists_and_clears(source: Path, folder: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "tiny.cu sm_80 FACTOR=2" in said and "tiny.cu sm_90a FACTOR=2" in said and "2 cubins" in said
     (folder / "notes.txt").touch()  # not ours
+    (folder / f"{64 * 'b'}.cubin").write_bytes(b"junk")
+    nvrtc.main(["--list"])
+    assert "damaged: will be built again" in capsys.readouterr().out
     nvrtc.main(["--clear"])
-    assert "removed 2 cubins" in capsys.readouterr().out and [p.name for p in folder.iterdir()] == [
+    assert "removed 3 cubins" in capsys.readouterr().out and [p.name for p in folder.iterdir()] == [
         "notes.txt"
     ]
     with pytest.raises(SystemExit):
