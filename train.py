@@ -53,11 +53,12 @@ def main() -> None:
         resume(arguments)
         return
     sweep.jobs.clear()
-    sys.argv[1:] = without_nulls(arguments)
+    flags = [argument for argument in arguments if argument in ("-m", "--multirun")]  # first, for argparse
+    sys.argv[1:] = flags + [each for each in without_nulls(arguments) if each not in flags]
     with composing:
         # Hydra raises what it finds in the command line, for `user_errors` to say: to a mistyped key its own
         # message advises what fails
-        sweeps = Path(str(own_value("runs_dir", arguments)), "multirun.yaml")  # Hydra's, of a sweep
+        sweeps = Path(str(own_value("runs_dir", sys.argv[1:])), "multirun.yaml")  # Hydra's, of a sweep
         composing.callback(lambda: sweeps.is_file() and sweeps.unlink())
         composing.enter_context(env_override({"HYDRA_FULL_ERROR": "1"}))
         try:
@@ -223,11 +224,12 @@ def build(
     from model.context_parallel import require_divisible
     from model.gpt import GPT, GPTConfig
     from model.training import fp8, graphs, runtime
-    from model.training.checks import called
+    from model.training.checks import called, require_resumable
     from model.training.lit_gpt import LitGPT
 
     optimizer, schedule = instantiate(cfg.optim), instantiate(cfg.schedule)
-    called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, not when data and model are there
+    made = called("optim", optimizer, [torch.nn.Parameter(torch.zeros(1))])  # now, before data and model
+    require_resumable(made)
     called("schedule", schedule, 0, cfg.trainer.max_steps)
 
     compiled = runtime.begin_compiling(cfg.compile, device, cfg.precision)  # now: it takes seconds
@@ -246,7 +248,7 @@ def build(
     config = replace(config, vocab_size=data.vocab_size)
     torch.manual_seed(cfg.seed)  # the initial weights: the same on every rank, whatever ran before
     net = GPT(config, attention, checkpointing=cfg.checkpointing)
-    adapters = finetuned(cfg, net, run, initial, ckpt)
+    adapters = finetuned(cfg, net, run, initial, ckpt, data.tokenizer)
     fp8.convert(net, cfg.precision, micro_tokens // sequence_ranks)
     rows = data.batch_size * data.accumulate
     as_graph = graphs.wanted(cfg.cuda_graphs, device, devices, config, rows, cfg.precision)

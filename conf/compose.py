@@ -14,7 +14,9 @@ from conf import renames
 from conf.values import UserError
 
 CONF = Path(__file__).parent
-TEXT = ("name", "init_from")  # keys whose values are names, whatever they look like
+# Keys whose values are names, whatever they look like.
+TEXT = ("name", "init_from", "runs_dir", "data.path", "data.pattern", "data.data_dir", "data.tokenizer.path")
+TEXT += ("callbacks.samples.prompt", "logger.project", "logger.entity", "logger.group")
 
 
 def without_nulls(arguments: Iterable[str]) -> list[str]:

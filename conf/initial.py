@@ -20,12 +20,14 @@ from conf.values import UserError
 from model.config import GPTConfig
 
 if TYPE_CHECKING:
+    from data.tokenizer_base import Tokenizer
     from model.gpt import GPT
 
 # What a new run may set of a model that it takes over: no weight depends on it. max_positions goes beyond the
 # trained context.
 OWN = {key for key in FREE if key.startswith("model.")} | {"model.max_positions"}
 TOKENIZER = "tokenizer.json"
+NAMING = ("data.tokenizer", "data.tokenizer.kind", "data.tokenizer.path")  # keys that name another tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,36 @@ class Initial:
         """What a run that starts from it is called first."""
         return Path(self.given.removesuffix("/best").removesuffix(".ckpt")).name
 
-    def load_into(self, net: GPT, data: DictConfig) -> None:
-        """UserError where `data` has another vocabulary."""
+    def load_into(self, net: GPT, data: DictConfig, tokenizer: Tokenizer | None) -> None:
+        """UserError where `data` has another vocabulary; tokenizer: that of the data."""
         own, there = self.fields["vocab_size"], net.config.vocab_size
         if own != there:
             raise UserError(
                 f"init_from={self.given} has a vocabulary of {own} tokens, and the data {there}: "
                 f"{self._remedy(data)}."
             )
+        self._require_same_tokens(tokenizer)
         self.copy(net)
+
+    def _require_same_tokens(self, tokenizer: Tokenizer | None) -> None:
+        """UserError where a token of the data is another than the weights have been trained with."""
+        if tokenizer is None or self.tokenizer is None or tokenizer.to_dict() == self.tokenizer:
+            return
+        from data.storage import Unfinished
+        from data.tokenizer_export import vocabulary
+        from data.tokenizers import tokenizer_from_dict
+        from model.training.runtime import say
+
+        try:
+            same = vocabulary(tokenizer) == vocabulary(tokenizer_from_dict(self.tokenizer))
+        except Unfinished:  # GPT-2's, which is not there
+            say("tokenizer  that of the data could not be compared with the one of init_from")
+            return
+        if not same:
+            raise UserError(
+                f"init_from={self.given} was trained with another tokenizer than the data has, if of as many "
+                "tokens: leave data.tokenizer out, which it brings along."
+            )
 
     def _remedy(self, data: DictConfig) -> str:
         asked = data.get("mask_fraction")
@@ -84,6 +107,12 @@ def read_initial(cfg: DictConfig, runs: Path, overrides: list[str]) -> Initial |
             f"set: {', '.join(sorted(OWN))}."
         )
     initial = _of_run(str(cfg.init_from), runs) or _pretrained(str(cfg.init_from))
+    trains = sorted(key for key in named if key.startswith("data.tokenizer.") and key not in NAMING)
+    if trains and initial.tokenizer is not None:
+        raise UserError(
+            f"init_from={cfg.init_from} brings its tokenizer, and none is trained: leave {', '.join(trains)} "
+            "out."
+        )
     for key, value in initial.fields.items():
         if key != "vocab_size" and f"model.{key}" not in named:
             cfg.model[key] = value
@@ -132,7 +161,7 @@ def keep_tokenizer(initial: Initial, cfg: DictConfig, run: Path, overrides: list
     another."""
     from data.storage import write_atomically
 
-    given = any(p.key_or_group.startswith("data.tokenizer") for p in parse(overrides))
+    given = any(p.key_or_group in NAMING for p in parse(overrides))
     if initial.tokenizer is None or given or cfg.data.get("tokenizer") is None:
         return
     path = run / TOKENIZER
@@ -142,18 +171,24 @@ def keep_tokenizer(initial: Initial, cfg: DictConfig, run: Path, overrides: list
 
 
 def finetuned(
-    cfg: DictConfig, net: GPT, run: Path, initial: Initial | None, ckpt: Path | None
+    cfg: DictConfig,
+    net: GPT,
+    run: Path,
+    initial: Initial | None,
+    ckpt: Path | None,
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Give `net` the weights of `initial`; what checkpoints are to say of what trains of it: nothing where it
-    is all of it, else the adapters that `finetune` asks for, which are in `net` from now on. The weights
-    beside them are those of `initial`, or of the run that resumes from `ckpt`, and are in its folder."""
+    """Give `net` the weights of `initial`, whose tokens `tokenizer`, that of the data, has to have; what
+    checkpoints are to say of what trains of it: nothing where it is all of it, else the adapters that
+    `finetune` asks for, which are in `net` from now on. The weights beside them are those of `initial`, or of
+    the run that resumes from `ckpt`, and are in its folder."""
     from model.lora import Adapters, add_adapters
     from model.pretrained.base_weights import load_base, write_base
     from model.training.checkpoint import read_header
     from model.training.runtime import say
 
     if initial is not None:
-        initial.load_into(net, cfg.data)
+        initial.load_into(net, cfg.data, tokenizer)
     asked = cfg.get("finetune") or {}
     if asked.get("rank") is None:
         return {}

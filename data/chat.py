@@ -53,17 +53,27 @@ def require_messages(line: str, where: str) -> None:
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
     """As transformers has it, but for the time of day, by which texts would differ from run to run."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}, around what the model is to say: its text."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), True), lineno=line)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
@@ -128,6 +138,14 @@ class ChatCorpus(TextCorpus):
     name: ClassVar[str] = "chat"
     targets: ClassVar[str] = "answers"
     encode: ClassVar[Encode] = staticmethod(encode_line)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.val_fraction > 0.5:
+            raise UserError(
+                f"data.val_fraction={self.val_fraction}: at most every second conversation can be "
+                "validation; give 0.5 or less"
+            )
 
     @property
     def split_rule(self) -> str:  # type: ignore[override]

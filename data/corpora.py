@@ -51,6 +51,7 @@ class Corpus:
     split_rule: str
     max_tokens: int | None = None
     skipped: list[str]
+    KEYS: ClassVar[str] = "data.corpus"  # where its options are in a config
     targets: ClassVar[str] = "all"  # or answers: tokens say themselves whether they are targets
     encode: ClassVar[Encode] = staticmethod(encode_text)
 
@@ -97,7 +98,6 @@ class FileCorpus(Corpus):
     on_bad_encoding: str = "refuse"
     skipped: list[str] = field(default_factory=list, init=False, repr=False)
     MIN_FILES_TO_SPLIT: ClassVar[int] = 10
-    KEYS: ClassVar[str] = "data.corpus"  # where its options are in a config
 
     def __post_init__(self) -> None:
         number(f"{self.KEYS}.val_fraction", self.val_fraction, above=0, below=1)

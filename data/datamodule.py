@@ -102,9 +102,9 @@ class TokenDataModule(StreamingDataModule):
 
     def prepare_data(self) -> None:
         if not isinstance(self.corpus, SyntheticCorpus):
-            folder, _ = folder_of(self.corpus, self.tokenizer_spec, self.data_dir)
-            self._made += [] if (folder / "meta.json").exists() else [folder]
-            self._folder = prepare(self.corpus, self.tokenizer_spec, self.data_dir, self.prepare_workers)
+            self._folder = prepare(
+                self.corpus, self.tokenizer_spec, self.data_dir, self.prepare_workers, made=self._made
+            )
 
     def setup(self, stage: str | None = None) -> None:
         if self._files is not None:
@@ -116,10 +116,22 @@ class TokenDataModule(StreamingDataModule):
             self.vocab_size += 1
         self._train = TrainWindows(files["train"], self.seq_len, self.seed, self.document_mask, masking)
         self._val = ValWindows(files["val"], self.seq_len, self.document_mask, self.max_val_tokens, masking)
+        if not self._val.has_targets():
+            raise self._without_targets()
         self.train_tokens, self.val_tokens = len(files["train"]), len(files["val"])
         self._files = files
         if self._restored:
             self._check_same(self._restored)
+
+    def _without_targets(self) -> UserError:
+        sought = "answer" if getattr(self.corpus, "targets", "all") == "answers" else "target"
+        read = self._val.n_windows * self.seq_len
+        if read < len(self._val.file):
+            return UserError(
+                f"the first {read} tokens of validation hold no {sought}: raise data.max_val_tokens or "
+                "seq_len"
+            )
+        return UserError(f"validation holds no {sought}: give more text")
 
     def _prepared(self) -> dict[str, TokenFile]:
         # only the first process of a machine has prepared: the others find the folder by themselves

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from conf.values import number, whole
+from conf.values import UserError, number, whole
 from data.corpora import Corpus, Piece, unit_hash
 from data.storage import Unfinished
 
@@ -106,7 +106,14 @@ class HubCorpus(Corpus):
         self._check_network()
         try:
             for row in _stream(self.dataset, self.config, self.revision, split):
+                if self.column not in row:
+                    raise UserError(
+                        f"data.corpus.column={self.column}: {self.dataset} ({split}) has no such column; it "
+                        f"has {', '.join(map(str, row))}"
+                    )
                 yield row[self.column]
+        except UserError:
+            raise
         except Exception as error:  # datasets raises whatever its transport raises
             raise Unfinished(
                 f"reading {self.column!r} of {self.dataset} ({split}) from the Hugging Face Hub failed: "

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,12 @@ def prepare(
     data_dir: str | Path = "data/prepared",
     workers: int | None = None,
     quiet: bool = False,
+    made: list[Path] | None = None,
 ) -> Path:
     """The folder with the token files and `meta.json`; made now unless it is there already.
 
-    workers: processes that tokenise, by default up to one per core; 1: this one. A second process
+    workers: processes that tokenise, by default up to one per core; 1: this one. made: gets the folder where
+    this call has made it. A second process
     that asks for the same waits for the first. UserError for bad input, a damaged folder, and a disk that is
     full or cannot be written; nothing is left of what would fail again.
     """
@@ -79,14 +82,31 @@ def prepare(
         folder, identity = folder_of(corpus, tokenizer, data_dir)
         if (folder / "meta.json").exists():
             load_meta(folder)
+            if any(path.exists() for path in _parts(folder)):  # of one that was killed at the very end
+                with suppress(OSError), locked(folder, quiet=True):
+                    _remove_parts(folder)
             return folder
         with locked(folder, quiet):
             if not (folder / "meta.json").exists():
                 _build_or_remove(corpus, identity, folder, workers, quiet)
+                if made is not None:
+                    made.append(folder)
     except OSError as error:
         raise explained(error, Path(data_dir)) from error
     load_meta(folder, verify=True)
     return folder
+
+
+def _parts(folder: Path) -> tuple[Path, Path]:
+    """What a preparation goes on from, and a prepared folder needs no more."""
+    return folder / "shards", folder / "tokenizer.json"
+
+
+def _remove_parts(folder: Path) -> None:
+    shards, tokenizer = _parts(folder)
+    if shards.exists():
+        shutil.rmtree(shards)
+    tokenizer.unlink(missing_ok=True)
 
 
 def _build_or_remove(corpus: Corpus, identity: dict[str, Any], folder: Path, *how: Any) -> None:
@@ -124,7 +144,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
             if facts["tokens"] < 2:
                 raise UserError(
                     f"the {split} split of {corpus.name} has {facts['tokens']} tokens and needs 2 or more: "
-                    "give more text, or raise max_documents or val_fraction"
+                    + " or ".join(("give more text", *_raises(corpus, split)))
                 )
         if changed := corpus.changed():
             raise UserError(_CHANGED.format(changed[0]))
@@ -145,8 +165,14 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
         progress.finish(
             f"{splits['train']['tokens']:,} training and {splits['val']['tokens']:,} validation tokens"
         )
-    shutil.rmtree(shards)
-    (folder / "tokenizer.json").unlink()
+    _remove_parts(folder)
+
+
+def _raises(corpus: Corpus, split: str) -> list[str]:
+    """What else gives a split more tokens, where this corpus has it."""
+    divides = split == "val" and hasattr(corpus, "val_fraction") and not getattr(corpus, "val", None)
+    keys = {"max_documents": getattr(corpus, "max_documents", None) is not None, "val_fraction": divides}
+    return [f"raise {corpus.KEYS}.{key}" for key, there in keys.items() if there]
 
 
 def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:
@@ -283,7 +309,10 @@ def _make_shard(chunk: list[Piece], stem: Path) -> dict[str, Any]:
     for split in SPLITS:
         arrays, ends, count, n_bytes = [], [], 0, 0
         for piece in (p for p in chunk if p.split == split):
-            ids = encode(tokenizer, piece.text).astype(dtype)
+            try:
+                ids = encode(tokenizer, piece.text).astype(dtype)
+            except UserError as error:
+                raise UserError(f"{piece.document}: {error}") from None
             if piece.ends and tokenizer.eot is not None and _worker["ends"]:
                 ids = np.append(ids, np.array([tokenizer.eot], dtype=dtype))
             arrays.append(ids)

@@ -32,6 +32,12 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
     return {**files, "tokenizer_config.json": json.dumps(config, indent=2)}
 
 
+def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+    """Token -> id, spelt as the tokenizers library does, whatever kind of ours it is."""
+    library = tokenizer.library if isinstance(tokenizer, JSONTokenizer) else _library(tokenizer)
+    return library.get_vocab(with_added_tokens=True)
+
+
 def special_ids(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     """(bos, eos)"""
     return (tokenizer.bos_id if isinstance(tokenizer, JSONTokenizer) else tokenizer.eot), tokenizer.eot

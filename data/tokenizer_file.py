@@ -40,12 +40,12 @@ class JSONTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Library
 
         with _damaged():
-            self._library = Library.from_str(text)
-        self._library.no_truncation()
-        self._library.no_padding()
+            self.library = Library.from_str(text)
+        self.library.no_truncation()
+        self.library.no_padding()
         # text that spells a special token is ordinary text, as everywhere here
-        self._library.encode_special_tokens = True
-        own = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.library.encode_special_tokens = True
+        own = 1 + max(self.library.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = own if vocab_size is None else vocab_size
         if own > self.vocab_size:
             raise UserError(f"its tokenizer has {own} tokens, and its model {self.vocab_size}")
@@ -55,34 +55,36 @@ class JSONTokenizer(Tokenizer):
     @property
     def adds_tokens(self) -> bool:
         """Whether the library, asked to, adds tokens to a text."""
-        return self._library.num_special_tokens_to_add(is_pair=False) > 0
+        return self.library.num_special_tokens_to_add(is_pair=False) > 0
 
     def _id(self, token: str) -> int:
         with _damaged():  # a surrogate is no text to it
-            found = self._library.token_to_id(token)
+            found = self.library.token_to_id(token)
         if found is None:
             raise UserError(f"its tokenizer has no token {token[:40]!r}")
         return found
 
     def encode_array(self, text: str) -> np.ndarray:
+        _require_unicode(text)
         with _damaged():
-            encoded = self._library.encode_batch_fast([text], add_special_tokens=False)[0]
+            encoded = self.library.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.asarray(encoded.ids, dtype=np.int64)
 
     def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(n,) ids of a text in which special tokens are meant, and (n,) where each begins in it."""
-        self._library.encode_special_tokens = False
+        _require_unicode(text)
+        self.library.encode_special_tokens = False
         try:
             with _damaged():
-                encoded = self._library.encode(text, add_special_tokens=False)
+                encoded = self.library.encode(text, add_special_tokens=False)
         finally:
-            self._library.encode_special_tokens = True
+            self.library.encode_special_tokens = True
         begins = np.asarray([begin for begin, _ in encoded.offsets], dtype=np.int64)
         return np.asarray(encoded.ids, dtype=np.int64), begins
 
     def _decode_plain(self, ids: list[int]) -> str:
         with _damaged():
-            return self._library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
+            return self.library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
         special = {"eos": self.eos, "bos": self.bos, "chat_template": self.chat_template}
@@ -107,10 +109,19 @@ def _damaged() -> Iterator[None]:
         raise UserError(f"its tokenizer.json is damaged ({str(error)[:80]})") from None
 
 
-def read_folder(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
+def _require_unicode(text: str) -> None:
+    """JSON can spell half of a surrogate pair, which the library takes no text from."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise UserError(f"the text has {half}, half of a surrogate pair, which is no character") from None
+
+
+def read_folder(folder: Path, vocab_size: int | None = None, name: str = "tokenizer.json") -> dict[str, Any]:
     """The `to_dict` of a pretrained model's tokenizer. UserError where it is damaged, or of more tokens than
-    the `vocab_size` of the model."""
-    path = folder / "tokenizer.json"
+    the `vocab_size` of the model. name: of its file, which another one than the model's may have."""
+    path = folder / name
     if not path.is_file():
         raise UserError("it has no tokenizer.json; transformers' AutoTokenizer writes one by save_pretrained")
     settings = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
@@ -126,7 +137,8 @@ def read_folder(folder: Path, vocab_size: int | None = None) -> dict[str, Any]:
 
 
 def read_file(given: Any) -> dict[str, Any]:
-    """What data.tokenizer.path names: a `to_dict` that a run has kept, or the tokenizer.json of a folder."""
+    """What data.tokenizer.path names: a `to_dict` that a run has kept, or a tokenizer.json, by any name, with
+    the files beside it that say what begins and ends a document and how a chat is written."""
     path = Path(given) if isinstance(given, str) else None
     if path is None or not path.is_file():
         raise UserError(
@@ -134,7 +146,7 @@ def read_file(given: Any) -> dict[str, Any]:
         )
     saved = _read(path)
     try:
-        return saved if "kind" in saved else read_folder(path.parent)
+        return saved if "kind" in saved else read_folder(path.parent, name=path.name)
     except UserError as error:
         raise UserError(f"data.tokenizer.path={given}: {error}") from None
 

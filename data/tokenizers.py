@@ -47,7 +47,8 @@ class CharTokenizer(Tokenizer):
             shown = ", ".join(repr(char) for char in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
             raise UserError(
                 f"the char tokenizer does not know {shown}: it has only the {self.vocab_size} characters of "
-                "its corpus. Leave them out, or train with data.tokenizer.kind=byte or bpe"
+                "its corpus. Leave them out of the text; a model that is trained from the start, without "
+                "init_from, can have data.tokenizer.kind=byte or bpe"
             )
         return ids
 

@@ -232,5 +232,11 @@ class ValWindows(Windows):
         if max_tokens is not None:
             self.n_windows = min(self.n_windows, max(1, max_tokens // seq_len))
 
+    def has_targets(self) -> bool:
+        return any(
+            (self.batch(np.arange(i, min(i + 64, self.n_windows)))["targets"] != IGNORE).any()
+            for i in range(0, self.n_windows, 64)
+        )
+
     def starts(self, indices: np.ndarray) -> np.ndarray:
         return np.where(indices < self.n_windows, indices * self.seq_len, len(self.file))

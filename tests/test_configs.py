@@ -338,6 +338,7 @@ def test_a_tokenizer_given_by_its_kind_alone_resumes(again: list[str]) -> None:
 def test_names_are_text() -> None:
     typed = ["name=1e3", "+name=true,b", "name=1", "name=null", "optim.lr=1e3", 'name="1e3"']
     assert without_nulls(typed) == ['name="1e3"', '+name="true",b', *typed[2:]]
+    assert composed(*without_nulls(["runs_dir=2025_11"])).runs_dir == "2025_11"
     assert composed(*without_nulls(["name=1e3", "init_from=1.50"])).name == "1e3"
     assert split_ckpt(["ckpt=1e3", "name=2e3"]) == ("1e3", ['name="2e3"'])
 

@@ -34,6 +34,20 @@ LitGPT._update = poisoned
 train.main()
 """
 
+# SIGTERM to one rank alone, the one that says nothing
+ASKED = """
+import os, signal
+import train
+from model.training.lit_gpt import LitGPT
+step = LitGPT.STEP
+def asked(self, batch, batch_idx):
+    if self.global_step == 10 and self.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self, batch, batch_idx)
+LitGPT.STEP = asked
+train.main()
+"""
+
 
 def two(strategy: str) -> tuple[str, ...]:
     return (f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=4")
@@ -86,6 +100,18 @@ def test_ddp_is_one_process_stops_by_a_signal_and_goes_on_in_one(
         )  # fmt: skip
         assert result.code == 0, result.err
         assert_same(rows(tmp_path / "runs" / "a"), reference, range(STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("step", "stopped"), [("validation_step", 10), pytest.param("training_step", 11, marks=pytest.mark.long)]
+)
+def test_all_ranks_stop_by_a_signal_to_one(step: str, stopped: int, tmp_path: Path) -> None:
+    script = tmp_path / "asked.py"
+    script.write_text(ASKED.replace("STEP", step))
+    result = finish(start(tmp_path, "name=a", *STEP, *two("ddp"), *limits(30), script=script))
+    assert result.code == 143, result.err
+    assert f"Stopped at step {stopped}, saved. Continue: python train.py ckpt=a" in result.out
+    assert max(rows(tmp_path / "runs" / "a")) == stopped
 
 
 @pytest.mark.long

@@ -47,6 +47,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "empty file": (("data.path=empty.txt",), ("empty.txt",)),
     "binary file": (("data.path=binary.txt",), ("binary.txt", "UTF-8")),
     "folder without text": (("data.path=folder",), ("folder",)),
+    "chats for validation alone": (
+        ("data=chat", "data.path=book.txt", "data.val_fraction=0.75"),
+        ("data.val_fraction=0.75: at most every second conversation",),
+    ),
     "no path": (("data=text", "~data.path"), ("path",)),
     "tokenizer unknown": (("data.tokenizer.kind=words",), ("words", "bpe")),
     "vocabulary in words": (
@@ -56,6 +60,10 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sample in words": (
         ("data.tokenizer.kind=bpe", "data.tokenizer.sample_mb=abc"),
         ("data.tokenizer.sample_mb=abc", "a number above 0"),
+    ),
+    "a tokenizer's file beside another kind": (
+        ("data.tokenizer.path=gone.json",),
+        ("data.tokenizer.path=gone.json beside data.tokenizer.kind=", "takes data.tokenizer.kind=file"),
     ),
     "no options but a number": (("data.tokenizer=5",), ("data.tokenizer", "5")),
     "pattern of another folder": (
@@ -113,6 +121,11 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "devices below all": (("trainer.devices=-2",), ("trainer.devices=-2: it needs",)),
     "devices without end": (("trainer.devices=1099511627776",), ("trainer.devices=", "at most 65536")),
+    "an optimiser without a way back": (
+        ("optim._target_=torch.optim.SGD", "~optim.betas", "~optim.eps"),
+        ("optim._target_: a run cannot resume with SGD", "use torch.optim.AdamW"),
+    ),
+    "uphill": (("optim=muon", "+optim.maximize=true"), ("maximize", "Muon minimises")),
     "optimiser": (("optim.lr=-1",), ("optim.lr=-1", "at least 0")),
     "no clipping is null": (("grad_clip=0",), ("grad_clip=0", "above 0, or null")),
     "clipping below 0": (("grad_clip=-1",), ("grad_clip=-1", "above 0, or null")),

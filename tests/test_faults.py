@@ -84,7 +84,7 @@ def quit_and_resume(trial: int, trials: int, folder: Path, references: Reference
     assert code in (128 + number, -number, 0)
     said = (folder / "said").read_text() if (folder / "said").exists() else ""
     assert "Traceback" not in said and ("ckpt=" not in said or saved(folder)), said
-    if "saving at the next step" in said:
+    if "saving " in said:
         assert saved(folder)
     to_the_end(folder, references, settings)
 

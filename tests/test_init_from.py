@@ -83,6 +83,16 @@ def test_a_run_of_ours_gives_its_trained_tokenizer(folder: Path) -> None:
     assert header["tokenizer"]["kind"] == "bpe" and header["model"]["vocab_size"] == 270
 
 
+def test_another_tokenizer_of_as_many_tokens_is_refused(folder: Path) -> None:
+    own = ("model.n_layer=1", "model.n_embd=32", "data.tokenizer.vocab_size=270", "trainer.max_steps=1")
+    assert start(folder, "name=as-many", *own).code == 0
+    other = ("init_from=as-many", "data.path=other.txt", "name=bad")
+    result = start(folder, *other, "data.tokenizer.vocab_size=270")
+    assert result.code == 1 and "none is trained: leave data.tokenizer.vocab_size out" in result.err
+    result = start(folder, *other, "data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=270")
+    assert result.code == 1 and "init_from=as-many" in result.err and not (folder / "runs/bad").exists()
+
+
 def test_positions_beyond_seq_len_are_kept(folder: Path) -> None:
     result = start(folder, "init_from=gpt2", "name=g", "trainer.max_steps=1")
     assert result.code == 0, result.err

@@ -45,6 +45,8 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
         if config.get(group) is None or config[group].keys() <= {"decode"}:
             raise UserError(f"a run needs {group}=: python train.py --help lists what there is.")
     _within_64_bits("", config)
+    if resume_step is None:  # runs from before it was asked for go on
+        _tokenizer(config)
     for key, value in _found(config, COUNTS):
         whole(key, value, 1)
     for key, null in NULLS.items():
@@ -76,6 +78,27 @@ def check(config: Mapping[str, Any], resume_step: int | None, fixed: Mapping[str
     _trainer(config["trainer"], resume_step, fixed)
 
 
+def require_resumable(optimizer: Any) -> None:
+    """UserError where checkpoints would be written that nothing takes up again: states are checked before
+    they are loaded, and those of Adam are known."""
+    from torch.optim import Adam
+
+    if not isinstance(optimizer, Adam):
+        raise UserError(
+            f"optim._target_: a run cannot resume with {type(optimizer).__name__}; use torch.optim.AdamW, "
+            "torch.optim.Adam or optim=muon."
+        )
+
+
+def _tokenizer(config: Mapping[str, Any]) -> None:
+    kind, path = (_at(config, f"data.tokenizer.{key}") for key in ("kind", "path"))
+    if kind not in ("file", ...) and path not in (None, ...):
+        raise UserError(
+            f"data.tokenizer.path={shown(path)} beside data.tokenizer.kind={shown(kind)}: a file takes "
+            "data.tokenizer.kind=file."
+        )
+
+
 def _schedule(config: Mapping[str, Any]) -> None:
     for key, value in _found(config, PARTS):
         number(key, value, least=0)
@@ -91,9 +114,11 @@ def _schedule(config: Mapping[str, Any]) -> None:
 
 
 def _within_64_bits(key: str, value: Any) -> None:
-    """What tensors, seeds and files can hold; text may well look like a longer number."""
+    """What tensors, seeds and files can hold; text may well look like a longer number. What others follow,
+    as data.seed does seed, comes first."""
     if isinstance(value, Mapping | list):
-        for name, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, part in sorted(parts, key=lambda item: isinstance(item[1], Mapping | list)):
             if name not in ("name", "path", "prompt", "runs_dir"):
                 _within_64_bits(f"{key}.{name}".strip("."), part)
     elif isinstance(value, int):

@@ -95,6 +95,7 @@ class LitGPT(L.LightningModule):
         self.stopping = False  # after a fault or a signal, at the end of the step under way
         self.stop_requested = False  # by a signal; travels with the step's scalars: all ranks stop alike
         self.val_sums: Tensor | None = None
+        self.val_stops = LateScalars()  # of a validation's batches, whether a rank is asked to stop
 
     def configure_model(self) -> None:
         """Shard under FSDP2 and compile in place; `net.compile()` leaves every parameter's name alone."""
@@ -210,6 +211,7 @@ class LitGPT(L.LightningModule):
         if isinstance(self.trainer.strategy, ReplicaStrategy):
             self.trainer.strategy.average([p.grad for p in self.net.parameters() if p.grad is not None])
         norm = self._update()
+        total = total / counted.clamp(max=1)  # of no target there is no loss: NaN, not the best one
         return torch.stack((total, norm, (~norm.isfinite()).float(), torch.zeros_like(total)))
 
     def _deliver(self, due: list[tuple[int, list[float]]]) -> None:
@@ -223,7 +225,7 @@ class LitGPT(L.LightningModule):
                     "or try precision=32-true or another attention."
                 )
             if self.fault or stop:
-                self.trainer.should_stop = self.stopping = True
+                self._stop()
             for listener in self.listeners:
                 listener(step, {"train/loss": loss, "train/grad_norm": norm})
 
@@ -254,8 +256,11 @@ class LitGPT(L.LightningModule):
         return None
 
     def request_stop(self) -> None:
-        """The run is to end, on all ranks, after the step whose scalars bring this along."""
+        """The run is to end, on all ranks, after the step or validation whose scalars bring this along."""
         self.stop_requested = True
+
+    def _stop(self) -> None:
+        self.trainer.should_stop = self.stopping = True
 
     def on_validation_start(self) -> None:
         self.flush()
@@ -320,8 +325,20 @@ class LitGPT(L.LightningModule):
         with torch.compiler.set_stance("force_eager") if self.in_eager_validation else nullcontext():
             loss = self.net(**batch)
         self.val_sums += torch.stack((loss.double(), counted.double()))
+        if self.trainer.world_size == 1:
+            if self.stop_requested:
+                self._stop()
+            return
+        asked = torch.full((), float(self.stop_requested), device=self.device)
+        torch.distributed.all_reduce(asked)
+        self._deliver_stops(self.val_stops.push(batch_idx, asked))
+
+    def _deliver_stops(self, due: list[tuple[int, Any]]) -> None:
+        if any(asked for _, asked in due):
+            self._stop()
 
     def on_validation_epoch_end(self) -> None:
+        self._deliver_stops(self.val_stops.take())
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(self.val_sums)
         # logged by the Metrics callback: Lightning would log it one step early

@@ -50,6 +50,8 @@ class MuonAdamW(torch.optim.AdamW):
     def __init__(self, params: Any, momentum: float = 0.95, **adamw: Any):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum={momentum}: it needs to be from 0 to below 1")
+        if adamw.get("maximize"):
+            raise ValueError("maximize=True: Muon minimises; leave it out")
         super().__init__(params, **adamw)
         for group in self.param_groups:
             group["momentum"] = momentum

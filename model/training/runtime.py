@@ -287,10 +287,11 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
     samples, interrupt, checkpoints = (callbacks.get(kind) for kind in (Samples, Interrupt, Checkpoints))
     if lit.fault:
         raise UserError(lit.fault + (checkpoints.after_fault() if checkpoints else ""))
-    if interrupt is not None and interrupt.received is not None and trainer.global_step < trainer.max_steps:
+    if lit.stopping and trainer.global_step < trainer.max_steps:
         goes_on = f", saved. Continue: python train.py {again}" if checkpoints else ""
         print(f"Stopped at step {trainer.global_step}{goes_on}")
-        raise SystemExit(128 + signal.Signals(interrupt.received))
+        received = interrupt.received if interrupt else None
+        raise SystemExit(128 + (received or signal.SIGTERM))  # another rank's signal is most likely that
     if samples is not None and samples.last is not None:
         print(f"\n--- a sample\n{samples.last}\n---\n")
     if checkpoints is not None and checkpoints.best is not None:

@@ -71,6 +71,13 @@ class Checkpoints(L.Callback):
         elif self.every and step % self.every == 0 and not validated_next:
             self.save(trainer)
 
+    def on_validation_batch_end(self, trainer: L.Trainer, lit: Any, *args: Any) -> None:
+        """Whoever sent a signal may not wait for the end of the validation."""
+        if lit.stopping and not lit.fault and self.saved != trainer.global_step:
+            self.pending = True
+            self.save(trainer)
+            self.pending = False
+
     def on_validation_end(self, trainer: L.Trainer, lit: Any) -> None:
         if trainer.state.fn != "fit":
             return
@@ -127,10 +134,12 @@ class Checkpoints(L.Callback):
 
 
 class Interrupt(L.Callback):
-    """Ctrl-C, SIGTERM and SIGHUP end the run at the next step boundary, saved; a second one ends it at once.
+    """Ctrl-C, SIGTERM and SIGHUP end the run at the next step boundary, saved; within a validation it is
+    saved at once and ends with the validation. A second signal ends it at once.
 
-    The flag travels with the step's scalars, so that under DDP all ranks stop at the same step. That replaces
-    Lightning's own broadcast, which would synchronise host and device at every batch."""
+    The flag travels with the scalars of each step and of each batch of a validation, so that under DDP all
+    ranks stop at the same one. That replaces Lightning's own broadcast, which would synchronise host and
+    device at every batch."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -142,9 +151,7 @@ class Interrupt(L.Callback):
         loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
-        what = "stopping at the next step, without a checkpoint (callbacks.checkpoints=null)"
-        if any(isinstance(callback, Checkpoints) for callback in trainer.callbacks):
-            what = "saving at the next step, then stopping"
+        saves = any(isinstance(callback, Checkpoints) for callback in trainer.callbacks)
 
         def handle(number: int, frame: Any) -> None:
             if self.received is not None:
@@ -153,8 +160,8 @@ class Interrupt(L.Callback):
             self.received = number
             lit.request_stop()
             if trainer.is_global_zero:
-                name = signal.Signals(number).name
-                _say(f"\n{name}: {what}. Again: stop at once.")
+                what = _announced(saves, trainer.validating)
+                _say(f"\n{signal.Signals(number).name}: {what}. Again: stop at once.")
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
@@ -170,6 +177,15 @@ class Interrupt(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, lit: Any, exception: BaseException) -> None:
         self._restore()
+
+
+def _announced(saves: bool, validating: bool) -> str:
+    if not saves:
+        when = "when the validation ends" if validating else "at the next step"
+        return f"stopping {when}, without a checkpoint (callbacks.checkpoints=null)"
+    if validating:
+        return "saving now, then stopping when the validation ends"
+    return "saving at the next step, then stopping"
 
 
 def _say(text: str) -> None:

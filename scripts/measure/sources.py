@@ -1,9 +1,10 @@
 """Which of our files a measurement runs: rows of other sources than today's are stale.
 
 A point's implementation is the module that its yaml names, and all that this imports, wherever in a file; a
-string that is the name of a module of ours or of a file of ops/csrc counts as an import. What trains or
-generates runs the model too. The instruments are left out: measuring the same code in another way is no
-reason to do it again. Nor is a change of comments, docstrings or layout, which runs as before.
+string that is the name of a module of ours or of a file of ops/csrc counts as an import. So does an option
+of the yaml that is neither its class's default nor said by the name. What trains or generates runs the model
+too. The instruments are left out: measuring the same code in another way is no reason to do it again. Nor is
+a change of comments, docstrings or layout, which runs as before.
 """
 
 from __future__ import annotations
@@ -26,20 +27,33 @@ OURS = ("attention", "conf", "data", "model", "ops", "scripts")
 BASELINES = "scripts.measure.instruments.textbook"  # of names that conf/attention does not have
 TRAINING = ("model.gpt", "model.training.lit_gpt", "data.datamodule")
 GENERATION = ("model.gpt", "model.generation.generate")
+# What nothing of these imports, by what a point says: a field, and of `settings` a key.
+BESIDE = {
+    ("optimizer", "muon"): ("model.training.muon",),
+    ("optim", "muon"): ("model.training.muon",),
+    ("dtype", "fp8"): ("model.training.fp8",),
+    ("study", "serve"): ("model.generation.engine", "model.generation.serve"),
+    ("study", "long_range"): ("model.classifier", "data.classification"),
+    ("task", "listops"): ("data.listops",),
+    ("task", "matching"): ("data.matching",),
+    ("task", "pathfinder"): ("data.pathfinder",),
+}
 
 
 def code(point: dict[str, Any], root: Path = ROOT) -> str:
     """A digest of the files that run at a point, by their places and what they say to a compiler."""
-    return _digest(point.get("implementation", ""), point.get("pass", ""), "model" in point, root)
+    roots: tuple[str, ...] = ()
+    if "model" in point:
+        roots = TRAINING if point.get("pass") == "train" else GENERATION
+    said = (point.get("settings") or {}) | point
+    roots += tuple(module for (key, value), of in BESIDE.items() if said.get(key) == value for module in of)
+    return _digest(point.get("implementation", ""), roots, root)
 
 
 @functools.cache
-def _digest(implementation: str, passed: str, model: bool, root: Path) -> str:
-    digest = hashlib.sha256()
-    roots = modules(implementation, root)
-    if model:
-        roots += TRAINING if passed == "train" else GENERATION
-    for path in closure(roots, root):
+def _digest(implementation: str, roots: tuple[str, ...], root: Path) -> str:
+    digest = hashlib.sha256("".join(options(implementation, root)).encode())
+    for path in closure(modules(implementation, root) + roots, root):
         digest.update(
             f"{path.relative_to(root).as_posix()}\0".encode()
             + _meant(path.read_text(encoding="utf-8"), path.suffix == ".py")
@@ -87,6 +101,34 @@ def _meant(text: str, python: bool) -> bytes:
 
 def modules(implementation: str, root: Path = ROOT) -> tuple[str, ...]:
     """The modules of an implementation, or of all that it chooses among."""
+    targets = [
+        re.search(r"^_target_: (\S+)\.\w+$", text, re.M) for text in _yamls(implementation, root).values()
+    ]
+    return tuple(dict.fromkeys(target[1] for target in targets if target)) or (BASELINES,)
+
+
+def options(implementation: str, root: Path = ROOT) -> list[str]:
+    """What the yamls of `modules` set otherwise than the class does itself, but for what the name of the yaml
+    says, as cuda_fa1's `stage: fa1`."""
+    import yaml
+
+    found = []
+    for name, text in _yamls(implementation, root).items():
+        given = yaml.safe_load(text)
+        module, _, kind = given.pop("_target_").rpartition(".")
+        usual: dict[str, Any] = {}
+        for file in _files(module, root):
+            usual |= _defaults(file.read_text(encoding="utf-8"), kind)
+        found += [
+            f"{name}.{key}={value!r}\0"
+            for key, value in given.items()
+            if key != "name" and usual.get(key, ...) != value and not name.endswith(str(value))
+        ]
+    return found
+
+
+def _yamls(implementation: str, root: Path) -> dict[str, str]:
+    """The texts of conf/attention's files of an implementation, or of all that it chooses among."""
     from attention import registry
 
     folder = root / "conf" / "attention"
@@ -94,8 +136,23 @@ def modules(implementation: str, root: Path = ROOT) -> tuple[str, ...]:
     made = registry.declaration(implementation)
     every = made.dispatches_to == "implementations"  # as auto, which may run any
     files = sorted(folder.glob("*.yaml")) if every else [named] if named.is_file() else []
-    targets = [re.search(r"^_target_: (\S+)\.\w+$", file.read_text(encoding="utf-8"), re.M) for file in files]
-    return tuple(dict.fromkeys(target[1] for target in targets if target)) or (BASELINES,)
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
+
+
+@functools.cache
+def _defaults(text: str, kind: str) -> dict[str, Any]:
+    """Of the options of a class in this source."""
+    found: dict[str, Any] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and node.name == kind:
+            made = [each for each in node.body if getattr(each, "name", "") == "__init__"]
+            for of in [each.args for each in made if isinstance(each, ast.FunctionDef)]:
+                pairs = [
+                    *zip(of.args[::-1], of.defaults[::-1], strict=False),
+                    *zip(of.kwonlyargs, of.kw_defaults, strict=True),
+                ]
+                found |= {arg.arg: value.value for arg, value in pairs if isinstance(value, ast.Constant)}
+    return found
 
 
 def closure(modules: Iterable[str], root: Path = ROOT) -> list[Path]:

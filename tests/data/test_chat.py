@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data.chat import ChatCorpus, answers_of, chat_datamodule, encode_chat, render, require_messages
+from data.prepare import prepare
 from data.tokenizer_file import JSONTokenizer, read_folder
 from data.tokens import NO_TARGET
 from tests.pretrained import make_folder, make_tokenizer
@@ -50,7 +51,12 @@ def write(path: Path, talks: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3], ids=["chatml", "llama3"])
+GENERATION = CHATML.replace("{{ '<|im_start|>' +", "{% generation %}{{ '<|im_start|>' +").replace(
+    "{% endfor %}", "{% endgeneration %}{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}{% endfor %}", 1
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, GENERATION], ids=["chatml", "llama3", "generation"])
 @pytest.mark.parametrize("ask", [False, True])
 def test_the_text_is_that_of_transformers(template: str, ask: bool, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
@@ -146,6 +152,37 @@ def test_templates_that_do_not_serve_are_refused(case: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="the tokenizer's chat template ") as caught:
         answers_of(tokenizer, TALK)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("talk", "template", "words"),
+    [
+        (TALK, TEMPLATES["it refuses"][0], "template does not take a conversation: no system message"),
+        ([{"role": "assistant", "content": "ok \ud83d"}], CHATML, r"'\ud83d', half of a surrogate pair"),
+    ],
+)
+def test_a_conversation_that_cannot_be_written_is_named(
+    talk: list[Any], template: str, words: str, tmp_path: Path
+) -> None:
+    tokenizer_of(tmp_path, template)
+    chats = write(tmp_path / "chats.jsonl", [talk] * 18)
+    made = {"kind": "file", "path": str(tmp_path / "tokenizer.json")}
+    with pytest.raises(ValueError, match=r"chats.jsonl:1: ") as caught:
+        prepare(ChatCorpus(path=str(chats)), made, tmp_path / "out", quiet=True)
+    assert words in str(caught.value)
+
+
+def test_a_validation_without_an_answer_is_refused(tmp_path: Path) -> None:
+    tokenizer_of(tmp_path, CHATML)
+    asked = [{"role": "user", "content": "all you need? " * 40}, {"role": "assistant", "content": "ok"}]
+    chats = write(tmp_path / "chats.jsonl", [asked] * 30)
+    made = {"kind": "file", "path": str(tmp_path / "tokenizer.json")}
+    options = {"path": str(chats), "seq_len": 32, "data_dir": tmp_path / "out"}
+    data = chat_datamodule(made, max_val_tokens=64, **options)
+    data.prepare_data()
+    with pytest.raises(ValueError, match="the first 64 tokens of validation hold no answer: raise"):
+        data.setup()
+    chat_datamodule(made, **options).setup()
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:

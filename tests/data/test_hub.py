@@ -77,7 +77,10 @@ def test_the_cuts_of_one_text_join_again_by_character(dataset, tmp_path):
 
 def test_a_validation_split_too_small_is_refused(dataset, tmp_path):
     corpus = HubCorpus("s", "a/b", val_fraction=1e-9, max_documents=20)
-    with pytest.raises(ValueError, match=r"val split of s has 0 tokens.*raise max_documents or val_fraction"):
+    with pytest.raises(
+        ValueError,
+        match=r"val split of s has 0 tokens.*raise data\.corpus\.max_documents or raise data\.corpus\.val_",
+    ):
         prepare(corpus, "byte", tmp_path, quiet=True)
 
 
@@ -90,6 +93,11 @@ def test_a_stream_that_breaks_says_how_to_go_on(monkeypatch):
     monkeypatch.setattr(hub, "_reach", lambda url: None)
     with pytest.raises(ValueError, match=r"ConnectionResetError: peer went away\. Run again to continue"):
         list(HubCorpus("s", "a/b").pieces())
+
+
+def test_a_wrong_column_is_no_broken_stream(dataset):
+    with pytest.raises(ValueError, match=r"data\.corpus\.column=content: a/b \(train\).*it has text"):
+        list(HubCorpus("s", "a/b", column="content").pieces())
 
 
 @pytest.mark.parametrize("gone", ["the Hub", "gpt2's files"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conf.values import UserError
 from data import hub
-from data.tokenizer_file import JSONTokenizer
+from data.tokenizer_file import JSONTokenizer, read_file
 from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from_dict, tokenizer_spec
 from tests.data.conftest import some_text
 
@@ -163,3 +163,17 @@ def test_a_file_that_the_library_cannot_do_with_is_said_to_be_damaged(change: di
         tokenizer = JSONTokenizer(json.dumps(_FILE | change))
         tokenizer.decode(tokenizer.encode("q"))
     assert JSONTokenizer(json.dumps(_FILE)).encode("b") == [1]
+
+
+def test_a_file_is_the_one_that_is_named(tmp_path) -> None:
+    """Also beside another tokenizer.json, and where there is none."""
+    for name, words in (("tokenizer.json", "ab"), ("large.json", "abc")):
+        model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "a"}
+        special = {"id": 0, "content": "a", "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        text = json.dumps(_FILE | {"model": model, "added_tokens": [special | flags]})
+        (tmp_path / name).write_text(text)
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    for _ in range(2):
+        assert tokenizer_from_dict(read_file(str(tmp_path / "large.json"))).vocab_size == 3
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)

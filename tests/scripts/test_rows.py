@@ -17,6 +17,9 @@ from scripts.measure.rows import Kept, append, key_of, load, read, trusted
 FILES = sorted((ROOT / "results").glob("*/*.jsonl"))
 POINT = {"study": "probe", "implementation": "naive", "pass": "forward", "seq_len": 8, "causal": True}
 OK = {"status": "ok", "ms_median": 1.0}
+TRAINED = {"implementation": "sdpa", "pass": "train", "model": "gpt2"}
+SERVED = {"implementation": "sdpa", "study": "serve", "model": "gpt2"}
+ADDED = ("from __future__", "added = 1\nfrom __future__")  # to a source, which is read and not run
 
 
 def points(path: Path) -> list[dict]:
@@ -197,3 +200,48 @@ def test_a_file_concerns_those_who_run_it(tmp_path: Path) -> None:
             alone = {"implementation": "naive", "pass": "forward"}
             assert sources.code(alone, tmp_path) == sources.code(alone)
         (tmp_path / path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("point", "path", "change", "stale"),
+    [
+        ({"implementation": "tiled"}, "conf/attention/tiled.yaml", ("block_q: 128", "block_q: 64"), True),
+        ({"implementation": "tiled"}, "conf/attention/tiled.yaml", ("# queries", "# the queries"), False),
+        ({"implementation": "auto"}, "conf/attention/tiled.yaml", ("block_q: 128", "block_q: 64"), True),
+        ({"implementation": "naive"}, "conf/attention/tiled.yaml", ("block_q: 128", "block_q: 64"), False),
+        ({"implementation": "cuda_fa1"}, "conf/attention/cuda_fa1.yaml", ("stage: fa1", "stage: fa2"), True),
+        (TRAINED | {"optimizer": "muon"}, "model/training/muon.py", ADDED, True),
+        (TRAINED | {"optimizer": "adamw"}, "model/training/muon.py", ADDED, False),
+        (TRAINED | {"settings": {"optim": "muon"}}, "model/training/muon.py", ADDED, True),
+        (TRAINED | {"dtype": "fp8"}, "model/training/fp8.py", ADDED, True),
+        (TRAINED | {"dtype": "bf16-mixed"}, "model/training/fp8.py", ADDED, False),
+        (TRAINED | {"study": "long_range"}, "model/classifier.py", ADDED, True),
+        (TRAINED | {"study": "long_range"}, "data/classification.py", ADDED, True),
+        (TRAINED | {"study": "long_range", "task": "listops"}, "data/listops.py", ADDED, True),
+        (TRAINED | {"study": "long_range", "task": "matching"}, "data/listops.py", ADDED, False),
+        (SERVED, "model/generation/engine.py", ADDED, True),
+        (SERVED, "model/generation/serve.py", ADDED, True),
+        (SERVED | {"study": "generate"}, "model/generation/serve.py", ADDED, False),
+    ],
+)
+def test_a_row_is_stale_when_what_it_ran_has_changed(
+    tmp_path: Path, point: dict, path: str, change: tuple[str, str], stale: bool
+) -> None:
+    for folder in ("attention", "conf", "data", "model", "ops", "scripts/measure/instruments"):
+        (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    before = sources.code(point, tmp_path)
+    assert before == sources.code(point)
+    top = tmp_path / path.split("/")[0]
+    top.unlink()
+    shutil.copytree(ROOT / top.name, top, ignore=shutil.ignore_patterns("__pycache__", "prepared"))
+    text = (tmp_path / path).read_text()
+    assert change[0] in text
+    (tmp_path / path).write_text(text.replace(*change, 1))
+    sources._digest.cache_clear()
+    assert (sources.code(point, tmp_path) != before) is stale
+
+
+def test_what_the_yamls_say_today_is_what_the_classes_or_their_names_say() -> None:
+    """So that rows from before options counted are as fresh as they were."""
+    assert not any(map(sources.options, rows.choices("attention")))

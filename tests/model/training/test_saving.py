@@ -91,6 +91,29 @@ def test_a_validation_that_a_signal_cut_off_is_made_up_for(tmp_path: Path) -> No
     assert text == (whole / "samples.txt").read_text() and "--- step 10\n" in text
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_signal_within_a_validation_saves_at_once(killed: bool, tmp_path: Path) -> None:
+    """It may last longer than who sent the signal waits; then the resume makes up for it."""
+    settings = ("trainer.val_check_interval=5", "data.max_val_tokens=null", "data.eval_batch_size=1")
+    assert train_here(tmp_path, "name=whole", *settings).code == 0
+    step = LitGPT.validation_step
+
+    def signalled(self, batch, batch_idx):
+        if self.global_step == 10 and batch_idx in ((1, 2) if killed else (1,)):
+            os.kill(os.getpid(), signal.SIGTERM)  # the second ends it at once
+        return step(self, batch, batch_idx)
+
+    with mock.patch.object(LitGPT, "validation_step", signalled):
+        result = train_here(tmp_path, "name=a", *settings)
+    assert result.code == (130 if killed else 143), result.err
+    assert "SIGTERM: saving now, then stopping when the validation ends." in result.out
+    assert ("Stopped at step 10, saved." in result.out) != killed
+    run = tmp_path / "runs" / "a"
+    assert steps(run)[0] == 10 and ("val/loss" in rows(run)[10]) != killed and max(rows(run)) == 10
+    assert train_here(tmp_path, "ckpt=a", tiny=False).code == 0
+    assert rows(run) == rows(tmp_path / "runs" / "whole")
+
+
 def test_sigterm_before_training_is_no_success(tmp_path: Path) -> None:
     step = LitGPT.validation_step
 
