@@ -29,14 +29,15 @@ def as_text(argument: str) -> str:
     """name=1e3 and the like within Hydra's quotes, without which it would be name=1000.0; several values of a
     sweep each."""
     key, _, text = argument.partition("=")
-    if key.lstrip("+") not in TEXT or not re.fullmatch(r"[\w.+,-]+", text):
+    if key.lstrip("+") not in TEXT or not re.fullmatch(r"[\w.+,-]+", text, re.ASCII):
         return argument
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parts = text.split(",")
     for i, part in enumerate(parts):
         value = OverridesParser.create().parse_override(f"{key}={part}").value()
-        if value is not None and str(value) != part:
+        switch = isinstance(value, bool) and key == "runs_dir"  # a slip, which is refused
+        if value is not None and str(value) != part and not switch:
             parts[i] = f'"{part}"'
     return f"{key}={','.join(parts)}"
 
