@@ -73,10 +73,10 @@ def prepare(
 ) -> Path:
     """The folder with the token files and `meta.json`; made now unless it is there already.
 
-    workers: processes that tokenise, by default up to one per core; 1: this one. made: gets the folder where
-    this call has made it. A second process
-    that asks for the same waits for the first. UserError for bad input, a damaged folder, and a disk that is
-    full or cannot be written; nothing is left of what would fail again.
+    workers: processes that tokenise, by default up to one per core; 1: this one. made: gets the folder if it
+    is this call that makes it. A second process that asks for the same waits for the first. UserError for bad
+    input, a damaged folder, and a disk that is full or cannot be written; nothing is left of what would fail
+    again.
     """
     try:
         folder, identity = folder_of(corpus, tokenizer, data_dir)

@@ -217,7 +217,8 @@ class LitGPT(L.LightningModule):
     def _deliver(self, due: list[tuple[int, list[float]]]) -> None:
         """Hand the scalars that have arrived to the listeners; stop where they say so, on all ranks alike."""
         for step, (loss, norm, skipped, stop) in due:
-            self.last_loss = loss
+            if skipped or not math.isnan(loss):  # else of a step without a target
+                self.last_loss = loss
             if skipped and self.fault is None:
                 self.fault = (
                     f"Step {step}: the gradient norm is {norm} (loss {loss:.4f}). The update was skipped: "

@@ -133,6 +133,16 @@ def test_micro_batches_are_not_averaged_one_by_one() -> None:
     assert seen[0]["loss"] != pytest.approx(sum(means) / 3, rel=1e-4)
 
 
+def test_a_step_without_a_target_has_no_loss_and_stops_nothing() -> None:
+    empty = make_batch()
+    empty["targets"][:] = -1
+    lit, seen = train(make_net(), [make_batch(), empty, make_batch(), empty], accumulate=3)
+    assert [torch.tensor(row["loss"]).isnan().item() for row in seen] == [False, True, False, True]
+    assert [row["norm"] > 0 for row in seen] == [True, False, True, False]
+    assert lit.fault is None and lit.global_step == 4 and lit.last_loss == seen[2]["loss"]
+    assert all(p.isfinite().all() for p in lit.net.parameters())
+
+
 def test_weight_decay_is_for_matrices() -> None:
     net = make_net(qk_norm=True)
     lit, _ = train(net, [make_batch()])
