@@ -65,7 +65,7 @@ def test_few_validations_are_not_compiled(method: str, may: bool, batches: int, 
     expected = net.eval()(**batch)
     getattr(net, method)(backend=lambda graph, _: compiled.append(graph) or graph, dynamic=False)
     lit = LitGPT(net, partial(torch.optim.AdamW), constant, validates_eagerly=may)
-    trainer = SimpleNamespace(num_val_batches=[batches], max_steps=5000, val_check_interval=250)
+    trainer = SimpleNamespace(num_val_batches=[batches], max_steps=5000, val_check_interval=250, world_size=1)
     with mock.patch.object(LitGPT, "trainer", trainer), torch.no_grad():
         lit.on_validation_epoch_start()
         lit.validation_step(batch, 0)
