@@ -27,7 +27,7 @@ from attention.call import (
     UnsupportedAttention,
 )
 from attention.checks import (
-    are_views,
+    are_packed_views,
     cached_call_key,
     call_key,
     check_cached,
@@ -312,7 +312,7 @@ class Attention(nn.Module):
             if _TRACED_CALLS:
                 q, k, v, options = _TRACED_CALLS.pop()
                 self._check_now(q, k, v, options)
-                if options.packed is not None and not are_views(options.packed, q, k, v):
+                if options.packed is not None and not are_packed_views(options.packed, q, k, v):
                     return _NO_VIEWS
         except ValueError as error:
             return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,31 +154,31 @@ def _check_packed(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     """That q, k and v are views of a `packed` of their shape: by their addresses, which are none of what a
-    call's key has, and in few operations, as every call pays for it."""
+    call's key has."""
+    _need(
+        _follow(packed, q, k, v, Tensor.data_ptr),
+        f"q, k or v is no view of packed; it needs {_PACKED} of which they are views, in this order",
+    )
+
+
+def are_packed_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """The same of fake tensors, which have no address, but a storage."""
+    storages = {x.untyped_storage()._cdata for x in (packed, q, k, v)}
+    return len(storages) == 1 and _follow(packed, q, k, v, lambda x: x.storage_offset() * x.element_size())
+
+
+def _follow(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, place: Callable[[Tensor], int]) -> bool:
+    """Whether they lie in `packed` one behind the other; in few operations, as every call pays for it."""
     batch, token, step = packed.stride()
-    strides, at = (batch, q.shape[3] * step, token, step), packed.data_ptr()
+    strides, at = (batch, q.shape[3] * step, token, step), place(packed)
     for x in (q, k, v):
-        same = x.dtype == packed.dtype and x.data_ptr() == at
+        if x.dtype != packed.dtype or place(x) != at:
+            return False
         if x.stride() != strides:  # that of a dimension of one entry may be anything
             own = zip(x.shape, x.stride(), strides, strict=True)
-            same = same and all(n == 1 or a == b for n, a, b in own)
-        _need(
-            same, f"q, k or v is no view of packed; it needs {_PACKED} of which they are views, in this order"
-        )
+            if not all(n == 1 or a == b for n, a, b in own):
+                return False
         at += x.shape[1] * strides[1] * x.element_size()
-
-
-def are_views(packed: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """The same of fake tensors, which have no address."""
-    batch, token, step = packed.stride()
-    strides, at = (batch, q.shape[3] * step, token, step), packed.storage_offset()
-    storage = packed.untyped_storage()._cdata
-    for x in (q, k, v):
-        own = zip(x.shape, x.stride(), strides, strict=True)
-        same = x.untyped_storage()._cdata == storage and x.storage_offset() == at and x.dtype == packed.dtype
-        if not same or not all(n == 1 or a == b for n, a, b in own):
-            return False
-        at += x.shape[1] * strides[1]
     return True
 
 

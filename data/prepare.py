@@ -144,7 +144,7 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
             if facts["tokens"] < 2:
                 raise UserError(
                     f"the {split} split of {corpus.name} has {facts['tokens']} tokens and needs 2 or more: "
-                    + " or ".join(("give more text", *_raises(corpus, split)))
+                    f"give more text{_or_raise(corpus, split)}"
                 )
         if changed := corpus.changed():
             raise UserError(_CHANGED.format(changed[0]))
@@ -168,11 +168,12 @@ def _build(corpus: Corpus, identity: dict[str, Any], folder: Path, workers: int 
     _remove_parts(folder)
 
 
-def _raises(corpus: Corpus, split: str) -> list[str]:
+def _or_raise(corpus: Corpus, split: str) -> str:
     """What else gives a split more tokens, where this corpus has it."""
     divides = split == "val" and hasattr(corpus, "val_fraction") and not getattr(corpus, "val", None)
     keys = {"max_documents": getattr(corpus, "max_documents", None) is not None, "val_fraction": divides}
-    return [f"raise {corpus.KEYS}.{key}" for key, there in keys.items() if there]
+    named = " or ".join(f"{corpus.KEYS}.{key}" for key, there in keys.items() if there)
+    return named and f", or raise {named}"
 
 
 def _tokenizer(corpus: Corpus, spec: dict[str, Any], folder: Path) -> Tokenizer:

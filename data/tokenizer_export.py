@@ -34,8 +34,9 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> dict[str, str]:
 
 def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     """Token -> id, spelt as the tokenizers library does, whatever kind of ours it is."""
-    library = tokenizer.library if isinstance(tokenizer, JSONTokenizer) else _library(tokenizer)
-    return library.get_vocab(with_added_tokens=True)
+    if isinstance(tokenizer, JSONTokenizer):
+        return tokenizer.vocabulary()
+    return _library(tokenizer).get_vocab(with_added_tokens=True)
 
 
 def special_ids(tokenizer: Tokenizer) -> tuple[int | None, int | None]:

@@ -40,26 +40,30 @@ class JSONTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Library
 
         with _damaged():
-            self.library = Library.from_str(text)
-        self.library.no_truncation()
-        self.library.no_padding()
+            self._library = Library.from_str(text)
+        self._library.no_truncation()
+        self._library.no_padding()
         # text that spells a special token is ordinary text, as everywhere here
-        self.library.encode_special_tokens = True
-        own = 1 + max(self.library.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._library.encode_special_tokens = True
+        own = 1 + max(self.vocabulary().values(), default=-1)
         self.vocab_size = own if vocab_size is None else vocab_size
         if own > self.vocab_size:
             raise UserError(f"its tokenizer has {own} tokens, and its model {self.vocab_size}")
         self.text, self.eos, self.bos, self.chat_template = text, eos, bos, chat_template
         self.eot, self.bos_id = (None if token is None else self._id(token) for token in (eos, bos))
 
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, special ones among them."""
+        return self._library.get_vocab(with_added_tokens=True)
+
     @property
     def adds_tokens(self) -> bool:
         """Whether the library, asked to, adds tokens to a text."""
-        return self.library.num_special_tokens_to_add(is_pair=False) > 0
+        return self._library.num_special_tokens_to_add(is_pair=False) > 0
 
     def _id(self, token: str) -> int:
         with _damaged():  # a surrogate is no text to it
-            found = self.library.token_to_id(token)
+            found = self._library.token_to_id(token)
         if found is None:
             raise UserError(f"its tokenizer has no token {token[:40]!r}")
         return found
@@ -67,24 +71,24 @@ class JSONTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         _require_unicode(text)
         with _damaged():
-            encoded = self.library.encode_batch_fast([text], add_special_tokens=False)[0]
+            encoded = self._library.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.asarray(encoded.ids, dtype=np.int64)
 
     def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(n,) ids of a text in which special tokens are meant, and (n,) where each begins in it."""
         _require_unicode(text)
-        self.library.encode_special_tokens = False
+        self._library.encode_special_tokens = False
         try:
             with _damaged():
-                encoded = self.library.encode(text, add_special_tokens=False)
+                encoded = self._library.encode(text, add_special_tokens=False)
         finally:
-            self.library.encode_special_tokens = True
+            self._library.encode_special_tokens = True
         begins = np.asarray([begin for begin, _ in encoded.offsets], dtype=np.int64)
         return np.asarray(encoded.ids, dtype=np.int64), begins
 
     def _decode_plain(self, ids: list[int]) -> str:
         with _damaged():
-            return self.library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
+            return self._library.decode([i for i in ids if i >= 0], skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
         special = {"eos": self.eos, "bos": self.bos, "chat_template": self.chat_template}

@@ -1,6 +1,6 @@
 """Measure the perplexity of a trained run on a text:
 
-    python scripts/evaluate.py ckpt=last text=book.txt stride=512
+    python scripts/evaluate.py ckpt=last text=book.txt stride=128
 
 A window of the trained context length moves over the text by stride= tokens at a time (default: half the
 context length). Each token is counted once, in the window where it has the most preceding context, so a

@@ -170,6 +170,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         f"beyond 64 bits: {key}": ((f"{key}={1 << 64}",), (f"{key}={1 << 64}: it needs to fit into 64 bits",))
         for key in ("seed", "seq_len", "tokens_per_step", "grad_clip", "trainer.max_steps", "data.batch_size")
     },
+    "a seed that the data follows": ((f"seed={1 << 64}",), (f"error: seed={1 << 64}: ",)),
     "beyond a float": (("optim.lr=1" + "0" * 400,), ("it needs to fit into 64 bits",)),
     "steps of 64 bits": (("trainer.max_steps=9223372036854775808",), ("at most 9223372036854775807",)),
     "random tokens beyond 64 bits": (
@@ -284,6 +285,12 @@ def test_bf16_on_a_gpu_without_it() -> None:
     ):
         runtime.precision("bf16-mixed", cuda)
     assert runtime.precision("auto", torch.device("cpu")) == "32-true"
+
+
+def test_a_run_with_a_tokenizer_file_that_it_does_not_read_goes_on(tmp_path: Path) -> None:
+    with mock.patch("model.training.checks._tokenizer"):  # it is from before
+        old = train_here(tmp_path, "name=a", "data.tokenizer.path=x.json", "trainer.max_steps=1")
+    assert old.code == 0 and train_here(tmp_path, "ckpt=a", "trainer.max_steps=2", tiny=False).code == 0
 
 
 def test_a_name_that_is_taken_and_a_failed_start_that_is_not(tmp_path: Path) -> None:

@@ -3,14 +3,21 @@ before anything is written."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from conf.initial import Initial
 from conf.resume import load_run
+from data.storage import Unfinished
+from data.tokenizer_export import tokenizer_files
+from data.tokenizers import ByteTokenizer, CharTokenizer
 from model.training.checkpoint import read_checkpoint
 from tests.pretrained import make_folder, make_tokenizer
 from tests.running import SHORT, Result, train_here, write_book
@@ -83,14 +90,30 @@ def test_a_run_of_ours_gives_its_trained_tokenizer(folder: Path) -> None:
     assert header["tokenizer"]["kind"] == "bpe" and header["model"]["vocab_size"] == 270
 
 
-def test_another_tokenizer_of_as_many_tokens_is_refused(folder: Path) -> None:
-    own = ("model.n_layer=1", "model.n_embd=32", "data.tokenizer.vocab_size=270", "trainer.max_steps=1")
-    assert start(folder, "name=as-many", *own).code == 0
-    other = ("init_from=as-many", "data.path=other.txt", "name=bad")
-    result = start(folder, *other, "data.tokenizer.vocab_size=270")
-    assert result.code == 1 and "none is trained: leave data.tokenizer.vocab_size out" in result.err
-    result = start(folder, *other, "data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=270")
-    assert result.code == 1 and "init_from=as-many" in result.err and not (folder / "runs/bad").exists()
+def test_another_tokenizer_has_to_have_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ("model.n_layer=1", "model.n_embd=32", "trainer.max_steps=1")
+    assert start(folder, "name=bytes", *own, "data.tokenizer.kind=byte").code == 0
+    same, other = folder / "same", folder / "foreign"
+    for place, tokenizer in ((same, ByteTokenizer()), (other, CharTokenizer("".join(map(chr, range(257)))))):
+        place.mkdir()
+        files = tokenizer_files(tokenizer, 16)
+        for name in files if place == same else ["tokenizer.json"]:
+            (place / name).write_text(files[name])
+    begin = ("init_from=bytes", "data.tokenizer.kind=file", "trainer.max_steps=1")
+    result = start(folder, *begin, "name=other", f"data.tokenizer.path={other}/tokenizer.json")
+    assert result.code == 1 and "was trained with another tokenizer than the data has" in result.err
+    result = start(folder, *begin, "name=same", f"data.tokenizer.path={same}/tokenizer.json")
+    assert result.code == 0 and "could not be compared" not in result.out, result.err
+
+    def gone() -> None:
+        raise Unfinished("no network")
+
+    monkeypatch.setattr("data.hub.load_gpt2_encoding", gone)
+    initial = Initial("gpt2-run", {"vocab_size": 257}, {"kind": "gpt2"}, lambda net: None)
+    net = SimpleNamespace(config=SimpleNamespace(vocab_size=257))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        initial.load_into(net, {}, ByteTokenizer())
+    assert "could not be compared with the one of init_from" in out.getvalue()
 
 
 def test_positions_beyond_seq_len_are_kept(folder: Path) -> None:
@@ -126,6 +149,10 @@ REFUSED = {
     "architecture": (["init_from=pretrained", "model=gpt2"], "brings its architecture: leave model out"),
     "a shape": (["init_from=pretrained", "model.n_layer=2"], "leave model.n_layer out"),
     "another vocabulary": (["init_from=pretrained", "data.tokenizer.kind=byte"], "tokens, and the data 257"),
+    "a tokenizer that is trained": (
+        ["init_from=pretrained", "data.tokenizer.vocab_size=300"],
+        "init_from=pretrained brings its tokenizer, and none is trained: leave data.tokenizer.vocab_size out",
+    ),
     "a mask that it lacks": (
         ["init_from=pretrained", "model.causal=false", "data.mask_fraction=0.2"],
         "data.mask_fraction=0.2 adds a mask token, which it was not trained with; leave that out",

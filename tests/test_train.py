@@ -105,7 +105,7 @@ def test_the_same_run_twice_is_the_same(run: tuple[Path, str], folder: Path) -> 
 
 def test_a_sweep_makes_a_run_of_each_job(folder: Path, tmp_path: Path) -> None:
     write_book(tmp_path)
-    result = train_here(tmp_path, "seed=1337,2", "name=s", "trainer.max_steps=3", "-m")
+    result = train_here(tmp_path, "seed=1337,2", "-m", "name=s", "trainer.max_steps=3")
     assert result.code == 0, result.err
     first, second = (rows(tmp_path / "runs" / name) for name in ("s-0-seed-1337", "s-1-seed-2"))
     assert list(first) == [0, 1, 2, 3] and first != second

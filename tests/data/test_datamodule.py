@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import os
 import pickle
@@ -8,7 +9,7 @@ import lightning
 import pytest
 import torch
 
-from data import stream
+from data import prepare, stream
 from data.corpora import SyntheticCorpus, TextCorpus
 from data.datamodule import TokenDataModule, text_datamodule
 from data.textfiles import content_hash
@@ -231,6 +232,31 @@ def test_a_corpus_is_known_by_its_content_and_its_tokenizer(tmp_path):
     shutil.move(book, moved / "000.txt")
     with pytest.raises(ValueError, match="has changed since"):
         known(before, module(f"{moved}/*.txt"))
+
+
+def test_what_another_process_prepared_outlives_a_refused_resume(tmp_path, monkeypatch):
+    """The other one has the lock when this one asks for the same folder."""
+    texts = [write_folder(tmp_path / name, n_files=n) for name, n in (("old", 11), ("new", 12))]
+    old, ours, theirs = (
+        text_datamodule("byte", path=str(path), seq_len=8, data_dir=tmp_path / "out", prepare_workers=1)
+        for path in (texts[0], texts[1], texts[1])
+    )
+    old.prepare_data()
+    state, tokenizer = old.state_dict(), old.tokenizer.to_dict()
+
+    @contextlib.contextmanager
+    def locked(*args, lock=prepare.locked):
+        monkeypatch.setattr(prepare, "locked", lock)
+        theirs.prepare_data()
+        with lock(*args):
+            yield
+
+    monkeypatch.setattr(prepare, "locked", locked)
+    ours.prepare_data()
+    for module, stays in ((ours, True), (theirs, False)):
+        with pytest.raises(ValueError, match="the text has changed"):
+            module.require_same(state, tokenizer)
+        assert module._folder.exists() == stays
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import re
 import socket
 import sys
 import time
@@ -6,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from conf.values import UserError
 from data import hub
 from data import prepare as module
 from data.hub import HubCorpus
@@ -20,7 +22,7 @@ STORIES = [some_text(i, 40) for i in range(400)]
 def dataset(monkeypatch):
     """A dataset with splits of its own; counts the rows that were read."""
     read = []
-    splits = {"train": STORIES[:380], "validation": STORIES[380:390], "test": STORIES[390:]}
+    splits = {"train": STORIES[:380], "validation": STORIES[380:390], "test": STORIES[390:], "none": []}
 
     def stream(dataset, config, revision, split):
         for text in splits[split]:
@@ -75,12 +77,18 @@ def test_the_cuts_of_one_text_join_again_by_character(dataset, tmp_path):
     assert "".join(chars[val]) == "".join(STORIES[380:])
 
 
-def test_a_validation_split_too_small_is_refused(dataset, tmp_path):
-    corpus = HubCorpus("s", "a/b", val_fraction=1e-9, max_documents=20)
-    with pytest.raises(
-        ValueError,
-        match=r"val split of s has 0 tokens.*raise data\.corpus\.max_documents or raise data\.corpus\.val_",
-    ):
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"max_documents": 20}, ", or raise data.corpus.max_documents or data.corpus.val_fraction"),
+        ({}, ", or raise data.corpus.val_fraction"),
+        ({"val": ["none"]}, ""),
+    ],
+)
+def test_a_validation_split_too_small_is_refused(dataset, tmp_path, options, advice):
+    corpus = HubCorpus("s", "a/b", val_fraction=1e-9, **options)
+    words = rf"val split of s has 0 tokens and needs 2 or more: give more text{re.escape(advice)}$"
+    with pytest.raises(ValueError, match=words):
         prepare(corpus, "byte", tmp_path, quiet=True)
 
 
@@ -93,11 +101,6 @@ def test_a_stream_that_breaks_says_how_to_go_on(monkeypatch):
     monkeypatch.setattr(hub, "_reach", lambda url: None)
     with pytest.raises(ValueError, match=r"ConnectionResetError: peer went away\. Run again to continue"):
         list(HubCorpus("s", "a/b").pieces())
-
-
-def test_a_wrong_column_is_no_broken_stream(dataset):
-    with pytest.raises(ValueError, match=r"data\.corpus\.column=content: a/b \(train\).*it has text"):
-        list(HubCorpus("s", "a/b", column="content").pieces())
 
 
 @pytest.mark.parametrize("gone", ["the Hub", "gpt2's files"])
@@ -134,6 +137,14 @@ def test_load_dataset_is_asked_for_a_stream(monkeypatch):
     monkeypatch.setattr(hub, "_reach", lambda url: None)
     assert list(HubCorpus("s", "a/b", config="c", revision="r").pieces()) == []
     assert asked == {"args": ("a/b", "c"), "revision": "r", "split": "train", "streaming": True}
+
+
+def test_a_column_that_is_not_there_is_no_broken_stream(dataset):
+    with pytest.raises(
+        UserError, match=r"data\.corpus\.column=txt: a/b \(test\) has .* it has text$"
+    ) as caught:
+        list(HubCorpus("s", "a/b", column="txt", val=["test"]).pieces())
+    assert not isinstance(caught.value, Unfinished)
 
 
 @pytest.mark.parametrize("why", ["refused", "silent", "offline", "no such name"])
