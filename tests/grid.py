@@ -86,8 +86,9 @@ class Case:
 
     @property
     def on_cpu(self) -> Case:
-        """Two rows: PyTorch's sums err more on a CPU, and luck less."""
-        return replace(self, batch=min(2, self.batch))
+        """At most eight rows: with two of two heads a single query has four numbers of lse, and one that errs
+        as `tiled` does is refused in 5% of the draws (with sixteen in none of 300)."""
+        return replace(self, batch=min(8, self.batch))
 
     @property
     def fewer_heads(self) -> Case:

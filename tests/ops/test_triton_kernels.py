@@ -199,7 +199,8 @@ def test_in_any_order(sparse: bool, device: str, request: pytest.FixtureRequest)
 @pytest.mark.parametrize("tq", [1, 70])
 def test_head_dims_beside_the_grid(head_dim: int, tq: int, device: str) -> None:
     for dtype in (torch.float16, torch.float32):
-        ratios = run_case(build("triton"), Case("head_dim", tq, 70, head_dim, 1, 2, 2), device, dtype)
+        batch = 8 if tq == 1 else 1  # the largest error of two numbers of lse is a matter of luck
+        ratios = run_case(build("triton"), Case("head_dim", tq, 70, head_dim, batch, 2, 2), device, dtype)
         assert ratios and max(ratios.values()) <= 1, ratios
 
 
