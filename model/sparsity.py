@@ -24,6 +24,8 @@ def pattern(name: str, tiles: int, blocks: int) -> Tensor:
     """Which tiles are kept, (tiles of queries, tiles of keys) bool."""
     import torch
 
+    if name not in PATTERNS:
+        raise ValueError(f"{name} is no pattern; there are {', '.join(PATTERNS)}.")
     r, c = torch.arange(tiles).view(-1, 1), torch.arange(tiles).view(1, -1)
     apart = (r - c).abs()
     if name == "local":

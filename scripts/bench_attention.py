@@ -21,8 +21,8 @@ if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: s
     import _checkout  # noqa: F401
 
 
-from scripts.measure.instruments.bench_points import DTYPES, PASSES, points
-from scripts.measure.rows import choices, key_of, positive, read
+from scripts.measure.instruments.bench_points import DTYPES, PASSES, points, sparse
+from scripts.measure.rows import choices, key_of, positive, read, seconds
 from scripts.measure.runner import Run, parser
 
 
@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     add("--documents", type=positive, metavar="N", help="rows of documents of N tokens each, by document_ids")
     add(
         "--sparsity",
+        type=sparse,
         nargs="+",
         metavar="PATTERN[:BLOCKS]",
         help="of model/sparsity.py, and dense: local:8, say",
@@ -60,10 +61,14 @@ def arguments() -> argparse.Namespace:
     add("--kv-lengths", action="store_true", help="decode: with the lengths of a cache, which is full")
     add("--short", action="store_true", help="lengths from 32 on as well")
     add("--dtype", choices=DTYPES, help="default: bf16; on a CPU fp32")
-    add("--budget", type=float, default=0.2, metavar="S", help="measured seconds a contestant and point")
+    add("--budget", type=seconds, default=0.2, metavar="S", help="measured seconds a contestant and point")
     options = made.parse_args()
     if options.heads and options.kv_heads and options.heads % options.kv_heads:
         made.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
+    of_squares = {"--documents": options.documents, "--sparsity": options.sparsity}
+    of_squares |= {"--relative-bias": options.relative_bias, "--full": options.causal is False}
+    if "decode" in options.passes and (given := [name for name, value in of_squares.items() if value]):
+        made.error(f"{', '.join(given)}: --pass decode has none of it: ask for other passes alone")
     if options.kv_lengths and options.passes != ["decode"]:
         made.error("--kv-lengths is for --pass decode alone")
     return options

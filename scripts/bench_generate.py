@@ -42,7 +42,10 @@ def arguments() -> argparse.Namespace:
     add("--no-fused", action="store_true", help="decode with PyTorch's own kernels (still one graph)")
     add("--repeat", type=positive, default=3, help="measured runs; the median counts")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as model.bias=false")
-    return made.parse_args()
+    options = made.parse_args()
+    if options.new < 2:
+        made.error(f"--new {options.new}: a first token has no decoding step to time; ask for 2 or more")
+    return options
 
 
 def build(name: str, attention: str, seq_len: int, overrides: list[str]) -> Any:

@@ -19,7 +19,7 @@ if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: s
 
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.report.tables import Record, listed, markdown, records, where
-from scripts.measure.rows import read
+from scripts.measure.rows import read, seconds
 from scripts.measure.runner import Run, parser
 from scripts.measure.studies import Row, Table
 
@@ -150,7 +150,7 @@ def main() -> None:
     names = PLAIN + TENSOR_CORES
     made = parser(__doc__, STUDY)
     add = made.add_argument
-    add("--budget", type=float, default=0.1, metavar="S", help="seconds per measurement")
+    add("--budget", type=seconds, default=0.1, metavar="S", help="seconds per measurement")
     add("--attention", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     asked = made.parse_args()
     import torch

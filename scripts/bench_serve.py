@@ -51,6 +51,8 @@ def arguments() -> argparse.Namespace:
         least, most = getattr(options, name)
         if least > most:
             made.error(f"--{name} {least} {most}: the least comes first")
+    if options.new[1] < 2:
+        made.error("--new 1 1: first tokens have no decoding step to time; let the most be 2 or more")
     return options
 
 
@@ -99,11 +101,12 @@ def lengths(net: Any, options: argparse.Namespace) -> dict[str, Any]:
     prompts = [tokens(128, i) for i in range(options.requests)]
     pool = Pool(block=options.block, slots=options.slots)
     runs = [serve(net, prompts, new, seed=seed, pool=pool) for seed in range(options.repeat + 1)][1:]
-    most = sum(new) // len(new)  # so that the dense cache is as long as the mean row at its end
+    # so that the dense cache is as long as the mean row at its end; a first token takes no step
+    most = max(2, sum(new) // len(new))
     dense = [generate(net, prompts[: options.slots], most, seed=seed) for seed in range(options.repeat + 1)][
         1:
     ]
-    step_s = statistics.median(run.decode_s / max(1, most - 1) for run in dense)
+    step_s = statistics.median(run.decode_s / (most - 1) for run in dense)
     speeds = [sum(new) / run.seconds for run in runs]
     ideal = sum(new) / (ideal_steps(new, options.slots) * step_s)
     return {

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
@@ -112,6 +113,7 @@ class Study:
         small = [*COMMON, *SMALL[device.type]]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             self.cfg = compose("config", overrides=[*small, *overrides])
+        self.settings = other_settings(small, overrides)
         # cosine's end, for the fp32 runs too, which have fewer steps
         if self.cfg.schedule.get("decay_steps", ...) is None:
             self.cfg.schedule.decay_steps = steps
@@ -183,7 +185,27 @@ class Study:
             "heads": config.n_head, "kv_heads": config.kv_heads, "head_dim": config.head_size,
             "seq_len": config.seq_len, "micro_batch": self.cfg.data.batch_size, "steps": self.steps,
             "model": not_usual(vars(config)), "seeds": self.seeds,
+            **({"settings": self.settings} if self.settings else {}),
         }  # fmt: skip
+
+
+def other_settings(usual: list[str], overrides: list[str]) -> dict[str, Any]:
+    """What overrides change of optimiser, schedule, data and grad_clip, without folders; the point says the
+    rest by itself."""
+    from omegaconf import OmegaConf
+
+    from scripts.measure.sweep_points import composed, settings
+
+    cfg, chosen = composed([*usual, *overrides])
+    mine, before = settings(cfg, chosen), settings(*composed(usual))
+    found = {
+        key: mine[key] if key in mine else OmegaConf.select(cfg, key)  # as conf/ has it
+        for key in mine | before
+        if key.partition(".")[0] in ("optim", "schedule", "data", "grad_clip")
+        and mine.get(key, ...) != before.get(key, ...)
+    }
+    found.pop("data.data_dir", None)
+    return found | ({"data.path": Path(path).name} if (path := found.get("data.path")) else {})
 
 
 def compare(
@@ -255,8 +277,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     add("--out", type=rows_file, help="rows go here (default: results/parity/<gpu>.jsonl)")
     options = parsed_with_overrides(parser, argv)
-    if len(set(options.seeds)) < 2:
-        parser.error("--seeds: a standard error takes two different seeds at least")
+    if len(set(options.seeds)) < max(2, len(options.seeds)):
+        parser.error("--seeds: a standard error takes two seeds at least, each once")
     return options
 
 

@@ -7,7 +7,8 @@
 
 Bytes, FLOPs and occupancy are counted by Nsight Compute if `ncu` is on the PATH and allowed to read the
 counters; otherwise they are computed by costs/flops.py, and the row says so. naive, rowwise and tiled run in
-fp32, fa1 and fa2 in bf16. Rows go to results/roofline/<gpu>.jsonl as they are measured.
+fp32, fa1 and fa2 in bf16. Rows go to results/roofline/<gpu>.jsonl as they are measured; --fresh measures
+again, with all counters, what has a row of --quick or of a run without ncu.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: s
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.ladder import DTYPE, STAGES, Point, counted, measured
 from scripts.measure.machine import ROOT
-from scripts.measure.rows import append, positive
+from scripts.measure.rows import Kept, append, positive
 from scripts.measure.runner import attempt, parser, rows_path
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -77,14 +78,17 @@ def points(options: argparse.Namespace) -> list[list[Point]]:
     return [[Point(stage, shape(stage, tokens)) for tokens in lengths] for stage in options.stages]
 
 
-def measure_ceilings(out: Path) -> None:
+def measure_ceilings(out: Path, kept: Kept) -> None:
     from scripts.measure.instruments.ceilings import Ceilings
     from scripts.measure.instruments.timing import clean_up
 
     for name, call in Ceilings().all():
+        point = {"study": "roofline", "implementation": "ceiling", "pass": name}
+        if kept.done(point):
+            continue
         result = attempt(lambda call=call: {"status": "ok"} | asdict(call()))
         clean_up()
-        append(out, {"study": "roofline", "implementation": "ceiling", "pass": name}, result)
+        append(out, point, result)
 
 
 def with_counters(result: dict[str, Any], counts: dict[str, Any] | str) -> dict[str, Any]:
@@ -102,19 +106,24 @@ def with_counters(result: dict[str, Any], counts: dict[str, Any] | str) -> dict[
 
 
 def measure(options: argparse.Namespace, out: Path) -> None:
-    """Ceilings, then each stage: counters of all its points, then the points, a row for each."""
+    """Ceilings, then each stage: counters of all its points that have no row, then the points, a row for
+    each."""
     from scripts.measure.instruments.counters import NoCounters
     from scripts.measure.instruments.timing import clean_up
 
+    kept = Kept(out, options.fresh, options.missing)
     began, refused = time.perf_counter(), None if options.ncu else "--no-ncu"
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - began:4.0f} s] {text}", flush=True)
 
     if options.ceilings and not options.tiles:
-        measure_ceilings(out)
+        measure_ceilings(out, kept)
         say("ceilings")
-    for mine in points(options):
+    for asked in points(options):
+        mine = [point for point in asked if not kept.done(point.row())]
+        if not mine:
+            continue
         counts: list[dict[str, Any] | str] = [refused or ""] * len(mine)
         if refused is None:
             try:

@@ -65,6 +65,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """An argument that is a time to spend, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):  # nor NaN
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return found
+
+
 def rows_file(text: str) -> Path:
     """An argument that names a file for rows, for argparse: what cannot be one is said before measuring."""
     path = Path(text)
@@ -182,21 +193,32 @@ class Kept:
 
     def __init__(self, path: Path, fresh: bool = False, missing: bool = False):
         self.path, self.missing, self.rows = path, missing, {}
-        self.seen = path.stat().st_size if fresh and path.is_file() else 0
+        self.seen, self.lines = 0, 0  # bytes, and the lines in them
+        if fresh:
+            self._new()
         self.update()
 
     def update(self) -> None:
         """With what has been written since."""
         now = {name: value for name, value in machine().items() if name not in ("commit", "date", "command")}
-        size = self.path.stat().st_size if self.path.is_file() else 0
-        if size != self.seen:
-            found = _newest(_lines(self.path, self.seen))
-            self.seen = size
-            for key, row in found.items():
-                if self.missing or current(row, now):
-                    self.rows[key] = row
-                else:
-                    self.rows.pop(key, None)
+        before, text = self.lines, self._new()
+        for key, row in _newest(_rows(self.path, text, before)).items():
+            if self.missing or current(row, now):
+                self.rows[key] = row
+            else:
+                self.rows.pop(key, None)
+
+    def _new(self) -> bytes:
+        """What was written since: whole lines, as a rest without an end is read again when it has one."""
+        if not self.path.is_file():
+            return b""
+        with open(self.path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # whoever appends has it alone
+            file.seek(self.seen)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self.seen, self.lines = self.seen + len(text), self.lines + text.count(b"\n")
+        return text
 
     def row(self, point: Point) -> Row | None:
         """Whatever its status is."""
@@ -234,11 +256,14 @@ def _newest(rows: Iterable[Row]) -> dict[str, Row]:
     return found
 
 
-def _lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
-    """The rows from that byte on."""
+def _lines(path: Path) -> list[Row]:
+    return _rows(path, path.read_bytes()) if path.is_file() else []
+
+
+def _rows(path: Path, text: bytes, before: int = 0) -> list[Row]:
+    """Those in this text of a file, so many lines from its start."""
     rows = []
-    lines = path.read_bytes()[start:].decode().splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.decode().splitlines(), before + 1):
         try:
             row = json.loads(line)
             row["point"] = today(row["point"], row.get("schema", 1))

@@ -10,6 +10,7 @@ and a row that another has written is found. So the GPUs of one machine are used
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import re
 import sys
@@ -117,7 +118,7 @@ class Run:
         self.study, self.device, self.out = study, device(), options.out or rows_path(study)
         self.kept = Kept(self.out, options.fresh, options.missing)
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.locks = open(self.out.with_suffix(".lock"), "w")  # noqa: SIM115
+        self.locks = open(self.out.with_name(f"{self.out.name}.lock"), "a")  # noqa: SIM115
         machine()  # asked while the device is well
         self.start(0)
 
@@ -138,11 +139,17 @@ class Run:
     def claim(self, *points: Point) -> bool:
         """Whether these are this process's to measure: no other one is at them or has come to an end with
         them. Locks a byte for each of a file beside the rows; they go with the process."""
+        mine: list[int] = []
         try:
             for point in points:
                 at = int(key_of(point)[:12], 16)
                 fcntl.lockf(self.locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, at)
-        except OSError:
+                mine.append(at)
+        except OSError as error:
+            for at in mine:  # another process may do these
+                fcntl.lockf(self.locks, fcntl.LOCK_UN, 1, at)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
             return False
         self.kept.update()
         return not all(map(self.kept.done, points))

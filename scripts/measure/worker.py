@@ -111,7 +111,10 @@ class Worker:
             if line == f"{READY}\n":
                 self.said.put(READY)
             elif line.startswith("RESULT "):
-                self.said.put(json.loads(line.removeprefix("RESULT ")))
+                with contextlib.suppress(ValueError):  # a library says so, too
+                    found = json.loads(line.removeprefix("RESULT "))
+                    if isinstance(found, dict):
+                        self.said.put(found)
 
     def _next(self) -> str | Result | None:
         """What it says next; None where it has ended or taken too long. Its output may stay open for longer

@@ -34,6 +34,11 @@ def test_patterns_by_hand() -> None:
         assert torch.equal(kept, pattern(name, 40, 3)), "the same each time"
 
 
+def test_an_unknown_pattern_is_none() -> None:
+    with pytest.raises(ValueError, match="bogus is no pattern; there are local, dilated"):
+        pattern("bogus", 4, 1)
+
+
 def test_bigbird_draws_in_each_row() -> None:
     kept = pattern("bigbird", 64, 3)
     drawn = kept & ~pattern("local", 64, 3)

@@ -14,7 +14,7 @@ Request = dict[str, Any]
 
 
 def doubled(request: Request, ready: Callable[[], None]) -> Request:
-    print("RESULTS are not results")
+    print("RESULTS are not results\nRESULT of a library\nRESULT 3")
     return {"status": "ok", "twice": 2 * request["number"]}
 
 

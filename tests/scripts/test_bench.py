@@ -36,6 +36,8 @@ def test_gpu_slug(name, slug):
         ("bench_generate", "--batch 1 0", ("--batch", "0 is no whole number, at least 1")),
         ("bench_generate", "--weight-dtype int4", ("--weight-dtype", "'int4'", "int8")),
         ("bench_generate", "--new many", ("--new", "many is no whole number")),
+        ("bench_generate", "--new 1", ("--new 1", "2 or more")),
+        ("bench_serve", "--new 1 1", ("--new 1 1", "2 or more")),
         ("bench_serve", "--slots 0", ("--slots", "0 is no whole number, at least 1")),
         ("bench_train", "--attention foo", ("--attention", "'foo'", "naive")),
         ("bench_train", "--batch -1", ("--batch", "at least 1")),

@@ -252,6 +252,17 @@ def test_rows_are_read_by_key_and_a_cut_line_is_left_out(tmp_path, monkeypatch):
         ("--kv-lengths", "--kv-lengths is for --pass decode alone"),
         ("--causal --full", "not allowed with"),
         ("--seq-len 0", "0 is no whole number"),
+        ("--sparsity bogus", "bogus is neither dense nor PATTERN or PATTERN:BLOCKS of local, dilated"),
+        ("--sparsity local:x", "local:x is neither"),
+        ("--sparsity dense local:0", "local:0 is neither"),
+        ("--sparsity local:", "local: is neither"),
+        ("--budget nan", "nan is no number of seconds above 0"),
+        ("--budget 0", "0 is no number of seconds"),
+        ("--budget -1", "-1 is no number of seconds"),
+        ("--budget inf", "inf is no number of seconds"),
+        ("--pass decode --documents 8", "--documents: --pass decode has none of it"),
+        ("--pass forward decode --sparsity local", "--sparsity: --pass decode has none of it"),
+        ("--pass decode --full", "--full: --pass decode has none of it"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, words, monkeypatch, capsys):
@@ -290,5 +301,20 @@ def test_sparse_shapes_count_what_is_kept():
     )
     assert not dense.sparsity and "block_mask" not in dense.options("cpu")
     assert sparse.point("triton", "forward")["features"] == "sparsity=local:2"
-    assert sparse.seen == pytest.approx(dense.seen * 15 / 36)  # 8 tiles a side: 8 and 7 of 36
+    assert sparse.seen == 8 * 128 * 129 // 2 + 7 * 128**2  # 8 tiles a side: half of those on the diagonal
     assert sparse.options("cpu")["block_mask"].shape == (1, 1, 8, 8)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("documents", [None, 256, 100])
+@pytest.mark.parametrize("sparsity", ["local:2", "butterfly:1"])
+def test_pairs_of_sparse_shapes_are_counted_one_by_one(causal, window, documents, sparsity):
+    tokens = 600  # the last tile is short
+    shape = Shape(1, 1, 1, tokens, 16, causal, "bf16", window=window, documents=documents, sparsity=sparsity)
+    q, k = torch.arange(tokens)[:, None], torch.arange(tokens)
+    seen = shape.kept[q // 128, k // 128]
+    seen &= (k <= q) if causal else torch.tensor(True)
+    seen &= (q - k <= window) if window is not None else torch.tensor(True)
+    seen &= (q // documents == k // documents) if documents else torch.tensor(True)
+    assert shape.seen == int(seen.sum()) > 0

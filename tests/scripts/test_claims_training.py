@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts.measure.claims import FAILS, HOLDS, IN_PART, UNTESTED, NotMeasured
-from scripts.measure.claims.training import end_to_end, short_encoder
+from scripts.measure.claims.training import end_to_end, short_encoder, usual_parity
 from tests.scripts.studies import results, row_of
 from tests.scripts.test_study_training import rows_of
 
@@ -21,6 +21,14 @@ def parity(same: bool) -> list[dict[str, object]]:
     result = {"status": "ok", "difference": 2e-5, "parity": same}
     point = {"study": "parity", "implementation": "triton", "pass": "train"}
     return [row_of(point, result)]
+
+
+def test_losses_are_of_the_usual_run(tmp_path):
+    other = [{**row, "point": row["point"] | {"settings": {"optim.lr": 1.0}}} for row in parity(False)]
+    asked = results(tmp_path, parity=[*parity(True), *other])
+    assert [row["result"]["parity"] for row in usual_parity(asked, ("triton",))] == [True]
+    assert usual_parity(results(tmp_path / "none", parity=other), ("triton",)) == []
+    assert usual_parity(results(tmp_path / "none", parity=other), ("sdpa",)) == []
 
 
 @pytest.mark.long

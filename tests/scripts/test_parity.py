@@ -13,7 +13,7 @@ import torch
 
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
-from scripts.parity import Study, compare, main, table, verdict
+from scripts.parity import COMMON, SMALL, Study, compare, main, other_settings, table, verdict
 from tests.running import write_book
 
 TINY = ["data=text", "data.path=book.txt", "data.data_dir=prepared", "data.batch_size=4", "model.n_layer=2"]
@@ -135,7 +135,7 @@ def test_the_command(folder: Path, capsys) -> None:
     ):
         assert run(*short, "optim.lr=1e-2", "--attention", "tiled") == 1
     assert run(*short, "model.attn_dropout=0.1") == 1 and "attn_dropout" in capsys.readouterr().err
-    assert run("--seeds", "1") == 2
+    assert run("--seeds", "1") == 2 and run("--seeds", "1", "2", "1") == 2
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])
@@ -175,6 +175,25 @@ def test_an_implementation_that_cannot_be_built_is_a_row(folder: Path) -> None:
         )
     row = json.loads(Path("r.jsonl").read_text())
     assert row["result"]["status"] == "unsupported" and "not installed" in row["result"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        ([], {}),
+        (["optim.lr=5e-4", "model.n_layer=2", "seq_len=32", "data.batch_size=4"], {}),  # the usual, and said
+        (["optim.lr=1e-3"], {"optim.lr": 1e-3}),
+        (["optim=muon"], {"optim": "muon"}),
+        (["schedule=constant", "grad_clip=0.5"], {"schedule": "constant", "grad_clip": 0.5}),
+        (
+            ["data=text", "data.path=a/book.txt", "data.data_dir=prepared"],
+            {"data": "text", "data.path": "book.txt"},
+        ),
+    ],
+)
+def test_a_point_says_what_is_not_usual(overrides: list[str], settings: dict) -> None:
+    """Or its row would take the place of the usual one."""
+    assert other_settings([*COMMON, *SMALL["cpu"]], overrides) == settings
 
 
 @pytest.mark.gpu

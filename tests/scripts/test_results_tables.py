@@ -66,6 +66,42 @@ def test_of_training_the_fastest_of_ours_beside_nanogpt() -> None:
     assert results_tables.training(rows[:1]).found == ""
 
 
+def test_of_training_nanogpt_of_the_same_batch() -> None:
+    point = {"model": "gpt2", "seq_len": 1024, "tokens_per_step": 65536, "dtype": "bf16-mixed"}
+    figures = {"mfu": 0.5, "ms_median": 2.0, "ms_p10": 1.9, "ms_p90": 2.1, "peak_mib": 10.0}
+    rows = [
+        {"point": point | {"implementation": name, "micro_batch": batch},
+         "machine": {"commit": "a", "date": "2026-11-23"},
+         "result": {"status": "ok", "tokens_per_s": speed} | figures}
+        for name, batch, speed in (("nanoGPT", 16, 500.0), ("auto", 64, 1000.0), ("nanoGPT", 64, 800.0))
+    ]  # fmt: skip
+    small, large = results_tables.training(rows).tables
+    assert small.title.endswith("micro-batches of 16, compiled") and len(small.lines) == 2
+    assert [line[:3] for line in large.lines[1:]] == [
+        ["auto", "1,000", "1.250x"], ["nanoGPT", "800", "1.000x"]
+    ]  # fmt: skip
+
+
+def test_of_generation_rows_with_a_cache_and_without_stand_apart() -> None:
+    point = {"model": "gpt2", "dtype": "bfloat16", "implementation": "auto", "prompt": 64, "new_tokens": 256}
+    rows = [
+        {"point": point | {"batch": batch, "kv_cache": cached, "seq_len": context},
+         "result": {"status": "ok", "tokens_per_s": speed}}
+        for batch, cached, context, speed in (
+            (1, True, 1024, 100.0), (2, True, 1024, 150.0), (1, False, 1024, 900.0), (1, True, 2048, 500.0)
+        )
+    ]  # fmt: skip
+    found = results_tables.generation(rows)
+    assert [(table.title, len(table.lines) - 1) for table in found.tables] == [
+        ("bfloat16, with a KV cache, a context of 1,024", 2),
+        ("bfloat16, with a KV cache, a context of 2,048", 1),
+        ("bfloat16, without a KV cache, a context of 1,024", 1),
+    ]
+    assert found.found == "gpt2 100 tokens/s at batch 1; gpt2 150 tokens/s at batch 2."
+    (table,) = results_tables.generation(rows[:2]).tables
+    assert table.title == "bfloat16, with a KV cache"
+
+
 def test_of_generation_the_speed_by_batch() -> None:
     point = {"model": "gpt2", "dtype": "bfloat16", "implementation": "auto", "prompt": 64, "new_tokens": 256}
     rows = [

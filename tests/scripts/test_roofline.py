@@ -233,6 +233,26 @@ def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert second["result"]["counters_from"] == "the model: --no-ncu"
 
 
+def test_what_has_a_row_is_measured_again_when_asked(tmp_path: Path, monkeypatch) -> None:
+    lengths: list[int] = []
+
+    def measured(point: Point, _: float) -> dict[str, Any]:
+        lengths.append(point.shape.tokens)
+        return {"status": "ok", "ms_median": 1.0, "model": {"dram_read_bytes": 1e6, "dram_write_bytes": 0}}
+
+    monkeypatch.setattr(roofline, "measured", measured)
+    out, words = tmp_path / "x.jsonl", ["--no-ncu", "--no-ceilings", "--stages", "cuda_naive", "--seq-len"]
+    for more in (["512"], ["512", "1024"], ["512", "--fresh"]):
+        roofline.measure(roofline.arguments([*words, *more]), out)
+    assert lengths == [512, 1024, 512]
+    text = out.read_text().replace('"code": "', '"code": "of other sources ')
+    out.write_text(text)
+    roofline.measure(roofline.arguments([*words, "512", "--missing"]), out)
+    assert len(lengths) == 3
+    roofline.measure(roofline.arguments([*words, "512"]), out)
+    assert lengths[3:] == [512]
+
+
 @pytest.mark.parametrize(("lasting", "asked"), [(True, 1), (False, 2)])
 def test_ncu_is_asked_again_unless_it_never_will(
     lasting: bool, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

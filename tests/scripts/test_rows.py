@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conf import renames
+from conf.values import UserError
 from scripts.measure import rows, sources
 from scripts.measure.machine import ROOT, machine
 from scripts.measure.rows import Kept, append, key_of, load, read, trusted
@@ -245,3 +247,30 @@ def test_a_row_is_stale_when_what_it_ran_has_changed(
 def test_what_the_yamls_say_today_is_what_the_classes_or_their_names_say() -> None:
     """So that rows from before options counted are as fresh as they were."""
     assert not any(map(sources.options, rows.choices("attention")))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_half_a_row_waits_for_its_end(tmp_path: Path, fresh: bool) -> None:
+    """Which another process is writing, or has left without one; a mistake has the number of its line."""
+    path = tmp_path / "rows.jsonl"
+    append(path, POINT, OK)
+    append(path, POINT | {"seq_len": 16}, OK)
+    whole, last = path.read_text().splitlines(keepends=True)
+    half = len(whole) + last.index("}}") if "}}" in last[:-3] else len(whole) + 40
+    path.write_text((whole + last)[:half])
+    kept = Kept(path, fresh)
+    path.write_text(whole + last)
+    kept.update()
+    assert kept.done(POINT | {"seq_len": 16}) and kept.done(POINT) is not fresh
+    with open(path, "a") as file:
+        file.write('{"point": {"a": {}}}\n')
+    with pytest.raises(UserError, match="line 3: that is no row"):
+        kept.update()
+
+
+def test_a_file_is_read_when_nobody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, locks = tmp_path / "rows.jsonl", []
+    append(path, POINT, OK)
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: locks.append(how))
+    Kept(path)
+    assert locks == [fcntl.LOCK_SH]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import re
 import time
 from pathlib import Path
@@ -82,6 +84,29 @@ def test_processes_share_the_points_of_a_run(tmp_path: Path) -> None:
         done = {"status": "ok", "ms_median": 1.0}
         assert other.ask(asked | {"point": POINT | {"seq_len": 32}, "result": done})["mine"]
     assert not run.claim(POINT | {"seq_len": 32})  # it has its row
+
+
+def test_a_claim_that_fails_halfway_leaves_the_rest_to_others(tmp_path: Path, monkeypatch) -> None:
+    out, others = tmp_path / "rows.jsonl", [POINT | {"seq_len": n} for n in (16, 32)]
+    run = run_of(out)
+    with Worker(child("claims")) as first, Worker(child("claims")) as second:
+        assert first.ask({"out": str(out), "point": others[0]})["mine"]
+        assert not run.claim(others[1], others[0])
+        assert second.ask({"out": str(out), "point": others[1]})["mine"]
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    with pytest.raises(OSError, match="No locks"):
+        run.claim(POINT)
+
+
+def test_a_file_of_rows_may_have_any_name(tmp_path: Path) -> None:
+    out = tmp_path / "rows.lock"
+    out.write_text("kept\n")
+    run_of(out)
+    assert out.read_text() == "kept\n" and (tmp_path / "rows.lock.lock").is_file()
 
 
 @pytest.mark.parametrize(

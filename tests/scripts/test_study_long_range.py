@@ -268,7 +268,18 @@ def test_rows_of_another_schedule_are_not_mixed() -> None:
     ]
 
 
-@pytest.mark.parametrize(("p", "freedom", "t"), [(0.975, 4, 2.776), (0.975, 8, 2.306), (0.995, 8, 3.355)])
+@pytest.mark.parametrize(
+    ("p", "freedom", "t"),
+    [
+        (0.975, 1, 12.706),
+        (0.995, 1, 63.657),
+        (0.975, 2, 4.303),
+        (0.975, 3, 3.182),
+        (0.975, 4, 2.776),
+        (0.975, 8, 2.306),
+        (0.995, 8, 3.355),
+    ],
+)
 def test_quantiles_of_student(p: float, freedom: int, t: float) -> None:
     assert student(p, freedom) == pytest.approx(t, rel=0.01)
 

@@ -119,6 +119,18 @@ def test_rows_are_compared_with_the_nanogpt_measured_beside_them(tmp_path):
     }  # fmt: skip
 
 
+def test_other_settings_have_a_table_of_their_own():
+    rows = [row for row in fake_rows() if row["point"]["implementation"] == "sdpa"]
+    shared = {"optim.lr": 1e-3}
+    adamw, muon = (
+        [{**row, "point": row["point"] | {"settings": shared | more}} for row in rows]
+        for more in ({}, {"optim": "muon"})
+    )
+    title = "gpt2, 65,536 tokens a step, bf16-mixed"
+    assert list(sweep_report.panels(adamw)) == [title]
+    assert sweep_report.panels([*adamw, *muon]) == {title: adamw, f"{title}, optim=muon": muon}
+
+
 @pytest.mark.parametrize(("day", "nearest"), [("02", "one"), ("08", "two")])
 def test_without_a_nanogpt_of_their_commit_rows_are_beside_the_nearest_in_time(
     day: str, nearest: str

@@ -71,21 +71,38 @@ class Shape:
 
     @property
     def seen(self) -> float:
-        """Pairs of query and key of each document, halved for causal as is usual; a window's are counted, and
-        of a sparse pattern the share of its tiles."""
+        """Pairs of query and key of each document, halved for causal as is usual; a window's and a sparse
+        pattern's are counted."""
+        if self.sparsity:
+            return self._seen_in_tiles
         if self.documents is not None:
             whole, rest = divmod(self.tokens, self.documents)
             of = [(whole, self.documents), (1, rest)]
             return sum(n * replace(self, documents=None, tokens=tokens).seen for n, tokens in of)
-        if self.sparsity:
-            from model.sparsity import kept_share
-
-            return replace(self, sparsity="").seen * kept_share(self.kept, self.causal)
         if self.window is None or self.decode:
             keys = self.tokens if self.window is None else min(self.tokens, self.window + 1)
             return self.tq * keys / (2 if self.causal and not self.decode else 1)
         left = sum(min(i, self.window) + 1 for i in range(self.tokens))
         return left if self.causal else left + sum(self.tokens - 1 - i for i in range(self.tokens))
+
+    @property
+    def _seen_in_tiles(self) -> int:
+        """Of the tiles kept, what mask, window and documents leave: a query's keys are from low to high, of
+        which a tile has a part. A row of tiles at a time, as T x T / 128 may be much."""
+        import torch
+
+        from attention.base import MASK_BLOCK
+
+        size, kept = self.documents or self.tokens, self.kept
+        tile = torch.arange(kept.shape[1]) * MASK_BLOCK
+        total = 0
+        for queries, tiles in zip(torch.arange(self.tokens).split(MASK_BLOCK), kept, strict=True):
+            start = queries // size * size
+            low = start if self.window is None else torch.maximum(start, queries - self.window)
+            high = queries + 1 if self.causal else (start + size).clamp(max=self.tokens)
+            first = torch.maximum(low[:, None], tile[tiles])
+            total += int((torch.minimum(high[:, None], tile[tiles] + MASK_BLOCK) - first).clamp(min=0).sum())
+        return total
 
     @property
     def kept(self) -> torch.Tensor:
@@ -156,6 +173,18 @@ class Shape:
         more += f" {self.sparsity}" if self.sparsity else ""
         more += " relative bias" if self.relative_bias else ""
         return f"D={self.head_dim} {mask}{what}={self.tokens} B={self.batch} H={heads} {self.dtype}{more}"
+
+
+def sparse(text: str) -> str:
+    """An argument that names a sparse pattern and its blocks, or dense, for argparse."""
+    from model.sparsity import PATTERNS
+
+    name, colon, blocks = text.partition(":")
+    counted = blocks.isascii() and blocks.isdigit() and int(blocks) > 0
+    if text != "dense" and (name not in PATTERNS or (colon and not counted)):
+        known = ", ".join(PATTERNS)
+        raise argparse.ArgumentTypeError(f"{text} is neither dense nor PATTERN or PATTERN:BLOCKS of {known}")
+    return text
 
 
 def points(options: argparse.Namespace, cuda: bool) -> Iterator[tuple[Shape, list[str]]]:

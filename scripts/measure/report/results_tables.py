@@ -138,16 +138,22 @@ def _hopper_picture(rows: list[Row], speeds: Speeds, passed: str) -> str:
 
 
 def training(rows: list[Row]) -> Report:
-    """The fastest of ours at each T, beside nanoGPT of the same commit, if it was measured with it."""
+    """The fastest of ours at each T and batch, beside nanoGPT of the same commit, if it was measured with
+    it."""
     tables, best = [], []
-    for tokens in sorted({row["point"]["seq_len"] for row in rows}):
-        mine = [row for row in rows if row["point"]["seq_len"] == tokens]
+    by_size: dict[tuple[int, int, int], list[Row]] = {}
+    for row in rows:
+        p = row["point"]
+        by_size.setdefault((p["seq_len"], p["tokens_per_step"], p.get("micro_batch", 0)), []).append(row)
+    for (tokens, step, batch), mine in sorted(by_size.items()):
+        several = sum(size[:2] == (tokens, step) for size in by_size) > 1
         mine.sort(key=lambda row: -row["result"].get("tokens_per_s", 0))
         p = mine[0]["point"]
         title = f"{p['model']}, T = {tokens:,}, {p['tokens_per_step']:,} tokens per step, {p['dtype']}"
+        title += f", micro-batches of {batch}" * several
         head = "|tokens/s|of nanoGPT's|MFU|ms per step (p10 to p90)|peak MiB|date"
-        tables.append(listed(f"{title}, compiled", head, mine, lambda row: _trained(row, rows)))
-        timed = [(row, beside(row, rows)) for row in mine if row["result"]["status"] == "ok"]
+        tables.append(listed(f"{title}, compiled", head, mine, lambda row, mine=mine: _trained(row, mine)))
+        timed = [(row, beside(row, mine)) for row in mine if row["result"]["status"] == "ok"]
         best += [pair for pair in timed if not _is_nanogpt(pair[0])][:1]
     return page("gpt2_124m", tables, best=best, speed=lambda row: row["result"]["tokens_per_s"])
 
@@ -180,12 +186,22 @@ def generation(rows: list[Row]) -> Report:
             [start, *(format(r.get(key) or 0.0, how) for key, how in (*shown, ("peak_mib", ",.0f")))]
         )
 
+    groups: dict[tuple[bool, int], list[Record]] = {}
+    for r in found:
+        groups.setdefault((not r.get("kv_cache", True), r.get("seq_len", 0)), []).append(r)
+    contexts = {context for _, context in groups}
+    # with a cache, and of the context that most rows have
+    of_best = max(groups, key=lambda key: (not key[0], len(groups[key])))
     best: dict[tuple[str, int], float] = {}
-    for r in where(found, status="ok"):
+    for r in () if of_best[0] else where(groups[of_best], status="ok"):
         best[r.model, r.batch] = max(best.get((r.model, r.batch), 0.0), r.tokens_per_s)
     head = "model|attention|step|batch|prompt|new tokens|tokens/s|prefill tokens/s|set-up s|peak MiB"
-    table = listed(f"{found[0].dtype}, with a KV cache", head, found, line)
-    return page("generate", [table], best=dict(sorted(best.items())))
+    tables = []
+    for (without, context), mine in sorted(groups.items()):
+        title = f"{mine[0].dtype}, with{'out' * without} a KV cache"
+        title += f", a context of {context:,}" * (len(contexts) > 1)
+        tables.append(listed(title, head, mine, line))
+    return page("generate", tables, best=dict(sorted(best.items())))
 
 
 def parity(rows: list[Row]) -> Report:
@@ -194,6 +210,7 @@ def parity(rows: list[Row]) -> Report:
     def line(r: Record) -> str:
         options = {name: r.model.get(name) for name in ("position", "sparsity")}
         other = [f"{name}={value}" for name, value in options.items() if value not in (None, "learned")]
+        other += [f"{name}={value}" for name, value in (r.get("settings") or {}).items()]
         who = ", ".join([r.implementation, *other])
         if r.status != "ok":
             return f"{who}|{r.status}"

@@ -60,6 +60,17 @@ def panels(rows: list[Row]) -> dict[str, list[Row]]:
         words += [point["features"]] * bool(point["features"]) + ["checkpointing"] * point["checkpointing"]
         words += [f"T = {point['seq_len']:,}"] * at_one_length(rows)
         found.setdefault(", ".join(words), []).append(row)
+    return {title: of for common, mine in found.items() for title, of in _by_settings(common, mine).items()}
+
+
+def _by_settings(common: str, rows: list[Row]) -> dict[str, list[Row]]:
+    """A table for each of the settings that not all of them share, which its title names."""
+    every = [row["point"].get("settings") or {} for row in rows]
+    apart = {key for of in every for key in of if any(other.get(key, ...) != of[key] for other in every)}
+    found: dict[str, list[Row]] = {}
+    for row, settings in zip(rows, every, strict=True):
+        own = [f"{key}={value}" for key, value in settings.items() if key in apart]
+        found.setdefault(", ".join([common, *own]), []).append(row)
     return found
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from attention import registry
 from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached
 from scripts.measure.instruments.speed_points import PARTS, STUDY, Asked, asked, compiles_each_shape, small
-from scripts.measure.rows import choices, positive
+from scripts.measure.rows import choices, positive, seconds
 from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Report, Row
 
@@ -108,7 +108,7 @@ def arguments() -> argparse.Namespace:
     add("--attention", nargs="+", choices=choices("attention"), metavar="NAME", help="default: all but auto")
     add("--longest", type=positive, metavar="N", help="leave out longer sequences")
     add("--slow-ms", type=float, help="no longer N after a call of this length (default: 60; on a CPU 2000)")
-    add("--budget", type=float, default=0.02, metavar="S", help="measured seconds a contestant and point")
+    add("--budget", type=seconds, default=0.02, metavar="S", help="measured seconds a contestant and point")
     add("--no-compile", action="store_true", help="compile as kernels are met, not ahead")
     return made.parse_args()
 

@@ -32,7 +32,7 @@ from attention import registry
 from scripts.measure.instruments.backward_work import FORMULAS, shared_instance
 from scripts.measure.instruments.bench_points import Shape
 from scripts.measure.instruments.compile_ahead import Task, compile_ahead, is_cached, is_slow_to_compile
-from scripts.measure.rows import Kept, append, key_of, positive, read
+from scripts.measure.rows import Kept, append, key_of, positive, read, seconds
 from scripts.measure.runner import Run, parser, run_study
 from scripts.measure.studies import Report
 
@@ -76,7 +76,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         default=COUNTED_LENGTHS,
         help="N that ncu counts at D = 64, in bf16",
     )
-    add("--budget", type=float, default=0.03, metavar="S", help="measured seconds a contestant and point")
+    add("--budget", type=seconds, default=0.03, metavar="S", help="measured seconds a contestant and point")
     add("--no-compile", dest="compile", action="store_false", help="compile as kernels are met, not ahead")
     add("--no-ncu", dest="ncu", action="store_false", help="no counters")
     options = made.parse_args(given)

@@ -23,7 +23,7 @@ SMALL += ("model.qk_norm=false", "data.corpus.vocab_size=64", "data.corpus.n_tok
 
 def report(rows: list[Row]) -> Report:
     """Each relative to transformers with its SDPA."""
-    (found,) = list(training.panels(rows).values()) or ({},)
+    found = next(iter(training.panels(rows).values()), {})
     base, *others = [
         found.get((name, False)) for name in ("transformers SDPA", "transformers tilegpt-auto", "auto")
     ]
