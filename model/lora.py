@@ -68,6 +68,13 @@ class Adapters:
         return plain
 
 
+def adapter_count(net: torch.nn.Module) -> int | None:
+    """Parameters of the adapters, where they alone train; None where all weights do."""
+    if all(parameter.requires_grad for parameter in net.parameters()):
+        return None
+    return sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+
+
 def add_adapters(net: GPT, adapters: Adapters, dropout: float) -> None:
     """Put A and B beside the targets of `net`; nothing else of it trains from now on."""
     number("finetune.dropout", dropout, least=0, below=1)

@@ -18,6 +18,8 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
+from conf.command import user_errors
+
 STUDY = "generate"
 
 
@@ -55,13 +57,15 @@ def build(name: str, attention: str, seq_len: int, overrides: list[str]) -> Any:
 
     from conf.compose import CONF, build_attention
     from model.gpt import GPT, GPTConfig
+    from model.training.checks import called
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=[f"model={name}", f"attention={attention}", *overrides])
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
-        net = GPT(GPTConfig(vocab_size=50257, seq_len=seq_len, **cfg.model), build_attention(cfg))
+        config = called("model", GPTConfig, vocab_size=50257, seq_len=seq_len, **cfg.model)
+        net = GPT(config, build_attention(cfg))
     return net.to(torch.bfloat16 if cuda else torch.float32).eval()
 
 
@@ -131,6 +135,7 @@ def said(point: dict[str, Any], result: dict[str, Any]) -> str:
     )
 
 
+@user_errors
 def main() -> None:
     options = arguments()
     from model.generation.weights import quantise_weights

@@ -24,6 +24,8 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: see there
     import _checkout  # noqa: F401
 
+from conf.command import user_errors
+
 STUDY = "serve"
 
 
@@ -148,6 +150,7 @@ def said(point: dict[str, Any], result: dict[str, Any]) -> str:
     return f"lengths: {speed:,.0f} tokens/s, {ratio:.2f} of the schedule's ideal; {memory}"
 
 
+@user_errors
 def main() -> None:
     options = arguments()
     from scripts.bench_generate import build

@@ -18,6 +18,7 @@ Exit code 0: rounding error only; 1: a bug; 2: the comparison was not possible, 
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,12 @@ def parse(arguments: list[str]) -> dict[str, Any]:
                 given[key] = float(text)
             except ValueError:
                 raise UserError(f"softcap={text}: it needs a number.") from None
+            if not 0 < given[key] < math.inf:
+                raise UserError(f"softcap={text}: it needs a number above 0.")
+    if given["heads"] % (given["kv_heads"] or 1):
+        raise UserError(
+            f"heads={given['heads']} kv_heads={given['kv_heads']}: heads has to be a multiple of kv_heads."
+        )
     if (given["ckpt"] is None) != (given["text"] is None):
         raise UserError("ckpt= and text= go together: the model, and the text it reads.")
     shapes = [a for a in arguments if a.split("=")[0] not in (*ANY_MODE, "ckpt", "runs_dir", "text")]

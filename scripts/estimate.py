@@ -54,6 +54,11 @@ def estimate(arguments: list[str]) -> None:
         raise UserError(
             "--measure runs a step on one device: leave it out, or trainer= and trainer.devices=."
         )
+    if cfg.finetune.rank is not None:
+        raise UserError(
+            "finetune=lora: what adapters take is not predicted. Leave it out for training all weights; "
+            "scripts/memory.py measures a step with adapters."
+        )
     sheet = chosen_gpu(gpu, cfg.trainer.accelerator, measure)
     run = run_of(cfg, sheet)
     print(heading(run, sheet, cfg))

@@ -151,7 +151,8 @@ def _watched(step: Step, recorder: Any, calls: bool) -> Iterator[None]:
 
 def training_step(cfg: DictConfig) -> Step:
     """The step that train.py would run with this config, on random tokens, on the device that it would take:
-    the same model, precision, compilation, clipping and optimiser. Of the micro-batches of a step the first
+    the same model, adapters, precision, compilation, clipping and optimiser. UserError for a step that
+    several devices share. Of the micro-batches of a step the first
     two: later ones meet the same memory."""
     import torch
     from hydra.utils import instantiate
@@ -159,9 +160,16 @@ def training_step(cfg: DictConfig) -> Step:
     from conf.compose import build_attention
     from model.calls import attention_calls, require
     from model.gpt import GPT
+    from model.lora import Adapters, add_adapters
     from model.training import fp8, runtime
     from model.training.lit_gpt import LitGPT
 
+    if cfg.trainer.devices != 1 or cfg.trainer.num_nodes != 1:
+        raise UserError(
+            f"trainer.devices={cfg.trainer.devices} trainer.num_nodes={cfg.trainer.num_nodes}: a step on one "
+            "device is measured here. Leave trainer= out; scripts/estimate.py predicts what each of several "
+            "takes."
+        )
     device = runtime.device(cfg.trainer.accelerator, cfg.trainer.devices)
     precision = runtime.precision(cfg.precision, device)
     dtype, config, batch = runtime.compute_dtype(precision), model_config(cfg), cfg.data.batch_size
@@ -169,7 +177,10 @@ def training_step(cfg: DictConfig) -> Step:
     facts = {"device": device, "dtype": dtype, "document_ids": cfg.data.document_mask}
     require(attention, [attention_calls(config, batch, batch, **facts)["training"]])
     torch.manual_seed(cfg.seed)
-    net = GPT(config, attention, checkpointing=cfg.checkpointing).to(device).train()
+    net = GPT(config, attention, checkpointing=cfg.checkpointing)
+    if (asked := cfg.finetune).rank is not None:  # memory is that beside any weights
+        add_adapters(net, Adapters(asked.rank, asked.alpha, list(asked.targets)), asked.dropout)
+    net.to(device).train()
     fp8.convert(net, cfg.precision, batch * config.seq_len)
     compile = compiled(cfg.compile, device.type, cfg.precision)
     if compile:
@@ -186,7 +197,7 @@ def training_step(cfg: DictConfig) -> Step:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
             for _ in range(repeats):
                 (net(**micro) / (tokens[1].numel() * repeats)).backward()
-            norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+            norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.requires_grad])
             optimizer.found_inf = (~norm.isfinite()).float()
             optimizer.grad_scale = torch.ones_like(norm)
             if cfg.grad_clip is not None:

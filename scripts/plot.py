@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from pathlib import Path
 
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey
@@ -52,12 +53,15 @@ def draw(runs: list[Path], out: Path, title: str) -> None:
         steps, losses = column(path, "val/loss")
         if not losses:
             raise SystemExit(f"{run} has no validation loss yet: leave it out, or train on until it has one.")
+        finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if math.isfinite(loss)]
+        if not finite:
+            raise SystemExit(f"{run} has no finite validation loss, as it has diverged: leave it out.")
         axes.plot(steps, losses, color=colour, lw=1.5, marker="o", ms=3.5)
-        best = min(losses)
+        best = min(loss for _, loss in finite)
         label = f"{run.name if run.is_dir() else run.stem}\nbest {best:.4f}"
         axes.annotate(
             label,
-            (steps[-1], losses[-1]),
+            finite[-1],
             xytext=(8, 0),
             textcoords="offset points",
             color=colour,

@@ -81,7 +81,7 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     files: dict[Path, str] = {}
 
     def put(path: Path, name: str, content: str) -> None:
-        files[path] = with_block(files.get(path) or path.read_text(encoding="utf-8"), name, content)
+        files[path] = with_block(files.get(path) or text_of(path), name, content)
 
     if "capabilities" in parts:
         peaks = [row for found in by_gpu(root / "results" / "attention_memory").values() for row in found]
@@ -113,6 +113,12 @@ def written(root: Path, parts: tuple[str, ...] = PARTS, redraw: bool = False) ->
     if "claims" in parts:
         files[root / "results" / "CLAIMS.md"] = page(Results(root / "results"))
     return files
+
+
+def text_of(path: Path) -> str:
+    if not path.is_file():
+        raise SystemExit(f"{path} is not there: --root needs a folder with all files of this repository.")
+    return path.read_text(encoding="utf-8")
 
 
 def audit(results: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from model.config import GPTConfig
 
-# Dense bf16 peak in FLOP/s by the vendor's datasheet, keyed by a part of the device's name; longer names
-# first, as 'H100 PCIe' contains 'H100'. An unknown GPU has no MFU rather than a wrong one.
+# Dense bf16 peak in FLOP/s by the vendor's datasheet. An unknown GPU has no MFU rather than a wrong one.
 PEAK_BF16_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -17,7 +18,9 @@ PEAK_BF16_FLOPS = {
     "H100": 989e12,
     "H800": 989e12,
     "A100": 312e12,
+    "A100 PCIe": 312e12,
     "A800": 312e12,
+    "A800 PCIe": 312e12,
     "B200": 2250e12,
     "L40S": 362e12,
     "L4": 121e12,
@@ -26,18 +29,28 @@ PEAK_BF16_FLOPS = {
     "RTX 3090": 71e12,
 }
 
+# Words of a name, beside those of the product, that make it no other one: Ti, D, NVL, PCIe, MIG, Laptop do.
+BESIDE = re.compile(r"nvidia|geforce|gpu|sxm\d?|hbm3|(24|32|40|48|80|94|96|120|141|180|480)gb")
+
 WHOLE_BYTES = 2**30  # of fp32 parameters; FSDP2 gathers larger models block by block
 
 
 def peak_bf16_flops(gpu_name: str) -> float | None:
     """Dense bf16 peak of the named GPU in FLOP/s, or None where it is not known."""
-    words = gpu_name.replace("-", " ")
-    if "Laptop" in words:  # the desktop part's name on another chip
-        return None
-    for name, peak in PEAK_BF16_FLOPS.items():
-        if f" {name} " in f" {words} ":
-            return peak
-    return None
+    return PEAK_BF16_FLOPS.get(product(gpu_name, PEAK_BF16_FLOPS))
+
+
+def product(gpu_name: str, known: Iterable[str]) -> str | None:
+    """Which of the `known` a GPU is by its name, however written; None for another one."""
+    words = _words(gpu_name)
+    found = [name for name in known if _words(name) <= words]
+    best = max(found, key=lambda name: len(_words(name)), default=None)
+    beside = words - _words(best or "")
+    return best if all(BESIDE.fullmatch(word) for word in beside) else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9.]+", name.lower()))
 
 
 def parameter_count(config: GPTConfig) -> dict[str, int]:
@@ -65,15 +78,24 @@ def gathered_whole(config: GPTConfig) -> bool:
     return 4 * sum(parameter_count(config).values()) <= WHOLE_BYTES
 
 
-def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> float:
+def flops_per_token(config: GPTConfig, seq_len: int | None = None, adapters: int | None = None) -> float:
     """Model FLOPs of forward and backward per token: 6N + 12LHDT (PaLM, appendix B), N the parameters without
     position embeddings. Causality is not discounted, as is usual for MFU; an untied input embedding does no
-    multiplication and is left out."""
+    multiplication and is left out.
+
+    adapters: LoRA's parameters, where they alone train. The N then have no gradient, 4N + 6 adapters, and the
+    weights of q, k and v in the first layer pass none on, as nothing below them trains: 2 less of each.
+    """
     T = config.seq_len if seq_len is None else seq_len
     parts = parameter_count(config)
     positions = parts["wpe"] + parts["relative_bias"]
     N = sum(parts.values()) - positions - (0 if config.tie_embeddings else parts["wte"])
-    return 6 * N + 12 * config.n_layer * config.n_head * config.head_size * T
+    if adapters is None:
+        weights = 6 * N
+    else:
+        first = config.n_embd * config.head_size * (config.n_head + 2 * config.kv_heads)
+        weights = 4 * N - 2 * first + 6 * adapters
+    return weights + 12 * config.n_layer * config.n_head * config.head_size * T
 
 
 def attention_flops(

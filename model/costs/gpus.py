@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from conf.values import UserError
+from model.costs.flops import product
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ _SHEETS = {
     "h100-pcie": (80, 2000, 51, 756, (9, 0)),
     "a100": (80, 2039, 19.5, 312, (8, 0)),
     "a100-40gb": (40, 1555, 19.5, 312, (8, 0)),
+    "a100-pcie": (80, 1935, 19.5, 312, (8, 0)),
+    "a100-pcie-40gb": (40, 1555, 19.5, 312, (8, 0)),
     "a10g": (24, 600, 31.2, 70, (8, 6)),
     "l40s": (48, 864, 91.6, 362, (8, 9)),
     "l4": (24, 300, 30.3, 121, (8, 9)),
@@ -70,9 +72,7 @@ GPUS = {
 def gpu_sheet(name: str) -> GpuSheet:
     """The sheet of a GPU by its name here, however written: h200, "RTX 4090", "NVIDIA H100 80GB HBM3". Raises
     UserError, with the list, for one that is not in it."""
-    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in ("nvidia", "geforce")]
-    slug = "-".join(words)
-    found = [known for known in GPUS if slug == known or slug.startswith(known + "-")]
-    if not found or "laptop" in words:
+    found = product(name, GPUS)
+    if found is None:
         raise UserError(f"gpu={name}: its datasheet is not known here. Known are {', '.join(sorted(GPUS))}.")
-    return GPUS[max(found, key=len)]
+    return GPUS[found]

@@ -16,6 +16,7 @@ import torch
 
 from conf.values import shown, whole
 from model.costs.flops import flops_per_token, peak_bf16_flops
+from model.lora import adapter_count
 from model.training.step_progress import StepProgress
 
 
@@ -23,8 +24,8 @@ class Metrics(L.Callback):
     """Logs loss, gradient norm, learning rate, tokens/s, step time, MFU and peak memory every `every` steps.
 
     Time is wall time between the arrivals of late scalars, validation and checkpoints taken out. MFU is (6N +
-    12LHDT) tokens/s over the dense bf16 peak of the named GPU (costs/flops.py); an unknown GPU has none. Peak
-    memory is that since training began."""
+    12LHDT) tokens/s, with LoRA about 4N, over the dense bf16 peak of the named GPU (costs/flops.py); an
+    unknown GPU has none. Peak memory is that since training began."""
 
     def __init__(self, every: int = 10):
         self.every = every
@@ -32,7 +33,8 @@ class Metrics(L.Callback):
         self._mark: tuple[float, int] | None = None  # when which step arrived, to measure from
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
-        self._flops, self._peak = flops_per_token(lit.net.config), None
+        adapters = adapter_count(lit.net)
+        self._flops, self._peak = flops_per_token(lit.net.config, adapters=adapters), None
         if lit.device.type == "cuda":
             self._peak = peak_bf16_flops(torch.cuda.get_device_name(lit.device))
             torch.cuda.reset_peak_memory_stats(lit.device)  # a job of a sweep must not show another's

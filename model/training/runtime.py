@@ -27,6 +27,7 @@ from model import loss
 from model.calls import attention_calls, require
 from model.config import GPTConfig
 from model.costs.flops import flops_per_token, parameter_count, peak_bf16_flops
+from model.lora import adapter_count
 from model.training import fp8, graphs
 from model.training.callbacks import Samples
 from model.training.checks import fits_objective
@@ -221,9 +222,9 @@ def summary(lit: Any, data: Any, trainer: Any, precision: str, call: AttentionCa
     if hasattr(attention, "choice"):
         name, why = attention.choice(call)
         chosen = f"{attention.name} -> {name} ({why})"
-    peak = peak_bf16_flops(where)
+    peak, flops = peak_bf16_flops(where), flops_per_token(config, adapters=adapter_count(lit.net))
     mfu = (
-        f"MFU = {flops_per_token(config) / 1e9:.3f} GFLOP/token * tokens/s / {peak / 1e12:.0f} TFLOP/s"
+        f"MFU = {flops / 1e9:.3f} GFLOP/token * tokens/s / {peak / 1e12:.0f} TFLOP/s"
         if peak
         else f"no MFU: the bf16 peak of '{where}' is not known"
     )

@@ -53,6 +53,20 @@ def test_a_wrong_argument_is_named(script, arguments, words, monkeypatch, capsys
     assert stop.value.code == 2 and all(word in err for word in words), err
 
 
+@pytest.mark.parametrize("script", ["bench_generate", "bench_serve"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("foo", "foo has no value: write foo=..."), ("model.n_head=5", "n_head=5"), ("model.nope=1", "nope")],
+)
+def test_a_wrong_override_is_one_message(script, override, words, tmp_path, monkeypatch, capsys):
+    out = str(tmp_path / "cpu.jsonl")
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--model", "tiny", "--out", out, "--set", override])
+    with pytest.raises(SystemExit) as stop:
+        import_module(f"scripts.{script}").main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 1 and err.startswith("error: ") and words in err, err
+
+
 def test_what_cannot_be_a_file_of_rows_is_said_before_measuring(tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("")

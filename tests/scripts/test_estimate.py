@@ -161,6 +161,7 @@ def test_shared_memory_comes_from_the_kernels_tables() -> None:
         (["init_from=gpt2-xl"], "init_from=gpt2-xl: no weights are read here"),
         (["tokens_per_step=1000"], "tokens_per_step=1000 is not a multiple of the "),
         (["trainer.devices=abc"], "trainer.devices=abc: it needs to be a number of devices"),
+        (["finetune=lora", "gpu=l4"], "finetune=lora: what adapters take is not predicted"),
         (["--fast"], "the only flag is --measure"),
         (["data.tokenizer.kind=char", "gpu=l4"], "once the corpus is read"),
     ],

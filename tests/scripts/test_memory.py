@@ -219,6 +219,21 @@ def test_the_table_says_whether_the_parts_are_the_whole() -> None:
     assert lines[-1] == "the parts sum to the peak within 25.00%"
 
 
+def test_adapters_have_gradients_and_state_alone() -> None:
+    pytest.importorskip("peft")
+    whole, adapters = (
+        memory_split(training_step(composed([*TINY, *CPU, *more]))) for more in ([], ["finetune=lora"])
+    )
+    assert adapters["parameters"] > whole["parameters"]
+    assert adapters["optimizer"] < whole["optimizer"] / 2
+    assert disagreement(adapters) < 0.03
+
+
+def test_a_step_that_devices_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer.devices=2 trainer.num_nodes=1: a step on one device"):
+        training_step(composed([*TINY, *CPU, "trainer=fsdp2", "trainer.devices=2"]))
+
+
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     main([*TINY, *CPU, "attention=tiled"])
     assert "within 0.0" in capsys.readouterr().out.splitlines()[-1]

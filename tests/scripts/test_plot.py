@@ -27,11 +27,17 @@ def test_a_run_is_labelled_on_two_lines(plot):
     assert "<!-- a -->" in svg and "<!-- best 4.5000 -->" in svg
 
 
+def test_a_run_that_has_diverged_has_its_best_before(plot):
+    svg = plot(ROWS + "4,nan,nan\n")
+    assert "<!-- best 4.5000 -->" in svg and plot(ROWS + "4,nan,nan\n5,3.0,3.9\n").count("<!-- best 3.9") == 1
+
+
 @pytest.mark.parametrize(
     ("metrics", "out", "words"),
     [
         ("step,train/loss,val/loss\n1,5.0,\n", "loss.svg", "a has no validation loss yet"),
         ("", "loss.svg", "a has no validation loss yet"),
+        (ROWS.replace("4.5", "nan"), "loss.svg", "a has no finite validation loss"),
         (ROWS, "x.abc", r"--out x\.abc: .*\.pdf.*\.svg"),
         (ROWS, "x", "--out x: "),
         (ROWS.replace("4.5", "high"), "loss.svg", "cannot be read as a run's metrics"),

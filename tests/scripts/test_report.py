@@ -302,6 +302,9 @@ def test_mistakes_are_said(checkout, monkeypatch, capsys):
     (checkout / "attention" / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="0 blocks named capabilities"):
         run(monkeypatch, "capabilities", "--root", checkout)
+    (checkout / "attention" / "README.md").unlink()
+    with pytest.raises(SystemExit, match=r"attention.README.md is not there: --root needs"):
+        run(monkeypatch, "capabilities", "--root", checkout)
 
 
 def test_the_readme_shows_causal_bf16_and_two_batches_of_decoding():

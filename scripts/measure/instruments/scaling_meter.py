@@ -17,6 +17,7 @@ from typing import Any
 import lightning
 import torch
 
+from model.lora import adapter_count
 from model.training.profiling import Launch
 from scripts.measure.instruments.kernels import PROFILER_OWN, as_field, counted, family
 from scripts.measure.instruments.timing import synchronise
@@ -119,7 +120,8 @@ class ScalingMeter(lightning.Callback):
         if lit.fault:
             raise ArithmeticError(lit.fault.split(". ")[0])
         found = self.laps.result()
-        mine = rated(lit.net.config, batch["targets"].numel(), found)  # per device, all with equal shares
+        # per device, all with equal shares
+        mine = rated(lit.net.config, batch["targets"].numel(), found, adapter_count(lit.net))
         found |= mine | {"tokens_per_s": mine["tokens_per_s"] * trainer.world_size}
         most = torch.tensor(found["peak_mib"], device=lit.device)
         found["peak_mib"] = float(trainer.strategy.reduce(most, reduce_op="max"))  # of the fullest device

@@ -18,6 +18,7 @@ from model.config import GPTConfig
 from model.costs.flops import flops_per_token, peak_bf16_flops
 from model.evaluation import loss_in_pieces
 from model.gpt import IGNORE
+from model.lora import adapter_count
 from scripts.measure.instruments.kernels import (
     PLAIN,
     PLAIN_CPU,
@@ -134,11 +135,15 @@ class Laps:
         return found | {"peak_mib": peak, "peak_of": of}
 
 
-def rated(config: GPTConfig, tokens: int, result: dict[str, Any]) -> dict[str, Any]:
-    """tokens/s of steps of so many tokens, and the MFU where the GPU's peak is known."""
+def rated(
+    config: GPTConfig, tokens: int, result: dict[str, Any], adapters: int | None = None
+) -> dict[str, Any]:
+    """tokens/s of steps of so many tokens, and the MFU where the GPU's peak is known; `adapters` as for
+    `flops_per_token`."""
     rate = 1e3 * tokens / result["ms_median"]
     fastest = peak_bf16_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return {"tokens_per_s": rate, "mfu": flops_per_token(config) * rate / fastest if fastest else None}
+    flops = flops_per_token(config, adapters=adapters)
+    return {"tokens_per_s": rate, "mfu": flops * rate / fastest if fastest else None}
 
 
 class Meter(lightning.Callback):
@@ -197,7 +202,7 @@ class Meter(lightning.Callback):
         if lit.fault:
             raise ArithmeticError(lit.fault.split(". ")[0])
         losses, found = list(self.losses), self.laps.result()
-        found |= rated(lit.net.config, batch["targets"].numel(), found)
+        found |= rated(lit.net.config, batch["targets"].numel(), found, adapter_count(lit.net))
         found["loss"] = {"first": losses[0], "last": losses[-1]}
         found["learns"] = math.isfinite(losses[-1]) and (len(losses) == 1 or losses[-1] < losses[0])
         found |= self.in_pieces

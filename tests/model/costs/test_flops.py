@@ -28,6 +28,7 @@ from model.costs.flops import (
 )
 from model.costs.gpus import GPUS
 from model.gpt import GPT, GPTConfig
+from model.lora import TARGETS, Adapters, adapter_count, add_adapters
 
 GPT2 = {"vocab_size": 50257, "seq_len": 1024}
 SMALL = {"vocab_size": 64, "seq_len": 32, "n_layer": 2, "n_head": 4, "n_embd": 64}
@@ -96,6 +97,22 @@ def test_flops_against_a_counter(tied: bool) -> None:
     assert counter.get_total_flops() == expected
 
 
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_flops_of_adapters_against_a_counter(kv_heads: int | None) -> None:
+    """Frozen weights have no gradient, but pass on that of their input."""
+    pytest.importorskip("peft")
+    config = GPTConfig(**SMALL, bias=False, n_kv_head=kv_heads)
+    net = GPT(config, NaiveAttention())
+    assert adapter_count(net) is None
+    add_adapters(net, Adapters(2, 4.0, list(TARGETS)), 0.0)
+    x = torch.randint(64, (2, 32))
+    with FlopCounterMode(display=False) as counter:
+        net(x, targets=x).backward()
+    norms = parameter_count(config)["norms"]
+    expected = (flops_per_token(config, adapters=adapter_count(net)) - 4 * norms) * x.numel()
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.005)
+
+
 def test_flops_per_token_by_hand() -> None:
     config = GPTConfig(**GPT2)
     N = 124_439_808 + 47 * 768 - 1024 * 768
@@ -125,6 +142,20 @@ def test_attention_flops_and_bytes() -> None:
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA L40", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", None),
         ("Tesla T4", None),
         ("", None),
     ],

@@ -295,6 +295,9 @@ def test_a_run_that_makes_no_sense_is_refused(changes: dict[str, int], said: str
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L4", "l4"),
@@ -304,7 +307,10 @@ def test_gpus_are_found_however_written(written: str, name: str) -> None:
     assert gpu_sheet(written).name == name
 
 
-@pytest.mark.parametrize("name", ["", "h300", "NVIDIA GeForce RTX 4090 Laptop GPU", "l400"])
+OTHERS = ["NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 3090 Ti", "RTX 4090 D"]
+
+
+@pytest.mark.parametrize("name", ["", "h300", "NVIDIA GeForce RTX 4090 Laptop GPU", "l400", *OTHERS])
 def test_an_unknown_gpu_is_refused_with_the_list(name: str) -> None:
     with pytest.raises(ValueError, match=r"a100, a100-40gb, .*h200, l4"):
         gpu_sheet(name)
