@@ -36,7 +36,8 @@ class Score(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nats / self.tokens)
+        nats = self.nats / self.tokens
+        return math.inf if nats > 709 else math.exp(nats)  # which is an error beyond all floats
 
 
 def windows(tokens: int, context: int, stride: int) -> Iterator[Window]:
@@ -61,6 +62,7 @@ def score(
     context = net.config.seq_len
     stride = max(1, context // 2) if stride is None else stride
     whole("stride", stride, 1, context)
+    whole("batch", batch, 1)
     if len(ids) < 2:
         raise UserError(f"the text has {len(ids)} tokens, and needs 2 or more")
     device, text, nats = net.device, torch.tensor(ids), 0.0

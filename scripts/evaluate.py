@@ -55,7 +55,10 @@ def evaluate(arguments: Sequence[str]) -> None:
     ids = tokenizer.encode(text)
     quantise_weights(net, str(options["weight_dtype"]))
     found = score(net, ids, stride, batch or 1, str(options["cache_dtype"]))
-    counted = len(text.encode()) - len(tokenizer.decode(ids[:1]).encode())
+    first = tokenizer.decode(ids[:1])
+    if not text.startswith(first):  # a token that ends amid a character, of which it may have a byte
+        first = first.replace("\ufffd", "?")
+    counted = len(text.encode()) - len(first.encode())
     bits = found.nats / math.log(2) / max(1, counted)
     print(
         f"{options['text']}: perplexity {found.perplexity:.4f}, {found.nats / found.tokens:.4f} nats a "

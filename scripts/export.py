@@ -35,6 +35,7 @@ def export_run(arguments: Sequence[str]) -> None:
     from conf.command import key_values
     from conf.resume import load_run
     from data.tokenizer_export import special_ids, tokenizer_files
+    from data.tokenizer_file import JSONTokenizer
     from model.pretrained.architectures import architecture_of
     from model.pretrained.export import export
     from model.training.checkpoint import resolve
@@ -49,6 +50,12 @@ def export_run(arguments: Sequence[str]) -> None:
     files["README.md"] = card(path, net)
     name = export(net, Path(str(options["to"])), files, bos, eos)
     print(f"{options['to']}: {name}, from {path}")
+    # transformers 5 puts Qwen's own rules in place of those in tokenizer.json, whatever class this names
+    if name == "Qwen2ForCausalLM" and not isinstance(tokenizer, JSONTokenizer):
+        print(
+            "AutoTokenizer reads every model of this class by Qwen's rules, and so gives other tokens for "
+            "some text: load the tokenizer by PreTrainedTokenizerFast.from_pretrained."
+        )
 
 
 def card(path: Path, net: Any) -> str:

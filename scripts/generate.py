@@ -209,12 +209,10 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
 
     asked = f"speculate={options['speculate']}"
     able = {"cache": ("auto", "dense"), "kv_cache": (True,), "compile": (False,), "fused": (None, False)}
-    wrong = [key for key, values in able.items() if options[key] not in values]
-    if wrong:
-        given = ", ".join(f"{key}={str(options[key]).lower()}" for key in wrong)
+    if wrong := given_besides(able, options):
         raise UserError(
-            f"{asked} and {given}: drafts are checked by PyTorch's kernels over a cache of their own; leave "
-            f"{' and '.join(wrong)} out."
+            f"{asked} and {', '.join(wrong.values())}: drafts are checked by PyTorch's kernels over a cache "
+            f"of their own; leave {' and '.join(wrong)} out."
         )
     require_checkable(model, f"ckpt={options['ckpt']}", asked)
     if options["speculate"] == "ngram":
@@ -227,6 +225,12 @@ def smaller_model(model: GPT, tokenizer: Any, options: dict[str, Any]) -> GPT | 
             "same one, or speculate=ngram."
         )
     return finite(draft, asked, options["precision"], model.device, model.dtype)
+
+
+def given_besides(able: dict[str, tuple[Any, ...]], options: dict[str, Any]) -> dict[str, str]:
+    """Key -> key=value as typed, of the options that have none of the values that `able` gives them."""
+    wrong = [key for key, values in able.items() if options[key] not in values]
+    return {key: f"{key}={str(options[key]).lower()}" for key in wrong}
 
 
 def require_checkable(model: GPT, given: str, asked: str) -> None:
@@ -249,8 +253,12 @@ def is_paged(cfg: Any, model: GPT, options: dict[str, Any], tokens: int) -> bool
     cache = options["cache"]
     if cache not in ("auto", "dense", "paged"):
         raise UserError(f"cache={cache}: choose auto, dense or paged.")
-    if cache == "paged" and not options["kv_cache"]:
-        raise UserError("cache=paged and kv_cache=false: a cache needs kv_cache=true.")
+    able = {"cache": ("auto", "dense"), "cache_dtype": ("auto",), "compile": (False,), "fused": (None, False)}
+    if not options["kv_cache"] and (wrong := given_besides(able, options)):
+        raise UserError(
+            f"{', '.join(wrong.values())} and kv_cache=false: a cache needs kv_cache=true, and so do compile "
+            "and fused, which decode over one."
+        )
     weight, kinds = model.transformer.wte.weight, paged_kinds(model, options["cache_dtype"])
     if cache != "auto" or not options["prompt_file"] or not options["kv_cache"]:
         return cache == "paged"

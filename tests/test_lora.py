@@ -17,6 +17,7 @@ from attention.naive import NaiveAttention
 from conf.resume import load_run
 from model.gpt import GPT, GPTConfig
 from model.lora import Adapters, add_adapters
+from model.pretrained.base_weights import write_base
 from model.training.checkpoint import read_checkpoint, write_checkpoint
 from tests.pretrained import make_folder
 from tests.running import EXACT, SHORT, Result, rows, train_here, write_book
@@ -112,6 +113,19 @@ def test_under_another_name_it_has_its_base_too(folder: Path) -> None:
     result = train_here(folder, f"ckpt={first}", "name=fork", "trainer.max_steps=5", tiny=False)
     assert result.code == 0, result.err
     assert load_run(str(ckpt(folder, "fork", 5)), [])[0].config.n_layer == 3
+
+
+def test_a_base_that_an_attempt_without_a_checkpoint_left_is_replaced(tmp_path: Path) -> None:
+    """As of a run that was killed early, whose name another init_from gets."""
+    nets = [
+        GPT(GPTConfig(vocab_size=9, seq_len=4, n_layer=1, n_head=1, n_embd=8), NaiveAttention()) for _ in "ab"
+    ]
+    written = [write_base(net, tmp_path) for net in nets]
+    assert (
+        written[1] == hashlib.sha256((tmp_path / "base.safetensors").read_bytes()).hexdigest() != written[0]
+    )
+    base, weights = load_file(tmp_path / "base.safetensors"), nets[1].state_dict()
+    assert all(torch.equal(base[name], weights[name]) for name in base)
 
 
 def test_adapters_of_a_finetuned_run_start_from_the_merged_weights(folder: Path) -> None:

@@ -35,9 +35,10 @@ class Pool:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("block", "slots", "chunk"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: it needs to be at least 1.")
+        for name in ("block", "tokens", "slots", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value}: it needs to be at least 1.")
 
 
 @dataclass(eq=False)
@@ -61,6 +62,11 @@ class Row:
 
 
 def made_rows(prompts: Sequence[list[int]], most_new: Sequence[int]) -> list[Row]:
+    if len(most_new) != len(prompts):
+        raise UserError(
+            f"max_new_tokens has {len(most_new)} numbers for {len(prompts)} prompts: give one for each, or "
+            "one for all."
+        )
     return [Row(i, p, len(p), len(p) + new) for i, (p, new) in enumerate(zip(prompts, most_new, strict=True))]
 
 

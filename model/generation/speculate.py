@@ -223,6 +223,14 @@ def require_drafts(model: GPT, draft: GPT | None, draft_tokens: int) -> None:
             f"The model that drafts has {draft.config.vocab_size} tokens, the other "
             f"{model.config.vocab_size}: give one with the same tokenizer, or speculate=ngram."
         )
+    # NaN is neither accepted nor replaced by the model's own choice: the text would be of token 0
+    weights = {} if draft is None else dict(draft.named_parameters())
+    bad = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    if bad:
+        raise UserError(
+            f"The model that drafts has NaN or infinity in {bad[0]}: give one whose weights are finite, or "
+            "speculate=ngram."
+        )
 
 
 @torch.inference_mode()
@@ -246,9 +254,11 @@ def speculate(
     of the text so far. Raises UserError, and UnsupportedAttention before anything runs."""
     sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
     require_drafts(model, draft, draft_tokens)
-    device, contexts, training = model.device, [], model.training
+    device, contexts = model.device, []
+    models = [model] if draft is None else [model, draft]
+    training = [each.training for each in models]
     times = [clock(device)]
-    for each in (model,) if draft is None else (model, draft.eval()):
+    for each in models:
         attention = decode_attention or each.transformer.h[0].attn.attention
         kinds, seq_len = paged_kinds(each, cache_dtype), each.config.seq_len
         require_all(each, attention, len(prompts), seq_len, seq_len, kinds)
@@ -259,14 +269,16 @@ def speculate(
     texts = Texts(prompts, max_new_tokens, eot, on_token, draft_tokens)
     drafter = NGrams(len(prompts)) if draft is None else SmallerModel(contexts[1], sampling, generator)
     work = Speculation(contexts[0], drafter, texts, sampling)
-    model.eval()
+    for each in models:
+        each.eval()
     times.append(clock(device))
     try:
         while rows := texts.unfinished():
             work.step(rows, generator)
             times += [clock(device)] * (work.calls == 1)
     finally:
-        model.train(training)
+        for each, was in zip(models, training, strict=True):
+            each.train(was)
     times.append(clock(device))
     whole = told(model.config.seq_len, [len(prompt) for prompt in prompts], texts.new, seed, times)
     return Speculated(**vars(whole), drafted=work.drafted, accepted=work.accepted, calls=work.calls)

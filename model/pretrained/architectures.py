@@ -189,8 +189,8 @@ def from_theirs(theirs: Any) -> tuple[Architecture, Values]:
 
 def _window(theirs: Mapping[str, Any], kind: str) -> Any:
     """Keys that a query sees besides its own, in all layers; None: all of them."""
-    # MistralConfig's default, where a config.json leaves it out; null is none
-    size = theirs.get("sliding_window", 4096 if kind == "mistral" else None)
+    # the default of transformers' classes, where a config.json leaves it out; null is none
+    size = theirs.get("sliding_window", 4096)
     layers = theirs.get("num_hidden_layers")
     on = size is not None and (
         kind == "mistral" or (kind != "llama" and theirs.get("use_sliding_window") is True)
@@ -215,9 +215,9 @@ def _window(theirs: Mapping[str, Any], kind: str) -> Any:
 
 
 def _rope(theirs: Mapping[str, Any]) -> Values:
-    """rope_base and rope_scaling, of today's rope_parameters or of what these were."""
-    today = theirs.get("rope_parameters")
-    said = theirs.get("rope_scaling") if today is None else today
+    """rope_base and rope_scaling, of today's rope_parameters or of what these were, which transformers takes
+    where a config.json has both."""
+    said = theirs.get("rope_scaling") or theirs.get("rope_parameters")
     said = {} if said is None else said
     if not isinstance(said, dict):
         raise UserError(f"its rope parameters are {_said(said)}, and a mapping is needed")

@@ -25,22 +25,23 @@ BASE = "base.safetensors"
 
 
 def write_base(net: GPT, run: Path) -> str:
-    """The weights of a plain model into the run's folder, unless they are there; their sha256."""
+    """The weights of a plain model into the run's folder, in place of those that an attempt without a
+    checkpoint may have left; their sha256."""
     from safetensors.torch import save_file
 
     path = run / BASE
-    if not path.exists():
-        weights = net.state_dict()
-        if net.config.tie_embeddings:
-            del weights["lm_head.weight"]
-        partial = path.with_name(f".{BASE}.{os.getpid()}.partial")
-        try:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, partial)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        sync_folder(run)
-    return _sha256(path)
+    weights = net.state_dict()
+    if net.config.tie_embeddings:
+        del weights["lm_head.weight"]
+    partial = path.with_name(f".{BASE}.{os.getpid()}.partial")
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, partial)
+        digest = _sha256(partial)
+        os.replace(partial, path)  # by each rank, with the same content
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(run)
+    return digest
 
 
 def load_base(net: GPT, ckpt: Path, adapters: Adapters, run: Path) -> None:

@@ -49,7 +49,7 @@ def read_pretrained(given: str) -> Pretrained:
         weights = Weights(folder)
         weights.require(GPTConfig(**fields, seq_len=1), architecture.model_type)
     except UserError as error:
-        raise UserError(f"init_from={given} is refused: {error}.") from None
+        raise UserError(f"init_from={given} is refused: {str(error).removesuffix('.')}.") from None
     return Pretrained(folder, architecture, fields, weights)
 
 

@@ -10,7 +10,7 @@ import torch
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from conf.values import UserError
-from model.evaluation import continuation, loss_in_pieces, made_cache, score, windows
+from model.evaluation import Score, continuation, loss_in_pieces, made_cache, score, windows
 from model.gpt import GPT, IGNORE, GPTConfig
 from tests.grid import build
 
@@ -84,12 +84,19 @@ def test_an_answer_is_scored_behind_its_context(net: GPT, context: int) -> None:
 def test_mistakes_are_said(net: GPT) -> None:
     with pytest.raises(ValueError, match="stride=9: it needs to be a whole number, at least 1 and at most 8"):
         score(net, text(20), 9)
+    with pytest.raises(ValueError, match="batch=0: it needs to be a whole number, at least 1"):
+        score(net, text(20), batch=0)
     with pytest.raises(ValueError, match="the text has 1 tokens, and needs 2 or more"):
         score(net, text(1))
     with pytest.raises(ValueError, match="an answer needs a context"):
         continuation(net, [], [1])
     with pytest.raises(ValueError, match="the tokens of an answer=9"):
         continuation(net, [1], text(9))
+
+
+def test_a_perplexity_beyond_all_floats_is_infinite() -> None:
+    assert Score(1e5, 10).perplexity == math.inf and math.isnan(Score(math.nan, 10).perplexity)
+    assert Score(7080.0, 10).perplexity == math.exp(708)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])

@@ -59,6 +59,16 @@ def test_weights_in_8_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found.nats != before and found.nats == pytest.approx(before, rel=0.01)
 
 
+def test_of_a_first_character_the_bytes_that_are_foretold_count(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second of é's, and three more."""
+    (folder / "first.txt").write_text("é na", encoding="utf-8")
+    out = said(folder, capsys, "ckpt=a", "text=first.txt")
+    _, nats, bits = (float(number) for number in re.findall(r"\d+\.\d{4}", out))
+    assert "(4 tokens)" in out and bits == pytest.approx(nats / 0.693147, abs=2e-4)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -119,6 +119,16 @@ def test_the_tokenizer_gives_the_same_ids_and_text(
         assert theirs("né\n\t~")["input_ids"] == tokenizer.encode("né\n\t~")
 
 
+def test_who_reads_the_tokenizer_of_a_qwen2_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """AutoTokenizer takes Qwen's, which composes characters and leaves out what it does not know."""
+    result = run_export(folder, capsys, "ckpt=qwen2", "to=tokenizer/qwen2")
+    assert "load the tokenizer by PreTrainedTokenizerFast.from_pretrained" in result.out
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer/qwen2")
+    tokenizer = load_run(str(folder / "runs/qwen2/checkpoints/best.ckpt"), [])[1]
+    assert theirs("a\u0301 12")["input_ids"] == tokenizer.encode("a\u0301 12")
+    assert "AutoTokenizer" not in run_export(folder, capsys, "ckpt=qwen3", "to=tokenizer/qwen3").out
+
+
 def test_greedy_text_is_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_export(folder, capsys, "ckpt=llama", "to=greedy")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "greedy")

@@ -358,6 +358,10 @@ def test_what_cannot_be_paged_is_generated_densely(model, capsys, tmp_path):
     [
         ({"cache": "pages"}, "cache=pages: choose auto, dense or paged"),
         ({"cache": "paged", "kv_cache": "false"}, "cache=paged and kv_cache=false: a cache needs"),
+        (
+            {"cache_dtype": "int8", "compile": "true", "fused": "true", "kv_cache": "false"},
+            "cache_dtype=int8, compile=true, fused=true and kv_cache=false: a cache needs kv_cache=true",
+        ),
         ({"cache": "paged", "prompt": "twelve bytes", "pool_tokens": 16}, "a prompt of 5 beside them"),
         (
             {"speculate": "ngram", "kv_cache": "false", "compile": "true"},

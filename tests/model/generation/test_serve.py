@@ -164,5 +164,9 @@ def test_what_is_refused():
     assert made_blocks(made_rows([[1] * 9], [8]), 32, Pool(block=4, tokens=2**31 - 1)).capacity == 16
     with pytest.raises(ValueError, match="slots=0: it needs to be at least 1"):
         Pool(slots=0)
+    with pytest.raises(ValueError, match="tokens=-5: it needs to be at least 1"):
+        Pool(tokens=-5)
+    with pytest.raises(ValueError, match="max_new_tokens has 2 numbers for 3 prompts: give one for each, or"):
+        serve(make(), [[1], [2], [3]], [4, 4])
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         serve(make(NaiveAttention()), [[1]], 0)

@@ -142,3 +142,15 @@ def test_what_is_refused():
         speculate(make(build("sdpa")), [[1]], 2)
     with pytest.raises(UnsupportedAttention, match="decode: no paged cache"):
         speculate(make(NaiveAttention()), [[1]], 2, draft=make(build("sdpa")))
+    draft = make()
+    with torch.no_grad():
+        draft.lm_head.weight[3, 4] = float("nan")
+    with pytest.raises(ValueError, match=r"has NaN or infinity in lm_head.weight: give one whose"):
+        speculate(make(), [[1]], 2, draft=draft)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_both_models_are_left_as_they_were(training):
+    models = [make().train(training) for _ in range(2)]
+    speculate(models[0], [[1]], 2, draft=models[1])
+    assert all(model.training is training for model in models)

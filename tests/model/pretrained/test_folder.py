@@ -20,7 +20,7 @@ from model.pretrained.architectures import from_theirs
 from model.pretrained.folder import download, read_pretrained
 from tests.pretrained import KINDS, VOCABULARY, make_folder, make_model, tokens
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def loaded(folder: Path, seq_len: int = 96) -> GPT:
@@ -116,11 +116,23 @@ def test_rope_as_it_was_written_before(tmp_path: Path) -> None:
     assert now["rope_base"] == 5e5 and now["rope_scaling"] == ["llama3", 4.0, 1.0, 4.0, 32]
 
 
+def test_of_two_kinds_of_rope_parameters_it_is_that_of_transformers(tmp_path: Path) -> None:
+    make_folder(tmp_path, "llama")
+    config(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_theta=2e4)(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected, got = theirs(tokens()).logits, loaded(tmp_path)(tokens())[..., :VOCABULARY]
+    assert float((got - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
 def test_a_window_that_config_json_leaves_out_is_that_of_transformers(tmp_path: Path) -> None:
     make_folder(tmp_path, "mistral")
     for given, window in ((..., 4095), (None, None), (8, 7)):
         config(sliding_window=given)(tmp_path)
         assert read_pretrained(str(tmp_path)).fields["window"] == window
+    make_folder(tmp_path / "qwen", "qwen2", use_sliding_window=True, max_window_layers=0)
+    config(sliding_window=..., layer_types=...)(tmp_path / "qwen")
+    assert read_pretrained(str(tmp_path / "qwen")).fields["window"] == 4095
 
 
 @pytest.mark.parametrize("sizes", [{"norm_eps": 10**400}, {"seq_len": 2**25}, {"relative_distance": 2**17}])
@@ -233,7 +245,7 @@ def test_bad_folders_are_refused_in_one_line(case: str, llama: Path, tmp_path: P
         read_pretrained(str(tmp_path / "bad"))
     said = str(caught.value)
     assert words in said and said.startswith(f"init_from={tmp_path}/bad is refused: ")
-    assert said.isprintable() and len(said) < 400
+    assert said.isprintable() and len(said) < 400 and said.endswith(".") and not said.endswith("..")
 
 
 @pytest.mark.parametrize(
