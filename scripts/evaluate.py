@@ -5,7 +5,7 @@
 A window of the trained context length moves over the text by stride= tokens at a time (default: half the
 context length). Each token is counted once, in the window where it has the most preceding context, so a
 smaller stride is slower and gives a lower perplexity. ckpt= as for train.py; batch=: windows per batch;
-device= and precision= as for scripts/generate.py; attention=... uses another implementation.
+device=, precision= and runs_dir= as for scripts/generate.py; attention=... uses another implementation.
 cache_dtype=fp8, int8 or int4 measures decoding with a KV cache of that dtype, weight_dtype=int8 with weights
 of 8 bits. Evaluate on text that was not used for training.
 """

@@ -3,8 +3,8 @@
     python scripts/export.py ckpt=last to=my-model
 
 This writes config.json, generation_config.json, the weights in fp32 as safetensors, the tokenizer, and a
-model card with the training results. ckpt= as for train.py. The folder is created atomically. A model that no
-supported architecture of transformers can compute is refused, with the options that it lacks.
+model card with the training results. ckpt= and runs_dir= as for train.py. The folder is created atomically. A
+model that no supported architecture of transformers can compute is refused, with the options that it lacks.
 
     AutoModelForCausalLM.from_pretrained("my-model"), AutoTokenizer.from_pretrained("my-model")
 """

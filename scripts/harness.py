@@ -2,8 +2,8 @@
 
     python scripts/harness.py ckpt=last tasks=lambada_openai,hellaswag limit=200
 
-ckpt= as for train.py; limit=: number of questions per task (default: all); device= and precision= as for
-scripts/generate.py; attention=... uses another implementation. The harness downloads the tasks.
+ckpt= as for train.py; limit=: number of questions per task (default: all); device=, precision= and runs_dir=
+as for scripts/generate.py; attention=... uses another implementation. The harness downloads the tasks.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ if __name__ == "__main__" and not __package__:  # python scripts/<command>.py: s
 from conf.values import UserError, compiled
 from scripts.measure.instruments.allocations import PARTS, Event, Ledger, Step, peak_of, recorder_of, storages
 from scripts.measure.instruments.memory_alone import alone, attention_alone, owned  # noqa: F401
-from scripts.measure.machine import ROOT
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -239,10 +238,17 @@ def table(split: dict[str, float]) -> str:
 def composed(overrides: list[str]) -> DictConfig:
     """The config that train.py would have with these overrides. UserError where it would take the model, or
     all of the config, from a file, which is not read here."""
-    from hydra import compose, initialize_config_dir
+    from hydra import compose
 
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=overrides)
+    from conf.compose import initialize, swept, without_nulls
+
+    if flags := [word for word in overrides if word.startswith("-")]:
+        raise UserError(f"{' '.join(flags)}: there are no flags here; everything is key=value.")
+    words = without_nulls(overrides)
+    if several := swept(words, words):  # Hydra would advise a flag
+        raise UserError(f"{' '.join(several)}: one config at a time. Give one value, or a list in brackets.")
+    with initialize():
+        cfg = compose("config", overrides=words)
     if cfg.ckpt is not None:
         raise UserError(
             f"ckpt={cfg.ckpt}: no checkpoint is read here, and its config is needed. Leave ckpt= out, and "

@@ -345,6 +345,11 @@ class LitGPT(L.LightningModule):
         # logged by the Metrics callback: Lightning would log it one step early
         self.log("val/loss", (self.val_sums[0] / self.val_sums[1]).float(), logger=False)
 
+    def on_validation_end(self) -> None:
+        """After that of the callbacks: a signal may have come while a sample was generated."""
+        if self.trainer.strategy.reduce_boolean_decision(self.stop_requested, all=False):
+            self._stop()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["tilegpt"] = dict(self.checkpoint_metadata)
 

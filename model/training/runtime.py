@@ -22,7 +22,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 
 from attention.base import Attention, AttentionCall, UnsupportedAttention
-from conf.values import UserError, compiled
+from conf.values import UserError, compiled, is_first
 from model import loss
 from model.calls import attention_calls, require
 from model.config import GPTConfig
@@ -280,8 +280,9 @@ def fit(trainer: Any, lit: Any, data: Any, ckpt: Path | None) -> None:
 
 def finish(trainer: Any, lit: Any, run: Path) -> None:
     """The last words of a run: its result, where things lie, what to do next; exit code 1 after a fault, 128
-    + the signal's number after one."""
-    if not trainer.is_global_zero:
+    + the signal's number after one. That is the code of the first process on each machine: where another one
+    ends with a code, torchrun ends all on its machine, also those that still have something to say."""
+    if not (trainer.is_global_zero or is_first()):
         return
     again = ckpt_of(run)
     callbacks = {type(callback): callback for callback in trainer.callbacks}
@@ -290,9 +291,11 @@ def finish(trainer: Any, lit: Any, run: Path) -> None:
         raise UserError(lit.fault + (checkpoints.after_fault() if checkpoints else ""))
     if lit.stopping and trainer.global_step < trainer.max_steps:
         goes_on = f", saved. Continue: python train.py {again}" if checkpoints else ""
-        print(f"Stopped at step {trainer.global_step}{goes_on}")
+        say(f"Stopped at step {trainer.global_step}{goes_on}")
         received = interrupt.received if interrupt else None
         raise SystemExit(128 + (received or signal.SIGTERM))  # another rank's signal is most likely that
+    if not trainer.is_global_zero:
+        return
     if samples is not None and samples.last is not None:
         print(f"\n--- a sample\n{samples.last}\n---\n")
     if checkpoints is not None and checkpoints.best is not None:

@@ -25,7 +25,7 @@ from scripts.measure.machine import ROOT
 
 OURS = ("attention", "conf", "data", "model", "ops", "scripts")
 BASELINES = "scripts.measure.instruments.textbook"  # of names that conf/attention does not have
-TRAINING = ("model.gpt", "model.training.lit_gpt", "data.datamodule")
+TRAINING = ("model.gpt", "model.training.lit_gpt", "model.training.schedules", "data.datamodule")
 GENERATION = ("model.gpt", "model.generation.generate")
 # What nothing of these imports, by what a point says: a field, and of `settings` a key.
 BESIDE = {

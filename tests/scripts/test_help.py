@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from scripts import evaluate, export, harness
 from tests.running import ROOT
 
 COMMANDS = [
@@ -42,6 +44,11 @@ def test_help_comes_before_anything_heavy(words: Path | tuple[Path, str]) -> Non
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert path.name in ran.stdout and not ran.stderr
+
+
+@pytest.mark.parametrize("command", [evaluate, export, harness], ids=lambda command: command.__name__)
+def test_help_names_every_key(command: ModuleType) -> None:
+    assert not [key for key in command.KEYS if f"{key}=" not in command.__doc__]
 
 
 def test_a_program_of_another_command_names_it() -> None:

@@ -229,6 +229,12 @@ def test_adapters_have_gradients_and_state_alone() -> None:
     assert disagreement(adapters) < 0.03
 
 
+def test_a_config_is_read_as_train_py_reads_it() -> None:
+    """Names that look like numbers, and groups that are left out."""
+    cfg = composed(["runs_dir=2025_11", "name=1e3", "data=text", "data.path=007", "callbacks=null"])
+    assert (cfg.runs_dir, cfg.name, cfg.data.path) == ("2025_11", "1e3", "007") and "callbacks" not in cfg
+
+
 def test_a_step_that_devices_share_is_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer.devices=2 trainer.num_nodes=1: a step on one device"):
         training_step(composed([*TINY, *CPU, "trainer=fsdp2", "trainer.devices=2"]))
@@ -239,8 +245,14 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "within 0.0" in capsys.readouterr().out.splitlines()[-1]
     main(["--help"])
     assert "overrides of train.py" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["seq_length=3"])
+    for word, said in {
+        "seq_length=3": "no key seq_length",
+        "--multirun": "--multirun: there are no flags here",
+        "seed=1,2": "seed=1,2: one config at a time",
+    }.items():
+        with pytest.raises(SystemExit):
+            main([word])
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.gpu

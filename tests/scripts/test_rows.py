@@ -212,6 +212,8 @@ def test_a_file_concerns_those_who_run_it(tmp_path: Path) -> None:
         ({"implementation": "auto"}, "conf/attention/tiled.yaml", ("block_q: 128", "block_q: 64"), True),
         ({"implementation": "naive"}, "conf/attention/tiled.yaml", ("block_q: 128", "block_q: 64"), False),
         ({"implementation": "cuda_fa1"}, "conf/attention/cuda_fa1.yaml", ("stage: fa1", "stage: fa2"), True),
+        (TRAINED, "model/training/schedules.py", ADDED, True),
+        (SERVED, "model/training/schedules.py", ADDED, False),
         (TRAINED | {"optimizer": "muon"}, "model/training/muon.py", ADDED, True),
         (TRAINED | {"optimizer": "adamw"}, "model/training/muon.py", ADDED, False),
         (TRAINED | {"settings": {"optim": "muon"}}, "model/training/muon.py", ADDED, True),

@@ -9,13 +9,15 @@ import signal
 import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from model.training import checkpoint
+from model.generation import generate
+from model.training import checkpoint, runtime
 from model.training.callbacks import Samples
 from model.training.checkpoint import CheckpointError, checkpoints_of, read_checkpoint
 from model.training.lit_gpt import LitGPT
@@ -112,6 +114,33 @@ def test_a_signal_within_a_validation_saves_at_once(killed: bool, tmp_path: Path
     assert steps(run)[0] == 10 and ("val/loss" in rows(run)[10]) != killed and max(rows(run)) == 10
     assert train_here(tmp_path, "ckpt=a", tiny=False).code == 0
     assert rows(run) == rows(tmp_path / "runs" / "whole")
+
+
+def test_a_signal_while_a_sample_is_generated_ends_the_run_without_another_step(tmp_path: Path) -> None:
+    sampled = "callbacks.samples={_target_: model.training.callbacks.Samples, tokens: 4}"
+
+    def signalled(*args, of=generate.generate, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return of(*args, **kwargs)
+
+    with mock.patch.object(generate, "generate", signalled):
+        result = train_here(tmp_path, "name=a", sampled)
+    assert result.code == 143, result.err
+    run = tmp_path / "runs" / "a"
+    assert steps(run)[0] == max(rows(run)) == 10
+    assert "--- step 10\n" in (run / "samples.txt").read_text()
+
+
+@pytest.mark.parametrize(("local_rank", "code"), [("0", 143), ("1", 0)])
+def test_a_run_that_was_stopped_is_no_success_on_any_machine(
+    local_rank: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first process on each: torchrun asks no other machine for its code."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    trainer = SimpleNamespace(is_global_zero=False, callbacks=[], global_step=5, max_steps=9)
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stop:
+        runtime.finish(trainer, SimpleNamespace(fault=None, stopping=True), Path("a"))
+    assert (stop.value.code if code else 0) == code
 
 
 def test_sigterm_before_training_is_no_success(tmp_path: Path) -> None:
