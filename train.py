@@ -47,7 +47,7 @@ def main() -> None:
     own command line comes in for new runs only."""
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
-        print(explain(without_nulls(argument for argument in arguments if not argument.startswith("-"))))
+        print(explain([argument for argument in arguments if not argument.startswith("-")]))
         return
     if any(argument.startswith("ckpt=") and argument != "ckpt=null" for argument in arguments):
         resume(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,15 @@ def one_length(cfg: DictConfig) -> None:
         )
 
 
-def initialize() -> Any:
-    from hydra import initialize_config_dir
+def composed(words: Iterable[str], hydra: bool = False) -> DictConfig:
+    """The config that train.py has with these words of a command line, within a running Hydra application or
+    without; `hydra`: and Hydra's own."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
 
-    return initialize_config_dir(str(CONF), version_base="1.3")
+    begun = GlobalHydra.instance().is_initialized()
+    with nullcontext() if begun else initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=without_nulls(words), return_hydra_config=hydra)
 
 
 def build_attention(cfg: DictConfig, name: str | None = None) -> Any:

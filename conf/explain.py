@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from conf.compose import CONF, choices_of, initialize, shown
+from conf.compose import CONF, choices_of, composed, shown
 
 HEADER = """\
 Train a GPT with a chosen attention.
@@ -40,10 +40,7 @@ key says what that means; ???: has to be given. +key=value adds a key that is no
 
 def explain(overrides: list[str]) -> str:
     """The help for the config that these overrides make, as wide as the terminal."""
-    from hydra import compose
-
-    with initialize():
-        cfg = compose("config", overrides=overrides, return_hydra_config=True)
+    cfg = composed(overrides, hydra=True)
     choices = choices_of(cfg.hydra.runtime.choices)
     config = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
     said = comments(CONF / "config.yaml")

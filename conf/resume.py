@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from conf import renames
-from conf.compose import CONF, as_text, build_attention, no_key, shown, without_nulls
-from conf.saved import HYDRAS, Choices, SavedRun, admit, as_overrides, composed, parse, plain, spelled_out
+from conf.compose import CONF, as_text, build_attention, composed, no_key, shown
+from conf.saved import HYDRAS, Choices, SavedRun, admit, as_overrides, parse, plain, spelled_out
 from conf.values import UserError
 from model.config import GPTConfig
 
@@ -39,7 +39,7 @@ def recompose(saved: SavedRun, overrides: list[str]) -> tuple[DictConfig, Choice
     named = {group: choice for group, choice in saved.choices.items() if group != "experiment"}
     kept = as_overrides({group: choice for group, choice in named.items() if group not in groups})
     chosen = [o for o, p in zip(overrides, parsed, strict=True) if p.key_or_group in groups - {"experiment"}]
-    cfg = composed([*kept, *without_nulls(chosen)])
+    cfg = composed([*kept, *chosen])
     # a file that is gone since leaves nothing to compare with: then the new one counts as it is
     gone = groups - named.keys()
     before = plain(composed(as_overrides(named))) if groups - gone else {}

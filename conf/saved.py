@@ -8,14 +8,13 @@ the command line gives it again. So no `_target_`, interpolation, override or pa
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from conf import renames
-from conf.compose import CONF, entries, initialize, no_choice
+from conf.compose import CONF, composed, entries, no_choice
 from conf.values import UserError
 from model.config import GPTConfig
 from model.training.untrusted import is_plain, printable
@@ -34,15 +33,6 @@ class SavedRun:
     choices: Choices
     config: dict[str, Any]
     there: dict[str, Any] = field(default_factory=dict)
-
-
-def composed(overrides: list[str]) -> DictConfig:
-    """What conf/ gives for these overrides, within a running Hydra application or without."""
-    from hydra import compose
-    from hydra.core.global_hydra import GlobalHydra
-
-    with nullcontext() if GlobalHydra.instance().is_initialized() else initialize():
-        return compose("config", overrides=overrides)
 
 
 def as_overrides(choices: Choices) -> list[str]:

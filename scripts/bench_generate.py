@@ -53,14 +53,12 @@ def arguments() -> argparse.Namespace:
 def build(name: str, attention: str, seq_len: int, overrides: list[str]) -> Any:
     """A model of that shape with random weights, bf16 on a GPU and fp32 elsewhere."""
     import torch
-    from hydra import compose, initialize_config_dir
 
-    from conf.compose import CONF, build_attention
+    from conf.compose import build_attention, composed
     from model.gpt import GPT, GPTConfig
     from model.training.checks import called
 
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", overrides=[f"model={name}", f"attention={attention}", *overrides])
+    cfg = composed([f"model={name}", f"attention={attention}", *overrides])
     cuda = torch.cuda.is_available()
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):

@@ -238,17 +238,13 @@ def table(split: dict[str, float]) -> str:
 def composed(overrides: list[str]) -> DictConfig:
     """The config that train.py would have with these overrides. UserError where it would take the model, or
     all of the config, from a file, which is not read here."""
-    from hydra import compose
-
-    from conf.compose import initialize, swept, without_nulls
+    from conf import compose
 
     if flags := [word for word in overrides if word.startswith("-")]:
         raise UserError(f"{' '.join(flags)}: there are no flags here; everything is key=value.")
-    words = without_nulls(overrides)
-    if several := swept(words, words):  # Hydra would advise a flag
+    if several := compose.swept(overrides, overrides):  # Hydra would advise a flag
         raise UserError(f"{' '.join(several)}: one config at a time. Give one value, or a list in brackets.")
-    with initialize():
-        cfg = compose("config", overrides=words)
+    cfg = compose.composed(overrides)
     if cfg.ckpt is not None:
         raise UserError(
             f"ckpt={cfg.ckpt}: no checkpoint is read here, and its config is needed. Leave ckpt= out, and "

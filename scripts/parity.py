@@ -95,10 +95,9 @@ class Study:
     """What all runs share: the model's shape, the data of each seed, optimiser and schedule."""
 
     def __init__(self, overrides: list[str], device: torch.device, seeds: list[int], steps: int):
-        from hydra import compose, initialize_config_dir
         from hydra.utils import instantiate
 
-        from conf.compose import CONF, one_length
+        from conf.compose import composed, one_length
         from conf.saved import parse
         from model.gpt import GPTConfig
         from model.training.checks import called
@@ -111,8 +110,7 @@ class Study:
                 )
         self.device, self.seeds, self.steps = device, seeds, steps
         small = [*COMMON, *SMALL[device.type]]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            self.cfg = compose("config", overrides=[*small, *overrides])
+        self.cfg = composed([*small, *overrides])
         self.settings = other_settings(small, overrides)
         # cosine's end, for the fp32 runs too, which have fewer steps
         if self.cfg.schedule.get("decay_steps", ...) is None:

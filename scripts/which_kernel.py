@@ -100,12 +100,9 @@ def extras(names: list[str], q: Any, k: Any) -> dict[str, Any]:
 
 
 def build(name: str, overrides: list[str]) -> Any:
-    from hydra import compose, initialize_config_dir
+    from conf.compose import build_attention, composed
 
-    from conf.compose import CONF, build_attention
-
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return build_attention(compose("config", overrides=[f"attention={name}", *overrides]))
+    return build_attention(composed([f"attention={name}", *overrides]))
 
 
 def report(field: Any, asked: str, attention: Any, passed: str) -> int:

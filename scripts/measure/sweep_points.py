@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention import registry
-from conf import renames
+from conf import compose, renames
 from conf.compose import CONF, choices_of, one_length
 from conf.values import UserError, compiled, whole
 from scripts.measure.instruments import training_peers
@@ -93,11 +93,9 @@ def settings(cfg: Any, chosen: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache  # Hydra takes 90 ms, a copy 2
 def _composed(overrides: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
-    from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", overrides=list(overrides), return_hydra_config=True)
+    cfg = compose.composed(overrides, hydra=True)
     chosen = choices_of(cfg.hydra.runtime.choices)
     return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), chosen
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from model.costs.flops import parameter_count
+from scripts.measure import sweep_points
 from scripts.measure.instruments.allocations import (
     PARTS,
     CpuRecorder,
@@ -229,9 +232,10 @@ def test_adapters_have_gradients_and_state_alone() -> None:
     assert disagreement(adapters) < 0.03
 
 
-def test_a_config_is_read_as_train_py_reads_it() -> None:
+@pytest.mark.parametrize("reader", [composed, lambda words: sweep_points.composed(words)[0]])
+def test_a_config_is_read_as_train_py_reads_it(reader: Callable[[list[str]], Any]) -> None:
     """Names that look like numbers, and groups that are left out."""
-    cfg = composed(["runs_dir=2025_11", "name=1e3", "data=text", "data.path=007", "callbacks=null"])
+    cfg = reader(["runs_dir=2025_11", "name=1e3", "data=text", "data.path=007", "callbacks=null"])
     assert (cfg.runs_dir, cfg.name, cfg.data.path) == ("2025_11", "1e3", "007") and "callbacks" not in cfg
 
 
