@@ -30,7 +30,7 @@ PEAK_BF16_FLOPS = {
 }
 
 # Words of a name, beside those of the product, that make it no other one: Ti, D, NVL, PCIe, MIG, Laptop do.
-BESIDE = re.compile(r"nvidia|geforce|gpu|sxm\d?|hbm3|(24|32|40|48|80|94|96|120|141|180|480)gb")
+BESIDE = re.compile(r"nvidia|geforce|gpu|sxm\d?|hbm3e?|(24|32|40|48|80|94|96|120|141|180|480)gb|144g")
 
 WHOLE_BYTES = 2**30  # of fp32 parameters; FSDP2 gathers larger models block by block
 
