@@ -205,11 +205,19 @@ def attend(
     return attention(query, key, value, **options._asdict()).transpose(1, 2).contiguous(), None
 
 
-@functools.lru_cache(maxsize=1)
 def _are_equal(ends: Tensor | None, starts: Tensor) -> bool:
-    """One tensor, as a rule; two where a batch was copied to a GPU, which are compared there: once for all
-    layers, as the host waits for it."""
-    return ends is starts or (ends is not None and torch.equal(ends, starts))
+    """One tensor, as a rule; two where a batch was copied to a GPU, which are compared there."""
+    if ends is None or ends is starts:
+        return ends is starts
+    if ends.is_inference() or starts.is_inference():  # which do not count how often they were written
+        return torch.equal(ends, starts)
+    return _were_equal(ends, starts, ends._version, starts._version)
+
+
+@functools.lru_cache(maxsize=1)
+def _were_equal(ends: Tensor, starts: Tensor, *_: int) -> bool:
+    """Once for all layers, as the host waits for it."""
+    return torch.equal(ends, starts)
 
 
 def _is_off(value: Any) -> bool:

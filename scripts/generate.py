@@ -302,16 +302,17 @@ def finite(model: GPT, given: str, precision: str, device: torch.device, dtype: 
 
 def require_finite(model: GPT, given: str) -> None:
     """UserError where weights are NaN or infinite: as loaded, or as the precision has them."""
-    weights = dict(model.named_parameters())
-    if bad := [name for name, value in weights.items() if not value.isfinite().all()]:
+    from model.generation.generate import not_finite
+
+    if bad := not_finite(model):
         remedy = (
             "it cannot hold these weights; choose bf16 or fp32."
             if given.startswith("precision")
             else "the run diverged before it was saved. Give an earlier checkpoint, such as ckpt=<run>/best."
         )
         raise UserError(
-            f"{given}: {len(bad)} of {len(weights)} weight tensors hold NaN or infinity, {bad[0]} first: "
-            f"{remedy}"
+            f"{given}: {len(bad)} of {len(list(model.parameters()))} weight tensors hold NaN or infinity, "
+            f"{bad[0]} first: {remedy}"
         )
 
 

@@ -150,9 +150,8 @@ def _watched(step: Step, recorder: Any, calls: bool) -> Iterator[None]:
 
 def training_step(cfg: DictConfig) -> Step:
     """The step that train.py would run with this config, on random tokens, on the device that it would take:
-    the same model, adapters, precision, compilation, clipping and optimiser. UserError for a step that
-    several devices share. Of the micro-batches of a step the first
-    two: later ones meet the same memory."""
+    the same model, adapters, precision, compilation, clipping and optimiser. Of the micro-batches of a step
+    the first two: later ones meet the same memory. UserError for a step that several devices share."""
     import torch
     from hydra.utils import instantiate
 

@@ -154,6 +154,11 @@ def checked(
     return sampling, checked_prompts(prompts, model.config.vocab_size, eot)
 
 
+def not_finite(model: GPT) -> list[str]:
+    """Names of the weights that hold NaN or infinity."""
+    return [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+
+
 def require_all(
     model: GPT,
     decoding: Attention | None,

@@ -20,7 +20,16 @@ from attention.base import Attention
 from conf.values import UserError
 from model.generation.blocks import BlockPool
 from model.generation.decode import Sampling, to_device
-from model.generation.generate import Generated, OnToken, checked, clock, require_all, told, window_start
+from model.generation.generate import (
+    Generated,
+    OnToken,
+    checked,
+    clock,
+    not_finite,
+    require_all,
+    told,
+    window_start,
+)
 from model.generation.paged_cache import paged_cache, paged_kinds
 from model.gpt import GPT
 
@@ -224,9 +233,7 @@ def require_drafts(model: GPT, draft: GPT | None, draft_tokens: int) -> None:
             f"{model.config.vocab_size}: give one with the same tokenizer, or speculate=ngram."
         )
     # NaN is neither accepted nor replaced by the model's own choice: the text would be of token 0
-    weights = {} if draft is None else dict(draft.named_parameters())
-    bad = [name for name, weight in weights.items() if not weight.isfinite().all()]
-    if bad:
+    if draft is not None and (bad := not_finite(draft)):
         raise UserError(
             f"The model that drafts has NaN or infinity in {bad[0]}: give one whose weights are finite, or "
             "speculate=ngram."

@@ -185,6 +185,15 @@ def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
         assert torch.allclose(got, torch.cat(alone, dim=1), atol=2e-6)
 
 
+def test_ends_that_are_written_anew_are_compared_anew() -> None:
+    model, starts = model_of("llama", name_of("tiled")).eval(), torch.tensor([0, 8, 20], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts.clone()}
+    model(tokens(1), **lengths)
+    lengths["cu_seq_lens_k"][1] = 9
+    with pytest.raises(UnsupportedAttention, match="no packed rows of several lengths"):
+        model(tokens(1), **lengths)
+
+
 def test_dropout_is_that_of_training() -> None:
     model = model_of("llama", name_of("naive"), attention_dropout=0.5)
     torch.manual_seed(1)

@@ -59,7 +59,7 @@ def test_weights_in_8_bits(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found.nats != before and found.nats == pytest.approx(before, rel=0.01)
 
 
-def test_of_a_first_character_the_bytes_that_are_foretold_count(
+def test_of_a_first_character_the_predicted_bytes_count(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second of é's, and three more."""
