@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from conf.resume import FREE
 from conf.saved import parse
-from conf.values import UserError
+from conf.values import UserError, is_first
 from model.config import GPTConfig
 
 if TYPE_CHECKING:
@@ -201,7 +201,8 @@ def finetuned(
         adapters = replace(adapters, base=read_header(ckpt)[0]["adapters"]["base"])
         load_base(net, ckpt, adapters, run)
     elif initial is not None:
-        adapters = replace(adapters, base=write_base(net, run))
+        if is_first():  # among these is the one that writes checkpoints, which say it
+            adapters = replace(adapters, base=write_base(net, run))
     else:
         raise UserError("finetune=lora trains beside weights that are there: give init_from=...")
     add_adapters(net, adapters, asked.dropout)

@@ -8,12 +8,15 @@ import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from attention.naive import NaiveAttention
+from conf.initial import finetuned
 from conf.resume import load_run
 from model.gpt import GPT, GPTConfig
 from model.lora import Adapters, add_adapters
@@ -126,6 +129,18 @@ def test_a_base_that_an_attempt_without_a_checkpoint_left_is_replaced(tmp_path: 
     )
     base, weights = load_file(tmp_path / "base.safetensors"), nets[1].state_dict()
     assert all(torch.equal(base[name], weights[name]) for name in base)
+
+
+@pytest.mark.parametrize(("rank", "writes"), [("0", True), ("1", False)])
+def test_one_process_of_a_machine_writes_the_base(
+    rank: str, writes: bool, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    net = GPT(GPTConfig(vocab_size=9, seq_len=4, n_layer=1, n_head=1, n_embd=8), NaiveAttention())
+    asked = {"rank": 2, "alpha": 2.0, "targets": ["attn.c_proj"], "dropout": 0.0}
+    cfg = OmegaConf.create({"finetune": asked, "trainer": {}, "data": {}})
+    said = finetuned(cfg, net, tmp_path, Mock(), None, None)["adapters"]
+    assert bool(said["base"]) is writes and (tmp_path / "base.safetensors").exists() is writes
 
 
 def test_adapters_of_a_finetuned_run_start_from_the_merged_weights(folder: Path) -> None:

@@ -37,7 +37,7 @@ def write_base(net: GPT, run: Path) -> str:
     try:
         save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, partial)
         digest = _sha256(partial)
-        os.replace(partial, path)  # by each rank, with the same content
+        os.replace(partial, path)  # by each machine, with the same content
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(run)
