@@ -96,7 +96,7 @@ def _there_before(step: Step) -> dict[str, int]:
     if step.device.type == "cuda":
         other = torch.cuda.memory_allocated(step.device) - sum(found.values())
     else:
-        other = sum(storages([*step.net.buffers(), *step.inputs]).values())
+        other = sum(storages([*step.net.buffers(), *step.inputs.values()]).values())
     return found | {"other": other}
 
 
@@ -203,7 +203,7 @@ def training_step(cfg: DictConfig) -> Step:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return Step(net, optimizer, run, device, [tokens, *list(micro.values())[2:]], batch, dtype)
+    return Step(net, optimizer, run, device, micro, batch, dtype)
 
 
 def model_config(cfg: DictConfig) -> GPTConfig:

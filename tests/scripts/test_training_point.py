@@ -35,6 +35,17 @@ def test_a_point_that_accumulates(monkeypatch, capsys):
     )  # four micro-batches of 2 x 16
 
 
+@pytest.mark.parametrize("documents", ["false", "true"])
+def test_a_compiled_point_splits_its_memory(documents, monkeypatch, capsys):
+    """Its attention is measured beside it, on documents only where the batch has some."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, **options | {"backend": "eager"}))
+    asked = ("attention=tiled", "data.batch_size=2", "compile=true", f"data.document_mask={documents}")
+    result = result_of(monkeypatch, capsys, *asked)
+    assert result["memory_split"], result["memory_split_reason"]
+    assert result["memory_split_error"] <= 0.03
+
+
 @pytest.mark.parametrize(
     ("overrides", "status", "words"),
     [

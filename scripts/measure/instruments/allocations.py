@@ -254,6 +254,6 @@ class Step:
     optimizer: torch.optim.Optimizer
     run: Callable[[], Any]
     device: torch.device
-    inputs: list[Tensor] = field(default_factory=list)
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # a batch, of one or more micro-batches
     batch: int = 1
     dtype: torch.dtype | None = None  # that reaches attention

@@ -37,7 +37,8 @@ def alone(step: Step) -> tuple[Halves, list[int], int]:
     dout = torch.randn_like(qkv[0])
     options = config.attention_options | {"alibi_slopes": step.net.slopes, "dropout_p": config.attn_dropout}
     options["relative_bias"], options["block_mask"] = step.net.relative_bias(), step.net.block_mask(T, None)
-    options["document_ids"] = step.inputs[1] if len(step.inputs) > 1 else None
+    ids = step.inputs.get("document_ids")
+    options["document_ids"] = None if ids is None else ids[:B]
     call = torch.compile(attention, dynamic=False) if step.net._compiled_call_impl is not None else attention
     narrow = step.dtype == torch.bfloat16
 

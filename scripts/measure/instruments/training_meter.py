@@ -238,9 +238,7 @@ class Meter(lightning.Callback):
                 "memory_split_reason": f"{SPLIT_STEPS} more steps would take too long",
             }
         rows = batch["targets"].shape[0] // lit.accumulate
-        watched = Step(
-            lit.net, lit.optimizers().optimizer, step, lit.device, list(batch.values()), rows, self.dtype
-        )
+        watched = Step(lit.net, lit.optimizers().optimizer, step, lit.device, batch, rows, self.dtype)
         try:
             split = memory_split(watched)
         except Exception as error:  # the point stands without it
