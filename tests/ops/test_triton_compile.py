@@ -3,6 +3,7 @@ shared memory, without spills, and with the instructions that they are written f
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ops import triton
 from tests.compilers import pinned
 
 pytestmark = pinned("triton")
@@ -185,3 +187,28 @@ def test_a_decoding_step_asks_for_its_weights_before_it_waits() -> None:
     found = [json.loads(line) for line in said.splitlines()]
     wrong = [got for got in found if got["spilled_bytes"] or got["ahead_wide"] < got["of_tile"]]
     assert len(found) == 30 and not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("given", "home", "kept_in"),
+    [
+        ({}, "home", "home/.triton/cache"),
+        ({"TRITON_HOME": "other"}, "home", "other/.triton/cache"),
+        ({"TRITON_CACHE_DIR": "mine"}, "home", "mine"),
+        ({}, "nowhere", None),  # torch.compile finds a folder
+    ],
+)
+def test_one_folder_keeps_what_is_compiled(
+    given: dict[str, str], home: str, kept_in: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours, and what torch.compile compiles, which obeys TRITON_CACHE_DIR: Triton's own."""
+    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("home", "other"):
+        (tmp_path / name).mkdir()
+    for name, value in {"HOME": home, **given}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    taken = importlib.import_module("triton").knobs.cache.dir
+    importlib.reload(triton)
+    assert os.environ.get("TRITON_CACHE_DIR") == (str(tmp_path / kept_in) if kept_in else None)
+    assert not given or taken == os.environ["TRITON_CACHE_DIR"]  # HOME it reads once
