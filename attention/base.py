@@ -46,7 +46,7 @@ from attention.declaration import (
     lse_bytes,
     scores_bytes,
 )
-from attention.geometry import empty_attention, normalise_window
+from attention.geometry import empty_attention, normalise_window, widest
 from ops.cache_view import CACHE_DTYPES, SCALE_DTYPE, CachedTensor, CacheView, quantise, raw
 from ops.options import MASK_BLOCK, AttentionOptions
 
@@ -77,6 +77,7 @@ __all__ = [
     "quantise",
     "raw",
     "scores_bytes",
+    "widest",
 ]
 DocumentIds = Tensor | tuple[Tensor, Tensor]
 

@@ -92,13 +92,19 @@ def relative_bias_of(relative_bias: Tensor, rel: Tensor, dtype: torch.dtype) -> 
     return _RelativeBias.apply(relative_bias, rel, dtype)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """What sums of many numbers are kept in: fp64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def diagonal_sums(x: Tensor, first: Tensor, reach: int) -> Tensor:
     """The gradient of `relative_bias_of`: x (B, Hq, r, c) summed over all scores of each distance,
-    (Hq, 2 reach + 1) in fp64. first: (B or 1, 1), the distance of the last row's first key, the least."""
+    (Hq, 2 reach + 1) in `widest`. first: (B or 1, 1), the distance of the last row's first key, the least."""
     rows, cols = x.shape[2:]
     # With each row shifted right by one relative to the row below, a diagonal becomes a column.
     skewed = F.pad(x.flip(2), (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, rows + cols - 1))
-    sums = skewed.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)).double()  # (B, Hq, distances)
+    sums = skewed.sum(2, dtype=torch.promote_types(x.dtype, torch.float32))  # (B, Hq, distances)
+    sums = sums.to(widest(x.device))
     distances = first + torch.arange(rows + cols - 1, device=x.device)
     index = torch.arange(1 - reach, reach, device=x.device) - first  # of the distances within reach
     there = (index >= 0) & (index < sums.shape[2])

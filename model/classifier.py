@@ -85,13 +85,13 @@ class LitClassifier(LitGPT):
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self.right = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.right = torch.zeros_like(self.val_sums[0])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         inputs, targets = {k: v for k, v in batch.items() if k != "targets"}, batch["targets"]
         logits = self.net(**inputs).float()
         loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-        self.val_sums += torch.stack((loss.double(), (targets != IGNORE).sum().double()))
+        self.val_sums += torch.stack((loss, (targets != IGNORE).sum()))
         self.right += (logits.argmax(dim=-1) == targets).sum()  # IGNORE is no class
 
     def on_validation_epoch_end(self) -> None:

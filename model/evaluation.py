@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attention.base import widest
 from conf.values import UserError, whole
 from model.calls import attention_call, require
 from model.generation.blocks import BlockPool
@@ -135,7 +136,7 @@ def loss_in_pieces(net: GPT, input_ids: Tensor, targets: Tensor, piece: int) -> 
     call = attention_call(net.config, "validation", **how)
     if piece < tokens:
         require(cache.attention, [replace(call, tq=piece, features=call.features | {"rectangular"})])
-    nats = torch.zeros((), dtype=torch.float64, device=device)
+    nats = torch.zeros((), dtype=widest(device), device=device)
     for start in range(0, tokens, piece):
         cache.piece = slice(start, min(start + piece, tokens))
         nats += net(input_ids[:, cache.piece], targets=targets[:, cache.piece], cache=cache)

@@ -49,7 +49,7 @@ def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ch
     x, targets = x.flatten(0, -2), targets.flatten()  # (B, T, C) -> (N, C), (B, T) -> (N,)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return torch.ops.tilegpt.summed_loss(x, weight, targets, vocab_size, chunk, dtype)
-    return _head_loss(x.to(dtype), weight, targets, vocab_size, chunk, False)[0]
+    return _head_loss(x.to(dtype), weight, targets, vocab_size, chunk, False, False)[0]
 
 
 class _Summed(torch.autograd.Function):
@@ -65,7 +65,8 @@ class _Summed(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        loss, dx, dweight = _head_loss(x.to(dtype), weight, targets, vocab_size, chunk, True)
+        trains = ctx.needs_input_grad[1]  # not beside adapters
+        loss, dx, dweight = _head_loss(x.to(dtype), weight, targets, vocab_size, chunk, True, trains)
         ctx.save_for_backward(dx, dweight)
         ctx.dtype = x.dtype
         return loss
@@ -75,7 +76,8 @@ class _Summed(torch.autograd.Function):
         subject = "The loss in chunks, and in 16 bits on a GPU, has"
         first_derivative_only(subject, "model.loss_chunk=0 has, with precision=32-true")
         dx, dweight = ctx.saved_tensors  # dx in x's own dtype before it is scaled: rounded once
-        return dx.to(ctx.dtype, copy=True).mul_(dloss), dweight * dloss, None, None, None, None
+        dweight = dweight * dloss if ctx.needs_input_grad[1] else None
+        return dx.to(ctx.dtype, copy=True).mul_(dloss), dweight, None, None, None, None
 
 
 # An op, as torch.compile does not cache what it has traced where it meets a torch.autograd.Function.
@@ -90,15 +92,15 @@ torch.library.impl("tilegpt::summed_loss", "CompositeImplicitAutograd")(_Summed.
 @torch.library.custom_op(
     "tilegpt::head_loss",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor targets, int vocab_size, int chunk, bool gradients) "
-    "-> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor targets, int vocab_size, int chunk, bool gradients, "
+    "bool trains) -> (Tensor, Tensor, Tensor)",
 )
 def _head_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, gradients: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, its gradient by x (N, C) in x's dtype, and by weight (Vp, C) in weight's; without `gradients`
-    two empty tensors. Computes in x's dtype."""
-    loss, dx, dweight = (made.zero_() for made in _outputs(x, weight, gradients))
+    """The loss, with `gradients` its gradient by x (N, C) in x's dtype, and where weight (Vp, C) `trains`, by
+    that in its own; in the place of what is not asked for an empty tensor. Computes in x's dtype."""
+    loss, dx, dweight = (made.zero_() for made in _outputs(x, weight, gradients, trains))
     narrow = weight.to(x.dtype)
     for start in range(0, len(x), chunk):
         rows, wanted = x[start : start + chunk], targets[start : start + chunk]
@@ -106,6 +108,7 @@ def _head_loss(
         loss += part
         if gradients:
             torch.mm(d, narrow, out=dx[start : start + chunk])
+        if trains:
             _add_product(dweight, d.T, rows)
         del d  # or it would be there beside the next chunk's
     return loss, dx, dweight
@@ -141,14 +144,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _outputs(x: Tensor, weight: Tensor, gradients: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(x: Tensor, weight: Tensor, gradients: bool, trains: bool) -> tuple[Tensor, Tensor, Tensor]:
     loss = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
-    made = (torch.empty_like(x), torch.empty_like(weight)) if gradients else (x.new_empty(0), x.new_empty(0))
-    return loss, *made
+    asked = ((x, gradients), (weight, trains))
+    return loss, *(torch.empty_like(like) if wanted else like.new_empty(0) for like, wanted in asked)
 
 
 @_head_loss.register_fake
 def _(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, gradients: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, weight, gradients)
+    return _outputs(x, weight, gradients, trains)

@@ -121,10 +121,16 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "devices below all": (("trainer.devices=-2",), ("trainer.devices=-2: it needs",)),
     "devices without end": (("trainer.devices=1099511627776",), ("trainer.devices=", "at most 65536")),
+    "a strategy that shards otherwise": (
+        ("trainer.strategy=fsdp", "trainer.devices=2"),
+        ("trainer.strategy=fsdp", "choose trainer=ddp, fsdp2 or context_parallel"),
+    ),
+    "a strategy that pickles the run": (("trainer.strategy=ddp_spawn",), ("trainer.strategy=ddp_spawn",)),
     "an optimiser without a way back": (
         ("optim._target_=torch.optim.SGD", "~optim.betas", "~optim.eps"),
         ("optim._target_: a run cannot resume with SGD", "use torch.optim.AdamW"),
     ),
+    "an optimiser of two kinds": (("+optim.foreach=true",), ("optim: ", "`fused` and `foreach`")),
     "uphill": (("optim=muon", "+optim.maximize=true"), ("maximize", "Muon minimises")),
     "optimiser": (("optim.lr=-1",), ("optim.lr=-1", "at least 0")),
     "no clipping is null": (("grad_clip=0",), ("grad_clip=0", "above 0, or null")),

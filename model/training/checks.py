@@ -133,6 +133,13 @@ def _trainer(trainer: Mapping[str, Any], resume_step: int | None, fixed: Mapping
             raise UserError(f"trainer.{key}: that is decided by {ELSEWHERE[key]}.")
         if key in fixed or key == "plugins":
             raise UserError(f"trainer.{key}: this training loop needs its own; leave it out.")
+    strategy = trainer.get("strategy", "auto")
+    # of Lightning's others, fsdp would clip by a norm of each rank's own shards, and ddp_spawn pickle the run
+    if isinstance(strategy, str) and strategy not in ("auto", "ddp"):
+        raise UserError(
+            f"trainer.strategy={strategy}: this training loop knows replicas and FSDP2; choose trainer=ddp, "
+            "fsdp2 or context_parallel."
+        )
     limit = trainer.get("limit_val_batches", 1.0)
     number("trainer.limit_val_batches", limit, least=0)
     if isinstance(limit, float) and limit > 1:
@@ -177,7 +184,7 @@ def called(key: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T
     """`function(...)`; an argument of `key` that it does not take, or cannot use, is one message."""
     try:
         return function(*args, **kwargs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last by torch's optimisers
         if isinstance(error, UserError):
             raise
         raise UserError(f"{key}: {error}") from error

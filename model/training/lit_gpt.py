@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.base import Attention
+from attention.base import Attention, widest
 from conf.values import UserError
 from model.gpt import GPT, IGNORE
 from model.training.graphs import StepGraph
@@ -32,6 +32,7 @@ from model.training.untrusted import require_run
 
 Schedule = Callable[[int, int], float]
 FREEZES_ON = ("cuda",)  # devices that wait for the host while Python's garbage collector searches
+CLIPS_APART = ("mps",)  # devices whose fused AdamW reads neither grad_scale nor found_inf (torch 2.12)
 # Batches of all validations of a run up to which validation is not compiled, if the model is small: compiling
 # takes seconds, and an uncompiled batch some milliseconds more. The character model has 147 of them.
 EAGER_BATCHES = 1000
@@ -309,6 +310,11 @@ class LitGPT(L.LightningModule):
         grad_scale = torch.ones_like(norm)
         if self.grad_clip is not None:
             grad_scale = torch.clamp(norm / self.grad_clip, min=1.0)
+        if norm.device.type in CLIPS_APART:
+            torch._foreach_div_(grads, grad_scale)
+            grad_scale = torch.ones_like(norm)
+            if found_inf:  # without gradients a step changes nothing
+                optimizer.zero_grad(set_to_none=True)
         inner = optimizer.optimizer
         inner.found_inf, inner.grad_scale = (replicated(x, self.shards) for x in (found_inf, grad_scale))
         optimizer.step()
@@ -316,7 +322,7 @@ class LitGPT(L.LightningModule):
         return norm
 
     def on_validation_epoch_start(self) -> None:
-        self.val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.val_sums = torch.zeros(2, dtype=widest(self.device), device=self.device)
         batches = sum(self.trainer.num_val_batches)
         batches *= 1 + self.trainer.max_steps // self.trainer.val_check_interval
         self.in_eager_validation = self.validates_eagerly and batches <= EAGER_BATCHES
@@ -325,7 +331,7 @@ class LitGPT(L.LightningModule):
         counted = (batch["targets"] != IGNORE).sum()
         with torch.compiler.set_stance("force_eager") if self.in_eager_validation else nullcontext():
             loss = self.net(**batch)
-        self.val_sums += torch.stack((loss.double(), counted.double()))
+        self.val_sums += torch.stack((loss, counted))
         if self.trainer.world_size == 1:
             if self.stop_requested:
                 self._stop()

@@ -89,8 +89,11 @@ class MuonAdamW(torch.optim.AdamW):
                 grad = grad / self.grad_scale
             mean = torch.stack([state["momentum_buffer"] for state in states]).lerp_(grad, 1 - momentum)
             update = orthogonalised(grad.lerp_(mean, momentum)) * (0.2 * math.sqrt(max(rows, columns)))
+            # on the device and in fp32, as a captured step has it: a number would be rounded otherwise
+            rate = lr if isinstance(lr, Tensor) else torch.full((), lr, device=grad.device)
+            kept = 1 - rate * group["weight_decay"]
             for i, (state, parameter) in enumerate(zip(states, parameters, strict=True)):
-                after = parameter * (1 - lr * group["weight_decay"]) - lr * update[i]
+                after = parameter * kept - rate * update[i].float()
                 self._unless_skipped(parameter, after)
                 self._unless_skipped(state["momentum_buffer"], mean[i])
 

@@ -111,9 +111,10 @@ def softmax_loss(
     warps = warps or max(1, block * WARPS // BLOCK)
     rest = padded - vocab_size // block * block
     losses = logits.new_empty(n, dtype=torch.float32)
-    _tilegpt_cross_entropy[(n,)](
-        logits, targets, losses, logits.stride(0), vocab_size, padded,
-        IGNORE=ignore, GRADIENTS=gradients, BLOCK=block, REST=triton.next_power_of_2(rest) if rest else 0,
-        GROUP=min(GROUP, block), num_warps=warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):  # Triton launches on the current device, which may be another
+        _tilegpt_cross_entropy[(n,)](
+            logits, targets, losses, logits.stride(0), vocab_size, padded,
+            IGNORE=ignore, GRADIENTS=gradients, BLOCK=block, REST=triton.next_power_of_2(rest) if rest else 0,
+            GROUP=min(GROUP, block), num_warps=warps,
+        )  # fmt: skip
     return losses

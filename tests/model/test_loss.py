@@ -166,8 +166,8 @@ def test_it_compiles_whole_however_many_chunks() -> None:
 
 def test_the_op_is_whole() -> None:
     x, weight, targets = problem(torch.float32)
-    for wanted in (True, False):
-        inputs = (x.detach(), weight.detach(), targets, V, 8, wanted)
+    for wanted in ((True, True), (True, False), (False, False)):
+        inputs = (x.detach(), weight.detach(), targets, V, 8, *wanted)
         torch.library.opcheck(torch.ops.tilegpt.head_loss.default, inputs)
 
 
@@ -184,6 +184,19 @@ def test_logits_and_frozen_weights_are_as_before() -> None:
         net.transformer.ln_f.weight.grad, plain.transformer.ln_f.weight.grad, rtol=1e-5, atol=1e-5
     )
     assert net.lm_head.weight.grad is None
+
+
+def test_a_frozen_head_has_no_gradient_made() -> None:
+    """As beside adapters: nothing of its size in fp32 comes to be."""
+    sizes = []
+    for frozen in (True, False):
+        net = build(vocab_size=4990, n_embd=64, loss_chunk=8)
+        net.lm_head.weight.requires_grad_(not frozen)
+        recorder = recorder_of(torch.device("cpu"))
+        with recorder, torch.autocast("cpu", torch.bfloat16):
+            net(**batch()).backward()
+        sizes.append(max(event.size for event in recorder.events() if event.what == "alloc"))
+    assert sizes[0] < 4 * net.lm_head.weight.numel() <= sizes[1]
 
 
 @pytest.mark.parametrize("value", ["-1", "2.5", "many", "null", "true"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +70,26 @@ def test_losses_and_gradients(
     error = (logits[:, :vocab].double() - gradient).abs()
     assert (error <= ROUNDING[dtype] * gradient.abs() + 2e-7).all()
     assert not logits[:, vocab:].any() and not logits[::5].any()
+
+
+def test_it_runs_on_the_device_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the current one, to whose stream scripts/evaluate.py device=cuda:1 came."""
+    current: list[Tensor] = []
+    launched: list[list[Tensor]] = []
+
+    @contextlib.contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        current.append(x)
+        yield
+        current.pop()
+
+    kernel = mock.MagicMock()
+    kernel.__getitem__.return_value = lambda *args, **how: launched.append([*current])
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr("ops.triton.cross_entropy._tilegpt_cross_entropy", kernel)
+    logits, targets = problem(4, 50, 64, torch.bfloat16, "cpu")
+    softmax_loss(logits, targets, 50, IGNORE, True)
+    assert len(launched) == 1 and launched[0][0] is logits
 
 
 @pytest.mark.parametrize("device", DEVICES)

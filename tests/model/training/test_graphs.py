@@ -51,7 +51,7 @@ def test_memory_that_runs_out_in_a_capture_is_no_refusal(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("optim", ["adamw"])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_a_captured_step_computes_the_same_bits_and_resumes(optim: str, tmp_path: Path) -> None:
     """Dropout of both kinds, accumulation, learning rates that change; validation in between."""
     common = ["trainer.accelerator=gpu", "precision=bf16-mixed", "compile=false", "schedule=constant"]

@@ -16,14 +16,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from attention import geometry
 from attention.naive import NaiveAttention
+from attention.sdpa import SDPAAttention
 from model.gpt import GPT, GPTConfig
 from model.training import lit_gpt, runtime
 from model.training.callbacks import Metrics
 from model.training.checkpoint import read_checkpoint
 from model.training.late import LateScalars
 from model.training.lit_gpt import LitGPT
+from model.training.muon import MuonAdamW
 from model.training.seeds import seed_generators, step_seed
 from tests.running import rows, train_here
 
@@ -63,9 +68,17 @@ def constant(step: int, max_steps: int) -> float:
     return 1.0
 
 
-def train(net: GPT, batches: list[Batch], lr: float = 1e-2, **settings: Any) -> tuple[LitGPT, list[dict]]:
+class BlindAdamW(torch.optim.AdamW):
+    """As on a Mac: it takes grad_scale and found_inf, and reads neither."""
+
+    grad_scale = found_inf = property(lambda self: None, lambda self, value: None)
+
+
+def train(
+    net: GPT, batches: list[Batch], lr: float = 1e-2, kind: type = torch.optim.AdamW, **settings: Any
+) -> tuple[LitGPT, list[dict]]:
     """Train on the batches; the module, and loss and gradient norm of each step."""
-    optimizer = partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, fused=True)
+    optimizer = partial(kind, lr=lr, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, fused=True)
     lit = LitGPT(net, optimizer, constant, **settings)
     seen: list[dict] = []
 
@@ -177,6 +190,49 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
         parameter.grad = torch.ones_like(parameter)
     assert lit._update().isfinite()
     assert not any(torch.equal(p, before) for p, before in zip(net.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("kinds", [(torch.optim.AdamW, BlindAdamW), (MuonAdamW, MuonAdamW)])
+def test_a_device_whose_fused_kernel_neither_clips_nor_skips(
+    kinds: tuple[type, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, nets = [make_batch(seed=seed) for seed in range(3)], (make_net(), make_net())
+    train(nets[0], batches, kind=kinds[0], grad_clip=0.1)
+    monkeypatch.setattr(lit_gpt, "CLIPS_APART", ("cpu",))
+    lit, seen = train(nets[1], batches, kind=kinds[1], grad_clip=0.1)
+    assert min(row["norm"] for row in seen) > 0.2
+    assert_close(*nets)
+    before = {name: p.detach().clone() for name, p in nets[1].named_parameters()}
+    for parameter in nets[1].parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    assert lit._update().isnan()
+    assert all(torch.equal(p, before[name]) for name, p in nets[1].named_parameters())
+
+
+class WithoutFp64(TorchDispatchMode):
+    """As on a Mac: no operator makes a tensor of fp64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        assert all(x.dtype != torch.float64 for x in tree_leaves(out) if isinstance(x, Tensor)), func
+        return out
+
+
+def test_training_and_validation_go_without_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, batches = make_net(position="t5"), [make_batch(ignored=True), make_batch()]
+    net.replace_attention(SDPAAttention())
+    lit = LitGPT(net, lambda groups: None, constant)
+    lit.trainer = SimpleNamespace(num_val_batches=[2], max_steps=1, val_check_interval=1, world_size=1)
+    for module in (lit_gpt, geometry):
+        monkeypatch.setattr(module, "widest", lambda device: torch.float32)
+    with WithoutFp64(), mock.patch.object(LitGPT, "log") as log:
+        net(**batches[0]).backward()
+        lit.on_validation_epoch_start()
+        for i, batch in enumerate(batches):
+            lit.validation_step(batch, i)
+        lit.on_validation_epoch_end()
+    both = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    torch.testing.assert_close(log.call_args.args[1], mean_loss(net, both))
 
 
 def test_the_schedule_scales_every_group_and_resets_each_step() -> None:

@@ -52,6 +52,19 @@ def test_each_part_is_torchs_own() -> None:
                 a.data.copy_(b.data)
 
 
+def test_a_rate_in_a_tensor_as_a_captured_step_has_it_gives_the_same_bits() -> None:
+    numbers, tensors = leaves(), leaves()
+    one, two = optimiser(numbers), optimiser(tensors)
+    for step in range(1, 5):
+        rate = float(torch.tensor(0.01 * step / 7))
+        for own, parameters, lr in ((one, numbers, rate), (two, tensors, torch.tensor(rate))):
+            gradients(parameters, step)
+            for group in own.param_groups:
+                group["lr"] = lr
+            own.step()
+    assert all(torch.equal(a, b) for a, b in zip(numbers, tensors, strict=True))
+
+
 def test_updates_are_about_orthogonal() -> None:
     matrices = torch.randn(3, 64, 16, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(orthogonalised(matrices).float())
