@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,7 +60,8 @@ def score(
 ) -> Score:
     """Of all tokens of `ids` but the first, which nothing foresees. stride: see `windows`; None: half the
     context. cache_dtype: of the keys and values that tokens see, as if each were decoded over a KV cache of
-    that dtype. UserError for a stride beyond the context, and for a text of less than two tokens."""
+    that dtype. UserError for a stride beyond the context, for a text of less than two tokens, and for a model
+    that sees what follows."""
     context = net.config.seq_len
     stride = max(1, context // 2) if stride is None else stride
     whole("stride", stride, 1, context)
@@ -69,16 +71,30 @@ def score(
     device, text, nats = net.device, torch.tensor(ids), 0.0
     cache = None if cache_dtype == "auto" else made_cache(net, batch, cache_dtype)
     alike = itertools.groupby(windows(len(ids) - 1, context, stride), key=lambda w: w.stop - w.start)
-    for _, group in alike:
-        while rows := list(itertools.islice(group, batch)):
-            x, targets = (torch.stack([text[w.start + i : w.stop + i] for w in rows]) for i in (0, 1))
-            for row, w in zip(targets, rows, strict=True):
-                row[: w.first - w.start] = IGNORE
-            if cache is not None:
-                starts = torch.zeros(len(rows), dtype=torch.int64, device=device)
-                cache.append(cache.table[: len(rows)], starts, x.shape[1], from_start=False)
-            nats += float(net(x.to(device), targets=targets.to(device), cache=cache))
+    with foreseeing(net):
+        for _, group in alike:
+            while rows := list(itertools.islice(group, batch)):
+                x, targets = (torch.stack([text[w.start + i : w.stop + i] for w in rows]) for i in (0, 1))
+                for row, w in zip(targets, rows, strict=True):
+                    row[: w.first - w.start] = IGNORE
+                if cache is not None:
+                    starts = torch.zeros(len(rows), dtype=torch.int64, device=device)
+                    cache.append(cache.table[: len(rows)], starts, x.shape[1], from_start=False)
+                nats += float(net(x.to(device), targets=targets.to(device), cache=cache))
     return Score(nats, len(ids) - 1)
+
+
+@contextmanager
+def foreseeing(net: GPT) -> Iterator[None]:
+    """`net` without dropout, and then as it was. UserError where it sees the tokens that it is to foresee."""
+    if not net.config.causal:
+        raise UserError("model.causal=false: a model that sees a token gives it no probability; use true.")
+    training = net.training
+    net.eval()
+    try:
+        yield
+    finally:
+        net.train(training)
 
 
 def made_cache(net: GPT, batch: int, cache_dtype: str) -> PagedCache:
@@ -152,7 +168,8 @@ def continuation(net: GPT, context: Sequence[int], answer: Sequence[int]) -> tup
         raise UserError("an answer needs a context of one token or more")
     ids = [*context, *answer][-(net.config.seq_len + 1) :]
     x = torch.tensor([ids[:-1]], device=net.device)
-    logits = net(x)[0, -len(answer) :, : net.config.vocab_size].float()  # (T, Vp) -> (answer, V)
+    with foreseeing(net):
+        logits = net(x)[0, -len(answer) :, : net.config.vocab_size].float()  # (T, Vp) -> (answer, V)
     targets: Tensor = torch.tensor(list(answer), device=x.device)
     likely = logits.log_softmax(-1).gather(-1, targets[:, None]).sum()
     return float(likely), bool((logits.argmax(-1) == targets).all())

@@ -47,6 +47,8 @@ def arguments() -> argparse.Namespace:
     options = made.parse_args()
     if options.new < 2:
         made.error(f"--new {options.new}: a first token has no decoding step to time; ask for 2 or more")
+    if options.no_cache and options.compile:
+        made.error("--no-cache --compile: what is compiled is a step over the cache; leave one of them out")
     return options
 
 

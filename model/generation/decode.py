@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,18 @@ from conf.values import UserError
 from model.generation.view_cache import QuantisedCache
 from model.gpt import GPT
 from model.kv_cache import KVCache
+
+
+def at_least_1(key: str, value: Any, null: str = "") -> None:
+    """UserError unless `value` is an integer of 1 or more, numpy's too, or None where `null` says what that
+    stands for."""
+    if not (value is None and null) and (not is_a(Integral, value) or value < 1):
+        also = f", or null for {null}" if null else ""
+        raise UserError(f"{key}={value!r}: it needs to be at least 1, as a whole number{also}.")
+
+
+def is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -26,14 +40,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # below a thousandth, logits divided by it may overflow, and a tie of infinities is no choice
-        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+        hot = self.temperature
+        if not is_a(Real, hot) or (hot != 0 and not 1e-3 <= hot < float("inf")):
+            raise UserError(f"temperature={hot!r}: it needs to be 0, which is greedy, or at least 0.001.")
+        at_least_1("top_k", self.top_k, null="all tokens")
+        if self.top_p is not None and not (is_a(Real, self.top_p) and 0 < self.top_p <= 1):
             raise UserError(
-                f"temperature={self.temperature}: it needs to be 0, which is greedy, or at least 0.001."
+                f"top_p={self.top_p!r}: it needs to be in (0, 1] as a number, or null for all tokens."
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k={self.top_k}: it needs to be at least 1, or null for all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p}: it needs to be in (0, 1], or null for all tokens.")
 
     def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """The next token (B, 1) by logits (B, V) and, unless greedy, exponential noise (B, top_k or V).

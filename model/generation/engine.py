@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conf.values import UserError
 from model.generation.blocks import BlockPool, Lease
-from model.generation.decode import Decoder, to_device
+from model.generation.decode import Decoder, at_least_1, to_device
 from model.generation.generate import Reader, window_start
 from model.gpt import GPT
 
@@ -36,9 +36,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         for name in ("block", "tokens", "slots", "chunk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value}: it needs to be at least 1.")
+            at_least_1(name, getattr(self, name), null="what the rows need" if name == "tokens" else "")
 
 
 @dataclass(eq=False)
@@ -67,6 +65,8 @@ def made_rows(prompts: Sequence[list[int]], most_new: Sequence[int]) -> list[Row
             f"max_new_tokens has {len(most_new)} numbers for {len(prompts)} prompts: give one for each, or "
             "one for all."
         )
+    for new in most_new:
+        at_least_1("max_new_tokens", new)
     return [Row(i, p, len(p), len(p) + new) for i, (p, new) in enumerate(zip(prompts, most_new, strict=True))]
 
 

@@ -10,18 +10,21 @@ less than that to look back on. A prompt that is too long starts where the same 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from attention.base import Attention
-from conf.values import UserError
+from conf.values import UserError, whole
 from model.calls import attention_call, require
-from model.generation.decode import Decoder, Rows, Sampling, compute_dtype, dense_cache, encode
+from model.generation.decode import Decoder, Rows, Sampling, at_least_1, compute_dtype, dense_cache, encode
 from model.generation.fused import FusedStep, wants_fused
 from model.generation.view_cache import cache_kinds
 from model.gpt import GPT
@@ -114,12 +117,19 @@ class Reader:
 
 def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, eot: int | None) -> list[list[int]]:
     """The prompts as lists; an empty one starts from the end-of-text token, as documents do."""
+    try:
+        prompts = [[int(operator.index(token)) for token in prompt] for prompt in prompts]
+    except TypeError:  # of text, of one prompt alone, of numbers with a fraction
+        raise UserError(
+            f"prompts={ascii(prompts)[:60]}: they need to be a list of prompts, each a list of token ids; "
+            "encode text by the tokenizer, and put a single prompt into a list."
+        ) from None
     if not prompts:
         raise UserError(
             "there is no prompt: give at least one, which may be empty if the tokenizer has an end-of-text "
             "token."
         )
-    checked = [list(prompt) or ([] if eot is None else [eot]) for prompt in prompts]
+    checked = [prompt or ([] if eot is None else [eot]) for prompt in prompts]
     for i, prompt in enumerate(checked):
         if not prompt:
             raise UserError(
@@ -142,21 +152,52 @@ def checked(
     top_k: int | None = None,
     top_p: float | None = None,
     eot: int | None = None,
+    seed: int | None = None,
 ) -> tuple[Sampling, list[list[int]]]:
     """How tokens are drawn, and the prompts as `generate` takes them. Raises UserError."""
     if not model.config.causal:
         raise UserError(
             "model.causal=false: a model that sees the future cannot predict it; generate needs true."
         )
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1.")
+    at_least_1("max_new_tokens", max_new_tokens)
+    whole("seed", seed, 0, 2**64 - 1, null="a fresh one")
     sampling = Sampling(temperature, top_k, top_p)
-    return sampling, checked_prompts(prompts, model.config.vocab_size, eot)
+    prompts = checked_prompts(prompts, model.config.vocab_size, eot)
+    require_finite(model)
+    return sampling, prompts
+
+
+# Of models that have passed `require_finite`: where their weights lay, and how often these had been written.
+FINITE: WeakKeyDictionary[GPT, list[tuple[int, int]]] = WeakKeyDictionary()
+
+
+def require_finite(model: GPT) -> None:
+    """UserError where weights are NaN or infinite: of such logits, whatever they say, token 0 is the largest.
+    On a CPU reading all takes as long as a token: in a loop only after they were written."""
+    weights = numbers(model)
+    state = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in weights.values()]
+    if FINITE.get(model) == state:
+        return
+    if bad := not_finite(model):
+        raise UserError(
+            f"{len(bad)} of {len(weights)} weight tensors hold NaN or infinity, {bad[0]} first: give a model "
+            "whose weights are finite, from before it diverged or in bf16 or fp32."
+        )
+    FINITE[model] = state
 
 
 def not_finite(model: GPT) -> list[str]:
     """Names of the weights that hold NaN or infinity."""
-    return [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    weights = numbers(model)
+    if torch.nn.utils.get_total_norm(weights.values(), math.inf).isfinite():  # all at once, with no copy
+        return []
+    return [name for name, weight in weights.items() if not weight.isfinite().all()]
+
+
+def numbers(model: GPT) -> dict[str, Tensor]:
+    """The weights by name, and what is computed with in their place: scales, where they are quantised."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
 
 
 def require_all(
@@ -178,10 +219,19 @@ def require_all(
         require(decoding, [call("decode", tokens=capacity, cache=kinds)])
 
 
+def require_cache(kv_cache: bool, **given: bool | None) -> None:
+    """UserError where options are given that mean nothing without a cache."""
+    if not kv_cache and any(given.values()):
+        raise UserError(
+            f"kv_cache=False and {', '.join(name for name in given if given[name])}: they are of decoding "
+            "over a cache, which needs kv_cache=True."
+        )
+
+
 def clock(device: torch.device) -> float:
     """Seconds, once the device is done."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
@@ -219,7 +269,9 @@ def generate(
 
     Device and dtype are the model's. Raises UserError, and UnsupportedAttention before anything runs."""
     config, device = model.config, model.device
-    sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
+    asked = {"cache_dtype": cache_dtype != "auto", "decode_attention": decode_attention is not None}
+    require_cache(kv_cache, **asked, compile=compile, fused=fused)
+    sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot, seed)
     lengths, kinds = [len(prompt) for prompt in prompts], cache_kinds(cache_dtype, config.head_size)
     # The last token is chosen, but never fed. 128: whole tiles, masks aligned to 16 bytes, few compilations.
     longest = min(config.seq_len, max(lengths) + max_new_tokens - 1)

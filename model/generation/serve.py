@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +60,10 @@ def serve(
     """As `generate`, over a paged cache; `max_new_tokens` of all or of each. With a temperature the text also
     depends on what else is generated. Raises UserError, and UnsupportedAttention before anything runs."""
     pool = pool or Pool()
-    most_new = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    sampling, prompts = checked(model, prompts, min(most_new, default=1), temperature, top_k, top_p, eot)
+    each = isinstance(max_new_tokens, Iterable)
+    most = 1 if each else max_new_tokens
+    sampling, prompts = checked(model, prompts, most, temperature, top_k, top_p, eot, seed)
+    most_new = list(max_new_tokens) if each else [most] * len(prompts)
     attention = decode_attention or model.transformer.h[0].attn.attention
     config, rows = model.config, made_rows(prompts, most_new)
     kinds = paged_kinds(model, cache_dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 from attention.base import Attention
 from conf.values import UserError
 from model.generation.blocks import BlockPool
-from model.generation.decode import Sampling, to_device
+from model.generation.decode import Sampling, at_least_1, to_device
 from model.generation.generate import (
     Generated,
     OnToken,
@@ -225,8 +225,7 @@ class Speculation:
 
 
 def require_drafts(model: GPT, draft: GPT | None, draft_tokens: int) -> None:
-    if draft_tokens < 1:
-        raise UserError(f"draft_tokens={draft_tokens}: it needs to be at least 1.")
+    at_least_1("draft_tokens", draft_tokens)
     if draft is not None and draft.config.vocab_size != model.config.vocab_size:
         raise UserError(
             f"The model that drafts has {draft.config.vocab_size} tokens, the other "
@@ -259,7 +258,7 @@ def speculate(
 ) -> Speculated:
     """As `generate`, checking up to `draft_tokens` tokens a call that `draft` proposes, or without it n-grams
     of the text so far. Raises UserError, and UnsupportedAttention before anything runs."""
-    sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot)
+    sampling, prompts = checked(model, prompts, max_new_tokens, temperature, top_k, top_p, eot, seed)
     require_drafts(model, draft, draft_tokens)
     device, contexts = model.device, []
     models = [model] if draft is None else [model, draft]
@@ -280,9 +279,10 @@ def speculate(
         each.eval()
     times.append(clock(device))
     try:
-        while rows := texts.unfinished():
-            work.step(rows, generator)
-            times += [clock(device)] * (work.calls == 1)
+        with torch.cuda.device_of(model.transformer.wte.weight):  # Triton launches on the current device
+            while rows := texts.unfinished():
+                work.step(rows, generator)
+                times += [clock(device)] * (work.calls == 1)
     finally:
         for each, was in zip(models, training, strict=True):
             each.train(was)

@@ -172,7 +172,11 @@ def from_theirs(theirs: Any) -> tuple[Architecture, Values]:
         "auto_map": (None,),
     }.items():
         value = theirs.get(key, first)
-        if not any(type(value) is type(able) and value == able for able in (first, *others)):
+        # JSON's 1 is 1.0, but not true
+        same = (
+            value == able and isinstance(value, bool) == isinstance(able, bool) for able in (first, *others)
+        )
+        if not any(same):
             raise UserError(f"its {key} is {_said(value)}, and our model can only be {_said(first)} there")
     fields = dict(DEFAULTS)
     for ours, (key, default) in architecture.keys.items():
@@ -232,6 +236,9 @@ def _rope(theirs: Mapping[str, Any]) -> Values:
         raise UserError(f"its rope_type is {printable(kind)}, and {', '.join(names)} can be loaded")
     if said.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError("its partial_rotary_factor is not 1: our model turns all of a head")
+    trained = "original_max_position_embeddings"  # outside of the mapping it counts more
+    said = {trained: theirs.get("max_position_embeddings")} | said
+    said |= {trained: theirs[trained]} if trained in theirs else {}
     scaling = None if kind == "default" else [kind, *(said.get(name) for name in names[kind])]
     return {"rope_base": base, "rope_scaling": scaling}
 

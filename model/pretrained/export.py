@@ -31,7 +31,7 @@ def export(net: GPT, folder: Path, files: dict[str, str], bos: int | None, eos: 
         partial.mkdir(parents=True)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
-        weights = dict(theirs_of(net.float(), architecture.model_type))
+        weights = dict(theirs_of(net, architecture.model_type))
         save_file(weights, partial / SINGLE, metadata={"format": "pt"})
         for path in partial.iterdir():
             path.chmod(0o644)  # safetensors are made for their owner alone

@@ -47,6 +47,8 @@ def read_pretrained(given: str) -> Pretrained:
             raise UserError("it has no config.json")
         architecture, fields = from_theirs(read_json(folder / "config.json"))
         weights = Weights(folder)
+        if fields["tie_embeddings"] and weights.has_own_head():
+            fields["tie_embeddings"] = False
         weights.require(GPTConfig(**fields, seq_len=1), architecture.model_type)
     except UserError as error:
         raise UserError(f"init_from={given} is refused: {str(error).removesuffix('.')}.") from None

@@ -84,12 +84,12 @@ def _ends(config: GPTConfig, parts: int, rows: int) -> list[int]:
 
 
 def theirs_of(net: GPT, model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """(their name, tensor), contiguous and on the CPU. GPT-2 has biases everywhere: zeros where we have
+    """(their name, tensor), fp32, contiguous and on the CPU. GPT-2 has biases everywhere: zeros where we have
     none."""
     weights = net.state_dict()
     for name, parts in pieces(net.config, model_type).items():
         for piece in parts:
-            yield piece.name, piece.of(weights[name]).cpu().contiguous()
+            yield piece.name, piece.of(weights[name]).cpu().float().contiguous()
         bias = re.sub(r"weight$", "bias", name)
         table = re.search(r"(wte|wpe|lm_head)\.weight$", name)
         if model_type == "gpt2" and not table and bias not in weights:
@@ -146,6 +146,19 @@ class Weights:
                         self.at[_bare(key)] = path, key, tuple(tensor.get_shape()), tensor.get_dtype()
             except SafetensorError as error:
                 raise UserError(f"its {path.name} is truncated or damaged ({str(error)[:80]})") from None
+
+    def has_own_head(self) -> bool:
+        """Whether a head is there that is not the embedding: transformers then ties none, whatever its
+        config.json says."""
+        from safetensors import safe_open
+
+        both = []
+        for name in ("lm_head.weight", "wte.weight", "embed_tokens.weight"):
+            if name in self.at:
+                path, key, *_ = self.at[name]
+                with safe_open(path, "pt") as file:
+                    both.append(file.get_tensor(key))
+        return len(both) == 2 and not (both[0].dtype == both[1].dtype and torch.equal(*both))
 
     def require(self, config: GPTConfig, model_type: str) -> None:
         """UserError unless these are the weights of that model, which is not built before."""

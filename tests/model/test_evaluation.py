@@ -81,7 +81,23 @@ def test_an_answer_is_scored_behind_its_context(net: GPT, context: int) -> None:
         assert continuation(net, before, best[context:])[1]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_trains_is_scored_without_dropout_and_goes_on(training: bool) -> None:
+    torch.manual_seed(0)
+    net = GPT(GPTConfig(50, seq_len=CONTEXT, n_layer=2, n_head=2, n_embd=32, dropout=0.5), NaiveAttention())
+    expected = score(net.eval(), text(20)), continuation(net, text(4), text(3))
+    net.train(training)
+    assert (score(net, text(20)), continuation(net, text(4), text(3))) == expected
+    assert net.training is training and net.transformer.drop.training is training
+
+
 def test_mistakes_are_said(net: GPT) -> None:
+    sees_all = GPT(GPTConfig(50, seq_len=8, n_layer=1, n_head=2, n_embd=32, causal=False), NaiveAttention())
+    for asked in (lambda: score(sees_all, text(20)), lambda: continuation(sees_all, [1], [2])):
+        with pytest.raises(
+            UserError, match="causal=false: a model that sees a token gives it no probability"
+        ):
+            asked()
     with pytest.raises(ValueError, match="stride=9: it needs to be a whole number, at least 1 and at most 8"):
         score(net, text(20), 9)
     with pytest.raises(ValueError, match="batch=0: it needs to be a whole number, at least 1"):

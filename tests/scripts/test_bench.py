@@ -37,6 +37,7 @@ def test_gpu_slug(name, slug):
         ("bench_generate", "--weight-dtype int4", ("--weight-dtype", "'int4'", "int8")),
         ("bench_generate", "--new many", ("--new", "many is no whole number")),
         ("bench_generate", "--new 1", ("--new 1", "2 or more")),
+        ("bench_generate", "--no-cache --compile", ("--no-cache --compile", "leave one of them out")),
         ("bench_serve", "--new 1 1", ("--new 1 1", "2 or more")),
         ("bench_serve", "--slots 0", ("--slots", "0 is no whole number, at least 1")),
         ("bench_train", "--attention foo", ("--attention", "'foo'", "naive")),

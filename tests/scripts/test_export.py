@@ -19,6 +19,7 @@ from model.config import GPTConfig
 from model.generation.generate import generate
 from model.gpt import GPT
 from model.pretrained.architectures import architecture_of
+from model.pretrained.export import export as export_model
 from model.pretrained.folder import read_pretrained
 from scripts import export
 from tests.pretrained import make_folder
@@ -224,6 +225,14 @@ def test_a_model_that_does_not_fit_writes_nothing(folder: Path, capsys: pytest.C
     result = run_export(folder, capsys, "ckpt=capped", "to=capped")
     assert result.code == 1 and "does not fit model.softcap=20 (needs null)" in result.err
     assert not (folder / "capped").exists()
+
+
+def test_the_weights_are_fp32_and_the_model_stays_as_it_is(tmp_path: Path) -> None:
+    net = GPT(GPTConfig(**{**BASE, **ROPE}), torch.nn.Identity()).to(torch.bfloat16)
+    export_model(net, tmp_path / "model", {}, None, None)
+    assert net.dtype == torch.bfloat16
+    found = read_pretrained(str(tmp_path / "model"))
+    assert {kind for *_, kind in found.weights.at.values()} == {"F32"}
 
 
 def test_it_is_whole_or_not_there(

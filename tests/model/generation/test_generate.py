@@ -12,8 +12,12 @@ import torch
 from attention.base import UnsupportedAttention
 from attention.naive import NaiveAttention
 from model.calls import attention_call
+from model.generation import generate as module
 from model.generation.decode import Rows
-from model.generation.generate import generate, window_moves, window_start
+from model.generation.generate import generate, not_finite, window_moves, window_start
+from model.generation.serve import serve
+from model.generation.speculate import speculate
+from model.generation.weights import quantise_weights
 from model.gpt import GPT, GPTConfig
 from tests.grid import NAMES, build, long_but
 
@@ -233,6 +237,21 @@ def test_who_cannot_decode_is_refused_before_anything_runs():
         ({"prompts": []}, "no prompt"),
         ({"prompts": [[1], []]}, "prompt 1 is empty, and this tokenizer has no end-of-text token"),
         ({"prompts": [[1, VOCAB]]}, f"token {VOCAB}"),
+        (
+            {"prompts": ["text"]},
+            r"prompts=\['text'\]: they need to be a list of prompts, each a list of token",
+        ),
+        ({"prompts": [1, 2]}, r"prompts=\[1, 2\]: they need to be"),
+        ({"prompts": [[1.0]]}, r"prompts=\[\[1.0\]\]: they need to be"),
+        ({"temperature": "1"}, "temperature='1'"),
+        ({"top_k": 5.0}, "top_k=5.0: it needs to be at least 1, as a whole number, or null for all tokens"),
+        ({"top_p": "x"}, "top_p='x'"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens=2.0: it needs to be at least 1, as a whole number"),
+        ({"seed": 1.5}, "seed=1.5: it needs to be a whole number, at least 0"),
+        ({"seed": 2**64}, f"seed={2**64}: it needs to be a whole number, at least 0"),
+        ({"kv_cache": False, "cache_dtype": "int8"}, "kv_cache=False and cache_dtype: they are of decoding"),
+        ({"kv_cache": False, "decode_attention": NaiveAttention()}, "kv_cache=False and decode_attention"),
+        ({"kv_cache": False, "compile": True, "fused": True}, "kv_cache=False and compile, fused: they are"),
     ],
 )
 def test_wrong_input_is_named(options, words):
@@ -240,6 +259,31 @@ def test_wrong_input_is_named(options, words):
         generate(make(), **{"prompts": [[1]], "max_new_tokens": 3, **options})
     with pytest.raises(ValueError, match="causal"):
         generate(make(causal=False), [[1]], 3)
+
+
+@pytest.mark.parametrize("by", [generate, serve, speculate])
+def test_weights_that_are_not_finite_are_named_and_read_once(by, monkeypatch):
+    read = []
+    monkeypatch.setattr(module, "not_finite", lambda model: (read.append(model), not_finite(model))[1])
+    for bad in (float("nan"), float("-inf")):
+        model = make()
+        for _ in range(3):
+            by(model, [[1]], 2)
+        assert read == [model]
+        with torch.no_grad():
+            model.transformer.wte.weight[7, 3] = bad  # of a token that is in no prompt
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"1 of 29 weight tensors hold NaN or infinity, .*wte.weight"
+            ):
+                by(model, [[1]], 2)
+        read.clear()
+        quantise_weights(model, "int8")
+        model.transformer.wte.weight.data[7, 3] = 0.0
+        model.lm_head.scale[2] = bad
+        with pytest.raises(ValueError, match=r"hold NaN or infinity, lm_head\.scale"):
+            by(model, [[1]], 2)
+        read.clear()
 
 
 def test_autocast_and_bf16_weights():

@@ -168,5 +168,9 @@ def test_what_is_refused():
         Pool(tokens=-5)
     with pytest.raises(ValueError, match="max_new_tokens has 2 numbers for 3 prompts: give one for each, or"):
         serve(make(), [[1], [2], [3]], [4, 4])
+    with pytest.raises(ValueError, match=r"max_new_tokens=2\.5"):
+        serve(make(), [[1], [2]], [2, 2.5])
+    with pytest.raises(ValueError, match=r"block=2\.5: it needs to be at least 1, as a whole number"):
+        Pool(block=2.5)
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         serve(make(NaiveAttention()), [[1]], 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
@@ -18,7 +19,7 @@ from model.generation.generate import generate
 from model.gpt import GPT, GPTConfig
 from model.pretrained.architectures import from_theirs
 from model.pretrained.folder import download, read_pretrained
-from tests.pretrained import KINDS, VOCABULARY, make_folder, make_model, tokens
+from tests.pretrained import KINDS, LLAMA3, VOCABULARY, make_folder, make_model, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -122,6 +123,43 @@ def test_of_two_kinds_of_rope_parameters_it_is_that_of_transformers(tmp_path: Pa
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         expected, got = theirs(tokens()).logits, loaded(tmp_path)(tokens())[..., :VOCABULARY]
+    assert float((got - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_position_embeddings": 48},
+        {"original_max_position_embeddings": 24},
+        {"partial_rotary_factor": 1},
+    ],
+)
+def test_what_config_json_says_elsewhere_is_read_as_transformers_reads_it(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    make_folder(tmp_path, "llama")
+    rope = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+    config(rope_parameters=rope, **changes)(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected, got = theirs(tokens(2, 40)).logits, loaded(tmp_path, 40)(tokens(2, 40))[..., :VOCABULARY]
+    assert float((got - expected).abs().max() / expected.abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+def test_a_head_that_is_not_the_embedding_is_kept(kind: str, own: bool, tmp_path: Path) -> None:
+    """As transformers does, although config.json says that they are tied."""
+    from safetensors.torch import load_file, save_file
+
+    make_folder(tmp_path, kind)
+    weights = load_file(file := tmp_path / "model.safetensors")
+    table = next(tensor for name, tensor in weights.items() if re.search("wte|embed_tokens", name))
+    save_file({**weights, "lm_head.weight": table.flip(0) if own else table.clone()}, file, {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected, got = theirs(tokens()).logits, (net := loaded(tmp_path))(tokens())[..., :VOCABULARY]
+    assert net.config.tie_embeddings is not own
     assert float((got - expected).abs().max() / expected.abs().max()) < 2e-5
 
 
